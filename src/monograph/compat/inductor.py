@@ -213,7 +213,8 @@ def keep_once(graph: Any) -> None:
         for user in reading.pop().users:
             if operators.is_view(user):  # it changes with what it is a view of
                 reading.append(user)
-            elif user.target is not write:
+            # A batch norm's node has several values, none of which depends on the means that it writes but these.
+            elif user.target is not write and isinstance(user.meta.get("val"), torch.Tensor):
                 user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 

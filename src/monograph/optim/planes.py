@@ -108,7 +108,7 @@ class Plane:
 def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
     """In the block no parameter has a gradient of another dtype than its own: torch traces no graph around such two."""
     # Only planes of bf16 weights with fp32 gradients: taking gradients away and back costs time for each parameter.
-    narrow = [plane for plane in planes if plane.param.dtype != plane.grad.dtype]
+    narrow = [plane for plane in planes if plane.param.dtype != plane.grad.dtype and not plane.grad.is_meta]
     for slot in (slot for plane in narrow for slot in plane.slots):
         slot.parameter.grad = None
     try:

@@ -20,7 +20,7 @@ from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.folder import Run
 from monograph.run.models import load, load_trained
-from monograph.session.recorded import run_settings, strange_text, text_of
+from monograph.session.recorded import own_copies, run_settings, strange_text
 from monograph.text.tokenizer import Tokenizer
 
 LONGEST_ROW = 4096
@@ -61,10 +61,8 @@ def require_finite(loss: float, name: str, text: str) -> None:
 def of_run(run: Run, warn: Callable[[str], None]) -> EvaluatedModel:
     """Load a run's newest sound model; see `load_trained`."""
     settings = run_settings(run)
-    text, precision = (
-        text_of(settings),
-        Precision(settings.train.precision),
-    )  # in another precision the figures would differ
+    precision = Precision(settings.train.precision)  # in another precision the figures would differ
+    text = settings.data.model_dump() | own_copies(settings)
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision)
     return EvaluatedModel(
         module,

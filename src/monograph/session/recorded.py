@@ -85,22 +85,23 @@ def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
         require_trusted(toml, [load(toml, {}, {}).model.init])
 
 
-def text_of(settings: Settings) -> dict[str, Any]:
-    """Return the [data] settings; what a run names and is no longer at its place is taken from the run's own folder.
+def own_copies(settings: Settings) -> dict[str, Any]:
+    """Return `source` and `tokenizer` of [data] where what a run names is gone, and the run's folder has a copy.
 
-    A run keeps its tokenizer and the text that it read from standard input, and may have been moved, as may the run
-    that it was begun from.
+    A run keeps its tokenizer and the text that it read from standard input; it may have been moved, as may the run that
+    it was begun from.
     """
-    data = settings.data.model_dump()
-    for key, name in (("source", "stdin"), ("tokenizer", "tokenizer.json")):
+    data = settings.data
+    copies: dict[str, Any] = {}
+    for key, named, name in (("source", data.source, "stdin"), ("tokenizer", data.tokenizer, "tokenizer.json")):
         # An origin is the file and its line.
         run = Run(Path(settings.origins.get(f"data.{key}", "").rpartition(":")[0]).parent)
-        own, named = run.folder / name, data[key]
-        if is_file(run.lock_file) and exists(own):
-            items = [named] if isinstance(named, str) else named
-            here = [str(own) if Path(item).name == name and not exists(item) else item for item in items]
-            data[key] = here[0] if isinstance(named, str) else here
-    return data
+        items = [named] if isinstance(named, str) else named
+        gone = [item for item in items if Path(item).name == name and not exists(item)]
+        if gone and is_file(run.lock_file) and exists(run.folder / name):
+            here = [str(run.folder / name) if item in gone else item for item in items]
+            copies[key] = here[0] if isinstance(named, str) else here
+    return copies
 
 
 def require_text(settings: Settings) -> None:
@@ -253,8 +254,7 @@ def branched(parent: Run, given: Settings) -> Settings:
     if given.model.init:  # which brings its shape with it
         closed |= {key for key in own.values() if key.startswith("model.")}
     kept = {key: value for key, value in own.pinned().items() if key not in closed}
-    if "data.source" in kept:
-        kept["data.source"] = text_of(own)["source"]
+    kept |= {f"data.{key}": copy for key, copy in own_copies(own).items() if f"data.{key}" in kept}
     if "data.tokenizer" not in taken:
         kept["data.tokenizer"] = str(parent.tokenizer)  # a BPE that is trained anew would give the ids other meanings
     return given.resolve(kept, str(parent.config))

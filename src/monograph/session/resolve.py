@@ -28,7 +28,7 @@ from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import fixed_lora, lora_of
 from monograph.session.new_tokens import NewTokens, require_tokens
 from monograph.session.plan import Length, Plan, Shape
-from monograph.session.recorded import text_of
+from monograph.session.recorded import own_copies
 from monograph.session.requirements import (
     require_positions,
     require_room,
@@ -87,7 +87,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     plan = Plan(
         settings=settings,
         recipe=recipe,
-        reading=text_of(settings),
+        reading=settings.data.model_dump() | own_copies(settings),
         seed=recipe.seed,
         tokens_per_update=per_update,
         minutes=train.minutes or DEFAULT_MINUTES,
