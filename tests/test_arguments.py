@@ -208,11 +208,19 @@ def beyond_a_third(model: Any) -> None:
     model[2].last = nn.Parameter(table[3:])
 
 
+def beside_a_list(model: Any) -> None:
+    """The list of all weights is met before the weights themselves."""
+    table = torch.randn(6, 4)
+    model[2].first, model[2].more = nn.Parameter(table[:4]), nn.Parameter(table[3:])
+    model.all = [model[2].first, model[2].more]
+
+
 SHARED: dict[str, tuple[Callable[[Any], None], str]] = {
     "another shape": (hold("turned", lambda model: nn.Parameter(model[0].weight.data.t())), "0.turned and 0.weight"),
     "a part": (hold("few", lambda model: nn.Parameter(model[0].weight.data[1:])), "0.weight and 0.few"),
     "frozen": (hold("few", lambda model: nn.Parameter(model[0].bias.data[1:], False)), "0.bias and 0.few"),
     "a list": (hold("held", lambda model: {"two": [model[2].weight.data]}), "0.held.two and 2.weight"),
+    "a list of all": (beside_a_list, "2.first and 2.more"),
     "beyond a third": (beyond_a_third, "2.table and 2.last"),
     "a view": (hold("view", lambda model: model[2].weight.view(-1)), "0.view and 2.weight"),
 }

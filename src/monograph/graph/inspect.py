@@ -79,25 +79,27 @@ def in_the_same_memory(module: nn.Module) -> tuple[str, str] | None:
     They are tied as long as the parameter lies where it is. The other one may be a parameter, a buffer or an attribute,
     also in lists and dicts. A tensor that has two names is one.
     """
-    trained = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
-    by_storage, seen = dict[int, list[tuple[int, int, str, Any]]](), set[int]()
+    trained = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
+    by_storage, seen = dict[int, list[tuple[int, int, str, Any, bool]]](), set[int]()
     for path, part in module.named_modules():
         # Spectral norm puts the weight itself where its hook puts the normalised one before each call.
         passing = {hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
-        held = [part._parameters, part._buffers, {k: v for k, v in vars(part).items() if k not in _OWN | passing}]
-        for name, tensor in chain.from_iterable(_tensors_in(value, path, seen) for value in held):
+        held = {**part._parameters, **part._buffers, **vars(part)}
+        named = [(f"{path}.{key}" if path else key, held[key]) for key in held if key not in _OWN | passing]
+        for name, tensor in chain.from_iterable(_tensors_in(value, name, seen) for name, value in named):
             if tensor.layout == torch.strided and not is_lazy(tensor):
                 own = getattr(tensor, "_local_tensor", tensor)  # of a tensor in shards
-                first = int(own.storage_offset()) * own.element_size()
-                by_storage.setdefault(_memory(own), []).append((first, _end_byte(own), name, own))
+                first, is_trained = int(own.storage_offset()) * own.element_size(), id(tensor) in trained
+                place = (first, _end_byte(own), trained.get(id(tensor), name), own, is_trained)
+                by_storage.setdefault(_memory(own), []).append(place)
     for places in by_storage.values():
-        reaching = list[tuple[int, str, Any]]()  # those before that end after this one begins
-        for first, end, name, own in sorted(places, key=itemgetter(0, 1, 2)):
+        reaching = list[tuple[int, str, Any, bool]]()  # those before that end after this one begins
+        for first, end, name, own, is_trained in sorted(places, key=itemgetter(0, 1, 2)):
             reaching = [before for before in reaching if before[0] > first]
-            for _, other, its in reaching:
-                if trained & {name, other} and np.shares_memory(_bytes_of(its), _bytes_of(own)):
+            for _, other, its, also_trained in reaching:
+                if (is_trained or also_trained) and np.shares_memory(_bytes_of(its), _bytes_of(own)):
                     return other, name
-            reaching.append((end, name, own))
+            reaching.append((end, name, own, is_trained))
     return None
 
 
@@ -110,7 +112,7 @@ def _tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Te
         yield name, value
     elif isinstance(value, dict):
         for key, item in value.items():
-            yield from _tensors_in(item, f"{name}.{key}" if name else str(key), seen)
+            yield from _tensors_in(item, f"{name}.{key}", seen)
     else:
         for item in value:
             yield from _tensors_in(item, name, seen)
