@@ -62,8 +62,8 @@ def lines_of_code(source: str) -> int:
     return len({line for token in code for line in range(token.start[0], token.end[0] + 1)} - prose)
 
 
-def test_at_most_28350_lines_of_code() -> None:
-    assert sum(lines_of_code(path.read_text()) for path in SOURCES) <= 28_350
+def test_at_most_28400_lines_of_code() -> None:
+    assert sum(lines_of_code(path.read_text()) for path in SOURCES) <= 28_400
 
 
 def test_what_counts_as_a_line_of_code() -> None:

@@ -111,7 +111,8 @@ class Engine:
                     loss_sum, count = self.step.layout.sums(self.step, batch)
                     return loss_sum.sum(), count.sum()
 
-            tried, targets = trial(self.step.model, loss), self.step.layout.targets(self.step, batch)
+            with buffers_kept(self.step.loss):
+                tried, targets = trial(self.step.model, loss), self.step.layout.targets(self.step, batch)
             if targets is not None and not math.isclose(float(targets.sum()), tried.count, rel_tol=1e-4):
                 raise InputRefused(
                     f"the loss's count(batch) is {float(targets.sum()):g}, but its call counts {tried.count:g}: let "
@@ -149,14 +150,15 @@ class Engine:
         self._captured = backend, scope
         try:
             graph.capture(step, backend, scope)
-            with buffers_kept(self.model):
+            with buffers_kept(self.model, step.loss):
                 self._fitting(window, lambda: self._warm_all(window))
         except Exception as error:
             graph.release(step)
             step.discard()
             self._captured = None
-            # Only what torch cannot compile has an eager way out; a bug or a full device would be hidden by it.
-            if not isinstance(error, graph.CaptureFailed):
+            # Only what torch cannot compile has an eager way out; a bug or a full device would be hidden by it. Graphs
+            # of blocks keep inputs that a module may write before its backward pass.
+            if not isinstance(error, graph.CaptureFailed) and "modified by an inplace operation" not in str(error):
                 raise
             return str(error)
         return None

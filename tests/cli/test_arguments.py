@@ -63,12 +63,15 @@ def test_train_hands_on_settings_and_options(calls: Calls) -> None:
         (["--resume", "train.keep=3"], "last"),
         (["--resume", "run.toml"], "last"),
         (["--resume", "runs/a"], "runs/a"),
+        (["--resume", "lr=3"], "lr=3"),  # which is there, and a run
         (["--resume=runs/a"], "runs/a"),
         ([], None),
     ],
 )
 def test_resume_takes_a_run_or_none(calls: Calls, arguments: list[str], resume: str | None) -> None:
     Path("run.toml").write_text("")
+    Path("lr=3").mkdir()
+    Path("lr=3/run.lock").touch()
     assert monograph_("train", *arguments) == 0
     assert calls[0][1]["resume"] == resume
 

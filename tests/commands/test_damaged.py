@@ -132,6 +132,23 @@ def test_a_damaged_tokenizer_can_be_put_back_as_is_said(run: Path, server: Comma
     assert server.run(here, "check", "runs/run").code == 0
 
 
+def test_files_next_to_a_tokenizer_have_their_digests_too(run: Path, server: CommandServer) -> None:
+    """One that swaps the tokens at a document's borders is no part of the run; a template may be added."""
+    here = run.parent.parent
+    (run / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert server.run(here, "check", "runs/run").code == 0
+    borders = {"bos_token": "<|eos|>", "eos_token": "<|bos|>"}
+    for content, said in (
+        (json.dumps(borders), "tokenizer_config.json: expected content of sha256 nothing, found"),
+        ('{"eos_token": 5}', "tokenizer_config.json: "),
+    ):
+        (run / "tokenizer_config.json").write_text(content)
+        for command in (["check", "runs/run"], ["evaluate", "runs/run"], ["export", "runs/run", "--to", "out"]):
+            done = server.run(here, *command)
+            assert done.code == 3 and said in done.out + done.err, done.err
+    assert not (here / "out").exists()
+
+
 def test_no_checkpoint_is_sound(run: Path, server: CommandServer) -> None:
     for path in (run / "checkpoints").rglob("model.safetensors"):
         path.write_bytes(cut(path.read_bytes()))

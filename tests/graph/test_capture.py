@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch._dynamo.utils import counters
 
+import monograph as mono
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.capture import CaptureFailed, capture, compiled
@@ -54,6 +55,36 @@ def test_what_cannot_be_traced_fails_in_one_line_that_names_the_place():
     with pytest.raises(CaptureFailed, match="test_capture.py") as caught:
         capture(step_of(loss), "eager")([ROWS])
     assert "\n" not in str(caught.value) and caught.value.__cause__ is None
+
+
+def test_what_is_compiled_anew_at_each_call_ends_in_one_line():
+    class Cooling(nn.Linear):
+        factor = 1.0
+
+        def forward(self, x):
+            self.factor *= 0.9
+            return super().forward(x) * self.factor
+
+    step = capture(Step(Cooling(3, 1), loss=lambda model, batch: (model(batch).sum(), 2)), "eager")
+    with pytest.raises(CaptureFailed, match="it was compiled too often: an attribute differs from call to call"):
+        for _ in range(20):
+            step([ROWS])
+
+
+def test_a_capture_that_fails_leaves_the_hooks_of_saved_tensors_on():
+    class Filling(nn.Linear):
+        def __init__(self):
+            super().__init__(3, 3)
+            self.register_buffer("square", torch.rand(3, 3))
+
+        def forward(self, x):
+            self.square.fill_diagonal_(0.2)
+            return super().forward(x) * self.square[1]
+
+    engine = mono.Ensemble([Filling(), Filling()], loss=lambda model, batch: (model(batch["x"]).sum(), 2))
+    assert "mutation" in engine.capture({"x": ROWS}, "aot_eager")
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        torch.ones(2, requires_grad=True).square().sum().backward()
 
 
 def test_an_error_of_the_module_itself_is_in_the_line():

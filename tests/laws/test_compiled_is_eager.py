@@ -44,10 +44,39 @@ class Centred(nn.Module):
         if self.training:
             self.mean.mul_(0.9).add_(x.detach().mean(0), alpha=0.1)
             self.calls.add_(1)
-        return x + torch.tanh(self.linear(x - self.mean)) * (1 + 1 / self.calls)
+        low, high = self.mean.chunk(2)
+        peak = self.mean.view(2, 3).max(0).values.exp().sum() + (low.exp() * high.sin()).sum()
+        return x + torch.tanh(self.linear(x - self.mean)) * (1 + 1 / self.calls) * peak
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+class Scaled(nn.Module):
+    """A loss with a number of its own."""
+
+    calls: torch.Tensor
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(3))
+
+    def forward(self, model, batch):
+        self.calls.add_(1)
+        return (model(batch["x"]) * self.calls).square().sum(), len(batch["x"])
+
+
+class Taught(nn.Linear):
+    """Its frozen parameter follows its bias, as a teacher does."""
+
+    def __init__(self):
+        super().__init__(6, 3)
+        self.teacher = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.teacher.mul_(0.9).add_(self.bias, alpha=0.1)
+        return super().forward(x) * self.teacher.exp()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
     ("remat", "scope"), [(Remat.Off(), "whole"), (Remat.Full(), "whole"), (Remat.Pointwise(), "blocks")]
 )
@@ -55,16 +84,18 @@ def test_what_depends_on_a_written_buffer_is_computed_once(remat, scope, backend
     """A second time, in the backward pass, it would be computed from what the forward pass has written."""
     torch.manual_seed(0)
     windows, outcomes = [{"x": 1 + torch.randn(8, 6)} for _ in range(2)], []
-    model = nn.Sequential(Centred(), Centred(), nn.Linear(6, 3))
+    model = nn.Sequential(Centred(), Centred(), Taught())
     for captured in (False, True):
-        engine = Resident(copy.deepcopy(model), loss=squares, optim=AdamW(lr=1e-2), remat=remat)
+        loss = Scaled()
+        engine = Resident(copy.deepcopy(model), loss=loss, optim=AdamW(lr=1e-2), remat=remat)
+        engine.trial(windows[0])
         if captured:
             assert engine.capture(windows[0], backend, scope) is None
         for window in windows:
             engine.accumulate(window)
             gradient = flat_gradient(engine.model).clone()
             engine.update()
-        outcomes.append([gradient, *engine.model.state_dict().values()])
+        outcomes.append([gradient, loss.calls, *engine.model.state_dict().values()])
     for mine, its in zip(*outcomes, strict=True):
         torch.testing.assert_close(mine, its, rtol=1e-4, atol=1e-5)
 

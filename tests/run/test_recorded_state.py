@@ -35,14 +35,14 @@ WRONG: dict[type, list[Any]] = {
     type(None): [True, -1, "x", [], {}, [1]],
 }
 ELSEWHERE = {"recipe", "model_config"}  # below
-MAY_BE_NULL = {"micro_batch", "cooled", "metrics_sha256", "attention"}
+MAY_BE_NULL = {"micro_batch", "cooled", "metrics_sha256", "attention", "tokenizer_files"}
 
 
 def whole() -> dict[str, Any]:
     state = recorded(Recipe(None, "nano", SIZES, 7).entries(), SHAPE.to_hf(), UPDATE)
     state["engine"] |= {"loss_scale": 1024.0, "good": 3, "recent": [[2.5, 0.0], [0.5, 0.0]]}
     state["data"]["skip"] = [[2, 4]]
-    return state | {"cooled": [2, 9], "metrics_sha256": "0" * 64, "attention": "flash"}
+    return state | {"cooled": [2, 9], "metrics_sha256": "0" * 64, "attention": "flash", "tokenizer_files": {}}
 
 
 def entries(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
@@ -83,7 +83,7 @@ def test_every_entry_of_another_type_or_range_is_refused_by_name() -> None:
 
 
 def test_a_missing_entry_is_named() -> None:
-    optional = {"metrics_sha256", "attention"}
+    optional = {"metrics_sha256", "attention", "tokenizer_files"}
     for name in whole().keys() - optional:
         state = whole()
         del state[name]

@@ -136,6 +136,7 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
     position = arguments.index("--resume") + 1
     following = arguments[position] if position < len(arguments) else "-"
     is_run = not following.startswith("-") and "=" not in following and not following.endswith(".toml")
+    is_run = is_run or os.path.exists(os.path.join(following, "run.lock"))
     return arguments if is_run else [*arguments[:position], "last", *arguments[position:]]
 
 

@@ -36,7 +36,22 @@ def is_capture_error(error: BaseException) -> bool:
     import torch._dynamo.exc as dynamo
     import torch._inductor.exc as inductor
 
-    return isinstance(error, (dynamo.TorchDynamoException, inductor.InductorError, inductor.CppCompileError))
+    own = (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit, inductor.InductorError)
+    return isinstance(error, (*own, inductor.CppCompileError))
+
+
+@contextmanager
+def hooks_kept() -> Iterator[None]:
+    """Enable saved tensors' hooks again where an error inside of a transform left them disabled for good."""
+    import torch
+
+    autograd: Any = torch._C._autograd
+    enabled = autograd._saved_tensors_hooks_is_enabled()
+    try:
+        yield
+    finally:
+        if enabled and not autograd._saved_tensors_hooks_is_enabled():
+            autograd._saved_tensors_hooks_enable()
 
 
 def cache_custom_functions() -> None:

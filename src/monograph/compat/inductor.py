@@ -6,6 +6,7 @@ It also asks the partitioner, which decides what a compiled graph keeps for its 
 from __future__ import annotations
 
 import functools
+import operator
 import os
 import struct
 import time
@@ -211,11 +212,13 @@ def keep_once(graph: Any) -> None:
     reading = [node.args[0] for node in copies if node.args[0].op == "placeholder"]
     while reading:
         for user in reading.pop().users:
-            if operators.is_view(user):  # it changes with what it is a view of
+            # A view, and a part of several, changes with what it is a view of.
+            if operators.is_view(user) or user.target is operator.getitem:
                 reading.append(user)
-            # A batch norm's node has several values, none of which depends on the means that it writes but these.
-            elif user.target is not write and isinstance(user.meta.get("val"), torch.Tensor):
-                user.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+            # What a batch norm returns depends on no mean that it writes, except the new means.
+            elif user.target is not write and "batch_norm" not in str(user.target):
+                for node in (user, *(part for part in user.users if part.target is operator.getitem)):
+                    node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def mark_recomputed(graph: Any) -> None:

@@ -233,7 +233,8 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
         if compat.without_numbers():  # in a dispatch mode, inside of which torch.compile refuses to trace
             return function(*arguments, **keywords)
         try:
-            return graph(*arguments, **keywords)
+            with compat.hooks_kept():
+                return graph(*arguments, **keywords)
         except Exception as error:
             if not compat.is_capture_error(error):
                 raise
@@ -265,6 +266,10 @@ def reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if raised := next((line for line in lines if "raised exception" in line), None):
         return raised.partition("raised exception ")[2]
+    if "fullgraph=True" in lines[0]:  # all that torch says of a function that is compiled anew again and again
+        return (
+            "it was compiled too often: an attribute differs from call to call, keep it in a buffer and write to that"
+        )
     # A C++ compiler's or linker's own complaint says more than torch's first line.
     complaint = next((line for line in lines if ": error:" in line or "cannot find" in line), None)
     what = complaint or next((line for line in lines if not line.endswith("raised:")), type(error).__name__)

@@ -223,13 +223,25 @@ def running(module: nn.Module) -> Iterator[list[str]]:
 
 
 @contextmanager
-def buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Restore the module's buffers (running means and the like) after the `with` block, replaced ones, too."""
-    kept = [(owner, name, buffer) for owner in module.modules() for name, buffer in owner._buffers.items()]
+def buffers_kept(*modules: object) -> Iterator[None]:
+    """Restore the modules' buffers (running means and the like) after the `with` block, replaced ones, too.
+
+    So are frozen parameters that a forward pass may write, as it does a teacher's: all, if they are not larger than the
+    others, as the base of adapters is. A loss may be a module, or any function, which has no buffers.
+    """
+    parts = [part for module in modules if isinstance(module, nn.Module) for part in module.modules()]
+    kept = [(owner, name, buffer) for owner in parts for name, buffer in owner._buffers.items()]
     values = [None if buffer is None else buffer.clone() for _, _, buffer in kept]
+    parameters = {id(p): p for part in parts for p in part.parameters(recurse=False)}.values()
+    frozen = [parameter for parameter in parameters if not parameter.requires_grad]
+    if 2 * sum(p.nbytes for p in frozen) > sum(p.nbytes for p in parameters):
+        frozen = []
+    copies = [parameter.detach().clone() for parameter in frozen]
     try:
         yield
     finally:
+        for parameter, copied in zip(frozen, copies, strict=True):
+            parameter.data.copy_(copied)
         for (owner, name, buffer), value in zip(kept, values, strict=True):
             owner._buffers[name] = buffer
             if buffer is not None and value is not None:

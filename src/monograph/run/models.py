@@ -30,6 +30,7 @@ from monograph.run.folder import Run
 from monograph.run.recipe import Recipe, from_file, is_weight_file, lora_of, require_same_file, run_named
 from monograph.storage.reading import contents, exists
 from monograph.terminal import shell_words
+from monograph.text import tokenizer_config
 from monograph.text.chat import end_of_turn
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
@@ -237,21 +238,26 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
 
     Args:
         run: the run.
-        state: the state of its checkpoint, which records the tokenizer's digest; empty where there is none.
+        state: the state of its checkpoint, which records the digests of the tokenizer and of the files next to it;
+            empty where there is none. A chat template may be added to a run without one.
 
     Raises:
-        InputRefused: the file is damaged or another one; the message says where to find a copy.
+        InputRefused: a file is damaged or another one; the message says where to find a copy.
     """
-    recorded = state.get("tokenizer")
+    recorded, beside = state.get("tokenizer"), state.get("tokenizer_files")
     try:
         own = hashlib.sha256((contents(run.tokenizer, MAX_FILE_BYTES) or b"").rstrip()).hexdigest() == recorded
         tokenizer = Tokenizer.from_file(run.tokenizer, trusted=own)
         found = tokenizer.digest
         if recorded not in (None, found):
-            raise InputRefused(f"{run.tokenizer}: expected content of sha256 {recorded}, found {found}; ")
+            raise InputRefused(f"{run.tokenizer}: expected content of sha256 {recorded}, found {found}")
+        for name in [] if beside is None else sorted({*beside, tokenizer_config.CONFIG}):
+            expected, there = (files.get(name, "nothing") for files in (beside or {}, tokenizer.config.digests))
+            if expected != there:
+                raise InputRefused(f"{run.folder / name}: expected content of sha256 {expected}, found {there}")
         return tokenizer
     except InputRefused as error:
-        fault = str(error).rpartition("; ")[0]
+        fault = str(error).rpartition("; ")[0] or str(error)
         copy = f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
         raise InputRefused(f"{fault}; put it back: {copy}") from None
 

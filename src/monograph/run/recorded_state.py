@@ -103,6 +103,7 @@ class _State(BaseModel):
     metrics_sha256: Digest | None = None
     fingerprint: str
     tokenizer: Digest
+    tokenizer_files: dict[Text, Digest] | None = None
     settings: Digest
     recipe: _Recipe
     attention: str | None = None

@@ -141,6 +141,7 @@ class Session:
             "metrics_sha256": self.run.metrics_digest(),
             "fingerprint": self.corpus.fingerprint,
             "tokenizer": self.corpus.tokenizer.digest,
+            "tokenizer_files": self.corpus.tokenizer.config.digests,
             "settings": self.plan.settings.fingerprint,
             "recipe": self.plan.recipe.entries(),
             **({"attention": self.kernel} if self.kernel else {}),  # runs from before kernels were measured lack it
@@ -242,7 +243,7 @@ class Session:
         device = self.engine.step.device
         drawn = random_state(device)
         try:
-            with buffers_kept(self.engine.model):
+            with buffers_kept(self.engine.model, self.engine.step.loss):
                 yield
         finally:
             restore_random(drawn, device)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph import fp8, recompute
-from monograph.graph.inspect import unwrap_
+from monograph.graph.inspect import buffers_kept, unwrap_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
@@ -222,7 +222,7 @@ class Step:
         """Choose what the policy of recomputation keeps, once: it takes the shapes of a batch to know."""
         captured = self.scope != "none"
         if self.kept_for != captured:
-            with unlinked(self.planes), self.context():
+            with unlinked(self.planes), self.context(), buffers_kept(self.loss):
                 recompute.choose_kept(self.model, lambda twin: self.loss(twin, batch), captured=captured)
             self.kept_for = captured
 

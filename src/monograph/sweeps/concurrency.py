@@ -240,7 +240,7 @@ class Timing:
         compile_s = clock() - began
         if width == 1 and compat.graphs_from_cache() > cached:
             self.dearer = DEARER / CACHED  # the graph of several members may not be in the cache
-        with buffers_kept(engine.model):
+        with buffers_kept(engine.model, engine.step.loss):
             seconds = timed_update(engine, window)
             size = engine.micro_batch or CURVE_ROWS
             began = clock()
@@ -257,7 +257,7 @@ def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> No
         return
     what = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
     by_block = scope == "blocks" and not isinstance(engine, Ensemble)
-    with progress.stage("compile", what) as stage, buffers_kept(engine.model):
+    with progress.stage("compile", what) as stage, buffers_kept(engine.model, engine.step.loss):
         reason = engine.capture(window, scope="blocks" if by_block else "whole")
         stage.result = reason or "0 graph breaks"
 

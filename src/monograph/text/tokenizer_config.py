@@ -6,6 +6,7 @@ else config.json.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,8 +16,8 @@ from monograph.errors import InputRefused
 from monograph.storage.reading import inside, read_json, status
 from monograph.text.template import ChatTemplate, read_source
 
-_CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
-NAMES = (_CONFIG, _GENERATION, _TEMPLATE)
+CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
+NAMES = (CONFIG, _GENERATION, _TEMPLATE)
 MAX_STOPS = 64
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -42,12 +43,17 @@ class TokenizerConfig(NamedTuple):
     def files(self) -> dict[str, str]:
         """Return the content of each existing file by name, as transformers reads them."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.tokens}
-        written = {_CONFIG: _as_json(config)} if self.tokens else {}
+        written = {CONFIG: _as_json(config)} if self.tokens else {}
         if self.template is not None:
             written[_TEMPLATE] = self.template.source
         if self.stops:
             written[_GENERATION] = _as_json({"eos_token_id": list(self.stops)})
         return written
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """Return the hex sha256 of each of `files` by its name."""
+        return {name: hashlib.sha256(text.encode()).hexdigest() for name, text in self.files().items()}
 
 
 def read(folder: Path) -> TokenizerConfig:
@@ -56,8 +62,8 @@ def read(folder: Path) -> TokenizerConfig:
     Raises:
         InputRefused: a file cannot be read, or holds another type where a token, an id or a template is expected.
     """
-    path = folder / _CONFIG
-    config = _read(folder, _CONFIG)
+    path = folder / CONFIG
+    config = _read(folder, CONFIG)
     tokens = _tokens(config, path)
     source = read_source(folder, config)
     template = None if source is None else ChatTemplate(source, str(folder), tokens)
