@@ -266,10 +266,8 @@ def reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if raised := next((line for line in lines if "raised exception" in line), None):
         return raised.partition("raised exception ")[2]
-    if "fullgraph=True" in lines[0]:  # all that torch says of a function that is compiled anew again and again
-        return (
-            "it was compiled too often: an attribute differs from call to call, keep it in a buffer and write to that"
-        )
+    if "fullgraph=True" in "".join(lines[:1]):  # all that torch says of a function that is compiled again and again
+        return "it was compiled too often: an attribute differs from call to call; keep it in a buffer, in place"
     # A C++ compiler's or linker's own complaint says more than torch's first line.
     complaint = next((line for line in lines if ": error:" in line or "cannot find" in line), None)
     what = complaint or next((line for line in lines if not line.endswith("raised:")), type(error).__name__)

@@ -251,15 +251,18 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
         found = tokenizer.digest
         if recorded not in (None, found):
             raise InputRefused(f"{run.tokenizer}: expected content of sha256 {recorded}, found {found}")
-        for name in [] if beside is None else sorted({*beside, tokenizer_config.CONFIG}):
-            expected, there = (files.get(name, "nothing") for files in (beside or {}, tokenizer.config.digests))
-            if expected != there:
-                raise InputRefused(f"{run.folder / name}: expected content of sha256 {expected}, found {there}")
-        return tokenizer
     except InputRefused as error:
         fault = str(error).rpartition("; ")[0] or str(error)
         copy = f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
         raise InputRefused(f"{fault}; put it back: {copy}") from None
+    for name in [] if beside is None else sorted({*beside, tokenizer_config.CONFIG}):
+        expected, there = (files.get(name, "nothing") for files in (beside or {}, tokenizer.config.digests))
+        if expected != there:
+            lacks = f"{run.folder / name}: expected content of sha256 {expected}, found {there}"
+            raise InputRefused(
+                f"{lacks}; put it back as the run wrote it: a branch or an export of the run has it, too"
+            )
+    return tokenizer
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
