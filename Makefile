@@ -4,8 +4,8 @@
 PYTHON ?= python3
 ARGS ?=
 RUN = .venv/bin/python -m
-# One process for each core, up to four; each takes whole files.
-WORKERS = -n auto --maxprocesses=4 --dist=loadfile
+# One process more than there are cores, as some wait, up to four; each takes whole files.
+WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))') --dist=loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help train quick test test-costs test-all mutants lint format python setup setup-dev

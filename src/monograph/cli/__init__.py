@@ -11,6 +11,7 @@ import time
 import traceback
 from contextlib import suppress
 from functools import cache
+from pathlib import Path
 from typing import Any, NoReturn
 
 import typer
@@ -30,6 +31,7 @@ from monograph.errors import (
     host_is_full,
     said_by,
 )
+from monograph.storage.reading import is_file
 
 __all__ = ["app", "main"]
 
@@ -136,7 +138,7 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
     position = arguments.index("--resume") + 1
     following = arguments[position] if position < len(arguments) else "-"
     is_run = not following.startswith("-") and "=" not in following and not following.endswith(".toml")
-    is_run = is_run or os.path.exists(os.path.join(following, "run.lock"))
+    is_run = is_run or is_file(Path(following, "run.lock"))
     return arguments if is_run else [*arguments[:position], "last", *arguments[position:]]
 
 
