@@ -170,6 +170,7 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
         (["train", "--from", "run@x"], 2, "a whole number after the @, not 'x'"),
         (["generate", "run", "a", "--stop", ""], 2, "an empty string would stop every text"),
         (["train", "--resume", "run", "--minutes", "9"], 2, "was started with 8 updates"),
+        (["train", "--from", "run/checkpoints/step-00000006@8"], 2, "is the checkpoint of update 6; leave one of them"),
         (["train", "--from", "run@5"], 4, "no checkpoint of update 5; there are those of 6, 8"),
         (["train", "--from", "run", *WIDER, "--out", "b"], 3, "model.embed_tokens.weight is [259, 16], not [259, 32]"),
         (["generate", "run", "a", "--regex", "a(?=b)"], 3, "the regular expression"),

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from batches import copied
 from commands.inputs import with_texts
@@ -17,6 +19,7 @@ from monograph.data.corpus import Corpus, corpus
 from monograph.device import describe
 from monograph.ensemble import Ensemble
 from monograph.loop import train
+from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.recorded import write_config
@@ -82,6 +85,18 @@ def alone(member: Member, text: Corpus) -> list[float]:
     found = [float(update.loss) for update in train(engine, batches, UPDATES)]
     batches.close()
     return found
+
+
+def test_a_save_changes_nothing_of_what_a_member_alone_draws_next() -> None:
+    """Its dropout draws from torch's generator, where members of a batch have their own."""
+    session: Any = SimpleNamespace(plan=SimpleNamespace(seed=3), save=lambda keep: None)
+    engine = Resident(nn.Linear(3, 2), loss=lambda model, window: (model(window["x"]).sum(), 1))
+    alone: Any = MemberBatch([], engine, [session], None)  # type: ignore[arg-type]
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    alone.save()
+    assert torch.equal(torch.rand(3), expected)
 
 
 def test_members_train_as_each_would_alone(runs: list[Run], text: Corpus) -> None:

@@ -213,8 +213,12 @@ def parent_named(name: str) -> tuple[Run, int | None]:
     run, _, update = name.rpartition("@")
     if run and not update.isdecimal() and not exists(name):
         raise UsageError(f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}")
-    parent = Run.open(run if run and update.isdecimal() else name)
-    return parent, int(update) if run and update.isdecimal() else parent.at
+    if not run or not update.isdecimal():
+        return (parent := Run.open(name)), parent.at
+    parent = Run.open(run)
+    if parent.at not in (None, int(update)):
+        raise UsageError(f"--from {name}: {run} is the checkpoint of update {parent.at}; leave one of them out")
+    return parent, int(update)
 
 
 def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | None]:

@@ -144,11 +144,12 @@ class MemberBatch:
     ended: dict[int, int] = field(default_factory=dict)
 
     def save(self) -> None:
-        """Save every member that still learns; what a member would draw next depends on its seed alone."""
+        """Save every member that still learns, and change nothing of what it draws next."""
         # Each keeps its previous checkpoint too, or a crash between two members would leave no update that all have.
         for place, session in enumerate(self.sessions):
             if place not in self.ended:
-                seed_all(session.plan.seed)
+                if isinstance(self.engine, Ensemble):  # it draws by seeds and counters of its own
+                    seed_all(session.plan.seed)
                 session.save(keep=min(2, len(self.sessions)))
 
     def freeze(self, ended: dict[int, int]) -> None:
