@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+import monograph as mono
 from monograph.loop import EngineState
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -73,3 +75,13 @@ def copied(state: EngineState) -> EngineState:
         {name: tensor.clone() for name, tensor in state.optimizer.items()},
         dict(state.scalars),
     )
+
+
+def of_rows(model: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, int]:
+    return model(batch["x"]).square().sum(), len(batch["x"])
+
+
+ENGINES: dict[str, Callable[..., Any]] = {
+    "resident": mono.Resident,
+    "ensemble": lambda model, **options: mono.Ensemble([model], **options),
+}
