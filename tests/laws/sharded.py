@@ -206,7 +206,8 @@ def saved(world: World, folder: Path) -> dict[str, str]:
         name = f"{kind} ema={ema}"
         optim = AdamW(lr=1e-2, ema=ema)
         engine = ENGINES[kind](model(torch.float32, False), world=world, micro_batch=ROWS, optim=optim)
-        before = [path for path in folder.glob(f"*/{name}") if path.is_dir()]
+        here = folder / f"{world.size} ranks" / name
+        before = [path for path in folder.glob(f"*/{name}") if path != here]  # which rank 0 may have begun by now
         if before:
             last = checkpointing.newest(max(before, key=lambda path: path.stat().st_mtime_ns), print)
             engine.load_state(EngineState(last.model, last.optimizer, last.state["engine"]))
@@ -214,7 +215,6 @@ def saved(world: World, folder: Path) -> dict[str, str]:
             for index in range(3):
                 one_update(engine, ragged(7, seed=index))
         state = engine.state()
-        here = folder / f"{world.size} ranks" / name
         record = {"engine": state.scalars}
         save(world, here, Checkpoint(engine.index, state.model, state.optimizer, record), keep=2)
         if world.leads:
