@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from monograph.decode.reproducible import weight
+from monograph.ops.materialize import materialize
 
 Truncation = Literal["window", "search", "sort"]
 
@@ -144,7 +145,9 @@ def reach(
     scores_BN = candidates.scores_BN
     distance_BN = -candidates.logits_BN if distance is None else distance(scores_BN)
     if candidates.truncation == "search":
-        return _search(distance_BN, weigh(scores_BN), target_B1), torch.ones_like(target_B1, dtype=torch.bool)
+        # Else every pass of the search computes the exponentials again: three times the time (docs/log.md).
+        weight_BN = materialize(weigh(scores_BN))
+        return _search(distance_BN, weight_BN, target_B1), torch.ones_like(target_B1, dtype=torch.bool)
     places_BW = candidates.ranked_BW
     # `ranked_BW` counts from the likeliest down, so it is of no use to another distance.
     if distance is not None:
