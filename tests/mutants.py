@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -78,6 +79,7 @@ ROOMS = {
     ),
     "stream": Room(("stream/lanes.py",), ("stream/test_lanes.py", "stream/test_clock.py")),
 }  # fmt: skip
+LIBRARIES = "libraries.txt"
 PATIENCE = 4  # times what the sound tests take, until a test counts as one that does not end
 
 
@@ -150,7 +152,10 @@ def passes(copy: Path, tests: tuple[str, ...], limit_s: float, *, faulty: bool) 
         import pytest
 
         arguments = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]
-        os._exit(int(pytest.main(arguments)))
+        code = int(pytest.main(arguments))
+        if not faulty:
+            (copy / LIBRARIES).write_text("\n".join(libraries()))
+        os._exit(code)
     ends = time.monotonic() + limit_s
     try:
         while time.monotonic() < ends:
@@ -168,6 +173,11 @@ def passes(copy: Path, tests: tuple[str, ...], limit_s: float, *, faulty: bool) 
             pass
 
 
+def libraries() -> list[str]:
+    """Return the modules of large libraries that are loaded, in the order in which they were."""
+    return [name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy", "transformers", "pydantic")]
+
+
 def line_of(mutant: Mutant, code: str) -> str:
     """The fault as one line: where, what it was, what it is."""
     before, after = (ROOT / SRC / mutant.file).read_text().splitlines(), code.splitlines()
@@ -183,6 +193,9 @@ def tried(name: str, count: int, seed: int, copy: Path) -> dict[str, object]:
     if not passes(copy, room.tests, 3600, faulty=False):
         sys.exit(f"{name}: its tests fail without a fault")
     sound_s = time.monotonic() - began
+    for library in (copy / LIBRARIES).read_text().split():  # once, for all children: half of what a cheap room costs
+        with suppress(Exception):
+            importlib.import_module(library)
     chosen, survivors = drawn(room, count, random.Random(f"{seed} {name}")), []
     for number, (mutant, code) in enumerate(chosen.items(), 1):
         target = copy / SRC / mutant.file
@@ -213,7 +226,6 @@ def main() -> None:
             for mutant, code in drawn(ROOMS[name], asked.count, random.Random(f"{asked.seed} {name}")).items():
                 print(f"{name}: {line_of(mutant, code)}")
         return
-    importlib.import_module("torch")  # once for all children
     scores = dict[str, dict[str, object]]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
         copy = Path(folder, "project")
