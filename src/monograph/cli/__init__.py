@@ -46,7 +46,7 @@ _BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Runs the command that `arguments` (default: the process's) name, and exits with the contract's code."""
+    """Run the command that `arguments` (default: the process's) name, and exit with the contract's code."""
     given = sys.argv[1:] if arguments is None else arguments
     terminal.guard()
     # OpenMP threads that wait by spinning make a step up to 20 times slower as soon as anything else runs on a core
@@ -79,7 +79,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
 
 
 def _require_surroundings(arguments: list[str]) -> None:
-    """Refuse what no library below could work with.
+    """Refuse an environment in which no library below could work.
 
     Raises:
         InputRefused: the working folder is gone, or it, an argument or a setting of the environment is not UTF-8.
@@ -99,18 +99,18 @@ def _require_surroundings(arguments: list[str]) -> None:
 
 
 def _follows() -> bool:
-    """Whether a launcher started others like this process, and another is the first of them."""
+    """Return whether a launcher started several processes like this one, and another is the first of them."""
     return launched() > 1 and os.environ.get("RANK", "0") != "0"
 
 
 @cache
 def command_tree() -> Any:
-    """Every command with its options, from the types of the functions behind them."""
+    """Return every command with its options, from the types of the functions behind them."""
     return typer.main.get_command(app)
 
 
 def _run(arguments: list[str]) -> int:
-    """One command, its exceptions untouched: typer's own `main` would turn some of them into exit codes of its own."""
+    """Run one command and pass on its exceptions; typer's `main` would turn some of them into exit codes of its own."""
     command = command_tree()
     try:
         with command.make_context("monograph", list(arguments)) as context:
@@ -132,7 +132,7 @@ def _refused_by_others(error: BaseException) -> InputRefused | None:
 
 
 def _with_resume_value(arguments: list[str]) -> list[str]:
-    """`--resume` with no run after it means `--resume last`; typer has no options whose value may be left out."""
+    """Read `--resume` without a run as `--resume last`; typer has no options whose value may be left out."""
     if "--resume" not in arguments:
         return arguments
     position = arguments.index("--resume") + 1
@@ -151,14 +151,14 @@ def _wrong_arguments(error: Any) -> str:
 
 
 def _end(message: str, code: int, told: bool, at_last: bool = False) -> int:
-    """The same of several processes; where another has `told` it, this one waits, and says nothing, or it `at_last`."""
+    """Report an error, unless another process has `told` it: then this one waits, and reports only `at_last`."""
     if told:
         time.sleep(SILENT_S)
     return _fail(message, code) if at_last or not told else code
 
 
 def _fail(message: str, code: int) -> int:
-    """One line on stderr, its first word red on a terminal."""
+    """Print one line on stderr, its first word red on a terminal."""
     label = "\033[31merror:\033[0m" if terminal.takes_colour(sys.stderr) else "error:"
     _say(f"{label} {terminal.one_line(message)}\n")
     return code
@@ -170,7 +170,7 @@ def _say(text: str) -> None:
 
 
 def _unforeseen(error: BaseException, arguments: list[str]) -> int:
-    """What no room foresaw: a user's module, the system's refusal to read or write a file; all else is our bug."""
+    """Report an error that no room foresaw: a user's module's, the system's about a file, or a bug of ours."""
     if os.environ.get("MONOGRAPH_DEBUG"):
         traceback.print_exc()
     if refused := _refused_by_others(error):

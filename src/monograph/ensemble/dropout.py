@@ -1,6 +1,6 @@
-"""Dropout by counter: which elements are dropped is a pure function of (seed, draw, site, element).
+"""Dropout by counter: whether an element is dropped is a pure function of (seed, draw, site, element).
 
-So a member of an ensemble drops what it drops alone, and a repeated pass drops the same; no generator, no state.
+So a member of an ensemble drops the same elements as alone, and a repeated pass drops them again, without a generator.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ F = torch.nn.functional
 
 
 class Counter(Protocol):
-    """What numbers the passes of a member.
+    """The numbers that identify a pass of a member.
 
     Attributes:
-        seed: 0-d int64, of the member.
-        draw: 0-d int64, which pass it is: another one drops others.
+        seed: 0-d int64, the member's.
+        draw: 0-d int64, the number of the pass.
     """
 
     seed: Tensor
@@ -30,12 +30,12 @@ class Counter(Protocol):
 
 
 class Dropout:
-    """What replaces torch's functions of dropout in a forward pass.
+    """Replaces torch's functions of dropout in a forward pass.
 
     keep[i] = word_i >= p 2^32,   word_i = Philox(key = seed, counter = (i, draw, site))
 
     Attributes:
-        site: calls of dropout in this pass so far.
+        site: number of calls of dropout in this pass so far.
     """
 
     def __init__(self, counter: Counter) -> None:
@@ -43,7 +43,7 @@ class Dropout:
         self.site = 0
 
     def kept(self, shape: tuple[int, ...], rate: float | Tensor) -> Tensor:
-        """Which elements stay, bool of that shape; the next site's."""
+        """Return the next site's mask: bool of this shape, True where elements stay."""
         size, site, seed, draw = math.prod(shape), self.site, self._counter.seed, self._counter.draw
         self.site += 1
         # Philox gives four words a call: an element's word is number i mod 4 of counter i // 4.
@@ -54,9 +54,9 @@ class Dropout:
         return torch.stack(words, -1).flatten()[:size].view(shape) >= (_number(rate, zero) * 2.0**32).to(torch.int64)
 
     def of(self, hidden: Tensor, rate: float | Tensor, mask: tuple[int, ...], inplace: bool = False) -> Tensor:
-        """`hidden` with some elements zero, the others divided by 1 - p; the mask's shape broadcasts against it."""
+        """Return `hidden` with some elements zero, the others divided by 1 - p; `mask` is a shape that broadcasts."""
         if not isinstance(rate, Tensor) and rate == 0:
-            self.site += 1  # which other members may drop at
+            self.site += 1  # counted all the same, since other members may have another rate here
             return hidden
         # In fp64 and rounded once, so that a rate of each member's own gives the bits of the same rate as a number.
         scale = (1.0 / (1.0 - _number(rate, hidden))).to(hidden.dtype)
@@ -64,18 +64,18 @@ class Dropout:
         return hidden.mul_(factor) if inplace else hidden * factor
 
     def alpha(self, hidden: Tensor, rate: float, mask: tuple[int, ...], inplace: bool = False) -> Tensor:
-        """`hidden` with some elements at SELU's limit, scaled and moved so that mean 0 and variance 1 stay."""
-        # -lambda alpha of SELU, which its saturated units have.
+        """Return `hidden` with some elements at SELU's limit, scaled and shifted to keep mean 0 and variance 1."""
+        # -lambda alpha of SELU: the value of its saturated units.
         limit = -1.7580993408473766
         scale = ((1 - rate) * (1 + rate * limit**2)) ** -0.5 if rate < 1 else 0.0
         out = torch.where(self.kept(mask, rate), hidden, limit) * scale - scale * limit * rate
         return hidden.copy_(out) if inplace else out
 
     def functions(self) -> dict[str, Callable[..., Tensor]]:
-        """What stands for which function of `torch.nn.functional`."""
+        """Return the replacements of functions of `torch.nn.functional`, by name."""
 
         def made(of: Callable[..., Tensor], kept: int | None, last: int = 0, default: bool = True) -> Any:
-            """Of a dropout whose mask has the first `kept` dimensions, or all but the `last` ones."""
+            """Return a dropout whose mask has the first `kept` dimensions, or all but the `last` ones."""
 
             def dropout(
                 hidden: Tensor, p: float | Tensor = 0.5, training: bool = default, inplace: bool = False

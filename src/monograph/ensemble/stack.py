@@ -46,8 +46,8 @@ class Stack:
 
         Raises:
             UsageError: there is none, or one twice.
-            InputRefused: two of them differ in more than their numbers, or hold what torch cannot batch; the message
-                names the first path.
+            InputRefused: two of them differ in more than their numbers, or hold something that torch cannot batch; the
+                message names the first path.
         """
         if not members:
             raise UsageError("an ensemble needs a member: the list of modules is empty")
@@ -139,7 +139,7 @@ class _RatedDropout(nn.Module):
         self.register_buffer("rate", rates, persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """What the module of one member does."""
+        """Apply the rates; vmap calls this with one member's."""
         out: Tensor = getattr(nn.functional, self._function)(hidden, self.rate, self.training)
         return out
 
@@ -162,7 +162,7 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
 
 
 def _tensors(members: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Module, str]]]:
-    """For each parameter and buffer, a tied one once: which module of each member holds it, and under which name."""
+    """Yield for each parameter and buffer (a tied one once) each member's module that holds it, and its name there."""
     seen = set[int]()
     for modules in zip(*(member.modules() for member in members), strict=True):
         for name, tensor in (*modules[0]._parameters.items(), *modules[0]._buffers.items()):
@@ -172,7 +172,7 @@ def _tensors(members: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Module, str
 
 
 def _rates(members: Sequence[nn.Module]) -> dict[str, list[float]]:
-    """The rates of dropout modules that differ from member to member, by path."""
+    """Return, by path, the rates of dropout modules that differ between members."""
     rates_of = {}
     for parts in zip(*(member.named_modules() for member in members), strict=True):
         if isinstance(parts[0][1], DROPOUTS):

@@ -28,14 +28,14 @@ class Stacked:
     """A step in which every member has its own loss, norm, clipping, rate and acceptance: none reads another's.
 
     Attributes:
-        members: what it trains.
-        optims: and `schedules`: one for each member.
+        members: the members that it trains.
+        optims: one optimizer for each member; `schedules`: one schedule for each.
         each: whether every member has rows of its own.
         frozen: [N] bool, members that are never updated again.
-        step: trains them.
+        step: the step of all members.
     """
 
-    def __init__(  # noqa: PLR0913 - those of Ensemble
+    def __init__(  # noqa: PLR0913 - the arguments of Ensemble
         self,
         members: Members,
         *,
@@ -47,7 +47,7 @@ class Stacked:
         remat: Remat.Budget,
         each: bool,
     ):
-        """Make the step; the arguments are those of `monograph.Ensemble`, one optimizer and one schedule a member."""
+        """Make the step; arguments as for `monograph.Ensemble`, with one optimizer and one schedule for each member."""
         self.members, self.optims, self.schedules, self.each = members, [checked(o) for o in optims], schedules, each
         if precision is not None and precision.name == "fp8":
             raise UsageError("an ensemble has no fp8 products: torch cannot batch them; take bf16")
@@ -74,7 +74,7 @@ class Stacked:
             counters={"frozen": self.frozen, "draw": members.draw},
             frozen=self.frozen,
         )
-        # What differs between members becomes tensors [N]; what is equal stays a number, and the graph simpler.
+        # Numbers that differ between members become tensors [N]; equal ones stay numbers, which keeps the graph simple.
         merged = numbers.merged(self.optims, device)
         self.step = Step(members.stack.module, loss=loss, optim=merged, clip=clip, precision=precision, layout=layout)
 
@@ -84,7 +84,7 @@ class Stacked:
         return {name: counter[member] for name, counter in self.step.counters.items() if name not in own}
 
     def update_whole(self, batch: Any) -> Update:
-        """Do `accumulate(step, [batch])` and `update(step)` in one: where both are captured, in one graph."""
+        """Do `accumulate(step, [batch])` and `update(step)` at once: when captured, in one graph."""
         step = self.step
         self.members.stack.require_views(step.index)
         step.count_window([batch])
@@ -95,19 +95,19 @@ class Stacked:
         return closed(step, lr, grad_norm)
 
     def _whole(self, batch: Any, loss_factor: Tensor) -> Tensor:
-        """Gradient and update of a window of one micro-batch: what is summed over one need not be kept."""
+        """Compute gradient and update of a window of a single micro-batch, whose gradient need not be stored."""
         step = self.step
         buffers = self.members.buffers()
 
         def loss(parameters: Tensors) -> tuple[Tensor, tuple[Tensor, Tensor, Tensors]]:
-            # What a transform is given from outside cannot be written in it, as running means are.
+            # Inside of a transform outer tensors cannot be written to, as running means are: it writes to copies.
             own = {name: buffer.clone() for name, buffer in buffers.items()}
             loss_sum, count = self.sums(batch, parameters | own)
             return step.scaled(loss_sum, loss_factor), (loss_sum.detach(), count, own)
 
-        # Views that are made here: a graph copies inputs that overlap and are written.
+        # The views are made here, because a graph copies inputs that overlap and are written.
         parameters = {name: view for plane in step.planes for name, view in plane.views(plane.param)}
-        # As results and not in `.grad`: inside of one graph gradients are freed with its other intermediates.
+        # Gradients are results, not in `.grad`: so the graph frees them with its other intermediates.
         grads, (loss_sum, count, written) = torch.func.grad(loss, has_aux=True)(parameters)
         for name, buffer in buffers.items():
             buffer.copy_(written[name])
@@ -127,10 +127,10 @@ class Stacked:
 
     @contextmanager
     def _context(self, step: Step) -> Iterator[None]:
-        """In the block the members are called together, and a graph is compiled with their budget.
+        """Let the members be called together in the block, and graphs be compiled with their budget of activations.
 
         Raises:
-            UsageError: something is to be recomputed and nothing is captured.
+            UsageError: the budget asks for recomputation, and the step is not captured.
         """
         if self.kept_share < 1 and step.scope == "none" and torch.is_grad_enabled():
             raise UsageError("an ensemble recomputes only in captured graphs: engine.capture(window) first")
@@ -148,7 +148,7 @@ class Stacked:
             return pair(self.step.loss(module, batch))
 
         loss_sum, count = self.members(of_one, batch, each=self.each, parameters=parameters)
-        return loss_sum, constant(count)  # inside of vmap no tensor says that it requires a gradient
+        return loss_sum, constant(count)  # checked here, since vmap hides whether a tensor requires a gradient
 
     def _targets(self, step: Step, batch: Any) -> Tensor | None:
         """Return the targets of each member's batch, [N], if the loss can count them."""

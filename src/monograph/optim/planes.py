@@ -27,7 +27,7 @@ Knob = float | Tensor  # a number, or one for each member of a stack: [N], fp64
 
 
 class Kind(NamedTuple):
-    """How a parameter is updated; parameters of one kind share a plane.
+    """A way to update parameters; those of one kind share a plane.
 
     Attributes:
         lr: factor of the optimizer's learning rate.
@@ -47,7 +47,7 @@ class Kind(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where one parameter lies in its plane."""
+    """The place of one parameter in its plane."""
 
     name: str
     parameter: nn.Parameter
@@ -61,15 +61,15 @@ class Plane:
     Where the parameters are those of N modules, stacked, every shape below has a leading N.
 
     Attributes:
-        kind: how they are updated.
+        kind: the kind of their update.
         slots: the parameters, in the module's order.
         param: [size] in the parameters' dtype; the module's parameters are views of it.
-        grad: [size] in the dtype that the parameters had, also where they are kept in bf16 now; the parameters' `.grad`
-            are views of it.
-        number: which of the module's planes it is.
-        parts: how many elements each part of the module has in it, one after another: see `planes`.
-        start: where in that plane of the module it begins, if it is only a stretch of one.
-        state: the optimizer's buffers by name, each [size], or [size / 256] where a number belongs to a block.
+        grad: [size] in the parameters' original dtype, even if they are now kept in bf16; the parameters' `.grad` are
+            views of it.
+        number: its index among the module's planes.
+        parts: the number of its elements in each part of the module, one after another: see `planes`.
+        start: index of its first element in the module's plane, if it is only a stretch of one.
+        state: the optimizer's buffers by name, each [size], or [size / 256] with a number for each block.
     """
 
     kind: Kind
@@ -91,7 +91,7 @@ class Plane:
 
     def hold(self, flat: Tensor) -> None:
         """Make the parameters views of `flat`; they have no gradient until the next `link`."""
-        # `.data` keeps the parameter the same object, so ties, hooks and whoever holds the module see the new memory.
+        # `.data` keeps the parameter the same object, so ties, hooks and every holder of the module see the new memory.
         for (_, parameter, _), (_, view) in zip(self.slots, self.views(flat), strict=True):
             parameter.grad = None
             parameter.data = view
@@ -99,15 +99,15 @@ class Plane:
                 parameter.grad_dtype = self.grad.dtype  # type: ignore[attr-defined]
 
     def link(self) -> None:
-        """Point every parameter's `.grad` at the plane, whatever anybody set it to since."""
+        """Point every parameter's `.grad` at the plane again, even if it was set to something else."""
         for (_, parameter, _), (_, view) in zip(self.slots, self.views(self.grad), strict=True):
-            parameter.grad = view.data  # no view in autograd's eyes: Dynamo would look at its base too, with symbols
+            parameter.grad = view.data  # to autograd no view: Dynamo would trace its base, too, with symbolic shapes
 
 
 @contextmanager
 def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
-    """In the block no parameter has a gradient of another dtype than its own: torch traces no graph around such two."""
-    # Only planes of bf16 weights with fp32 gradients: taking gradients away and back costs time for each parameter.
+    """Take gradients of another dtype than their parameter's away in the block, as torch traces no graph with them."""
+    # Only from planes of bf16 weights with fp32 gradients, because it costs time for each parameter.
     narrow = [plane for plane in planes if plane.param.dtype != plane.grad.dtype and not plane.grad.is_meta]
     for slot in (slot for plane in narrow for slot in plane.slots):
         slot.parameter.grad = None
@@ -119,7 +119,7 @@ def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
 
 
 def require_movable(module: nn.Module) -> None:
-    """Require that a module's parameters can be moved without changing what it computes and what its state shows.
+    """Require that a module's parameters can be moved without a change to its results and its state dict.
 
     Raises:
         UsageError: one has no shape yet or cannot be trained in its dtype, or shares its memory with another tensor; or
@@ -128,7 +128,7 @@ def require_movable(module: nn.Module) -> None:
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
             raise UsageError(f"{name} has no shape yet: call the module once, with inputs of the size it will have")
-        # In fp16 an optimizer's eps is 0, and so are squares of gradients: the first update would make NaN.
+        # In fp16 an optimizer's eps is 0, as are squares of gradients: the first update would make NaN.
         if tensor.requires_grad and kept_dtype(tensor) not in (torch.float32, torch.float64, torch.bfloat16):
             raise UsageError(f"{name} is {tensor.dtype}: expected float32, float64 or bfloat16, to train it in")
     if pair := in_the_same_memory(module):
@@ -174,10 +174,10 @@ def planes(
         state: the optimizer's: with "8bit" parameters begin at blocks of 256 elements, zeros between them; with
             "all-bf16" they are rounded to bf16, and only their gradients keep the dtype.
         lead: 1 for parameters that are stacked, [N, ...], which planes then are too.
-        parts: of which part of the module each parameter is, by name, any value; parameters in a row of one part are
-            one of the plane's `parts`. None: the module is one part.
+        parts: the part of the module that each parameter belongs to (any value), by name; consecutive parameters of
+            one part are one of the plane's `parts`. None: the module is one part.
     """
-    # In the module's order within a kind, which a checkpoint of other ranks or another engine has too.
+    # In the module's order within a kind, as in the checkpoints of other engines and numbers of ranks.
     members: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         members.setdefault(kinds[name], []).append((name, parameter))
@@ -198,12 +198,12 @@ def _plane(number: int, kind: Kind, members: list[tuple[str, nn.Parameter]], sta
     offsets = [0, *itertools.accumulate(-(-size // block) * block for size in sizes)]
     first = members[0][1]
     whole, dtype = (*first.shape[:lead], offsets[-1]), kept_dtype(first)
-    # Zeros where parameters begin at blocks: what lies between them is quantised with them, and must not be large.
+    # Zeros where parameters begin at blocks, since gaps between them are quantised with them and must not be large.
     made = torch.empty if block == 1 else torch.zeros
     param = made(whole, dtype=torch.bfloat16 if state == "all-bf16" else dtype, device=first.device)
     slots = [Slot(n, p, o) for (n, p), o in zip(members, offsets, strict=False)]
     for (_, parameter, offset), size in zip(slots, sizes, strict=True):
-        # Each goes before the next one comes, and gradients after all: no second copy of the weights is there at once.
+        # Each is freed before the next is made, and gradients come last, so no second copy of all weights is in memory.
         part = param[..., offset : offset + size].view(parameter.shape)
         part.copy_(parameter.detach())
         parameter.grad = None

@@ -1,6 +1,6 @@
-"""An update, as arithmetic on tensors: clip a gradient, skip what stands out, update a plane, say what was done.
+"""The arithmetic of an update on tensors: clip the gradient, skip spikes, update a plane, and the update's record.
 
-Shapes: W updates that are remembered; a leading axis of members, where there are some.
+Shapes: W remembered updates; a leading axis of members in an ensemble.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ WINDOW = 128
 SIGMAS = 6.0
 # The median of distances from the median, times this, estimates a normal distribution's standard deviation.
 _NORMAL = 1.4826
-# A run that has converged hardly varies, and any small step would stand out of it: so a deviation counts as this much
-# at least, of the norm's logarithm, and of the loss as a share of it.
+# In a run that has converged numbers hardly vary, and any small step would stand out. So a deviation counts as at least
+# this much: of the norm's logarithm, and of the loss as a share of it.
 _LEAST = 0.05, 0.01
 _SMALLEST_NORM = 1e-300
 
 
 class Clip(NamedTuple):
-    """How large a gradient may be.
+    """Limits on gradients.
 
     With `skip_spikes` an update is skipped whose loss and whose gradient's norm both lie further above the medians of
     the last 128 applied updates than six deviations. A deviation is 1.4826 times the median distance from the median,
@@ -49,10 +49,10 @@ class Clip(NamedTuple):
 
     @classmethod
     def of(cls, given: float | Clip | None) -> Clip | None:
-        """Return what an engine was given as a `Clip`.
+        """Return an engine's argument as a `Clip`.
 
         Raises:
-            UsageError: a norm that is not above 0.
+            UsageError: the norm is not above 0.
         """
         clip = given if isinstance(given, Clip) or given is None else cls(given)
         if clip is not None and not ABOVE_0.holds(clip.norm):
@@ -61,14 +61,14 @@ class Clip(NamedTuple):
 
 
 def looked_at(grad_norm: Tensor, loss: Tensor) -> Tensor:
-    """Return what is remembered of an update, fp64 [2]: the logarithm of its norm, and its loss."""
-    # Norms are compared by ratio: a gradient ten times as long is as odd early in a run as it is late.
+    """Return the numbers remembered of an update, fp64 [2]: the logarithm of its norm, and its loss."""
+    # Norms are compared by ratio: a gradient ten times as long is as unusual early in a run as late.
     return torch.stack([grad_norm.clamp_min(_SMALLEST_NORM).log(), loss], dim=-1)
 
 
 def stands_out(found_2: Tensor, recent_2W: Tensor, applied: Tensor) -> Tensor:
     """Return whether an update is a spike compared with the last W applied ones, bool; false before there are W."""
-    # Medians, since a spike that was let through would move a mean and a standard deviation far more than them.
+    # Medians, since a spike that was let through would move a mean and a standard deviation far more.
     middle_2 = _median(recent_2W)
     deviation_2 = _NORMAL * _median((recent_2W - middle_2.unsqueeze(-1)).abs())
     norm, loss = deviation_2.unbind(-1)
@@ -78,15 +78,15 @@ def stands_out(found_2: Tensor, recent_2W: Tensor, applied: Tensor) -> Tensor:
 
 
 def remember_(recent_2W: Tensor, found_2: Tensor, applied: Tensor, accepted: Tensor) -> None:
-    """Put an applied update, the `applied`-th from 0, in the place of the oldest."""
-    # By a mask instead of an index: `applied` is on the device, and to index by it would be a read by the host.
+    """Replace the oldest remembered update by the `applied`-th, counted from 0."""
+    # With a mask, because `applied` is on the device: the host would have to read it to use it as an index.
     here_W = torch.arange(WINDOW, device=applied.device) == (applied % WINDOW).unsqueeze(-1)
     here_1W = (here_W & accepted.unsqueeze(-1)).unsqueeze(-2)
     recent_2W.copy_(torch.where(here_1W, found_2.unsqueeze(-1), recent_2W))
 
 
 def without_spikes_(accepted: Tensor, grad_norm: Tensor, loss: Tensor, recent_2W: Tensor, applied: Tensor) -> Tensor:
-    """Return whether an update is still accepted: not if it stands out; remember it if it is."""
+    """Return whether an update is still accepted, which a spike is not; remember an accepted one."""
     numbers_2 = looked_at(grad_norm, loss)
     accepted = accepted & ~stands_out(numbers_2, recent_2W, applied)
     remember_(recent_2W, numbers_2, applied, accepted)
@@ -116,8 +116,8 @@ def update_plane(
     lr: Tensor,
     applied: Tensor,
 ) -> None:
-    """Update a plane by its summed gradient `total`, times `scale`, where the update is `accepted`."""
-    # Materialized, as a compiler would convert the fp64 factor again for every element.
+    """Update a plane by its summed gradient `total` times `scale`, if the update is `accepted`."""
+    # Materialized, because compiled code would convert the fp64 factor again for every element.
     grad = total * materialize(scale.to(total.dtype)).unsqueeze(-1)
     compute = precision.products(grad.dtype)
     update_(plane, optim, grad, lr=lr, applied=applied, accepted=accepted, compute=compute)
@@ -125,9 +125,9 @@ def update_plane(
 
 
 def make_splittable_(param: Tensor, precision: Precision) -> None:
-    """Let fp32 weights that are computed with in bf16 be what `monograph.optim.split` can keep in 32 bits.
+    """Make fp32 weights that compute in bf16 splittable: `monograph.optim.split` can then keep them in 32 bits.
 
-    Resident engines do it too, though they split nothing: streamed weights are then theirs to the bit.
+    Resident engines do it too, although they split nothing, so that streamed weights equal theirs to the bit.
     """
     if precision.rounds and param.dtype == torch.float32:
         param.copy_(splittable(param))
@@ -135,7 +135,7 @@ def make_splittable_(param: Tensor, precision: Precision) -> None:
 
 def largest(dtype: torch.dtype) -> float:
     """Return the largest number whose square is finite in the dtype of gradients and moments, at least fp32."""
-    # Second moments are squares of gradients, and the first thing to overflow.
+    # Second moments are squares of gradients, so they overflow first.
     return math.sqrt(torch.finfo(torch.promote_types(dtype, torch.float32)).max)
 
 
@@ -148,24 +148,24 @@ def largest_rate(kinds: Iterable[Kind], largest: float) -> Tensor:
 
 def reciprocal(count: Tensor) -> Tensor:
     """Return 1 / count in fp64, and 1 where the count is 0."""
-    # Without targets the sum is 0 as well; 0 / 0 would be NaN in the planes, where it stays.
+    # Without targets the sum is 0 as well; 0 / 0 would put NaN into the planes for good.
     return 1.0 / torch.where(count == 0, 1.0, count)
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What one update did; tensors are 0-d on the device, and reading one is the only host sync.
+    """The record of one update; its tensors are 0-d on the device, and only reading one makes the host wait.
 
-    Of an ensemble the tensors are [N], one number for each member, and so many are the learning rates.
+    For an ensemble the tensors are [N], with a number for each member, and `lr` has N numbers.
 
     Attributes:
-        index: 0, 1, ...: how many updates came before.
+        index: number of updates before this one: 0, 1, ...
         loss: mean loss per target over the whole window, fp64.
-        count: sum of the loss's counts over the window, fp64: how many targets, or the sum of their weights.
+        count: sum of the loss's counts over the window, fp64: the number of targets, or the sum of their weights.
         lr: learning rate of this update.
         grad_norm: Euclidean norm of the gradient before clipping, fp64.
-        tokens: targets trained on since the start, this window included, int64; where counts are sums of weights, each
-            window's is rounded.
+        tokens: targets trained on since the start, this window included, int64; sums of weights are rounded for each
+            window.
         skipped: updates skipped since the start because the loss, the gradient, the count or the rate was not finite,
             or the window had no target, int64.
     """

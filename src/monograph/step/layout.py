@@ -1,4 +1,4 @@
-"""What differs between engines, as values that a step is given; the defaults are one module, whole, on one device."""
+"""The differences between engines, as a record that a step gets; the defaults are for one module on one device."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Memory = tuple[Any, ...]  # storage, offset, shape and strides
 
 
 def on_device(step: Any) -> list[Plane]:
-    """Move the trainable parameters into planes, on the device where they are."""
+    """Move the trainable parameters into planes, on their own device."""
     # Fused siblings are read as one matrix, so their parameters have to lie next to each other in a plane.
     in_order = siblings.side_by_side(step.model, trainable(step.model))
     made = planes(in_order, step.optim.kinds(step.model), step.optim.state, parts=parts(step.model))
@@ -33,13 +33,13 @@ def on_device(step: Any) -> list[Plane]:
 
 
 def named(step: Any, scope: str) -> list[tuple[Any, str]]:
-    """Name the functions of a step that a capture of this scope compiles, each with the object that has it."""
-    # By blocks, the passes are functions of the blocks themselves, and only the update is one of the step.
+    """Return the functions of a step that a capture of this scope compiles, as (owner, attribute)."""
+    # With scope "blocks" the passes are functions of the blocks themselves, and the step has only the update.
     return [(step, name) for name in (("forward", "apply", "evaluate") if scope == "whole" else ("apply",))]
 
 
 def one_rate(step: Any) -> float:
-    """Return the learning rate of the present update."""
+    """Return the learning rate of the current update."""
     return float(step.optim.lr * factor_at(step.schedule, step.index))
 
 
@@ -55,7 +55,7 @@ def targets_of(step: Any, batch: Any) -> Tensor | None:
 
 def one_by_one(step: Any, batches: Sequence[Any]) -> None:
     """Add the gradient of each micro-batch to the planes."""
-    # Again in each window: `zero_grad()` and whoever else sets `.grad` to None would have gradients added elsewhere.
+    # Linked again for each window: after `zero_grad()`, which sets `.grad` to None, gradients would go elsewhere.
     step.link()
     for batch in batches:
         step.micro_step(batch)
@@ -74,10 +74,10 @@ def zeroed(step: Any) -> None:
 
 
 def require_nothing_added(step: Any, empty: Mapping[str, Tensor], fill: Mapping[str, float]) -> None:
-    """Score rows without targets, as the loss's fill makes them, before such rows are added to any micro-batch.
+    """Score rows without targets, made by the loss's `fill`, before such rows are added to a micro-batch.
 
     Raises:
-        InputRefused: the loss counts targets in them, or adds something, which would change with the micro-batch.
+        InputRefused: the loss counts targets in them or adds to the sum, so results would depend on the micro-batch.
     """
     count, loss_sum, grads = step.layout.targets(step, empty), torch.zeros(()), tuple[Tensor | None, ...]()
     if not isinstance(step.loss, TokenLoss) and step.layout.device is None:  # a streamed model is not whole
@@ -106,32 +106,32 @@ def require_nothing_added(step: Any, empty: Mapping[str, Tensor], fill: Mapping[
 
 @dataclass(frozen=True)
 class Layout:
-    """How the parameters of an engine lie, and what is done otherwise because of it.
+    """The layout of an engine's parameters, and the functions that depend on it.
 
     Each field is a value, or a function whose first argument is the step.
 
     Attributes:
-        device: that computes; None: the planes'.
+        device: the device that computes; None: the planes'.
         planes: moves the trainable parameters into planes.
-        captured: the functions that a capture replaces by compiled ones, by its scope.
-        context: what the loss is called in, in addition to the precision's own context.
-        rates: the learning rate of the present update, or one for each member.
-        sums: the loss of a batch and its targets.
-        targets: the targets alone, None where only a forward pass can tell.
+        captured: returns the functions that a capture of a scope replaces by compiled ones.
+        context: returns the context in which the loss is called, in addition to the precision's.
+        rates: returns the learning rate of the current update, or one for each member.
+        sums: returns the loss of a batch and its targets.
+        targets: returns the targets alone, or None if only a forward pass can tell.
         accumulate: adds the gradients of a window's micro-batches.
-        complete: is called when a window is complete, before its update.
-        add_squares: one sum of all parts' squares.
-        discard: forgets the gradients.
-        score: sums of micro-batches in evaluation.
-        at_rest: returns when the planes may be read where they are; `written`: they may also be written afterwards.
-        weights: the model's tensors that training changes, by name, tied ones once.
-        take_weights: is called when others were copied into these.
-        assembled: the module as it can be called on its own, all of its weights in one place.
-        counters: tensors in addition to the step's own counters that a state holds, by name.
+        complete: called when a window is complete, before its update.
+        add_squares: returns one sum of all parts' squares.
+        discard: discards the gradients.
+        score: returns the sums of micro-batches in evaluation.
+        at_rest: returns when the planes may be read in place; `written`: the caller may also write to them.
+        weights: returns the model's tensors that training changes, by name, tied ones once.
+        take_weights: called when other values were copied into these.
+        assembled: returns a context with the module as it can be called on its own, all of its weights in one place.
+        counters: further tensors, by name, that a state holds in addition to the step's counters.
         frozen: members that are never updated again, bool [N].
     """
 
-    # Values and not methods to override: all that an engine does otherwise stands where the engine is made.
+    # Fields instead of methods to override: every difference of an engine is listed where the engine is made.
     device: torch.device | None = None
     planes: Callable[[Any], list[Plane]] = on_device
     captured: Callable[[Any, str], list[tuple[Any, str]]] = named
@@ -141,7 +141,7 @@ class Layout:
     targets: Callable[[Any, Any], Tensor | None] = targets_of
     accumulate: Callable[[Any, Sequence[Any]], None] = one_by_one
     complete: Callable[[Any], None] = lambda step: None
-    # One by one: the bits of a sum of many depend on who computes it.
+    # Added one after another, because the bits of a reduction depend on the device and its code.
     add_squares: Callable[[Sequence[Tensor]], Tensor] = functools.partial(functools.reduce, torch.add)
     discard: Callable[[Any], None] = zeroed
     score: Callable[[Any, Iterable[Any]], list[Sums]] = scored
@@ -154,10 +154,10 @@ class Layout:
 
 
 class Held:
-    """The trainable parameters of a module at the time when a step moved them into its planes.
+    """The trainable parameters of a module when a step moved them into its planes.
 
-    A step that went on after they were replaced, frozen, moved or cast would train memory that the module no longer
-    reads, or change what should stay, and say nothing.
+    After they were replaced, frozen, moved or cast, a step would silently train memory that the module no longer
+    reads, or change parameters that should stay.
     """
 
     def __init__(self, module: nn.Module, planes: Sequence[Plane]):
@@ -166,10 +166,10 @@ class Held:
         self._before = trained_memory(module)
 
     def require(self) -> None:
-        """Compare the module with what it was.
+        """Require that the module's parameters are still those.
 
         Raises:
-            UsageError: with the name of the first parameter that changed, and what to do.
+            UsageError: the message has the name of the first parameter that changed, and what to do.
         """
         if trained_memory(self.module) != self._before:
             raise UsageError(
@@ -186,7 +186,7 @@ class Held:
                 return f"{name} was replaced by another parameter"
             if not parameter.requires_grad:
                 return f"{name} was frozen (requires_grad = False)"
-        # By identity: a name may be another parameter's by now.
+        # By identity: the name may belong to another parameter by now.
         known = {id(parameter) for parameter in self.parameters.values()}
         for name, parameter in now.items():
             if parameter.requires_grad and id(parameter) not in known:
@@ -198,7 +198,7 @@ class Held:
 
 
 def trained_memory(module: nn.Module) -> list[tuple[int, Memory]]:
-    """Return which parameters are trainable and in which memory each lies; equal as long as nobody changed that."""
+    """Return the identity and the memory of each trainable parameter, to compare at the next update."""
     held, waiting = [], [module]
     while waiting:  # not module.parameters(), which takes six times as long, in every update
         part = waiting.pop()
@@ -208,6 +208,6 @@ def trained_memory(module: nn.Module) -> list[tuple[int, Memory]]:
 
 
 def memory(parameter: Tensor) -> Memory:
-    """Return which numbers of which memory the parameter is; one in shards has its own shard's."""
+    """Return a parameter's storage, offset, shape and strides; those of its local shard if it is sharded."""
     own = getattr(parameter, "_local_tensor", parameter)
     return own.untyped_storage()._cdata, own.storage_offset(), own.shape, own.stride()

@@ -1,7 +1,7 @@
-"""The update of one stage, chunk by chunk, on the device: fetch, the resident engine's own update, bring back.
+"""The update of one stage on the device, chunk by chunk: fetch, the resident engine's own update, bring back.
 
 A chunk is a stretch of a plane. Staging buffers take turns: while one is updated the others are filled or emptied.
-Chunks are updated between the micro-batches of another stage, so that they come and go while that one computes. Planes
+Chunks are updated between the micro-batches of another stage, so that copies overlap with its computation. Planes
 that are updated on the host are left to `monograph.stream.host_update`.
 """
 
@@ -22,8 +22,8 @@ from monograph.stream.slots import DeviceBuffer, StageOnDevice
 from monograph.stream.store import GRADIENT, REST, WEIGHTS, Buffer, Stage, Stored
 
 STAGING_BUFFERS = 4
-# Elements of a chunk, a multiple of the 256 that share a number in 8-bit moments: long enough to fill a link and a
-# device, short compared with a large model's blocks.
+# Elements of a chunk, a multiple of the 256 that share a scale in 8-bit moments: enough to use a link's and a device's
+# full rate, and few compared with a large model's blocks.
 MOST = 2**23
 HALF_DONE = "take fewer blocks a stage or fewer rows (train.micro_batch), and go on from the last checkpoint"
 UpdatePart = Callable[[Plane, Tensor | None, Tensor, Tensor, Tensor], None]
@@ -42,17 +42,17 @@ class Chunk(tuple[Stored, int, int]):
         return buffer.tensor[begin // block : -(-end // block)]
 
     def plane(self, tensors: Mapping[str, Tensor], device: torch.device) -> Plane:
-        """Return the chunk as a plane of its own, given its buffers' parts on that device, by name."""
+        """Return the chunk as a plane of its own, from the parts of its buffers on that device, by name."""
         stored, begin, end = self
         slots, matrices = stored.plane.slots, stored.plane.kind.matrix is not None
         whole = stored.plane.param.numel() // len(slots)
         return replace(
             stored.plane,
-            # Muon orthogonalises whole matrices, so a chunk of a plane of matrices is some of them.
+            # Muon orthogonalises whole matrices, so a chunk of a plane of matrices holds some whole ones.
             slots=slots[begin // whole : end // whole] if matrices else slots,
             param=tensors[WEIGHTS],
             grad=tensors[GRADIENT],
-            # A tensor, as a number would be a constant of the graph, and each chunk would compile one of its own.
+            # A tensor: a number would be a constant of the graph, and every chunk would compile a graph of its own.
             start=torch.full((), stored.start + begin, dtype=torch.int64, device=device),
             state={name: tensors[name] for name in stored.moments},
         )
@@ -64,7 +64,7 @@ def chunks(stage: Stage) -> Iterator[Chunk]:
 
 
 def cut(planes: Iterable[Stored], most: int) -> Iterator[Chunk]:
-    """Cut planes into chunks of at most so many elements; matrices that are updated as such stay whole."""
+    """Cut planes into chunks of at most `most` elements; matrices that are updated as matrices stay whole."""
     for stored in planes:
         size = stored.plane.param.numel()
         whole = size // len(stored.plane.slots) if stored.plane.kind.matrix else 1
@@ -74,28 +74,28 @@ def cut(planes: Iterable[Stored], most: int) -> Iterator[Chunk]:
 
 
 def to_fetch(chunk: Chunk, *, gradient: bool) -> dict[Hashable, Tensor]:
-    """Return a chunk's tensors that are not on the device, by name; the gradient only if it is brought home before."""
+    """Return a chunk's tensors that are not on the device, by name; the gradient only if the host has it."""
     away = {name: buffer for name, buffer in chunk[0].buffers.items() if buffer.space.home != Home.DEVICE}
     return {name: chunk.part(buffer) for name, buffer in away.items() if gradient or name != GRADIENT}
 
 
 @dataclass
 class StagingBuffers:
-    """Memory on the device for the chunks that are updated, in turn."""
+    """Memory on the device for chunks, used in turn."""
 
     lanes: Lanes
     buffers: list[DeviceBuffer]
     turn: int = 0
 
     def next(self) -> DeviceBuffer:
-        """Return the one whose turn it is."""
-        # In turn: the buffer longest unused is the one whose copies home are most likely done.
+        """Return the next buffer."""
+        # The buffer longest unused is the one whose copies to the host are most likely done.
         self.turn += 1
         return self.buffers[self.turn % len(self.buffers)]
 
 
 class Fetched(NamedTuple):
-    """A chunk on the device: its tensors by name, the spaces that its update writes, and the memory that it is in."""
+    """A chunk on the device: its tensors by name, the spaces that its update writes, and the buffer that holds it."""
 
     chunk: Chunk
     parts: dict[str, Tensor]
@@ -107,16 +107,16 @@ class ChunkedUpdate:
     """One stage's update.
 
     Attributes:
-        count: how many chunks it has.
+        count: number of chunks.
     """
 
     def __init__(self, stage: Stage, staging_buffers: StagingBuffers, gradients: StageOnDevice | None = None):
         """Copy nothing yet.
 
         Args:
-            stage: that is updated.
-            staging_buffers: where chunks are brought to.
-            gradients: where the stage's gradients are on the device; None: at home.
+            stage: the stage to update.
+            staging_buffers: the device memory for its chunks.
+            gradients: the stage on the device, if its gradients are there; None if the host has them.
         """
         self.stage, self.staging_buffers, self.gradients = stage, staging_buffers, gradients
         # A generator: chunks are fetched as buffers become free, not all at once.
@@ -133,10 +133,11 @@ class ChunkedUpdate:
     def work(
         self, update_part: UpdatePart, scale: Tensor, accepted: Tensor, into: StageOnDevice | None = None
     ) -> Iterator[None]:
-        """Update one chunk after another, and bring each home, and to the slot `into` where the weights are wanted.
+        """Update one chunk after another; copy each back to the host, and to the slot `into` if the weights are needed.
 
         Raises:
-            OutOfDeviceMemory: some chunks are updated and others not, so that it can be neither repeated nor left out.
+            OutOfDeviceMemory: some chunks are updated and others are not, so the update can be neither repeated nor
+                skipped.
         """
         self.begin()
         while self._fetched:
@@ -148,7 +149,7 @@ class ChunkedUpdate:
                 ) from error
             self.begin()
             yield
-        # Copies of these weights in a slot are old from here on, and are fetched again when they are wanted.
+        # From here on a slot's copy of these weights is out of date, and is fetched again before its next use.
         self.stage.version += 1
         if into is not None:
             into.fetch(self.staging_buffers.lanes, [stored for stored in self.stage.stored if stored.on_host])
@@ -166,7 +167,7 @@ class ChunkedUpdate:
             if name == GRADIENT and self.gradients is not None:
                 parts[name] = self.gradients.planes[self.stage.stored.index(stored)].grad[begin:end]
                 spaces += self.gradients.writes
-            # What lives on the device is updated where it is.
+            # Buffers that live on the device are updated in place.
             elif name not in parts:
                 parts[name] = chunk.part(buffer)
                 spaces.append(buffer.space)
@@ -183,6 +184,6 @@ class ChunkedUpdate:
             if name != GRADIENT and buffer.space.home != Home.DEVICE:
                 lanes.copy(fetched.chunk.part(buffer), parts[name], buffer.space, staging.space)
         if into is not None and stored.buffers[WEIGHTS].space.home != Home.DEVICE:
-            # On the device: the weights need not come over the link a second time for the pass that waits for them.
+            # Device to device, so that the weights need not cross the link again for the pass that waits for them.
             target = into.planes[self.stage.stored.index(stored)].param[begin:end]
             lanes.compute(lambda: target.copy_(parts[WEIGHTS]), reads=[staging.space], writes=[into.slot.weights.space])

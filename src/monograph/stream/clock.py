@@ -1,8 +1,8 @@
-"""A clock instead of a device: the walk that trains, timed on tensors without data.
+"""A simulated device: the walk that trains, timed on tensors without data.
 
 Each lane has a time of its own. A piece of work begins when its lane is free and what it waits for is done; a copy
-lasts bytes / bandwidth, computing as long as its stand-in says. Walk, slots, staging buffers, boundaries, lanes and
-their waits are those that train, so the schedule under test is the one that is timed.
+lasts bytes / bandwidth, and computation as long as `Costs` says. Walk, slots, staging buffers, boundaries, lanes and
+their waits are those of training, so the schedule that is timed is the real one.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from monograph.stream.lanes import LANES, Home, Lane, Mark, Work
 from monograph.stream.passes import Passes
 from monograph.stream.store import Stage
 
-UPDATES = 2  # that are played; the last one's length is that of all further ones
+UPDATES = 2  # simulated; all further ones take as long as the last one
 DISK = "disk"
 
 
 @dataclass(frozen=True)
 class Link:
-    """How fast copies are, in bytes/s.
+    """Rates of copies, in bytes/s.
 
     Attributes:
-        into: the device.
-        out: of it, at the same time.
-        disk: to or from files, one at a time.
+        into: to the device.
+        out: from the device, at the same time.
+        disk: to or from files, one copy at a time.
     """
 
     into: float
@@ -42,16 +42,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """How long computing takes.
+    """Seconds of computation.
 
     Attributes:
-        first_s: what comes before the blocks, of a micro-batch.
+        first_s: the forward pass of the parts before the blocks, for a micro-batch.
         forward_s: one block's forward pass.
-        again_s: its forward pass once more, and its backward pass.
-        loss_s: what comes after the blocks, the loss, and the way back.
-        first_again_s: the backward pass of what comes before the blocks.
-        number_s: the update of one number.
-        host_number_s: the same on the host, where it stays there.
+        again_s: one block's recomputed forward pass and its backward pass.
+        loss_s: the parts after the blocks, the loss, and their backward pass.
+        first_again_s: the backward pass of the parts before the blocks.
+        number_s: the update of one number on the device.
+        host_number_s: the update of one number on the host.
     """
 
     first_s: float = 0.0
@@ -65,12 +65,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timing:
-    """One update among many.
+    """The time of one update among many.
 
     Attributes:
-        update_s: from its end to the next one's.
-        busy_s: how long of that "compute", "in", "out", "host" and "disk" were busy.
-        moved_bytes: copied, by (from, to).
+        update_s: seconds from the end of one update to the end of the next.
+        busy_s: seconds of these in which "compute", "in", "out", "host" and "disk" were busy.
+        moved_bytes: bytes copied, by (from, to).
     """
 
     update_s: float
@@ -79,19 +79,19 @@ class Timing:
 
     @property
     def bottleneck(self) -> str:
-        """What was busy for the longest."""
+        """Return the name of the lane, or the disk, that was busy for the longest."""
         return max(self.busy_s, key=lambda name: self.busy_s[name])
 
 
 @dataclass
 class Clock:
-    """An executor that copies nothing and counts time.
+    """An executor that counts time instead of copying.
 
     Attributes:
-        link: how fast copies are.
-        now: when each lane is free, in seconds.
-        busy_s: how long each lane and the disk have worked.
-        done: when each piece of work was.
+        link: the rates of copies.
+        now: the time at which each lane is free, in seconds.
+        busy_s: seconds for which each lane and the disk have worked.
+        done: the time at which each piece of work was done.
     """
 
     link: Link
@@ -102,13 +102,13 @@ class Clock:
     _spent: float = 0.0
 
     def spend(self, seconds: float) -> None:
-        """Let what is computing now last so much longer."""
+        """Let the current computation last so many seconds longer."""
         self._spent += seconds
 
     def run(self, work: Work) -> Any:
-        """Pass the time that the work takes; only computing is called, for what it spends and returns."""
+        """Pass the time that the work takes; only computations are called, for the time they spend and their result."""
         lane = work.mark.lane
-        # What real lanes do: in order on one lane, and after what other lanes have to have done.
+        # As real lanes do: in order within a lane, and after the work of other lanes that it waits for.
         begin = max([self.now[lane], *(self.done[mark] for mark in work.waits)])
         result = None
         if lane in ("compute", "host"):
@@ -130,64 +130,64 @@ class Clock:
         return result
 
     def finish(self) -> None:
-        """Let all lanes come to rest."""
+        """Let all lanes finish."""
         self.now = dict.fromkeys(LANES, max(self.now.values()))
 
 
 class Pretend(Passes):
-    """Passes that compute nothing, and how long they would have taken."""
+    """Passes that compute nothing and spend the time that they would have taken."""
 
     def __init__(self, step: Step, clock: Clock, costs: Costs, state: Tensor):
-        """`state` is like what goes from stage to stage of a micro-batch, on the meta device."""
+        """Take `state`, a micro-batch's activations between stages on the meta device."""
         super().__init__(step)
         self.clock, self.costs, self.state = clock, costs, state
 
     def first(self, batch: Any) -> tuple[Tensor, Any]:
-        """Takes `first_s`."""
+        """Spend `first_s`."""
         self.clock.spend(self.costs.first_s)
         return self.state, None
 
     def forward(self, stage: Stage, state: Tensor, further: Any) -> Tensor:
-        """Takes `forward_s` a block."""
+        """Spend `forward_s` for each block."""
         self.clock.spend(self.costs.forward_s * len(stage.blocks))
         return state
 
     def loss(self, planes: Sequence[Plane], state: Tensor, batch: Any) -> Tensor:
-        """Takes `loss_s`."""
+        """Spend `loss_s`."""
         self.clock.spend(self.costs.loss_s)
         return state
 
     def again(self, planes: Sequence[Plane], state: Tensor, *, stage: Stage, further: Any, gradient: Tensor) -> Tensor:
-        """Takes `again_s` a block."""
+        """Spend `again_s` for each block."""
         self.clock.spend(self.costs.again_s * len(stage.blocks))
         return state
 
     def first_again(self, planes: Sequence[Plane], batch: Any, gradient: Tensor) -> None:
-        """Takes `first_again_s`."""
+        """Spend `first_again_s`."""
         self.clock.spend(self.costs.first_again_s)
 
     def squares(self, plane: Plane, gradient: Tensor) -> list[Tensor]:
-        """Takes no time."""
+        """Spend no time."""
         return [self.step.loss_sum]
 
     def update_part(self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
-        """Takes `number_s` a number."""
+        """Spend `number_s` for each number."""
         self.clock.spend(self.costs.number_s * plane.param.numel())
 
     def update_on_host(self, plane: Plane, rest: Tensor | None) -> None:
-        """Takes `host_number_s` a number."""
+        """Spend `host_number_s` for each number."""
         self.clock.spend(self.costs.host_number_s * plane.param.numel())
 
 
 def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro_batches: int) -> Timing:
-    """An update of a model in the middle of its training.
+    """Return the timing of an update in the middle of a model's training.
 
     Args:
-        engine: of a model on the meta device, its lanes run by the clock.
-        clock: its times are those of the last update afterwards.
-        costs: of a micro-batch.
-        state: what goes from stage to stage of a micro-batch, [B, T, D] on the meta device.
-        micro_batches: of an update.
+        engine: the engine of a model on the meta device; the clock executes its lanes.
+        clock: afterwards it has the times of the last update.
+        costs: the times of one micro-batch.
+        state: a micro-batch's activations between stages, [B, T, D] on the meta device.
+        micro_batches: micro-batches of an update.
     """
     walk, updates = engine.walk, engine.walk.updates
     walk.passes = pretend = Pretend(engine.step, clock, costs, state)
@@ -196,9 +196,9 @@ def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro
     updates.update_part = pretend.update_part  # type: ignore[method-assign]
     updates.host_update.update_piece = pretend.update_on_host  # type: ignore[method-assign]
     moved = walk.lanes.moved_bytes
-    # Shapes are all that a schedule depends on; a model of any size is timed in this way without its memory.
-    with torch.device("meta"):  # also what is kept on the host
-        # Nothing is on its way at the beginning: the first update is shorter than any later one.
+    # A schedule depends on shapes alone, so a model of any size is timed without its memory.
+    with torch.device("meta"):  # the host's memory, too
+        # Before the first update nothing is under way, so it is shorter than any later one.
         for _ in range(UPDATES):
             begin, busy, before = clock.now["compute"], dict(clock.busy_s), moved.copy()
             walk.accumulate([None] * micro_batches)

@@ -1,18 +1,18 @@
-"""The lanes of a GPU: a stream each, and an event after each piece of work; the host's lane is a thread.
+"""The lanes of a GPU: a stream for each, with an event after each piece of work; the host's lane is a thread.
 
-Memory crosses streams here without `record_stream`, whose holder frees memory only once the other stream was seen to be
-done, and so keeps more of it than a plan counts. It is not needed, as the compute lane's stream is the one that memory
-is allocated on:
+Memory crosses streams here without `record_stream`, with which the allocator frees memory only once it has seen that
+the other stream is done, and so keeps more memory than a plan counts. It is not needed, because memory is allocated on
+the compute lane's stream:
 
-    what is freed     the compute lane has waited for all copies of it before: by writing its space (see
+    freed memory      the compute lane has waited for all copies of it before: by writing its space (see
                       `Boundaries.passed`). The allocator hands it on to work that comes later in that lane.
-    what is new       its space is written by the compute lane before it is copied from or to (`Boundaries.put`,
+    new memory        its space is written by the compute lane before it is copied from or to (`Boundaries.put`,
                       `fetch`), so copies wait for what that lane did with the memory before.
-    all the rest      planes, slots and staging buffers live as long as the walk, whose construction ends in `finish`.
+    other memory      planes, slots and staging buffers live as long as the walk, whose construction ends in `finish`.
 
-The host's thread waits for events of streams. No stream waits for the host: what has to is launched when the host is
-done, by a caller that waits for it. So what was launched ends whatever the host does, and nobody waits for ever. The
-stage that is computed with meanwhile was launched before.
+The host's thread waits for events of streams. No stream waits for the host: work that depends on the host is launched
+when the host is done, by a caller that waits for it. So all work that was launched ends whatever the host does, and
+nothing waits for ever. The stage that is computed meanwhile was launched before.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ import torch
 
 from monograph.stream.lanes import Executor, Immediately, Lane, Mark, Work
 
-EVENTS = 256  # of each lane; the work that used one before is by then long done, or waited for a little longer
+EVENTS = 256  # of each lane; by its next use an event's work is long done, or is waited for a little longer
 
 
 class HostThread:
-    """Does work in the order in which it was given, while its giver goes on; once some has failed, none any more."""
+    """A thread that does work in order while the caller goes on; after a failure it does no more."""
 
     def __init__(self) -> None:
-        """The thread begins with the first work."""
+        """Begin without a thread; it starts with the first piece of work."""
         self._thread = ThreadPoolExecutor(1, "monograph-host")
         self._left: deque[Future[None]] = deque()
         self._done = 0
         self._failed: BaseException | None = None
 
     def give(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
-        """Do it when all of `wait` have returned."""
-        # One thread, as lanes are orders; torch uses several for the arithmetic inside of a piece of work.
+        """Add work: call it when all of `wait` have returned."""
+        # One thread, because a lane has an order; inside of a piece of work torch uses several for its arithmetic.
         self._left.append(self._thread.submit(self._do, wait, call))
 
     def until(self, number: int | None = None) -> None:
-        """Return when so many pieces of work are done, or all that were given.
+        """Return when the first `number` pieces of work are done; None: all of them.
 
         Raises:
-            BaseException: what one of them, or one before, has raised.
+            BaseException: the exception that one of them, or an earlier one, raised.
         """
         while self._left and (number is None or self._done < number):
             self._left.popleft().result()
@@ -63,19 +63,19 @@ class HostThread:
             for arrived in wait:
                 arrived()
             call()
-        except BaseException as error:  # noqa: BLE001 - for who waits
+        except BaseException as error:  # noqa: BLE001 - `until` raises it
             self._failed = error
 
 
 class Streams:
-    """Gives work to a GPU: what is asked for is under way, and only `finish` waits for it.
+    """An executor on a GPU: it launches work without waiting, and only `finish` waits.
 
-    An event stands for every EVENTS-th work of its lane. Who waits for an older one waits for the newest of them, which
-    was given before and comes later on the same lane: so the wait holds, and can block nothing for ever.
+    An event stands for every EVENTS-th piece of work of its lane. A wait for an older piece waits for the newest one of
+    that event, which was launched before and comes later on the same lane: so the wait holds, and always ends.
     """
 
     def __init__(self, device: torch.device):
-        """Computing goes on where it does now, on the device's current stream."""
+        """Use the device's current stream for the compute lane."""
         self.device = device
         self._streams: dict[Lane, torch.cuda.Stream] = {
             "compute": torch.cuda.current_stream(device),
@@ -83,12 +83,12 @@ class Streams:
             "out": torch.cuda.Stream(device),
         }
         self._host = HostThread()
-        # Made once: events that are made for each copy were seen to add up (prime-rl pull request 3200). Blocking: the
-        # host's thread sleeps while it waits, and leaves the core to the others.
+        # Events are made once: made for each copy they were seen to add up (prime-rl pull request 3200). They block:
+        # the host's thread sleeps while it waits, and leaves the core to others.
         self._events = {lane: [torch.cuda.Event(blocking=True) for _ in range(EVENTS)] for lane in self._streams}
 
     def run(self, work: Work) -> Any:
-        """Launch it behind what it waits for; the result of computing is a tensor to come."""
+        """Launch work behind the events that it waits for; a computation's result is a tensor that is not ready yet."""
         if work.mark.lane == "host":
             return self._host.give([self._event(mark).synchronize for mark in work.waits], work.call)
         # Each lane is one stream, so the order within a lane needs no event.
@@ -101,12 +101,12 @@ class Streams:
         try:
             with torch.cuda.stream(stream):
                 return work.call()
-        finally:  # what was launched before something failed reads and writes too
+        finally:  # a call that failed may have launched work that reads and writes
             self._event(work.mark).record(stream)
 
     def finish(self) -> None:
-        """Wait until host and device have nothing left to do."""
-        # The host first, which waits for streams itself; no stream waits for it.
+        """Wait until host and device have done all work."""
+        # The host first: it waits for streams, and no stream waits for it.
         self._host.until()
         torch.cuda.synchronize(self.device)
 
@@ -115,5 +115,5 @@ class Streams:
 
 
 def executor(device: torch.device) -> Executor:
-    """What does the work of lanes whose device is this one."""
+    """Return an executor for lanes of this device."""
     return Streams(device) if device.type == "cuda" else Immediately()

@@ -1,4 +1,4 @@
-"""The engine whose weights live on the host, and come to the device stage by stage."""
+"""The engine whose weights live on the host and come to the device stage by stage."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ class Streamed(Engine):
     Attributes:
         placement: where buffers live.
         store: the stages, whose planes are the step's.
-        walk: takes micro-batches through them.
+        walk: takes micro-batches through the stages.
     """
 
-    def __init__(  # noqa: PLR0913 - those of Resident, and two
+    def __init__(  # noqa: PLR0913 - the arguments of Resident, and two
         self,
         model: nn.Module,
         *,
@@ -62,26 +62,27 @@ class Streamed(Engine):
         """Move the module's parameters to where they will live.
 
         Args:
-            model: on the host, with its weights loaded.
+            model: the module, on the host, with its weights loaded.
             loss: `loss(model, batch) -> (sum, count)`; it calls the model once.
             optim: the optimizer.
-            schedule: factor of the learning rate by update index.
+            schedule: factor of the learning rate for each update's index.
             clip: largest gradient norm, over all stages.
             precision: the compute dtype.
-            remat: what blocks compute again inside of a stage, whose input is all that is kept in any case.
+            remat: what the blocks recompute inside of a stage; of a stage itself only the input is kept in any case.
             micro_batch: rows per micro-batch; None: the whole window at once.
-            placement: where buffers live and when weights are updated; all on the host by default, in a sweep.
-            lanes: what copies and computes.
+            placement: where buffers live and when weights are updated; by default all live on the host, and weights
+                are updated in a sweep.
+            lanes: the lanes on which copies and computations are ordered; None: the device's own.
         """
         self.placement = placement or Placement()
-        # Refused before anything is moved: half of a model would be elsewhere otherwise.
+        # Refused before anything is moved: otherwise half of a model would have been moved.
         _require_streamable(model, self.placement, clip, optim or AdamW())
         layout = Layout(
             device=self.placement.device,
             planes=self._stored,
             captured=self._captured_functions,
             accumulate=lambda step, batches: self._walk_through(batches),
-            complete=lambda step: self.walk.flush(),  # an update that still waits is made with its own rate
+            complete=lambda step: self.walk.flush(),  # a pending update is made with its own learning rate
             discard=lambda step: self.walk.discard(),
             score=self._score,
             at_rest=self._at_rest,
@@ -92,7 +93,7 @@ class Streamed(Engine):
         step = Step(
             model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat, layout=layout
         )
-        step.recorder = None  # a replay would hold copies that are each update's own
+        step.recorder = None  # each update copies tensors anew, which a replay would hold for ever
         self.walk = Walk(step, self.store, lanes or Lanes(executor(self.placement.device)), self.placement)
         step.apply = self.walk.update
         super().__init__(lambda: step, micro_batch)
@@ -103,13 +104,13 @@ class Streamed(Engine):
         Raises:
             OutOfDeviceMemory: a micro-batch of one row does not fit, or one when some weights were updated already.
         """
-        # The first window has changed the weights already, and the second one's gradient would be of others.
+        # The first window has already changed weights, so a second one's gradient would belong to other weights.
         if self.placement.when == "backward" and not self.walk.fresh:
             raise UsageError("weights that are updated during the backward pass take one window an update")
         super().accumulate(window)
 
     def trial(self, window: Batch) -> Trial:
-        """One eager pass of the first micro-batch, there and back; weights and state stay as they are.
+        """Run the first micro-batch forward and backward eagerly; weights and state stay as they are.
 
         Raises:
             InputRefused: the forward pass raised, or the loss or a gradient is not finite.
@@ -118,11 +119,14 @@ class Streamed(Engine):
         return self._fitting(window, lambda: self._tried(batch))
 
     def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "blocks") -> str | None:
-        """Compile one block for all of them, the head and the updates: a stage is never more than its blocks."""
+        """Compile one block's graph for all blocks, the head and the updates; return an obstacle, or None.
+
+        No graph is larger than a block, because a stage runs block by block.
+        """
         return super().capture(window, backend, "blocks")
 
     def ledger(self) -> dict[str, dict[str, int]]:
-        """Return the bytes at home by tier, and in the device's slots and staging buffers."""
+        """Return the bytes of the host's and the disk's buffers, and of the device's slots and staging buffers."""
         homes = {str(home): size for home, size in self.store.bytes_at().items()}
         return {"homes": homes, "device": {"slots and desks": self.walk.device_bytes}}
 
@@ -142,7 +146,7 @@ class Streamed(Engine):
     def _walk_through(self, batches: Sequence[Any]) -> None:
         if self.placement.when == "backward":
             self.walk.flush()
-            self.step.set_lr()  # of the update that is made on the way
+            self.step.set_lr()  # for the update that the backward pass makes
         try:
             self.walk.accumulate(batches)
         except RuntimeError as error:
@@ -157,7 +161,7 @@ class Streamed(Engine):
         return self.walk.evaluate(list(batches))
 
     def _at_rest(self, step: Step, written: bool) -> None:
-        """Have every update made and brought home; and if it may be written there, fetched anew."""
+        """Finish every update on the host; if the caller may write (`written`), have the weights fetched anew."""
         self.walk.flush()
         self.walk.lanes.finish()
         for stage in self.store.stages if written else ():
@@ -182,9 +186,9 @@ class Streamed(Engine):
 
     @contextmanager
     def _assembled(self, step: Step) -> Iterator[nn.Module]:
-        """In the block the module is what it was made as, at home, its weights in fp32."""
+        """In the block, let the module's parameters be its fp32 weights on the host."""
         self._at_rest(step, True)
-        # What is bf16 at home would be called with the rounded weights alone.
+        # Split weights would be called with their bf16 halves alone.
         split_ones = [entry for entry in self.store.stored if entry.splits]
         for entry in split_ones:
             entry.plane.hold(entry.plane.state["ema"] if step.holds_average else entry.master())
@@ -197,7 +201,7 @@ class Streamed(Engine):
     # ── the trial ───────────────────────────────────────────────────────────────────────────────
 
     def _tried(self, batch: Any) -> Trial:
-        """Run a micro-batch through all stages and back, eagerly, and look at each stage's gradients.
+        """Run a micro-batch forward and backward through all stages, eagerly, and check each stage's gradients.
 
         Raises:
             InputRefused: a pass raised, or the loss or a gradient is not finite; names the module or parameter.
@@ -212,7 +216,7 @@ class Streamed(Engine):
                 elif not bool(gradient.any()):
                     missing.append(name)
 
-        step.choose_kept(batch)  # before modules are watched: it runs a twin of them
+        step.choose_kept(batch)  # before the modules are watched: it runs a copy of them
         with buffers_kept(step.model), running(step.model) as stack:
             try:
                 with all_or_nothing(step):
@@ -234,7 +238,7 @@ class Streamed(Engine):
 
 
 def _require_streamable(model: nn.Module, placement: Placement, clip: float | Clip | None, optim: Optimizer) -> None:
-    """Refuse what cannot be streamed, before anything is moved."""
+    """Refuse a model or options that cannot be streamed, before anything is moved."""
     if not isinstance(placement, Placement):
         raise UsageError(f"placement = {placement!r}: expected a monograph.Placement(...)")
     if placement.when == "backward" and clip is not None:

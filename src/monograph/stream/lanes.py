@@ -1,13 +1,13 @@
-"""Lanes: four orders of work, and between them exactly the waits that the data ask for.
+"""Lanes: four queues of work, and between them exactly the waits that the data require.
 
-Work on one lane is done in the order in which it was given; work on different lanes at the same time. Each piece of
-work says which spaces it reads and writes, and the lanes find out what it has to wait for:
+Work on one lane is done in order, work on different lanes at the same time. Each piece of work says which spaces it
+reads and writes, and the lanes derive its waits:
 
     a reader waits for the last writer;     a writer waits for the last writer and for all readers since
 
-A wait is made only if no earlier one implies it, which a clock for each lane knows: how far of every lane has happened
-before the lane's newest work (Mattern 1988, "Virtual Time and Global States of Distributed Systems"). So none of them
-could be left out, and nobody has to write them down.
+A wait is made only if no earlier one implies it. To know that, each lane has a vector clock: how much of every lane has
+happened before its own newest work (Mattern 1988, "Virtual Time and Global States of Distributed Systems"). So no wait
+is superfluous, and nobody has to write waits down.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor
 
 Lane = Literal["compute", "in", "out", "host"]
 LANES: tuple[Lane, ...] = ("compute", "in", "out", "host")
-MARKS = 4096  # kept before those that nobody can wait for are dropped
+MARKS = 4096  # marks that are kept until those that nothing can wait for are dropped
 
 
 class Home(StrEnum):
-    """Where memory is: on the device, in the host's memory, or in a file that is mapped into it."""
+    """The kind of memory: the device's, the host's, or a file that is mapped into the host's."""
 
     DEVICE = "device"
     HOST = "host"
@@ -34,7 +34,7 @@ class Home(StrEnum):
 
 
 class Mark(NamedTuple):
-    """A moment: when the work of that number on that lane is done."""
+    """The moment at which a lane's work of this number is done."""
 
     lane: Lane
     number: int
@@ -42,13 +42,13 @@ class Mark(NamedTuple):
 
 @dataclass(eq=False)
 class Space:
-    """Memory that work reads and writes as one.
+    """Memory that work reads and writes as a whole.
 
     Attributes:
-        name: for people.
-        home: where it is.
-        written: when it was written last.
-        read: when each lane has read it last, since it was written.
+        name: its name in messages.
+        home: the kind of memory.
+        written: the moment of the last write.
+        read: for each lane the moment of its last read since that write.
     """
 
     name: str
@@ -61,11 +61,11 @@ class Work(NamedTuple):
     """One piece of work.
 
     Attributes:
-        mark: when it is done.
-        waits: what has to be done before, on other lanes.
-        call: does it.
-        reads: and `writes`: the spaces.
-        moved_bytes: that it copies between homes; of work on the host what it reads and writes in files.
+        mark: the moment at which it is done.
+        waits: the moments on other lanes that have to come before it.
+        call: the function that does it.
+        reads: the spaces that it reads; `writes`: those that it writes.
+        moved_bytes: bytes copied between kinds of memory; for work on the host, bytes read and written in files.
     """
 
     mark: Mark
@@ -77,38 +77,38 @@ class Work(NamedTuple):
 
 
 class Executor(Protocol):
-    """What does the work: it may do later what it is given now, as long as lanes and waits are obeyed."""
+    """Does the work, now or later, in the order of lanes and waits."""
 
     def run(self, work: Work) -> Any:
-        """Do it, or take it on; the result of computing is there at once, if only as a tensor to come."""
+        """Do the work or queue it; return a computation's result, which may be a tensor that is not ready yet."""
         ...
 
     def finish(self) -> None:
-        """Return when everything is done."""
+        """Return when all work is done."""
         ...
 
 
 class Immediately:
-    """Does everything in the order in which it was given: what a CPU does."""
+    """An executor for a CPU, which does all work at once, in the order in which it comes."""
 
     def run(self, work: Work) -> Any:
-        """Do it now."""
+        """Do the work."""
         return work.call()
 
     def finish(self) -> None:
-        """Nothing is left to do."""
+        """Do nothing: all work is done."""
 
 
 class Lanes:
-    """Gives work to an executor, with its waits.
+    """Gives an executor work with its waits.
 
     Attributes:
-        executor: what does it.
-        moved_bytes: copied so far, by (from, to).
+        executor: does the work.
+        moved_bytes: bytes copied so far, by (from, to).
     """
 
     def __init__(self, executor: Executor):
-        """Nothing has happened yet."""
+        """Begin without any work."""
         self.executor = executor
         self.moved_bytes: Counter[tuple[Home, Home]] = Counter()
         self._happened: dict[Lane, dict[Lane, int]] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
@@ -123,7 +123,7 @@ class Lanes:
         self._give(lane, lambda: target.copy_(source, non_blocking=True), (reads,), (writes,), moved)
 
     def compute(self, call: Callable[[], Any], reads: Iterable[Space] = (), writes: Iterable[Space] = ()) -> Any:
-        """What the call returns; it reads and writes no space but these."""
+        """Call a function that reads and writes these spaces alone, and return its result."""
         return self._give("compute", call, tuple(reads), tuple(writes), 0)
 
     def host(
@@ -135,14 +135,14 @@ class Lanes:
         from_disk: int = 0,
         to_disk: int = 0,
     ) -> None:
-        """Compute on the host, with what is at home; so many bytes of it lie in files."""
+        """Compute on the host, with the host's memory, of which so many bytes lie in files."""
         self.moved_bytes += Counter({(Home.DISK, Home.HOST): from_disk, (Home.HOST, Home.DISK): to_disk})
         self._give("host", call, tuple(reads), tuple(writes), from_disk + to_disk)
 
     def finish(self) -> None:
-        """Return when everything is done; afterwards every space may be read and written by anybody."""
+        """Return when all work is done; afterwards every space may be read and written without a wait."""
         self.executor.finish()
-        # All lanes are level: marks of before are in every lane's past, and need not be kept.
+        # Earlier marks are in every lane's past now, so they need not be kept.
         newest = {lane: self._happened[lane][lane] for lane in LANES}
         self._happened = {lane: dict(newest) for lane in LANES}
         self._at.clear()
@@ -154,37 +154,37 @@ class Lanes:
         needed = [space.written for space in (*reads, *writes) if space.written]
         needed += [mark for space in writes for mark in space.read.values()]
         waits = []
-        # The newest first: it may imply the older ones.
+        # The newest first, because it may imply the older ones.
         for mark in sorted(set(needed), key=lambda mark: -mark.number):
             if mark.lane != lane and mark.number > happened[mark.lane]:
                 waits.append(mark)
                 for other, number in self._known(mark).items():
                     happened[other] = max(happened[other], number)
-        # One found later may imply one found before, by way of a third lane.
+        # A wait found later may imply one found before, by way of a third lane.
         waits = [mark for mark in waits if not self._implied(mark, waits)]
         happened[lane] += 1
         mark = Mark(lane, happened[lane])
-        # What is known when this is done: whoever waits for it learns all of that without a further wait.
+        # The vector clock of the moment at which this is done: work that waits for it needs no further wait for these.
         self._at[mark] = dict(happened)
         self._forget()
         for space in reads:
             space.read[lane] = mark
         for space in writes:
-            # Readers of before have been waited for, and the next writer waits for this one.
+            # Earlier readers have been waited for, and the next writer waits for this one.
             space.written, space.read = mark, {}
         return self.executor.run(Work(mark, tuple(waits), call, reads, writes, moved_bytes))
 
     def _forget(self) -> None:
-        """Drop what every lane that is used knows to have happened: none of them has to wait for it any more."""
+        """Drop the marks in the past of every lane that is used, since none has to wait for them any more."""
         if len(self._at) < max(MARKS, self._most):
             return
         used = [happened for lane, happened in self._happened.items() if happened[lane]]
         known = {lane: min(happened[lane] for happened in used) for lane in LANES}
         self._at = {mark: at for mark, at in self._at.items() if mark.number > known[mark.lane]}
-        self._most = 2 * len(self._at)  # looked through as often as it doubles, whatever is left
+        self._most = 2 * len(self._at)  # not again before the number has doubled: the cost for each mark is bounded
 
     def _known(self, mark: Mark) -> dict[Lane, int]:
-        """What has happened when the mark is reached; of a dropped one, which a new lane may meet, itself."""
+        """Return the vector clock of a mark; for a dropped one, which a new lane may meet, the mark alone."""
         return self._at.get(mark, {mark.lane: mark.number})
 
     def _implied(self, mark: Mark, waits: list[Mark]) -> bool:

@@ -1,4 +1,4 @@
-"""What a stage computes for one micro-batch: forward, and again with its gradient."""
+"""A stage's passes for one micro-batch: forward, and forward again with the backward pass."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from monograph.stream.store import Stage, staged
 
 
 class _Called(Exception):
-    """What a loss called its model with."""
+    """Carries the arguments with which a loss called its model."""
 
 
 class Passes:
-    """The passes of a model in stages, by the step's loss and in its context.
+    """The passes of a model in stages, with the step's loss and in its context.
 
-    Each runs while the model's parameters are those of the stage on the device, `planes` their planes.
+    Each runs while the model's parameters are those of the stage on the device; `planes` are their planes.
     """
 
     def __init__(self, step: Step):
@@ -30,11 +30,10 @@ class Passes:
         self.step, self.model = step, staged(step.model)
 
     def begin(self, batch: Any) -> tuple[Tensor, Any]:
-        """Return the first block's input and what blocks take besides, from what the loss calls the model with."""
+        """Return the first block's input and the blocks' further arguments, from the loss's call of the model."""
 
         def called(*args: Any, **kwargs: Any) -> None:
-            # By an exception, so that nothing of the loss behind the call is computed on a stage that has no output
-            # yet.
+            # An exception ends the loss at its call of the model, since the model has no output yet.
             raise _Called(args, kwargs)
 
         try:
@@ -53,7 +52,7 @@ class Passes:
             return self._blocks(stage, state, further)
 
     def first(self, batch: Any) -> tuple[Tensor, Any]:
-        """Return the first stage's output and what blocks take besides."""
+        """Return the first stage's output and the blocks' further arguments."""
         with torch.no_grad(), self.step.context(), self._repeatable(self.model.parts_before):
             return self.begin(batch)
 
@@ -75,7 +74,7 @@ class Passes:
         state = state.detach().requires_grad_()
         with self._tracing(planes):
             out = self._blocks(stage, state, further)
-        # The graph of a stage ends at its input: its gradient is handed to the stage before as a tensor.
+        # A stage's autograd graph ends at its input, whose gradient is handed to the stage before as a tensor.
         out.backward(gradient)
         return _gradient_of(state)
 
@@ -93,18 +92,18 @@ class Passes:
 
     @contextmanager
     def _tracing(self, planes: Sequence[Plane]) -> Iterator[None]:
-        """In the block a forward pass is run whose gradient is taken afterwards."""
+        """Prepare for a forward pass in the block whose gradient is taken afterwards."""
         with torch.enable_grad(), unlinked(planes), self.step.context():
             yield
 
     @contextmanager
     def _repeatable(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """In the block modules run that will run again for their gradient, and must then compute the same.
+        """Require that modules that run in the block compute the same when they run again for their gradient.
 
         Raises:
-            UsageError: they drew a random number, or wrote a buffer.
+            UsageError: a module drew a random number or wrote a buffer.
         """
-        # Compared, not forbidden: a module may own a dropout of rate 0, and a buffer that it only reads.
+        # Their state is compared afterwards: a dropout of rate 0 is allowed, and a buffer that is only read.
         draws, buffers = self._draws(), _written(modules)
         yield
         for before, after in zip(draws, self._draws(), strict=True):
@@ -121,13 +120,13 @@ class Passes:
                 )
 
     def _draws(self) -> list[Tensor]:
-        """Where torch's generators stand."""
+        """Return the states of torch's random generators."""
         device = self.step.device
         return [torch.get_rng_state(), *([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])]
 
     @contextmanager
     def _forward(self, instead: Callable[..., Any]) -> Iterator[None]:
-        """In the block the model, when it is called, does this instead."""
+        """Let the model call this function instead of its forward pass in the block."""
         model = self.step.model
         model.forward = instead
         try:
@@ -137,12 +136,12 @@ class Passes:
 
     @contextmanager
     def _resumed(self, hidden: Tensor) -> Iterator[None]:
-        """In the block the model's blocks have run already."""
+        """Let the model go on from its blocks' output in the block."""
         calls = 0
 
         def ended(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
-            # A captured loss runs this once, when it is traced, and not at each call.
+            # A captured loss runs this once, when it is traced, not at each call.
             if not torch.compiler.is_compiling():
                 calls += 1
             return self.model.end(hidden)
@@ -157,12 +156,11 @@ class Passes:
 
 
 def _written(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
-    """Which tensor each buffer is, and how often that was written."""
-    # By version and identity: a buffer may be written in place or replaced.
+    """Return each buffer's identity and its version: a buffer may be replaced, or written in place."""
     named = (entry for module in modules for entry in module.named_buffers())
     return {name: (id(buffer), buffer._version) for name, buffer in named}
 
 
 def _gradient_of(state: Tensor) -> Tensor:
-    # A micro-batch without targets has no gradient, and the stage before expects one.
+    # A micro-batch without targets has no gradient, but the stage before expects one.
     return torch.zeros_like(state) if state.grad is None else state.grad

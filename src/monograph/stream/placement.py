@@ -1,4 +1,4 @@
-"""Where the buffers of a streamed model live, and how memory is got there."""
+"""The places of a streamed model's buffers, and the allocation of memory in them."""
 
 from __future__ import annotations
 
@@ -26,31 +26,31 @@ BUFFERS = ("weights", "rest", "gradient", *_MOMENTS, *(f"{name}_scale" for name 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where buffers live, and where and when weights are updated.
+    """The places of buffers, and where and when weights are updated.
 
     Attributes:
-        device: that computes.
+        device: the device that computes.
         when: weights are updated. "sweep": after the backward pass, stage by stage. "next forward": before each stage's
             next forward pass, while the stage before computes; the numbers are the same. "backward": as soon as a
-            stage's gradient is complete, which nobody keeps then; without clipping only, and what is not finite is
-            refused stage by stage.
-        where: weights are updated. "device": all that an update reads is brought there, and home again. "host": a plane
-            whose buffers are all at home is updated there, as soon as its gradient and the decision on it have come,
-            while the device computes, until it wants the weights; a plane that keeps a buffer on the device is
-            updated on the device.
+            stage's gradient is complete, so that gradients are never stored; only without clipping, and gradients that
+            are not finite are refused stage by stage.
+        where: weights are updated. "device": all buffers that an update reads are copied there and back. "host": a
+            plane whose buffers all live on the host is updated there, as soon as its gradient and the decision on it
+            have arrived, while the device computes, until it needs the weights; a plane that keeps a buffer on the
+            device is updated on the device.
         blocks_per_stage: blocks that are fetched, run and updated at once.
-        offload: whether what goes from stage to stage is kept on the host, so that the device's memory does not grow
-            with the depth.
-        on_device: buffers that stay there, as (stage, name of the buffer); their bytes never cross the link.
+        offload: whether the activations between stages are kept on the host, so that the device's memory does not
+            grow with the depth.
+        on_device: buffers that stay on the device, as (stage, name of the buffer); their bytes never cross the link.
         on_disk: names of buffers that lie in files, mapped into memory, wherever they are not on the device.
-        folder: for these files, which vanish with the process.
+        folder: the folder of these files, which vanish with the process.
 
-    Buffers are called "weights", "rest" (what split weights lack), "gradient", and by their names in a checkpoint
-    "exp_avg", "exp_avg_sq", "momentum_buffer", "ema", with 8-bit moments also `<name>_scale`. Stages are numbered from
-    0, what comes before the blocks.
+    Buffers are called "weights", "rest" (the low halves of split weights), "gradient", and by their names in a
+    checkpoint "exp_avg", "exp_avg_sq", "momentum_buffer", "ema", with 8-bit moments also `<name>_scale`. Stage 0 is the
+    parts before the blocks.
 
     Raises:
-        UsageError: a value that means nothing.
+        UsageError: a value has no meaning.
     """
 
     device: torch.device = torch.device("cpu")
@@ -63,7 +63,7 @@ class Placement:
     folder: Path | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing."""
+        """Refuse values without a meaning."""
         buffers = ", ".join(BUFFERS)
         expected = {
             "device": (isinstance(self.device, torch.device), "a torch.device(...)"),
@@ -81,7 +81,7 @@ class Placement:
             raise UsageError(f"Placement: device = {self.device}: torch finds no GPU; use torch.device('cpu')")
 
     def home(self, stage: int, name: str) -> Home:
-        """Where that buffer of that stage lives."""
+        """Return the kind of memory of a stage's buffer."""
         # The device has precedence: a buffer that fits there would only be slower in a file.
         if (stage, name) in self.on_device:
             return Home.DEVICE
@@ -99,14 +99,14 @@ def _is_of_a_stage(given: object) -> bool:
 
 
 def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tensor:
-    """The same values where they belong, in memory of their own.
+    """Return a copy of a tensor in the given kind of memory.
 
     Raises:
         DiskFull: a file does not fit.
-        InputRefused: the host has not so much memory that a GPU can copy from, or the folder cannot hold a file.
+        InputRefused: the host lacks memory that a GPU can copy from, or the folder cannot hold a file.
     """
     if home == Home.DEVICE:
-        # A copy in any case: on a CPU the device's memory would be the host's own otherwise.
+        # A copy in any case: on a CPU the tensor would otherwise share its memory.
         return tensor.to(placement.device, copy=True)
     if home == Home.DISK:
         placed = _mapped(tensor, label, placement.folder)
@@ -116,17 +116,17 @@ def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tenso
 
 
 def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
-    """Memory in a file without a name, its blocks taken now: a full disk later would end the process."""
+    """Map a file without a name. Its blocks are allocated now, because a full disk later would end the process."""
     size = like.numel() * like.element_size()
     try:
         handle, path = tempfile.mkstemp(prefix="monograph-", suffix=".plane", dir=folder)
     except OSError as error:
         raise InputRefused(f"{folder or tempfile.gettempdir()}: cannot hold {label}: {error.strerror}") from None
-    Path(path).unlink()  # at once, so that a kill leaves nothing behind
+    Path(path).unlink()  # now, so that a killed process leaves no file
     try:
         os.posix_fallocate(handle, 0, max(size, 1))
         return torch.from_file(f"/proc/self/fd/{handle}", shared=True, size=like.numel(), dtype=like.dtype)
-    except (OSError, RuntimeError) as error:  # the latter where it cannot be mapped
+    except (OSError, RuntimeError) as error:  # a RuntimeError if it cannot be mapped
         where = os.fstatvfs(handle)
         free = where.f_bavail * where.f_frsize
         why = f"{free:,} are free" if free < size else str(getattr(error, "strerror", error))
@@ -144,20 +144,20 @@ def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
 
 
 class _Locked(mmap.mmap):
-    """Anonymous pages that are locked as long as anybody holds them."""
+    """Anonymous pages that are locked for as long as they are referenced."""
 
     address = 0
 
     def __del__(self) -> None:
-        if self.address:  # before they are unmapped, or the driver would take the next ones there for them
+        if self.address:  # before unmapping, or the driver would take the next pages at this address for locked
             _runtime().cudaHostUnregister(self.address)
 
 
 def on_host(like: Tensor, label: str, device: torch.device) -> Tensor:
-    """Memory of the host for a tensor's elements, from which a device copies without staging.
+    """Return host memory for a tensor's elements, from which a device copies without staging.
 
-    The arguments and errors are those of `pinned`; where `device` is no GPU it is ordinary memory, and of a device
-    without data it has none.
+    Arguments and errors are those of `pinned`. For a device that is no GPU it is ordinary memory, for the meta device
+    a meta tensor.
     """
     if device.type == "cuda":
         return pinned(like, label)
@@ -165,14 +165,14 @@ def on_host(like: Tensor, label: str, device: torch.device) -> Tensor:
 
 
 def pinned(like: Tensor, label: str) -> Tensor:
-    """Page-locked memory for a tensor's elements, rounded up to pages; zeros.
+    """Return page-locked memory for a tensor's elements, rounded up to whole pages and filled with zeros.
 
     Args:
-        like: its shape and dtype count.
-        label: what the memory is for.
+        like: gives shape and dtype.
+        label: the memory's purpose, for messages.
 
     Raises:
-        InputRefused: the system has no more memory, or does not let so much be locked.
+        InputRefused: the system has no more memory, or its limit on locked memory is too low.
     """
     size = like.numel() * like.element_size()
     length = max(1, math.ceil(size / mmap.PAGESIZE)) * mmap.PAGESIZE

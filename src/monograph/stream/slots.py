@@ -1,4 +1,4 @@
-"""Slots: memory on the device that one stage after another is brought to, and where the model's parameters then are."""
+"""Slots: device memory into which one stage after another is copied, and which the model's parameters then view."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.store import GRADIENT, WEIGHTS, Stage, Stored
 
 Key = Hashable
-BLOCK_SLOTS = 2  # that stages of blocks take turns in
+BLOCK_SLOTS = 2  # shared in turn by all stages of blocks
 
 
 class DeviceBuffer:
-    """Memory on the device for tensors by name, each in memory of its own: a graph would copy inputs that overlap.
+    """Device memory for tensors by name. Each has memory of its own, since a graph would copy inputs that overlap.
 
     Attributes:
-        space: all of it, as the lanes know it.
+        space: all of the memory, for the lanes.
     """
 
     def __init__(self, name: str, held_in_turn: Iterable[Mapping[Key, Tensor]], device: torch.device):
-        """Take enough memory for each of these sets of tensors, one set at a time."""
+        """Allocate enough memory for any one of these sets of tensors."""
         self.space = Space(name, Home.DEVICE)
         sizes: dict[tuple[Key, torch.dtype], int] = {}
         for tensors in held_in_turn:
@@ -37,34 +37,34 @@ class DeviceBuffer:
 
     @property
     def size_bytes(self) -> int:
-        """What it takes."""
+        """Return the bytes allocated."""
         return sum(memory.numel() * memory.element_size() for memory in self._memory.values())
 
     def take(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """Return memory for one set of tensors."""
+        """Return views of the memory for one set of tensors."""
         return {key: self._memory[key, tensor.dtype][: tensor.numel()] for key, tensor in tensors.items()}
 
 
 def traveling(stage: Stage, name: str) -> dict[Key, Tensor]:
-    """Return the stage's buffers of that name that do not live on the device, by the plane's number.
+    """Return the stage's buffers of a name that do not live on the device, by their plane's number.
 
-    So planes of one kind share memory, and an embedding's is the head's.
+    So planes of one kind share memory, as do an embedding's and the head's.
     """
     buffers = {stored.plane.number: stored.buffers[name] for stored in stage.stored}
     return {at: buffer.tensor for at, buffer in buffers.items() if buffer.space.home != Home.DEVICE}
 
 
 class Slot:
-    """Memory for the weights and gradients of one stage.
+    """Device memory for the weights and gradients of one stage at a time.
 
     Attributes:
-        weights: their memory.
-        gradients: theirs.
-        holds: the stage whose weights are there, and its version.
+        weights: the memory of the weights.
+        gradients: the memory of the gradients.
+        holds: the stage whose weights are in the slot, and their version.
     """
 
     def __init__(self, name: str, stages: list[Stage], device: torch.device):
-        """Take enough memory for the largest of the stages."""
+        """Allocate enough memory for the largest of the stages."""
         self.weights = DeviceBuffer(f"{name}, weights", [traveling(stage, WEIGHTS) for stage in stages], device)
         self.gradients = DeviceBuffer(f"{name}, gradients", [traveling(stage, GRADIENT) for stage in stages], device)
         self.holds: tuple[Stage, int] | None = None
@@ -74,13 +74,13 @@ class StageOnDevice:
     """A stage on the device.
 
     Attributes:
-        stage: which.
-        slot: where it is.
-        planes: its planes there: the parameters' weights and gradients.
+        stage: the stage.
+        slot: the slot that holds it.
+        planes: its planes in the slot: the parameters' weights and gradients.
     """
 
     def __init__(self, stage: Stage, slot: Slot):
-        """Nothing is copied."""
+        """Make views of the slot; nothing is copied."""
         self.stage, self.slot = stage, slot
         weights, gradients = (
             room.take(traveling(stage, name)) for room, name in ((slot.weights, WEIGHTS), (slot.gradients, GRADIENT))
@@ -96,12 +96,12 @@ class StageOnDevice:
 
     @property
     def reads(self) -> list[Space]:
-        """What its forward pass reads."""
+        """Return the spaces that its forward pass reads."""
         return self._spaces(WEIGHTS, self.slot.weights)
 
     @property
     def writes(self) -> list[Space]:
-        """What its backward pass adds to."""
+        """Return the spaces that its backward pass adds to."""
         return self._spaces(GRADIENT, self.slot.gradients)
 
     def _spaces(self, name: str, memory: DeviceBuffer) -> list[Space]:
@@ -109,7 +109,7 @@ class StageOnDevice:
         return list(dict.fromkeys(s if s.home == Home.DEVICE else memory.space for s in own))
 
     def fetch(self, lanes: Lanes, planes: Sequence[Stored]) -> None:
-        """Have these planes' weights copied to the slot."""
+        """Copy these planes' weights to the slot."""
         for stored, plane in zip(self.stage.stored, self.planes, strict=True):
             weights = stored.buffers[WEIGHTS]
             if stored in planes and weights.space.home != Home.DEVICE:
@@ -117,9 +117,8 @@ class StageOnDevice:
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
-        """In the block the model's parameters are what is on the device."""
-        # The model's parameters are at home for everybody else: they are pointed at the slot only while the stage
-        # runs.
+        """Let the model's parameters view the slot in the block."""
+        # Only while the stage runs: outside of the block they view the host's buffers, as all other code expects.
         before = [slot.parameter.data for plane in self.planes for slot in plane.slots]
         for plane in self.planes:
             plane.hold(plane.param)
@@ -131,7 +130,7 @@ class StageOnDevice:
                 parameter.data = data
 
     def link(self) -> None:
-        """Let gradients be added to the slot's."""
+        """Let backward passes add to the slot's gradients."""
         for plane in self.planes:
             plane.link()
 
@@ -141,17 +140,17 @@ class StageOnDevice:
 
 
 class Slots:
-    """The slots of a model, and which stage is in which.
+    """The slots of a model, and the stage in each.
 
-    Blocks take turns in two slots; what comes before and after the blocks takes turns in one of its own, unless the two
-    share weights: then each has its own, and the first stays where it is all the way.
+    Stages of blocks share two slots in turn. The parts before and those after the blocks share one, unless they share
+    weights: then each has a slot, and the first keeps its own during the whole walk.
     """
 
     def __init__(self, stages: list[Stage], tied: bool, lanes: Lanes, device: torch.device):
-        """Take the memory."""
+        """Allocate the slots."""
         self.lanes = lanes
         first, *middle, last = stages
-        # The last stage of a tied model reads weights of the first, so both are wanted at once.
+        # The last stage of a tied model reads weights of the first, so both are on the device at once.
         ends = [[first], [last]] if tied else [[first, last]]
         self.pools = [[Slot(f"slot of ends {n}", those, device)] for n, those in enumerate(ends)]
         self.pools.append([Slot(f"slot {number}", middle, device) for number in range(min(BLOCK_SLOTS, len(middle)))])
@@ -160,12 +159,12 @@ class Slots:
 
     @property
     def device_bytes(self) -> int:
-        """What all of them take."""
+        """Return the bytes of all slots."""
         every = [slot for pool in self.pools for slot in pool]
         return sum(slot.weights.size_bytes + slot.gradients.size_bytes for slot in every)
 
     def fetch(self, stage: Stage) -> StageOnDevice:
-        """Return the stage with its weights in a slot; they are copied only if they are in none."""
+        """Return the stage with its weights in a slot; they are copied only if no slot has them."""
         here = self.claim(stage)
         if here.slot.holds != (stage, stage.version):
             here.fetch(self.lanes, stage.stored)
@@ -173,10 +172,10 @@ class Slots:
         return here
 
     def claim(self, stage: Stage) -> StageOnDevice:
-        """Return the stage with a slot of its own, whatever is in it."""
-        # If the stage is in a slot already it keeps it, or what is there would be fetched a second time.
+        """Return the stage with a slot of its own, whatever the slot holds."""
+        # A stage that is in a slot keeps it, or its weights would be fetched a second time.
         pool = self._pool[stage]
         slot = next((slot for slot in pool if slot.holds and slot.holds[0] is stage), pool[0])
         pool.remove(slot)
-        pool.append(slot)  # the longest unused is first
+        pool.append(slot)  # so that the slot longest unused comes first
         return StageOnDevice(stage, slot)

@@ -1,8 +1,8 @@
-"""The store: a model in stages, each with its planes, and where every buffer of them lives.
+"""The store: a model cut into stages, each with its planes, and the place of every buffer.
 
-A stage is some blocks in a row, or what comes before or after the blocks. It is what is fetched, computed again, and
-updated at once. Weights of linear layers that are computed with in bf16 are kept as `split` gives them, 4 bytes of
-which 2 cross the link; the rest, gains, embedding and head, cross as they are.
+A stage is some consecutive blocks, or the parts before or after the blocks. It is the unit in which weights are
+fetched, forward passes recomputed, and updates made. Weights of linear layers that compute in bf16 are kept as `split`
+returns them: of their 4 bytes 2 cross the link. The others (gains, embedding, head) cross whole.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from monograph.stream.lanes import Home, Space
 from monograph.stream.placement import Placement, on_host, place
 
 WEIGHTS, REST, GRADIENT = "weights", "rest", "gradient"
-AT_ONCE = 2**22  # elements that are rounded or split at once, in some copies of them
-TURNS = 2  # that stages take with the host's memory for gradients, where they are updated while these are made
+AT_ONCE = 2**22  # elements that are rounded or split at a time, which takes several copies of them
+TURNS = 2  # memories for gradients on the host, shared in turn by stages that are updated there meanwhile
 
 
 class Staged(Protocol):
     """A module that can be trained stage by stage; `monograph.Llama` is one.
 
-    `forward(x)` equals `end` of the blocks, one after another, of `begin(x)`.
+    `forward(x)` equals `begin(x)`, all blocks one after another, then `end`.
     """
 
-    parts_before: Sequence[nn.Module]  # whose parameters `begin` reads
-    parts_after: Sequence[nn.Module]  # whose parameters `end` and the loss read
+    parts_before: Sequence[nn.Module]  # with the parameters that `begin` reads
+    parts_after: Sequence[nn.Module]  # with the parameters that `end` and the loss read
 
     def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, Sequence[tuple[object, ...]]]:
-        """The first block's input, and what each block takes in addition to the output of the one before."""
+        """Return the first block's input, and for each block its arguments after the hidden states."""
         ...
 
     def end(self, hidden: Tensor) -> Tensor:
-        """What the module returns, from the last block's output."""
+        """Return the module's output from the last block's."""
         ...
 
 
 class Buffer(NamedTuple):
-    """One buffer of a plane: its memory, and how the lanes know it."""
+    """One buffer of a plane: its memory, and its space for the lanes."""
 
     tensor: Tensor
     space: Space
@@ -55,11 +55,11 @@ class Stored:
     """A plane of one stage.
 
     Attributes:
-        plane: on the host; its tensors are those of `buffers`, which is how the model's own parameters see them.
-        start: of its first element in the model's plane of that number.
+        plane: the plane on the host; its tensors are those of `buffers`, and the model's parameters view them.
+        start: index of its first element in the model's plane of that number.
         buffers: by name: "weights", "rest" if they are split, "gradient", and the optimizer's.
-        splits: whether `weights` are bf16 and `rest` what is missing to fp32.
-        on_host: whether it is updated there.
+        splits: whether `weights` are bf16 and `rest` has the lower bits of fp32.
+        on_host: whether the plane is updated on the host.
     """
 
     plane: Plane
@@ -69,7 +69,7 @@ class Stored:
     on_host: bool
 
     def master(self) -> Tensor:
-        """Return the fp32 (or fp64) weights: the live ones, or where they are split a copy."""
+        """Return the fp32 (or fp64) weights: a copy if they are split, else the live ones."""
         weights = self.buffers[WEIGHTS].tensor
         return join(weights, self.buffers[REST].tensor) if self.splits else weights
 
@@ -84,20 +84,20 @@ class Stored:
 
     @property
     def moments(self) -> list[str]:
-        """The names of the optimizer's buffers."""
+        """Return the names of the optimizer's buffers."""
         return [name for name in self.buffers if name not in (WEIGHTS, REST, GRADIENT)]
 
 
 @dataclass(eq=False)
 class Stage:
-    """Some blocks in a row, or what comes before or after them.
+    """Some consecutive blocks, or the parts before or after all blocks.
 
     Attributes:
-        name: for people.
-        index: its place among the stages.
-        blocks: what runs, with their places among the model's blocks; empty at both ends.
+        name: its name in messages.
+        index: its index among the stages.
+        blocks: the blocks with their indices in the model; empty for the first and the last stage.
         stored: its planes.
-        version: how often its weights were changed.
+        version: number of changes of its weights.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Stage:
 
     @property
     def slots(self) -> Iterator[nn.Parameter]:
-        """Its parameters."""
+        """Yield its parameters."""
         return (slot.parameter for stored in self.stored for slot in stored.plane.slots)
 
 
@@ -117,7 +117,7 @@ class Store:
     """All stages of a model.
 
     Attributes:
-        stages: first what comes before the blocks, last what comes after.
+        stages: the parts before the blocks, the stages of blocks, the parts after the blocks.
         tied: whether the last stage reads weights of the first.
     """
 
@@ -126,11 +126,11 @@ class Store:
 
     @property
     def stored(self) -> Iterator[Stored]:
-        """The planes of all stages."""
+        """Yield the planes of all stages."""
         return (stored for stage in self.stages for stored in stage.stored)
 
     def bytes_at(self) -> dict[Home, int]:
-        """Return how many bytes lie where; memory that stages share counts once."""
+        """Return the bytes in each kind of memory; memory that stages share counts once."""
         sizes = dict.fromkeys(Home, 0)
         seen: dict[int, int] = {}
         for tensor, space in (buffer for stored in self.stored for buffer in stored.buffers.values()):
@@ -142,10 +142,10 @@ class Store:
 
 
 def staged(module: nn.Module) -> Staged:
-    """Return the module, as one with stages.
+    """Return the module, typed as one with stages.
 
     Raises:
-        UsageError: it has none.
+        UsageError: it has no stages.
     """
     if missing := [name for name in ("begin", "end", "parts_before", "parts_after") if not hasattr(module, name)]:
         raise UsageError(
@@ -160,27 +160,27 @@ def staged(module: nn.Module) -> Staged:
     return cast(Staged, module)
 
 
-def stored(  # noqa: PLR0913 - what a store is made of
+def stored(  # noqa: PLR0913 - the parts of a store
     module: nn.Module, kinds: Mapping[str, Kind], optim: Optimizer, *, rounds: bool, placement: Placement
 ) -> Store:
-    """Move a module's parameters into stages; afterwards they are views of what is stored.
+    """Move a module's parameters into stages; afterwards they are views of the stored buffers.
 
     Args:
-        module: with its weights, on the host.
-        kinds: how each of its parameters is updated, by name.
-        optim: the optimizer, whose buffers begin as they do on a device.
-        rounds: whether weights are computed with in bf16.
-        placement: where buffers live.
+        module: the module, on the host, with its weights.
+        kinds: each parameter's kind of update, by name.
+        optim: the optimizer; its buffers have the same initial values as on a device.
+        rounds: whether the arithmetic rounds weights to bf16.
+        placement: the places of buffers.
 
     Raises:
         UsageError: the module cannot be run in stages.
         InputRefused: memory or disk cannot hold it.
     """
     parts = staged(module)
-    # By identity: a tied parameter is one, in the first stage that has it.
+    # By identity: a tied parameter counts once, in the first stage that has it.
     names = {id(p): name for name, p in trainable(module).items()}
     linear = {id(m.weight) for block in blocks(module).values() for m in block.modules() if isinstance(m, nn.Linear)}
-    # Numbers and starts are those of the resident engine's planes, on which stochastic rounding depends.
+    # Planes have the numbers and starts of the resident engine's, on which stochastic rounding depends.
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds[name] for name in names.values()))}
     reached = dict.fromkeys(kinds.values(), 0)
     store, taken = Store(), set[int]()
@@ -196,12 +196,12 @@ def stored(  # noqa: PLR0913 - what a store is made of
             reached[plane.kind] += plane.param.numel()
             for part in plane.param.split(AT_ONCE) if rounds and not plane.param.is_meta else ():
                 part.copy_(splittable(part))
-            # Zeros that nobody can write to, and one in memory: what is kept of it is made in `_kept`.
+            # A read-only zero, expanded, which takes no memory; `_kept` allocates the gradients that are stored.
             plane.grad = plane.grad.new_zeros(()).expand_as(plane.grad)
             plane.hold(plane.param)
             initialise(plane, optim)
-            # Autocast rounds the weights of linear layers for its products. What is looked up, or computed with in
-            # fp32, needs all of its bits in each pass, so nothing would be saved.
+            # Autocast rounds the weights of linear layers for its products. Embeddings, which are looked up, and
+            # weights that compute in fp32 need all of their bits in each pass, so splitting them would save nothing.
             splits = rounds and all(id(slot.parameter) in linear for slot in plane.slots)
             stage.stored.append(_kept(stage, plane, start, splits, placement))
         store.stages.append(stage)
@@ -229,16 +229,16 @@ def _stages(
 
 
 def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Placement) -> Stored:
-    """Put a plane's buffers where they belong; the parameters are views of the new ones.
+    """Move a plane's buffers to their places; the parameters become views of the new buffers.
 
-    Each leaves the host when it is there, before the next one goes: a stage is all that is there twice.
+    Each old buffer is freed before the next one is moved, so at most a stage is in memory twice.
     """
     homes: dict[str, Home] = {}
     buffers: dict[str, Buffer] = {}
 
     def put(name: str, tensor: Tensor) -> Tensor:
         home = placement.home(stage.index, name)
-        if name == GRADIENT and placement.when == "backward":  # nowhere but in a slot: but see `_take_turns`
+        if name == GRADIENT and placement.when == "backward":  # in a slot only, or shared: see `_take_turns`
             home, tensor = Home.HOST, tensor.to("meta")
         label = f"{stage.name}, plane {plane.number}, {name}"
         here = tensor if tensor.is_meta else place(tensor, home, label, placement)
@@ -254,13 +254,13 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
     plane.param = put(WEIGHTS, hi if splits else plane.param)
     buffers = {name: buffers[name] for name in (WEIGHTS, GRADIENT, *plane.state, REST) if name in buffers}
     plane.hold(plane.param)
-    # One buffer on the device is reason enough to update there: it would have to come home and go back.
+    # With one buffer on the device the update is made there: else it would cross the link twice for each update.
     stays = placement.where == "host" and Home.DEVICE not in homes.values()
     return Stored(plane, buffers, start, splits, stays)
 
 
 def _halves(param: Tensor) -> tuple[Tensor, Tensor]:
-    """Split in stretches, as a split of the whole plane at once would need several copies of it."""
+    """Split a parameter in stretches, as a split of the whole plane at once would need several copies of it."""
     if param.is_meta:
         return torch.empty_like(param, dtype=torch.bfloat16), torch.empty_like(param, dtype=torch.int16)
     hi, lo = zip(*map(split, param.split(AT_ONCE)), strict=True)
@@ -268,9 +268,9 @@ def _halves(param: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _take_turns(stages: Sequence[Stage], placement: Placement) -> None:
-    """Give planes that are updated on the host, while gradients are made, memory for theirs: every TURNS-th the same.
+    """Let stages that are updated on the host in the backward pass share TURNS memories for gradients, in turn.
 
-    So while a stage is updated the next one's gradient comes, and no more than these are ever kept.
+    So the next stage's gradient can arrive while one stage is updated, and no more are ever stored.
     """
     for turn in range(TURNS):
         those = [stored for stage in stages[turn::TURNS] for stored in stage.stored if stored.on_host]
