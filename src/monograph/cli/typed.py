@@ -1,4 +1,4 @@
-"""What may be typed: each command, its arguments, options and help; a command is imported when it is called."""
+"""The commands with their arguments, options and help; a command is imported when it is called."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def _monograph(
 
 
 def launched() -> int:
-    """How many processes a launcher such as torchrun has started of this command."""
+    """Return the number of processes of this command that a launcher such as torchrun has started."""
     size = os.environ.get("WORLD_SIZE", "")
     return int(size) if size.isdecimal() and "MASTER_ADDR" in os.environ else 1
 
@@ -319,7 +319,7 @@ def _trust(said: bool) -> None:
 
 
 def _settings(arguments: list[str] | None, flags: dict[str, float] | None = None, runs_code: bool = False) -> Settings:
-    """What the arguments say; `runs_code`: to a command that may run the Python file that they name."""
+    """Return the settings that the arguments give; `runs_code`: the command may run the Python file that they name."""
     from monograph.config import classify, load
 
     toml, overrides = classify(arguments or [])

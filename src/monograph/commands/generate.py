@@ -173,7 +173,7 @@ def _at_most(file: BinaryIO, most_bytes: int) -> bytes:
 
 
 class Asked(NamedTuple):
-    """What the command line gives in addition to the model and the prompts.
+    """The command line's choices in addition to the model and the prompts.
 
     Attributes:
         numbers: options of `Sampling`.

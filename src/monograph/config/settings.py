@@ -31,7 +31,7 @@ EXCLUSIVE = (("train.updates", "train.tokens", "train.epochs", "train.minutes"),
 
 
 class Settings(BaseModel):
-    """Everything a run was told, checked.
+    """The checked settings of a run.
 
     `settings.optim.lr` reads a value; None stands for "not given" and "auto" for "the planner's choice".
     """

@@ -35,7 +35,7 @@ Group = TypeVar("Group", bound=Hashable)
 
 @dataclass(frozen=True)
 class Split:
-    """Which documents are held out, with notes for the person if the split could not be made as asked.
+    """The documents that are held out, with notes for the person if the split could not be made as asked.
 
     Attributes:
         cuts: for each text file, by index, the byte from which on it is held out: 0 for all, its size for none of it.

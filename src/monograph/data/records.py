@@ -15,7 +15,7 @@ LONGEST_BYTES = 1 << 25
 
 
 class Fault(NamedTuple):
-    """What is wrong with a record: `reason` is for counting, `detail` completes "FILE:LINE: "."""
+    """The fault of a record: `reason` is for counting, `detail` completes "FILE:LINE: "."""
 
     reason: str
     detail: str

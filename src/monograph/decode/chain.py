@@ -88,6 +88,7 @@ def sample(
         Tokens and statuses.
     """
     raw_BV = logits_BV.float()
+    # argmax ignores scores of -inf, so an edit that forbids a token needs no further mask.
     edited_BV = edited(raw_BV, rows, allowed_BV, chain)
     greatest_B1 = edited_BV.amax(-1, keepdim=True)
     held_B = torch.ones_like(rows.position_B, dtype=torch.bool)
@@ -101,6 +102,7 @@ def sample(
         held_B = candidates.held_B1[:, 0] | greedy_B
         if logprobs is not None:
             drawn = _processed(candidates, token_B, chain.logprobs or 0)
+            # Both are computed and `where` picks, since the host may not decide by a tensor.
             pairs = zip(logprobs, drawn, strict=True)
             logprobs = LogProbabilities(
                 *(torch.where(greedy_B if a.ndim == 1 else greedy_B[:, None], a, b) for a, b in pairs)
@@ -128,6 +130,7 @@ def _drawn_from(candidates: Candidates, rows: Rows) -> Tensor:
 
 def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation) -> Candidates:
     """Return what the chain's temperature and truncations, in its order, leave of edited logits."""
+    # A list of ids has its own length for each graph; filters read only the numbers, one for each row.
     knobs = {name: value[:, None] for name, value in rows.knobs.items() if value.ndim == 1}
     if "xtc" in chain.stages:
         # Not one of the noise's words, so that it is independent of the token that is drawn.
@@ -162,6 +165,7 @@ def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chai
     knobs = rows.knobs
     if "bias" in chain.stages:
         logits_BV = penalties.add_at(logits_BV, knobs["bias_ids"], knobs["bias_values"])
+    # After bias, so that a bias cannot bring back a stop token.
     if "min_tokens" in chain.stages:
         logits_BV = penalties.forbid_until(
             logits_BV, knobs["stop_ids"], rows.generated_B[:, None], knobs["min_tokens"][:, None]
@@ -202,6 +206,7 @@ def _processed(candidates: Candidates, token_B: Tensor, n: int) -> LogProbabilit
     few = min(n, values_BN.shape[-1])
     likeliest = values_BN.topk(few, dim=-1)
     places_BN = likeliest.indices if ids_BN is None else ids_BN.gather(-1, likeliest.indices)
+    # Padding has the probability 0, like a token that was dropped.
     ids_BN = torch.nn.functional.pad(places_BN, (0, n - few))
     return LogProbabilities(chosen_B, ids_BN, torch.nn.functional.pad(likeliest.values, (0, n - few), value=-torch.inf))
 

@@ -62,6 +62,7 @@ class Transcript:
 
     def _begun(self) -> int:
         """Return how many bytes at the end may begin a stop string, or come from a whole one on."""
+        # A stop string may have begun in the last bytes: they are shown once it is clear that it did not.
         held = self._held
         for at in range(len(held) if self._stop else 0):
             if any(stop.startswith(held[at:]) or held.startswith(stop, at) for stop in self._stop):
@@ -244,6 +245,7 @@ def generate(
         raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:
         raise UsageError("stop: an empty string would stop every text at once; give the text to stop at")
+    # An id beyond the vocabulary would be an index error on the device, far from its cause.
     require_ids("stop", [item for item in stop if not isinstance(item, str)], tokenizer)
     samplings = Sampling.of_each(sampling, len(prompts), tokenizer.vocab_size)
     strings = [item for item in stop if isinstance(item, str)]
@@ -288,6 +290,7 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
     device, count = weight.device.type, n * len(requests)
     longest = max(requests, key=lambda request: len(request.prompt_ids))
     slots = min(len(longest.prompt_ids) + longest.max_tokens, config.max_position_embeddings)
+    # Half, because logits, the sampler and the caller need memory, too.
     row_bytes, half_bytes = KVCache.bytes_per_row(config, slots, weight.dtype), describe().free_memory_bytes // 2
     if row_bytes > half_bytes:
         raise OutOfDeviceMemory(

@@ -221,10 +221,12 @@ class Generator:
 
     def _place(self, row: int, number: int, request: Request) -> None:
         began, prompt = clock(), request.prompt_ids
+        # The last token of a prompt is read by the first step, which draws the token after it.
         if len(prompt) > 1:
             self.cache.copy_row(row, self.reader.read(prompt), len(prompt) - 1)
         self.prefill_s += clock() - began
         state, limit = self.state, min(request.max_tokens, self.slots - len(prompt))
+        # -1 is no token's id, so unused places match nothing.
         state.stop_ids_BM[row] = -1
         for index, token in enumerate(request.stop_ids):
             state.stop_ids_BM[row, index] = token
@@ -258,6 +260,7 @@ class Generator:
         # A row at rest still reads and writes at its position: at 0 it does not keep the others from a short look.
         self.state.position_B[row] = 0
         if finish == "not_finite":
+            # NaN in the cache would reach later requests of this row: 0 * NaN is NaN under any mask.
             self.cache.clear(row)
             self.reader.forget()  # the numbers that are not finite may be the prompt's
 

@@ -103,8 +103,10 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
         knobs: "dry_multiplier" m, "dry_base" b, "dry_allowed_length" a, "dry_penalty_last_n", [B, 1] each.
     """
     allowed_B1, last_n_B1 = knobs["dry_allowed_length"], knobs["dry_penalty_last_n"]
+    # The last position has no token after it, so it begins no repetition.
     places_T = torch.arange(past.history_BT.shape[1] - 1, device=logits_BV.device)
     start_B1 = torch.where(last_n_B1 < 0, 0, (position_B1 - last_n_B1).clamp(min=0))
+    # A repetition may not reach back beyond the window.
     length_BT = past.repeats_BT[:, :-1].long().minimum(places_T - start_B1 + 1)
     counted_BT = (length_BT >= allowed_B1) & (places_T >= start_B1) & (places_T < position_B1 - 1)
     counted_BT &= knobs["dry_multiplier"] > 0
@@ -123,6 +125,7 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
 
 def _repeats(ids: Sequence[int]) -> list[int]:
     """Return how many tokens that end at each position also end the whole (Z-algorithm, backwards); 0 at the last."""
+    # Linear in the prompt's length, where comparing all pairs of positions would be quadratic.
     turned, repeats = ids[::-1], [0] * len(ids)
     left = right = 0
     for place in range(1, len(ids)):

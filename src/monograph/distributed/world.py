@@ -148,7 +148,7 @@ class World:
 
     @property
     def leads(self) -> bool:
-        """Whether this is rank 0, which alone prints, logs and decides."""
+        """Return whether this is rank 0, which alone prints, logs and decides."""
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:

@@ -275,7 +275,7 @@ class Accuracy(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """Whether the choice that a model finds likeliest is the right one; the attributes are those of `Accuracy`."""
+    """Marks of whether the choice that a model finds likeliest is right; the attributes are those of `Accuracy`."""
 
     acc: bool
     acc_norm: bool

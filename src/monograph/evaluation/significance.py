@@ -31,7 +31,7 @@ class Mean(NamedTuple):
 
     @property
     def is_noise(self) -> bool | None:
-        """Whether zero is inside the interval value ± t · standard_error at 95 %; None where that is unknown."""
+        """Return whether zero is inside the interval value ± t · standard_error at 95 %; None if that is unknown."""
         if self.standard_error is None:
             return None
         return abs(self.value) <= t_quantile(self.n - 1) * self.standard_error

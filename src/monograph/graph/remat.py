@@ -1,4 +1,4 @@
-"""Which activations a module's blocks keep for the backward pass, and which they compute a second time.
+"""Policies of recomputation: the activations that a module's blocks keep, and those that the backward pass recomputes.
 
 Under a budget the choice is a 0-1 knapsack: to keep a result costs bytes, to compute it again costs FLOPs.
 """

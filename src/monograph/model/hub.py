@@ -46,7 +46,7 @@ class Tokenizer(Protocol):
 
     @property
     def space_first(self) -> bool:
-        """Whether a space is put before a text that does not begin with one."""
+        """Return whether a space is put before a text that does not begin with one."""
         ...
 
     @property

@@ -22,7 +22,7 @@ Ways = tuple[str, Compile, str | float]  # precision, compile scope, recomputati
 
 @dataclass(frozen=True)
 class Asked:
-    """What is to be trained, and what is given about the way.
+    """The model to train, and the settings that a person fixed.
 
     Attributes:
         config: the model's shape.

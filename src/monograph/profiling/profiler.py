@@ -38,7 +38,7 @@ _ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 
 @dataclass(frozen=True)
 class Profile:
-    """Where an update's time went.
+    """The breakdown of an update's time.
 
     Attributes:
         update_s: seconds of an unprofiled update, the lower quartile of a few.

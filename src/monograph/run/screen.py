@@ -107,7 +107,7 @@ class Screen:
 
     @contextmanager
     def live(self, region: Callable[[], list[Text]], status: Callable[[], Text]) -> Iterator[None]:
-        """For the `with` block, keep `region()` on the terminal, or print `status()` after SPEAK_S of silence.
+        """Keep `region()` on the terminal during the `with` block, or print `status()` after SPEAK_S of silence.
 
         Both are called from a separate thread, so progress shows while the main one is busy; the region vanishes at the
         end. Other text sent to standard error appears above it.

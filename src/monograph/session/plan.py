@@ -21,7 +21,7 @@ from monograph.transfer import WidthTransfer
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run does. `monograph.session.resolve.resolve` decides every value; trainers read it here.
+    """The decided values of a run. `monograph.session.resolve.resolve` decides them; trainers read them here.
 
     Attributes:
         settings: the settings that config.toml records; an "auto" is recorded once nothing can change it any more.

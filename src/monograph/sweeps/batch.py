@@ -104,7 +104,7 @@ class Windows:
 
     @property
     def each(self) -> bool:
-        """Whether windows have a member axis."""
+        """Return whether windows have a member axis."""
         return len(self._sources) > 1
 
     def __iter__(self) -> Iterator[Batch]:

@@ -41,7 +41,7 @@ class _Group(BaseModel):
 
 
 class _Record(BaseModel):
-    """What sweep.json may hold where a command relies on it."""
+    """The keys of sweep.json that commands rely on, with their types."""
 
     model_config = ConfigDict(strict=True)
     asked: str

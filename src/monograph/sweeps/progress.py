@@ -61,7 +61,7 @@ class SweepProgress:
 
     @property
     def over(self) -> bool:
-        """Whether nothing is left to train."""
+        """Return whether nothing is left to train."""
         return all(outcome.over for outcome in self.outcomes)
 
     @property

@@ -54,7 +54,7 @@ class Outcome:
 
     @property
     def over(self) -> bool:
-        """Whether it needs no more training."""
+        """Return whether it needs no more training."""
         return self.summary is not None or self.diverged is not None
 
     def score(self, key: str) -> float | None:

@@ -20,7 +20,7 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Marks(NamedTuple):
-    """How a tokenizer of this kind treats spaces and bytes.
+    """A tokenizer's treatment of spaces and bytes.
 
     Attributes:
         scheme: where a ▁ is put. "prepend": before each text, and each stretch after a token matched in text as

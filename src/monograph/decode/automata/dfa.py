@@ -128,6 +128,7 @@ class Positions:
     def _repeated(self, expression: Repetition, then: Next) -> Next:
         first = then
         if expression.most is None:
+            # A loop is a position of its own, since its successors contain itself: they are known once it is made.
             loop = self._add(0, NOWHERE)
             self._loops.add(loop)
             first = frozenset((loop,))
@@ -209,8 +210,10 @@ def _compiled(expression: Expression, budget: Budget) -> ByteAutomaton | None:
     start = positions.closed(positions.before(expression, frozenset((END,))))
     if not start:
         return None
+    # Bytes that no set tells apart share a class, so a row has a few entries instead of 256.
     class_256, classes_of = _byte_classes(set(positions.takes))
     numbers, rows = {start: 0}, []
+    # The subset construction: a state is the set of positions that may take the next byte.
     for state in (queue := [start]):
         into: dict[int, list[Next]] = defaultdict(list)
         for position in state:
@@ -263,6 +266,7 @@ def _minimal(rows: Rows, accepting: Sequence[bool], class_256: NDArray[np.uint8]
     for number, state in enumerate(representatives):
         for byte_class, target in rows[state].items():
             next_SK[number, byte_class] = order[block_of[target]]
+    # Merging states may have made classes equal that were different before.
     next_SK, merged = np.unique(next_SK, axis=1, return_inverse=True)
     accepting_S = np.array([accepting[state] for state in representatives])
     return ByteAutomaton(next_SK, merged.reshape(-1).astype(np.uint8)[class_256], accepting_S)

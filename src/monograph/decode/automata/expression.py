@@ -114,6 +114,7 @@ def utf8(points: CodePoints) -> Expression:
     """Return an expression for the UTF-8 bytes of one character of the set (RFC 3629)."""
     characters = intersection(points, complement((_SURROGATES,)))
     sequences: list[Expression] = []
+    # UTF-8 sequences of one length order as their characters do, so a range of characters is a few boxes of bytes.
     for lengths in ((0, 0x7F), (0x80, 0x7FF), (0x800, 0xFFFF), (0x10000, _LAST)):
         for first, last in intersection(characters, (lengths,)):
             for box in boxes(chr(first).encode(), chr(last).encode(), 0x80, 0xBF):
@@ -137,6 +138,7 @@ def in_json(points: CodePoints) -> Expression:
     for first, last in intersection(escaped, ((0, 0xFFFF),)):
         hexadecimal.append(_unit(first, last))
     for first, last in intersection(escaped, ((0x10000, _LAST),)):
+        # Beyond U+FFFF JSON writes a pair of UTF-16 units, each of ten bits.
         for high, low in boxes(divmod(first - 0x10000, 1024), divmod(last - 0x10000, 1024), 0, 1023):
             pair = _unit(0xD800 + high[0], 0xD800 + high[1]), _unit(0xDC00 + low[0], 0xDC00 + low[1])
             hexadecimal.append(joined(*pair))
@@ -170,6 +172,7 @@ def boxes(
         yield ()
         return
     (low, *low_rest), (high, *high_rest) = first, last
+    # The first digit's ends may limit the digits after it; between the ends every digit may follow.
     bottom, top = [lowest] * len(low_rest), [highest] * len(low_rest)
     if low == high:
         yield from (((low, low), *rest) for rest in boxes(low_rest, high_rest, lowest, highest))

@@ -42,6 +42,7 @@ def searching(strings: Sequence[bytes]) -> ByteAutomaton:
         raise InputRefused(
             f"the stop strings have {sum(map(len, strings)):,} bytes; at most {MAX_BYTES:,} are searched"
         )
+    # First a tree of all strings, then links to shorter prefixes, breadth first: a link leads to a finished state.
     children: list[dict[int, int]] = [{}]
     ends: set[int] = set()
     for string in strings:
@@ -55,6 +56,7 @@ def searching(strings: Sequence[bytes]) -> ByteAutomaton:
     next_SK = np.zeros((len(children), 256), dtype=np.int16)
     shorter = [0] * len(children)  # for each state the next shorter prefix that ends its text
     for node in (queue := [0]):
+        # A shorter stop string may end inside of a longer one that has only begun.
         if node in ends or shorter[node] in ends:
             ends.add(node)
             next_SK[node] = node  # a string has occurred, whatever follows
@@ -120,20 +122,24 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
     states = len(automaton.accepting_S)
     # Add two columns, which lead nowhere yet: one of tokens that are never allowed, and last that of end tokens.
     columns_CS = np.concatenate([columns_CS, np.full((2, states + 1), states, dtype=np.int16)])
+    # An end token is one whatever its bytes are, and a token without bytes would never move the text on.
     class_V[[not piece for piece in pieces]] = len(columns_CS) - 2
     class_V[ends] = len(columns_CS) - 1
     # Columns that only tokens without bytes used are dropped now.
     used, number_V = np.unique(class_V, return_inverse=True)
     columns_CS, class_V = columns_CS[used], number_V.astype(np.int16)
     next_SC = np.ascontiguousarray(columns_CS.T)  # row `states` is the dead state
+    # Both directions: a state that no token reaches, or that cannot end, would only widen the tables.
     live_S = _reaches(next_SC, automaton.accepting_S)
     live_S &= _reached(next_SC)
     if not live_S[0]:
         raise InputRefused(f"{where}: no sequence of the tokenizer's tokens makes such a text")
     # Renumber without dead states, and add one more state, after the end token.
+    # int16 is enough for all states, and halves what every lookup reads.
     numbers = np.full(states + 1, -1, dtype=np.int16)
     numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
     next_SC = np.concatenate([numbers[next_SC[:states][live_S]], np.full((1, next_SC.shape[1]), -1, dtype=np.int16)])
+    # The class of the end token is last, so the state after it is written in one column.
     last = len(next_SC) - 1
     next_SC[np.append(automaton.accepting_S[live_S], True), -1] = last
     stops_S = np.asarray((next_SC[:, :-1] < 0).all(axis=1))
@@ -159,12 +165,14 @@ def _columns(
     index_of = {columns[0].tobytes(): 0}
     known = np.full((1, byte_classes), -1, dtype=np.int64)  # the column after a column and a class of bytes
     column_V = np.zeros(len(pieces), dtype=np.int64)
+    # One lookup for all tokens of a depth: a loop in Python over a vocabulary would take seconds.
     active, depth = np.flatnonzero(lengths_V), 0
     while len(active):
         now, by = column_V[active], text[starts_V[active] + depth]
         wanted = np.zeros(known.shape, dtype=bool)
         wanted[now, by] = True
         parents, kinds = np.nonzero(wanted & (known < 0))
+        # In parts, as the columns of a large vocabulary would fill the memory all at once.
         part = max(1, _PART // (states + 1))
         for first in range(0, len(parents), part):
             chosen = slice(first, first + part)
@@ -260,7 +268,9 @@ class Tables:
                     f"{automaton.where} was made for {len(automaton.class_V):,} tokens, not {vocabulary:,}"
                 )
             table_SC = automaton.next_SC.astype(np.int32)
+            # By identity: to compare tables would cost more than to keep two equal ones.
             self._starts[id(automaton)] = states
+            # A forbidden token's -1 becomes the dead state here, so that the device needs no case for it.
             following.append(np.where(table_SC < 0, DEAD, table_SC + states).reshape(-1))
             rows.append(np.arange(len(table_SC)) * table_SC.shape[1] + cells)
             slots.append(np.full(len(table_SC), slot))

@@ -23,8 +23,10 @@ from monograph.decode.automata.expression import (
 )
 from monograph.errors import InputRefused
 
+# Parsing recurses for each group; this depth is far below Python's own limit.
 MAX_LENGTH, MAX_DEPTH = 20_000, 30
 
+# ASCII only: a pattern that asks for digits means 0 to 9, not the digits of every script.
 _DIGITS: CodePoints = ((0x30, 0x39),)
 _WORD = union((ord(first), ord(last)) for first, last in ("09", "AZ", "az", "__"))
 _SPACE: CodePoints = ((0x09, 0x0D), (0x20, 0x20))
@@ -32,6 +34,7 @@ _SETS = {"d": _DIGITS, "w": _WORD, "s": _SPACE}
 _SETS |= {name.upper(): complement(points) for name, points in _SETS.items()}
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0}
 _HEXADECIMAL = {"x": 2, "u": 4, "U": 8}
+# Named, so that a refusal says what the construct is, not only where it stands.
 _GROUPS = {
     "=": "lookahead",
     "!": "lookahead",
@@ -80,6 +83,7 @@ def whole(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
 
 def found_in(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
     """Return an expression for the texts in which the pattern matches somewhere, as `re.search` does; see `whole`."""
+    # As with `re.search`: only an anchor keeps other text from standing before or after the match.
     anything = Repetition(encoding(ANY), 0, None)
     return Alternation(
         tuple(
@@ -122,6 +126,7 @@ class _Reader:
         return taken
 
     def branch(self) -> Branch:
+        # Only at the ends of a whole alternative: `found_in` has to know which alternatives are anchored.
         begins = self.take("^")
         body = self.concatenation()
         ends = self.take("$")
@@ -137,6 +142,7 @@ class _Reader:
 
     def concatenation(self) -> Expression:
         parts: list[Expression] = []
+        # A `$` in a group falls through to `atom`, which refuses it by name.
         while self.peek() not in ("", "|", ")") and not (self.peek() == "$" and self.depth == 0):
             parts.append(self.repetition())
         return parts[0] if len(parts) == 1 else Concatenation(tuple(parts))
@@ -146,6 +152,7 @@ class _Reader:
         counts = self.counts()
         if counts is None:
             return part
+        # Refused although a lazy quantifier matches the same whole texts: its author expects it to change something.
         if self.peek() in ("?", "+") and self.peek():
             kind = "a lazy quantifier" if self.peek() == "?" else "a possessive quantifier"
             self.refuse(kind, "the whole text is matched, so write the quantifier alone")
@@ -161,6 +168,7 @@ class _Reader:
         if not self.take("{"):
             return None
         least, comma, most = self.digits(), self.take(","), self.digits()
+        # `re` reads a brace that begins no count as a character; a typo in a count would then pass unseen.
         if not self.take("}") or not (least or most) or (most and not comma):
             self.refuse("a '{' that begins no count", r"write {m}, {m,}, {,n} or {m,n}, or \{ for the character", start)
         if not comma:
@@ -173,6 +181,7 @@ class _Reader:
         start = self.at
         while self.peek() and self.peek() in string.digits:
             self.at += 1
+        # int() refuses thousands of digits with an error of its own.
         if self.at - start > 9:
             self.refuse("a count of more than nine digits", "no automaton has that many states", start)
         return self.pattern[start : self.at]
@@ -218,6 +227,7 @@ class _Reader:
         if letter in _HEXADECIMAL:
             number = self.pattern[self.at : self.at + _HEXADECIMAL[letter]]
             self.at += len(number)
+            # Compared as a set of letters, because int() also takes signs, spaces and underscores.
             if len(number) < _HEXADECIMAL[letter] or not set(number) <= set(string.hexdigits):
                 self.refuse(f"\\{letter}", f"{_HEXADECIMAL[letter]} hexadecimal digits must follow", start)
             if int(number, 16) > ANY[0][1]:
@@ -225,6 +235,7 @@ class _Reader:
             return ((int(number, 16),) * 2,)
         if letter in _CONTROLS:
             return ((_CONTROLS[letter],) * 2,)
+        # Letters are reserved for escapes that `re` may have or get; any other character stands for itself.
         if not letter or letter.isalnum():
             self.refuse(f"the escape \\{letter}", "it is not part of the subset", start)
         return ((ord(letter), ord(letter)),)
@@ -233,11 +244,13 @@ class _Reader:
         """Read a set of characters; its `[` at `start` has been read."""
         negated = self.take("^")
         ranges: list[tuple[int, int]] = []
+        # A bracket after the opening one is the character in Python and the end of an empty set in JavaScript.
         if self.peek() == "]":
             self.refuse("a set that begins with ']'", r"write \] for the character", start)
         while not self.take("]"):
             if not self.peek():
                 self.refuse("a '[' that is not closed", r"write \[ for the character", start)
+            # POSIX names such as [:alpha:] would be read as a set of their letters.
             if self.pattern.startswith("[:", self.at):
                 self.refuse("a named set", r"use \d, \w, \s or ranges")
             ranges.extend(self.character_range())
@@ -247,6 +260,7 @@ class _Reader:
     def character_range(self) -> CodePoints:
         r"""Read one member of a set: a character, a range of characters, or a class such as \d."""
         start, first = self.at, self.member()
+        # A hyphen before the closing bracket is the character.
         if self.peek() != "-" or self.pattern.startswith("-]", self.at):
             return first
         self.at += 1

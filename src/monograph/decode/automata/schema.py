@@ -27,6 +27,7 @@ from monograph.decode.automata.values import overlap
 from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 
+# Reading recurses, and options are compared in pairs: limits keep a stranger's schema from taking long.
 MAX_DEPTH, MAX_OPTIONS = 32, 64
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
 # These keywords say nothing about a value.
@@ -93,6 +94,7 @@ class _Schemas:
             self.refuse(path, "any value is valid here, so it is not bounded: give a type")
         if not isinstance(schema, dict):
             self.refuse(path, f"{str(schema)[:40]!r} is no schema that any value could follow: give an object")
+        # A key that is not known might narrow the values, and the text would then not be valid.
         for key in schema:
             if key not in _ANNOTATIONS | _ASSERTIONS | {"$ref", "anyOf", "oneOf"}:
                 self.refuse(path, f"{key!r} is not supported: leave it out or say the same with other keys")
@@ -131,8 +133,10 @@ class _Schemas:
     def _reference(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
         name = schema["$ref"]
         target = self.target(name, path)
+        # A reference that is open leads back to itself: its texts have no bound on their depth.
         if name in self.open:
             self.refuse(path, f"'$ref' to {name!r} is recursive, so it is not bounded: write its levels out")
+        # Read once: schemas may refer to one part many times, and the automaton shares its states, too.
         if name not in self.known:
             self.open.append(name)
             self.known[name] = self.read(target, (*path, "$ref"))
@@ -145,6 +149,7 @@ class _Schemas:
             self.refuse(path, f"'$ref' to {str(name)[:60]!r} is not supported: refer to '#/$defs/NAME'")
         target = self.root
         for step in name.split("/")[1:]:
+            # RFC 6901 escapes; ~1 first, or ~01 would become a slash.
             step = step.replace("~1", "/").replace("~0", "~")
             if not isinstance(target, dict) or step not in target:
                 self.refuse(path, f"'$ref' to {name[:60]!r} leads nowhere")
@@ -156,6 +161,7 @@ class _Schemas:
         if not isinstance(options, list) or not 0 < len(options) <= MAX_OPTIONS:
             self.refuse(path, f"{key!r} is not a list of 1 to {MAX_OPTIONS} schemas")
         texts = [self.read(option, (*path, f"{key}[{index}]")) for index, option in enumerate(options)]
+        # An automaton accepts a text by any option; that exactly one fits has to be known beforehand.
         if key == "oneOf":
             shared = overlap(options, lambda name: self.target(name, path), self.budget.spend)
             if shared:
@@ -197,6 +203,7 @@ class _Schemas:
             if not isinstance(schema["pattern"], str):
                 self.refuse(path, "'pattern' is not a string")
             where = f"the JSON schema at {'.'.join(path)[:200]}: the pattern"
+            # Intersected, because a pattern limits no length, and a string must have one.
             inside = Intersection(found_in(schema["pattern"], where, in_json), inside)
         return values.quoted(inside)
 
@@ -207,6 +214,7 @@ class _Schemas:
             if not _is_number(bound) or abs(bound) > _LARGEST:
                 self.refuse(path, f"{key} = {str(bound)[:40]}: expected a number of at most 18 digits")
         largest = 10**values.DIGITS - 1
+        # An open bound of whole numbers is the next whole number; one of decimals has no next number.
         if name == "integer":
             lower = [math.ceil(bounds.get("minimum", -largest))]
             lower += [math.floor(bounds[key]) + 1 for key in bounds if key == "exclusiveMinimum"]
@@ -243,6 +251,7 @@ class _Schemas:
             rest = self.read(items, (*path, "items"))
             texts = texts or [rest]
             more = Repetition(joined(literal(b","), rest), max(least - len(texts), 0), most - len(texts))
+        # From the last item to the first, so that each item is followed by everything that may come after it.
         for index in reversed(range(len(texts))):
             more = joined(literal(b",") if index else joined(), texts[index], more)
             if index >= least:

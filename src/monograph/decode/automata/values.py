@@ -33,6 +33,7 @@ _QUOTE = literal(b'"')
 
 def constant(value: Any) -> Expression:
     """Return an expression for a JSON value in compact form; `in_json` writes the characters of its strings."""
+    # As in other strings, each character may be written plainly or escaped.
     if isinstance(value, str):
         return joined(_QUOTE, *(in_json(((ord(character),) * 2,)) for character in value), _QUOTE)
     if isinstance(value, list):
@@ -59,12 +60,14 @@ def quoted(inside: Expression) -> Expression:
 
 def integer(least: int, most: int) -> Expression:
     """Return an expression for the whole numbers from `least` to `most`, without superfluous zeros."""
+    # A zero gets no minus sign, so each number has one spelling.
     return Alternation((_natural(max(least, 0), most), joined(literal(b"-"), _natural(max(-most, 1), -least))))
 
 
 def _natural(least: int, most: int) -> Expression:
     """Return an expression for the whole numbers from `least` >= 0 to `most`; nothing matches if there are none."""
     options: list[Expression] = []
+    # One alternative for each number of digits: within one length, order of texts is order of numbers.
     for size in range(len(str(least)), len(str(max(most, 0))) + 1):
         first, last = max(least, 10 ** (size - 1) if size > 1 else 0), min(most, 10**size - 1)
         if first <= last:
@@ -89,6 +92,7 @@ def number_between(least: int, most: int) -> Expression:
 
 def _decimals(least: int, most: int) -> Expression:
     below = joined(_natural(least, most - 1), optional(_fraction(_DIGIT)))
+    # The upper bound itself may only have zeros after its point.
     border = joined(_natural(most, most) if most >= least else Alternation(()), optional(_fraction(literal(b"0"))))
     return Alternation((below, border))
 
@@ -103,6 +107,7 @@ def _one_of(sample: bytes) -> Expression:
 
 def equal(one: Any, other: Any) -> bool:
     """Return whether two JSON values are the same value: 1 is 1.0 but not true."""
+    # True is an int to Python, but no number to JSON.
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
     if isinstance(one, list) and isinstance(other, list):
@@ -189,6 +194,7 @@ class _Apart:
         shared = _kinds(one, left) & _kinds(other, right)
         if shared != {"object"} or left is not None or right is not None:
             return not shared
+        # Only members that both require are certain to be there, and one of them that cannot agree is enough.
         names = set(one.get("required", [])) & set(other.get("required", []))
         return any(self.disjoint(one["properties"][name], other["properties"][name]) for name in names)
 
@@ -199,6 +205,7 @@ def _constants(schema: dict[str, Any]) -> list[Any] | None:
 
 def _kinds(schema: dict[str, Any], constants: list[Any] | None) -> set[str]:
     if constants is not None:
+        # Counted as numbers alone, since 1.0 is an integer and a number.
         return set().union(*map(type_names, constants)) - {"integer"}
     types = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
     return {"number" if name == "integer" else name for name in types}
