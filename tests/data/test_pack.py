@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -24,13 +26,16 @@ def naive_best_fit_decreasing(lengths: list[int], capacity: int) -> list[int]:
     return sorted(rooms)
 
 
-@given(st.data())
-def test_rows_are_filled_as_by_best_fit_decreasing(data):
-    capacity = data.draw(st.integers(1, 40))
-    lengths = data.draw(st.lists(st.integers(1, capacity), max_size=120))
-    rows = best_fit_decreasing(np.array(lengths, dtype=np.int64), capacity)
-    used = np.bincount(rows, weights=lengths) if lengths else np.array([])
-    assert sorted(capacity - used) == naive_best_fit_decreasing(lengths, capacity)
+def test_rows_are_filled_as_by_best_fit_decreasing():
+    """Many of one length, which are placed together and fill several rows, the last one in part."""
+    draws = random.Random(0)
+    for _ in range(3000):
+        capacity = draws.randint(1, 40)
+        kinds = [draws.randint(1, capacity) for _ in range(draws.randint(0, 8))]
+        lengths = [length for length in kinds for _ in range(draws.randint(1, 30))]
+        rows = best_fit_decreasing(np.array(lengths, dtype=np.int64), capacity)
+        used = np.bincount(rows, weights=lengths) if lengths else np.array([])
+        assert sorted(capacity - used) == naive_best_fit_decreasing(lengths, capacity)
 
 
 @pytest.mark.parametrize("packed", [True, False])
