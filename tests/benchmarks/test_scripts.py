@@ -88,6 +88,12 @@ def test_same_bits(script, monkeypatch, tmp_path):
         smoke(same_bits, monkeypatch, tmp_path / "other.json", "--only", names[0], "--against", str(out))
 
 
+@pytest.mark.slow
+def test_same_speed(script, monkeypatch, tmp_path):
+    found = smoke(script("same_speed"), monkeypatch, tmp_path / "found.json", str(BENCHMARKS.parent))
+    assert len(found["cases"]) == 2 * 2 + 2 and all(case["ratio"]["low"] > 0 for case in found["cases"])
+
+
 def test_siblings(script, uncompiled, monkeypatch, tmp_path):
     cases = smoke(script("siblings"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [(case["width"], case["mode"]) for case in cases] == [(32, "eager"), (32, "captured")]

@@ -118,6 +118,7 @@ def test_chunk_count_is_bounded():
     assert chunk_count(10, 50, "cpu") == 1
     assert chunk_count(4096, 128_256, "cpu") == MAX_CHUNKS
     assert chunk_count(3, 10**9, "cpu") == 3
+    assert chunk_count(0, 50, "cpu") == 1  # no rows at all still make a sum of 0
 
 
 def test_an_unknown_impl_is_named():
