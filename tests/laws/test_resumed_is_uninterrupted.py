@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ import pytest
 
 from commands.forked import PROGRAM, CommandServer
 from laws.resumed import LORA, OWN, SETTINGS, cut_back, fingerprint, resume, start
+from monograph import checkpointing
 from monograph.resident import Resident
 from monograph.session.reporting import Reporter
 
@@ -69,6 +71,18 @@ def test_resumed_at_every_checkpoint(case: str, apart: int, monkeypatch: pytest.
         assert fingerprint(Path(f"cut-{update}")) == expected, update
         if case == "own":  # a resume of a resume of ...
             whole = f"cut-{update}"
+
+
+def test_a_checkpoint_that_lacks_later_keys_of_the_shape_is_resumed() -> None:
+    start("whole", SETTINGS | {"train.save_every": 12})
+    expected = fingerprint(Path("whole"))
+    cut_back("whole", "cut", 12)
+    old = checkpointing.load(Path("cut/checkpoints/step-00000012"))
+    later = ("attention_dropout", "pad_token_id")
+    shape = {key: value for key, value in old.state["model_config"].items() if key not in later}
+    checkpointing.save(Path("cut/checkpoints"), replace(old, state={**old.state, "model_config": shape}), keep=99)
+    resume("cut")
+    assert fingerprint(Path("cut")) == expected
 
 
 # ---- killed at random moments --------------------------------------------------------------------------------------

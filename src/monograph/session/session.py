@@ -145,7 +145,7 @@ class Session:
             "settings": self.plan.settings.fingerprint,
             "recipe": self.plan.recipe.entries(),
             **({"attention": self.kernel} if self.kernel else {}),  # runs from before kernels were measured lack it
-            "model_config": self._model_config(),
+            "model_config": self.model_config.to_hf() if self.model_config else None,
             "versions": _versions(),
         }
         checkpoint = Checkpoint(update, state.model, state.optimizer, record, run=self.run.folder.name)
@@ -186,7 +186,9 @@ class Session:
         saved = Recipe.recorded(state["recipe"], self.run)
         require_same_file(saved, self.run)
         require_base(self.plan.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
-        if saved.entries() != self.plan.recipe.entries() or state["model_config"] != self._model_config():
+        # Compared as shapes: an older checkpoint lacks keys that were added since, which have their defaults in it.
+        shape = LlamaConfig.from_hf(state["model_config"]) if state["model_config"] else None
+        if saved.entries() != self.plan.recipe.entries() or shape != self.model_config:
             raise InputRefused(f"{self.run.config}: its model is not what the run was begun with: {instead}")
         self.adopt(checkpoint)
         self.engine.step.index = state["engine"]["index"]
@@ -227,9 +229,6 @@ class Session:
         self.adopt(replace(checkpoint, state={**checkpoint.state, "engine": scalars}))
         self.engine.step.tokens.zero_()
         self.engine.step.skipped.zero_()
-
-    def _model_config(self) -> dict[str, Any] | None:
-        return self.model_config.to_hf() if self.model_config else None
 
     def open_batches(self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()) -> Batches:
         """Return the run's windows from position `rows` on, passing over the stretches in `skip`."""
