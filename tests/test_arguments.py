@@ -20,6 +20,7 @@ import monograph as mono
 from batches import ENGINES, of_rows, ragged, tiny_llama
 from monograph.config.settings import check
 from monograph.errors import UsageError
+from monograph.loss import pair
 from monograph.optim import Group
 from monograph.ranges import ABOVE_0, COUNT, whole
 from monograph.step import Clip, Step
@@ -92,6 +93,9 @@ def test_the_library_refuses_what_the_settings_refuse(key: str) -> None:
         (lambda: mono.Resident(nn.Linear(1, 1), remat="full"), "remat is a str: expected one of monograph.Remat's"),
         (lambda: mono.Ensemble([nn.Linear(1, 1), "two"]), "a member is a str: expected a torch.nn.Module"),
         (lambda: mono.Ensemble([nn.Linear(1, 1)], mono.grid(lr=[-1.0])), "lr = -1.0: expected a number, 0 or more"),
+        (lambda: pair((torch.ones(()), 1, 2)), "the loss must return"),
+        (lambda: pair(torch.ones(2)), "the loss must return"),
+        (lambda: pair((torch.ones(2), 1)), r"a tensor of shape \[2\], expected a tensor of one number"),
         (lambda: list(mono.train(mono.Resident(nn.Linear(1, 1)), {"x": torch.ones(2)})), "is one window: expected"),
     ],
 )

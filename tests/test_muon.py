@@ -89,6 +89,11 @@ def test_singular_values_end_near_one():
     assert 0.68 < float(result[: 50 - int(small.sum())].min()) and float(result.max()) < 1.21
 
 
+def test_a_tall_matrix_costs_what_a_wide_one_does():
+    wide = torch.randn(2, 4, 6, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(newton_schulz(wide.mT, torch.float32), newton_schulz(wide, torch.float32).mT)
+
+
 def test_no_gradient_no_direction():
     assert not newton_schulz(torch.zeros(2, 4, 6), torch.float32).any()
 
