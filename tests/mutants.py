@@ -152,10 +152,13 @@ def passes(copy: Path, tests: tuple[str, ...], limit_s: float, *, faulty: bool) 
         import pytest
 
         arguments = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]
-        code = int(pytest.main(arguments))
-        if not faulty:
-            (copy / LIBRARIES).write_text("\n".join(libraries()))
-        os._exit(code)
+        code = 1
+        try:
+            code = int(pytest.main(arguments))
+            if not faulty:
+                (copy / LIBRARIES).write_text("\n".join(libraries()))
+        finally:  # whatever a fault raises, the child must not go on as its parent
+            os._exit(code)
     ends = time.monotonic() + limit_s
     try:
         while time.monotonic() < ends:

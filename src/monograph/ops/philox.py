@@ -15,7 +15,8 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     """Compute Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"; Random123).
 
     Args:
-        counter: four words in [0, 2^32), int64, of shapes that broadcast.
+        counter: four words in [0, 2^32), int64, of shapes that broadcast. The first and the third must not be constants
+            of 2^31 or more in a compiled function: Inductor (torch 2.13) multiplies constants without wrapping around.
         key: two such words.
 
     Returns:
