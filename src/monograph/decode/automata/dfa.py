@@ -9,7 +9,7 @@ Shapes: S states, K classes of bytes that no state distinguishes.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
@@ -27,12 +27,14 @@ from monograph.decode.automata.expression import (
 from monograph.errors import InputRefused
 
 # docs/constraints.md promises these limits: a larger automaton is refused within two seconds.
+MAX_STATES = 10_000
 MAX_POSITIONS = 20_000
-MAX_WORK = 1_000_000
+MAX_WORK = 1_000_000  # steps of a `Budget`
 
 Next: TypeAlias = frozenset[int]  # positions, any of which may take the next byte
 NOWHERE: Next = frozenset()
 END = 0  # the position that takes no byte: the text may end here
+Rows: TypeAlias = Sequence[Mapping[int, int]]  # per state {class of bytes: next state}
 
 
 class Budget:
@@ -72,8 +74,8 @@ class Positions:
         InputRefused: more than MAX_POSITIONS positions, or the budget is spent; any method may raise it.
     """
 
-    def __init__(self, budget: Budget, intersect: Callable[[Intersection, Positions, Next], Next]) -> None:
-        self.budget, self._intersect = budget, intersect
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
         self.takes, self.follow = [0], [NOWHERE]
         self._loops: set[int] = set()
         self._known: dict[tuple[int, Next], Next] = {}
@@ -125,7 +127,7 @@ class Positions:
         if isinstance(expression, Alternation):
             return self.union(self.before(option, then) for option in expression.options)
         if isinstance(expression, Intersection):
-            return self._intersect(expression, self, then)
+            return _intersection_before(expression, self, then)
         assert isinstance(expression, Repetition)
         return self._repeated(expression, then)
 
@@ -161,11 +163,6 @@ class Positions:
                 waiting.extend(fresh & self._loops)
             closed = self._closed[positions] = frozenset(reached - self._loops)
         return closed
-
-
-MAX_STATES = 10_000
-
-Rows: TypeAlias = Sequence[Mapping[int, int]]  # per state {class of bytes: next state}
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +207,7 @@ def compiled(expression: Expression, where: str) -> ByteAutomaton:
 
 
 def _compiled(expression: Expression, budget: Budget) -> ByteAutomaton | None:
-    positions = Positions(budget, _intersection_before)
+    positions = Positions(budget)
     start = positions.closed(positions.before(expression, frozenset((END,))))
     if not start:
         return None
