@@ -86,6 +86,11 @@ _PRINTABLE_ASCII: CodePoints = ((0x20, 0x7E),)
 _PLAIN_IN_JSON: CodePoints = ((0x20, 0x21), (0x23, 0x5B), (0x5D, _LAST))
 
 
+def single(point: int) -> CodePoints:
+    """Return the set of one code point."""
+    return ((point, point),)
+
+
 def union(ranges: Iterable[tuple[int, int]]) -> CodePoints:
     """Return the ranges in order, with overlapping and adjacent ones merged."""
     merged: list[tuple[int, int]] = []
@@ -130,21 +135,17 @@ def in_json(points: CodePoints) -> Expression:
     So the output of serialisers matches, whether or not they escape everything outside ASCII; `\/` and escapes of
     printable ASCII such as `\u0061` do not.
     """
-    short = [
-        literal(b"\\" + letter) for point, letter in _SHORT_ESCAPES.items() if intersection(points, ((point,) * 2,))
-    ]
+    short = [literal(b"\\" + letter) for point, letter in _SHORT_ESCAPES.items() if intersection(points, single(point))]
     escaped = intersection(points, complement(union([*_PRINTABLE_ASCII, _SURROGATES])))
-    hexadecimal: list[Expression] = []
-    for first, last in intersection(escaped, ((0, 0xFFFF),)):
-        hexadecimal.append(_unit(first, last))
+    hexadecimal = [_unit(first, last) for first, last in intersection(escaped, ((0, 0xFFFF),))]
     for first, last in intersection(escaped, ((0x10000, _LAST),)):
         for high, low in boxes(divmod(first - 0x10000, 1024), divmod(last - 0x10000, 1024), 0, 1023):
-            pair = _unit(0xD800 + high[0], 0xD800 + high[1]), _unit(0xDC00 + low[0], 0xDC00 + low[1])
-            hexadecimal.append(joined(*pair))
+            surrogates = _unit(0xD800 + high[0], 0xD800 + high[1]), _unit(0xDC00 + low[0], 0xDC00 + low[1])
+            hexadecimal.append(joined(*surrogates))
     return Alternation((utf8(intersection(points, _PLAIN_IN_JSON)), *short, *hexadecimal))
 
 
-def _unit(first: int, last: int) -> Expression:
+def _unit(first: int, last: int) -> Concatenation:
     r"""Return an expression for `\uXXXX` with a number from `first` to `last`."""
     low, high = ([number >> shift & 15 for shift in (12, 8, 4, 0)] for number in (first, last))
     numbers = [Concatenation(tuple(_hexadecimal(*side) for side in box)) for box in boxes(low, high, 0, 15)]

@@ -18,6 +18,7 @@ from monograph.decode.automata.expression import (
     Expression,
     Repetition,
     complement,
+    single,
     union,
     utf8,
 )
@@ -146,10 +147,10 @@ class _Reader:
         counts = self.counts()
         if counts is None:
             return part
-        if self.peek() in ("?", "+") and self.peek():
+        if self.peek() in ("?", "+"):
             kind = "a lazy quantifier" if self.peek() == "?" else "a possessive quantifier"
             self.refuse(kind, "the whole text is matched, so write the quantifier alone")
-        if self.peek() in ("*", "{") and self.peek():
+        if self.peek() in ("*", "{"):
             self.refuse("a quantifier of a quantifier", "put what it repeats into a group")
         return Repetition(part, *counts)
 
@@ -189,8 +190,8 @@ class _Reader:
         if sign == "[":
             return self.encoding(self.character_set(start))
         if sign == ".":
-            return self.encoding(complement(((10, 10),)))
-        return self.encoding(self.escape(start) if sign == "\\" else ((ord(sign), ord(sign)),))
+            return self.encoding(complement(single(ord("\n"))))
+        return self.encoding(self.escape(start) if sign == "\\" else single(ord(sign)))
 
     def group(self, start: int) -> Expression:
         if self.take("?") and not self.take(":"):
@@ -222,12 +223,12 @@ class _Reader:
                 self.refuse(f"\\{letter}", f"{_HEXADECIMAL[letter]} hexadecimal digits must follow", start)
             if int(number, 16) > ANY[0][1]:
                 self.refuse(f"\\{letter}{number}", "there is no such character", start)
-            return ((int(number, 16),) * 2,)
+            return single(int(number, 16))
         if letter in _CONTROLS:
-            return ((_CONTROLS[letter],) * 2,)
+            return single(_CONTROLS[letter])
         if not letter or letter.isalnum():
             self.refuse(f"the escape \\{letter}", "it is not part of the subset", start)
-        return ((ord(letter), ord(letter)),)
+        return single(ord(letter))
 
     def character_set(self, start: int) -> CodePoints:
         """Read a set of characters; its `[` at `start` has been read."""
@@ -260,4 +261,4 @@ class _Reader:
     def member(self) -> CodePoints:
         start, sign = self.at, self.peek()
         self.at += 1
-        return self.escape(start) if sign == "\\" else ((ord(sign), ord(sign)),)
+        return self.escape(start) if sign == "\\" else single(ord(sign))

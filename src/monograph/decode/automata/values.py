@@ -22,6 +22,7 @@ from monograph.decode.automata.expression import (
     joined,
     literal,
     optional,
+    single,
 )
 
 STRING_LENGTH = 64  # most characters of a string whose schema gives no limit
@@ -34,7 +35,7 @@ _QUOTE = literal(b'"')
 def constant(value: Any) -> Expression:
     """Return an expression for a JSON value in compact form; `in_json` writes the characters of its strings."""
     if isinstance(value, str):
-        return joined(_QUOTE, *(in_json(((ord(character),) * 2,)) for character in value), _QUOTE)
+        return joined(_QUOTE, *(in_json(single(ord(character))) for character in value), _QUOTE)
     if isinstance(value, list):
         return joined(literal(b"["), *_separated([constant(item) for item in value]), literal(b"]"))
     if isinstance(value, Mapping):
