@@ -125,16 +125,16 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
     used, number_V = np.unique(class_V, return_inverse=True)
     columns_CS, class_V = columns_CS[used], number_V.astype(np.int16)
     next_SC = np.ascontiguousarray(columns_CS.T)  # row `states` is the dead state
-    live_S = _reaches(next_SC, automaton.accepting_S)
-    live_S &= _reached(next_SC)
+    edges_SS = _edges(next_SC)
+    # A live state can be reached from state 0, and an accepting state can be reached from it.
+    live_S = (_spread(edges_SS, np.array([0])) & _spread(edges_SS.T, np.flatnonzero(automaton.accepting_S)))[:-1]
     if not live_S[0]:
         raise InputRefused(f"{where}: no sequence of the tokenizer's tokens makes such a text")
-    # Renumber without states on no accepting path, and add one last state, which only end tokens lead to.
+    # Renumber the live states, and add one last state, to which only end tokens lead.
     numbers = np.full(states + 1, -1, dtype=np.int16)
     numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
     next_SC = np.concatenate([numbers[next_SC[:states][live_S]], np.full((1, next_SC.shape[1]), -1, dtype=np.int16)])
-    last = len(next_SC) - 1
-    next_SC[np.append(automaton.accepting_S[live_S], True), -1] = last
+    next_SC[np.append(automaton.accepting_S[live_S], True), -1] = len(next_SC) - 1
     stops_S = np.asarray((next_SC[:, :-1] < 0).all(axis=1))
     merged_CS, merged_C = _merged(next_SC.T)
     return Automaton(where, np.ascontiguousarray(merged_CS.T), merged_C[class_V], stops_S)
@@ -186,16 +186,6 @@ def _columns(
         active = active[lengths_V[active] > depth]
     used, class_V = np.unique(column_V, return_inverse=True)
     return np.stack([columns[index] for index in used]), class_V.astype(np.int16)
-
-
-def _reaches(next_SC: NDArray[np.int16], accepting_S: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return the states from which tokens lead to an accepting state."""
-    return _spread(_edges(next_SC).T, np.flatnonzero(accepting_S))[:-1]
-
-
-def _reached(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Return the states to which tokens lead from state 0."""
-    return _spread(_edges(next_SC), np.array([0]))[:-1]
 
 
 def _edges(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:
