@@ -17,7 +17,7 @@ from monograph.decode.automata.lift import Automaton as Automaton
 from monograph.decode.automata.lift import Tables as Tables
 from monograph.decode.automata.lift import advance as advance
 from monograph.decode.automata.lift import allowed as allowed
-from monograph.decode.automata.lift import constrainer, searcher, searching
+from monograph.decode.automata.lift import constrainer, searcher
 from monograph.decode.automata.lift import stopped as stopped
 from monograph.decode.automata.pattern import whole
 from monograph.decode.automata.schema import document, parsed
@@ -62,7 +62,7 @@ def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
     Raises:
         InputRefused: there is no string, one is empty, or they have too many bytes in all.
     """
-    return searcher(searching([_utf8(string, "a stop string") for string in strings]), pieces, "the stop strings")
+    return searcher([_utf8(string, "a stop string") for string in strings], pieces)
 
 
 def _expression(kind: str, value: Any) -> tuple[Expression, str]:

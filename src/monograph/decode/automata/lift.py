@@ -27,7 +27,7 @@ from monograph.errors import InputRefused
 MAX_BYTES = 4_096  # most bytes of all stop strings together
 
 
-def searching(strings: Sequence[bytes]) -> ByteAutomaton:
+def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
     """Return an automaton that accepts every text in which one of the strings occurs.
 
     A state stands for the longest prefix of a string with which the text so far ends. An accepting state is never left.
@@ -88,14 +88,17 @@ class Automaton:
     stops_S: NDArray[np.bool_]
 
 
-def searcher(automaton: ByteAutomaton, pieces: Sequence[bytes], where: str) -> Automaton:
+def searcher(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automaton:
     """Return the automaton of stop strings over tokens; it forbids no token, and tokens without bytes keep its state.
 
     Args:
-        automaton: the automaton over bytes; it allows every byte in every state.
+        strings: the stop strings.
         pieces: the bytes of each token.
-        where: the automaton's name in an error.
+
+    Raises:
+        InputRefused: see `_aho_corasick`; or the table is too large.
     """
+    automaton, where = _aho_corasick(strings), "the stop strings"
     columns_CS, class_V = _columns(automaton, pieces, where)
     return Automaton(where, np.ascontiguousarray(columns_CS[:, :-1].T), class_V, automaton.accepting_S)
 
