@@ -1,7 +1,7 @@
-"""Regular expressions as people write them, read into byte expressions; docs/constraints.md lists the supported syntax.
+"""Reads regular expressions as people write them into byte expressions; docs/constraints.md lists the supported syntax.
 
-Unsupported syntax either is not regular (backreferences), or changes which of several matches is found, not whether
-there is one (lazy quantifiers), or depends on the surroundings (lookaround, word boundaries). It is refused by name.
+Unsupported syntax is refused by name. It is not regular (backreferences), or changes which of several matches is found
+and not whether there is one (lazy quantifiers), or depends on the surroundings (lookaround, word boundaries).
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ _ASSERTIONS |= {"Z": _ASSERTIONS["A"], "z": _ASSERTIONS["A"], "P": "a property",
 
 
 class Branch(NamedTuple):
-    """One alternative of the whole pattern.
+    """One alternative of a pattern.
 
     Attributes:
         body: the expression between the anchors.
-        begins: whether ^ stands before it.
-        ends: whether $ stands after it.
+        begins: whether ^ stands before the body.
+        ends: whether $ stands after the body.
     """
 
     body: Expression
@@ -64,14 +64,14 @@ class Branch(NamedTuple):
 
 
 def whole(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
-    """Return an expression for the texts that the whole pattern matches, as `re.fullmatch` does.
+    r"""Return an expression for the texts that the pattern matches as a whole, as `re.fullmatch` does.
 
-    The pattern's sets are those of `re.ASCII`: digits 0 to 9, letters a to z; a dot is any character but a newline.
+    The sets \d, \w and \s are those of `re.ASCII`; a dot is any character but a newline.
 
     Args:
         pattern: the regular expression.
-        where: its name in an error.
-        encoding: how characters become bytes.
+        where: the pattern's name in an error.
+        encoding: returns the byte expression of one character of a set.
 
     Raises:
         InputRefused: the pattern is outside the subset; the message names the construct and its position.
@@ -91,7 +91,7 @@ def found_in(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
 
 
 def branches(pattern: str, where: str, encoding: Encoding) -> list[Branch]:
-    """Return the alternatives of the whole pattern; see `whole`."""
+    """Return the alternatives at the top level of a pattern; see `whole`."""
     if len(pattern) > MAX_LENGTH:
         raise InputRefused(f"{where} has {len(pattern):,} characters; at most {MAX_LENGTH:,} are read")
     reader = _Reader(pattern, where, encoding)

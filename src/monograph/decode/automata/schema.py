@@ -1,7 +1,7 @@
 """Reads bounded JSON schemas into byte expressions; docs/constraints.md lists the supported keywords.
 
-Every accepted text is compact JSON that the schema validates. Every valid value is accepted, written compactly with the
-members of its objects in the schema's order, as long as it has no more digits and characters than the defaults allow.
+Every accepted text is compact JSON that the schema validates. Every valid value is accepted in compact form, with the
+members of its objects in the schema's order, unless it has more digits or characters than the defaults allow.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from monograph.storage.reading import json_fault, parse_json
 
 MAX_DEPTH, MAX_OPTIONS = 32, 64
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
-# These keywords say nothing about a value.
+# Keywords that do not restrict a value.
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 _VALUES = {"type", "enum", "const"}
@@ -44,10 +44,9 @@ _ASSERTIONS = _VALUES | {
 }
 _ASSERTIONS |= {"minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-# Steps of an automaton's budget that reading one schema costs, and those of the digit ranges of a number.
+# What reading one schema, and the digit ranges of one number, cost in steps of a `Budget`.
 _STEPS, _NUMBER_STEPS = 300, 1500
-# Larger numbers are not meant as sizes or bounds.
-_LARGEST = 10**18
+_LARGEST = 10**18  # the largest size or bound that a schema may give
 
 
 def parsed(text: str) -> Any:
@@ -66,18 +65,20 @@ def document(schema: Any) -> Expression:
     """Return an expression for the compact JSON texts that a schema validates.
 
     Args:
-        schema: a JSON schema (draft 2020-12) as `json.loads` gives it.
+        schema: a JSON schema (draft 2020-12) as `json.loads` returns it.
 
     Raises:
-        InputRefused: it is unbounded, outside the subset, or no schema; the message names the place and the key.
+        InputRefused: the schema is unbounded, outside the subset, or malformed; the message has the place and the key.
     """
     return _Schemas(schema).read(schema, ("$",))
 
 
 class _Schemas:
+    """A reader of one JSON schema, called with each schema inside it and the path to that one."""
+
     def __init__(self, root: Any) -> None:
         self.root = root
-        self.known: dict[str, Expression] = {}
+        self.known: dict[str, Expression] = {}  # what each reference was read into
         self.open: list[str] = []  # the references that are being read
         self.budget = Budget("the JSON schema")
 
@@ -265,7 +266,8 @@ class _Schemas:
             if not isinstance(name, str) or name not in (properties or {}):
                 self.refuse(path, f"the required member {str(name)[:60]!r} is not in 'properties'")
         required = set(required)
-        # Go from the last member to the first, tracking what may follow a written member and what may be written first.
+        # Go from the last member to the first: `after` holds what may follow a member, `firsts` the texts that begin
+        # with each member that may come first.
         after: list[Expression] = []
         firsts: list[Expression] = []
         for name, member in reversed([*(properties or {}).items()]):
