@@ -8,15 +8,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from monograph import compat
 from monograph.decode.automata import FREE, Automaton, Tables
-from monograph.decode.cache import KVCache, Reader, visible_blocks
+from monograph.decode.cache import KVCache, Reader, Wrap, visible_blocks
 from monograph.decode.candidates import Truncation
 from monograph.decode.knobs import Chain, knobs_of, new_knobs, write_row
 from monograph.decode.penalties import first_counts
@@ -84,7 +84,6 @@ class Event(NamedTuple):
     logprobs: list[LogProbability]
 
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}  # tokens of a prompt that are read at once
 FINISHES: dict[Status, Finish] = {
     Status.STOP: "stop",
