@@ -176,12 +176,12 @@ class Outbox:
 
     def __init__(self, rings: Sequence[Tensor]) -> None:
         """Take the rings, [R, ...] each, with R even."""
-        self._rings, self._half = rings, 0
-        self.lines = rings[0].shape[0] // 2
+        self._rings, self._half = [ring.unflatten(0, (2, -1)) for ring in rings], 0
+        self.lines = self._rings[0].shape[1]
         self.bytes_out = 0
         cuda = rings[0].is_cuda
         # Page-locked, since the host would wait for a copy to other memory.
-        self._host = [torch.empty_like(ring, device="cpu", pin_memory=cuda) for ring in rings]
+        self._host = [torch.empty_like(ring, device="cpu", pin_memory=cuda) for ring in self._rings]
         self._stream = torch.cuda.Stream(rings[0].device) if cuda else None
         self._events = [torch.cuda.Event() for _ in range(2)] if cuda else []
 
@@ -192,9 +192,8 @@ class Outbox:
     def send(self, steps: int) -> int:
         """Start to copy the lines of a block of steps to the host; return the number of its half, for `read`."""
         half, self._half = self._half, 1 - self._half
-        begin = half * self.lines
-        pairs = [(ring[begin : begin + steps], host[begin : begin + steps]) for ring, host in self._paired()]
-        self.bytes_out += sum(source.numel() * source.element_size() for source, _ in pairs)
+        pairs = [(ring[half, :steps], host[half, :steps]) for ring, host in zip(self._rings, self._host, strict=True)]
+        self.bytes_out += sum(source.nbytes for source, _ in pairs)
         if self._stream is None:
             for source, target in pairs:
                 target.copy_(source)
@@ -214,7 +213,4 @@ class Outbox:
         """Return a block's lines, [steps, ...] on the host, which are valid until the block after the next is sent."""
         if self._events:
             self._events[half].synchronize()
-        return [host[half * self.lines : half * self.lines + steps] for host in self._host]
-
-    def _paired(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self._rings, self._host, strict=True))
+        return [host[half, :steps] for host in self._host]
