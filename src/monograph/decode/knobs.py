@@ -176,36 +176,21 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
 def _numbers(sampling: Sampling, chain: Chain, stop_ids: Sequence[int]) -> dict[str, Any]:
     # A chain may have stages that this request does not use: the values of their knobs change no bit.
     seen = sampling.penalty_last_n != 0
-    values: dict[str, Any] = {
+    # A knob that is not listed here is the option of its name.
+    values: dict[str, Any] = vars(sampling) | {
         "bias_ids": _padded(list(sampling.logit_bias), chain.bias_ids, -1),
         "bias_values": _padded(list(sampling.logit_bias.values()), chain.bias_ids, 0.0),
         "stop_ids": _padded(list(stop_ids)[: chain.stop_ids], chain.stop_ids, -1),
-        "min_tokens": sampling.min_tokens,
-        "penalty_last_n": sampling.penalty_last_n,
         "counts_prompt": sampling.penalty_scope == "all",
         "repetition_penalty": sampling.repetition_penalty if seen else 1.0,
         "frequency_penalty": sampling.frequency_penalty if seen else 0.0,
         "presence_penalty": sampling.presence_penalty if seen else 0.0,
         "dry_multiplier": sampling.dry_multiplier if sampling.dry_penalty_last_n else 0.0,
-        "dry_base": sampling.dry_base,
-        "dry_allowed_length": sampling.dry_allowed_length,
-        "dry_penalty_last_n": sampling.dry_penalty_last_n,
-        "min_keep": sampling.min_keep,
-        "temperature": sampling.temperature,
-        "temperature_range": sampling.temperature_range,
-        "temperature_exponent": sampling.temperature_exponent,
-        "top_n_sigma": sampling.top_n_sigma,
         "top_k": _top_k(sampling),
-        "top_p": sampling.top_p,
         "log_min_p": _log(sampling.min_p),
         "log_top_a": _log(sampling.top_a),
         "log_epsilon": _log(sampling.epsilon_cutoff),
         "log_eta": _log(sampling.eta_cutoff),
-        "typical_p": sampling.typical_p,
-        "xtc_probability": sampling.xtc_probability,
-        "xtc_threshold": sampling.xtc_threshold,
-        "mirostat_tau": sampling.mirostat_tau,
-        "mirostat_eta": sampling.mirostat_eta,
     }
     return {name: values[name] for stage in chain.stages for name in _KNOBS[stage]}
 
