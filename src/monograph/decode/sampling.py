@@ -13,13 +13,10 @@ from monograph.ranges import Range, between, whole
 Scope = Literal["output", "all"]
 
 # The temperature and the filters. transformers has the temperature first, llama.cpp last. A stage that one of them
-# lacks is next to a similar one.
+# lacks is placed next to a similar one.
 ORDERS = {
-    "hf": (*("temperature", "top_n_sigma", "top_k", "top_p", "min_p", "top_a"), *("typical", "epsilon", "eta", "xtc")),
-    "llama_cpp": (
-        *("top_n_sigma", "top_k", "typical", "top_p", "min_p", "top_a"),
-        *("epsilon", "eta", "xtc", "temperature"),
-    ),
+    "hf": ("temperature", "top_n_sigma", "top_k", "top_p", "min_p", "top_a", "typical", "epsilon", "eta", "xtc"),
+    "llama_cpp": ("top_n_sigma", "top_k", "typical", "top_p", "min_p", "top_a", "epsilon", "eta", "xtc", "temperature"),
 }
 # Inclusive ranges. The upper ends keep fp32 arithmetic finite; nobody means more.
 _LARGEST = 1e6
