@@ -95,7 +95,7 @@ def uniform(word: Tensor) -> Tensor:
 
 
 def gumbel(word: Tensor) -> Tensor:
-    """Return -ln(-ln(1 - u)), fp32, finite for every word; large values, which win, come from small, finely spaced u."""
+    """Return -ln(-ln(1 - u)), fp32, finite for every word; large values, which win, come from small, dense u."""
     return -log(-log1p_negative(uniform(word)))
 
 
