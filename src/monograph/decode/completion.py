@@ -1,6 +1,6 @@
-"""Continue prompts with text.
+"""Continues prompts with text.
 
-Text is shown while ids come: whole characters only, nothing that a stop string may still take back.
+Text is given out while ids come, in whole characters, and without an end that may still turn out to be a stop string.
 """
 
 from __future__ import annotations
@@ -30,38 +30,38 @@ from monograph.text.tokenizer import Tokenizer
 
 
 class Transcript:
-    """The text of one completion.
+    """The text of one completion, made from ids as they come.
 
     Attributes:
         token_ids: all ids so far.
-        text: their text as far as it is certain: without a character whose bytes are not all there, without the
-            beginning of a stop string, and after `finish` without the stop string.
+        text: the part of their text that is certain: it has no incomplete character and no beginning of a stop string,
+            and after `finish` it ends before the first stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
-        """Begin an empty text after the ids `before`; it will end before the first of `stop` that appears."""
-        self._lead = tokenizer.lead(before)  # a space that begins the bytes and is not of the text
+        """Begin an empty text after the ids `before`; it will end before the first occurrence of a string in `stop`."""
+        self._lead = tokenizer.lead(before)  # a space that the tokenizer puts before the text
         self._tokenizer, self._stop = tokenizer, [text.encode() for text in stop]
-        # A character's bytes may come in several tokens.
+        # The bytes of one character may be spread over several tokens.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""
         self.token_ids: list[int] = []
         self.text = ""
 
     def add(self, ids: Iterable[int]) -> str:
-        """Take more ids; return the text that is certain now and was not before."""
+        """Take more ids; return the text that became certain by them."""
         ids = list(ids)
         self.token_ids += ids
         self._held += b"".join([self._tokenizer.pieces[index] for index in ids])
         return self._say(len(self._held) - self._begun())
 
     def finish(self) -> str:
-        """Return the rest of the text, up to a stop string: nothing more comes."""
+        """Return the rest of the text, up to a stop string, once no more ids come."""
         places = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
         return self._say(min(places, default=len(self._held)), final=True)
 
     def _begun(self) -> int:
-        """Return how many bytes at the end may begin a stop string, or come from a whole one on."""
+        """Return how many of the held bytes come after the first place where a stop string stands or may begin."""
         held = self._held
         for at in range(len(held) if self._stop else 0):
             if any(stop.startswith(held[at:]) or held.startswith(stop, at) for stop in self._stop):
@@ -78,9 +78,9 @@ class Transcript:
         return new
 
 
-# Steps that take longer than compiling them (docs/log.md; on a GPU an estimate, not measured yet).
+# The number of steps from which on compiling saves time (docs/log.md; on a GPU an estimate, not measured yet).
 WORTH_COMPILING = {"cuda": 4_000, "cpu": 20_000}
-MOST_ROWS = {"cuda": 64, "cpu": 8}
+MOST_ROWS = {"cuda": 64, "cpu": 8}  # requests that run at once
 
 
 @dataclass(frozen=True)
@@ -88,10 +88,10 @@ class Completion:
     """A text that the model wrote after a prompt.
 
     Attributes:
-        text: without the prompt and without the stop string.
-        token_ids: the drawn ids, a stop id included.
+        text: the text without the prompt and the stop string.
+        token_ids: the drawn ids, with the stop id.
         finish_reason: "stop" at a stop id or a stop string, "length" at max_tokens or the context's end, "not_finite"
-            where the model's logits were not, "nothing_allowed" where bias and constraint left no token.
+            if the model's logits were not finite, "nothing_allowed" if bias and constraint left no token.
         logprobs: one for each id; None unless `Sampling.logprobs` asks for them.
     """
 
@@ -106,7 +106,13 @@ class Completion:
 
 
 class Piece(NamedTuple):
-    """New text of a completion, and the completion once it is whole; completions are numbered prompt by prompt."""
+    """New text of a completion.
+
+    Attributes:
+        number: the completion's number; completions are numbered prompt by prompt.
+        text: the text that is new.
+        completion: the completion once it is whole, else None.
+    """
 
     number: int
     text: str
@@ -115,7 +121,7 @@ class Piece(NamedTuple):
 
 @dataclass
 class _Writing:
-    """A completion that has begun and is not all shown."""
+    """A completion that has begun and was not given out as a whole yet; `unsaid` is text that waits to be given out."""
 
     transcript: Transcript
     logprobs: list[LogProbability] | None
@@ -127,13 +133,13 @@ class Generation:
     """Completions that are being written; iterating over it, or over `stream`, writes them.
 
     Attributes:
-        generator: writes them, and counts what that took.
+        generator: the decoder of the requests, which counts what that took.
         count: completions in all.
-        tokens: drawn so far.
+        tokens: tokens drawn so far.
     """
 
     def __init__(self, generator: Generator, requests: Sequence[Request], tokenizer: Tokenizer, stop: Sequence[str]):
-        """Take any number of requests; the generator gets them as it needs them."""
+        """Take any number of requests; the generator gets each when it is about to have a free row."""
         self.generator, self.count, self.tokens = generator, len(requests), 0
         self._requests, self._tokenizer, self._stop = requests, tokenizer, stop
 
@@ -142,7 +148,7 @@ class Generation:
         return (piece.completion for piece in self.stream() if piece.completion is not None)
 
     def stream(self) -> Iterator[Piece]:
-        """Yield all text as it comes: that of the first completion, then of the next, whatever is written at once."""
+        """Yield text as it comes, completion by completion, even where several are written at once."""
         indices: dict[int, int] = {}
         begun: dict[int, _Writing] = {}
         coming = iter(enumerate(self._requests))
@@ -153,7 +159,7 @@ class Generation:
                 begun[index] = _Writing(Transcript(self._tokenizer, self._stop, request.prompt_ids), logprobs)
                 indices[self.generator.submit(request)] = index
 
-        # As many wait as run, so that a row that ends finds its next request in the queue.
+        # As many requests wait as run, so that a row whose request ends finds the next one in the queue.
         begin(2 * self.generator.rows)
         current = 0
         for event in self.generator.run():
@@ -181,9 +187,8 @@ class Generation:
 
 
 class _Requests(Sequence[Request]):
-    """`n` continuations of each request, which differ in their seed."""
+    """`n` requests in place of each, which differ in their seed; they are made on access, as n may be large."""
 
-    # Made when they are asked for, as n may be large.
     def __init__(self, requests: list[Request], n: int) -> None:
         self.requests, self.n = requests, n
 
@@ -218,17 +223,17 @@ def generate(
 
     Args:
         model: the language model; it is put into evaluation mode.
-        tokenizer: its tokenizer.
-        prompts: texts to go on from, after the token that begins a document, or ids as they are.
-        sampling: how tokens are chosen; or one for each prompt, all of one order. A prompt's tokens do not depend on
-            the options of the others.
+        tokenizer: the model's tokenizer.
+        prompts: texts, which get the token that begins a document before them, or ids, which are taken as they are.
+        sampling: how tokens are chosen, for all prompts, or a list with one for each prompt and one order in all. A
+            prompt's tokens do not depend on the options of the others.
         max_tokens: most tokens to write after a prompt.
-        stop: strings before which, and ids at which, a text ends; the id that ends a document always does.
-        n: continuations per prompt; the first has the draws of `sampling.seed`, the others of seeds made from it.
-        constraint: what may be written (`monograph.decode.automata`); None: anything.
+        stop: strings before which a text ends, and ids with which it ends; the id that ends a document is always one.
+        n: continuations per prompt; the first has the draws of `sampling.seed`, the others those of seeds made from it.
+        constraint: an automaton of the allowed texts (`monograph.decode.automata`); None: any text.
 
     Returns:
-        An iterable of completions, prompt by prompt; each is written when it is asked for.
+        An iterable of completions, prompt by prompt, which are written while one iterates over it.
 
     Raises:
         InputRefused: a prompt leaves no room in the model's context.
@@ -277,12 +282,12 @@ def _require_beginnings(strings: Sequence[str], requests: Sequence[Request], tok
 
 
 def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary: int) -> Generator:
-    """Return a generator for `n` times these requests, with no more rows than pay or than fit the memory.
+    """Return a generator for `n` times these requests, with at most MOST_ROWS rows.
 
-    Keys and values may take half of the free memory.
+    Keys and values take at most half of the free memory.
 
     Raises:
-        OutOfDeviceMemory: not even one row fits.
+        OutOfDeviceMemory: one row takes more than that.
     """
     config, weight = model.config, model.lm_head.weight
     device, count = weight.device.type, n * len(requests)
@@ -296,7 +301,7 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
         )
     rows = min(count, MOST_ROWS[device], half_bytes // row_bytes)
     steps = -(-count // rows) * min(longest.max_tokens, slots - 1)
-    # One request speaks for all: `generate` gives them the same constraint and stop strings.
+    # One request stands for all, as `generate` gives them the same constraint and stop strings.
     automata = [automaton for automaton in (longest.constraint, longest.stop) if automaton]
     return Generator(
         model,
@@ -310,7 +315,7 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
 
 
 def require_ids(what: str, ids: Sequence[object], tokenizer: Tokenizer) -> None:
-    """Refuse ids that a tokenizer does not have, which would stand for other ones or be an index error."""
+    """Refuse ids that a tokenizer does not have; unchecked they would stand for other ids or be an index error."""
     last = tokenizer.vocab_size - 1
     known = Range(f"an id of the tokenizer, from 0 to {last}", 0, last, whole=True)
     for token in ids:
@@ -318,11 +323,11 @@ def require_ids(what: str, ids: Sequence[object], tokenizer: Tokenizer) -> None:
 
 
 def prompt_ids(model: Llama, tokenizer: Tokenizer, prompt: str | Sequence[int] | Tensor) -> list[int]:
-    """Return a text's ids after the one that begins a document; ids are returned as they are.
+    """Return the ids of a prompt: a text's after the id that begins a document, given ids as they are.
 
     Raises:
-        InputRefused: they leave no room in the model's context.
-        UsageError: an id is not the tokenizer's.
+        InputRefused: the ids leave no room in the model's context, or there are none.
+        UsageError: the tokenizer does not have an id.
     """
     if isinstance(prompt, str):
         ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]
