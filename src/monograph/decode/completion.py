@@ -53,14 +53,14 @@ class Transcript:
         ids = list(ids)
         self.token_ids += ids
         self._held += b"".join([self._tokenizer.pieces[index] for index in ids])
-        return self._say(len(self._held) - self._begun())
+        return self._append(len(self._held) - self._uncertain())
 
     def finish(self) -> str:
         """Return the rest of the text, up to a stop string, once no more ids come."""
         places = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        return self._say(min(places, default=len(self._held)), final=True)
+        return self._append(min(places, default=len(self._held)), final=True)
 
-    def _begun(self) -> int:
+    def _uncertain(self) -> int:
         """Return how many of the held bytes come after the first place where a stop string stands or may begin."""
         held = self._held
         for at in range(len(held) if self._stop else 0):
@@ -68,12 +68,12 @@ class Transcript:
                 return len(held) - at
         return 0
 
-    def _say(self, size: int, *, final: bool = False) -> str:
-        said = self._held[:size]
-        if said:
-            said, self._lead = said.removeprefix(self._lead), b""
-        new = self._decoder.decode(said, final)
-        self._held = self._held[size:]
+    def _append(self, size: int, *, final: bool = False) -> str:
+        """Move the first `size` held bytes to the text; return the text that is new."""
+        certain, self._held = self._held[:size], self._held[size:]
+        if certain:
+            certain, self._lead = certain.removeprefix(self._lead), b""
+        new = self._decoder.decode(certain, final)
         self.text += new
         return new
 
@@ -121,11 +121,11 @@ class Piece(NamedTuple):
 
 @dataclass
 class _Writing:
-    """A completion that has begun and was not given out as a whole yet; `unsaid` is text that waits to be given out."""
+    """A completion that has begun and was not given out as a whole yet; `pending` is text that waits for its turn."""
 
     transcript: Transcript
     logprobs: list[LogProbability] | None
-    unsaid: str = ""
+    pending: str = ""
     finish: Finish | None = None
 
 
@@ -150,39 +150,39 @@ class Generation:
     def stream(self) -> Iterator[Piece]:
         """Yield text as it comes, completion by completion, even where several are written at once."""
         indices: dict[int, int] = {}
-        begun: dict[int, _Writing] = {}
-        coming = iter(enumerate(self._requests))
+        writings: dict[int, _Writing] = {}
+        waiting = iter(enumerate(self._requests))
 
-        def begin(most: int) -> None:
-            for index, request in itertools.islice(coming, most):
+        def submit(most: int) -> None:
+            for index, request in itertools.islice(waiting, most):
                 logprobs = None if request.sampling.logprobs is None else list[LogProbability]()
-                begun[index] = _Writing(Transcript(self._tokenizer, self._stop, request.prompt_ids), logprobs)
+                writings[index] = _Writing(Transcript(self._tokenizer, self._stop, request.prompt_ids), logprobs)
                 indices[self.generator.submit(request)] = index
 
         # As many requests wait as run, so that a row whose request ends finds the next one in the queue.
-        begin(2 * self.generator.rows)
+        submit(2 * self.generator.rows)
         current = 0
         for event in self.generator.run():
-            writing = begun[indices[event.number]]
-            writing.unsaid += writing.transcript.add(event.token_ids)
+            writing = writings[indices[event.number]]
+            writing.pending += writing.transcript.add(event.token_ids)
             self.tokens += len(event.token_ids)
             if writing.logprobs is not None:
                 writing.logprobs += event.logprobs
             if event.finish is not None:
-                writing.unsaid += writing.transcript.finish()
+                writing.pending += writing.transcript.finish()
                 writing.finish = event.finish
                 del indices[event.number]
-                begin(1)
+                submit(1)
             # A later completion's text waits here until its turn.
-            while (first := begun.get(current)) is not None:
-                text, first.unsaid = first.unsaid, ""
+            while (first := writings.get(current)) is not None:
+                text, first.pending = first.pending, ""
                 if first.finish is None:
                     if text:
                         yield Piece(current, text, None)
                     break
                 whole = Completion(first.transcript.text, first.transcript.token_ids, first.finish, first.logprobs)
                 yield Piece(current, text, whole)
-                del begun[current]
+                del writings[current]
                 current += 1
 
 
@@ -253,15 +253,16 @@ def generate(
     samplings = Sampling.of_each(sampling, len(prompts), tokenizer.vocab_size)
     strings = [item for item in stop if isinstance(item, str)]
     stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *(item for item in stop if isinstance(item, int))]))
-    looked_for = stop_strings(strings, tokenizer.pieces) if strings else None
-    breaking = cache(lambda texts: breakers(texts, tokenizer.pieces))  # one look at the vocabulary serves many prompts
+    stop_automaton = stop_strings(strings, tokenizer.pieces) if strings else None
+    # Prompts with the same sequence breakers share one search of the vocabulary.
+    breakers_of = cache(lambda texts: breakers(texts, tokenizer.pieces))
     bare = unwrapped(model)
     requests = [
         Request(
-            tuple(prompt_ids(bare, tokenizer, prompt)), own, max_tokens, stop_ids, constraint, looked_for,
-            breaking(tuple(own.dry_sequence_breakers)) if own.dry_multiplier else None,
+            tuple(prompt_ids(bare, tokenizer, prompt)), options, max_tokens, stop_ids, constraint, stop_automaton,
+            breakers_of(tuple(options.dry_sequence_breakers)) if options.dry_multiplier else None,
         )
-        for prompt, own in zip(prompts, samplings, strict=True)
+        for prompt, options in zip(prompts, samplings, strict=True)
     ]  # fmt: skip
     _require_beginnings(strings, requests, tokenizer)
     model.eval()  # the copy that `unwrapped` may make would leave it in training mode
