@@ -8,7 +8,6 @@ Shapes: B rows, T positions, N scored positions, C of them at once, D hidden siz
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -23,6 +22,7 @@ from monograph.data.progress import Meter, Progress
 from monograph.data.records import Fault, checked, json_objects
 from monograph.data.sources import LINES, kind_of
 from monograph.errors import InputRefused, UsageError
+from monograph.evaluation.significance import mean
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.storage.reading import is_file
@@ -314,9 +314,7 @@ def choose(
             )
     scores = iter(score(model, [pair for pairs in asked for pair in pairs], precision, progress=progress))
     answers = [_answer(question, [next(scores).log_probability for _ in question.choices]) for question in questions]
-    shares: list[Any] = [
-        value for right in zip(*answers, strict=True) for value in (statistics.fmean(right), _error(right))
-    ]
+    shares: list[Any] = [number for right in zip(*answers, strict=True) for number in mean(right)[:2]]
     chance = statistics.fmean(1 / len(question.choices) for question in questions)
     cut = sum(any(len(pair.context) + len(pair.ids) > longest + 1 for pair in pairs) for pairs in asked)
     return answers, Accuracy._make([*shares, chance, len(questions), cut])
@@ -352,7 +350,3 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Contin
     else:
         ids = tokenizer.encode(continuation, inside=bool(before))
     return Continuation([tokenizer.bos_id, *before], ids)
-
-
-def _error(answers: Sequence[bool]) -> float | None:
-    return statistics.stdev(map(float, answers)) / math.sqrt(len(answers)) if len(answers) > 1 else None
