@@ -11,7 +11,6 @@ from torch import nn
 
 from monograph.data.progress import Progress
 from monograph.data.rows import Rows
-from monograph.ensemble.knobs import Knobs
 from monograph.errors import UsageError
 from monograph.evaluation.choices import Answer
 from monograph.evaluation.significance import Mean, Table, mean, tabulate
@@ -97,7 +96,7 @@ def compare(
             more than the repeated knob.
     """
     if isinstance(b, Rows):
-        knobs = [_named(knob_values) for knob_values in _knobs(a)]
+        knobs = _knobs(a)
         if not knobs:
             raise UsageError("compare(engine, held_out) is for an ensemble; for two engines, compare(a, b, held_out)")
         return tabulate(bits_per_byte(a, b, progress), knobs, over)
@@ -127,8 +126,8 @@ def compare_on(
         scores_b = _one(by_document(b, rows_b, progress), j)
         gap, by = difference(scores_b, scores_a), "document"
         first, second = float(scores_a.bits_per_byte_N[0]), float(scores_b.bits_per_byte_N[0])
-    sizes = _parameters(a), _parameters(b)
-    return Comparison(first, second, gap, by, (sizes[0], sizes[1]) if sizes[0] and sizes[1] else None)
+    size_a, size_b = _parameters(a), _parameters(b)
+    return Comparison(first, second, gap, by, (size_a, size_b) if size_a and size_b else None)
 
 
 def compare_answers(
@@ -170,20 +169,17 @@ def bits_per_byte(engine: Evaluates, rows: Rows, progress: Progress | None = Non
     return there
 
 
-def _knobs(engine: Any) -> tuple[Knobs, ...]:
-    return tuple(getattr(engine, "knobs", None) or ())
-
-
-def _named(knobs: Knobs) -> Mapping[str, Any]:
-    return dict(knobs.items())
+def _knobs(engine: Any) -> list[dict[str, Any]]:
+    """Return the knobs of each member, by name; none for an engine without knobs."""
+    return [dict(knobs.items()) for knobs in getattr(engine, "knobs", None) or ()]
 
 
 def _repetitions(engine: Any, over: str) -> dict[Hashable, int]:
     """Return the indices of members by their value of the repeated knob; empty for an engine of one model."""
-    knobs = [_named(named) for named in _knobs(engine)]
-    indices = {named[over]: index for index, named in enumerate(knobs) if over in named}
-    others = {name for named in knobs for name in named if name != over}
-    varied = [name for name in sorted(others) if len({repr(named.get(name)) for named in knobs}) > 1]
+    knobs = _knobs(engine)
+    indices = {member[over]: index for index, member in enumerate(knobs) if over in member}
+    others = {name for member in knobs for name in member if name != over}
+    varied = [name for name in sorted(others) if len({repr(member.get(name)) for member in knobs}) > 1]
     if varied:
         raise UsageError(
             f"the members differ in {varied[0]} too: compare(engine, held_out, over={over!r}) says which is best"
