@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from monograph.errors import UsageError
@@ -88,7 +88,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Best:
-    """The setting with the lowest mean, and its member with the lowest value."""
+    """The setting with the lowest mean, and the index of its member with the lowest value."""
 
     setting: Setting
     member: int
@@ -188,8 +188,8 @@ def tabulate(
     if not ranked:
         return Table(tuple(settings), None, tuple(finite), None, 0, over, unit=unit)
     top = ranked[0]
-    paired = {id(other): _paired(other, top, finite) for other in ranked if other is not top}
-    half = [other for other in ranked[: max(2, -(-len(ranked) // 2))] if other is not top]
+    paired = {id(other): _paired(other, top, finite) for other in ranked[1:]}
+    half = ranked[1 : max(2, -(-len(ranked) // 2))]
     squares = [(d - statistics.fmean(paired[id(s)])) ** 2 for s in half for d in paired[id(s)]]
     degrees = sum(max(0, len(paired[id(s)]) - 1) for s in half)
     noise = math.sqrt(sum(squares) / degrees) if degrees else None
@@ -203,17 +203,17 @@ def tabulate(
         error = noise / math.sqrt(len(pairs)) if noise is not None else None
         difference = Mean(statistics.fmean(pairs), error, len(pairs))
         tied = None if error is None else abs(difference.value) <= factor * error
-        return Setting(setting.knobs, setting.members, setting.mean, setting.failed, difference, tied)
+        return replace(setting, difference=difference, tied=tied)
 
     return Table(tuple(map(compared, settings)), best, tuple(finite), noise, degrees, over, unit=unit)
 
 
 def _settings(values: Sequence[float | None], knobs: Sequence[Mapping[str, Any]], over: str) -> list[Setting]:
     groups: dict[str, tuple[dict[str, Any], dict[Hashable, int]]] = {}
-    for index, values_of in enumerate(knobs):
-        shared = {name: value for name, value in values_of.items() if name != over}
+    for index, member in enumerate(knobs):
+        shared = {name: value for name, value in member.items() if name != over}
         members = groups.setdefault(repr(shared), (shared, {}))[1]
-        members[values_of.get(over, index if over in values_of else len(members))] = index
+        members[member.get(over, len(members))] = index
     settings = []
     for shared, members in groups.values():
         there = [value for member in members.values() if (value := values[member]) is not None]
