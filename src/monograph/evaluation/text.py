@@ -94,8 +94,8 @@ def evaluate_members(
     for batch in rows.in_order(batch_rows, limit):
         sums.append(engine.evaluate(batch))
         meter.add(batch_rows)
-    totals_N = torch.stack([torch.atleast_1d(s[0]).double() for s in sums]).sum(0).tolist()
-    counts_N = torch.stack([torch.atleast_1d(s[1]) for s in sums]).sum(0).tolist()
+    totals_N = torch.stack([torch.atleast_1d(total).double() for total, _ in sums]).sum(0).tolist()
+    counts_N = torch.stack([torch.atleast_1d(count) for _, count in sums]).sum(0).tolist()
     coverage = rows.coverage(limit)
     return [_evaluation(total, counted, *coverage) for total, counted in zip(totals_N, counts_N, strict=True)]
 

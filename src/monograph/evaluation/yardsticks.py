@@ -13,17 +13,14 @@ import gzip
 import io
 import lzma
 import tokenize
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-Progress = Callable[[str, int, int | None], None]
-Grams = NDArray[np.uint64]
+from monograph.data.progress import Progress
 
-_BYTE = np.uint64(8)
-_STAGE = "yardsticks"
+Grams = NDArray[np.uint64]
 
 
 def yardsticks(train_bytes: bytes, held_out_bytes: bytes, progress: Progress | None = None) -> dict[str, float]:
@@ -40,7 +37,7 @@ def yardsticks(train_bytes: bytes, held_out_bytes: bytes, progress: Progress | N
 
     def tick(done: int) -> None:
         if progress is not None:
-            progress(_STAGE, done, 4)
+            progress("yardsticks", done, 4)
 
     tick(0)
     trigram = trigram_bits_per_byte(train_bytes, held_out_bytes)
@@ -180,8 +177,8 @@ def _grams(text: NDArray[np.uint8], length: int) -> Grams:
     runs = max(0, len(text) - length + 1)
     grams = np.zeros(runs, np.uint64)
     for start in range(length):
-        np.left_shift(grams, _BYTE, out=grams)
-        np.bitwise_or(grams, text[start : start + runs], out=grams)
+        grams <<= np.uint64(8)
+        grams |= text[start : start + runs]
     return grams
 
 
