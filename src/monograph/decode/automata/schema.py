@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from monograph.decode.automata import values
 from monograph.decode.automata.dfa import Budget
 from monograph.decode.automata.expression import (
+    ANY,
     Alternation,
     Expression,
     Intersection,
@@ -33,17 +34,9 @@ _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 _VALUES = {"type", "enum", "const"}
-_ASSERTIONS = _VALUES | {
-    "properties",
-    "required",
-    "additionalProperties",
-    "items",
-    "prefixItems",
-    "minItems",
-    "maxItems",
-}
-_ASSERTIONS |= {"minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
+_ASSERTIONS = {*_VALUES, *_BOUNDS, "properties", "required", "additionalProperties", "items", "prefixItems"}
+_ASSERTIONS |= {"minItems", "maxItems", "minLength", "maxLength", "pattern"}
 # What reading one schema, and the digit ranges of one number, cost in steps of a `Budget`.
 _STEPS, _NUMBER_STEPS = 300, 1500
 _LARGEST = 10**18  # the largest size or bound that a schema may give
@@ -74,7 +67,7 @@ def document(schema: Any) -> Expression:
 
 
 class _Schemas:
-    """A reader of one JSON schema, called with each schema inside it and the path to that one."""
+    """A reader of one JSON schema; its methods take a schema that lies inside it, and the path to that schema."""
 
     def __init__(self, root: Any) -> None:
         self.root = root
@@ -193,13 +186,13 @@ class _Schemas:
         most = self._size(schema, "maxLength", max(least, values.STRING_LENGTH), path) or 0
         if most < least:
             self.refuse(path, f"maxLength = {most} is below minLength = {least}")
-        inside = values.characters(least, most)
+        inside: Expression = Repetition(in_json(ANY), least, most)
         if "pattern" in schema:
             if not isinstance(schema["pattern"], str):
                 self.refuse(path, "'pattern' is not a string")
             where = f"the JSON schema at {'.'.join(path)[:200]}: the pattern"
             inside = Intersection(found_in(schema["pattern"], where, in_json), inside)
-        return values.quoted(inside)
+        return joined(literal(b'"'), inside, literal(b'"'))
 
     def _number(self, name: str, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
         self.budget.spend(_NUMBER_STEPS)

@@ -1,4 +1,4 @@
-"""Builds expressions for JSON constants, strings, and numbers within bounds.
+"""Builds expressions for JSON constants and for numbers within bounds.
 
 `overlap` decides from types, constants and single members whether two schemas exclude each other.
 """
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from monograph.decode.automata.expression import (
-    ANY,
     Alternation,
     Concatenation,
     Expression,
@@ -46,16 +45,6 @@ def constant(value: Any) -> Expression:
 
 def _separated(parts: Sequence[Expression]) -> list[Expression]:
     return [piece for part in parts for piece in (literal(b","), part)][1:]
-
-
-def characters(least: int, most: int) -> Expression:
-    """Return an expression for the text between the quotes of a string of `least` to `most` characters."""
-    return Repetition(in_json(ANY), least, most)
-
-
-def quoted(inside: Expression) -> Expression:
-    """Return an expression for a string whose text matches `inside`."""
-    return joined(_QUOTE, inside, _QUOTE)
 
 
 def integer(least: int, most: int) -> Expression:
