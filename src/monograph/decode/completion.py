@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -195,14 +195,8 @@ class _Requests(Sequence[Request]):
     def __len__(self) -> int:
         return len(self.requests) * self.n
 
-    @overload
-    def __getitem__(self, index: int) -> Request: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Request]: ...
-    def __getitem__(self, index: int | slice) -> Request | list[Request]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        prompt, continuation = divmod(range(len(self))[index], self.n)
+    def __getitem__(self, index: int) -> Request:  # type: ignore[override]  # it is iterated over and never sliced
+        prompt, continuation = divmod(index, self.n)
         first = self.requests[prompt]
         seed = continuation_seed(first.sampling.seed, continuation)
         return replace(first, sampling=replace(first.sampling, seed=seed))
