@@ -38,6 +38,11 @@ def normalised_entropy(candidates: Candidates) -> Tensor:
     return torch.where(left_B1 > 1, entropy_B1 / left_B1.clamp(min=2).double().log(), 0.0).clamp(0.0, 1.0)
 
 
+def _least_weight(share_B1: Tensor, total_B1: Tensor) -> Tensor:
+    """Return the least weight, an integer of at least 1, that has a share of the total; int64 [B, 1]."""
+    return (share_B1.double() * total_B1.double()).ceil().long().clamp(min=1)
+
+
 # Temperature, fixed or moving with the entropy (llama.cpp's temp and temp-ext).
 
 # Scores are divided by this at least, so that there is no 0 / 0; all but the likeliest tokens are then as good as -inf.
@@ -87,8 +92,7 @@ def top_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     p = 0 keeps the likeliest token and those level with it.
     """
     p_B1 = knobs["top_p"]
-    target_B1 = (p_B1.double() * candidates.total().double()).ceil().long().clamp(min=1)
-    return candidates.likeliest(candidates.weigh, target_B1, p_B1 < 1)
+    return candidates.likeliest(candidates.weigh, _least_weight(p_B1, candidates.total()), p_B1 < 1)
 
 
 # Min-p (Nguyen et al. 2024, Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs).
@@ -100,7 +104,7 @@ def min_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     p = 1 keeps the likeliest token and those level with it.
     """
     log_p_B1 = knobs["log_min_p"]
-    return candidates.keep(candidates.scores_BN >= candidates.high_B1 + log_p_B1, log_p_B1 > -float("inf"))
+    return candidates.keep(candidates.scores_BN >= candidates.high_B1 + log_p_B1, log_p_B1 > -torch.inf)
 
 
 # Top-n-sigma (Tang et al. 2024, Top-nσ: Not All Logits Are You Need; maths as in llama.cpp).
@@ -135,8 +139,7 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     def distance(scores_BN: Tensor) -> Tensor:
         return ((high_B1 - scores_BN) - mean_B1).abs()
 
-    target_B1 = (p_B1.double() * total_B1.double()).ceil().long().clamp(min=1)
-    radius_B1, held_B1 = reach(candidates, candidates.weigh, target_B1, distance)
+    radius_B1, held_B1 = reach(candidates, candidates.weigh, _least_weight(p_B1, total_B1), distance)
     if "min_keep" in knobs:
         most_B1, held_too_B1 = reach(candidates, one_each, knobs["min_keep"].minimum(candidates.left()), distance)
         radius_B1, held_B1 = radius_B1.maximum(most_B1), held_B1 & held_too_B1
@@ -198,7 +201,7 @@ def xtc(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """
     used_B1 = (knobs["xtc_uniform"] < knobs["xtc_probability"]) & (knobs["xtc_threshold"] <= 0.5)
     weight_BN = candidates.weigh(candidates.scores_BN)
-    least_B1 = (knobs["xtc_threshold"].double() * weight_BN.sum(-1, keepdim=True).double()).ceil().long().clamp(min=1)
+    least_B1 = _least_weight(knobs["xtc_threshold"], weight_BN.sum(-1, keepdim=True))
     high_B1 = torch.where(weight_BN >= least_B1, candidates.scores_BN, torch.inf).amin(-1, keepdim=True)
     kept_BN = candidates.scores_BN <= high_B1
     if "min_keep" in knobs:
