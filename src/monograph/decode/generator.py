@@ -328,11 +328,11 @@ def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:
 def _reported(reports: Sequence[Tensor], row: int, count: int, wanted: int) -> list[LogProbability]:
     """Return a row's log-probabilities in a block; a token that could not be drawn (-inf) is left out."""
     reported = []
-    for line in zip(*(report[:count, row].unflatten(-1, (2, -1)).tolist() for report in reports), strict=True):
-        (drawn, *raw), (processed_drawn, *processed) = line[0]
+    values_of, ids_of = (report[:count, row].unflatten(-1, (2, -1)).tolist() for report in reports)
+    for ((drawn, *raw), (processed_drawn, *processed)), ids in zip(values_of, ids_of, strict=True):
         likeliest, possible = (
-            [(token, value) for token, value in list(zip(ids, values, strict=True))[:wanted] if value > -math.inf]
-            for ids, values in zip(line[1], (raw, processed), strict=True)
+            [(token, value) for token, value in zip(tokens[:wanted], values[:wanted], strict=True) if value > -math.inf]
+            for tokens, values in zip(ids, (raw, processed), strict=True)
         )
         reported.append(LogProbability(drawn, likeliest, processed_drawn, possible))
     return reported
