@@ -98,7 +98,7 @@ FINISHES: dict[Status, Finish] = {
 
 
 @dataclass
-class _Slot:
+class _Record:
     """The host's record of a request in a row.
 
     Attributes:
@@ -108,7 +108,7 @@ class _Slot:
         launched: steps that were started for it, and so the most tokens that it can have drawn.
         received: tokens that the host has read.
         exact: whether the fast truncation once could not decide a draw. From then on the request runs with the exact
-            one, in a new slot, so that the host skips the codes of the steps in which the row waited.
+            one, with a new record, so that the host skips the codes of the steps in which the row waited.
     """
 
     number: int
@@ -120,11 +120,11 @@ class _Slot:
 
 
 class _Block(NamedTuple):
-    """Steps that were started together: how many, the half of the outbox with their codes, and each row's slot."""
+    """Steps that were started together: how many, the half of the outbox with their codes, and each row's record."""
 
     steps: int
     half: int
-    slots: list[_Slot | None]
+    records: list[_Record | None]
 
 
 class Generator:
@@ -163,9 +163,8 @@ class Generator:
             block: steps between two reads of the host; None: 16 on a GPU, 1 elsewhere, where reading hides nothing.
             compiled: whether to compile the step, and on a GPU replay it as a CUDA graph.
         """
-        weight = model.lm_head.weight
-        self.model, self.slots, self.device = model.eval(), slots, weight.device
-        self.rows, self.compiled = rows, compiled
+        weight = model.eval().lm_head.weight
+        self.rows, self.slots, self.compiled = rows, slots, compiled
         self.block = block or (16 if weight.is_cuda else 1)
         # Each number of visible blocks and each truncation is a graph of its own, and torch by itself allows eight.
         if compiled:
@@ -179,13 +178,13 @@ class Generator:
         self.knobs = new_knobs(chain, rows, weight.device)
         self.tables = Tables(automata, vocabulary, weight.device) if automata else None
         self.chain, self.vocabulary = chain, vocabulary
-        self.step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
+        step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
         recorder = CudaGraphs(weight.device) if compiled and weight.is_cuda else None
-        self.replays = Replays(wrap(self.step.__call__), recorder)
+        self.replays = Replays(wrap(step.__call__), recorder)
         self.outbox = Outbox(self.state.rings)
         self.ahead, self.prefill_s, self.blocks_read = weight.is_cuda, 0.0, 0
         self._waiting: deque[tuple[int, Request]] = deque()
-        self._slots: list[_Slot | None] = [None] * rows
+        self._records: list[_Record | None] = [None] * rows
         self._submitted = 0
 
     def submit(self, request: Request) -> int:
@@ -213,7 +212,7 @@ class Generator:
     def run(self) -> Iterator[Event]:
         """Decode until every request has ended; yield its events, in order for each request."""
         under_way: _Block | None = None
-        while under_way is not None or self._waiting or any(self._slots):
+        while under_way is not None or self._waiting or any(self._records):
             self._admit()
             launched = self._launch()
             # On a GPU read the previous block while this one runs, on a CPU read this one now.
@@ -225,8 +224,8 @@ class Generator:
     # ── a request's way through a row ─────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
-        for row, slot in enumerate(self._slots):
-            if slot is None and self._waiting:
+        for row, record in enumerate(self._records):
+            if record is None and self._waiting:
                 self._place(row, *self._waiting.popleft())
 
     def _place(self, row: int, number: int, request: Request) -> None:
@@ -252,7 +251,7 @@ class Generator:
         state.token_B[row], state.position_B[row] = prompt[-1], len(prompt) - 1
         state.seed_B[row], state.generated_B[row], state.limit_B[row] = request.sampling.seed, 0, limit
         state.status_B[row] = Status.RUNNING
-        self._slots[row] = _Slot(number, request, limit)
+        self._records[row] = _Record(number, request, limit)
 
     def _start(self, automaton: Automaton | None) -> int:
         if automaton is None:
@@ -263,8 +262,8 @@ class Generator:
         return start
 
     def _release(self, row: int, finish: Finish) -> None:
-        slot, self._slots[row] = self._slots[row], None
-        assert slot is not None
+        record, self._records[row] = self._records[row], None
+        assert record is not None
         # A free row still reads and writes at its position, which must lie in the blocks that the other rows need.
         self.state.position_B[row] = 0
         if finish == "not_finite":
@@ -275,43 +274,43 @@ class Generator:
 
     def _launch(self) -> _Block | None:
         """Start a block of steps, fewer than `block` if no row needs that many; return None if no row needs any."""
-        running = [slot for slot in self._slots if slot is not None]
-        steps = min(self.block, max((slot.limit - slot.launched for slot in running), default=0))
+        running = [record for record in self._records if record is not None]
+        steps = min(self.block, max((record.limit - record.launched for record in running), default=0))
         if steps <= 0:
             return None
         # All rows read as many blocks of the cache as the longest one needs; reading more changes no bit.
-        longest = max(len(slot.request.prompt_ids) + min(slot.launched + steps, slot.limit) for slot in running)
+        longest = max(len(record.request.prompt_ids) + min(record.launched + steps, record.limit) for record in running)
         # If one row needs the exact search, all rows use it: it gives the same bits.
-        truncation: Truncation = "search" if any(slot.exact for slot in running) else "window"
+        truncation: Truncation = "search" if any(record.exact for record in running) else "window"
         self.outbox.begin(self.state.line_1)
         self.replays.run(steps, visible_blocks(longest, self.cache.blocks), truncation)
-        for slot in running:
-            slot.launched = min(slot.launched + steps, slot.limit)
-        # Copy the list of slots: rows may have other requests by the time the block is read.
-        return _Block(steps, self.outbox.send(steps), list(self._slots))
+        for record in running:
+            record.launched = min(record.launched + steps, record.limit)
+        # Copy the list of records: rows may have other requests by the time the block is read.
+        return _Block(steps, self.outbox.send(steps), list(self._records))
 
     def _collect(self, block: _Block) -> Iterator[Event]:
         """Read a block's codes and yield the events; codes of a row after the end of its request are skipped."""
         codes, *reports = self.outbox.read(block.half, block.steps)
         lines = codes.tolist()
         self.blocks_read += 1
-        for row, slot in enumerate(block.slots):
+        for row, record in enumerate(block.records):
             # The block was launched before the host had read that the request ended.
-            if slot is None or self._slots[row] is not slot:
+            if record is None or self._records[row] is not record:
                 continue
             tokens, status = _drawn(decoded(line[row]) for line in lines)
-            slot.received += len(tokens)
+            record.received += len(tokens)
             finish = FINISHES.get(status)
             # The row has drawn nothing since, so the exact search decides the draw at the same position.
             if status == Status.UNDECIDED:
-                self._slots[row] = replace(slot, launched=slot.received, exact=True)
+                self._records[row] = replace(record, launched=record.received, exact=True)
                 self.state.status_B[row] = Status.RUNNING
             elif finish is not None:
                 self._release(row, finish)
             if tokens or finish is not None:
-                wanted = slot.request.sampling.logprobs
+                wanted = record.request.sampling.logprobs
                 reported = [] if wanted is None else _reported(reports, row, len(tokens), wanted)
-                yield Event(slot.number, tokens, finish, reported)
+                yield Event(record.number, tokens, finish, reported)
 
 
 def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:

@@ -6,7 +6,7 @@ correctly, and weights are summed as integers, whose order does not matter. The 
 those of Cephes (S. Moshier, netlib.org/cephes, expf and logf).
 
 The noise is a pure function of (seed, position, vocabulary id) by a counter-based generator, without state and without
-the host. A replayed graph repeats its draws, and a row's noise does not depend on which slot it has, on the other rows,
+the host. A replayed graph repeats its draws, and a row's noise does not depend on which row it is, on the other rows,
 or on which filters are on.
 
 Shapes: B rows, V vocabulary, N some ids of each row.

@@ -230,7 +230,7 @@ class Tables:
     Attributes:
         next_N: int32 [N], the state after each class of tokens, state by state; DEAD where the token is forbidden.
         row_S: int32 [S], the index in `next_N` of each state's first cell.
-        slot_S: int32 [S], the number of each state's automaton, from 1; 0 for FREE and DEAD.
+        automaton_S: int32 [S], the number of each state's automaton, from 1; 0 for FREE and DEAD.
         stops_S: bool [S], whether the text is over in the state.
         class_AV: int16 [A, V], each automaton's class of each token.
     """
@@ -244,10 +244,10 @@ class Tables:
         # FREE and DEAD have one cell each: FREE leads to FREE, DEAD to DEAD.
         nothing: NDArray[Any] = np.zeros(2, dtype=np.int32)
         following, rows = [np.array([FREE, DEAD])], [np.array([0, 1])]
-        slots, stops, classes = [nothing], [nothing], [np.zeros(vocabulary, dtype=np.int16)]
+        numbers, stops, classes = [nothing], [nothing], [np.zeros(vocabulary, dtype=np.int16)]
         states = cells = 2
         self._starts: dict[int, int] = {}
-        for slot, automaton in enumerate(automata, 1):
+        for number, automaton in enumerate(automata, 1):
             if len(automaton.class_V) != vocabulary:
                 raise InputRefused(
                     f"{automaton.where} was made for {len(automaton.class_V):,} tokens, not {vocabulary:,}"
@@ -256,7 +256,7 @@ class Tables:
             self._starts[id(automaton)] = states
             following.append(np.where(table_SC < 0, DEAD, table_SC + states).reshape(-1))
             rows.append(np.arange(len(table_SC)) * table_SC.shape[1] + cells)
-            slots.append(np.full(len(table_SC), slot))
+            numbers.append(np.full(len(table_SC), number))
             stops.append(automaton.stops_S)
             classes.append(automaton.class_V)
             states, cells = states + len(table_SC), cells + table_SC.size
@@ -265,7 +265,7 @@ class Tables:
             return torch.from_numpy(np.concatenate(parts)).to(device, dtype)
 
         self.next_N, self.row_S = together(following, torch.int32), together(rows, torch.int32)
-        self.slot_S, self.stops_S = together(slots, torch.int32), together(stops, torch.bool)
+        self.automaton_S, self.stops_S = together(numbers, torch.int32), together(stops, torch.bool)
         self.class_AV = together(classes, torch.int16).view(-1, vocabulary)
 
     def start(self, automaton: Automaton) -> int | None:
@@ -283,7 +283,7 @@ def allowed(tables: Tables, state_B: Tensor) -> Tensor:
     Returns:
         bool [B, V]; all true in state FREE, all false in state DEAD.
     """
-    class_BV = tables.class_AV[tables.slot_S[state_B]].int()
+    class_BV = tables.class_AV[tables.automaton_S[state_B]].int()
     return tables.next_N[tables.row_S[state_B][:, None] + class_BV] != DEAD
 
 
@@ -298,7 +298,7 @@ def advance(tables: Tables, state_B: Tensor, token_B: Tensor) -> Tensor:
     Returns:
         int32 [B].
     """
-    class_B = tables.class_AV[tables.slot_S[state_B], token_B].int()
+    class_B = tables.class_AV[tables.automaton_S[state_B], token_B].int()
     return tables.next_N[tables.row_S[state_B] + class_B]
 
 
