@@ -78,6 +78,7 @@ class Positions:
         self.budget = budget
         self.takes, self.follow = [0], [NOWHERE]
         self._loops: set[int] = set()
+        # What `at`, `before` and `closed` have returned.
         self._known: dict[tuple[int, Next], Next] = {}
         self._before: dict[tuple[Expression, Next], Next] = {}
         self._closed: dict[Next, Next] = {}

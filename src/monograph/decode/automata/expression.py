@@ -11,6 +11,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 
+# Expressions are equal by identity (eq=False), so that even large ones are cheap keys of a dict (`Positions.before`).
 @dataclass(frozen=True, eq=False)
 class ByteSet:
     """An expression that matches one byte of a set; bit b of `mask` says whether byte b is in it."""
