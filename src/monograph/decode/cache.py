@@ -1,15 +1,16 @@
-"""The key-value cache: fixed slots in blocks, slot s holds position s of its row; each row advances by itself.
+"""The key-value cache of a fixed size: slot s of a row holds keys and values of position s; rows advance independently.
 
 Prompts are read one at a time, in chunks of a fixed size at fixed positions, into a cache with one row, so that a
-prompt's keys and values depend on the prompt alone. Its last token is left to the first decode step.
+prompt's keys and values depend on the prompt alone. The first decode step reads the prompt's last token.
 
-Shapes: N blocks, B rows, K key-value heads, H query heads, C slots of a block, E head dimension, T positions (of a
-chunk); 1 is the row of a prompt.
+Shapes: N blocks, B rows, K key-value heads, H query heads, C slots of a block, E head dimension, T positions of a
+chunk, 1 the only row of the cache that prompts are read into.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,18 +19,20 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.cached_attention import BLOCK, cached_attention
 
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+
 
 class KVCache:
-    """Keys and values of `rows` sequences, one tensor for each layer, zero where nothing was written."""
+    """Keys and values of several rows, two tensors for each layer, zero where nothing was written."""
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor], looked_at: int | None = None) -> None:
-        """Take memory [N, B, K, C, E] for each layer; attention looks at its first `looked_at` blocks, None: at all."""
-        self.keys, self.values, self.looked_at = keys, values, looked_at
+    def __init__(self, keys: list[Tensor], values: list[Tensor], seen_blocks: int | None = None) -> None:
+        """Take tensors [N, B, K, C, E], one for each layer; attention reads the first `seen_blocks` blocks, or all."""
+        self.keys, self.values, self.seen_blocks = keys, values, seen_blocks
 
     @classmethod
     def allocate(cls, config: LlamaConfig, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> KVCache:
         """Allocate memory for at least `slots` positions of each row."""
-        # Blocks are the outer axis, so that the first of them, all that a short sequence needs, lie in one piece.
+        # Blocks are the outer axis, so that the first blocks, all that short texts need, lie in one piece of memory.
         shape = (blocks_for(slots), rows, config.num_key_value_heads, BLOCK, config.head_dim)
         # A tensor for each layer: a captured graph that writes into a part of a tensor copies all of it (docs/log.md).
         keys, values = (
@@ -39,17 +42,17 @@ class KVCache:
 
     @staticmethod
     def bytes_per_row(config: LlamaConfig, slots: int, dtype: torch.dtype) -> int:
-        """Return the bytes that `allocate` takes for one row."""
+        """Return how many bytes `allocate` takes for one row."""
         heads = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
         return 2 * heads * blocks_for(slots) * BLOCK * dtype.itemsize
 
     @property
     def blocks(self) -> int:
-        """Return N."""
+        """The number of blocks, N."""
         return self.keys[0].shape[0]
 
     def first(self, blocks: int) -> KVCache:
-        """Return a cache in the same memory, of which no more than the first blocks are looked at."""
+        """Return a cache in the same memory, in which attention reads the first `blocks` blocks only."""
         return KVCache(self.keys, self.values, blocks)
 
     def attend(
@@ -61,52 +64,50 @@ class KVCache:
         positions_BT: Tensor,
         window: int | None,
     ) -> Tensor:
-        """Store new keys and values at their positions; return what the queries there see (`cached_attention`)."""
+        """Store new keys and values at their positions; return the attention of the queries (`cached_attention`)."""
         keys_NBKCE, values_NBKCE = self.keys[layer_index], self.values[layer_index]
         rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
         where = (positions_BT // BLOCK, rows_B1, slice(None), positions_BT % BLOCK)
-        # Written whole and read by a slice: written through a slice, the whole cache would be copied (docs/log.md).
+        # Write to the whole tensor and read a slice of it: a captured write to a slice copies the cache (docs/log.md).
         keys_NBKCE[where] = key_BKTE.transpose(1, 2).to(keys_NBKCE.dtype)
         values_NBKCE[where] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
-        seen = slice(self.looked_at)
+        seen = slice(self.seen_blocks)
         return cached_attention(query_BHTE, keys_NBKCE[seen], values_NBKCE[seen], positions_BT, window)
 
     def copy_row(self, row: int, source: KVCache, slots: int) -> None:
-        """Copy the first slots of the only row of `source` to a row."""
+        """Copy the first slots of `source`, which has one row, to a row of this cache."""
         blocks = blocks_for(slots)
         for own, others in ((self.keys, source.keys), (self.values, source.values)):
             torch._foreach_copy_([cache[:blocks, row] for cache in own], [cache[:blocks, 0] for cache in others])
 
     def clear(self, row: int) -> None:
-        """Forget a row, as is needed after numbers that are not finite."""
-        # Hidden slots weigh 0, and 0 times NaN is NaN.
+        """Set a row to zero, as is needed after numbers that are not finite."""
+        # Attention weighs hidden slots with 0, and 0 times NaN is NaN.
         for tensor in (*self.keys, *self.values):
             tensor[:, row] = 0
 
 
 def blocks_for(slots: int) -> int:
-    """Return how many blocks hold so many slots."""
+    """Return how many blocks hold that many slots."""
     return -(-slots // BLOCK)
 
 
 def visible_blocks(slots: int, most: int) -> int:
-    """Return how many blocks to look at for so many slots."""
-    needed = blocks_for(slots)
-    # Powers of two, since a graph is captured for each number.
-    return min(most, 1 << (needed - 1).bit_length())
+    """Return how many blocks to read for that many slots: a power of two, since a graph is captured for each number."""
+    return min(most, 1 << (blocks_for(slots) - 1).bit_length())
 
 
 class Reader:
-    """A cache that holds the prompt read last."""
+    """Reads prompts into a cache with one row, which holds the prompt that was read last."""
 
-    def __init__(self, model: Llama, slots: int, chunk: int, wrap: Callable[[Callable], Callable]) -> None:  # type: ignore[type-arg]
+    def __init__(self, model: Llama, slots: int, chunk: int, wrap: Wrap) -> None:
         """Allocate a cache with one row.
 
         Args:
             model: the language model, in evaluation mode.
             slots: length of the longest prompt.
             chunk: tokens read at once, a power of two up to the cache's block.
-            wrap: compiles a function, or returns it as it is.
+            wrap: a function that compiles another, or returns it unchanged.
         """
         weight = model.lm_head.weight
         self.model, self.chunk, self.device = model, chunk, weight.device
@@ -115,11 +116,11 @@ class Reader:
         self._held: tuple[int, ...] = ()
 
     def read(self, prompt: Sequence[int]) -> KVCache:
-        """Return the cache with keys and values of all tokens but the last; the last prompt is not read again."""
+        """Return the cache with keys and values of all tokens but the last; the prompt read last is not read again."""
         tokens = tuple(prompt[:-1])
         if tokens != self._held:
-            self._held = ()  # until all is read, as an interrupt may come in between
-            # Fixed chunks at fixed positions: a prompt's numbers depend on it alone, and the graphs are few.
+            self._held = ()  # an interrupt may come before all is read
+            # With fixed chunks at fixed positions a prompt's numbers depend on it alone, and few graphs are captured.
             padded = torch.zeros(-(-len(tokens) // self.chunk) * self.chunk, dtype=torch.int64)
             padded[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
             for begin in range(0, len(tokens), self.chunk):

@@ -1,7 +1,7 @@
-"""From logits to a token, on the device: edits, temperature and truncations in the chain's order, the draw.
+"""Turns logits into tokens on the device: edits, temperature and truncations in the chain's order, then the draw.
 
-Pure functions of tensors with static shapes, no wait for the device: the same in eager mode, compiled, captured and
-replayed. All arithmetic is fp32, whatever the model's dtype.
+All are pure functions of tensors with static shapes that never wait for the device, so they are the same in eager mode,
+compiled, captured and replayed. Arithmetic is in fp32 for every dtype of the model.
 
 Shapes: B rows, V vocabulary, N some tokens of each row.
 """
@@ -19,22 +19,23 @@ from monograph.decode.filters import FILTERS, log_total
 from monograph.decode.knobs import EDITS, Chain
 from monograph.decode.reproducible import gumbel_noise, gumbel_noise_of, row_uniform
 
-# Statuses of a row's draw. All but OK stop the row, and OVERFLOW asks for the same draw by "search".
+# Statuses of a row's draw. All but OK stop the row; after OVERFLOW the host repeats the draw with "search".
 OK, NAN, DEAD, OVERFLOW = 0, 1, 2, 3
 
 
 class Rows(NamedTuple):
-    """Each row's numbers and state, which the sampler reads in addition to its logits.
+    """The options and the state of each row, which the sampler reads in addition to the logits.
 
     Attributes:
         seed_B: int64.
         position_B: int64, the absolute position of the token to be drawn.
         generated_B: int64, tokens drawn so far.
         knobs: by name, fp32 or int64 [B], lists of ids [B, M] (`new_knobs`).
-        counts_BV: int32, how often each id was drawn; begins as `first_counts` says. None where the chain reads none.
-        prompt_BV: bool, whether an id is in the prompt; if penalties see a window int32, how often. None likewise.
+        counts_BV: int32, how often each id was drawn, from the counts of `first_counts` on. None where the chain does
+            not read it.
+        prompt_BV: bool, whether an id is in the prompt; int32, how often, if penalties see a window. None likewise.
         past: the ids that were written; None likewise.
-        mu_B: fp32, the surprise in bits that mirostat allows.
+        mu_B: fp32, the surprise in bits that mirostat allows; None likewise.
     """
 
     seed_B: Tensor
@@ -48,7 +49,7 @@ class Rows(NamedTuple):
 
 
 class LogProbabilities(NamedTuple):
-    """Natural logarithms of probabilities, fp32: the chosen token's [B], and the likeliest with their ids [B, N]."""
+    """Natural logarithms of probabilities, fp32: of the chosen tokens, [B], and of the N likeliest with ids, [B, N]."""
 
     chosen_B: Tensor
     ids_BN: Tensor
@@ -56,11 +57,14 @@ class LogProbabilities(NamedTuple):
 
 
 class Drawn(NamedTuple):
-    """The tokens, int64 [B] (0 where the status is not OK), and what became of each draw, int32 [B].
+    """The drawn tokens and how each draw ended.
 
-    `logprobs`: under the distribution drawn from, -inf where it has fewer tokens; None where the chain reports none.
-
-    NAN: a logit is NaN or +inf. DEAD: no token is allowed. OVERFLOW: the window did not hold all that a filter keeps.
+    Attributes:
+        token_B: int64, 0 where the status is not OK.
+        status_B: int32. OK; NAN: a logit is NaN or +inf; DEAD: no token is allowed; OVERFLOW: the window did not hold
+            all tokens that a filter keeps.
+        logprobs: under the distribution drawn from, -inf where it has fewer tokens than are reported; None where the
+            chain reports none.
     """
 
     token_B: Tensor
@@ -78,14 +82,12 @@ def sample(
 
     Args:
         logits_BV: [B, V], any float dtype.
-        rows: the rows' numbers and state.
+        rows: the options and the state of each row.
         allowed_BV: [B, V] bool, tokens that a constraint allows; None: all.
         chain: the stages.
-        truncation: how filters find their thresholds. "window" looks at the likeliest tokens and says so where they are
-            too few; "search" and "sort" look at all. Where the window holds they give the same bits.
-
-    Returns:
-        Tokens and statuses.
+        truncation: how filters find their thresholds. "window" looks at the likeliest tokens only and reports OVERFLOW
+            where they are too few; "search" and "sort" look at all tokens. Where the window is enough, all three give
+            the same bits.
     """
     raw_BV = logits_BV.float()
     # argmax ignores scores of -inf, so an edit that forbids a token needs no further mask.
@@ -98,7 +100,7 @@ def sample(
         greedy_B = rows.knobs["temperature"] <= 0
         candidates = narrowed(edited_BV, rows, chain, truncation)
         token_B = torch.where(greedy_B, token_B, _drawn_from(candidates, rows))
-        # No filter decides what a greedy row takes.
+        # A greedy row ignores the filters, so none can have overflowed.
         held_B = candidates.held_B1[:, 0] | greedy_B
         if logprobs is not None:
             drawn = _processed(candidates, token_B, chain.logprobs or 0)
@@ -107,10 +109,9 @@ def sample(
             logprobs = LogProbabilities(
                 *(torch.where(greedy_B if a.ndim == 1 else greedy_B[:, None], a, b) for a, b in pairs)
             )
-    # A comparison with NaN is false, so each of these is false for a row that has one. The raw logits are looked at as
-    # well, since a mask may hide a NaN.
+    # Both are false for a row with a NaN or +inf. The raw logits are compared too, since a mask may hide a NaN.
     sound_B = (raw_BV.amax(-1) < torch.inf) & (greatest_B1[:, 0] < torch.inf)
-    # The gravest last: a filter's answer means nothing in a row with a NaN.
+    # The gravest status is set last: a filter's answer means nothing in a row with a NaN.
     status_B = torch.where(held_B, OK, OVERFLOW)
     status_B = torch.where(greatest_B1[:, 0] == -torch.inf, DEAD, status_B)
     status_B = torch.where(sound_B, status_B, NAN).to(torch.int32)
@@ -118,22 +119,22 @@ def sample(
 
 
 def _drawn_from(candidates: Candidates, rows: Rows) -> Tensor:
-    """Return the token of the greatest score with noise, the lowest id among equals; [B]."""
+    """Return the tokens with the greatest score plus noise, the lowest id among equals; [B]."""
     scores_BN, ids_BN = candidates.scores_BN, candidates.ids_BN
     if ids_BN is None:
         return (scores_BN + gumbel_noise(rows.seed_B, rows.position_B, scores_BN.shape[-1])).argmax(-1)
-    # The candidates are in the order of their logits, where argmax would not take the lowest id.
+    # These candidates are in the order of their logits, so argmax would not take the lowest id.
     noisy_BN = scores_BN + gumbel_noise_of(rows.seed_B, rows.position_B, ids_BN)
     greatest_B1 = noisy_BN.amax(-1, keepdim=True)
     return torch.where(noisy_BN == greatest_B1, ids_BN, ids_BN.amax(-1, keepdim=True)).amin(-1)
 
 
 def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation) -> Candidates:
-    """Return what the chain's temperature and truncations, in its order, leave of edited logits."""
+    """Apply the chain's temperature and truncations, in its order, to edited logits."""
     # A list of ids has its own length for each graph; filters read only the numbers, one for each row.
     knobs = {name: value[:, None] for name, value in rows.knobs.items() if value.ndim == 1}
     if "xtc" in chain.stages:
-        # Not one of the noise's words, so that it is independent of the token that is drawn.
+        # This number is none of the noise's, so it is independent of the token that is drawn.
         knobs["xtc_uniform"] = row_uniform(rows.seed_B, rows.position_B)[:, None]
     if rows.mu_B is not None:
         knobs["mu"] = rows.mu_B[:, None]
@@ -141,14 +142,14 @@ def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation
     for stage in chain.stages:
         if stage not in EDITS:
             before, candidates = candidates, FILTERS[stage](candidates, knobs)
-            # top_k knows min_keep from its k, and looks at fewer tokens afterwards.
+            # `_top_k` in knobs.py has already raised top_k's k to min_keep; later stages look at fewer tokens.
             if "min_keep" in knobs and stage != "top_k" and not stage.endswith("temperature"):
                 candidates = _with_at_least(knobs["min_keep"], before, candidates)
     return candidates
 
 
 def _with_at_least(least_B1: Tensor, before: Candidates, after: Candidates) -> Candidates:
-    """Return what a filter left, or where this is fewer tokens than the least, as many of the likeliest it found."""
+    """Return the tokens that a filter left, or in rows with fewer than `least` the `least` likeliest before it."""
     least_B1 = least_B1.minimum(before.left())
     short_B1 = after.left() < least_B1
     kept = before.likeliest(one_each, least_B1.clamp(min=1), short_B1)
@@ -161,7 +162,7 @@ def _with_at_least(least_B1: Tensor, before: Candidates, after: Candidates) -> C
 
 def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chain) -> Tensor:
     """Apply bias, minimum of tokens, the constraint's mask and penalties to logits; fp32."""
-    # All before any filter, since they change who is likelier than whom.
+    # All edits come before any filter, since they change which token is likelier.
     knobs = rows.knobs
     if "bias" in chain.stages:
         logits_BV = penalties.add_at(logits_BV, knobs["bias_ids"], knobs["bias_values"])
@@ -188,7 +189,7 @@ def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chai
 
 
 def log_probabilities(logits_BV: Tensor, token_B: Tensor, n: int) -> LogProbabilities:
-    """Return the log softmax of raw logits (no edit, no temperature), fp32, for the tokens and the n likeliest."""
+    """Return the log softmax of raw logits, without edits and temperature, of the tokens and the n likeliest; fp32."""
     values_BV = logits_BV.float().log_softmax(-1)
     likeliest = values_BV.topk(n, dim=-1)
     return LogProbabilities(values_BV.gather(-1, token_B[:, None])[:, 0], likeliest.indices, likeliest.values)
@@ -202,7 +203,7 @@ def _processed(candidates: Candidates, token_B: Tensor, n: int) -> LogProbabilit
         chosen_B = values_BN.gather(-1, token_B[:, None])[:, 0]
     else:
         chosen_B = torch.where(ids_BN == token_B[:, None], values_BN, -torch.inf).amax(-1)
-    # Where `nearest` left fewer than n tokens, the report has its n places all the same.
+    # If `nearest` left fewer than n tokens, pad: a report always has n places.
     few = min(n, values_BN.shape[-1])
     likeliest = values_BN.topk(few, dim=-1)
     places_BN = likeliest.indices if ids_BN is None else ids_BN.gather(-1, likeliest.indices)
@@ -212,7 +213,7 @@ def _processed(candidates: Candidates, token_B: Tensor, n: int) -> LogProbabilit
 
 
 def _of_one(token_B: Tensor, n: int) -> LogProbabilities:
-    """Return log-probabilities where one token has the probability 1."""
+    """Return log-probabilities under the distribution that gives the one token of each row the probability 1."""
     ids_BN = token_B[:, None].expand(-1, n)
     first_N = torch.arange(n, device=token_B.device) == 0
     chosen_B = torch.zeros_like(token_B, dtype=torch.float32)

@@ -1,6 +1,6 @@
-"""Continue prompts with text.
+"""Continues prompts with text.
 
-Text is shown while ids come: whole characters only, nothing that a stop string may still take back.
+Text is given out while ids come, in whole characters, and without an end that may still turn out to be a stop string.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, NamedTuple, overload
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -30,58 +30,57 @@ from monograph.text.tokenizer import Tokenizer
 
 
 class Transcript:
-    """The text of one completion.
+    """The text of one completion, made from ids as they come.
 
     Attributes:
         token_ids: all ids so far.
-        text: their text as far as it is certain: without a character whose bytes are not all there, without the
-            beginning of a stop string, and after `finish` without the stop string.
+        text: the part of their text that is certain: it has no incomplete character and no beginning of a stop string,
+            and after `finish` it ends before the first stop string.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
-        """Begin an empty text after the ids `before`; it will end before the first of `stop` that appears."""
-        self._lead = tokenizer.lead(before)  # a space that begins the bytes and is not of the text
+        """Begin an empty text after the ids `before`; it will end before the first occurrence of a string in `stop`."""
+        self._lead = tokenizer.lead(before)  # a space that the tokenizer puts before the text
         self._tokenizer, self._stop = tokenizer, [text.encode() for text in stop]
-        # A character's bytes may come in several tokens.
+        # The bytes of one character may be spread over several tokens.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""
         self.token_ids: list[int] = []
         self.text = ""
 
     def add(self, ids: Iterable[int]) -> str:
-        """Take more ids; return the text that is certain now and was not before."""
+        """Take more ids; return the text that became certain by them."""
         ids = list(ids)
         self.token_ids += ids
         self._held += b"".join([self._tokenizer.pieces[index] for index in ids])
-        return self._say(len(self._held) - self._begun())
+        return self._append(len(self._held) - self._uncertain())
 
     def finish(self) -> str:
-        """Return the rest of the text, up to a stop string: nothing more comes."""
+        """Return the rest of the text, up to a stop string, once no more ids come."""
         places = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
-        return self._say(min(places, default=len(self._held)), final=True)
+        return self._append(min(places, default=len(self._held)), final=True)
 
-    def _begun(self) -> int:
-        """Return how many bytes at the end may begin a stop string, or come from a whole one on."""
-        # A stop string may have begun in the last bytes: they are shown once it is clear that it did not.
+    def _uncertain(self) -> int:
+        """Return how many of the held bytes come after the first place where a stop string stands or may begin."""
         held = self._held
         for at in range(len(held) if self._stop else 0):
             if any(stop.startswith(held[at:]) or held.startswith(stop, at) for stop in self._stop):
                 return len(held) - at
         return 0
 
-    def _say(self, size: int, *, final: bool = False) -> str:
-        said = self._held[:size]
-        if said:
-            said, self._lead = said.removeprefix(self._lead), b""
-        new = self._decoder.decode(said, final)
-        self._held = self._held[size:]
+    def _append(self, size: int, *, final: bool = False) -> str:
+        """Move the first `size` held bytes to the text; return the text that is new."""
+        certain, self._held = self._held[:size], self._held[size:]
+        if certain:
+            certain, self._lead = certain.removeprefix(self._lead), b""
+        new = self._decoder.decode(certain, final)
         self.text += new
         return new
 
 
-# Steps that take longer than compiling them (docs/log.md; on a GPU an estimate, not measured yet).
+# The number of steps from which on compiling saves time (docs/log.md; on a GPU an estimate, not measured yet).
 WORTH_COMPILING = {"cuda": 4_000, "cpu": 20_000}
-MOST_ROWS = {"cuda": 64, "cpu": 8}
+MOST_ROWS = {"cuda": 64, "cpu": 8}  # requests that run at once
 
 
 @dataclass(frozen=True)
@@ -89,10 +88,10 @@ class Completion:
     """A text that the model wrote after a prompt.
 
     Attributes:
-        text: without the prompt and without the stop string.
-        token_ids: the drawn ids, a stop id included.
+        text: the text without the prompt and the stop string.
+        token_ids: the drawn ids, with the stop id.
         finish_reason: "stop" at a stop id or a stop string, "length" at max_tokens or the context's end, "not_finite"
-            where the model's logits were not, "nothing_allowed" where bias and constraint left no token.
+            if the model's logits were not finite, "nothing_allowed" if bias and constraint left no token.
         logprobs: one for each id; None unless `Sampling.logprobs` asks for them.
     """
 
@@ -107,7 +106,13 @@ class Completion:
 
 
 class Piece(NamedTuple):
-    """New text of a completion, and the completion once it is whole; completions are numbered prompt by prompt."""
+    """New text of a completion.
+
+    Attributes:
+        number: the completion's number; completions are numbered prompt by prompt.
+        text: the text that is new.
+        completion: the completion once it is whole, else None.
+    """
 
     number: int
     text: str
@@ -116,11 +121,11 @@ class Piece(NamedTuple):
 
 @dataclass
 class _Writing:
-    """A completion that has begun and is not all shown."""
+    """A completion that has begun and was not given out as a whole yet; `pending` is text that waits for its turn."""
 
     transcript: Transcript
     logprobs: list[LogProbability] | None
-    unsaid: str = ""
+    pending: str = ""
     finish: Finish | None = None
 
 
@@ -128,13 +133,13 @@ class Generation:
     """Completions that are being written; iterating over it, or over `stream`, writes them.
 
     Attributes:
-        generator: writes them, and counts what that took.
+        generator: the decoder of the requests, which counts what that took.
         count: completions in all.
-        tokens: drawn so far.
+        tokens: tokens drawn so far.
     """
 
     def __init__(self, generator: Generator, requests: Sequence[Request], tokenizer: Tokenizer, stop: Sequence[str]):
-        """Take any number of requests; the generator gets them as it needs them."""
+        """Take any number of requests; the generator gets each when it is about to have a free row."""
         self.generator, self.count, self.tokens = generator, len(requests), 0
         self._requests, self._tokenizer, self._stop = requests, tokenizer, stop
 
@@ -143,62 +148,55 @@ class Generation:
         return (piece.completion for piece in self.stream() if piece.completion is not None)
 
     def stream(self) -> Iterator[Piece]:
-        """Yield all text as it comes: that of the first completion, then of the next, whatever is written at once."""
+        """Yield text as it comes, completion by completion, even where several are written at once."""
         indices: dict[int, int] = {}
-        begun: dict[int, _Writing] = {}
-        coming = iter(enumerate(self._requests))
+        writings: dict[int, _Writing] = {}
+        waiting = iter(enumerate(self._requests))
 
-        def begin(most: int) -> None:
-            for index, request in itertools.islice(coming, most):
+        def submit(most: int) -> None:
+            for index, request in itertools.islice(waiting, most):
                 logprobs = None if request.sampling.logprobs is None else list[LogProbability]()
-                begun[index] = _Writing(Transcript(self._tokenizer, self._stop, request.prompt_ids), logprobs)
+                writings[index] = _Writing(Transcript(self._tokenizer, self._stop, request.prompt_ids), logprobs)
                 indices[self.generator.submit(request)] = index
 
-        # As many wait as run, so that a row that ends finds its next request in the queue.
-        begin(2 * self.generator.rows)
+        # As many requests wait as run, so that a row whose request ends finds the next one in the queue.
+        submit(2 * self.generator.rows)
         current = 0
         for event in self.generator.run():
-            writing = begun[indices[event.number]]
-            writing.unsaid += writing.transcript.add(event.token_ids)
+            writing = writings[indices[event.number]]
+            writing.pending += writing.transcript.add(event.token_ids)
             self.tokens += len(event.token_ids)
             if writing.logprobs is not None:
                 writing.logprobs += event.logprobs
             if event.finish is not None:
-                writing.unsaid += writing.transcript.finish()
+                writing.pending += writing.transcript.finish()
                 writing.finish = event.finish
                 del indices[event.number]
-                begin(1)
+                submit(1)
             # A later completion's text waits here until its turn.
-            while (first := begun.get(current)) is not None:
-                text, first.unsaid = first.unsaid, ""
+            while (first := writings.get(current)) is not None:
+                text, first.pending = first.pending, ""
                 if first.finish is None:
                     if text:
                         yield Piece(current, text, None)
                     break
                 whole = Completion(first.transcript.text, first.transcript.token_ids, first.finish, first.logprobs)
                 yield Piece(current, text, whole)
-                del begun[current]
+                del writings[current]
                 current += 1
 
 
 class _Requests(Sequence[Request]):
-    """`n` continuations of each request, which differ in their seed."""
+    """`n` requests in place of each, which differ in their seed; they are made on access, as n may be large."""
 
-    # Made when they are asked for, as n may be large.
     def __init__(self, requests: list[Request], n: int) -> None:
         self.requests, self.n = requests, n
 
     def __len__(self) -> int:
         return len(self.requests) * self.n
 
-    @overload
-    def __getitem__(self, index: int) -> Request: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Request]: ...
-    def __getitem__(self, index: int | slice) -> Request | list[Request]:
-        if isinstance(index, slice):
-            return [self[number] for number in range(len(self))[index]]
-        prompt, continuation = divmod(range(len(self))[index], self.n)
+    def __getitem__(self, index: int) -> Request:  # type: ignore[override]  # it is iterated over and never sliced
+        prompt, continuation = divmod(index, self.n)
         first = self.requests[prompt]
         seed = continuation_seed(first.sampling.seed, continuation)
         return replace(first, sampling=replace(first.sampling, seed=seed))
@@ -219,17 +217,17 @@ def generate(
 
     Args:
         model: the language model; it is put into evaluation mode.
-        tokenizer: its tokenizer.
-        prompts: texts to go on from, after the token that begins a document, or ids as they are.
-        sampling: how tokens are chosen; or one for each prompt, all of one order. A prompt's tokens do not depend on
-            the options of the others.
+        tokenizer: the model's tokenizer.
+        prompts: texts, which get the token that begins a document before them, or ids, which are taken as they are.
+        sampling: how tokens are chosen, for all prompts, or a list with one for each prompt and one order in all. A
+            prompt's tokens do not depend on the options of the others.
         max_tokens: most tokens to write after a prompt.
-        stop: strings before which, and ids at which, a text ends; the id that ends a document always does.
-        n: continuations per prompt; the first has the draws of `sampling.seed`, the others of seeds made from it.
-        constraint: what may be written (`monograph.decode.automata`); None: anything.
+        stop: strings before which a text ends, and ids with which it ends; the id that ends a document is always one.
+        n: continuations per prompt; the first has the draws of `sampling.seed`, the others those of seeds made from it.
+        constraint: an automaton of the allowed texts (`monograph.decode.automata`); None: any text.
 
     Returns:
-        An iterable of completions, prompt by prompt; each is written when it is asked for.
+        An iterable of completions, prompt by prompt, which are written while one iterates over it.
 
     Raises:
         InputRefused: a prompt leaves no room in the model's context.
@@ -245,20 +243,20 @@ def generate(
         raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:
         raise UsageError("stop: an empty string would stop every text at once; give the text to stop at")
-    # An id beyond the vocabulary would be an index error on the device, far from its cause.
     require_ids("stop", [item for item in stop if not isinstance(item, str)], tokenizer)
     samplings = Sampling.of_each(sampling, len(prompts), tokenizer.vocab_size)
     strings = [item for item in stop if isinstance(item, str)]
     stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *(item for item in stop if isinstance(item, int))]))
-    looked_for = stop_strings(strings, tokenizer.pieces) if strings else None
-    breaking = cache(lambda texts: breakers(texts, tokenizer.pieces))  # one look at the vocabulary serves many prompts
+    stop_automaton = stop_strings(strings, tokenizer.pieces) if strings else None
+    # Prompts with the same sequence breakers share one search of the vocabulary.
+    breakers_of = cache(lambda texts: breakers(texts, tokenizer.pieces))
     bare = unwrapped(model)
     requests = [
         Request(
-            tuple(prompt_ids(bare, tokenizer, prompt)), own, max_tokens, stop_ids, constraint, looked_for,
-            breaking(tuple(own.dry_sequence_breakers)) if own.dry_multiplier else None,
+            tuple(prompt_ids(bare, tokenizer, prompt)), options, max_tokens, stop_ids, constraint, stop_automaton,
+            breakers_of(tuple(options.dry_sequence_breakers)) if options.dry_multiplier else None,
         )
-        for prompt, own in zip(prompts, samplings, strict=True)
+        for prompt, options in zip(prompts, samplings, strict=True)
     ]  # fmt: skip
     _require_beginnings(strings, requests, tokenizer)
     model.eval()  # the copy that `unwrapped` may make would leave it in training mode
@@ -279,12 +277,12 @@ def _require_beginnings(strings: Sequence[str], requests: Sequence[Request], tok
 
 
 def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary: int) -> Generator:
-    """Return a generator for `n` times these requests, with no more rows than pay or than fit the memory.
+    """Return a generator for `n` times these requests, with at most MOST_ROWS rows.
 
-    Keys and values may take half of the free memory.
+    Keys and values take at most half of the free memory.
 
     Raises:
-        OutOfDeviceMemory: not even one row fits.
+        OutOfDeviceMemory: one row takes more than that.
     """
     config, weight = model.config, model.lm_head.weight
     device, count = weight.device.type, n * len(requests)
@@ -299,7 +297,7 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
         )
     rows = min(count, MOST_ROWS[device], half_bytes // row_bytes)
     steps = -(-count // rows) * min(longest.max_tokens, slots - 1)
-    # One request speaks for all: `generate` gives them the same constraint and stop strings.
+    # One request stands for all, as `generate` gives them the same constraint and stop strings.
     automata = [automaton for automaton in (longest.constraint, longest.stop) if automaton]
     return Generator(
         model,
@@ -313,7 +311,7 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
 
 
 def require_ids(what: str, ids: Sequence[object], tokenizer: Tokenizer) -> None:
-    """Refuse ids that a tokenizer does not have, which would stand for other ones or be an index error."""
+    """Refuse ids that a tokenizer does not have; unchecked they would stand for other ids or be an index error."""
     last = tokenizer.vocab_size - 1
     known = Range(f"an id of the tokenizer, from 0 to {last}", 0, last, whole=True)
     for token in ids:
@@ -321,11 +319,11 @@ def require_ids(what: str, ids: Sequence[object], tokenizer: Tokenizer) -> None:
 
 
 def prompt_ids(model: Llama, tokenizer: Tokenizer, prompt: str | Sequence[int] | Tensor) -> list[int]:
-    """Return a text's ids after the one that begins a document; ids are returned as they are.
+    """Return the ids of a prompt: a text's after the id that begins a document, given ids as they are.
 
     Raises:
-        InputRefused: they leave no room in the model's context.
-        UsageError: an id is not the tokenizer's.
+        InputRefused: the ids leave no room in the model's context, or there are none.
+        UsageError: the tokenizer does not have an id.
     """
     if isinstance(prompt, str):
         ids = [tokenizer.bos_id, *tokenizer.encode(prompt)]

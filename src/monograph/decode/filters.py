@@ -1,4 +1,8 @@
-"""The stages between the penalties and the draw: each narrows the candidates, or scales their scores."""
+"""The stages between the penalties and the draw: each drops candidates or scales their scores.
+
+In the equations x is a score, high the likeliest token's, S the sum of exp(x - high), and exp(x - high) / S the
+probability of a token among those that are left.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +15,13 @@ from torch import Tensor
 from monograph.decode.candidates import Candidates, one_each, reach
 from monograph.decode.reproducible import UNIT, log
 
-# The entropy of the tokens that are left, by sums of integers, so that its bits depend on no order of summation.
+# The entropy of the tokens that are left is made of sums of integers, so its bits depend on no order of summation.
 
 
 def mean_surprise(candidates: Candidates) -> tuple[Tensor, Tensor]:
-    """Return E[y], y = high - x, by the probabilities of tokens left, fp32 [B, 1]; and the weights' sum, int64 [B, 1].
+    """Return E[y], y = high - x, over the tokens that are left, fp32 [B, 1], and the sum of weights, int64 [B, 1].
 
-    w y <= 1/e for w = exp(-y), so the products are summed in the weights' own fixed point.
+    w y <= 1/e for w = exp(-y), so the products fit the fixed point of the weights and are summed in it.
     """
     weight_BN = candidates.weigh(candidates.scores_BN)
     below_BN = torch.where(weight_BN > 0, candidates.high_B1 - candidates.scores_BN, 0.0)
@@ -27,26 +31,31 @@ def mean_surprise(candidates: Candidates) -> tuple[Tensor, Tensor]:
 
 
 def normalised_entropy(candidates: Candidates) -> Tensor:
-    """Return H / ln n of the n tokens that are left, in [0, 1], fp64 [B, 1]; 0 for a single one."""
+    """Return the entropy H over ln n of the n tokens that are left, in [0, 1], fp64 [B, 1]; 0 for a single token."""
     mean_B1, total_B1 = mean_surprise(candidates)
     entropy_B1 = mean_B1.double() + (total_B1.double() / UNIT).log()
     left_B1 = candidates.left()
     return torch.where(left_B1 > 1, entropy_B1 / left_B1.clamp(min=2).double().log(), 0.0).clamp(0.0, 1.0)
 
 
+def _least_weight(share_B1: Tensor, total_B1: Tensor) -> Tensor:
+    """Return the least weight, an integer of at least 1, that has a share of the total; int64 [B, 1]."""
+    return (share_B1.double() * total_B1.double()).ceil().long().clamp(min=1)
+
+
 # Temperature, fixed or moving with the entropy (llama.cpp's temp and temp-ext).
 
-# Smaller temperatures divide by this: the other tokens' scores are then as good as -inf, and there is no 0 / 0.
+# Scores are divided by this at least, so that there is no 0 / 0; all but the likeliest tokens are then as good as -inf.
 SMALLEST = 2.0**-100
 
 
 def temperature(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Return scores x / T, from the largest score down, so that it stays 0."""
+    """Divide the scores by T after subtracting the largest, so that the largest is 0."""
     return _divided(candidates, knobs["temperature"])
 
 
 def dynamic_temperature(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Return x / (a + (b - a) (H / ln n)^e) with a = max(0, T - range), b = T + range; a range of 0 leaves x / T."""
+    """Divide by a + (b - a) (H / ln n)^e with a = max(0, T - range), b = T + range; a range of 0 divides by T."""
     middle_B1, range_B1 = knobs["temperature"], knobs["temperature_range"]
     low_B1 = (middle_B1 - range_B1).clamp(min=0).double()
     power_B1 = normalised_entropy(candidates).pow(knobs["temperature_exponent"].double())
@@ -63,9 +72,9 @@ def _divided(candidates: Candidates, temperature_B1: Tensor) -> Candidates:
 
 
 def top_k(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep the tokens of the k largest logits, and those level with the last.
+    """Keep the tokens with the k largest logits, and those level with the last; k = 0 and k >= V are off.
 
-    k = 0 and k >= V are off; of fewer than k tokens all are kept.
+    If fewer than k tokens are left, all of them are kept.
     """
     k_B1, vocabulary = knobs["top_k"], candidates.logits_BN.shape[-1]
     used_B1 = (k_B1 > 0) & (k_B1 < vocabulary)
@@ -78,25 +87,24 @@ def top_k(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
 
 def top_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep x if the tokens above it have together less than p of what is left, and always the likeliest.
+    """Keep a token if those above it together have less than p of the probability that is left; p >= 1 is off.
 
-    p >= 1 is off; p = 0 keeps the likeliest token and those level with it.
+    p = 0 keeps the likeliest token and those level with it.
     """
     p_B1 = knobs["top_p"]
-    target_B1 = (p_B1.double() * candidates.total().double()).ceil().long().clamp(min=1)
-    return candidates.likeliest(candidates.weigh, target_B1, p_B1 < 1)
+    return candidates.likeliest(candidates.weigh, _least_weight(p_B1, candidates.total()), p_B1 < 1)
 
 
 # Min-p (Nguyen et al. 2024, Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs).
 
 
 def min_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep x >= max + ln p, which is: a probability of at least p times the likeliest token's.
+    """Keep x >= max + ln p, the tokens with at least p times the likeliest token's probability; p = 0 is off.
 
-    p = 0 is off (ln p = -inf); p = 1 keeps the likeliest token and those level with it.
+    p = 1 keeps the likeliest token and those level with it.
     """
     log_p_B1 = knobs["log_min_p"]
-    return candidates.keep(candidates.scores_BN >= candidates.high_B1 + log_p_B1, log_p_B1 > -float("inf"))
+    return candidates.keep(candidates.scores_BN >= candidates.high_B1 + log_p_B1, log_p_B1 > -torch.inf)
 
 
 # Top-n-sigma (Tang et al. 2024, Top-nσ: Not All Logits Are You Need; maths as in llama.cpp).
@@ -105,7 +113,7 @@ def min_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 def top_n_sigma(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep x >= max - n s, s the population standard deviation of the finite scores that are left; n = 0 is off.
 
-    The sums are fp64, so s is the same fp32 number but for a rare last bit, whatever the order of summation.
+    The sums are fp64, so another order of summation changes s in fp32 by its last bit at most, and rarely.
     """
     n_B1, left_BN = knobs["top_n_sigma"], candidates.scores_BN > -torch.inf
     count_B1 = left_BN.sum(-1, keepdim=True)
@@ -119,10 +127,10 @@ def top_n_sigma(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
 
 def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """Keep the tokens nearest to the expected surprise, |-ln p - H|, until they have the probability p; p = 1 is off.
+    """Keep the tokens with the least |-ln p - H| until they have the probability `typical_p`, which at 1 is off.
 
-    With y = high - x, the surprise is y + ln S and the entropy H = E[y] + ln S: the distance is |y - E[y]|. It rises on
-    both sides of E[y], so the tokens kept are an interval of scores. The likeliest tokens may go.
+    With y = high - x, the surprise -ln p is y + ln S and the entropy H is E[y] + ln S, so the distance is |y - E[y]|.
+    It rises on both sides of E[y], so the tokens kept are an interval of scores. The likeliest tokens may be dropped.
     """
     p_B1, high_B1 = knobs["typical_p"], candidates.high_B1
     used_B1 = p_B1 < 1
@@ -131,8 +139,7 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     def distance(scores_BN: Tensor) -> Tensor:
         return ((high_B1 - scores_BN) - mean_B1).abs()
 
-    target_B1 = (p_B1.double() * total_B1.double()).ceil().long().clamp(min=1)
-    radius_B1, held_B1 = reach(candidates, candidates.weigh, target_B1, distance)
+    radius_B1, held_B1 = reach(candidates, candidates.weigh, _least_weight(p_B1, total_B1), distance)
     if "min_keep" in knobs:
         most_B1, held_too_B1 = reach(candidates, one_each, knobs["min_keep"].minimum(candidates.left()), distance)
         radius_B1, held_B1 = radius_B1.maximum(most_B1), held_B1 & held_too_B1
@@ -140,7 +147,8 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     return kept._replace(high_B1=torch.where(used_B1, kept.scores_BN.amax(-1, keepdim=True), high_B1))
 
 
-# Filters that keep the tokens of at least some probability, which each row's distribution moves; the likeliest stays.
+# Filters that keep the tokens of at least some probability, which may depend on the row's distribution. The likeliest
+# token always stays.
 #
 # Top-a; the epsilon and eta cut-offs (Hewitt et al. 2022, Truncation Sampling as Language Model Desmoothing); the cut
 # of mirostat 2 (Basu et al. 2021, Mirostat: A Neural Text Decoding Algorithm that Directly Controls Perplexity; maths
@@ -173,7 +181,7 @@ def mirostat(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 
 
 def log_total(candidates: Candidates) -> Tensor:
-    """Return ln of the sum of exp(score - high), fp32 [B, 1]: minus the ln of the likeliest token's probability."""
+    """Return ln S, fp32 [B, 1], which is minus the ln of the likeliest token's probability."""
     return log((candidates.total().double() / UNIT).float())
 
 
@@ -186,14 +194,14 @@ def _at_least(candidates: Candidates, log_least_B1: Tensor, log_total_B1: Tensor
 
 
 def xtc(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
-    """With a given probability: of the tokens of at least the threshold's probability keep the least likely only.
+    """With a given probability keep, of the tokens that reach the threshold, the least likely and those level with it.
 
-    Tokens level with that one stay; a threshold above 0.5 is off, as two tokens cannot both reach it. "xtc_uniform" is
-    a number of the row's (seed, position) apart from its noise (`reproducible.row_uniform`).
+    Tokens below the threshold stay. A threshold above 0.5 is off, as two tokens cannot both reach it. "xtc_uniform" is
+    a number made of the row's seed and position, independent of its noise (`reproducible.row_uniform`).
     """
     used_B1 = (knobs["xtc_uniform"] < knobs["xtc_probability"]) & (knobs["xtc_threshold"] <= 0.5)
     weight_BN = candidates.weigh(candidates.scores_BN)
-    least_B1 = (knobs["xtc_threshold"].double() * weight_BN.sum(-1, keepdim=True).double()).ceil().long().clamp(min=1)
+    least_B1 = _least_weight(knobs["xtc_threshold"], weight_BN.sum(-1, keepdim=True))
     high_B1 = torch.where(weight_BN >= least_B1, candidates.scores_BN, torch.inf).amin(-1, keepdim=True)
     kept_BN = candidates.scores_BN <= high_B1
     if "min_keep" in knobs:

@@ -1,22 +1,22 @@
-"""The host's side of decoding: requests take free rows, blocks of steps run, ids are read.
+"""The host's side of decoding: it puts requests into free rows, runs blocks of steps, and reads the drawn ids.
 
-A row takes the next request as soon as the host has seen that the last one ended; a request's tokens do not depend on
-the row, on the other rows, on when it came or on how many steps a block has.
+A row gets the next request as soon as the host has read that the last one ended. A request's tokens do not depend on
+its row, on the other rows, on when the request came or on how many steps a block has.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
 from monograph import compat
 from monograph.decode.automata import FREE, Automaton, Tables
-from monograph.decode.cache import KVCache, Reader, visible_blocks
+from monograph.decode.cache import KVCache, Reader, Wrap, visible_blocks
 from monograph.decode.candidates import Truncation
 from monograph.decode.knobs import Chain, knobs_of, new_knobs, write_row
 from monograph.decode.penalties import first_counts
@@ -35,16 +35,16 @@ Finish = Literal["stop", "length", "not_finite", "nothing_allowed"]
 
 @dataclass(frozen=True)
 class Request:
-    """One text to write: a prompt and how to go on.
+    """A prompt and the options of one text to write after it.
 
     Attributes:
-        prompt_ids: at least one.
-        sampling: how tokens are chosen; its seed names the draws.
-        max_tokens: most tokens to write, at least 1; the cache's end comes first if it is nearer.
+        prompt_ids: at least one id.
+        sampling: how tokens are chosen; its seed decides the draws.
+        max_tokens: most tokens to write, at least 1; fewer are written where the row's positions end before.
         stop_ids: ids that end the text.
-        constraint: what texts are allowed; None: any.
-        stop: stop strings; None: none.
-        breaker_V: bool, the ids that no repetition goes across (`penalties.breakers`); None: none.
+        constraint: the automaton of the allowed texts; None: any text.
+        stop: the automaton of the stop strings; None: there are none.
+        breaker_V: bool, the ids that no repetition goes across (`penalties.breakers`); None: there are none.
     """
 
     prompt_ids: tuple[int, ...]
@@ -57,13 +57,13 @@ class Request:
 
 
 class LogProbability(NamedTuple):
-    """Natural logarithms of a drawn token's probability, and (id, value) of the likeliest tokens.
+    """Natural logarithms of the probabilities of a drawn token and of the likeliest tokens at its place.
 
     Attributes:
-        drawn: under the model's raw logits, before any stage.
-        likeliest: likewise.
-        processed_drawn: under the distribution that was drawn from, after all stages; 0 at temperature 0.
-        processed_likeliest: likewise; fewer where fewer tokens were left.
+        drawn: of the drawn token under the model's raw logits, before any stage.
+        likeliest: (id, value) of the likeliest tokens under the raw logits.
+        processed_drawn: of the drawn token under the distribution drawn from, after all stages; 0 at temperature 0.
+        processed_likeliest: (id, value) of the likeliest tokens under that; fewer where fewer tokens were left.
     """
 
     drawn: float
@@ -73,9 +73,13 @@ class LogProbability(NamedTuple):
 
 
 class Event(NamedTuple):
-    """News of a request: its number, the ids drawn since the last event, and how it ended, None while it runs.
+    """Progress of a request.
 
-    `logprobs` has an entry for each id if the request asks for them.
+    Attributes:
+        number: the request's number, from `Generator.submit`.
+        token_ids: the ids drawn since its last event.
+        finish: how the request ended; None while it runs.
+        logprobs: one for each id if the request asks for them, else none.
     """
 
     number: int
@@ -84,8 +88,7 @@ class Event(NamedTuple):
     logprobs: list[LogProbability]
 
 
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
-CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}  # tokens of a prompt that are read at once
+CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}  # most tokens of a prompt that are read at once, by type of device
 FINISHES: dict[Status, Finish] = {
     Status.STOP: "stop",
     Status.LENGTH: "length",
@@ -95,11 +98,17 @@ FINISHES: dict[Status, Finish] = {
 
 
 @dataclass
-class _Slot:
-    """The host's record of a row: its request, how many tokens it got and how many may be under way.
+class _Record:
+    """The host's record of a request in a row.
 
-    `exact`: the fast truncation could not decide once. From then on the row runs with the exact one, in a new slot, so
-    that its codes of the time it waited are not looked at.
+    Attributes:
+        number: the request's number.
+        request: the request.
+        limit: most tokens that it may draw.
+        launched: steps that were started for it, and so the most tokens that it can have drawn.
+        received: tokens that the host has read.
+        exact: whether the fast truncation once could not decide a draw. From then on the request runs with the exact
+            one, with a new record, so that the host skips the codes of the steps in which the row waited.
     """
 
     number: int
@@ -111,22 +120,23 @@ class _Slot:
 
 
 class _Block(NamedTuple):
-    """Steps under way: their number, the half of the outbox, and which request each row had."""
+    """Steps that were started together: how many, the half of the outbox with their codes, and each row's record."""
 
     steps: int
     half: int
-    slots: list[_Slot | None]
+    records: list[_Record | None]
 
 
 class Generator:
-    """Rows of a cache that decode together, one graph a step.
+    """A decoder of many requests, which run in the rows of one cache, one graph for a step of all rows.
 
     Attributes:
-        rows: requests that run at once.
+        rows: most requests that run at once.
         compiled: whether the step is compiled.
-        ahead: whether the host reads a block while the next one runs. On a CPU that would only be work in vain.
-        prefill_s: the host's seconds spent on reading prompts.
-        blocks_read: how often the host read what had been drawn, the only times it waited for the device.
+        ahead: whether the host reads a block while the next one runs. On a CPU nothing runs meanwhile, and the steps
+            after a request's end would be wasted.
+        prefill_s: seconds that the host spent on reading prompts.
+        blocks_read: how many blocks the host has read; it waits for the device at no other time.
     """
 
     def __init__(
@@ -141,23 +151,22 @@ class Generator:
         block: int | None = None,
         compiled: bool = False,
     ) -> None:
-        """Allocate everything.
+        """Allocate the cache, the state and the tables of all rows.
 
         Args:
-            model: put into evaluation mode.
+            model: the language model; it is put into evaluation mode.
             chain: the sampler's stages, all that any request will need.
-            rows: requests that run at once.
+            rows: most requests that run at once.
             slots: positions of each row, at most the model's context.
-            vocabulary: V, the tokenizer's.
+            vocabulary: V, the size of the tokenizer's vocabulary.
             automata: all constraints and stop strings that requests will have.
-            block: steps without the host; None: 16 on a GPU, else 1, as there is nothing to hide.
-            compiled: compile the step, and on a GPU replay it as a CUDA graph.
+            block: steps between two reads of the host; None: 16 on a GPU, 1 elsewhere, where reading hides nothing.
+            compiled: whether to compile the step, and on a GPU replay it as a CUDA graph.
         """
-        weight = model.lm_head.weight
-        self.model, self.slots, self.device = model.eval(), slots, weight.device
-        self.rows, self.compiled = rows, compiled
+        weight = model.eval().lm_head.weight
+        self.rows, self.slots, self.compiled = rows, slots, compiled
         self.block = block or (16 if weight.is_cuda else 1)
-        # One graph for each number of visible blocks and each truncation, and torch gives up after eight.
+        # Each number of visible blocks and each truncation is a graph of its own, and torch by itself allows eight.
         if compiled:
             compat.allow_variants()
         wrap: Wrap = compile_function if compiled else lambda function: function
@@ -169,21 +178,21 @@ class Generator:
         self.knobs = new_knobs(chain, rows, weight.device)
         self.tables = Tables(automata, vocabulary, weight.device) if automata else None
         self.chain, self.vocabulary = chain, vocabulary
-        self.step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
+        step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
         recorder = CudaGraphs(weight.device) if compiled and weight.is_cuda else None
-        self.replays = Replays(wrap(self.step.__call__), recorder)
+        self.replays = Replays(wrap(step.__call__), recorder)
         self.outbox = Outbox(self.state.rings)
         self.ahead, self.prefill_s, self.blocks_read = weight.is_cuda, 0.0, 0
         self._waiting: deque[tuple[int, Request]] = deque()
-        self._slots: list[_Slot | None] = [None] * rows
+        self._records: list[_Record | None] = [None] * rows
         self._submitted = 0
 
     def submit(self, request: Request) -> int:
         """Put a request in the queue; return the number that its events carry.
 
         Raises:
-            InputRefused: its prompt leaves no room.
-            UsageError: it needs something that the generator was not made for.
+            InputRefused: the prompt leaves no room in a row.
+            UsageError: the request needs a stage, an automaton or more stop ids than the generator was made for.
         """
         if len(request.prompt_ids) >= self.slots:
             raise InputRefused(
@@ -193,7 +202,7 @@ class Generator:
         if not self.chain.serves(request.sampling, len(request.stop_ids) if self.chain.stop_ids else 0):
             raise UsageError(f"the generator's chain {self.chain.stages} does not serve {request.sampling}")
         for automaton in (request.constraint, request.stop):
-            self._start(automaton)  # to refuse it now, not in the middle of a run
+            self._start(automaton)  # refuses an unknown automaton now and not in the middle of a run
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for")
         self._waiting.append((self._submitted, request))
@@ -201,12 +210,12 @@ class Generator:
         return self._submitted - 1
 
     def run(self) -> Iterator[Event]:
-        """Decode until every request has ended; events of a request come in order."""
+        """Decode until every request has ended; yield its events, in order for each request."""
         under_way: _Block | None = None
-        while under_way is not None or self._waiting or any(self._slots):
+        while under_way is not None or self._waiting or any(self._records):
             self._admit()
             launched = self._launch()
-            # On a GPU the block before is read while this one runs, on a CPU this one at once.
+            # On a GPU read the previous block while this one runs, on a CPU read this one now.
             for block in (under_way, None if self.ahead else launched):
                 if block is not None:
                     yield from self._collect(block)
@@ -215,8 +224,8 @@ class Generator:
     # ── a request's way through a row ─────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
-        for row, slot in enumerate(self._slots):
-            if slot is None and self._waiting:
+        for row, record in enumerate(self._records):
+            if record is None and self._waiting:
                 self._place(row, *self._waiting.popleft())
 
     def _place(self, row: int, number: int, request: Request) -> None:
@@ -244,7 +253,7 @@ class Generator:
         state.token_B[row], state.position_B[row] = prompt[-1], len(prompt) - 1
         state.seed_B[row], state.generated_B[row], state.limit_B[row] = request.sampling.seed, 0, limit
         state.status_B[row] = Status.RUNNING
-        self._slots[row] = _Slot(number, request, limit)
+        self._records[row] = _Record(number, request, limit)
 
     def _start(self, automaton: Automaton | None) -> int:
         if automaton is None:
@@ -255,60 +264,60 @@ class Generator:
         return start
 
     def _release(self, row: int, finish: Finish) -> None:
-        slot, self._slots[row] = self._slots[row], None
-        assert slot is not None
-        # A row at rest still reads and writes at its position: at 0 it does not keep the others from a short look.
+        record, self._records[row] = self._records[row], None
+        assert record is not None
+        # A free row still reads and writes at its position, which must lie in the blocks that the other rows need.
         self.state.position_B[row] = 0
         if finish == "not_finite":
             # NaN in the cache would reach later requests of this row: 0 * NaN is NaN under any mask.
             self.cache.clear(row)
-            self.reader.forget()  # the numbers that are not finite may be the prompt's
+            self.reader.forget()  # the prompt's keys and values may be what is not finite
 
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
     def _launch(self) -> _Block | None:
-        """Start as many steps as a block has, or fewer where no row can need them."""
-        running = [slot for slot in self._slots if slot is not None]
-        steps = min(self.block, max((slot.limit - slot.launched for slot in running), default=0))
+        """Start a block of steps, fewer than `block` if no row needs that many; return None if no row needs any."""
+        running = [record for record in self._records if record is not None]
+        steps = min(self.block, max((record.limit - record.launched for record in running), default=0))
         if steps <= 0:
             return None
-        # All rows look at as many blocks as the longest one needs; more blocks change no bit.
-        longest = max(len(slot.request.prompt_ids) + min(slot.launched + steps, slot.limit) for slot in running)
-        # The exact search gives the same bits, so one row that needs it makes it everybody's.
-        truncation: Truncation = "search" if any(slot.exact for slot in running) else "window"
+        # All rows read as many blocks of the cache as the longest one needs; reading more changes no bit.
+        longest = max(len(record.request.prompt_ids) + min(record.launched + steps, record.limit) for record in running)
+        # If one row needs the exact search, all rows use it: it gives the same bits.
+        truncation: Truncation = "search" if any(record.exact for record in running) else "window"
         self.outbox.begin(self.state.line_1)
         self.replays.run(steps, visible_blocks(longest, self.cache.blocks), truncation)
-        for slot in running:
-            slot.launched = min(slot.launched + steps, slot.limit)
-        # A copy of the slots, which may have other requests by the time that the block is read.
-        return _Block(steps, self.outbox.send(steps), list(self._slots))
+        for record in running:
+            record.launched = min(record.launched + steps, record.limit)
+        # Copy the list of records: rows may have other requests by the time the block is read.
+        return _Block(steps, self.outbox.send(steps), list(self._records))
 
     def _collect(self, block: _Block) -> Iterator[Event]:
-        """Read a block's codes; those of a row after the end of its request are not looked at."""
+        """Read a block's codes and yield the events; codes of a row after the end of its request are skipped."""
         codes, *reports = self.outbox.read(block.half, block.steps)
         lines = codes.tolist()
         self.blocks_read += 1
-        for row, slot in enumerate(block.slots):
-            # Launched before the host had seen that the request ended.
-            if slot is None or self._slots[row] is not slot:
+        for row, record in enumerate(block.records):
+            # The block was launched before the host had read that the request ended.
+            if record is None or self._records[row] is not record:
                 continue
             tokens, status = _drawn(decoded(line[row]) for line in lines)
-            slot.received += len(tokens)
+            record.received += len(tokens)
             finish = FINISHES.get(status)
-            # The row drew nothing since, so the exact search draws the same token at the same position.
+            # The row has drawn nothing since, so the exact search decides the draw at the same position.
             if status == Status.UNDECIDED:
-                self._slots[row] = replace(slot, launched=slot.received, exact=True)
+                self._records[row] = replace(record, launched=record.received, exact=True)
                 self.state.status_B[row] = Status.RUNNING
             elif finish is not None:
                 self._release(row, finish)
             if tokens or finish is not None:
-                wanted = slot.request.sampling.logprobs
+                wanted = record.request.sampling.logprobs
                 reported = [] if wanted is None else _reported(reports, row, len(tokens), wanted)
-                yield Event(slot.number, tokens, finish, reported)
+                yield Event(record.number, tokens, finish, reported)
 
 
 def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:
-    """Return the tokens of a row in a block, and its status when it drew no more."""
+    """Return the tokens that a row drew in a block, and the status with which it stopped, or RUNNING."""
     tokens, status = [], Status.RUNNING
     for token, status in codes:
         if status in HAS_TOKEN:
@@ -319,13 +328,13 @@ def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:
 
 
 def _reported(reports: Sequence[Tensor], row: int, count: int, wanted: int) -> list[LogProbability]:
-    """Return a row's log-probabilities in a block, the raw ones first; a token that could not be drawn has none."""
+    """Return a row's log-probabilities in a block; a token that could not be drawn (-inf) is left out."""
     reported = []
-    for line in zip(*(report[:count, row].unflatten(-1, (2, -1)).tolist() for report in reports), strict=True):
-        (drawn, *raw), (processed_drawn, *processed) = line[0]
+    values_of, ids_of = (report[:count, row].unflatten(-1, (2, -1)).tolist() for report in reports)
+    for ((drawn, *raw), (processed_drawn, *processed)), ids in zip(values_of, ids_of, strict=True):
         likeliest, possible = (
-            [(token, value) for token, value in list(zip(ids, values, strict=True))[:wanted] if value > -math.inf]
-            for ids, values in zip(line[1], (raw, processed), strict=True)
+            [(token, value) for token, value in zip(tokens[:wanted], values[:wanted], strict=True) if value > -math.inf]
+            for tokens, values in zip(ids, (raw, processed), strict=True)
         )
         reported.append(LogProbability(drawn, likeliest, processed_drawn, possible))
     return reported

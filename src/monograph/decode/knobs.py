@@ -1,7 +1,7 @@
-"""A chain, the ordered stages that a set of requests needs, and the per-row numbers that the stages read.
+"""A chain, the ordered stages that a set of requests needs, and its knobs, the numbers that the stages read.
 
-The chain is compile time: another chain is another graph. Everything else is a tensor with one entry per row, so a
-request is admitted by writing its row. A row that does not use a stage has the number at which the stage is off.
+The chain is part of the graph: another chain is another graph. A knob is a tensor with one entry per row, so a request
+is admitted by writing its row. In a row that does not use a stage, its knobs have the values at which the stage is off.
 
 Shapes: B rows, M ids that are listed for a row, padded with -1.
 """
@@ -19,12 +19,12 @@ from torch import Tensor
 from monograph.decode.sampling import ORDERS, Sampling
 from monograph.errors import UsageError
 
-# The largest k of top-k for which the rest of a chain looks at 2 k tokens instead of all, and the fewest it looks at.
+# The largest k of top-k after which the stages read 2 k tokens instead of all, and the fewest that they read then.
 FEW, LEAST_FEW = 128, 64
 # The edits of the logits, in the order in which they are made (an automaton's mask comes after min_tokens), and two
-# that change how other stages work: a window for the penalties, a least number of tokens for the filters.
+# that change how other stages work: last_n, a window for the penalties, and min_keep, a least number for the filters.
 EDITS = ("bias", "min_tokens", "last_n", "repetition", "counted", "dry", "min_keep")
-# At temperature 0 the likeliest token is taken, whatever the filters say, so that no filter is needed.
+# Whether a request needs a stage. At temperature 0 the likeliest token is taken, so no filter is needed.
 _NEEDED: dict[str, Callable[[Sampling], bool]] = {
     "bias": lambda s: bool(s.logit_bias),
     "min_tokens": lambda s: s.min_tokens > 0,
@@ -50,15 +50,15 @@ _NEEDED: dict[str, Callable[[Sampling], bool]] = {
 
 @dataclass(frozen=True)
 class Chain:
-    """The stages of a graph, in order, and how many ids a row may list.
+    """The stages of a graph, in order, and the sizes that are part of it.
 
     Attributes:
         stages: names from EDITS, then from FILTERS; without a temperature every row takes its likeliest token.
         bias_ids: length of a row's list of biased ids; a power of two, or 0.
-        stop_ids: length of a row's list of stop tokens that min_tokens forbids, likewise.
-        logprobs: how many of the likeliest tokens are reported in addition to the drawn one; None: nothing is.
-        few: how many of the likeliest tokens are sure to hold what top-k keeps in every row that draws, but for ties;
-            None where a row may keep more than FEW of them.
+        stop_ids: length of a row's list of stop tokens that min_tokens forbids; a power of two, or 0.
+        logprobs: how many of the likeliest tokens are reported in addition to the drawn one; None: no report.
+        few: how many of the likeliest tokens include, ties apart, all that top-k keeps in every row that draws; None
+            where a row may keep more than FEW tokens.
     """
 
     stages: tuple[str, ...] = ()
@@ -69,31 +69,31 @@ class Chain:
 
     @property
     def draws(self) -> bool:
-        """Return whether a row may draw at random."""
+        """Whether a row may draw at random."""
         return "temperature" in self.stages or "dynamic_temperature" in self.stages
 
     @property
     def reads_counts(self) -> bool:
-        """Return whether `Rows.counts_BV` is read."""
+        """Whether a stage reads `Rows.counts_BV`."""
         return "repetition" in self.stages or "counted" in self.stages
 
     @property
     def reads_history(self) -> bool:
-        """Return whether `Rows.history_BT` is read."""
+        """Whether a stage reads `Rows.past`."""
         return "last_n" in self.stages or "dry" in self.stages
 
     @property
     def reports(self) -> bool:
-        """Return whether a step needs the probabilities that it drew from."""
+        """Whether a step needs the probabilities that it drew from."""
         return self.logprobs is not None or "mirostat" in self.stages
 
     @property
     def reads_prompt(self) -> bool:
-        """Return whether `Rows.prompt_BV` is read."""
+        """Whether a stage reads `Rows.prompt_BV`."""
         return "repetition" in self.stages
 
     def serves(self, sampling: Sampling, stop_ids: int = 0) -> bool:
-        """Return whether a request's stages are all here, in its order, with room for its ids."""
+        """Return whether the chain has all stages of a request, in the request's order, and room for its ids."""
         own = chain_of([sampling], stop_ids)
         if "dynamic_temperature" in own.stages and "dynamic_temperature" not in self.stages:
             return False
@@ -101,20 +101,20 @@ class Chain:
         wanted, here = ([stage.removeprefix("dynamic_") for stage in chain.stages] for chain in (own, self))
         in_order = [stage for stage in here if stage in wanted] == wanted
         reported = own.logprobs is None or (self.logprobs is not None and own.logprobs <= self.logprobs)
-        # A chain that looks at few tokens could miss some of those that a larger k keeps.
+        # A chain that reads few tokens could miss some of those that a larger k keeps.
         held = self.few is None or not own.draws or (own.few is not None and own.few <= self.few)
         return in_order and reported and held and own.bias_ids <= self.bias_ids and own.stop_ids <= self.stop_ids
 
 
 def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
-    """Return the smallest chain that serves all these requests.
+    """Return the smallest chain that serves all requests.
 
     Args:
-        samplings: at least one.
-        stop_ids: the most stop tokens that one of them has, for min_tokens.
+        samplings: the options of the requests, at least one.
+        stop_ids: the most stop tokens that a request has, for min_tokens.
 
     Raises:
-        UsageError: they do not have the same order, or it leaves out a stage that is on.
+        UsageError: the requests do not have the same order, or it leaves out a stage that is on.
     """
     orders = sorted({sampling.order for sampling in samplings})
     if len({sampling.stages for sampling in samplings}) > 1:
@@ -139,8 +139,8 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
 
 
 def _few(samplings: Sequence[Sampling]) -> int | None:
-    """Return how many of the likeliest tokens hold what top-k keeps, None for all of them."""
-    # Twice the largest k, as bf16 logits are often level, and a power of two, so that another k is no other graph.
+    """Return how many of the likeliest tokens include all that top-k keeps; None if the stages must read all tokens."""
+    # Twice the largest k, as bf16 logits are often level, and a power of two, so that most other k need no other graph.
     kept = [_top_k(sampling) for sampling in samplings if sampling.temperature > 0]
     if not kept or min(kept) == 0 or max(kept) > FEW:
         return None
@@ -148,22 +148,22 @@ def _few(samplings: Sequence[Sampling]) -> int | None:
 
 
 def _top_k(sampling: Sampling) -> int:
-    # The filters after top-k look at fewer tokens, so that min_keep of them have to be left here.
+    # The filters after top-k read only what it keeps, so it has to keep min_keep tokens.
     return max(sampling.top_k, sampling.min_keep) if sampling.top_k else 0
 
 
 def _room(entries: int) -> int:
-    """Return a power of two that holds so many, so that a few more entries are no other graph."""
+    """Return a power of two for the length of a list, so that a few more entries need no other graph; 0 for 0."""
     return 1 << (entries - 1).bit_length() if entries else 0
 
 
 def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> dict[str, Any]:
-    """Return a request's numbers for the stages of a chain, on the host.
+    """Return a request's values for the knobs of a chain, by name.
 
     Args:
         sampling: the request's options.
-        chain: a chain that serves it.
-        stop_ids: its stop tokens, which min_tokens forbids at first.
+        chain: a chain that serves the request.
+        stop_ids: the request's stop tokens, which min_tokens forbids at first.
 
     Raises:
         ValueError: the chain does not serve the request.
@@ -174,38 +174,23 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
 
 
 def _numbers(sampling: Sampling, chain: Chain, stop_ids: Sequence[int]) -> dict[str, Any]:
-    # A chain may have stages that this request does not use: their numbers are those that change no bit.
+    # A chain may have stages that this request does not use: the values of their knobs change no bit.
     seen = sampling.penalty_last_n != 0
-    values: dict[str, Any] = {
+    # A knob that is not listed here is the option of its name.
+    values: dict[str, Any] = vars(sampling) | {
         "bias_ids": _padded(list(sampling.logit_bias), chain.bias_ids, -1),
         "bias_values": _padded(list(sampling.logit_bias.values()), chain.bias_ids, 0.0),
         "stop_ids": _padded(list(stop_ids)[: chain.stop_ids], chain.stop_ids, -1),
-        "min_tokens": sampling.min_tokens,
-        "penalty_last_n": sampling.penalty_last_n,
         "counts_prompt": sampling.penalty_scope == "all",
         "repetition_penalty": sampling.repetition_penalty if seen else 1.0,
         "frequency_penalty": sampling.frequency_penalty if seen else 0.0,
         "presence_penalty": sampling.presence_penalty if seen else 0.0,
         "dry_multiplier": sampling.dry_multiplier if sampling.dry_penalty_last_n else 0.0,
-        "dry_base": sampling.dry_base,
-        "dry_allowed_length": sampling.dry_allowed_length,
-        "dry_penalty_last_n": sampling.dry_penalty_last_n,
-        "min_keep": sampling.min_keep,
-        "temperature": sampling.temperature,
-        "temperature_range": sampling.temperature_range,
-        "temperature_exponent": sampling.temperature_exponent,
-        "top_n_sigma": sampling.top_n_sigma,
         "top_k": _top_k(sampling),
-        "top_p": sampling.top_p,
         "log_min_p": _log(sampling.min_p),
         "log_top_a": _log(sampling.top_a),
         "log_epsilon": _log(sampling.epsilon_cutoff),
         "log_eta": _log(sampling.eta_cutoff),
-        "typical_p": sampling.typical_p,
-        "xtc_probability": sampling.xtc_probability,
-        "xtc_threshold": sampling.xtc_threshold,
-        "mirostat_tau": sampling.mirostat_tau,
-        "mirostat_eta": sampling.mirostat_eta,
     }
     return {name: values[name] for stage in chain.stages for name in _KNOBS[stage]}
 
@@ -239,7 +224,7 @@ _INT64 = {
 
 
 def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor]:
-    """Return tensors for so many rows, all stages off and the temperature 1: fp32 or int64 [B], lists of ids [B, M]."""
+    """Return knobs that turn all stages off, with the temperature 1: fp32 or int64 [B], lists of ids [B, M]."""
     return {
         name: torch.tensor([value] * rows, dtype=_dtype(name), device=device)
         for name, value in _numbers(_OFF, chain, ()).items()
@@ -247,7 +232,7 @@ def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor
 
 
 def write_row(knobs: dict[str, Tensor], row: int, values: dict[str, Any]) -> None:
-    """Write a request's numbers (`knobs_of`) into its row, in place."""
+    """Write a request's values (`knobs_of`) into its row, in place."""
     for name, value in values.items():
         knobs[name][row].copy_(torch.tensor(value, dtype=_dtype(name)))
 
@@ -257,7 +242,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _log(probability: float) -> float:
-    # At -inf every token is likely enough, so the filter is off.
+    # A filter whose least log-probability is -inf drops no token.
     return math.log(probability) if probability else -math.inf
 
 

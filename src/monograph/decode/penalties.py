@@ -1,6 +1,6 @@
 """Edits of logits before any filter: a bias for ids, a minimum of tokens, penalties for earlier ids.
 
-Shapes: B rows, V vocabulary, M ids of a row that are listed, padded with -1, T positions of a row.
+Shapes: B rows, V vocabulary, M ids that are listed for a row, padded with -1, T positions of a row.
 """
 
 from __future__ import annotations
@@ -14,40 +14,41 @@ from torch import Tensor
 from monograph.decode.sampling import Sampling
 from monograph.errors import UsageError
 
-# Inductor vectorises int32 on a CPU and not int16, which made every loop that was fused with the counts a scalar one
-# (docs/log.md).
+# The dtype of counts of ids. On a CPU Inductor vectorises int32 but not int16, with which every loop that was fused
+# with the counts became scalar (docs/log.md).
 COUNTS = torch.int32
 
 
 def add_at(logits_BV: Tensor, ids_BM: Tensor, values_BM: Tensor) -> Tensor:
     """Return logits[b, ids[b, m]] + values[b, m]; an id of -1 adds nothing, and -inf forbids the id."""
-    # Padding adds 0 to id 0, as the length of a list is part of the graph.
+    # The length of a list is part of the graph, so lists are padded; padding adds 0 to id 0.
     listed_BM = ids_BM >= 0
     return logits_BV.scatter_add(-1, torch.where(listed_BM, ids_BM, 0), torch.where(listed_BM, values_BM, 0.0))
 
 
 def forbid_until(logits_BV: Tensor, ids_BM: Tensor, generated_B1: Tensor, least_B1: Tensor) -> Tensor:
-    """Return logits with -inf at the listed ids while fewer than `least` tokens were drawn."""
+    """Return logits that are -inf at the listed ids in rows that have drawn fewer than `least` tokens."""
     early_BM = (generated_B1 < least_B1).expand_as(ids_BM)
     return add_at(logits_BV, ids_BM, torch.where(early_BM, -torch.inf, torch.zeros_like(ids_BM, dtype=torch.float32)))
 
 
 def repetition(logits_BV: Tensor, seen_BV: Tensor, penalty_B1: Tensor) -> Tensor:
-    """Return x / r if x > 0 else x r, for ids that were seen (Keskar et al. 2019, CTRL; transformers, llama.cpp)."""
+    """Return x / r if x > 0 else x r for the ids seen before (Keskar et al. 2019, CTRL; transformers, llama.cpp)."""
     return torch.where(seen_BV, torch.where(logits_BV > 0, logits_BV / penalty_B1, logits_BV * penalty_B1), logits_BV)
 
 
 def counted(logits_BV: Tensor, counts_BV: Tensor, frequency_B1: Tensor, presence_B1: Tensor) -> Tensor:
-    """Return logits x - count f - (count > 0) p: the frequency and presence penalties of OpenAI's API."""
+    """Return x - count f - (count > 0) p, with the frequency and presence penalties f and p of OpenAI's API."""
     return logits_BV - counts_BV.float() * frequency_B1 - torch.where(counts_BV > 0, presence_B1, 0.0)
 
 
 class Past(NamedTuple):
-    """The ids that were written in each row, prompt and output.
+    """The ids that were written in each row, prompt and output, and what they repeat.
 
     Attributes:
         history_BT: int32, the id at each position.
-        repeats_BT: int32, how many tokens that end at the position also end the text, none of them a breaker.
+        repeats_BT: int32, the length of the longest run of tokens without a breaker that ends both at the position and
+            at the end of the text.
         breaker_BV: bool, the ids that no repetition goes across.
     """
 
@@ -56,8 +57,8 @@ class Past(NamedTuple):
     breaker_BV: Tensor
 
     def add(self, token_B: Tensor, position_B: Tensor, moved_B: Tensor) -> None:
-        """Note the tokens that were drawn at these positions, in place; the other rows are not changed."""
-        # As in a shift register, a position's count follows from its neighbour's: no repetition is searched for.
+        """Add the tokens drawn at these positions, in place; only rows in `moved_B` change."""
+        # A position's length follows from its left neighbour's, so no repetition is searched.
         places_T = torch.arange(self.history_BT.shape[1], device=token_B.device)
         again_BT = (self.history_BT == token_B[:, None]) & (places_T < position_B[:, None])
         again_BT &= ~self.breaker_BV.gather(-1, token_B[:, None])
@@ -70,7 +71,7 @@ class Past(NamedTuple):
         ids_T = torch.tensor(prompt_ids)
         self.breaker_BV[row] = False if breaker_V is None else breaker_V
         broken = [] if breaker_V is None else breaker_V[ids_T].nonzero()[:, 0].tolist()
-        # No repetition goes across a breaker, so none is longer than the ids since the last one.
+        # No repetition goes across a breaker, so none is longer than the ids since the last breaker.
         since = len(prompt_ids) - 1 - (broken[-1] if broken else -1)
         self.history_BT[row, : len(prompt_ids)] = ids_T
         self.repeats_BT[row, : len(prompt_ids)] = torch.tensor([min(length, since) for length in _repeats(prompt_ids)])
@@ -78,9 +79,9 @@ class Past(NamedTuple):
 
 @torch.library.custom_op("monograph::largest_at", mutates_args=())
 def largest_at(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
-    """Return the largest of the values of each id, at least 0, [B, V]."""
-    # A custom operator, since Inductor (torch 2.13) writes `scatter_reduce` over zeros that other kernels may have read
-    # before: logits that a top-k needs whole came out without the penalty.
+    """Return for each id the largest of its values, at least 0, [B, V]."""
+    # This is a custom operator, since Inductor (torch 2.13) lets `scatter_reduce` write over zeros that other kernels
+    # may have read before: logits that a top-k reads whole came out without the penalty.
     zeros_BV = values_BT.new_zeros(values_BT.shape[0], vocabulary)
     return zeros_BV.scatter_reduce(-1, ids_BT, values_BT, "amax")
 
@@ -91,15 +92,15 @@ def _(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
 
 
 def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, Tensor]) -> Tensor:
-    """Return x - m b^(L - a) for ids with which a repetition of L >= a tokens would go on (DRY, P. E. Weidmann 2024).
+    """Return x - m b^(L - a) for ids that would continue a repetition of L >= a tokens (DRY, P. E. Weidmann 2024).
 
-    L is the length of the longest end of the text that also stands before an earlier place of the id. A sequence
+    L is the length of the longest end of the text that also stands right before an earlier place of the id. A sequence
     breaker is never penalised.
 
     Args:
         logits_BV: fp32.
         past: the ids that were written.
-        position_B1: of the token to be drawn, int64.
+        position_B1: int64, the position of the token to be drawn.
         knobs: "dry_multiplier" m, "dry_base" b, "dry_allowed_length" a, "dry_penalty_last_n", [B, 1] each.
     """
     allowed_B1, last_n_B1 = knobs["dry_allowed_length"], knobs["dry_penalty_last_n"]
@@ -111,12 +112,12 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
     counted_BT = (length_BT >= allowed_B1) & (places_T >= start_B1) & (places_T < position_B1 - 1)
     counted_BT &= knobs["dry_multiplier"] > 0
     exponent_BT = (length_BT - allowed_B1).clamp(min=0)
-    # The power is a product of squares in fp64, rounded alike everywhere, as no library promises the bits of its own.
+    # The power is a product of squares in fp64, which rounds alike everywhere; no library promises the bits of its pow.
     power_BT, square_B1 = torch.ones_like(exponent_BT, dtype=torch.float64), knobs["dry_base"].double()
     for bit in range(past.history_BT.shape[1].bit_length()):
         power_BT = torch.where((exponent_BT >> bit) & 1 == 1, power_BT * square_B1, power_BT)
         square_B1 = square_B1 * square_B1
-    # Finite, as an infinite penalty would forbid the id.
+    # The penalty stays finite, as an infinite one would forbid the id.
     penalty_BT = (knobs["dry_multiplier"].double() * power_BT).clamp(max=torch.finfo(torch.float32).max)
     penalty_BT = torch.where(counted_BT, penalty_BT.float(), 0.0)
     worst_BV = largest_at(penalty_BT, past.history_BT[:, 1:].long(), logits_BV.shape[-1])
@@ -124,7 +125,7 @@ def dry(logits_BV: Tensor, past: Past, position_B1: Tensor, knobs: Mapping[str, 
 
 
 def _repeats(ids: Sequence[int]) -> list[int]:
-    """Return how many tokens that end at each position also end the whole (Z-algorithm, backwards); 0 at the last."""
+    """Return the length of the longest run that ends at each position and at the end (Z-algorithm, backwards)."""
     # Linear in the prompt's length, where comparing all pairs of positions would be quadratic.
     turned, repeats = ids[::-1], [0] * len(ids)
     left = right = 0
@@ -142,7 +143,7 @@ def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
     """Return which tokens contain one of the texts, bool [V].
 
     Raises:
-        UsageError: no token contains one of them, so that it would do nothing.
+        UsageError: a text is in no token, so it would have no effect.
     """
     wanted = [text.encode("utf-8", "surrogatepass") for text in texts]  # half of a surrogate pair is in no token
     holds = [[text in bytes(piece) for piece in pieces] for text in wanted]
@@ -153,9 +154,9 @@ def breakers(texts: Sequence[str], pieces: Sequence[bytes]) -> Tensor:
 
 
 def first_counts(sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return a row's counts before its first draw, and how often the prompt has each id that penalties see, [V] int32.
+    """Return a row's counts before its first draw, and the counts of the prompt that penalties see; int32 [V] each.
 
-    The counts begin at zero, or with the scope "all" as those of the prompt.
+    The first are zero, or with the scope "all" those of the prompt.
     """
     seen = prompt_ids[-sampling.penalty_last_n :] if sampling.penalty_last_n > 0 else prompt_ids
     prompt_V = torch.bincount(torch.tensor(seen, dtype=torch.int64), minlength=vocabulary).to(COUNTS)
@@ -163,7 +164,7 @@ def first_counts(sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int)
 
 
 def count_drawn(counts_BV: Tensor, token_B: Tensor, running_B: Tensor) -> None:
-    """Add the drawn tokens of the rows that run to the counts, in place."""
+    """Add the drawn tokens of the running rows to the counts, in place."""
     counts_BV.scatter_add_(-1, token_B[:, None], running_B[:, None].to(counts_BV.dtype))
 
 
@@ -176,22 +177,22 @@ def forget(
     moved_B: Tensor,
     knobs: Mapping[str, Tensor],
 ) -> None:
-    """Take the token that the window of the last n tokens leaves behind out of the counts, in place.
+    """Subtract the token that leaves the window of the last n tokens from the counts, in place.
 
     Args:
         counts_BV: counts of the output, or with "counts_prompt" of prompt and output.
         prompt_BV: counts of the prompt; None: no stage reads them.
         history_BT: the ids at each position.
-        position_B: of the token drawn last.
-        generated_B: tokens drawn.
-        moved_B: the rows that drew.
+        position_B: the position of the token drawn last.
+        generated_B: tokens drawn so far.
+        moved_B: the rows that drew a token.
         knobs: "penalty_last_n" n, below 0 for all tokens, and "counts_prompt", [B] each.
     """
     n_B = knobs["penalty_last_n"]
     place_B = position_B - n_B
     gone_B = moved_B & (n_B > 0) & (place_B >= 0)
     token_B = history_BT.gather(-1, place_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None])[:, 0].long()
-    # Prompt and output are counted apart, so it matters from which of them the token is.
+    # Prompt and output have separate counts, so the token is subtracted from the counts of the one that it is part of.
     of_prompt_B = place_B <= position_B - generated_B
     for counts, left_B in ((counts_BV, ~of_prompt_B | (knobs["counts_prompt"] > 0)), (prompt_BV, of_prompt_B)):
         if counts is not None:

@@ -1,13 +1,13 @@
-"""The randomness of a draw, and the exp and log that it needs: functions of their arguments alone, bit by bit.
+"""The noise of a draw, and the exp and log that a draw needs: functions of their arguments alone, to the bit.
 
-No library promises for its exp the same bits inside a graph as outside, or in the vector part of a loop as in its
-remainder; a token could then depend on the batch that its row is in. Here every operation is one that IEEE 754 rounds
-correctly, and weights are summed as integers, whose order does not matter. The polynomials and the two-part
-ln 2 are those of Cephes (S. Moshier, netlib.org/cephes, expf and logf).
+No library promises that its exp has the same bits inside a graph as outside, or in the vectorised part of a loop as in
+its remainder; a token could then depend on the batch that its row is in. Here IEEE 754 rounds every operation
+correctly, and weights are summed as integers, whose order does not matter. The polynomials and the two-part ln 2 are
+those of Cephes (S. Moshier, netlib.org/cephes, expf and logf).
 
-The noise is a pure function of (seed, position, vocabulary id), by a counter-based generator: no generator object, no
-state, nothing on the host. Replaying a graph replays the draws, and a row's numbers do not know which slot it has, who
-is next to it, or which filters are on.
+The noise is a pure function of (seed, position, vocabulary id) by a counter-based generator, without state and without
+the host. A replayed graph repeats its draws, and a row's noise does not depend on which row it is, on the other rows,
+or on which filters are on.
 
 Shapes: B rows, V vocabulary, N some ids of each row.
 """
@@ -20,7 +20,7 @@ from torch import Tensor
 from monograph.ops.philox import LOW32, Words, philox
 
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
-# The bits of sqrt(1/2): subtracted, they make an exponent that splits x into m 2^k with m in [sqrt(1/2), sqrt 2).
+# The bits of sqrt(1/2). With them subtracted, the exponent bits of x are k in x = m 2^k, m in [sqrt(1/2), sqrt 2).
 _ROOT_HALF, _MANTISSA_BITS = 0x3F3504F3, 23
 _LOG = (
     *(7.0376836292e-2, -1.1514610310e-1, 1.1676998740e-1, -1.2420140846e-1, 1.4249322787e-1),
@@ -28,8 +28,8 @@ _LOG = (
 )
 _EXP = (1.9875691500e-4, 1.3981999507e-3, 8.3334519073e-3, 4.1665795894e-2, 1.6666665459e-1, 5.0000001201e-1)
 
-# A weight of 1. A sum stays below 2^63 up to 2^20 - 1 tokens. A weight loses at most 2^-43 of the likeliest token's;
-# over a vocabulary of 2^17 that is 2^-26 of it all together, less than fp32 rounds.
+# The integer that stands for a weight of 1. A sum of up to 2^20 - 1 weights stays below 2^63. A weight loses at most
+# 2^-43 of the likeliest token's weight; over a vocabulary of 2^17 that makes 2^-26, less than the rounding of fp32.
 UNIT_BITS = 43
 UNIT = 1 << UNIT_BITS
 
@@ -41,9 +41,9 @@ def log(x: Tensor) -> Tensor:
 
 
 def log1p_negative(u: Tensor) -> Tensor:
-    """Return ln(1 - u) of fp32 numbers in [0, 1), as exact relative to the result near 0 as everywhere else."""
+    """Return ln(1 - u) of fp32 numbers in [0, 1), with a relative error near 0 as small as elsewhere."""
     mantissa, exponent = _split(1 - u)
-    # 1 - u has lost digits of a small u; where nothing is split off u itself has them all.
+    # 1 - u loses digits of a small u; where the exponent is 0, the mantissa less 1 is -u, which has all of them.
     return _log(torch.where(exponent == 0, -u, mantissa - 1), exponent)
 
 
@@ -56,11 +56,11 @@ def weight(x: Tensor) -> Tensor:
     Returns:
         int64 in [0, 2^43]: exactly 2^43 at 0, and 0 below about -30.
     """
-    x = x.clamp(min=-60.0)  # far below the last weight above 0, and finite where x is not
+    x = x.clamp(min=-60.0)  # the weight is 0 long before, and -inf becomes finite
     halvings = (x * -1.44269504088896341).round()
     rest = (x + halvings * LN2_HIGH) + halvings * LN2_LOW
     power = (_horner(_EXP, rest) * (rest * rest) + rest + 1) * float(UNIT)
-    # A NaN of a row that is given up becomes some integer: keep its shift one that is defined.
+    # A NaN, whose row is stopped, becomes an arbitrary integer; the clamp keeps its shift defined.
     return power.to(torch.int64) >> halvings.to(torch.int64).clamp(0, 62)
 
 
@@ -85,24 +85,24 @@ def _log(fraction: Tensor, exponent: Tensor) -> Tensor:
     return fraction + correction + exponent * LN2_HIGH
 
 
-# The fourth word of the counter says which purpose a number has.
+# The purposes of random numbers, which are the fourth word of the counter.
 _GUMBEL, _ROW, _CONTINUATION = 0, 1, 2
 
 
 def uniform(word: Tensor) -> Tensor:
-    """Return min((word + 1/2) 2^-32, 1 - 2^-24), fp32: never 0 and never 1, however the word rounds to fp32."""
+    """Return min((word + 1/2) 2^-32, 1 - 2^-24), fp32: after rounding to fp32 it is neither 0 nor 1."""
     return ((word.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
 
 
 def gumbel(word: Tensor) -> Tensor:
-    """Return -ln(-ln(1 - u)), fp32, finite for every word; large values, which win, come from u that fp32 resolves."""
+    """Return -ln(-ln(1 - u)), fp32, finite for every word; large values, which win, come from small, dense u."""
     return -log(-log1p_negative(uniform(word)))
 
 
 def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
     """Return standard Gumbel noise (Gumbel 1954) for the token at a position, one number per vocabulary id.
 
-    Id v has word v mod 4 of the counter (v // 4, position, 0): one Philox for four ids.
+    Id v has word v mod 4 of the counter (v // 4, position, 0), so one call of Philox serves four ids.
 
     Args:
         seed_B: [B] int64, 0 or more.
@@ -112,14 +112,14 @@ def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
     Returns:
         [B, V] fp32.
     """
-    # One Philox for each id would take 1.7 times as long (docs/log.md).
+    # One call of Philox for each id would take 1.7 times as long (docs/log.md).
     fours = torch.arange(-(-vocabulary // 4), device=seed_B.device)
     words = torch.stack(_words(seed_B[:, None], position_B[:, None], fours, _GUMBEL), -1)
     return gumbel(words.flatten(1)[:, :vocabulary])
 
 
 def gumbel_noise_of(seed_B: Tensor, position_B: Tensor, ids_BN: Tensor) -> Tensor:
-    """Return `gumbel_noise` of these ids alone, int64 [B, N]: the same bits, [B, N] fp32."""
+    """Return the same bits as `gumbel_noise`, for these ids alone, int64 [B, N]; [B, N] fp32."""
     words = _words(seed_B[:, None], position_B[:, None], ids_BN >> 2, _GUMBEL)
     chosen_BN = words[0]
     for number, word in enumerate(words[1:], 1):
@@ -128,14 +128,14 @@ def gumbel_noise_of(seed_B: Tensor, position_B: Tensor, ids_BN: Tensor) -> Tenso
 
 
 def row_uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
-    """Return one uniform number per row and position, [B] fp32, independent of the noise."""
+    """Return one uniform number for each row's position, [B] fp32, independent of the noise."""
     return uniform(_words(seed_B, position_B, torch.zeros_like(seed_B), _ROW)[0])
 
 
 def continuation_seed(seed: int, index: int) -> int:
     """Return the seed of the `index`-th of several continuations of one prompt: 63 bits of Philox(seed, index)."""
     words = _words(torch.tensor(seed), torch.tensor(0), torch.tensor(index), _CONTINUATION)
-    # A seed is an int64 that is not negative, hence 63 bits.
+    # A seed is an int64 of 0 or more, hence 63 bits.
     return (int(words[0]) << 31) | (int(words[1]) >> 1)
 
 

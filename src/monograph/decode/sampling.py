@@ -1,4 +1,4 @@
-"""The options of how one request's tokens are chosen, with their ranges and the values at which they are off."""
+"""The options by which the tokens of one request are chosen, with their ranges and the values that turn them off."""
 
 from __future__ import annotations
 
@@ -13,15 +13,12 @@ from monograph.ranges import Range, between, whole
 Scope = Literal["output", "all"]
 
 # The temperature and the filters. transformers has the temperature first, llama.cpp last. A stage that one of them
-# lacks is next to a similar one.
+# lacks is placed next to a similar one.
 ORDERS = {
-    "hf": (*("temperature", "top_n_sigma", "top_k", "top_p", "min_p", "top_a"), *("typical", "epsilon", "eta", "xtc")),
-    "llama_cpp": (
-        *("top_n_sigma", "top_k", "typical", "top_p", "min_p", "top_a"),
-        *("epsilon", "eta", "xtc", "temperature"),
-    ),
+    "hf": ("temperature", "top_n_sigma", "top_k", "top_p", "min_p", "top_a", "typical", "epsilon", "eta", "xtc"),
+    "llama_cpp": ("top_n_sigma", "top_k", "typical", "top_p", "min_p", "top_a", "epsilon", "eta", "xtc", "temperature"),
 }
-# Inclusive ranges. The upper ends keep fp32 arithmetic finite; nobody means more.
+# Inclusive ranges. The upper ends keep fp32 arithmetic finite, and no sensible value lies above them.
 _LARGEST = 1e6
 _RANGES = {
     "temperature": between(0, _LARGEST),
@@ -40,7 +37,7 @@ _RANGES = {
     "frequency_penalty": between(-_LARGEST, _LARGEST),
     "presence_penalty": between(-_LARGEST, _LARGEST),
     "dry_multiplier": between(0, _LARGEST),
-    "dry_base": between(1, _LARGEST),  # below 1 a longer repetition would cost less
+    "dry_base": between(1, _LARGEST),  # below 1 the penalty of a longer repetition would be smaller
     "mirostat_tau": between(0, _LARGEST),
     "mirostat_eta": between(0, _LARGEST),
     "top_k": whole(0, 2**31 - 1),
@@ -58,44 +55,43 @@ _BIAS = Range(f"a number from -{_LARGEST:g} to {_LARGEST:g}, or -inf", -_LARGEST
 
 @dataclass(frozen=True)
 class Sampling:
-    """Options of how the next token is chosen. Equations and sources of all stages: docs/generate.md.
+    """Options of how the next token is chosen. docs/generate.md has the equations and sources of all stages.
 
     Attributes:
-        temperature: scores are divided by it; 0 takes the likeliest token (the lowest id among equals), whatever the
-            filters say.
-        top_k: only the k likeliest tokens, and those level with the k-th, can be drawn; 0: off.
-        top_p: the likeliest tokens that together have this probability; 1: off.
-        min_p: tokens of at least this probability times the likeliest one's; 0: off.
-        typical_p: the tokens whose surprise is nearest the expected one, up to this probability; 1: off.
-        top_a: tokens of at least this times the square of the likeliest one's probability; 0: off.
-        epsilon_cutoff: tokens of at least this probability; 0: off.
-        eta_cutoff: tokens of at least this probability, or less where the entropy is high; 0: off.
-        top_n_sigma: tokens within so many standard deviations of the largest logit; 0: off.
-        xtc_probability: how often a draw excludes the likeliest tokens; 0: off.
-        xtc_threshold: XTC leaves, of all tokens of at least this probability, the least likely; above 0.5: off.
-        min_keep: every filter leaves at least so many of the tokens that it found, if there are so many.
+        temperature: divides the scores; 0 takes the likeliest token (the lowest id among equals) and ignores filters.
+        top_k: keeps the k likeliest tokens, and those level with the k-th; 0: off.
+        top_p: keeps the likeliest tokens that together have this probability; 1: off.
+        min_p: keeps tokens of at least this times the likeliest one's probability; 0: off.
+        typical_p: keeps the tokens whose surprise is nearest the expected one, up to this probability; 1: off.
+        top_a: keeps tokens of at least this times the square of the likeliest one's probability; 0: off.
+        epsilon_cutoff: keeps tokens of at least this probability; 0: off.
+        eta_cutoff: keeps tokens of at least this probability, or less where the entropy is high; 0: off.
+        top_n_sigma: keeps tokens whose logit is at most this many standard deviations below the largest; 0: off.
+        xtc_probability: the probability that a draw excludes the likeliest tokens (XTC); 0: off.
+        xtc_threshold: XTC keeps only the least likely of the tokens of at least this probability; above 0.5: off.
+        min_keep: every filter leaves at least this many of the tokens that are left before it, if there are as many.
         mirostat_tau: the surprise per token, in bits, that the last filter steers to; 0: off.
-        mirostat_eta: by which share of the difference each token moves its limit.
-        temperature_range: temperature moves with the entropy between `temperature` minus and plus this; 0: off.
+        mirostat_eta: the share of its difference to `mirostat_tau` by which each surprise moves that filter's limit.
+        temperature_range: the temperature moves with the entropy between `temperature` minus and plus this; 0: off.
         temperature_exponent: at a normalised entropy h the temperature moves by h to this power.
         repetition_penalty: divides positive and multiplies negative logits of ids in prompt and output; 1: off.
-        frequency_penalty: subtracted once for every time that the id was drawn; 0: off.
-        presence_penalty: subtracted if the id was drawn; 0: off.
-        penalty_scope: whether the last two count the output alone or prompt and output ("all").
-        penalty_last_n: the penalties see only so many of the last tokens; -1: all, 0: none.
-        dry_multiplier: subtracted from the logit of a token that would continue a repetition of earlier text,
+        frequency_penalty: is subtracted from an id's logit once for every time that it was drawn; 0: off.
+        presence_penalty: is subtracted from an id's logit if it was drawn; 0: off.
+        penalty_scope: "output" lets the last two count the output alone, "all" prompt and output.
+        penalty_last_n: the number of last tokens that the three penalties see; -1: all, 0: none.
+        dry_multiplier: is subtracted from the logit of a token that would continue a repetition of earlier text,
             times `dry_base` to the power of the repetition's length beyond `dry_allowed_length`; 0: off.
         dry_base: see `dry_multiplier`.
-        dry_allowed_length: a repetition of fewer tokens costs nothing.
-        dry_penalty_last_n: repetitions are looked for among so many of the last tokens; -1: all, 0: none.
+        dry_allowed_length: a repetition of fewer tokens has no penalty.
+        dry_penalty_last_n: the number of last tokens in which repetitions are searched; -1: all, 0: none.
         dry_sequence_breakers: no repetition goes across a token that contains one of these texts.
-        min_tokens: no stop token before so many were drawn.
-        logit_bias: added to the logits of ids; -inf forbids an id.
-        logprobs: report the log-probabilities of each drawn token and of so many of the likeliest, under the model's
-            raw logits and under the distribution drawn from; None: report none.
-        seed: names the draws; a row's draws depend on nothing else.
-        order: "hf" filters after the temperature, "llama_cpp" before it; or the names of stages in their order, with
-            commas, among them all that are on (`ORDERS`).
+        min_tokens: no stop token is drawn before this many tokens were.
+        logit_bias: what is added to the logits, by id; -inf forbids an id.
+        logprobs: the number of likeliest tokens whose log-probabilities are reported with each drawn token's, under the
+            model's raw logits and under the distribution drawn from; None: no report.
+        seed: the seed of the draws, which depend on nothing else.
+        order: "hf" filters after the temperature, "llama_cpp" before it. Otherwise names of stages (`ORDERS`) in their
+            order, separated by commas, among them all that are on.
     """
 
     temperature: float = 0.8
@@ -131,16 +127,16 @@ class Sampling:
     order: str = "hf"
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range, each in one line."""
+        """Refuse values outside their range with one line each."""
         for name, allowed in _RANGES.items():
             if name != "logprobs" or self.logprobs is not None:
                 value = getattr(self, name)
                 allowed.require(name, value)
-                if allowed.whole:  # numpy's integers, too, are Python's from here on
+                if allowed.whole:  # numpy's integers become Python's
                     object.__setattr__(self, name, int(value))
         if self.penalty_scope not in get_args(Scope):
             raise UsageError(f"penalty_scope = {self.penalty_scope!r}: expected one of {', '.join(get_args(Scope))}")
-        # A plain text is a sequence, too: of its letters.
+        # A plain string is refused, as it would be a sequence of its letters.
         breakers = self.dry_sequence_breakers
         if not isinstance(breakers, list | tuple) or not all(isinstance(text, str) and text for text in breakers):
             raise UsageError(f"dry_sequence_breakers = {breakers!r}: expected a list of texts, none of them empty")
@@ -149,7 +145,7 @@ class Sampling:
 
     @property
     def stages(self) -> tuple[str, ...]:
-        """Return the temperature and the filters in their order, whether they are on or not."""
+        """The temperature and the filters in their order, whether they are on or not."""
         return ORDERS.get(self.order) or tuple(name.strip() for name in self.order.split(","))
 
     def _check_order(self) -> None:
@@ -173,10 +169,10 @@ class Sampling:
 
     @classmethod
     def of_each(cls, given: Sampling | Sequence[Sampling] | None, count: int, vocabulary: int) -> list[Sampling]:
-        """Return the options of each of `count` prompts: one for all, by default `Sampling()`, or one for each.
+        """Return options for each of `count` prompts, given one for all (None: `Sampling()`) or a list.
 
         Raises:
-            UsageError: `given` is something else, or `check_vocabulary` refuses.
+            UsageError: `given` is neither or has another length, or `check_vocabulary` refuses.
         """
         options = [given or cls()] * count if isinstance(given, cls | None) else given
         if not isinstance(options, list | tuple) or not all(isinstance(one, cls) for one in options):
@@ -190,10 +186,10 @@ class Sampling:
         return list(options)
 
     def check_vocabulary(self, vocabulary: int) -> None:
-        """Refuse a bias for an id that a vocabulary of this size does not have, or more log-probabilities than it has.
+        """Refuse a bias for an id outside a vocabulary of this size, and more log-probabilities than it has ids.
 
         Raises:
-            UsageError: its message names the id, or the number.
+            UsageError: the message names the id or the number.
         """
         if self.logprobs is not None and self.logprobs > vocabulary:
             raise UsageError(f"logprobs = {self.logprobs}: expected at most {vocabulary}, the vocabulary")

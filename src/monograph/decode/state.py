@@ -1,9 +1,9 @@
 """The state of a decode graph between steps: preallocated tensors on the device, written in place.
 
-A block's lines of each ring leave the device in one copy, for which nobody waits until it is read (`Outbox`).
+Each step writes its results to one line of each ring. The lines of a block of steps go to the host in one copy for each
+ring, and the host waits for it only when it reads them (`Outbox`).
 
-Shape suffixes: B rows (slots of the generator), V vocabulary, M stop ids, T positions of a row, R lines of a ring,
-N log-probabilities.
+Shape suffixes: B rows, V vocabulary, M stop ids, T positions of a row, R lines of a ring, N log-probabilities.
 """
 
 from __future__ import annotations
@@ -19,17 +19,21 @@ from monograph.decode.chain import LogProbabilities
 from monograph.decode.knobs import Chain
 from monograph.decode.penalties import COUNTS, Past, count_drawn
 
-TOKEN_BITS = 24  # lowest bits of a code in the ring; the status is above them
-MAX_STOP_IDS = 16
+TOKEN_BITS = 24  # a code's lowest bits are the token, those above them the status
+MAX_STOP_IDS = 16  # of one row
 
 
 class Status(IntEnum):
     """The status of a row.
 
-    FREE: nothing. RUNNING: it draws a token at every step. STOP: it drew a stop id, or a token that completes a stop
-    string, or one after which nothing but an end may come. LENGTH: it drew as many tokens as it may. NOT_FINITE: its
-    logits hold a NaN or +inf. NOTHING_ALLOWED: no token is left to draw. UNDECIDED: the fast truncation could not tell
-    what may be drawn; the row waits for the exact one.
+    Attributes:
+        FREE: it has had no request yet.
+        RUNNING: it draws a token at every step.
+        STOP: it drew a stop id, a token that completes a stop string, or one after which only an end token may come.
+        LENGTH: it drew as many tokens as it may.
+        NOT_FINITE: its logits have a NaN or +inf.
+        NOTHING_ALLOWED: no token was left to draw.
+        UNDECIDED: the fast truncation could not decide which tokens may be drawn; the row waits for the exact one.
     """
 
     FREE = 0
@@ -46,27 +50,27 @@ HAS_TOKEN = (Status.RUNNING, Status.STOP, Status.LENGTH)
 
 @dataclass
 class State:
-    """The rows' state.
+    """The state of all rows; int64 unless stated otherwise.
 
     Attributes:
         token_B: the last token, which the next step reads.
-        position_B: its position.
-        seed_B: names the row's draws.
+        position_B: the last token's position.
+        seed_B: the seed of the row's draws.
         generated_B: tokens drawn so far.
-        limit_B: how many tokens may be drawn.
+        limit_B: most tokens that may be drawn.
         status_B: a `Status`.
         stop_ids_BM: ids that end the row, padded with -1.
-        constraint_B: state of the automaton that says what may be drawn, int32.
-        stopping_B: state of the automaton that looks for stop strings, int32.
-        counts_BV: how often each id was drawn, int32; None where no penalty asks.
-        prompt_BV: whether an id is in the prompt, or how often; None where no penalty asks.
-        past: the ids that were written; None where no penalty asks.
+        constraint_B: int32, the state of the automaton of allowed texts.
+        stopping_B: int32, the state of the automaton of stop strings.
+        counts_BV: int32, how often each id was drawn; None where no stage reads it.
+        prompt_BV: whether an id is in the prompt, bool, or how often, int32 (`Rows`); None likewise.
+        past: the ids that were written; None likewise.
         mu_B: fp32, the surprise in bits that mirostat allows.
-        line_1: the ring's next line.
-        ring_RB: for the host, int32: at each step token + status * 2^24, 4 bytes a row.
+        line_1: the next line of the rings.
+        ring_RB: int32, the code of each step for the host, token + status * 2^24.
         values_RBN: fp32, log-probabilities: of the drawn token, then of the likeliest; first under the raw logits, then
-            under the distribution drawn from; None where nobody asks.
-        ids_RBN: int32, the likeliest ids under both; None likewise.
+            under the distribution drawn from. None where no request asks for them.
+        ids_RBN: int32, the likeliest ids, in the same order. None likewise.
     """
 
     token_B: Tensor
@@ -102,11 +106,11 @@ class State:
             generated_B=zeros(rows),
             limit_B=zeros(rows),
             status_B=zeros(rows),
-            stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,  # the id of no token
+            stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
             constraint_B=zeros(rows, dtype=torch.int32),
             stopping_B=zeros(rows, dtype=torch.int32),
             counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if chain.reads_counts else None,
-            # Ids of the prompt leave a window one by one, so there they are counted.
+            # A window of the last n tokens drops the prompt's ids one by one, so it needs their number.
             prompt_BV=zeros(rows, vocabulary, dtype=COUNTS if "last_n" in chain.stages else torch.bool)
             if chain.reads_prompt
             else None,
@@ -126,32 +130,32 @@ class State:
 
     @property
     def rings(self) -> list[Tensor]:
-        """Return all tensors that the host reads."""
+        """The tensors that the host reads."""
         return [ring for ring in (self.ring_RB, self.values_RBN, self.ids_RBN) if ring is not None]
 
     def report(self, *reports: LogProbabilities) -> None:
-        """Write the step's log-probabilities to the line that `write` will fill."""
+        """Write the step's log-probabilities, raw and processed, to the line that `write` will fill."""
         if self.values_RBN is not None and self.ids_RBN is not None:
             values_BN = torch.cat(
                 [part for report in reports for part in (report.chosen_B[:, None], report.values_BN)], dim=1
             )
             ids_BN = torch.cat([report.ids_BN for report in reports], dim=1)
-            # `line_1` is on the device, or every replay would write to the line of the capture.
+            # `line_1` is a tensor, as a replayed graph would write to the line of the capture if it were a number.
             self.values_RBN.index_copy_(0, self.line_1, values_BN[None])
             self.ids_RBN.index_copy_(0, self.line_1, ids_BN[None].to(torch.int32))
 
     def write(self, moved_B: Tensor, status_B: Tensor) -> None:
-        """Add the step's line to the ring and take the new status; `moved_B` are the rows that drew a token."""
-        # All in place: a captured graph reads and writes these addresses at every replay.
+        """Write the step's codes to the ring and take the new statuses; `moved_B` are the rows that drew a token."""
+        # All is in place: a captured graph reads and writes these addresses at every replay.
         self.generated_B += moved_B
         self.position_B += moved_B
         self.status_B.copy_(status_B)
         if self.counts_BV is not None:
             count_drawn(self.counts_BV, self.token_B, moved_B)
-        # After the position has moved: `past` is told where the new token stands.
+        # This comes after the position has moved, as `past` takes the position of the new token.
         if self.past is not None:
             self.past.add(self.token_B, self.position_B, moved_B)
-        # One number for token and status: less crosses to the host.
+        # One number holds token and status, so that fewer bytes go to the host.
         codes_B = self.token_B + (status_B << TOKEN_BITS)
         self.ring_RB.index_copy_(0, self.line_1, codes_B[None].to(torch.int32))
         self.line_1 += 1
@@ -163,16 +167,21 @@ def decoded(code: int) -> tuple[int, Status]:
 
 
 class Outbox:
-    """Two halves of rings, used in turn: while the host reads one, the device writes the other."""
+    """The way of the rings' lines to the host; of the two halves of a ring the host reads one, the device writes one.
+
+    Attributes:
+        lines: lines of half a ring.
+        bytes_out: bytes that were copied to the host.
+    """
 
     def __init__(self, rings: Sequence[Tensor]) -> None:
-        """Take rings with the same even number of lines, [R, ...] each."""
-        self._rings, self._half = rings, 0
-        self.lines = rings[0].shape[0] // 2
+        """Take the rings, [R, ...] each, with R even."""
+        self._rings, self._half = [ring.unflatten(0, (2, -1)) for ring in rings], 0
+        self.lines = self._rings[0].shape[1]
         self.bytes_out = 0
         cuda = rings[0].is_cuda
-        # Page-locked, since a copy to other memory makes the host wait.
-        self._host = [torch.empty_like(ring, device="cpu", pin_memory=cuda) for ring in rings]
+        # Page-locked, since the host would wait for a copy to other memory.
+        self._host = [torch.empty_like(ring, device="cpu", pin_memory=cuda) for ring in self._rings]
         self._stream = torch.cuda.Stream(rings[0].device) if cuda else None
         self._events = [torch.cuda.Event() for _ in range(2)] if cuda else []
 
@@ -181,31 +190,27 @@ class Outbox:
         line_1.fill_(self._half * self.lines)
 
     def send(self, steps: int) -> int:
-        """Copy the lines of a block of steps; return the half's number, for `read`."""
+        """Start to copy the lines of a block of steps to the host; return the number of its half, for `read`."""
         half, self._half = self._half, 1 - self._half
-        begin = half * self.lines
-        pairs = [(ring[begin : begin + steps], host[begin : begin + steps]) for ring, host in self._paired()]
-        self.bytes_out += sum(source.numel() * source.element_size() for source, _ in pairs)
+        pairs = [(ring[half, :steps], host[half, :steps]) for ring, host in zip(self._rings, self._host, strict=True)]
+        self.bytes_out += sum(source.nbytes for source, _ in pairs)
         if self._stream is None:
             for source, target in pairs:
                 target.copy_(source)
             return half
         device = self._rings[0].device
-        # A separate stream, so that the next block runs while this one's lines leave.
+        # On a separate stream, so that the next block runs while this one's lines are copied.
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
             self._events[half].record()
-        # The half is written again two blocks later: not before it has left.
+        # The next block writes the other half, whose lines have to be copied before.
         torch.cuda.current_stream(device).wait_event(self._events[1 - half])
         return half
 
     def read(self, half: int, steps: int) -> list[Tensor]:
-        """Return the lines of a block, [steps, ...] on the host; they stay until the block after the next is sent."""
+        """Return a block's lines, [steps, ...] on the host, which are valid until the block after the next is sent."""
         if self._events:
             self._events[half].synchronize()
-        return [host[half * self.lines : half * self.lines + steps] for host in self._host]
-
-    def _paired(self) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(self._rings, self._host, strict=True))
+        return [host[half, :steps] for host in self._host]

@@ -1,4 +1,4 @@
-"""One step of decoding: the model, the sampler and the stop rules as one graph that reads and writes `State` alone.
+"""One step of decoding: the model, the sampler and the stop rules as one graph over preallocated tensors.
 
     hidden = model(token, position, cache)      logits = head(hidden)        allowed = automaton's mask
     token' = draw(chain(logits, allowed))       status' = stop rules         ring line = token' + status' * 2^24
@@ -26,7 +26,7 @@ from monograph.model.llama import Llama
 
 
 class DecodeStep:
-    """A model with its rows' state, cache and automata; calling it draws one token in every running row."""
+    """A model with the state, the cache and the automata of its rows; a call draws one token in every running row."""
 
     def __init__(
         self,
@@ -43,25 +43,28 @@ class DecodeStep:
         Args:
             model: the language model, in evaluation mode.
             state: the state of the rows.
-            cache: keys and values of as many rows.
+            cache: keys and values of the rows.
             chain: the sampler's stages.
-            knobs: their values for each row.
-            tables: the automata that the rows' states point into; None: no row has one.
-            vocabulary: V, the tokenizer's; a model may have more entries, which stand for no text.
+            knobs: the options that the stages read, for each row (`new_knobs`).
+            tables: the automata of all rows; None: no row has one.
+            vocabulary: V, the size of the tokenizer's vocabulary; a model's may be larger, by ids that no text has.
         """
         self.model, self.state, self.cache = model, state, cache
         self.chain, self.knobs, self.tables, self.vocabulary = chain, knobs, tables, vocabulary
 
     @torch.no_grad()
     def __call__(self, blocks: int, truncation: Truncation) -> None:
-        """Draw, looking at the first `blocks` of the cache, which must hold the position of every running row."""
+        """Draw one token; see `sample` for `truncation`.
+
+        Attention reads the first `blocks` blocks of the cache, which must hold the position of every running row.
+        """
         state = self.state
         tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
         hidden_B1D = self.model(tokens_B1, positions=positions_B1, cache=self.cache.first(blocks))
         logits_BV = self.model.logits(hidden_B1D[:, 0])[:, : self.vocabulary]
         rows = Rows(
             seed_B=state.seed_B,
-            position_B=state.position_B + 1,  # of the token that is drawn, not of the one that is read
+            position_B=state.position_B + 1,  # the position of the token to be drawn, one after the token that is read
             generated_B=state.generated_B,
             knobs=self.knobs,
             counts_BV=state.counts_BV,
@@ -78,10 +81,10 @@ class DecodeStep:
     def _advance(self, drawn: Drawn) -> None:
         """Apply the stop rules after a draw; rows that are not running stay as they are."""
         state = self.state
-        # Plain numbers: Dynamo does not take an IntEnum for one.
+        # Plain ints, since Dynamo does not treat an IntEnum as a number.
         running, stop, length = Status.RUNNING.value, Status.STOP.value, Status.LENGTH.value
         running_B = state.status_B == running
-        # Every row is computed, and `where` drops the result of a resting one: the host decides nothing in the graph.
+        # All rows are computed, and `where` drops the results of those that do not run: the host decides nothing.
         moved_B = running_B & (drawn.status_B == OK)
         state.token_B.copy_(torch.where(moved_B, drawn.token_B, state.token_B))
         ended_B = (state.token_B[:, None] == state.stop_ids_BM).any(-1)
@@ -90,13 +93,13 @@ class DecodeStep:
                 states_B.copy_(torch.where(moved_B, advance(self.tables, states_B, state.token_B), states_B))
             ended_B |= stopped(self.tables, state.stopping_B) | stopped(self.tables, state.constraint_B)
         full_B = state.generated_B + 1 >= state.limit_B
-        # A stop at the last token that may be drawn is a stop.
+        # A row that stops at the last token that it may draw has the status STOP.
         after_B = torch.where(ended_B, stop, torch.where(full_B, length, running))
-        # NAN, DEAD, OVERFLOW (from 1) are NOT_FINITE, NOTHING_ALLOWED, UNDECIDED, which follow one another alike.
+        # NAN, DEAD, OVERFLOW (from 1) become NOT_FINITE, NOTHING_ALLOWED, UNDECIDED, which have the same order.
         failed_B = drawn.status_B + (Status.NOT_FINITE.value - 1)
         status_B = torch.where(moved_B, after_B, torch.where(running_B, failed_B, state.status_B))
         state.write(moved_B, status_B)
-        # After `write`, which has counted the new token and moved the window on.
+        # This comes after `write`, which has counted the new token and moved the position, and so the window.
         if "last_n" in self.chain.stages:
             assert state.counts_BV is not None and state.past is not None
             history_BT, place = state.past.history_BT, (state.position_B, state.generated_B)

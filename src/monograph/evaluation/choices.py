@@ -1,14 +1,13 @@
-"""Scores a continuation by its log-probability after a context, and a question's choices by theirs.
+"""Scores continuations by their log-probability after a context, and answers multiple choice by these scores.
 
-Multiple choice is scored as in lm-evaluation-harness. Questions come in files of JSON lines: a record is a question,
-its choices and the number of the right one.
+Multiple choice is scored as in lm-evaluation-harness. Questions come in files of JSON lines; a record has a question,
+its choices and the number of the right choice.
 
 Shapes: B rows, T positions, N scored positions, C of them at once, D hidden size, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 import os
 import statistics
 from collections.abc import Iterator, Sequence
@@ -23,18 +22,19 @@ from monograph.data.progress import Meter, Progress
 from monograph.data.records import Fault, checked, json_objects
 from monograph.data.sources import LINES, kind_of
 from monograph.errors import InputRefused, UsageError
+from monograph.evaluation.significance import mean
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.storage.reading import is_file
 from monograph.text.chat import chat_ids
 from monograph.text.tokenizer import Tokenizer
 
-BATCH_TOKENS = 8192
-LOGITS = 1 << 26  # most logits at once: 256 MiB in fp32
+BATCH_TOKENS = 8192  # most ids of a forward pass, padding included
+LOGITS = 1 << 26  # most logits in memory at once: 256 MiB in fp32
 
 
 class Continuation(NamedTuple):
-    """Ids to score after other ids; a context has at least one."""
+    """Ids to score, and the context before them, which has at least one id."""
 
     context: Sequence[int]
     ids: Sequence[int]
@@ -44,8 +44,8 @@ class Score(NamedTuple):
     """The score that a model gives a continuation.
 
     Attributes:
-        log_probability: sum over its ids of ln p(id | everything before it).
-        greedy: whether each of its ids is the likeliest one at its place (the lowest id among equals).
+        log_probability: the sum over its ids of ln p(id | all ids before).
+        greedy: whether each of its ids is the likeliest at its place (the lowest id among equals).
     """
 
     log_probability: float
@@ -66,16 +66,16 @@ def score(
         log_probability = sum over i of log_softmax(logits(context + ids[:i]))[ids[i]]
 
     One forward pass scores a whole continuation, and rows of similar length share one. They are padded on the right,
-    where causal attention never looks, so neither batch nor padding changes a score beyond rounding. Where context and
-    continuation are longer than the model's positions, the context's beginning is left out, as lm-evaluation-harness
-    does.
+    where causal attention never looks, so neither batch nor padding changes a score beyond rounding. If context and
+    continuation together are longer than the model's positions, the beginning of the context is left out, as in
+    lm-evaluation-harness.
 
     Args:
         model: a language model; it is put into evaluation mode.
-        asked: contexts of at least one id, continuations of at least one.
-        precision: compute precision of the forward pass; softmax and sums are fp32 at least.
+        asked: the continuations, of at least one id each.
+        precision: compute precision of the forward pass; softmax and sums are in fp32 or wider.
         batch_tokens: most ids of a forward pass, padding included, unless one row alone has more.
-        progress: told how many are scored, ("continuation", done, all of them).
+        progress: called with ("continuation", continuations scored, all continuations).
 
     Raises:
         InputRefused: a continuation is longer than the model's positions.
@@ -106,7 +106,7 @@ def fitted(asked: Continuation, longest: int) -> tuple[list[int], int]:
 
 
 def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
-    """Yield indices in groups of at most `batch_tokens` padded ids, the longest first, so that memory fails early."""
+    """Yield groups of indices of at most `batch_tokens` padded ids, the longest first, so that memory fails early."""
     group: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         if group and lengths[group[0]] * (len(group) + 1) > batch_tokens:
@@ -122,7 +122,7 @@ def _scored(model: Llama, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
     device, inputs = model.lm_head.weight.device, max(len(row) for row, _ in rows) - 1
     tokens_BT = torch.tensor([row[:-1] + [0] * (inputs + 1 - len(row)) for row, _ in rows], device=device)
     targets_N = torch.tensor([token for row, count in rows for token in row[-count:]], device=device)
-    # Position i predicts id i + 1, so a continuation's predictions end one before its last id.
+    # Position i predicts id i + 1, so the predictions of a continuation end one position before its last id.
     ends = [index * inputs + len(row) - 1 for index, (row, _) in enumerate(rows)]
     places = [place for end, (_, count) in zip(ends, rows, strict=True) for place in range(end - count, end)]
     hidden_ND = model(tokens_BT).flatten(0, 1)[torch.tensor(places, device=device)]
@@ -134,7 +134,7 @@ def _scored(model: Llama, rows: Sequence[tuple[list[int], int]]) -> list[Score]:
 
 
 def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each target's ln p, [N] in fp32 or wider, and the likeliest id there, holding a few logits at a time."""
+    """Return each target's ln p, [N] in fp32 or wider, and the likeliest id at its place, with few logits at a time."""
     chosen, best = [], []
     pieces = max(1, -(-hidden_ND.shape[0] * model.config.vocab_size // LOGITS))
     for hidden_CD, targets_C in zip(hidden_ND.tensor_split(pieces), targets_N.tensor_split(pieces), strict=True):
@@ -146,7 +146,7 @@ def _log_probabilities(model: Llama, hidden_ND: Tensor, targets_N: Tensor) -> tu
 
 
 CHOICES = "choices"
-# Data sets and lm-evaluation-harness have different names for the same two things.
+# The keys of a record that may hold the question and the number of the answer; datasets name them differently.
 QUESTION_KEYS = ("query", "question", "prompt")
 ANSWER_KEYS = ("gold", "answer")
 
@@ -154,12 +154,12 @@ T = TypeVar("T")
 
 
 class Question(NamedTuple):
-    """One question.
+    """One question of multiple choice.
 
     Attributes:
-        query: all of the text before an answer.
+        query: the whole text before an answer.
         choices: two or more answers.
-        gold: the number of the right one, from 0.
+        gold: the number of the right choice, from 0.
         where: "FILE:LINE", for messages.
     """
 
@@ -170,10 +170,10 @@ class Question(NamedTuple):
 
 
 def hold_questions(places: Sequence[str], text_key: str) -> bool:
-    """Return whether these are files of questions: JSON lines, the first record with `choices` and without a text.
+    """Return whether the files hold questions: JSON lines whose first record has `choices` and no text.
 
     Raises:
-        UsageError: some are and some are not; their scores cannot be compared.
+        UsageError: some files do and some do not; their scores cannot be compared.
         InputRefused: a file cannot be read.
     """
     quizzes = [place for place in places if _holds_questions(Path(os.path.expanduser(place)), text_key)]
@@ -186,11 +186,12 @@ def hold_questions(places: Sequence[str], text_key: str) -> bool:
 def read_questions(places: Sequence[str]) -> list[Question]:
     """Return the questions of files, in order.
 
-    A record has its question under one of `QUESTION_KEYS`, its choices under "choices", and the number of the right one
-    under one of `ANSWER_KEYS`; other keys are ignored.
+    A record has its question under one of `QUESTION_KEYS`, its choices under "choices", and the number of the right
+    choice under one of `ANSWER_KEYS`; other keys are ignored.
 
     Raises:
-        InputRefused: a bad record, by file and line: without it the score would be that of another quiz.
+        InputRefused: a record is bad; the message has its file and line. It is not skipped, as the score would then be
+            that of another set of questions.
     """
     return [question for place in places for question in _questions(Path(os.path.expanduser(place)))]
 
@@ -203,7 +204,7 @@ def _holds_questions(path: Path, text_key: str) -> bool:
 
 
 class _Bad(Exception):
-    """Says what is wrong with a record; its text completes "FILE:LINE: "."""
+    """A fault of a record; its text completes "FILE:LINE: "."""
 
 
 def _questions(path: Path) -> Iterator[Question]:
@@ -252,12 +253,13 @@ class Accuracy(NamedTuple):
     for one question.
 
     Attributes:
-        acc: the answer is the choice of the largest log-probability.
-        acc_stderr: its standard error.
-        acc_norm: the answer is the choice of the largest log-probability per character, so that length does not decide.
-        acc_norm_stderr: its standard error.
-        acc_bytes: the same per byte of UTF-8, which is fairer where choices are in several scripts.
-        acc_bytes_stderr: its standard error.
+        acc: the share if the answer is the choice of the largest log-probability.
+        acc_stderr: the standard error of `acc`.
+        acc_norm: the share if it is the choice of the largest log-probability per character, so that length does not
+            decide.
+        acc_norm_stderr: the standard error of `acc_norm`.
+        acc_bytes: the same per byte of UTF-8, which is fairer if choices are in several scripts.
+        acc_bytes_stderr: the standard error of `acc_bytes`.
         chance: the accuracy of guessing: the mean of 1 / number of choices.
         questions: the number n of questions.
         cut: the number of questions whose beginning did not fit the model's positions and was left out.
@@ -293,12 +295,12 @@ def choose(
     """Answer questions by the log-probability of " " + choice after the question; the first of equal choices counts.
 
     Source: lm-evaluation-harness, task type `multiple_choice` with its `target_delimiter` " " and no examples; names
-    and values are those of its metrics. `progress` is told how many choices are scored. With `chat` a question is a
-    user's message in the model's own template, and a choice, without the space, begins the answer.
+    and values are those of its metrics. `progress` is called as in `score`. With `chat` a question is a user's message
+    in the model's own template, and a choice, without the space, begins the answer.
 
     Raises:
-        InputRefused: no questions, a choice that is longer than the model's positions, or a template that is missing or
-            does not render.
+        InputRefused: there are no questions, a choice is longer than the model's positions, or the template is missing
+            or does not render.
     """
     if not questions:
         raise InputRefused("there are no questions to answer; give a file with one record a line")
@@ -312,9 +314,7 @@ def choose(
             )
     scores = iter(score(model, [pair for pairs in asked for pair in pairs], precision, progress=progress))
     answers = [_answer(question, [next(scores).log_probability for _ in question.choices]) for question in questions]
-    shares: list[Any] = [
-        value for right in zip(*answers, strict=True) for value in (statistics.fmean(right), _error(right))
-    ]
+    shares: list[Any] = [number for right in zip(*answers, strict=True) for number in mean(right)[:2]]
     chance = statistics.fmean(1 / len(question.choices) for question in questions)
     cut = sum(any(len(pair.context) + len(pair.ids) > longest + 1 for pair in pairs) for pairs in asked)
     return answers, Accuracy._make([*shares, chance, len(questions), cut])
@@ -337,10 +337,10 @@ def _answer(question: Question, logs: Sequence[float]) -> Answer:
 
 
 def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Continuation:
-    """Return the ids of a text's two parts, the first after the token that begins a document.
+    """Return the ids of a context, after the token that begins a document, and those of its continuation.
 
-    White space at the end of the context belongs to the continuation, as in lm-evaluation-harness: a tokenizer joins it
-    with the word that follows. Where it joins more than that, each part is encoded alone.
+    White space at the end of the context goes to the continuation, as in lm-evaluation-harness, since a tokenizer joins
+    it with the next word. If the tokenizer joins more of the two parts than that, each part is encoded alone.
     """
     words = context.rstrip()
     context, continuation = words, context[len(words) :] + continuation
@@ -350,7 +350,3 @@ def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> Contin
     else:
         ids = tokenizer.encode(continuation, inside=bool(before))
     return Continuation([tokenizer.bos_id, *before], ids)
-
-
-def _error(answers: Sequence[bool]) -> float | None:
-    return statistics.stdev(map(float, answers)) / math.sqrt(len(answers)) if len(answers) > 1 else None

@@ -11,7 +11,6 @@ from torch import nn
 
 from monograph.data.progress import Progress
 from monograph.data.rows import Rows
-from monograph.ensemble.knobs import Knobs
 from monograph.errors import UsageError
 from monograph.evaluation.choices import Answer
 from monograph.evaluation.significance import Mean, Table, mean, tabulate
@@ -21,15 +20,15 @@ from monograph.graph.frozen import parameter_count
 
 @dataclass(frozen=True)
 class Comparison:
-    """The difference b - a on the same text or questions.
+    """The difference b - a of two sides, models or ensembles, on the same text or questions.
 
     Attributes:
-        a: bits per byte, or the share of questions that were answered right; mean over its members.
-        b: likewise.
-        difference: mean of b - a over the pairs, and its standard error.
+        a: bits per byte of the first side, or its share of questions answered right; the mean over its members.
+        b: the same of the second side.
+        difference: the mean of b - a over the pairs, and its standard error.
         paired_by: the repeated knob, such as "seed", or "document" or "question".
-        parameters: parameters of one member of a and of one of b; None where an engine does not give them.
-        unit: "bits/byte", of which less is better, or "acc", of which more is.
+        parameters: the numbers of parameters of one member of each side; None if an engine does not give them.
+        unit: "bits/byte", of which less is better, or "acc", of which more is better.
     """
 
     a: float
@@ -78,26 +77,26 @@ def compare(
 ) -> Comparison | Table:
     """Compare two engines, or the settings of one ensemble, in bits per byte of the same text.
 
-    `compare(a, b, held_out)`: engines of several members, such as an `Ensemble` over seeds, are paired by seed, so what
-    a seed contributes to both cancels; other engines are paired by document (`by_document`), which tells how sure the
-    difference of these two trained models is, but not whether another seed would find it.
+    `compare(a, b, held_out)` pairs engines of several members, such as an `Ensemble` over seeds, by seed, so that what
+    a seed contributes to both cancels. It pairs other engines by document (`by_document`), which tells how sure the
+    difference of these two trained models is, but not whether another seed would give it.
 
-    `compare(engine, held_out)`: returns the ensemble's settings with mean and standard error over seeds, and those
-    tied with the best (`tabulate`).
+    `compare(engine, held_out)` returns the ensemble's settings with mean and standard error over seeds, and says which
+    are tied with the best (`tabulate`).
 
     Args:
-        a: an engine, or anything else with `evaluate(batch) -> (sum, count)`, of one model or [N] of N members.
-        b: another one, or `held_out` itself.
+        a: an engine, or any object with `evaluate(batch) -> (sum, count)`, scalars of one model or [N] of N members.
+        b: another engine, or `held_out` itself.
         held_out: rows, such as `corpus.held_out`.
         over: the knob that only repeats a setting.
-        progress: told how far the comparison is.
+        progress: called with the rows or units scored.
 
     Raises:
-        UsageError: no rows, a loss whose sum says nothing about bytes, or ensembles whose members differ in more than
-            the repeated knob.
+        UsageError: there are no rows, the loss's sum says nothing about bytes, or the members of an ensemble differ in
+            more than the repeated knob.
     """
     if isinstance(b, Rows):
-        knobs = [_named(knob_values) for knob_values in _knobs(a)]
+        knobs = _knobs(a)
         if not knobs:
             raise UsageError("compare(engine, held_out) is for an ensemble; for two engines, compare(a, b, held_out)")
         return tabulate(bits_per_byte(a, b, progress), knobs, over)
@@ -109,7 +108,7 @@ def compare(
 def compare_on(
     a: Evaluates, rows_a: Rows, b: Evaluates, rows_b: Rows, over: str = "seed", progress: Progress | None = None
 ) -> Comparison:
-    """Compare as `compare(a, b, held_out)` does, but each engine reads the documents in its own tokenizer's rows.
+    """Compare two engines as `compare(a, b, held_out)` does, but each reads the documents in its own tokenizer's rows.
 
     Raises:
         UsageError: see `compare`; or the documents differ.
@@ -127,20 +126,20 @@ def compare_on(
         scores_b = _one(by_document(b, rows_b, progress), j)
         gap, by = difference(scores_b, scores_a), "document"
         first, second = float(scores_a.bits_per_byte_N[0]), float(scores_b.bits_per_byte_N[0])
-    sizes = _parameters(a), _parameters(b)
-    return Comparison(first, second, gap, by, (sizes[0], sizes[1]) if sizes[0] and sizes[1] else None)
+    size_a, size_b = _parameters(a), _parameters(b)
+    return Comparison(first, second, gap, by, (size_a, size_b) if size_a and size_b else None)
 
 
 def compare_answers(
     a: Mapping[Hashable, Sequence[Answer]], b: Mapping[Hashable, Sequence[Answer]], by: str = "seed"
 ) -> Comparison:
-    """Compare two models, or several of each, that were asked the same questions.
+    """Compare two sides of one or several models each that answered the same questions.
 
     Args:
-        a: the answers of each member, by the member's value of the repeated knob.
-        b: likewise.
-        by: the repeated knob. Members are paired by it if both sides share several values; else the first of each are
-            compared question by question.
+        a: the answers of each member of the first side, by the member's value of the repeated knob.
+        b: the answers of the second side.
+        by: the repeated knob. If the sides share several of its values, members are paired by it; else one member of
+            each side is compared question by question.
     """
     both = [key for key in a if key in b]
     if len(both) > 1:
@@ -170,20 +169,17 @@ def bits_per_byte(engine: Evaluates, rows: Rows, progress: Progress | None = Non
     return there
 
 
-def _knobs(engine: Any) -> tuple[Knobs, ...]:
-    return tuple(getattr(engine, "knobs", None) or ())
-
-
-def _named(knobs: Knobs) -> Mapping[str, Any]:
-    return dict(knobs.items())
+def _knobs(engine: Any) -> list[dict[str, Any]]:
+    """Return the knobs of each member, by name; none for an engine without knobs."""
+    return [dict(knobs.items()) for knobs in getattr(engine, "knobs", None) or ()]
 
 
 def _repetitions(engine: Any, over: str) -> dict[Hashable, int]:
-    """Return the members, by their value of the repeated knob; an engine of one model has none."""
-    knobs = [_named(named) for named in _knobs(engine)]
-    indices = {named[over]: index for index, named in enumerate(knobs) if over in named}
-    others = {name for named in knobs for name in named if name != over}
-    varied = [name for name in sorted(others) if len({repr(named.get(name)) for named in knobs}) > 1]
+    """Return the indices of members by their value of the repeated knob; empty for an engine of one model."""
+    knobs = _knobs(engine)
+    indices = {member[over]: index for index, member in enumerate(knobs) if over in member}
+    others = {name for member in knobs for name in member if name != over}
+    varied = [name for name in sorted(others) if len({repr(member.get(name)) for member in knobs}) > 1]
     if varied:
         raise UsageError(
             f"the members differ in {varied[0]} too: compare(engine, held_out, over={over!r}) says which is best"
@@ -196,6 +192,6 @@ def _one(scores: Scores, member: int) -> Scores:
 
 
 def _parameters(engine: Any) -> int | None:
-    """Return the number of parameters of one member, None where the engine does not give it."""
+    """Return the number of parameters of one member; None if the engine does not give it."""
     module = next(iter(getattr(engine, "members", ())), None) or getattr(engine, "model", None)
     return parameter_count(module) if isinstance(module, nn.Module) else None

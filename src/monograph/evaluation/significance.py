@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from monograph.errors import UsageError
@@ -17,11 +17,11 @@ CONFIDENCE = 0.95
 
 
 class Mean(NamedTuple):
-    """A mean and its standard error, sqrt(sum of (x - mean)^2 / (n - 1) / n); None for one value.
+    """A mean and its standard error.
 
     Attributes:
         value: the mean.
-        standard_error: the mean's standard error.
+        standard_error: sqrt(sum of (x - mean)^2 / (n - 1) / n); None for one value.
         n: the number of values.
     """
 
@@ -31,7 +31,7 @@ class Mean(NamedTuple):
 
     @property
     def is_noise(self) -> bool | None:
-        """Return whether zero is inside the interval value ± t · standard_error at 95 %; None if that is unknown."""
+        """Return whether zero is inside the interval value ± t · standard_error at 95 %; None without an error."""
         if self.standard_error is None:
             return None
         return abs(self.value) <= t_quantile(self.n - 1) * self.standard_error
@@ -53,7 +53,7 @@ def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
 
 
 def _within(t: float, degrees: int) -> float:
-    """Return P(|T| <= t), a finite sum for whole degrees: Abramowitz and Stegun 26.7.3 and 26.7.4."""
+    """Return P(|T| <= t), which is a finite sum for whole degrees: Abramowitz and Stegun 26.7.3 and 26.7.4."""
     angle = math.atan(t / math.sqrt(degrees))
     cosine, odd = math.cos(angle), degrees % 2
     term, total = (cosine if odd else 1.0), 0.0
@@ -67,15 +67,15 @@ def _within(t: float, degrees: int) -> float:
 
 @dataclass(frozen=True)
 class Setting:
-    """Members that differ only in the seed.
+    """Members that differ only in the seed, or in another repeated knob.
 
     Attributes:
-        knobs: the values that they share, by name.
-        members: their indices, by seed.
-        mean: mean of their values over the seeds that have one; None if none has.
-        failed: seeds without a value: their members diverged.
+        knobs: the values that the members share, by name.
+        members: the members' indices, by seed.
+        mean: mean of the members' values over the seeds that have one; None if none has.
+        failed: seeds without a value, whose members diverged.
         difference: difference from the best setting over the seeds that both have; None for the best itself.
-        tied: whether the difference is within the noise; None where that is unknown.
+        tied: whether the difference is within the noise; None if the noise is unknown.
     """
 
     knobs: Mapping[str, Any]
@@ -88,7 +88,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Best:
-    """The setting with the lowest mean, and its member with the lowest value."""
+    """The setting with the lowest mean, and the index of its member with the lowest value."""
 
     setting: Setting
     member: int
@@ -99,12 +99,13 @@ class Table:
     """A comparison of settings, in which lower values are better.
 
     Attributes:
-        settings: in the order in which the members came.
-        best: None if every member diverged.
+        settings: the settings in the order of their first members.
+        best: the best setting; None if every member diverged.
         values: the value of each member, None for one that diverged.
         noise: standard deviation of a paired difference over seeds, pooled; None if there is only one seed.
-        degrees: its degrees of freedom.
+        degrees: the degrees of freedom of `noise`.
         over: the name of the repeated knob.
+        unit: the unit of the values.
     """
 
     settings: tuple[Setting, ...]
@@ -117,7 +118,7 @@ class Table:
 
     @property
     def how(self) -> str:
-        """One sentence that says what "tied" means here."""
+        """One sentence that says what "tied" means in this table, or why there is nothing to compare."""
         if len(self.settings) == 1:
             return "one setting: there is nothing to compare it with"
         over = self.over.rpartition(".")[2]
@@ -139,13 +140,13 @@ class Table:
         return "\n".join([*map(self.line, self.settings), self.how])
 
     def line(self, setting: Setting) -> str:
-        """Return a setting in one line: its knobs, mean ± standard error, and how it compares with the best."""
+        """Return a setting in one line: knobs, mean ± standard error, and how it compares with the best."""
         name = " ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
                         for key, value in setting.knobs.items())  # fmt: skip
         return f"{name or 'all'}: {written(setting.mean)} {self.unit}{self.standing(setting)}"
 
     def standing(self, setting: Setting) -> str:
-        """Return the standing in words: best, tied or diverged; empty for the rest."""
+        """Return a setting's standing in words (best, tied, some diverged); empty if there is nothing to say."""
         words = [f"{len(setting.failed)} of {len(setting.members)} diverged"] if setting.failed and setting.mean else []
         if self.best and setting is self.best.setting:
             words.insert(0, "best")
@@ -155,7 +156,7 @@ class Table:
 
 
 def written(value: Mean | None) -> str:
-    """Return `2.553 ± 0.012`, without the error where there is none; `diverged` for no value."""
+    """Return `2.553 ± 0.012`, or `2.553` if there is no standard error, or `diverged` for None."""
     if value is None:
         return "diverged"
     return f"{value.value:.3f}" + ("" if value.standard_error is None else f" ± {value.standard_error:.3f}")
@@ -169,16 +170,16 @@ def tabulate(
         difference of setting s = mean over seeds of value(s, seed) - value(best, seed)
         noise^2 = sum over settings s of the better half, and seeds, of (d(s, seed) - difference(s))^2 / degrees
 
-    with d(s, seed) the paired difference and degrees = (settings - 1) · (seeds - 1). A seed's own luck (weights,
-    order of rows) is in both values of a pair and cancels. Two seeds alone say little about noise, so it is pooled over
-    settings; but far from the optimum training is noisier, so only the better half of them, and two at least, count. A
-    setting is tied with the best if |difference| <= t(95 %, degrees) · noise / sqrt(seeds). A setting with a member
-    that diverged is never the best while another has none.
+    with d(s, seed) the paired difference and degrees = (settings - 1) · (seeds - 1). What a seed contributes (initial
+    weights, order of rows) is in both values of a pair and cancels. Two seeds alone say little about noise, so it is
+    pooled over settings; but far from the optimum training is noisier, so only the better half of the settings, and at
+    least two, count. A setting is tied with the best if |difference| <= t(95 %, degrees) · noise / sqrt(seeds). A
+    setting with a member that diverged is never the best if another setting has none.
 
     Args:
-        values: one for each member, such as its held-out bits per byte; None or not finite: it diverged.
+        values: one for each member, such as its held-out bits per byte; None or not finite if the member diverged.
         knobs: the knobs of each member, by name.
-        over: the name of the repeated knob; members without it are repetitions of nothing.
+        over: the name of the repeated knob; members without this knob are numbered instead.
         unit: the values' unit.
     """
     finite = [value if value is not None and math.isfinite(value) else None for value in values]
@@ -187,8 +188,8 @@ def tabulate(
     if not ranked:
         return Table(tuple(settings), None, tuple(finite), None, 0, over, unit=unit)
     top = ranked[0]
-    paired = {id(other): _paired(other, top, finite) for other in ranked if other is not top}
-    half = [other for other in ranked[: max(2, -(-len(ranked) // 2))] if other is not top]
+    paired = {id(other): _paired(other, top, finite) for other in ranked[1:]}
+    half = ranked[1 : max(2, -(-len(ranked) // 2))]
     squares = [(d - statistics.fmean(paired[id(s)])) ** 2 for s in half for d in paired[id(s)]]
     degrees = sum(max(0, len(paired[id(s)]) - 1) for s in half)
     noise = math.sqrt(sum(squares) / degrees) if degrees else None
@@ -202,17 +203,17 @@ def tabulate(
         error = noise / math.sqrt(len(pairs)) if noise is not None else None
         difference = Mean(statistics.fmean(pairs), error, len(pairs))
         tied = None if error is None else abs(difference.value) <= factor * error
-        return Setting(setting.knobs, setting.members, setting.mean, setting.failed, difference, tied)
+        return replace(setting, difference=difference, tied=tied)
 
     return Table(tuple(map(compared, settings)), best, tuple(finite), noise, degrees, over, unit=unit)
 
 
 def _settings(values: Sequence[float | None], knobs: Sequence[Mapping[str, Any]], over: str) -> list[Setting]:
     groups: dict[str, tuple[dict[str, Any], dict[Hashable, int]]] = {}
-    for index, values_of in enumerate(knobs):
-        shared = {name: value for name, value in values_of.items() if name != over}
+    for index, member in enumerate(knobs):
+        shared = {name: value for name, value in member.items() if name != over}
         members = groups.setdefault(repr(shared), (shared, {}))[1]
-        members[values_of.get(over, index if over in values_of else len(members))] = index
+        members[member.get(over, len(members))] = index
     settings = []
     for shared, members in groups.values():
         there = [value for member in members.values() if (value := values[member]) is not None]
@@ -222,7 +223,7 @@ def _settings(values: Sequence[float | None], knobs: Sequence[Mapping[str, Any]]
 
 
 def _paired(one: Setting, other: Setting, values: Sequence[float | None]) -> list[float]:
-    """Return one value minus the other for every seed that has both."""
+    """Return the value of `one` minus that of `other` for every seed for which both have one."""
     pairs = ((values[one.members[s]], values[other.members[s]]) for s in one.members if s in other.members)
     return [a - b for a, b in pairs if a is not None and b is not None]
 
@@ -233,8 +234,8 @@ class Vertex(NamedTuple):
     Attributes:
         lr: the learning rate of the minimum.
         loss: the parabola's value there, at most the smallest measured loss.
-        bracketed: whether a finite loss was measured on either side of the best rate. If not, `lr` is that rate itself
-            and the minimum may lie beyond it, or nearer to a rate that diverged.
+        bracketed: whether a finite loss was measured on both sides of the best rate. If not, `lr` is the best rate
+            itself, and the minimum may lie beyond it or nearer to a rate that diverged.
     """
 
     lr: float
@@ -243,20 +244,20 @@ class Vertex(NamedTuple):
 
     @property
     def log2(self) -> float:
-        """log2 of the rate, its position in factor-2 steps."""
+        """The log2 of the rate, its position in factor-2 steps."""
         return math.log2(self.lr)
 
 
 def vertex(lrs: Sequence[float], losses: Sequence[float]) -> Vertex:
     """Return the minimum of the parabola in log2(lr) through the best rate and its two neighbours.
 
-    With x = log2(lr), best point 0 and slopes s- = (L0 - L-) / (x0 - x-), s+ = (L+ - L0) / (x+ - x0), s- <= 0 <= s+:
+    With x = log2(lr), x0 the best rate, and slopes s- = (L0 - L-) / (x0 - x-) <= 0 <= s+ = (L+ - L0) / (x+ - x0):
 
         x = (x- + x0) / 2 + (x+ - x-) / 2 * -s- / (s+ - s-)
 
-    which lies between the middles of the two intervals: less than a step away from the best rate, never outside the
-    range tried. It is finer than the best of a grid: of two neighbours with nearly the same loss, a grid's best is
-    a coin flip, the vertex lies between them.
+    which lies between the middles of the two intervals: less than a step from the best rate and never outside the range
+    tried. It is finer than the best rate of a grid: chance decides which of two neighbours with nearly the same loss is
+    a grid's best, while the vertex lies between them.
 
     Args:
         lrs: distinct learning rates, in any order.

@@ -1,6 +1,6 @@
 """Scores a model by loss, perplexity and bits per byte on text that it was not trained on.
 
-Scored document by document, two models can be compared in pairs, whatever their tokenizers (`by_document`).
+`by_document` scores each document separately, so that two models of any tokenizers can be compared in pairs.
 
 Shape suffixes: D documents, U units (whole documents that follow one another), R rows, T positions, N members.
 """
@@ -23,7 +23,7 @@ from monograph.loss import Batch
 
 
 class Evaluates(Protocol):
-    """An engine, or anything else that can score a batch."""
+    """An engine, or another object that can score a batch."""
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return (sum of losses in nats, number of targets) without gradients; both are [N] for N members."""
@@ -35,11 +35,11 @@ class Evaluation(NamedTuple):
 
     Attributes:
         loss: nats per target.
-        bits_per_byte: nats / ln 2 per byte of the targets' text; comparable across tokenizers. None
-            where the loss counts something other than the rows' targets, so that its sum says nothing about bytes.
+        bits_per_byte: nats / ln 2 per byte of the targets' text; comparable across tokenizers. None if the loss counts
+            something other than the rows' targets, so that its sum says nothing about bytes.
         perplexity: exp(loss), per token.
-        tokens: what the loss counted: targets, or the sum of their weights, rounded.
-        bytes: bytes of their text; the end of a document is a target of no bytes.
+        tokens: what the loss counted, targets or the sum of their weights, rounded.
+        bytes: bytes of the targets' text; the end of a document is a target of no bytes.
     """
 
     loss: float
@@ -56,17 +56,17 @@ def evaluate(
 
         loss = sum over targets of -ln p(target) / targets        bits per byte = sum of -log2 p(target) / bytes
 
-    A document longer than a row is scored in pieces, each with no context from the piece before it.
+    A document longer than a row is scored in pieces, each without the piece before it as context.
 
     Args:
-        engine: what scores a batch.
+        engine: an engine of one model.
         rows: a split of a corpus, such as `corpus.held_out`.
         batch_rows: rows scored at once; it changes no result beyond rounding.
         limit: score only this many rows, evenly spaced; None: all.
         progress: called with ("row", rows done, all rows).
 
     Raises:
-        UsageError: there are no rows, the engine has several members, or the arguments are neither.
+        UsageError: there are no rows, the engine has several members, or the arguments are not an engine and rows.
     """
     results = evaluate_members(engine, rows, batch_rows=batch_rows, limit=limit, progress=progress)
     if len(results) > 1:
@@ -94,8 +94,8 @@ def evaluate_members(
     for batch in rows.in_order(batch_rows, limit):
         sums.append(engine.evaluate(batch))
         meter.add(batch_rows)
-    totals_N = torch.stack([torch.atleast_1d(s[0]).double() for s in sums]).sum(0).tolist()
-    counts_N = torch.stack([torch.atleast_1d(s[1]) for s in sums]).sum(0).tolist()
+    totals_N = torch.stack([torch.atleast_1d(total).double() for total, _ in sums]).sum(0).tolist()
+    counts_N = torch.stack([torch.atleast_1d(count) for _, count in sums]).sum(0).tolist()
     coverage = rows.coverage(limit)
     return [_evaluation(total, counted, *coverage) for total, counted in zip(totals_N, counts_N, strict=True)]
 
@@ -106,7 +106,7 @@ def _evaluation(total: float, counted: float, targets: int, size: int) -> Evalua
     return Evaluation(loss, bits, math.exp(min(loss, 700.0)), round(counted), size)
 
 
-MOST_UNITS = 256  # more would hardly narrow an error bar, and each costs a forward pass at least
+MOST_UNITS = 256  # more units would hardly narrow an error bar, and each costs at least one forward pass
 ROWS = 8  # rows of a forward pass
 
 
@@ -114,8 +114,8 @@ class Scores(NamedTuple):
     """The bits that a model needs for each unit of text.
 
     Attributes:
-        bits_UN: float64, sum of -log2 p(target) of each unit and member.
-        bytes_U: int64, bytes of the targets' text.
+        bits_UN: float64, sum of -log2 p(target) for each unit and member.
+        bytes_U: int64, bytes of each unit's targets.
     """
 
     bits_UN: NDArray[np.float64]
@@ -128,10 +128,10 @@ class Scores(NamedTuple):
 
 
 def by_document(engine: Evaluates, rows: Rows, progress: Progress | None = None) -> Scores:
-    """Score each document separately: a batch holds the targets of one unit only, in their usual rows.
+    """Score each document separately: a batch has the targets of one unit only, in the rows where they always are.
 
-    A unit is one document or, if there are more than 256, consecutive ones that together make 256 units. The division
-    does not depend on rows or tokenizer, so the units of two models of one text are the same.
+    A unit is one document or, if there are more than 256 documents, several consecutive ones, so that there are 256
+    units. Rows and tokenizer do not change the units, so two models of one text have the same.
 
     Raises:
         UsageError: there are no rows, or the loss counts something other than targets, so bits per byte mean nothing.
@@ -161,7 +161,7 @@ def by_document(engine: Evaluates, rows: Rows, progress: Progress | None = None)
 
 
 def difference(one: Scores, other: Scores) -> Mean:
-    """Return one - other in bits per byte, each of one model, paired by unit.
+    """Return one - other in bits per byte, for scores of one model each, paired by unit.
 
         d = sum(a - b) / sum(bytes)        standard error = sqrt(U / (U - 1) · sum(e^2)) / sum(bytes),
         e = (a - b) - d · bytes            (the ratio estimator: Cochran, Sampling Techniques, 1977, 6.4)
@@ -180,7 +180,7 @@ def difference(one: Scores, other: Scores) -> Mean:
 
 
 def _of_unit(rows: Rows, indices_R: NDArray[np.int64], mine_RT: NDArray[np.bool_]) -> tuple[Batch, int, int]:
-    """Return ROWS rows with targets at `mine_RT` alone, the number of these, and the bytes of their text."""
+    """Return ROWS rows with the targets at `mine_RT` alone, the number of targets, and the bytes of their text."""
     window = rows.window(indices_R)
     window["targets"] = np.where(mine_RT, window["targets"], IGNORE)
     empty = rows.empty(ROWS - len(indices_R))

@@ -1,9 +1,10 @@
-"""Bits per byte that simple, well-known methods reach on a held-out text: baselines that a trained model has to beat.
+"""Baselines for a trained model: bits per byte that simple, well-known methods reach on a held-out text.
 
-`accepted_share` counts how much of a sample is Python, line by line, as Python's own tokenizer sees it.
+`accepted_share` counts the lines of a sample that Python's own tokenizer accepts.
 
-A gram is a run of bytes packed into a uint64, oldest byte highest, so that sorted grams of one context are neighbours.
-Array suffixes: H held-out positions, Q distinct held-out grams, G distinct grams of the train text.
+A gram is a run of bytes packed into a uint64, the first byte highest, so that sorted grams of one context are adjacent.
+
+Shape suffixes: H held-out positions, Q distinct held-out grams, G distinct grams of the train text.
 """
 
 from __future__ import annotations
@@ -12,34 +13,31 @@ import gzip
 import io
 import lzma
 import tokenize
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-Progress = Callable[[str, int, int | None], None]
-Grams = NDArray[np.uint64]
+from monograph.data.progress import Progress
 
-_BYTE = np.uint64(8)
-_STAGE = "yardsticks"
+Grams = NDArray[np.uint64]
 
 
 def yardsticks(train_bytes: bytes, held_out_bytes: bytes, progress: Progress | None = None) -> dict[str, float]:
-    """Return bits per byte of `held_out_bytes` (not empty) under four methods, by name, usually the worst first.
+    """Return bits per byte of `held_out_bytes` (not empty) by four methods, by name, usually the worst first.
 
     "trigram": add-one byte trigram counted on the train text.
-    "gzip -9", "xz -9": size of the compressed held-out text, its files concatenated; a compressor adapts to the text as
-        it goes but knows nothing of the train text.
+    "gzip -9", "xz -9": size of the compressed held-out text, its files concatenated; a compressor adapts to the text
+        that it has read but does not know the train text.
     "order 6": interpolated modified Kneser-Ney byte model with up to 6 bytes of context, counted on the train text.
 
-    Each split is one run of bytes, so contexts reach across the ends of files. It takes about 3 s and 0.6 GB for
-    10 MB of train text; both grow with it. `progress(stage, done, total)` is called between the methods.
+    Each split is one run of bytes, so contexts reach across the ends of files. 10 MB of train text take about 3 s and
+    0.6 GB; both grow with the text. `progress(stage, done, total)` is called between the methods.
     """
 
     def tick(done: int) -> None:
         if progress is not None:
-            progress(_STAGE, done, 4)
+            progress("yardsticks", done, 4)
 
     tick(0)
     trigram = trigram_bits_per_byte(train_bytes, held_out_bytes)
@@ -59,7 +57,7 @@ def trigram_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes) -> float:
     n(ab) = sum over c of n(abc). The first two bytes have no such context: 8 bits each.
     """
     train, held_out = _as_array(train_bytes), _as_array(held_out_bytes)
-    # 256³ counters take 64 MB and one pass, which is quicker than sorting the grams
+    # 256³ counters take 64 MB and one pass over the text, which is faster than sorting the grams.
     counts_abc = np.bincount(_grams(train, 3).astype(np.int64), minlength=1 << 24).astype(np.int32)
     counts_ab = counts_abc.reshape(1 << 16, 256).sum(axis=1)
     grams_H = _grams(held_out, 3).astype(np.int64)
@@ -93,13 +91,21 @@ def kneser_ney_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes, order: i
 
 @dataclass(frozen=True)
 class _Table:
-    """One order of the model: its sorted distinct (order+1)-grams with running sums of their counts and discounts."""
+    """One order of the model: its sorted distinct (order + 1)-grams, with running sums of counts and discounts.
+
+    Attributes:
+        order: bytes of context.
+        grams_G: the grams, sorted.
+        discounted_G: a - D(a) of each gram; `kneser_ney_bits_per_byte` defines a and D.
+        count_sums: running sums of a, G + 1 entries, the first 0.
+        discount_sums: running sums of D(a), G + 1 entries, the first 0.
+    """
 
     order: int
     grams_G: Grams
     discounted_G: NDArray[np.float64]
-    count_sums: NDArray[np.int64]  # G + 1 entries, the first 0
-    discount_sums: NDArray[np.float64]  # G + 1 entries, the first 0
+    count_sums: NDArray[np.int64]
+    discount_sums: NDArray[np.float64]
 
     @classmethod
     def of(cls, order: int, grams_G: Grams, counts_G: NDArray[np.int64]) -> _Table:
@@ -113,7 +119,7 @@ class _Table:
         )
 
     def refine(self, grams_H: Grams, lower_H: NDArray[np.float64]) -> NDArray[np.float64]:
-        """Return this order's probability of each gram's last byte, given those of the next lower order."""
+        """Return this order's probabilities of each gram's last byte, given the next lower order's."""
         grams_Q, where_H = np.unique(grams_H, return_inverse=True)
         place_Q = np.searchsorted(self.grams_G, grams_Q)
         nearest_Q = np.minimum(place_Q, len(self.grams_G) - 1)
@@ -132,8 +138,8 @@ class _Table:
 def _tables(train: NDArray[np.uint8], order: int) -> list[_Table]:
     """Return the tables of orders 0 to `order`.
 
-    Only the longest grams are sorted in full: every shorter gram but the text's first one is the tail of a longer one,
-    so distinct grams, and what precedes them, follow from the distinct grams one byte longer.
+    Only the longest grams are all sorted. Every shorter gram but the first of the text is the tail of a longer one, so
+    the distinct grams, and how many bytes precede each, follow from the distinct grams one byte longer.
     """
     if order < 0:
         return []
@@ -148,7 +154,7 @@ def _tables(train: NDArray[np.uint8], order: int) -> list[_Table]:
 
 
 def _discounts(counts_G: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Return D(0..3) of one order; index 3 stands for all counts from 3 on."""
+    """Return D(0) to D(3) of one order; index 3 stands for all counts from 3 on."""
     n = np.bincount(np.minimum(counts_G, 5), minlength=6)[:5].astype(np.float64)
     substitute = (n[1] + 1) / (n[1] + 2 * n[2] + 2)
     ratio = n[1] / (n[1] + 2 * n[2]) if n[1] else 0.0
@@ -167,12 +173,12 @@ def _distinct(grams: Grams) -> tuple[Grams, NDArray[np.int64]]:
 
 
 def _grams(text: NDArray[np.uint8], length: int) -> Grams:
-    """Return all runs of `length` bytes, in order of position; the last byte is the lowest."""
+    """Return all runs of `length` bytes as grams, in order of position."""
     runs = max(0, len(text) - length + 1)
     grams = np.zeros(runs, np.uint64)
     for start in range(length):
-        np.left_shift(grams, _BYTE, out=grams)
-        np.bitwise_or(grams, text[start : start + runs], out=grams)
+        grams <<= np.uint64(8)
+        grams |= text[start : start + runs]
     return grams
 
 
@@ -180,15 +186,15 @@ def _as_array(text: bytes) -> NDArray[np.uint8]:
     return np.frombuffer(text, dtype=np.uint8)
 
 
-# `tokenize` reports these for a valid line that continues: an open bracket, an open triple-quoted string.
+# The errors that `tokenize` reports for a valid line that ends inside a bracket or a triple-quoted string.
 _GOES_ON = ("EOF in multi-line statement", "unexpected EOF in multi-line statement", "EOF in multi-line string")
 
 
 def accepted_share(text: str) -> tuple[int, int]:
     """Return (lines that `tokenize` accepts, lines), counting the non-empty lines of `text`.
 
-    The first and the last line may be cut off and are left out. Each line is checked alone, without indentation; one
-    that opens a bracket or a triple-quoted string is accepted.
+    The first and the last line are left out, as they may be cut off. Each line is checked alone, without indentation; a
+    line that opens a bracket or a triple-quoted string is accepted.
     """
     lines = [line.strip() for line in text.split("\n")[1:-1]]
     lines = [line for line in lines if line]

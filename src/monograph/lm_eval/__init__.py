@@ -1,1 +1,1 @@
-"""Runs as a model of lm-evaluation-harness (the extra `lm-eval`); nothing here is imported unless it is used."""
+"""A model of lm-evaluation-harness (the extra `lm-eval`) that evaluates runs; no other room imports it."""

@@ -1,4 +1,4 @@
-"""`python -m monograph.lm_eval ...` is the command `lm_eval ...`, which then knows the model "monograph"."""
+"""Runs the command `lm_eval ...` with the model "monograph" registered: `python -m monograph.lm_eval ...`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def main() -> int:
             raise UsageError("lm-evaluation-harness is not installed: pip install -e '.[lm-eval]'")
         from lm_eval.__main__ import cli_evaluate
 
-        import monograph.lm_eval.model  # noqa: F401  # registers the model
+        import monograph.lm_eval.model  # noqa: F401  # the import registers the model
 
         cli_evaluate()
     except MonographError as error:

@@ -1,4 +1,4 @@
-"""The model "monograph" of lm-evaluation-harness: a run, a Hugging Face folder or a weight file, not exported."""
+"""The model "monograph" of lm-evaluation-harness: a run, a Hugging Face folder or a weight file, without an export."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
-import lm_eval.models  # noqa: F401  # registers its own models, which it skips once another model is registered
+import lm_eval.models  # noqa: F401  # registers lm_eval's own models; it skips that once another model is registered
 from lm_eval.api.model import TemplateLM
 from lm_eval.api.registry import register_model
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -23,18 +23,18 @@ from monograph.graph.precision import Precision
 from monograph.run.models import load
 from monograph.terminal import one_line
 
-MAX_TOKENS = 256  # default where a task gives no limit, as in lm-evaluation-harness
-# Tasks use these names for the most tokens to generate, in lm-evaluation-harness's order.
+MAX_TOKENS = 256  # the default if a task gives no limit, as in lm-evaluation-harness
+# The names that tasks give the limit, in the order in which lm-evaluation-harness looks for them.
 _MAX_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
 
 
 @register_model("monograph")
 class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
-    """Answers lm-evaluation-harness's requests with a model.
+    """A language model that answers the requests of lm-evaluation-harness.
 
-    A context begins with the token that begins a document, as in training. Its log-likelihoods are those of lm_eval's
-    `hf` model on the exported folder; those of whole texts (`loglikelihood_rolling`) too if `hf` has
-    `add_bos_token=False`, without which it also scores that first token, which no text contains.
+    A context begins with the token that begins a document, as in training. Log-likelihoods equal those of lm_eval's
+    `hf` model on the exported folder. For whole texts (`loglikelihood_rolling`) `hf` needs `add_bos_token=False`;
+    without it `hf` also scores that first token, which no text contains.
     """
 
     def __init__(
@@ -46,12 +46,12 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
             run: a run ("last", or a run's folder), a Hugging Face folder, or a weight file.
             precision: "fp32" or "bf16".
             batch_tokens: most ids of a forward pass, padding included.
-            others: batch_size, max_batch_size and device, which lm_eval gives every model. Batches are sized in
-                tokens, and the device is the machine's; neither changes a result beyond rounding.
+            others: batch_size, max_batch_size and device, which lm_eval gives every model and which are ignored:
+                batches are sized in tokens, and the device is the machine's. Neither changes a result beyond rounding.
 
         Raises:
-            UsageError: an argument that the model does not have.
-            InputRefused: there is nothing that can be loaded.
+            UsageError: the model does not have an argument.
+            InputRefused: `run` is nothing that can be loaded.
         """
         super().__init__()
         if unknown := sorted(others.keys() - {"batch_size", "max_batch_size", "device"}):
@@ -76,7 +76,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return self._model.config.max_position_embeddings
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **options: Any) -> list[int]:
-        """Return the ids of a text, after the id that begins a document unless told otherwise."""
+        """Return a text's ids, after the id that begins a document unless `add_special_tokens` is False."""
         ids = self._tokenizer.encode(string)
         return ids if add_special_tokens is False else [self._tokenizer.bos_id, *ids]
 
@@ -89,7 +89,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return scores
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
-        """Return log-likelihoods of whole texts; each token is predicted once, after as many earlier ones as fit."""
+        """Return the log-likelihoods of whole texts; each token is predicted once, after as many tokens as fit."""
         windows, owners = list[Continuation](), list[int]()
         for owner, request in enumerate(requests):
             ids = self.tok_encode(request.args[0], add_special_tokens=False)
@@ -105,12 +105,12 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         return sums
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """Return texts that continue contexts; requests with the same settings are generated together."""
+        """Return a continuation of each context; requests with the same settings are generated together."""
         groups: dict[str, list[int]] = defaultdict(list)
         seen: Counter[str] = Counter()
         for index, request in enumerate(requests):
             asked = json.dumps(request.args, sort_keys=True)
-            # A repeated request is a further sample of the same text, so it gets its own draws.
+            # A repeated request asks for another sample, so the number of its repetition is its seed.
             groups[json.dumps([request.args[1], seen[asked]], sort_keys=True)].append(index)
             seen[asked] += 1
         texts: dict[int, str] = {}
@@ -127,7 +127,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     def _continued(self, contexts: Sequence[str], options: Mapping[str, Any], seed: int) -> Iterable[str]:
         sampling, max_tokens, stop = generation(options, seed)
-        room = self.max_length - max_tokens - 1  # one is the token that begins a document
+        room = self.max_length - max_tokens - 1  # one position is taken by the token that begins a document
         if room < 1:
             raise InputRefused(
                 f"max_gen_toks = {max_tokens} leaves no room for a context in the model's {self.max_length} positions: "
@@ -141,10 +141,10 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 def generation(options: Mapping[str, Any], seed: int) -> tuple[Sampling, int, list[str]]:
     """Return (sampling, most tokens, stop strings) from a task's generation arguments.
 
-    As in lm-evaluation-harness, nothing is sampled unless the task asks for it by `do_sample` or a temperature.
+    As in lm-evaluation-harness, tokens are drawn at random only if `do_sample` or a temperature asks for it.
 
     Raises:
-        UsageError: an argument has no meaning here.
+        UsageError: the model does not know an argument.
     """
     left = {name: value for name, value in options.items() if value is not None}
     limits = [left.pop(key) for key in _MAX_TOKENS_KEYS if key in left]

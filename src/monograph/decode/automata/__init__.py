@@ -1,7 +1,7 @@
-"""Stops and constraints as automata over tokens, which the decode step follows on the device.
+"""Stop strings and constraints as automata over tokens, which the decode step follows on the device.
 
-The entry points: `constraint` and `stop_strings` make an `Automaton`, `Tables` holds several of them on the device, and
-`allowed`, `advance` and `stopped` serve a decode step.
+`constraint` and `stop_strings` make an `Automaton`, `Tables` holds several of them on the device, and a decode step
+calls `allowed`, `advance` and `stopped`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from monograph.decode.automata.lift import Automaton as Automaton
 from monograph.decode.automata.lift import Tables as Tables
 from monograph.decode.automata.lift import advance as advance
 from monograph.decode.automata.lift import allowed as allowed
-from monograph.decode.automata.lift import constrainer, searcher, searching
+from monograph.decode.automata.lift import constrainer, searcher
 from monograph.decode.automata.lift import stopped as stopped
 from monograph.decode.automata.pattern import whole
 from monograph.decode.automata.schema import document, parsed
@@ -29,19 +29,20 @@ KINDS = ("choices", "regex", "json_schema")
 def constraint(
     kind: str, value: Any, pieces: Sequence[bytes], end_ids: Collection[int], lead: bytes = b""
 ) -> Automaton:
-    """Return an automaton that allows exactly the tokens that can still lead to a wanted text.
+    """Return an automaton that allows exactly the tokens after which the text can still become an accepted one.
 
     Args:
-        kind: "choices": one of several texts. "regex": the whole text matches a regular expression. "json_schema":
-            compact JSON that a bounded schema validates. docs/constraints.md lists what the last two may contain.
-        value: the texts, the expression, or the schema as JSON text or as an object.
+        kind: what is accepted. "choices": one of several texts; "regex": texts that a regular expression matches as a
+            whole; "json_schema": compact JSON that a bounded schema validates. docs/constraints.md lists the supported
+            syntax and keywords.
+        value: the texts, the regular expression, or the schema as JSON text or as an object.
         pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
         end_ids: the tokens that end a text.
         lead: bytes that come before the text and do not belong to it (`Tokenizer.lead`).
 
     Raises:
-        UsageError: an unknown kind.
-        InputRefused: a value that is outside the subset, unbounded or too large; the message names the place.
+        UsageError: the kind is unknown.
+        InputRefused: the value is outside the subset, unbounded or too large; the message names the place.
     """
     try:
         expression, where = _expression(kind, value)
@@ -52,20 +53,20 @@ def constraint(
 
 
 def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
-    """Return an automaton that stops at the token that completes any of the strings, inside it or across tokens.
+    """Return an automaton that stops at the token that completes a stop string, be it inside one token or over several.
 
     Args:
         strings: at least one, none of them empty.
         pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
 
     Raises:
-        InputRefused: no string, an empty one, or too many bytes in all.
+        InputRefused: there is no string, one is empty, or they have too many bytes in all.
     """
-    return searcher(searching([_utf8(string, "a stop string") for string in strings]), pieces, "the stop strings")
+    return searcher([_utf8(string, "a stop string") for string in strings], pieces)
 
 
 def _expression(kind: str, value: Any) -> tuple[Expression, str]:
-    """Return the accepted texts, and the name for them in an error."""
+    """Return an expression for the accepted texts, and its name in an error."""
     if kind == "choices":
         if isinstance(value, str) or not value:
             raise InputRefused("choices: expected a list of at least one text")

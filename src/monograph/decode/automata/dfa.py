@@ -1,13 +1,15 @@
-"""The smallest deterministic automaton of a byte expression.
+"""Compiles a byte expression into the smallest deterministic automaton.
 
-The expression first becomes an automaton without empty moves: positions, the bytes they take, and what may follow them.
+The expression first becomes a nondeterministic automaton without empty moves. Its states are positions in the
+expression: a position takes one byte of a set and has successors, the positions that may take the next byte.
+
 Shapes: S states, K classes of bytes that no state distinguishes.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NoReturn, TypeAlias
 
@@ -25,16 +27,18 @@ from monograph.decode.automata.expression import (
 from monograph.errors import InputRefused
 
 # docs/constraints.md promises these limits: a larger automaton is refused within two seconds.
+MAX_STATES = 10_000
 MAX_POSITIONS = 20_000
-MAX_WORK = 1_000_000
+MAX_WORK = 1_000_000  # steps of a `Budget`
 
-Next: TypeAlias = frozenset[int]  # the positions of which one takes the next byte
+Next: TypeAlias = frozenset[int]  # positions, any of which may take the next byte
 NOWHERE: Next = frozenset()
-END = 0  # the position that takes nothing: the text may end here
+END = 0  # the position that takes no byte: the text may end here
+Rows: TypeAlias = Sequence[Mapping[int, int]]  # per state {class of bytes: next state}
 
 
 class Budget:
-    """A limit on the steps spent on one automaton, so that none takes more than about two seconds.
+    """The number of steps that may still be spent on one automaton, so that none takes more than about two seconds.
 
     Attributes:
         where: the automaton's name in an error.
@@ -44,42 +48,45 @@ class Budget:
         self.where, self._left = where, MAX_WORK
 
     def spend(self, steps: int) -> None:
-        """Count steps; raise InputRefused when they are too many."""
+        """Count steps; raise InputRefused when there are too many."""
         self._left -= steps
         if self._left < 0:
             self.refuse(MAX_WORK, "steps to build")
 
     def refuse(self, limit: int, unit: str) -> NoReturn:
-        """Refuse an automaton that is too large."""
+        """Raise InputRefused for an automaton that needs more than `limit` of a unit."""
         raise InputRefused(f"{self.where}: its automaton needs more than {limit:,} {unit}; make it simpler or shorter")
 
 
 class Positions:
-    """Reads an expression from its end to its beginning, so that a position's successors are known when it is made.
+    """The positions of an expression, made from its end to its beginning, as a position is made with its successors.
 
-    Positions that take the same bytes and have the same successors become one, which merges common endings:
-    the automaton of a character's UTF-8 sequences or of a schema's optional properties stays small.
+    Positions that take the same bytes and have the same successors are merged, and so are common endings: the automaton
+    of a character's UTF-8 sequences or of a schema's optional properties stays small.
+
+    A loop is a placeholder for a part that may repeat without limit: it takes no byte and `closed` replaces it.
 
     Attributes:
         takes: for each position a bit mask of the bytes that it takes; 0 for loops and the end.
-        follow: for each position its successors; for a loop, its first positions and its successors.
+        follow: for each position its successors; for a loop, the first positions of its part and its successors.
 
     Raises:
-        InputRefused: more than MAX_POSITIONS positions, or the budget is spent; from any method.
+        InputRefused: more than MAX_POSITIONS positions, or the budget is spent; any method may raise it.
     """
 
-    def __init__(self, budget: Budget, intersect: Callable[[Intersection, Positions, Next], Next]) -> None:
-        self.budget, self._intersect = budget, intersect
+    def __init__(self, budget: Budget) -> None:
+        self.budget = budget
         self.takes, self.follow = [0], [NOWHERE]
         self._loops: set[int] = set()
+        # What `at`, `before` and `closed` have returned.
         self._known: dict[tuple[int, Next], Next] = {}
         self._before: dict[tuple[Expression, Next], Next] = {}
         self._closed: dict[Next, Next] = {}
 
     def at(self, takes: int, then: Next) -> Next:
-        """Return the position that takes one of these bytes and is followed by `then`."""
+        """Return the one position that takes a byte of the mask and has the successors `then`, or NOWHERE."""
         if not takes or not then:
-            return NOWHERE  # no text goes on from here
+            return NOWHERE  # no text leads through such a position
         known = self._known.get((takes, then))
         if known is None:
             known = self._known[takes, then] = frozenset((self._add(takes, then),))
@@ -94,15 +101,15 @@ class Positions:
         return len(self.takes) - 1
 
     def union(self, sets: Iterable[Next]) -> Next:
-        """Return all positions of the sets."""
+        """Return the union of the sets."""
         parts = list(sets)
         self.budget.spend(sum(map(len, parts)))
         return NOWHERE.union(*parts)
 
     def before(self, expression: Expression, then: Next) -> Next:
-        """Return the positions that can take the first byte of the expression followed by `then`.
+        """Return the positions that can take the first byte of a text of the expression followed by one from `then`.
 
-        Those of `then` are among them where the expression matches the empty text.
+        If the expression matches the empty text, they include `then`.
         """
         if isinstance(expression, ByteSet):
             return self.at(expression.mask, then)
@@ -121,7 +128,7 @@ class Positions:
         if isinstance(expression, Alternation):
             return self.union(self.before(option, then) for option in expression.options)
         if isinstance(expression, Intersection):
-            return self._intersect(expression, self, then)
+            return _intersection_before(expression, self, then)
         assert isinstance(expression, Repetition)
         return self._repeated(expression, then)
 
@@ -133,7 +140,7 @@ class Positions:
             self._loops.add(loop)
             first = frozenset((loop,))
             self.follow[loop] = self.union((self.before(expression.part, first), then))
-        # A count of what changes nothing (nothing at all, or an empty text) is done as soon as that shows.
+        # Stop once another repetition changes nothing: the part matches no text, or only the empty one.
         for _ in range((expression.most or expression.least) - expression.least):
             longer = self.union((self.before(expression.part, first), then))
             if longer == first:
@@ -147,7 +154,7 @@ class Positions:
         return first
 
     def closed(self, positions: Next) -> Next:
-        """Return the positions with every loop among them replaced by its first positions and its successors."""
+        """Return the positions with every loop replaced by the first positions of its part and its successors."""
         closed = self._closed.get(positions)
         if closed is None:
             reached, waiting = set(positions), [*positions & self._loops]
@@ -160,14 +167,9 @@ class Positions:
         return closed
 
 
-MAX_STATES = 10_000
-
-Rows: TypeAlias = Sequence[Mapping[int, int]]  # per state {class of bytes: next state}
-
-
 @dataclass(frozen=True, eq=False)
 class ByteAutomaton:
-    """A deterministic automaton over bytes, all of whose states lie on a path from state 0 to an accepting one.
+    """A deterministic automaton over bytes; every state lies on a path from state 0 to an accepting state.
 
     Attributes:
         next_SK: int16 [S, K], the state after a byte of each class; -1 where no accepted text continues that way.
@@ -180,7 +182,7 @@ class ByteAutomaton:
     accepting_S: NDArray[np.bool_]
 
     def accepts(self, text: bytes) -> bool:
-        """Return whether a text, read byte by byte, ends in an accepting state: the slow reference for the rest."""
+        """Return whether the automaton accepts a text; this reads byte by byte and is the reference for the rest."""
         state = 0
         for byte in text:
             state = int(self.next_SK[state, self.class_256[byte]])
@@ -197,7 +199,8 @@ def compiled(expression: Expression, where: str) -> ByteAutomaton:
         where: its name in an error.
 
     Raises:
-        InputRefused: it matches no text, or is too large (MAX_STATES, MAX_POSITIONS, MAX_WORK).
+        InputRefused: the expression matches no text, or its automaton is too large (MAX_STATES, MAX_POSITIONS,
+            MAX_WORK).
     """
     automaton = _compiled(expression, Budget(where))
     if automaton is None:
@@ -206,7 +209,7 @@ def compiled(expression: Expression, where: str) -> ByteAutomaton:
 
 
 def _compiled(expression: Expression, budget: Budget) -> ByteAutomaton | None:
-    positions = Positions(budget, _intersection_before)
+    positions = Positions(budget)
     start = positions.closed(positions.before(expression, frozenset((END,))))
     if not start:
         return None
@@ -239,7 +242,7 @@ def _check_size(states: int, budget: Budget) -> None:
 
 
 def _byte_classes(sets: Iterable[int]) -> tuple[NDArray[np.uint8], dict[int, list[int]]]:
-    """Return classes of bytes that lie in the same sets: the class of each byte, and the classes of each set."""
+    """Sort bytes into classes whose members lie in the same sets; return each byte's class and each set's classes."""
     ordered = list(sets)
     members = [{byte for byte in range(256) if mask >> byte & 1} for mask in ordered]
     profiles = [tuple(index for index, inside in enumerate(members) if byte in inside) for byte in range(256)]
@@ -253,7 +256,7 @@ def _byte_classes(sets: Iterable[int]) -> tuple[NDArray[np.uint8], dict[int, lis
 
 
 def _minimal(rows: Rows, accepting: Sequence[bool], class_256: NDArray[np.uint8]) -> ByteAutomaton:
-    """Return the automaton with equivalent states and equivalent classes of bytes merged, numbered breadth first."""
+    """Merge equivalent states and equivalent classes of bytes, and number the states breadth first."""
     block_of = _equivalent(rows, accepting)
     order = {block_of[0]: 0}
     representatives = [0]
@@ -273,10 +276,10 @@ def _minimal(rows: Rows, accepting: Sequence[bool], class_256: NDArray[np.uint8]
 
 
 def _equivalent(rows: Rows, accepting: Sequence[bool]) -> list[int]:
-    """Return each state's block number, where states of a block accept the same texts (Hopcroft 1971).
+    """Return each state's block; the states of a block are those that accept the same texts (Hopcroft 1971).
 
-    A missing transition stands for a dead state. No block of dead states is needed to split the others, since each
-    block splits those that have a transition into it from the others, and all blocks are splitters at first.
+    A missing transition leads to a dead state. The dead state needs no block: each block splits the states that have a
+    transition into it from those that have none, and at first all blocks are splitters.
     """
     before: list[list[tuple[int, int]]] = [[] for _ in rows]
     for state, row in enumerate(rows):
@@ -294,7 +297,13 @@ def _equivalent(rows: Rows, accepting: Sequence[bool]) -> list[int]:
 
 
 class _Partition:
-    """Blocks of states, at first the accepting and the other ones, and the blocks that must still split the others."""
+    """A partition of states into blocks, at first the accepting states and the others.
+
+    Attributes:
+        blocks: the states of each block.
+        block_of: for each state the number of its block.
+        waiting: the numbers of the blocks by which the others have not been split yet.
+    """
 
     def __init__(self, accepting: Sequence[bool]) -> None:
         halves: list[set[int]] = [set(), set()]
@@ -308,7 +317,7 @@ class _Partition:
         self.waiting = set(range(len(self.blocks)))
 
     def split_by(self, splitter: set[int]) -> None:
-        """Split every block into its states inside and outside a set."""
+        """Split every block into its states inside and its states outside the splitter."""
         touched: dict[int, set[int]] = defaultdict(set)
         for state in splitter:
             touched[self.block_of[state]].add(state)
@@ -322,13 +331,13 @@ class _Partition:
                 smaller, self.blocks[number] = self.blocks[number], inside
             for state in smaller:
                 self.block_of[state] = len(self.blocks)
-            # The smaller part is enough, whether or not the rest waits too, since the whole was or will be a splitter.
+            # The larger part keeps the block's number: it waits if the block did, and else the whole block has split.
             self.waiting.add(len(self.blocks))
             self.blocks.append(smaller)
 
 
 def _intersection_before(expression: Intersection, positions: Positions, then: Next) -> Next:
-    """Return the first positions of texts that both sides match, followed by `then`; see `Positions.before`."""
+    """Return what `Positions.before` returns, for an intersection."""
     sides = [_compiled(side, positions.budget) for side in (expression.left, expression.right)]
     if sides[0] is None or sides[1] is None:
         return NOWHERE
@@ -346,7 +355,7 @@ def _intersection_before(expression: Intersection, positions: Positions, then: N
 def _product(
     left: ByteAutomaton, right: ByteAutomaton, budget: Budget
 ) -> tuple[list[dict[int, int]], list[bool], dict[int, int]]:
-    """Return the pairs of states reached together: rows over pairs of classes, accepting pairs, each class's bytes."""
+    """Return the product automaton: rows over pairs of byte classes, whether each state accepts, each class's bytes."""
     bytes_of: dict[int, int] = defaultdict(int)
     right_classes = right.next_SK.shape[1]
     for byte in range(256):
@@ -370,7 +379,7 @@ def _product(
 
 
 def _ends_first(rows: Rows) -> list[int]:
-    """Return the states of an acyclic automaton in an order in which every state comes after its successors."""
+    """Return the states of an acyclic automaton, every state after its successors."""
     before: list[set[int]] = [set() for _ in rows]
     for state, row in enumerate(rows):
         for target in row.values():

@@ -1,6 +1,6 @@
-"""Regular expressions over bytes, as trees: patterns and schemas become such trees, and these become automata.
+"""Regular expressions over bytes, as trees: patterns and schemas are read into them, and automata are made from them.
 
-A set of characters is such an expression too, in UTF-8 or inside a JSON string.
+`utf8` and `in_json` return the expression of one character of a set, in UTF-8 or inside a JSON string.
 """
 
 from __future__ import annotations
@@ -11,30 +11,31 @@ from functools import lru_cache
 from typing import TypeAlias
 
 
+# Expressions are equal by identity (eq=False), so that even large ones are cheap keys of a dict (`Positions.before`).
 @dataclass(frozen=True, eq=False)
 class ByteSet:
-    """Matches one byte of a set; bit b of `mask` says whether byte b is in it."""
+    """An expression that matches one byte of a set; bit b of `mask` says whether byte b is in it."""
 
     mask: int
 
 
 @dataclass(frozen=True, eq=False)
 class Concatenation:
-    """Matches the parts one after the other; without parts, the empty text."""
+    """An expression that matches its parts one after the other; without parts it matches the empty text."""
 
     parts: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Alternation:
-    """Matches any one of the options; without options nothing, not even the empty text."""
+    """An expression that matches any one of its options; without options it matches no text, not even the empty one."""
 
     options: tuple[Expression, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Repetition:
-    """Matches the part `least` to `most` times; `most` None: any number of times."""
+    """An expression that matches its part `least` to `most` times; `most` is None where there is no upper bound."""
 
     part: Expression
     least: int
@@ -43,7 +44,7 @@ class Repetition:
 
 @dataclass(frozen=True, eq=False)
 class Intersection:
-    """Matches the texts that both sides match; at least one side must match only finitely many."""
+    """An expression that matches the texts that both sides match; one side must match only finitely many texts."""
 
     left: Expression
     right: Expression
@@ -82,12 +83,17 @@ ANY: CodePoints = ((0, _LAST),)
 # Every character that JSON writes as a backslash and one letter (RFC 8259, section 7), except "/", which needs none.
 _SHORT_ESCAPES = {0x22: b'"', 0x5C: b"\\", 0x08: b"b", 0x0C: b"f", 0x0A: b"n", 0x0D: b"r", 0x09: b"t"}
 _PRINTABLE_ASCII: CodePoints = ((0x20, 0x7E),)
-# These may stand for themselves in a JSON string.
+# The characters that stand for themselves in a JSON string: all but control characters, '"' and the backslash.
 _PLAIN_IN_JSON: CodePoints = ((0x20, 0x21), (0x23, 0x5B), (0x5D, _LAST))
 
 
+def single(point: int) -> CodePoints:
+    """Return the set of one code point."""
+    return ((point, point),)
+
+
 def union(ranges: Iterable[tuple[int, int]]) -> CodePoints:
-    """Return the ranges in order, with those that overlap or touch merged."""
+    """Return the ranges in order, with overlapping and adjacent ones merged."""
     merged: list[tuple[int, int]] = []
     for first, last in sorted(ranges):
         if merged and first <= merged[-1][1] + 1:
@@ -126,26 +132,23 @@ def utf8(points: CodePoints) -> Expression:
 def in_json(points: CodePoints) -> Expression:
     r"""Return an expression for one character of the set as it is written in a JSON string.
 
-    Printable ASCII stands for itself, or after a backslash where it has to; a control character is `\n` and the like or
-    `\u000a`; any other one is UTF-8 or `\uXXXX`, a pair of them beyond U+FFFF. This includes the output of serialisers,
-    whether or not they keep to ASCII; `\/` and an escaped letter are not.
+    Printable ASCII stands for itself, except that a quote and a backslash have a backslash before them. A control
+    character is `\n` and the like or `\u000a`. Any other character is UTF-8 or `\uXXXX`, a pair of them beyond U+FFFF.
+    So the output of serialisers matches, whether or not they escape everything outside ASCII; `\/` and escapes of
+    printable ASCII such as `\u0061` do not.
     """
-    short = [
-        literal(b"\\" + letter) for point, letter in _SHORT_ESCAPES.items() if intersection(points, ((point,) * 2,))
-    ]
+    short = [literal(b"\\" + letter) for point, letter in _SHORT_ESCAPES.items() if intersection(points, single(point))]
     escaped = intersection(points, complement(union([*_PRINTABLE_ASCII, _SURROGATES])))
-    hexadecimal: list[Expression] = []
-    for first, last in intersection(escaped, ((0, 0xFFFF),)):
-        hexadecimal.append(_unit(first, last))
+    hexadecimal = [_unit(first, last) for first, last in intersection(escaped, ((0, 0xFFFF),))]
     for first, last in intersection(escaped, ((0x10000, _LAST),)):
         # Beyond U+FFFF JSON writes a pair of UTF-16 units, each of ten bits.
         for high, low in boxes(divmod(first - 0x10000, 1024), divmod(last - 0x10000, 1024), 0, 1023):
-            pair = _unit(0xD800 + high[0], 0xD800 + high[1]), _unit(0xDC00 + low[0], 0xDC00 + low[1])
-            hexadecimal.append(joined(*pair))
+            surrogates = _unit(0xD800 + high[0], 0xD800 + high[1]), _unit(0xDC00 + low[0], 0xDC00 + low[1])
+            hexadecimal.append(joined(*surrogates))
     return Alternation((utf8(intersection(points, _PLAIN_IN_JSON)), *short, *hexadecimal))
 
 
-def _unit(first: int, last: int) -> Expression:
+def _unit(first: int, last: int) -> Concatenation:
     r"""Return an expression for `\uXXXX` with a number from `first` to `last`."""
     low, high = ([number >> shift & 15 for shift in (12, 8, 4, 0)] for number in (first, last))
     numbers = [Concatenation(tuple(_hexadecimal(*side) for side in box)) for box in boxes(low, high, 0, 15)]
@@ -160,13 +163,13 @@ def _hexadecimal(first: int, last: int) -> ByteSet:
 def boxes(
     first: Sequence[int], last: Sequence[int], lowest: int, highest: int
 ) -> Iterator[tuple[tuple[int, int], ...]]:
-    """Yield the digit strings from `first` to `last` in lexicographic order, as products of ranges of digits.
+    """Yield the digit strings from `first` to `last` as boxes: products of one range of digits for each place.
 
     Args:
-        first: digits, as many as in `last`.
-        last: not below `first`.
-        lowest: the lowest digit that may stand behind the first place.
-        highest: the highest digit there.
+        first: the first string in lexicographic order, as digits.
+        last: the last one, of the same length.
+        lowest: the lowest digit that any place but the first may have.
+        highest: the highest such digit.
     """
     if not first:
         yield ()

@@ -1,13 +1,13 @@
-"""Lifts an automaton from bytes to tokens (what a whole token does to every state) and follows it on the device.
+"""Turns an automaton over bytes into one over tokens, and follows several of them on the device.
 
-Tokens that act alike on all states form one class, so the table over states and tokens becomes one over states
-and classes, and a class for each token. The decode step follows it by gathers in tensors of fixed size, without help
-from the host (`Tables`).
+Tokens that lead from every state to the same next state form one class, so a table over states and classes, and the
+class of each token, stand for the table over states and tokens. The decode step follows them by gathers in tensors of
+fixed size, without the host (`Tables`).
 
 Stop strings form such an automaton too; its state tracks the progress in each of them (Aho and Corasick 1975).
 
-Shapes: B rows, V tokens, S states (of all automata together), C classes of tokens, K classes of bytes, N cells of the
-tables, A automata.
+Shapes: B rows, V tokens, S states (in `Tables`, of all automata), C classes of tokens, K classes of bytes, N cells of
+all tables, A automata.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ from monograph.errors import InputRefused
 MAX_BYTES = 4_096  # most bytes of all stop strings together
 
 
-def searching(strings: Sequence[bytes]) -> ByteAutomaton:
-    """Return an automaton that accepts every text in which one of the strings occurs, and stays accepting from there.
+def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
+    """Return an automaton that accepts every text in which one of the strings occurs.
 
-    A state is the longest prefix of a string that ends the text so far; a state in which a string has occurred is
-    never left.
+    A state stands for the longest prefix of a string with which the text so far ends. An accepting state is never left.
 
     Raises:
-        InputRefused: no string, an empty one, or more than MAX_BYTES bytes of them.
+        InputRefused: there is no string, one is empty, or they have more than MAX_BYTES bytes in all.
     """
     if not strings or not all(strings):
         raise InputRefused("an empty stop string would end every text at once: give at least one character")
@@ -54,7 +53,7 @@ def searching(strings: Sequence[bytes]) -> ByteAutomaton:
             node = children[node][byte]
         ends.add(node)
     next_SK = np.zeros((len(children), 256), dtype=np.int16)
-    shorter = [0] * len(children)  # for each state the next shorter prefix that ends its text
+    shorter = [0] * len(children)  # for each state the next shorter prefix with which its text ends
     for node in (queue := [0]):
         # A shorter stop string may end inside of a longer one that has only begun.
         if node in ends or shorter[node] in ends:
@@ -69,9 +68,9 @@ def searching(strings: Sequence[bytes]) -> ByteAutomaton:
     return ByteAutomaton(next_SK, np.arange(256, dtype=np.uint8), np.isin(np.arange(len(children)), list(ends)))
 
 
-MAX_CELLS = 1 << 25  # most cells of the table that is built, 64 MiB
+MAX_CELLS = 1 << 25  # most cells of one automaton's table while it is built, 64 MiB
 _PART = 1 << 22  # cells computed at once
-_MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and a constraint needs two more
+_MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and a constraint adds two
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,7 +78,7 @@ class Automaton:
     """An automaton over tokens; a text begins in state 0.
 
     Attributes:
-        where: its name in an error.
+        where: the automaton's name in an error.
         next_SC: int16 [S, C], the state after a token of each class; -1 where the token is forbidden.
         class_V: int16 [V], the class of each token.
         stops_S: bool [S], whether the text is over: a stop string has occurred, or only an end token may follow.
@@ -91,26 +90,29 @@ class Automaton:
     stops_S: NDArray[np.bool_]
 
 
-def searcher(automaton: ByteAutomaton, pieces: Sequence[bytes], where: str) -> Automaton:
-    """Return the automaton of stop strings over tokens; it forbids nothing, and tokens without bytes keep its state.
+def searcher(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automaton:
+    """Return the automaton of stop strings over tokens; it forbids no token, and tokens without bytes keep its state.
 
     Args:
-        automaton: the automaton over bytes; it allows every byte in every state.
+        strings: the stop strings.
         pieces: the bytes of each token.
-        where: its name in an error.
+
+    Raises:
+        InputRefused: see `_aho_corasick`; or the table is too large.
     """
+    automaton, where = _aho_corasick(strings), "the stop strings"
     columns_CS, class_V = _columns(automaton, pieces, where)
     return Automaton(where, np.ascontiguousarray(columns_CS[:, :-1].T), class_V, automaton.accepting_S)
 
 
 def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Collection[int], where: str) -> Automaton:
-    """Return the automaton of a constraint over tokens: every path that it allows can reach an accepting state.
+    """Return the automaton of a constraint over tokens: from every state it can reach an accepting state.
 
     Args:
         automaton: the automaton over bytes.
-        pieces: the bytes of each token; one without bytes is never allowed, unless it ends the text.
-        end_ids: tokens that end a text, allowed in accepting states only, whatever bytes they have.
-        where: its name in an error.
+        pieces: the bytes of each token; a token without bytes is never allowed, unless it ends the text.
+        end_ids: tokens that end a text; they are allowed in accepting states only, regardless of their bytes.
+        where: the automaton's name in an error.
 
     Raises:
         InputRefused: no sequence of tokens makes an accepted text, there is no end token, or the table is too large.
@@ -120,28 +122,25 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
         raise InputRefused(f"{where} needs a token that ends a text, and the tokenizer has none")
     columns_CS, class_V = _columns(automaton, pieces, where)
     states = len(automaton.accepting_S)
-    # Add two columns, which lead nowhere yet: one of tokens that are never allowed, and last that of end tokens.
+    # Add two columns that lead to the dead state: one for tokens that are never allowed, and the last for end tokens.
     columns_CS = np.concatenate([columns_CS, np.full((2, states + 1), states, dtype=np.int16)])
     # An end token is one whatever its bytes are, and a token without bytes would never move the text on.
     class_V[[not piece for piece in pieces]] = len(columns_CS) - 2
     class_V[ends] = len(columns_CS) - 1
-    # Columns that only tokens without bytes used are dropped now.
+    # Drop the columns that only tokens without bytes and end tokens had.
     used, number_V = np.unique(class_V, return_inverse=True)
     columns_CS, class_V = columns_CS[used], number_V.astype(np.int16)
     next_SC = np.ascontiguousarray(columns_CS.T)  # row `states` is the dead state
-    # Both directions: a state that no token reaches, or that cannot end, would only widen the tables.
-    live_S = _reaches(next_SC, automaton.accepting_S)
-    live_S &= _reached(next_SC)
+    edges_SS = _edges(next_SC)
+    # A live state can be reached from state 0, and an accepting state can be reached from it.
+    live_S = (_spread(edges_SS, np.array([0])) & _spread(edges_SS.T, np.flatnonzero(automaton.accepting_S)))[:-1]
     if not live_S[0]:
         raise InputRefused(f"{where}: no sequence of the tokenizer's tokens makes such a text")
-    # Renumber without dead states, and add one more state, after the end token.
-    # int16 is enough for all states, and halves what every lookup reads.
+    # Renumber the live states, and add one last state, to which only end tokens lead.
     numbers = np.full(states + 1, -1, dtype=np.int16)
     numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
     next_SC = np.concatenate([numbers[next_SC[:states][live_S]], np.full((1, next_SC.shape[1]), -1, dtype=np.int16)])
-    # The class of the end token is last, so the state after it is written in one column.
-    last = len(next_SC) - 1
-    next_SC[np.append(automaton.accepting_S[live_S], True), -1] = last
+    next_SC[np.append(automaton.accepting_S[live_S], True), -1] = len(next_SC) - 1
     stops_S = np.asarray((next_SC[:, :-1] < 0).all(axis=1))
     merged_CS, merged_C = _merged(next_SC.T)
     return Automaton(where, np.ascontiguousarray(merged_CS.T), merged_C[class_V], stops_S)
@@ -150,10 +149,11 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
 def _columns(
     automaton: ByteAutomaton, pieces: Sequence[bytes], where: str
 ) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
-    """Return [C, S + 1], the state after each class of token from each state (S is dead), and [V], each token's class.
+    """Return the next state for each class of tokens and state, [C, S + 1] (S is the dead state), and classes, [V].
 
-    All tokens are read at once, byte by byte. A prefix that acts on all states like another one is the same
-    column, and each column is continued by each class of bytes only once.
+    A column holds the states that a run of bytes leads to from each state. All tokens are read at once, byte by byte.
+    Prefixes that lead from all states to the same states share a column, and each column is continued by each class of
+    bytes only once.
     """
     states, byte_classes = automaton.next_SK.shape
     step_KS = np.full((byte_classes, states + 1), states, dtype=np.int16)
@@ -196,18 +196,8 @@ def _columns(
     return np.stack([columns[index] for index in used]), class_V.astype(np.int16)
 
 
-def _reaches(next_SC: NDArray[np.int16], accepting_S: NDArray[np.bool_]) -> NDArray[np.bool_]:
-    """Return the states from which tokens lead to an accepting state."""
-    return _spread(_edges(next_SC).T, np.flatnonzero(accepting_S))[:-1]
-
-
-def _reached(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Return the states to which tokens lead from state 0."""
-    return _spread(_edges(next_SC), np.array([0]))[:-1]
-
-
 def _edges(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:
-    """Return [S + 1, S + 1], whether a token leads from one state to another; the dead state is left out."""
+    """Return whether a token leads from one state to another, [S + 1, S + 1]; none leads to the dead state."""
     edges_SS = np.zeros((len(next_SC), len(next_SC)), dtype=bool)
     for row, following in zip(edges_SS, next_SC, strict=True):
         row[following] = True
@@ -216,7 +206,7 @@ def _edges(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:
 
 
 def _spread(edges_SS: NDArray[np.bool_], start: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """Return the states that can be reached from the start states along edges."""
+    """Return which states can be reached from the start states along edges, [S + 1]."""
     seen = np.zeros(len(edges_SS), dtype=bool)
     seen[start] = True
     front = start
@@ -234,18 +224,18 @@ def _merged(columns_CS: NDArray[np.int16]) -> tuple[NDArray[np.int16], NDArray[n
     return columns_CS[first], chosen
 
 
-FREE, DEAD = 0, 1  # states: nothing is forbidden and nothing stops; everything is forbidden
+FREE, DEAD = 0, 1  # states of `Tables`: in FREE every token is allowed and no text is over, in DEAD none is allowed
 
 
 class Tables:
     """Several automata over one vocabulary as a few tensors of 4 N + 9 S + 2 A V bytes.
 
-    A row of a batch has a state, int32: FREE while nothing constrains it, else a state of an automaton.
+    Each row of a batch has a state, int32: FREE if it has no automaton, else a state of an automaton.
 
     Attributes:
         next_N: int32 [N], the state after each class of tokens, state by state; DEAD where the token is forbidden.
-        row_S: int32 [S], the index of each state's first cell.
-        slot_S: int32 [S], each state's automaton.
+        row_S: int32 [S], the index in `next_N` of each state's first cell.
+        automaton_S: int32 [S], the number of each state's automaton, from 1; 0 for FREE and DEAD.
         stops_S: bool [S], whether the text is over in the state.
         class_AV: int16 [A, V], each automaton's class of each token.
     """
@@ -259,10 +249,10 @@ class Tables:
         # FREE and DEAD have one cell each: FREE leads to FREE, DEAD to DEAD.
         nothing: NDArray[Any] = np.zeros(2, dtype=np.int32)
         following, rows = [np.array([FREE, DEAD])], [np.array([0, 1])]
-        slots, stops, classes = [nothing], [nothing], [np.zeros(vocabulary, dtype=np.int16)]
+        numbers, stops, classes = [nothing], [nothing], [np.zeros(vocabulary, dtype=np.int16)]
         states = cells = 2
         self._starts: dict[int, int] = {}
-        for slot, automaton in enumerate(automata, 1):
+        for number, automaton in enumerate(automata, 1):
             if len(automaton.class_V) != vocabulary:
                 raise InputRefused(
                     f"{automaton.where} was made for {len(automaton.class_V):,} tokens, not {vocabulary:,}"
@@ -273,7 +263,7 @@ class Tables:
             # A forbidden token's -1 becomes the dead state here, so that the device needs no case for it.
             following.append(np.where(table_SC < 0, DEAD, table_SC + states).reshape(-1))
             rows.append(np.arange(len(table_SC)) * table_SC.shape[1] + cells)
-            slots.append(np.full(len(table_SC), slot))
+            numbers.append(np.full(len(table_SC), number))
             stops.append(automaton.stops_S)
             classes.append(automaton.class_V)
             states, cells = states + len(table_SC), cells + table_SC.size
@@ -282,40 +272,40 @@ class Tables:
             return torch.from_numpy(np.concatenate(parts)).to(device, dtype)
 
         self.next_N, self.row_S = together(following, torch.int32), together(rows, torch.int32)
-        self.slot_S, self.stops_S = together(slots, torch.int32), together(stops, torch.bool)
+        self.automaton_S, self.stops_S = together(numbers, torch.int32), together(stops, torch.bool)
         self.class_AV = together(classes, torch.int16).view(-1, vocabulary)
 
     def start(self, automaton: Automaton) -> int | None:
-        """Return the state in which an automaton's texts begin; None if the tables lack it."""
+        """Return the state in which an automaton's texts begin; None if the tables lack the automaton."""
         return self._starts.get(id(automaton))
 
 
 def allowed(tables: Tables, state_B: Tensor) -> Tensor:
-    """Return which tokens may come next: next(state, token) is not DEAD.
+    """Return which tokens may come next, those that do not lead to DEAD.
 
     Args:
-        tables: where the automata are.
+        tables: the automata.
         state_B: int32 [B].
 
     Returns:
         bool [B, V]; all true in state FREE, all false in state DEAD.
     """
-    class_BV = tables.class_AV[tables.slot_S[state_B]].int()
+    class_BV = tables.class_AV[tables.automaton_S[state_B]].int()
     return tables.next_N[tables.row_S[state_B][:, None] + class_BV] != DEAD
 
 
 def advance(tables: Tables, state_B: Tensor, token_B: Tensor) -> Tensor:
-    """Return the states after one token of each row: DEAD after a forbidden one, FREE for rows that are FREE.
+    """Return the states after one token of each row: DEAD after a forbidden token, FREE for rows in FREE.
 
     Args:
-        tables: where the automata are.
+        tables: the automata.
         state_B: int32 [B].
         token_B: int64 or int32 [B], ids below V.
 
     Returns:
         int32 [B].
     """
-    class_B = tables.class_AV[tables.slot_S[state_B], token_B].int()
+    class_B = tables.class_AV[tables.automaton_S[state_B], token_B].int()
     return tables.next_N[tables.row_S[state_B] + class_B]
 
 
@@ -323,7 +313,7 @@ def stopped(tables: Tables, state_B: Tensor) -> Tensor:
     """Return whether each row's text is over: a stop string has occurred, or only an end token could still come.
 
     Args:
-        tables: where the automata are.
+        tables: the automata.
         state_B: int32 [B].
 
     Returns:

@@ -1,7 +1,7 @@
-"""Regular expressions as people write them, read into byte expressions; docs/constraints.md lists the supported syntax.
+"""Reads regular expressions as people write them into byte expressions; docs/constraints.md lists the supported syntax.
 
-Unsupported syntax either is not regular (backreferences), or changes which of several matches is found, not whether
-there is one (lazy quantifiers), or depends on the surroundings (lookaround, word boundaries). It is refused by name.
+Unsupported syntax is refused by name. It is not regular (backreferences), or changes which of several matches is found
+and not whether there is one (lazy quantifiers), or depends on the surroundings (lookaround, word boundaries).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from monograph.decode.automata.expression import (
     Expression,
     Repetition,
     complement,
+    single,
     union,
     utf8,
 )
@@ -52,12 +53,12 @@ _ASSERTIONS |= {"Z": _ASSERTIONS["A"], "z": _ASSERTIONS["A"], "P": "a property",
 
 
 class Branch(NamedTuple):
-    """One alternative of the whole pattern.
+    """One alternative of a pattern.
 
     Attributes:
         body: the expression between the anchors.
-        begins: whether ^ stands before it.
-        ends: whether $ stands after it.
+        begins: whether ^ stands before the body.
+        ends: whether $ stands after the body.
     """
 
     body: Expression
@@ -66,14 +67,14 @@ class Branch(NamedTuple):
 
 
 def whole(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
-    """Return an expression for the texts that the whole pattern matches, as `re.fullmatch` does.
+    r"""Return an expression for the texts that the pattern matches as a whole, as `re.fullmatch` does.
 
-    The pattern's sets are those of `re.ASCII`: digits 0 to 9, letters a to z; a dot is any character but a newline.
+    The sets \d, \w and \s are those of `re.ASCII`; a dot is any character but a newline.
 
     Args:
         pattern: the regular expression.
-        where: its name in an error.
-        encoding: how characters become bytes.
+        where: the pattern's name in an error.
+        encoding: returns the byte expression of one character of a set.
 
     Raises:
         InputRefused: the pattern is outside the subset; the message names the construct and its position.
@@ -94,7 +95,7 @@ def found_in(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
 
 
 def branches(pattern: str, where: str, encoding: Encoding) -> list[Branch]:
-    """Return the alternatives of the whole pattern; see `whole`."""
+    """Return the alternatives at the top level of a pattern; see `whole`."""
     if len(pattern) > MAX_LENGTH:
         raise InputRefused(f"{where} has {len(pattern):,} characters; at most {MAX_LENGTH:,} are read")
     reader = _Reader(pattern, where, encoding)
@@ -153,10 +154,10 @@ class _Reader:
         if counts is None:
             return part
         # Refused although a lazy quantifier matches the same whole texts: its author expects it to change something.
-        if self.peek() in ("?", "+") and self.peek():
+        if self.peek() in ("?", "+"):
             kind = "a lazy quantifier" if self.peek() == "?" else "a possessive quantifier"
             self.refuse(kind, "the whole text is matched, so write the quantifier alone")
-        if self.peek() in ("*", "{") and self.peek():
+        if self.peek() in ("*", "{"):
             self.refuse("a quantifier of a quantifier", "put what it repeats into a group")
         return Repetition(part, *counts)
 
@@ -198,8 +199,8 @@ class _Reader:
         if sign == "[":
             return self.encoding(self.character_set(start))
         if sign == ".":
-            return self.encoding(complement(((10, 10),)))
-        return self.encoding(self.escape(start) if sign == "\\" else ((ord(sign), ord(sign)),))
+            return self.encoding(complement(single(ord("\n"))))
+        return self.encoding(self.escape(start) if sign == "\\" else single(ord(sign)))
 
     def group(self, start: int) -> Expression:
         if self.take("?") and not self.take(":"):
@@ -232,13 +233,13 @@ class _Reader:
                 self.refuse(f"\\{letter}", f"{_HEXADECIMAL[letter]} hexadecimal digits must follow", start)
             if int(number, 16) > ANY[0][1]:
                 self.refuse(f"\\{letter}{number}", "there is no such character", start)
-            return ((int(number, 16),) * 2,)
+            return single(int(number, 16))
         if letter in _CONTROLS:
-            return ((_CONTROLS[letter],) * 2,)
+            return single(_CONTROLS[letter])
         # Letters are reserved for escapes that `re` may have or get; any other character stands for itself.
         if not letter or letter.isalnum():
             self.refuse(f"the escape \\{letter}", "it is not part of the subset", start)
-        return ((ord(letter), ord(letter)),)
+        return single(ord(letter))
 
     def character_set(self, start: int) -> CodePoints:
         """Read a set of characters; its `[` at `start` has been read."""
@@ -274,4 +275,4 @@ class _Reader:
     def member(self) -> CodePoints:
         start, sign = self.at, self.peek()
         self.at += 1
-        return self.escape(start) if sign == "\\" else ((ord(sign), ord(sign)),)
+        return self.escape(start) if sign == "\\" else single(ord(sign))

@@ -1,7 +1,7 @@
 """Reads bounded JSON schemas into byte expressions; docs/constraints.md lists the supported keywords.
 
-Every accepted text is compact JSON that the schema validates. Every valid value is accepted, written compactly with the
-members of its objects in the schema's order, as long as it has no more digits and characters than the defaults allow.
+Every accepted text is compact JSON that the schema validates. Every valid value is accepted in compact form, with the
+members of its objects in the schema's order, unless it has more digits or characters than the defaults allow.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from monograph.decode.automata import values
 from monograph.decode.automata.dfa import Budget
 from monograph.decode.automata.expression import (
+    ANY,
     Alternation,
     Expression,
     Intersection,
@@ -30,25 +31,16 @@ from monograph.storage.reading import json_fault, parse_json
 # Reading recurses, and options are compared in pairs: limits keep a stranger's schema from taking long.
 MAX_DEPTH, MAX_OPTIONS = 32, 64
 _TYPES = ("object", "array", "string", "integer", "number", "boolean", "null")
-# These keywords say nothing about a value.
+# Keywords that do not restrict a value.
 _ANNOTATIONS = {"title", "description", "default", "examples", "deprecated", "readOnly", "writeOnly"}
 _ANNOTATIONS |= {"$schema", "$id", "$comment", "$defs", "definitions"}
 _VALUES = {"type", "enum", "const"}
-_ASSERTIONS = _VALUES | {
-    "properties",
-    "required",
-    "additionalProperties",
-    "items",
-    "prefixItems",
-    "minItems",
-    "maxItems",
-}
-_ASSERTIONS |= {"minLength", "maxLength", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
-# Steps of an automaton's budget that reading one schema costs, and those of the digit ranges of a number.
+_ASSERTIONS = {*_VALUES, *_BOUNDS, "properties", "required", "additionalProperties", "items", "prefixItems"}
+_ASSERTIONS |= {"minItems", "maxItems", "minLength", "maxLength", "pattern"}
+# What reading one schema, and the digit ranges of one number, cost in steps of a `Budget`.
 _STEPS, _NUMBER_STEPS = 300, 1500
-# Larger numbers are not meant as sizes or bounds.
-_LARGEST = 10**18
+_LARGEST = 10**18  # the largest size or bound that a schema may give
 
 
 def parsed(text: str) -> Any:
@@ -67,18 +59,20 @@ def document(schema: Any) -> Expression:
     """Return an expression for the compact JSON texts that a schema validates.
 
     Args:
-        schema: a JSON schema (draft 2020-12) as `json.loads` gives it.
+        schema: a JSON schema (draft 2020-12) as `json.loads` returns it.
 
     Raises:
-        InputRefused: it is unbounded, outside the subset, or no schema; the message names the place and the key.
+        InputRefused: the schema is unbounded, outside the subset, or malformed; the message has the place and the key.
     """
     return _Schemas(schema).read(schema, ("$",))
 
 
 class _Schemas:
+    """A reader of one JSON schema; its methods take a schema that lies inside it, and the path to that schema."""
+
     def __init__(self, root: Any) -> None:
         self.root = root
-        self.known: dict[str, Expression] = {}
+        self.known: dict[str, Expression] = {}  # what each reference was read into
         self.open: list[str] = []  # the references that are being read
         self.budget = Budget("the JSON schema")
 
@@ -198,14 +192,14 @@ class _Schemas:
         most = self._size(schema, "maxLength", max(least, values.STRING_LENGTH), path) or 0
         if most < least:
             self.refuse(path, f"maxLength = {most} is below minLength = {least}")
-        inside = values.characters(least, most)
+        inside: Expression = Repetition(in_json(ANY), least, most)
         if "pattern" in schema:
             if not isinstance(schema["pattern"], str):
                 self.refuse(path, "'pattern' is not a string")
             where = f"the JSON schema at {'.'.join(path)[:200]}: the pattern"
             # Intersected, because a pattern limits no length, and a string must have one.
             inside = Intersection(found_in(schema["pattern"], where, in_json), inside)
-        return values.quoted(inside)
+        return joined(literal(b'"'), inside, literal(b'"'))
 
     def _number(self, name: str, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
         self.budget.spend(_NUMBER_STEPS)
@@ -274,7 +268,8 @@ class _Schemas:
             if not isinstance(name, str) or name not in (properties or {}):
                 self.refuse(path, f"the required member {str(name)[:60]!r} is not in 'properties'")
         required = set(required)
-        # Go from the last member to the first, tracking what may follow a written member and what may be written first.
+        # Go from the last member to the first: `after` holds what may follow a member, `firsts` the texts that begin
+        # with each member that may come first.
         after: list[Expression] = []
         firsts: list[Expression] = []
         for name, member in reversed([*(properties or {}).items()]):

@@ -1,6 +1,6 @@
-"""Builds expressions for JSON's scalars: constants, strings, and numbers within bounds.
+"""Builds expressions for JSON constants and for numbers within bounds.
 
-It judges whether schemas exclude each other by what is visible: types, constants, one distinguishing member.
+`overlap` decides from types, constants and single members whether two schemas exclude each other.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from monograph.decode.automata.expression import (
-    ANY,
     Alternation,
     Concatenation,
     Expression,
@@ -22,20 +21,20 @@ from monograph.decode.automata.expression import (
     joined,
     literal,
     optional,
+    single,
 )
 
 STRING_LENGTH = 64  # most characters of a string whose schema gives no limit
-DIGITS = 15  # of a number whose schema gives no limit: as many as a float64 holds exactly
-FRACTION_DIGITS = 22  # serialisers write no more: 17 significant ones after at most five zeros
+DIGITS = 15  # most digits of a number whose schema gives no limit: as many as a float64 holds exactly
+FRACTION_DIGITS = 22  # most digits behind the point; serialisers write 17 significant ones after at most five zeros
 _DIGIT = byte_range(0x30, 0x39)
 _QUOTE = literal(b'"')
 
 
 def constant(value: Any) -> Expression:
-    """Return an expression for a JSON value in compact form; `in_json` writes the characters of its strings."""
-    # As in other strings, each character may be written plainly or escaped.
+    """Return an expression for a JSON value in compact form; its strings match in any form that `in_json` accepts."""
     if isinstance(value, str):
-        return joined(_QUOTE, *(in_json(((ord(character),) * 2,)) for character in value), _QUOTE)
+        return joined(_QUOTE, *(in_json(single(ord(character))) for character in value), _QUOTE)
     if isinstance(value, list):
         return joined(literal(b"["), *_separated([constant(item) for item in value]), literal(b"]"))
     if isinstance(value, Mapping):
@@ -48,24 +47,14 @@ def _separated(parts: Sequence[Expression]) -> list[Expression]:
     return [piece for part in parts for piece in (literal(b","), part)][1:]
 
 
-def characters(least: int, most: int) -> Expression:
-    """Return an expression for the text between the quotes of a string of `least` to `most` characters."""
-    return Repetition(in_json(ANY), least, most)
-
-
-def quoted(inside: Expression) -> Expression:
-    """Return an expression for a string with this text inside."""
-    return joined(_QUOTE, inside, _QUOTE)
-
-
 def integer(least: int, most: int) -> Expression:
-    """Return an expression for the whole numbers from `least` to `most`, without superfluous zeros."""
+    """Return an expression for the whole numbers from `least` to `most`, without leading zeros."""
     # A zero gets no minus sign, so each number has one spelling.
     return Alternation((_natural(max(least, 0), most), joined(literal(b"-"), _natural(max(-most, 1), -least))))
 
 
 def _natural(least: int, most: int) -> Expression:
-    """Return an expression for the whole numbers from `least` >= 0 to `most`; nothing matches if there are none."""
+    """Return an expression for the whole numbers from `least` >= 0 to `most`; it matches nothing if there are none."""
     options: list[Expression] = []
     # One alternative for each number of digits: within one length, order of texts is order of numbers.
     for size in range(len(str(least)), len(str(max(most, 0))) + 1):
@@ -106,7 +95,7 @@ def _one_of(sample: bytes) -> Expression:
 
 
 def equal(one: Any, other: Any) -> bool:
-    """Return whether two JSON values are the same value: 1 is 1.0 but not true."""
+    """Return whether two JSON values are equal: 1 equals 1.0 but not true."""
     # True is an int to Python, but no number to JSON.
     if isinstance(one, bool) or isinstance(other, bool):
         return one is other
@@ -118,7 +107,7 @@ def equal(one: Any, other: Any) -> bool:
 
 
 def type_names(value: Any) -> set[str]:
-    """Return the JSON schema types that a value has; a number without a fraction is also an integer."""
+    """Return the types of JSON schema that a value has; a number without a fraction is also an integer."""
     if isinstance(value, bool):
         return {"boolean"}
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
@@ -128,7 +117,7 @@ def type_names(value: Any) -> set[str]:
 
 
 def is_json(value: Any) -> bool:
-    """Return whether a Python value stands for a JSON value: no NaN, no infinity, names that are strings."""
+    """Return whether a Python value is a JSON value: it has no NaN, no infinity, and its names are strings."""
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, list):
@@ -141,11 +130,11 @@ def is_json(value: Any) -> bool:
 def overlap(
     options: Sequence[dict[str, Any]], target: Callable[[str], Any], spend: Callable[[int], None]
 ) -> tuple[int, int] | None:
-    """Return two options that one value may follow, or None if every value follows at most one.
+    """Return the indices of two schemas that one value may follow, or None if every value follows at most one.
 
     Args:
         options: schemas that have been read, so that they are well formed and not recursive.
-        target: the schema that a reference names.
+        target: returns the schema that a reference names.
         spend: counts comparisons of values, and raises if there are too many.
     """
     apart = _Apart(target, spend)
@@ -157,6 +146,8 @@ def overlap(
 
 
 class _Apart:
+    """Answers to whether two schemas exclude each other, kept for each pair that was asked about."""
+
     def __init__(self, target: Callable[[str], Any], spend: Callable[[int], None]) -> None:
         self.target, self.spend = target, spend
         self.known: dict[tuple[int, int], bool] = {}
@@ -170,7 +161,7 @@ class _Apart:
         return self.known[pair]
 
     def alternatives(self, schema: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return schemas without references and choices: a value follows `schema` if it follows any of them."""
+        """Return schemas without references and choices; a value follows `schema` if it follows one of them."""
         leaves, waiting, seen = [], [schema], set()
         for node in waiting:
             if id(node) in seen:
@@ -186,7 +177,7 @@ class _Apart:
         return leaves
 
     def plainly_disjoint(self, one: dict[str, Any], other: dict[str, Any]) -> bool:
-        """Return True only if no value follows both; the schemas have no references or choices."""
+        """Return True only if no value follows both schemas, which have no references or choices."""
         left, right = _constants(one), _constants(other)
         if left is not None and right is not None:
             self.spend(len(left) * len(right))
@@ -200,10 +191,12 @@ class _Apart:
 
 
 def _constants(schema: dict[str, Any]) -> list[Any] | None:
+    """Return the values that a schema lists; None if it lists none."""
     return schema.get("enum", [schema.get("const")]) if {"enum", "const"} & schema.keys() else None
 
 
 def _kinds(schema: dict[str, Any], constants: list[Any] | None) -> set[str]:
+    """Return the types that a schema's values may have; an integer is a number here."""
     if constants is not None:
         # Counted as numbers alone, since 1.0 is an integer and a number.
         return set().union(*map(type_names, constants)) - {"integer"}
