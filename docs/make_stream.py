@@ -17,20 +17,20 @@ GIB = 2**30
 
 
 def table(found: dict[str, Any]) -> str:
-    """The streamed run next to the resident one."""
+    """A row for the streamed run and one for the resident run."""
     case, machine = found["cases"][0], found["machine"]
     streamed, resident = case["resumed"], case["resident"]
     tokens = found["settings"]["rows"] * found["settings"]["shape"]["max_position_embeddings"]
     lines = [
         f"{streamed['parameters'] / 1e9:.2f} billion parameters in fp32, {found['settings']['updates']} updates of "
-        f"{tokens} tokens on {machine['device']}, {machine['cores']} cores, the device a budget, "
+        f"{tokens} tokens on {machine['device']}, {machine['cores']} cores, a memory budget in place of a device, "
         "killed with SIGKILL in the middle of an update and resumed from its checkpoint: losses and norms "
         f"{'are those of the resident run in every bit' if found['equal_bits'] else 'DIFFER'}. "
         "Printed by [benchmarks/stream.py](../benchmarks/stream.py).",
         "",
-        "| | on the device | at home | the process at most | an update |",
+        "| | on the device | on the host | process, peak | time per update |",
         "|---|---|---|---|---|",
-        f"| streamed | {streamed['device_bytes'] / GIB:.2f} GiB of slots, staging buffers and boundaries | "
+        f"| streamed | {streamed['device_bytes'] / GIB:.2f} GiB (slots, staging buffers and boundaries) | "
         f"{streamed['home_bytes'] / GIB:.1f} GiB | {streamed['rss_bytes'] / GIB:.1f} GiB | "
         f"{min(streamed['seconds']):.0f} s |",
         f"| resident | all | {16 * resident['parameters'] / GIB:.1f} GiB | {resident['rss_bytes'] / GIB:.1f} GiB | "
@@ -40,7 +40,7 @@ def table(found: dict[str, Any]) -> str:
 
 
 def page(text: str) -> str:
-    """The page with the table made anew."""
+    """Return the page with a new table."""
     head, rest = text.split(BEGIN)
     return f"{head}{BEGIN}\n{table(json.loads(RESULT.read_text()))}\n{END}{rest.split(END, 1)[1]}"
 

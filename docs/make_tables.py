@@ -196,7 +196,7 @@ def acting(field: str) -> list[str]:
 
 def acts() -> str:
     """One row per key: the function that decides its value, and those that use it as a plain value of the plan."""
-    lines = ["| key | decided in | in the plan | which is read by |", "|---|---|---|---|"]
+    lines = ["| key | decided in | field of the plan | read by |", "|---|---|---|---|"]
     for key, where in deciding().items():
         used, more = (acting(field(key)) if field(key) else []), ""
         if len(used) > MOST_SHOWN:

@@ -11,7 +11,7 @@ RIVALS = ("trainer", "lightning", "litgpt")
 
 
 def first_run(found: Found) -> str:
-    """Held-out bits per byte of the default, next to the yardsticks on the same bytes."""
+    """Held-out bits per byte of the default model, and those of the yardsticks on the same bytes."""
     lines = [f"{name} {found['levels'][name]:.2f}" for name in ("trigram", "gzip -9", "order 6", "xz -9")]
     finals = [f"{case['final']['bits_per_byte']:.2f}" for case in found["cases"]]
     [tokens] = {case["tokens_per_update"] for case in found["cases"]}
@@ -19,18 +19,18 @@ def first_run(found: Found) -> str:
 
 
 def steps(found: Found) -> str:
-    """Tokens per second of the captured step over the eager one."""
+    """Tokens per second of the captured step, divided by those of the eager one."""
     those = [case for case in found["cases"] if case["dtype"] == "bf16"]
     return ", ".join(f"{case['shape']} {case['speedup']['wall']['median']:.2f} ×" for case in those)
 
 
 def start(found: Found) -> str:
-    """Seconds to the first update, warm over cold."""
+    """Time to the first update with a warm cache, divided by that with a cold one."""
     return ", ".join(f"{case['shape']} {case['warm_over_cold']['median']:.2f} ×" for case in found["cases"])
 
 
 def loss(found: Found) -> str:
-    """Memory and time of the chunked loss over dense logits, the worst of the sizes and dtypes."""
+    """Memory and time of the chunked loss, divided by those of dense logits, for the worst size and dtype."""
     lines = []
     for mode in ("eager", "captured"):
         those = [case for case in found["cases"] if case["mode"] == mode]
@@ -41,7 +41,7 @@ def loss(found: Found) -> str:
 
 
 def train_peers(found: Found) -> str:
-    """How many times as fast the captured step is as each peer's compiled one, and how wrong that one's gradient is."""
+    """How many times as fast as each peer's compiled step the captured step is."""
     lines = []
     for case, words in (("compute", "rows of one length"), ("ragged", "ragged documents"), ("overhead", "tiny model")):
         those = [e for e in found["cases"] if e["case"] == case and e["mode"] == "compiled" and e["system"] in RIVALS]
@@ -58,7 +58,7 @@ def time_to_quality(found: Found) -> str:
 
 
 def generate_peers(found: Found) -> str:
-    """How many times as many tokens per second as each peer, and what the sampler takes of a step."""
+    """Tokens per second, divided by those of each peer."""
     lines = []
     for case in dict.fromkeys(entry["case"] for entry in found["cases"]):
         those = [e for e in found["cases"] if e["case"] == case and "error" not in e]
@@ -78,7 +78,7 @@ def sampler(found: Found) -> str:
 
 
 def remat(found: Found) -> str:
-    """Peak memory of a spread budget over torch's at the same share, one graph each, and both times over none."""
+    """Peak memory of a spread budget over that of torch's at the same share, and the times of both over no budget."""
     lines = []
     over = found["verdict"]["bytes_over_torch"]["spread, whole"]
     for share, ratio in sorted(over.items(), key=lambda pair: float(pair[0]), reverse=True):
@@ -92,7 +92,7 @@ def remat(found: Found) -> str:
 
 
 def plan(found: Found) -> str:
-    """How far the predicted peak memory is from the allocator's, at worst and at the median, by what a graph holds."""
+    """How far the predicted peak memory is from the allocator's, at worst and at the median, by compile scope."""
     lines = []
     for name, entry in found["summary"].items():
         if isinstance(entry, dict):
@@ -102,7 +102,7 @@ def plan(found: Found) -> str:
 
 
 def regret(found: Found) -> str:
-    """The speed of the planned way over that of the fastest, and how far predicted times are off once one is known."""
+    """Speed of the planned way over that of the fastest, and errors of predicted times once one way is measured."""
     errors = []
     for case in found["cases"]:
         times = {way: entry["median"] / case["predicted_s"][way] for way, entry in case["seconds"].items()}
@@ -116,7 +116,7 @@ def regret(found: Found) -> str:
 
 
 def scopes(found: Found) -> str:
-    """CPU time of compiling, and time of an update, of a graph per block over one graph of the step."""
+    """CPU time of compiling and time of an update with a graph per block, over those with one graph of the step."""
     lines = []
     for case in found["cases"]:
         compiling = case["compile"]["blocks"]["cpu_s"] / case["compile"]["whole"]["cpu_s"]
@@ -158,19 +158,19 @@ def sweep_runs(found: Found) -> str:
 
 
 def stream(found: Found) -> str:
-    """What was on the device and what at home, and whether it was the truth."""
+    """What lay on the device and on the host, and whether the numbers were the resident run's."""
     [case] = found["cases"]
     streamed, resident = case["resumed"], case["resident"]
     return (
         f"{streamed['parameters'] / 1e9:.2f} billion parameters in fp32: {streamed['device_bytes'] / 2**30:.2f} GiB on "
-        f"the device, {streamed['home_bytes'] / 2**30:.0f} GiB at home; losses and norms "
+        f"the device, {streamed['home_bytes'] / 2**30:.0f} GiB on the host; losses and norms "
         f"{'equal in every bit' if found['equal_bits'] else 'DIFFERENT'} to the resident run's; "
-        f"{min(streamed['seconds']) / min(resident['seconds']):.1f} × its time an update (one thread, nothing hidden)"
+        f"{min(streamed['seconds']) / min(resident['seconds']):.1f} × its time per update (one thread, no copy hidden)"
     )
 
 
 def finetune(found: Found) -> str:
-    """Unseen instances answered right, compared with llama.cpp."""
+    """The share of unseen instances answered right, and the share that llama.cpp answers alike."""
     lines = []
     for case in found["cases"]:
         way = "all weights" if case["way"] == "full" else "adapters"
@@ -180,7 +180,7 @@ def finetune(found: Found) -> str:
 
 
 def adapters(found: Found) -> str:
-    """Peaks of the larger shape by what is trained, and how near plans were where they were run."""
+    """Peak memory of the larger shape, by what is trained, and the planner's worst error where a plan was run."""
     large = [case for case in found["cases"] if case["model"] == "8b"]
     peaks = "; ".join(f"{case['way']} {case['peak_bytes']['none'] / 2**30:.1f} GiB" for case in large)
     errors = [abs(case["measured"]["error"]) for case in found["cases"] if case["measured"]]
@@ -189,7 +189,7 @@ def adapters(found: Found) -> str:
 
 
 def adapter_peers(found: Found) -> str:
-    """How many times faster than each of PEFT's ways."""
+    """How many times as fast as each of PEFT's ways."""
     ratios = ((case["way"], case["monograph_is_faster"]["wall"]["median"]) for case in found["cases"][1:])
     return "; ".join(f"{way} {ratio:.1f} ×" for way, ratio in ratios)
 
@@ -210,13 +210,13 @@ def ensemble(found: Found) -> str:
 
 
 def bottleneck(found: Found) -> str:
-    """What was predicted of each change, and what it gained."""
+    """The predicted and the measured speedup of each change."""
     cases = [(case["case"], case["predicted"], case["measured"]["median"]) for case in found["cases"]]
     return "; ".join(f"{name}: {predicted:.2f} × and {measured:.2f} ×" for name, predicted, measured in cases)
 
 
 def ranks(found: Found) -> str:
-    """What a rank has at the peak of an update, and what an update costs, and torch's engines in a plain loop."""
+    """Bytes per parameter at the peak of an update, here and in torch's engines, and the CPU time over theirs."""
     cases = [
         (f"{case['parallel']} on {case['ranks']}", *(case[loop]["peak"] for loop in ("monograph", "torch")),
          case["slower"]["cpu"]["median"])
@@ -225,60 +225,63 @@ def ranks(found: Found) -> str:
     return "; ".join(f"{name}: {own:.1f} and {other:.1f} bytes, {cpu:.2f} ×" for name, own, other, cpu in cases)
 
 
-# The script, what it measures in the README's words, and the sentence that its result makes.
+# By script: what it measures, and the function that makes a sentence of its result.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
-    "first_run": ("held out, a first model like that of `make train`, two seeds (lower is better)", first_run),
-    "steps": ("tokens/s, one graph against the same step eager (bf16)", steps),
-    "start": ("time to the first update, compile cache warm against cold", start),
+    "first_run": ("held-out text, a first model like that of `make train`, two seeds (lower is better)", first_run),
+    "steps": ("tokens/s of a step as one graph, compared with the same step in eager mode (bf16)", steps),
+    "start": ("time to the first update with a warm compile cache, compared with a cold one", start),
     "train_peers": ("tokens/s compared with compiled peers, fp32, one thread ([how](docs/peers.md))", train_peers),
     "time_to_quality": ("held-out bits per byte compared with compiled peers ([how](docs/peers.md))", time_to_quality),
     "generate_peers": (
-        "tokens/s of generating with temperature, top-k, top-p, min-p, compared with peers, fp32, one thread "
+        "tokens/s of generation with temperature, top-k, top-p and min-p, compared with peers, fp32, one thread "
         "([how](docs/generate.md#compared-with-others))",
         generate_peers,
     ),
-    "sampler": ("a decode step with penalties and all usual filters against a greedy one, vocabulary 32,000", sampler),
+    "sampler": ("extra time of a decode step for penalties and all usual filters, vocabulary 32,000", sampler),
     "remat": (
-        "peak memory of a budget spread over 12 blocks against torch's for the whole graph, by share of the bytes "
-        "(CPU time of both over none, [how](docs/memory.md#what-it-saves-and-what-it-costs))",
+        "peak memory of a recomputation budget spread over 12 blocks, compared with torch's budget for the whole "
+        "graph, by the share of the bytes kept (CPU time of both compared with no recomputation, "
+        "[how](docs/memory.md#what-it-saves-and-what-it-costs))",
         remat,
     ),
-    "plan": ("predicted peak memory against what the allocator then sees, on random models", plan),
-    "regret": ("speed of the planned way to train over the fastest of those that fit", regret),
+    "plan": ("error of the predicted peak memory, compared with the allocator's count, on random models", plan),
+    "regret": ("speed of the planned way to train, as a share of that of the fastest way that fits", regret),
     "bottleneck": (
-        "speed that `monograph profile` predicts of nine changes, and what each then gains, one thread "
+        "speedup that `monograph profile` predicts for nine changes, and the measured one, one thread "
         "([how](docs/profile.md#predicted-and-measured))",
         bottleneck,
     ),
     "ranks": (
-        "bytes a parameter at the peak of an update on a rank, and CPU time, of `train.parallel`, compared with "
+        "bytes per parameter on a rank at the peak of an update, and CPU time, of `train.parallel`, compared with "
         "torch's DDP and FSDP2 in a plain loop, AdamW in fp32, a graph per block "
         "([how](docs/distributed.md#what-a-rank-holds))",
         ranks,
     ),
-    "scopes": ("one graph for all blocks against one graph of the whole step", scopes),
+    "scopes": ("one graph that all blocks share, compared with one graph of the whole step", scopes),
     "siblings": (
-        "CPU time of a captured update with fused query-key-value and gate-up over separate ones, by width, one thread "
+        "CPU time of a captured update with fused query-key-value and gate-up, compared with separate ones, by width, "
+        "one thread "
         "([how](docs/siblings.md))",
         siblings,
     ),
     "ensemble_peers": (
-        "N small models trained as one against an eager loop and the best other way (below 1: slower), one thread "
+        "speed of N small models as one graph, compared with an eager loop and the best other way (below 1: slower), "
+        "one thread "
         "([how](docs/ensemble.md#what-it-saves))",
         ensemble,
     ),
     "sweep_runs": (
-        "a sweep of 8 learning rates and 2 seeds in one command against 16 `monograph train` one after another "
+        "speed of a sweep of 8 learning rates and 2 seeds, compared with 16 `monograph train` one after another "
         "([how](docs/sweep.md#compared-with-single-runs))",
         sweep_runs,
     ),
     "stream": (
-        "a model trained in stages on a device that holds a fraction of its state, killed and resumed "
+        "a model streamed through a device that holds a fraction of its state, killed and resumed "
         "([how](docs/stream.md#measured))",
         stream,
     ),
     "finetune": (
-        "a small model that knows three tasks is taught to answer chats about them, one thread "
+        "a small model that knows three tasks, finetuned to answer chats about them, one thread "
         "([how](docs/finetune.md#measured))",
         finetune,
     ),
@@ -288,13 +291,14 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         adapters,
     ),
     "adapter_peers": (
-        "tokens/s of adapters on ragged conversations, packed, compared with transformers with PEFT, fp32, one thread "
+        "tokens/s of adapters on packed conversations of any length, compared with transformers and PEFT, fp32, "
+        "one thread "
         "([how](docs/lora.md#compared-with-peft))",
         adapter_peers,
     ),
     "transfer": (
-        "the best learning rate of a wide model over a narrow one's ([how](docs/transfer.md#measured))",
+        "how far a wide model's best learning rate is from a narrow one's ([how](docs/transfer.md#measured))",
         transfer,
     ),
-    "loss": ("cross-entropy at a vocabulary of 128,256 against dense logits, worst case", loss),
+    "loss": ("cross-entropy compared with that of dense logits, at a vocabulary of 128,256, worst case", loss),
 }

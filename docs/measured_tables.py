@@ -82,7 +82,7 @@ def quality() -> str:
 def generating() -> str:
     """One line for each case and system of benchmarks/generate_peers.py."""
     lines = [
-        "| | tokens/s | ms of CPU a token | first token, ms | Monograph is | in CPU time | sampler's share |",
+        "| | tokens/s | ms of CPU per token | first token, ms | Monograph is | in CPU time | sampler's share |",
         "|---|---|---|---|---|---|---|",
     ]
     for entry in result("generate_peers")["cases"]:

@@ -252,7 +252,7 @@ def paragraphs(page: Path) -> Iterator[str]:
     text = re.sub(
         r"^```.*?^```|^ {4}.*?$|<!-- (?:made|printed) by.*?<!-- end -->", "", page.read_text(), flags=re.S | re.M
     )
-    text = re.sub(r"## The laws\n\n(?:\|.*\n)+", "", text)
+    text = re.sub(r"^## The laws$.*?(?=^## )", "", text, flags=re.S | re.M)
     for paragraph in re.split(r"\n\n|\n(?=\||- )", text):
         yield " ".join(paragraph.split())
 
