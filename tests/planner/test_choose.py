@@ -4,17 +4,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 
 from batches import tiny_llama
+from monograph.config.keys import OptimSection
 from monograph.device import named
 from monograph.errors import UsageError
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
 from monograph.planner import Asked, budget, choose, plan
-from monograph.predict.estimate import estimate_bytes
+from monograph.predict.estimate import MOMENTS, STATE_BYTES, estimate_bytes
 from monograph.predict.footprint import Footprint, Work
 from monograph.predict.roofline import update_time
 
@@ -71,6 +73,12 @@ def test_the_trace_has_the_last_word(traced):
     second = plan(LLAMA_3_8B, roomy, H200.peak_flops)
     assert second.chosen is None or second.chosen.peak_memory_bytes <= second.budget_bytes
     assert second.nearest.work != first.work and calls[-1] == second.nearest.work
+
+
+def test_every_optimizer_s_memory_is_known():
+    names = set(get_args(OptimSection.model_fields["name"].annotation)) - {"auto"}
+    assert {name.partition(":")[0] for name in names} == MOMENTS.keys()
+    assert {name.partition(":")[2] or "fp32" for name in names} == STATE_BYTES.keys()
 
 
 @pytest.mark.parametrize("factor", [1.15, 1.3, 1.6, 2.5])
