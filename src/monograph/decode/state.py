@@ -8,7 +8,7 @@ Shape suffixes: B rows, V vocabulary, M stop ids, T positions of a row, R lines 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -159,6 +159,25 @@ class State:
         codes_B = self.token_B + (status_B << TOKEN_BITS)
         self.ring_RB.index_copy_(0, self.line_1, codes_B[None].to(torch.int32))
         self.line_1 += 1
+
+    def forget(self, moved_B: Tensor, knobs: Mapping[str, Tensor]) -> None:
+        """Subtract the token that leaves the window of the last n tokens from the counts, in place.
+
+        Args:
+            moved_B: the rows that drew a token; `write` has added it.
+            knobs: "penalty_last_n" n, below 0 for all tokens, and "counts_prompt", [B] each.
+        """
+        assert self.counts_BV is not None and self.past is not None
+        n_B, history_BT = knobs["penalty_last_n"], self.past.history_BT
+        place_B = self.position_B - n_B
+        gone_B = moved_B & (n_B > 0) & (place_B >= 0)
+        token_B = history_BT.gather(-1, place_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None])[:, 0].long()
+        # A token of the prompt is in the prompt's counts, and in the other counts only with "counts_prompt".
+        of_prompt_B = place_B <= self.position_B - self.generated_B
+        counted_B = ~of_prompt_B | (knobs["counts_prompt"] > 0)
+        for counts_BV, left_B in ((self.counts_BV, counted_B), (self.prompt_BV, of_prompt_B)):
+            if counts_BV is not None:
+                counts_BV.scatter_add_(-1, token_B[:, None], -(gone_B & left_B)[:, None].to(counts_BV.dtype))
 
 
 def decoded(code: int) -> tuple[int, Status]:
