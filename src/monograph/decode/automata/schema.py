@@ -24,7 +24,6 @@ from monograph.decode.automata.expression import (
     optional,
 )
 from monograph.decode.automata.pattern import found_in
-from monograph.decode.automata.values import overlap
 from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 
@@ -151,7 +150,7 @@ class _Schemas:
             self.refuse(path, f"{key!r} is not a list of 1 to {MAX_OPTIONS} schemas")
         texts = [self.read(option, (*path, f"{key}[{index}]")) for index, option in enumerate(options)]
         if key == "oneOf":
-            shared = overlap(options, lambda name: self.target(name, path), self.budget.spend)
+            shared = values.overlap(options, lambda name: self.target(name, path), self.budget.spend)
             if shared:
                 self.refuse(path, f"one value may follow options {shared[0]} and {shared[1]} of 'oneOf': use 'anyOf'")
         return Alternation(tuple(texts))
