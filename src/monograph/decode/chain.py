@@ -179,8 +179,8 @@ def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chai
         logits_BV = penalties.counted(logits_BV, rows.counts_BV, frequency_B1, presence_B1)
     if "dry" in chain.stages:
         assert rows.past is not None
-        own = {name: value[:, None] for name, value in knobs.items() if name.startswith("dry")}
-        logits_BV = penalties.dry(logits_BV, rows.past, rows.position_B[:, None], own)
+        dry_knobs = {name: value[:, None] for name, value in knobs.items() if name.startswith("dry")}
+        logits_BV = penalties.dry(logits_BV, rows.past, rows.position_B[:, None], dry_knobs)
     return logits_BV
 
 

@@ -234,10 +234,10 @@ def _question(record: dict[str, Any], where: str) -> Question:
 
 def _only(record: dict[str, Any], keys: Sequence[str]) -> str:
     """Return the only one of the keys that a record has."""
-    there = [key for key in keys if key in record]
-    if len(there) != 1:
-        raise _Bad(f"has {' and '.join(there) or 'none'} of the keys {', '.join(keys)}; expected one of them")
-    return there[0]
+    present = [key for key in keys if key in record]
+    if len(present) != 1:
+        raise _Bad(f"has {' and '.join(present) or 'none'} of the keys {', '.join(keys)}; expected one of them")
+    return present[0]
 
 
 def _sound(value: T | Fault) -> T:

@@ -163,10 +163,10 @@ def bits_per_byte(engine: Evaluates, rows: Rows, progress: Progress | None = Non
         UsageError: there are no rows, or the loss's sum says nothing about bytes.
     """
     measured = [evaluation.bits_per_byte for evaluation in evaluate_members(engine, rows, progress=progress)]
-    there = [value for value in measured if value is not None]
-    if len(there) < len(measured):
+    values = [value for value in measured if value is not None]
+    if len(values) < len(measured):
         raise UsageError("the loss counts something other than the rows' targets: its sum says nothing about bytes")
-    return there
+    return values
 
 
 def _knobs(engine: Any) -> list[dict[str, Any]]:
