@@ -133,13 +133,11 @@ class State:
         """The tensors that the host reads."""
         return [ring for ring in (self.ring_RB, self.values_RBN, self.ids_RBN) if ring is not None]
 
-    def report(self, *reports: LogProbabilities) -> None:
-        """Write the step's log-probabilities, raw and processed, to the line that `write` will fill."""
+    def report(self, raw: LogProbabilities, drawn: LogProbabilities) -> None:
+        """Write a step's log-probabilities, raw and of the distribution drawn from, to the line that `write` fills."""
         if self.values_RBN is not None and self.ids_RBN is not None:
-            values_BN = torch.cat(
-                [part for report in reports for part in (report.chosen_B[:, None], report.values_BN)], dim=1
-            )
-            ids_BN = torch.cat([report.ids_BN for report in reports], dim=1)
+            values_BN = torch.cat([raw.chosen_B[:, None], raw.values_BN, drawn.chosen_B[:, None], drawn.values_BN], 1)
+            ids_BN = torch.cat([raw.ids_BN, drawn.ids_BN], dim=1)
             # `line_1` is a tensor, as a replayed graph would write to the line of the capture if it were a number.
             self.values_RBN.index_copy_(0, self.line_1, values_BN[None])
             self.ids_RBN.index_copy_(0, self.line_1, ids_BN[None].to(torch.int32))
