@@ -52,6 +52,8 @@ HAS_TOKEN = (Status.RUNNING, Status.STOP, Status.LENGTH)
 class State:
     """The state of all rows; int64 unless stated otherwise.
 
+    A tensor that no stage of the chain reads or reports is None.
+
     Attributes:
         token_B: the last token, which the next step reads.
         position_B: the last token's position.
@@ -62,15 +64,15 @@ class State:
         stop_ids_BM: ids that end the row, padded with -1.
         constraint_B: int32, the state of the automaton of allowed texts.
         stopping_B: int32, the state of the automaton of stop strings.
-        counts_BV: int32, how often each id was drawn; None where no stage reads it.
-        prompt_BV: whether an id is in the prompt, bool, or how often, int32 (`Rows`); None likewise.
-        past: the ids that were written; None likewise.
+        counts_BV: int32, how often each id was drawn (`Rows`).
+        prompt_BV: whether an id is in the prompt, bool, or how often, int32 (`Rows`).
+        past: the ids that were written.
         mu_B: fp32, the surprise in bits that mirostat allows.
         line_1: the next line of the rings.
         ring_RB: int32, the code of each step for the host, token + status * 2^24.
         values_RBN: fp32, log-probabilities: of the drawn token, then of the likeliest; first under the raw logits, then
-            under the distribution drawn from. None where no request asks for them.
-        ids_RBN: int32, the likeliest ids, in the same order. None likewise.
+            under the distribution drawn from.
+        ids_RBN: int32, the likeliest ids, in the same order.
     """
 
     token_B: Tensor
