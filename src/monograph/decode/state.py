@@ -52,7 +52,7 @@ HAS_TOKEN = (Status.RUNNING, Status.STOP, Status.LENGTH)
 class State:
     """The state of all rows; int64 unless stated otherwise.
 
-    A tensor that no stage of the chain reads or reports is None.
+    Tensors that may be None are None if the chain does not need them.
 
     Attributes:
         token_B: the last token, which the next step reads.
