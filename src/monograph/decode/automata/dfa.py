@@ -236,15 +236,14 @@ def _compiled(expression: Expression, budget: Budget) -> ByteAutomaton | None:
 
 def _byte_classes(sets: Iterable[int]) -> tuple[NDArray[np.uint8], dict[int, list[int]]]:
     """Sort bytes into classes whose members lie in the same sets; return each byte's class and each set's classes."""
-    ordered = list(sets)
-    members = [{byte for byte in range(256) if mask >> byte & 1} for mask in ordered]
-    profiles = [tuple(index for index, inside in enumerate(members) if byte in inside) for byte in range(256)]
+    masks = list(sets)
+    # Whether each set has the byte, for each byte; the bytes of a class have the same profile.
+    profiles = [tuple(mask >> byte & 1 for mask in masks) for byte in range(256)]
     numbers = {profile: number for number, profile in enumerate(dict.fromkeys(profiles))}
     class_256 = np.array([numbers[profile] for profile in profiles], dtype=np.uint8)
-    classes_of: dict[int, list[int]] = {mask: [] for mask in ordered}
-    for profile, number in numbers.items():
-        for index in profile:
-            classes_of[ordered[index]].append(number)
+    classes_of = {
+        mask: [number for profile, number in numbers.items() if profile[index]] for index, mask in enumerate(masks)
+    }
     return class_256, classes_of
 
 
