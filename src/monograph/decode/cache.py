@@ -77,8 +77,8 @@ class KVCache:
     def copy_row(self, row: int, source: KVCache, slots: int) -> None:
         """Copy the first slots of `source`, which has one row, to a row of this cache."""
         blocks = blocks_for(slots)
-        for own, others in ((self.keys, source.keys), (self.values, source.values)):
-            torch._foreach_copy_([cache[:blocks, row] for cache in own], [cache[:blocks, 0] for cache in others])
+        for targets, sources in ((self.keys, source.keys), (self.values, source.values)):
+            torch._foreach_copy_([cache[:blocks, row] for cache in targets], [cache[:blocks, 0] for cache in sources])
 
     def clear(self, row: int) -> None:
         """Set a row to zero, as is needed after numbers that are not finite."""

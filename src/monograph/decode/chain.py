@@ -26,16 +26,17 @@ OK, NAN, DEAD, OVERFLOW = 0, 1, 2, 3
 class Rows(NamedTuple):
     """The options and the state of each row, which the sampler reads in addition to the logits.
 
+    A tensor that no stage of the chain reads may be None.
+
     Attributes:
         seed_B: int64.
         position_B: int64, the absolute position of the token to be drawn.
         generated_B: int64, tokens drawn so far.
         knobs: by name, fp32 or int64 [B], lists of ids [B, M] (`new_knobs`).
-        counts_BV: int32, how often each id was drawn, from the counts of `first_counts` on. None where the chain does
-            not read it.
-        prompt_BV: bool, whether an id is in the prompt; int32, how often, if penalties see a window. None likewise.
-        past: the ids that were written; None likewise.
-        mu_B: fp32, the surprise in bits that mirostat allows; None likewise.
+        counts_BV: int32, how often each id was drawn, added to the counts of `first_counts`.
+        prompt_BV: bool, whether an id is in the prompt; int32, how often, if penalties see a window.
+        past: the ids that were written.
+        mu_B: fp32, the surprise in bits that mirostat allows.
     """
 
     seed_B: Tensor
@@ -85,9 +86,9 @@ def sample(
         rows: the options and the state of each row.
         allowed_BV: [B, V] bool, tokens that a constraint allows; None: all.
         chain: the stages.
-        truncation: how filters find their thresholds. "window" looks at the likeliest tokens only and reports OVERFLOW
-            where they are too few; "search" and "sort" look at all tokens. Where the window is enough, all three give
-            the same bits.
+        truncation: how filters find their thresholds. "window" reads the likeliest tokens only and reports OVERFLOW
+            where they are too few; "search" and "sort" read all tokens. Where the window is enough, all three give the
+            same bits.
     """
     raw_BV = logits_BV.float()
     # argmax ignores scores of -inf, so an edit that forbids a token needs no further mask.
@@ -142,7 +143,7 @@ def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation
     for stage in chain.stages:
         if stage not in EDITS:
             before, candidates = candidates, FILTERS[stage](candidates, knobs)
-            # `_top_k` in knobs.py has already raised top_k's k to min_keep; later stages look at fewer tokens.
+            # `_top_k` in knobs.py has already raised top_k's k to min_keep; later stages read fewer tokens.
             if "min_keep" in knobs and stage != "top_k" and not stage.endswith("temperature"):
                 candidates = _with_at_least(knobs["min_keep"], before, candidates)
     return candidates
@@ -183,8 +184,8 @@ def edited(logits_BV: Tensor, rows: Rows, allowed_BV: Tensor | None, chain: Chai
         logits_BV = penalties.counted(logits_BV, rows.counts_BV, frequency_B1, presence_B1)
     if "dry" in chain.stages:
         assert rows.past is not None
-        own = {name: value[:, None] for name, value in knobs.items() if name.startswith("dry")}
-        logits_BV = penalties.dry(logits_BV, rows.past, rows.position_B[:, None], own)
+        dry_knobs = {name: value[:, None] for name, value in knobs.items() if name.startswith("dry")}
+        logits_BV = penalties.dry(logits_BV, rows.past, rows.position_B[:, None], dry_knobs)
     return logits_BV
 
 

@@ -237,8 +237,8 @@ def generate(
     """
     max_tokens, n = COUNT.integer("max_tokens", max_tokens), COUNT.integer("n", n)
     prompts, stop = _listed("prompts", prompts), _listed("stop", stop)
-    if odd := [given for given in prompts if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable)]:
-        raise UsageError(f"prompts: expected texts, or sequences of ids, not {odd[0]!r}")
+    if wrong := [given for given in prompts if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable)]:
+        raise UsageError(f"prompts: expected texts, or sequences of ids, not {wrong[0]!r}")
     if not prompts:
         raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:

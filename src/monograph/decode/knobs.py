@@ -94,16 +94,16 @@ class Chain:
 
     def serves(self, sampling: Sampling, stop_ids: int = 0) -> bool:
         """Return whether the chain has all stages of a request, in the request's order, and room for its ids."""
-        own = chain_of([sampling], stop_ids)
-        if "dynamic_temperature" in own.stages and "dynamic_temperature" not in self.stages:
+        least = chain_of([sampling], stop_ids)
+        if "dynamic_temperature" in least.stages and "dynamic_temperature" not in self.stages:
             return False
         # A dynamic temperature whose range is 0 is a fixed one.
-        wanted, here = ([stage.removeprefix("dynamic_") for stage in chain.stages] for chain in (own, self))
+        wanted, here = ([stage.removeprefix("dynamic_") for stage in chain.stages] for chain in (least, self))
         in_order = [stage for stage in here if stage in wanted] == wanted
-        reported = own.logprobs is None or (self.logprobs is not None and own.logprobs <= self.logprobs)
+        reported = least.logprobs is None or (self.logprobs is not None and least.logprobs <= self.logprobs)
         # A chain that reads few tokens could miss some of those that a larger k keeps.
-        held = self.few is None or not own.draws or (own.few is not None and own.few <= self.few)
-        return in_order and reported and held and own.bias_ids <= self.bias_ids and own.stop_ids <= self.stop_ids
+        held = self.few is None or not least.draws or (least.few is not None and least.few <= self.few)
+        return in_order and reported and held and least.bias_ids <= self.bias_ids and least.stop_ids <= self.stop_ids
 
 
 def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
@@ -217,10 +217,8 @@ _KNOBS = {
     "mirostat": ("mirostat_tau", "mirostat_eta"),
 }
 _OFF = Sampling(temperature=1.0)
-_INT64 = {
-    *("bias_ids", "stop_ids", "min_tokens", "top_k", "min_keep"),
-    *("penalty_last_n", "counts_prompt", "dry_allowed_length", "dry_penalty_last_n"),
-}
+_INT64 = {"bias_ids", "stop_ids", "min_tokens", "top_k", "min_keep"}
+_INT64 |= {"penalty_last_n", "counts_prompt", "dry_allowed_length", "dry_penalty_last_n"}
 
 
 def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor]:

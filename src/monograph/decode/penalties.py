@@ -166,34 +166,3 @@ def first_counts(sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int)
 def count_drawn(counts_BV: Tensor, token_B: Tensor, running_B: Tensor) -> None:
     """Add the drawn tokens of the running rows to the counts, in place."""
     counts_BV.scatter_add_(-1, token_B[:, None], running_B[:, None].to(counts_BV.dtype))
-
-
-def forget(
-    counts_BV: Tensor,
-    prompt_BV: Tensor | None,
-    history_BT: Tensor,
-    position_B: Tensor,
-    generated_B: Tensor,
-    moved_B: Tensor,
-    knobs: Mapping[str, Tensor],
-) -> None:
-    """Subtract the token that leaves the window of the last n tokens from the counts, in place.
-
-    Args:
-        counts_BV: counts of the output, or with "counts_prompt" of prompt and output.
-        prompt_BV: counts of the prompt; None: no stage reads them.
-        history_BT: the ids at each position.
-        position_B: the position of the token drawn last.
-        generated_B: tokens drawn so far.
-        moved_B: the rows that drew a token.
-        knobs: "penalty_last_n" n, below 0 for all tokens, and "counts_prompt", [B] each.
-    """
-    n_B = knobs["penalty_last_n"]
-    place_B = position_B - n_B
-    gone_B = moved_B & (n_B > 0) & (place_B >= 0)
-    token_B = history_BT.gather(-1, place_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None])[:, 0].long()
-    # Prompt and output have separate counts, so the token is subtracted from the counts of the one that it is part of.
-    of_prompt_B = place_B <= position_B - generated_B
-    for counts, left_B in ((counts_BV, ~of_prompt_B | (knobs["counts_prompt"] > 0)), (prompt_BV, of_prompt_B)):
-        if counts is not None:
-            counts.scatter_add_(-1, token_B[:, None], -(gone_B & left_B)[:, None].to(counts.dtype))

@@ -8,7 +8,7 @@ Shape suffixes: B rows, V vocabulary, M stop ids, T positions of a row, R lines 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -52,6 +52,8 @@ HAS_TOKEN = (Status.RUNNING, Status.STOP, Status.LENGTH)
 class State:
     """The state of all rows; int64 unless stated otherwise.
 
+    Tensors that may be None are None if the chain does not need them.
+
     Attributes:
         token_B: the last token, which the next step reads.
         position_B: the last token's position.
@@ -62,15 +64,15 @@ class State:
         stop_ids_BM: ids that end the row, padded with -1.
         constraint_B: int32, the state of the automaton of allowed texts.
         stopping_B: int32, the state of the automaton of stop strings.
-        counts_BV: int32, how often each id was drawn; None where no stage reads it.
-        prompt_BV: whether an id is in the prompt, bool, or how often, int32 (`Rows`); None likewise.
-        past: the ids that were written; None likewise.
+        counts_BV: int32, how often each id was drawn (`Rows`).
+        prompt_BV: whether an id is in the prompt, bool, or how often, int32 (`Rows`).
+        past: the ids that were written.
         mu_B: fp32, the surprise in bits that mirostat allows.
         line_1: the next line of the rings.
         ring_RB: int32, the code of each step for the host, token + status * 2^24.
         values_RBN: fp32, log-probabilities: of the drawn token, then of the likeliest; first under the raw logits, then
-            under the distribution drawn from. None where no request asks for them.
-        ids_RBN: int32, the likeliest ids, in the same order. None likewise.
+            under the distribution drawn from.
+        ids_RBN: int32, the likeliest ids, in the same order.
     """
 
     token_B: Tensor
@@ -133,13 +135,11 @@ class State:
         """The tensors that the host reads."""
         return [ring for ring in (self.ring_RB, self.values_RBN, self.ids_RBN) if ring is not None]
 
-    def report(self, *reports: LogProbabilities) -> None:
-        """Write the step's log-probabilities, raw and processed, to the line that `write` will fill."""
+    def report(self, raw: LogProbabilities, drawn: LogProbabilities) -> None:
+        """Write a step's log-probabilities, raw and of the distribution drawn from, to the line that `write` fills."""
         if self.values_RBN is not None and self.ids_RBN is not None:
-            values_BN = torch.cat(
-                [part for report in reports for part in (report.chosen_B[:, None], report.values_BN)], dim=1
-            )
-            ids_BN = torch.cat([report.ids_BN for report in reports], dim=1)
+            values_BN = torch.cat([raw.chosen_B[:, None], raw.values_BN, drawn.chosen_B[:, None], drawn.values_BN], 1)
+            ids_BN = torch.cat([raw.ids_BN, drawn.ids_BN], dim=1)
             # `line_1` is a tensor, as a replayed graph would write to the line of the capture if it were a number.
             self.values_RBN.index_copy_(0, self.line_1, values_BN[None])
             self.ids_RBN.index_copy_(0, self.line_1, ids_BN[None].to(torch.int32))
@@ -159,6 +159,25 @@ class State:
         codes_B = self.token_B + (status_B << TOKEN_BITS)
         self.ring_RB.index_copy_(0, self.line_1, codes_B[None].to(torch.int32))
         self.line_1 += 1
+
+    def forget(self, moved_B: Tensor, knobs: Mapping[str, Tensor]) -> None:
+        """Subtract the token that leaves the window of the last n tokens from the counts, in place.
+
+        Args:
+            moved_B: the rows that drew a token; `write` has added it.
+            knobs: "penalty_last_n" n, below 0 for all tokens, and "counts_prompt", [B] each.
+        """
+        assert self.counts_BV is not None and self.past is not None
+        n_B, history_BT = knobs["penalty_last_n"], self.past.history_BT
+        place_B = self.position_B - n_B
+        gone_B = moved_B & (n_B > 0) & (place_B >= 0)
+        token_B = history_BT.gather(-1, place_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None])[:, 0].long()
+        # A token of the prompt is in the prompt's counts, and in the other counts only with "counts_prompt".
+        of_prompt_B = place_B <= self.position_B - self.generated_B
+        counted_B = ~of_prompt_B | (knobs["counts_prompt"] > 0)
+        for counts_BV, left_B in ((self.counts_BV, counted_B), (self.prompt_BV, of_prompt_B)):
+            if counts_BV is not None:
+                counts_BV.scatter_add_(-1, token_B[:, None], -(gone_B & left_B)[:, None].to(counts_BV.dtype))
 
 
 def decoded(code: int) -> tuple[int, Status]:

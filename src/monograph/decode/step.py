@@ -20,7 +20,6 @@ from monograph.decode.cache import KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import OK, Drawn, Rows, log_probabilities, sample
 from monograph.decode.knobs import Chain
-from monograph.decode.penalties import forget
 from monograph.decode.state import State, Status
 from monograph.model.llama import Llama
 
@@ -101,9 +100,7 @@ class DecodeStep:
         state.write(moved_B, status_B)
         # This comes after `write`, which has counted the new token and moved the position, and so the window.
         if "last_n" in self.chain.stages:
-            assert state.counts_BV is not None and state.past is not None
-            history_BT, place = state.past.history_BT, (state.position_B, state.generated_B)
-            forget(state.counts_BV, state.prompt_BV, history_BT, *place, moved_B, self.knobs)
+            state.forget(moved_B, self.knobs)
         if "mirostat" in self.chain.stages:
             assert drawn.logprobs is not None
             surprise_B = drawn.logprobs.chosen_B * (-1 / math.log(2))

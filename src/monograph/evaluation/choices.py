@@ -176,11 +176,11 @@ def hold_questions(places: Sequence[str], text_key: str) -> bool:
         UsageError: some files do and some do not; their scores cannot be compared.
         InputRefused: a file cannot be read.
     """
-    quizzes = [place for place in places if _holds_questions(Path(os.path.expanduser(place)), text_key)]
-    if quizzes and len(quizzes) < len(places):
-        other = next(place for place in places if place not in quizzes)
-        raise UsageError(f"--data: {quizzes[0]} holds questions and {other} does not; evaluate them one by one")
-    return bool(quizzes)
+    holding = [place for place in places if _holds_questions(Path(os.path.expanduser(place)), text_key)]
+    if holding and len(holding) < len(places):
+        other = next(place for place in places if place not in holding)
+        raise UsageError(f"--data: {holding[0]} holds questions and {other} does not; evaluate them one by one")
+    return bool(holding)
 
 
 def read_questions(places: Sequence[str]) -> list[Question]:
@@ -193,7 +193,16 @@ def read_questions(places: Sequence[str]) -> list[Question]:
         InputRefused: a record is bad; the message has its file and line. It is not skipped, as the score would then be
             that of another set of questions.
     """
-    return [question for place in places for question in _questions(Path(os.path.expanduser(place)))]
+    questions = []
+    for place in places:
+        path = Path(os.path.expanduser(place))
+        for line, record in json_objects(path):
+            where = f"{path}:{line}"
+            try:
+                questions.append(_question(_sound(record), where))
+            except _Bad as fault:
+                raise InputRefused(f"{where}: {fault}; correct this record or leave it out") from None
+    return questions
 
 
 def _holds_questions(path: Path, text_key: str) -> bool:
@@ -205,15 +214,6 @@ def _holds_questions(path: Path, text_key: str) -> bool:
 
 class _Bad(Exception):
     """A fault of a record; its text completes "FILE:LINE: "."""
-
-
-def _questions(path: Path) -> Iterator[Question]:
-    for line, record in json_objects(path):
-        where = f"{path}:{line}"
-        try:
-            yield _question(_sound(record), where)
-        except _Bad as fault:
-            raise InputRefused(f"{where}: {fault}; correct this record or leave it out") from None
 
 
 def _question(record: dict[str, Any], where: str) -> Question:
@@ -234,13 +234,14 @@ def _question(record: dict[str, Any], where: str) -> Question:
 
 def _only(record: dict[str, Any], keys: Sequence[str]) -> str:
     """Return the only one of the keys that a record has."""
-    there = [key for key in keys if key in record]
-    if len(there) != 1:
-        raise _Bad(f"has {' and '.join(there) or 'none'} of the keys {', '.join(keys)}; expected one of them")
-    return there[0]
+    present = [key for key in keys if key in record]
+    if len(present) != 1:
+        raise _Bad(f"has {' and '.join(present) or 'none'} of the keys {', '.join(keys)}; expected one of them")
+    return present[0]
 
 
 def _sound(value: T | Fault) -> T:
+    """Return a value that is no fault."""
     if isinstance(value, Fault):
         raise _Bad(value.detail)
     return value

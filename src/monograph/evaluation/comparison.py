@@ -113,14 +113,15 @@ def compare_on(
     Raises:
         UsageError: see `compare`; or the documents differ.
     """
-    of_a, of_b = _repetitions(a, over), _repetitions(b, over)
-    pairs = [(of_a[key], of_b[key]) for key in of_a if key in of_b]
+    members_a, members_b = _repetitions(a, over), _repetitions(b, over)  # indices by value of the repeated knob
+    pairs = [(members_a[key], members_b[key]) for key in members_a if key in members_b]
     if len(pairs) > 1:
         values_a, values_b = bits_per_byte(a, rows_a, progress), bits_per_byte(b, rows_b, progress)
         both = [(values_a[i], values_b[j]) for i, j in pairs]
         gap, by = mean([second - first for first, second in both]), over
         first, second = (float(np.mean(values)) for values in zip(*both, strict=True))
     else:
+        # The sides share no two values of the knob, so compare one member of each.
         i, j = pairs[0] if pairs else (0, 0)
         scores_a = _one(by_document(a, rows_a, progress), i)
         scores_b = _one(by_document(b, rows_b, progress), j)
@@ -163,10 +164,10 @@ def bits_per_byte(engine: Evaluates, rows: Rows, progress: Progress | None = Non
         UsageError: there are no rows, or the loss's sum says nothing about bytes.
     """
     measured = [evaluation.bits_per_byte for evaluation in evaluate_members(engine, rows, progress=progress)]
-    there = [value for value in measured if value is not None]
-    if len(there) < len(measured):
+    values = [value for value in measured if value is not None]
+    if len(values) < len(measured):
         raise UsageError("the loss counts something other than the rows' targets: its sum says nothing about bytes")
-    return there
+    return values
 
 
 def _knobs(engine: Any) -> list[dict[str, Any]]:

@@ -216,9 +216,9 @@ def _settings(values: Sequence[float | None], knobs: Sequence[Mapping[str, Any]]
         members[member.get(over, len(members))] = index
     settings = []
     for shared, members in groups.values():
-        there = [value for member in members.values() if (value := values[member]) is not None]
+        measured = [value for member in members.values() if (value := values[member]) is not None]
         failed = tuple(seed for seed, member in members.items() if values[member] is None)
-        settings.append(Setting(shared, members, mean(there) if there else None, failed))
+        settings.append(Setting(shared, members, mean(measured) if measured else None, failed))
     return settings
 
 

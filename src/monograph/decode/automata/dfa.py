@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,24 +38,26 @@ Rows: TypeAlias = Sequence[Mapping[int, int]]  # per state {class of bytes: next
 
 
 class Budget:
-    """The number of steps that may still be spent on one automaton, so that none takes more than about two seconds.
+    """The limits of one automaton, and the steps spent on it, so that none takes more than about two seconds.
 
     Attributes:
         where: the automaton's name in an error.
     """
 
     def __init__(self, where: str) -> None:
-        self.where, self._left = where, MAX_WORK
+        self.where, self._spent = where, 0
 
     def spend(self, steps: int) -> None:
         """Count steps; raise InputRefused when there are too many."""
-        self._left -= steps
-        if self._left < 0:
-            self.refuse(MAX_WORK, "steps to build")
+        self._spent += steps
+        self.limit(self._spent, MAX_WORK, "steps to build")
 
-    def refuse(self, limit: int, unit: str) -> NoReturn:
-        """Raise InputRefused for an automaton that needs more than `limit` of a unit."""
-        raise InputRefused(f"{self.where}: its automaton needs more than {limit:,} {unit}; make it simpler or shorter")
+    def limit(self, count: int, most: int, unit: str) -> None:
+        """Raise InputRefused for an automaton that needs more than `most` of a unit."""
+        if count > most:
+            raise InputRefused(
+                f"{self.where}: its automaton needs more than {most:,} {unit}; make it simpler or shorter"
+            )
 
 
 class Positions:
@@ -93,8 +95,7 @@ class Positions:
         return known
 
     def _add(self, takes: int, follow: Next) -> int:
-        if len(self.takes) > MAX_POSITIONS:
-            self.budget.refuse(MAX_POSITIONS, "positions")
+        self.budget.limit(len(self.takes), MAX_POSITIONS, "positions")
         self.budget.spend(1)
         self.takes.append(takes)
         self.follow.append(follow)
@@ -232,26 +233,20 @@ def _compiled(expression: Expression, budget: Budget) -> ByteAutomaton | None:
                 queue.append(following)
             row[byte_class] = numbers[following]
         rows.append(row)
-        _check_size(len(queue), budget)
+        budget.limit(len(queue), MAX_STATES, "states")
     return _minimal(rows, [END in state for state in queue], class_256)
-
-
-def _check_size(states: int, budget: Budget) -> None:
-    if states > MAX_STATES:
-        budget.refuse(MAX_STATES, "states")
 
 
 def _byte_classes(sets: Iterable[int]) -> tuple[NDArray[np.uint8], dict[int, list[int]]]:
     """Sort bytes into classes whose members lie in the same sets; return each byte's class and each set's classes."""
-    ordered = list(sets)
-    members = [{byte for byte in range(256) if mask >> byte & 1} for mask in ordered]
-    profiles = [tuple(index for index, inside in enumerate(members) if byte in inside) for byte in range(256)]
+    masks = list(sets)
+    # Whether each set has the byte, for each byte; the bytes of a class have the same profile.
+    profiles = [tuple(mask >> byte & 1 for mask in masks) for byte in range(256)]
     numbers = {profile: number for number, profile in enumerate(dict.fromkeys(profiles))}
     class_256 = np.array([numbers[profile] for profile in profiles], dtype=np.uint8)
-    classes_of: dict[int, list[int]] = {mask: [] for mask in ordered}
-    for profile, number in numbers.items():
-        for index in profile:
-            classes_of[ordered[index]].append(number)
+    classes_of = {
+        mask: [number for profile, number in numbers.items() if profile[index]] for index, mask in enumerate(masks)
+    }
     return class_256, classes_of
 
 
@@ -374,7 +369,7 @@ def _product(
                 queue.append(pair)
             row[byte_class] = numbers[pair]
         rows.append(row)
-        _check_size(len(queue), budget)
+        budget.limit(len(queue), MAX_STATES, "states")
     return rows, [bool(left.accepting_S[one] and right.accepting_S[other]) for one, other in queue], bytes_of
 
 

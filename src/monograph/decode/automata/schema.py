@@ -24,7 +24,6 @@ from monograph.decode.automata.expression import (
     optional,
 )
 from monograph.decode.automata.pattern import found_in
-from monograph.decode.automata.values import overlap
 from monograph.errors import InputRefused
 from monograph.storage.reading import json_fault, parse_json
 
@@ -157,7 +156,7 @@ class _Schemas:
         texts = [self.read(option, (*path, f"{key}[{index}]")) for index, option in enumerate(options)]
         # An automaton accepts a text by any option; that exactly one fits has to be known beforehand.
         if key == "oneOf":
-            shared = overlap(options, lambda name: self.target(name, path), self.budget.spend)
+            shared = values.overlap(options, lambda name: self.target(name, path), self.budget.spend)
             if shared:
                 self.refuse(path, f"one value may follow options {shared[0]} and {shared[1]} of 'oneOf': use 'anyOf'")
         return Alternation(tuple(texts))
