@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
 
 def captured_graphs() -> int:
     """Return how many graphs Dynamo has captured in this process; it stays the same when nothing recompiles."""
@@ -43,8 +47,6 @@ def is_capture_error(error: BaseException) -> bool:
 @contextmanager
 def hooks_kept() -> Iterator[None]:
     """Enable saved tensors' hooks again where an error inside of a transform left them disabled for good."""
-    import torch
-
     autograd: Any = torch._C._autograd
     enabled = autograd._saved_tensors_hooks_is_enabled()
     try:
@@ -105,8 +107,6 @@ def quiet_inputs_of_blocks() -> None:
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
     """Make `torch.compiler.is_compiling()` return True in the block."""
-    import torch
-
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -117,14 +117,9 @@ def as_if_compiling() -> Iterator[None]:
 
 def without_numbers() -> bool:
     """Return whether tensors that are made now have a shape but no values (torch's FakeTensor)."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def without_modes() -> Any:
     """Return a context without the caller's dispatch modes, inside of which `torch.compile` refuses to trace."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
     return _disable_current_modes()

@@ -15,6 +15,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
+
 _WRITTEN_S = 2.0  # by then another process has finished the library that it is writing
 
 
@@ -54,7 +59,6 @@ def tell_processors_apart() -> None:
     Otherwise code generated for wider vectors would be compiled for narrower ones and write past its buffers, where
     machines share a home or ATEN_CPU_CAPABILITY is set.
     """
-    import torch
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
@@ -78,8 +82,6 @@ def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:
 
 def onednn_matmul(left: Any, right: Any) -> Any:
     """Return left [N, K] @ right [K, M], fp32 on a CPU, by oneDNN, which torch itself uses only for bf16."""
-    import torch
-
     return torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
 
 
@@ -88,8 +90,6 @@ def scaled_mm(left: Any, right: Any, left_unit: Any, right_unit: Any, dtype: Any
 
     `fast` lets a GPU accumulate partial sums in less than fp32.
     """
-    import torch
-
     return torch._scaled_mm(left, right, left_unit, right_unit, out_dtype=dtype, use_fast_accum=fast)
 
 
@@ -182,9 +182,6 @@ def make_again(graph: Any) -> None:
     Otherwise the partitioner keeps a frozen weight that the forward pass dequantised, as the backward pass needs
     it whole. `graph` has both passes; the marks are those that checkpointing uses.
     """
-    import torch
-    from torch.utils.checkpoint import CheckpointPolicy
-
     products = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
     codes = [node for node in graph.find_nodes(op="placeholder") if _dtype(node) in (torch.int8, torch.uint8)]
     again, waiting = set[Any](), [user for node in codes for user in node.users]
@@ -203,9 +200,7 @@ def keep_once(graph: Any) -> None:
 
     The partitioner would compute them a second time in the backward pass, from what was written meanwhile.
     """
-    import torch
     from torch._functorch.partitioners import get_default_op_list
-    from torch.utils.checkpoint import CheckpointPolicy
 
     write, operators = torch.ops.aten.copy_.default, get_default_op_list()
     copies = graph.find_nodes(op="call_function", target=write)
@@ -252,11 +247,9 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
 
     The partitioner is the one that Inductor asks; it recomputes values that fuse into the backward pass.
     """
-    from torch import Tensor
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.decomposition import select_decomp_table
     from torch.nn.utils.stateless import _reparametrize_module
-    from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     leaves, form = tree_flatten((args, kwargs))

@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.utils.checkpoint as checkpoint
+
 
 def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
     """Return the FLOPs of a call of an operator that is a matrix product, a convolution or attention, else 0."""
-    import torch
     from torch.utils.flop_counter import flop_registry
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention
@@ -32,8 +34,6 @@ def writes_in_place(operator: Any) -> bool:
 
 def in_transform() -> bool:
     """Return whether a transform of `torch.func` (vmap, grad) is being applied."""
-    import torch
-
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -53,8 +53,6 @@ def sums_gradients() -> bool:
 
     It does not do so for tensors without values, as it does not know their class.
     """
-    import torch
-
     return torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
 
 
@@ -64,8 +62,6 @@ def functional(replaced: dict[str, Callable[..., Any]]) -> Iterator[None]:
 
     A `TorchFunctionMode` would do the same officially, but Dynamo (2.13) does not trace `Tensor.unflatten` in one.
     """
-    import torch
-
     with _attributes(torch.nn.functional, replaced):
         yield
 
@@ -103,9 +99,6 @@ def layers(
         average_of_batches: the forward pass of a batch norm that trains with momentum None.
         recomputing: called where `torch.utils.checkpoint` would recompute something.
     """
-    import torch
-    import torch.utils.checkpoint as checkpoint
-
     older = importlib.import_module("torch.nn.utils.weight_norm")  # torch.nn.utils has a function of that name
     norm = torch.nn.modules.batchnorm._BatchNorm
     forward, checkpointed = norm.forward, checkpoint._checkpoint_without_reentrant_generator
@@ -140,8 +133,6 @@ def allow_recurrent() -> None:
 
 def warn_of_loops(wanted: bool) -> None:
     """Set whether torch warns about each operator that vmap runs in a loop, and asks the user to file an issue."""
-    import torch
-
     torch._C._functorch._set_vmap_fallback_warning_enabled(wanted)  # type: ignore[attr-defined]
 
 
@@ -169,8 +160,6 @@ def without_fast_path() -> Iterator[None]:
 
     That fused path of evaluation mode has no batched form.
     """
-    import torch
-
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
