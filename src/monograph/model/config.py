@@ -13,6 +13,7 @@ from monograph.model.families import (
     LARGEST_SIZE,
     SLIDING,
     Family,
+    Llama3Scaling,
     Scaling,
     check_computed,
     check_number,
@@ -20,8 +21,6 @@ from monograph.model.families import (
     family,
     windows_from_hf,
 )
-from monograph.model.families import LinearScaling as LinearScaling
-from monograph.model.families import Llama3Scaling as Llama3Scaling
 
 WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")

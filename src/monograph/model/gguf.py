@@ -26,8 +26,8 @@ from torch import Tensor
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Plain, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
-from monograph.model.config import Llama3Scaling, LlamaConfig
-from monograph.model.families import LinearScaling
+from monograph.model.config import LlamaConfig
+from monograph.model.families import LinearScaling, Llama3Scaling
 from monograph.model.files import new_folder
 from monograph.model.llama import Llama
 from monograph.model.modelfile import modelfile

@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from monograph.model.config import Llama3Scaling, LlamaConfig
-from monograph.model.families import LinearScaling
+from monograph.model.config import LlamaConfig
+from monograph.model.families import LinearScaling, Llama3Scaling
 
 CosSin = tuple[Tensor, Tensor]
 
