@@ -170,7 +170,7 @@ def adapt(
             if device is not None:
                 layer.to(device)
     for name, layer in chosen.items():
-        _adapt(layer, lora, {"device": device, "dtype": dtype}, f"{seed} {name}.lora_A.weight")
+        _adapt(layer, lora, f"{seed} {name}.lora_A.weight", device, dtype)
     return adapters(module)
 
 
@@ -180,24 +180,22 @@ def adapters(module: nn.Module) -> dict[str, Adapted]:
 
 
 @torch.no_grad()
-def _adapt(layer: nn.Linear, lora: Lora, asked: dict[str, Any], key: str) -> None:
+def _adapt(layer: nn.Linear, lora: Lora, key: str, device: torch.device | None, dtype: torch.dtype | None) -> None:
     weight = next(p for name, p in layer.named_parameters() if name != "bias")
     wide = kept_dtype(weight) if kept_dtype(weight) in (torch.float32, torch.float64) else torch.float32
-    like = {"device": asked["device"] or weight.device, "dtype": asked["dtype"] or wide}
+    like: dict[str, Any] = {"device": device or weight.device, "dtype": dtype or wide}
     layer.__class__ = ADAPTED.get(type(layer), LoraLinear)
     layer.lora_A = Factor(layer.in_features, lora.rank, bias=False, **like)
     layer.lora_B = Factor(lora.rank, layer.out_features, bias=False, **like)
     layer.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
     layer.scale = lora.alpha / lora.rank  # type: ignore[assignment]
     layer.lora_B.weight.zero_()  # type: ignore[union-attr, operator]
-    # Keyed by name, so that a layer's A does not depend on which other layers have adapters. Drawn on the CPU below,
-    # so that it does not depend on the device either.
-    drawn_from = torch.Generator().manual_seed(
-        int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
-    )
     if not weight.is_meta:
+        # A is seeded by its name and drawn on the CPU, so that it depends neither on other layers nor on the device.
+        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
+        generator = torch.Generator().manual_seed(seed)
         bound = 1 / math.sqrt(layer.in_features)
-        noise = torch.rand(lora.rank, layer.in_features, generator=drawn_from, dtype=torch.float32, device="cpu")
+        noise = torch.rand(lora.rank, layer.in_features, generator=generator, dtype=torch.float32, device="cpu")
         layer.lora_A.weight.copy_((2 * noise - 1) * bound)  # type: ignore[union-attr, operator]
 
 
@@ -274,33 +272,23 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
     Adapters must be on plain weights, not on quantised ones. `read` raises InputRefused for NaN or an infinity.
     """
     module = unwrapped(module)
-    layers = adapters(module)
-    of_tokens = tables(module)
-    of_adapters = {id(p) for child in module.modules() if isinstance(child, Factor) for p in child.parameters()}
-    of_adapters |= {id(table.token_rows) for table in of_tokens.values()}
+    adapted, with_rows = adapters(module), tables(module)
+    trained = {id(p) for child in module.modules() if isinstance(child, Factor) for p in child.parameters()}
+    trained |= {id(table.token_rows) for table in with_rows.values()}
     for name, parameter in module.named_parameters():  # not the state dict: a tied head appears once
-        if id(parameter) in of_adapters:
+        if id(parameter) in trained:
             continue
         holder, _, last = name.rpartition(".")
+        layer, table = (adapted.get(holder), with_rows.get(holder)) if last == "weight" else (None, None)
         like = parameter.detach().to("meta", kept_dtype(parameter))
-        read = _reading(parameter)
-        if last == "weight" and holder in layers:
-            read = functools.partial(merged, layers[holder])
-        elif last == "weight" and holder in of_tokens:
-            read = functools.partial(_replacing, read, of_tokens[holder])
-        yield Plain(name, like, functools.partial(_finite, name, read))
+        yield Plain(name, like, functools.partial(_read, name, parameter, layer, table))
 
 
-def _finite(name: str, read: Callable[[], Tensor]) -> Tensor:
-    return require_finite(read(), name)
-
-
-def _reading(parameter: nn.Parameter) -> Callable[[], Tensor]:
-    return lambda: parameter.detach().to(kept_dtype(parameter))
-
-
-def _replacing(read: Callable[[], Tensor], table: Table) -> Tensor:
-    return replaced(read(), table.rows).detach()
+def _read(name: str, parameter: nn.Parameter, layer: Adapted | None, table: Table | None) -> Tensor:
+    if layer is not None:
+        return require_finite(merged(layer), name)
+    value = parameter.detach().to(kept_dtype(parameter))
+    return require_finite(value if table is None else replaced(value, table.rows).detach(), name)
 
 
 def narrow(
