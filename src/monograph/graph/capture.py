@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -26,17 +26,7 @@ Scope = Literal["whole", "blocks"]
 T = TypeVar("T")
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 ONE_BY_ONE = "micro-steps are launched one by one"
-
-
-class _Replaced(NamedTuple):
-    """A replaced attribute and its owner's former value; `_NOTHING` if only the owner's class had the attribute."""
-
-    owner: Any
-    name: str
-    before: Any
-
-
-_NOTHING = object()  # not None, which an attribute may hold
+_NOTHING = object()  # the former value of a replaced attribute that only its owner's class had; None may be a value
 
 
 def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T:
@@ -192,10 +182,11 @@ def _run(forward: Callable[..., Any], block: Any, *arguments: Any, **keywords: A
     return forward(block, *arguments, **keywords)
 
 
-def _replace(owner: Any, name: str, value: Any) -> _Replaced:
+def _replace(owner: Any, name: str, value: Any) -> tuple[Any, str, Any]:
+    """Set an attribute; return the owner, the name and the owner's former value, or `_NOTHING`."""
     before = vars(owner).get(name, _NOTHING)
     setattr(owner, name, value)
-    return _Replaced(owner, name, before)
+    return owner, name, before
 
 
 class CaptureFailed(UsageError):
