@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -99,9 +99,7 @@ class Parcel:
         return tensor.requires_grad_(self.differentiable)
 
 
-@functools.cache
-def _lane(device: torch.device) -> Lane:
-    return Lane(device)
+_lane = functools.cache(Lane)  # one for each device
 
 
 def offloaded(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
@@ -249,16 +247,12 @@ def _replayed(block: nn.Module, before: list[_Buffer], again: Any) -> Iterator[N
         _put(now)
 
 
-class _Buffer(NamedTuple):
-    owner: nn.Module
-    name: str
-    tensor: Tensor
-    value: Tensor
+_Buffer = tuple[nn.Module, str, Tensor, Tensor]  # owner, name, tensor and a copy of its value
 
 
 def _buffers(block: nn.Module) -> list[_Buffer]:
     return [
-        _Buffer(owner, name, tensor, tensor.clone())
+        (owner, name, tensor, tensor.clone())
         for owner in block.modules()
         for name, tensor in owner.named_buffers(recurse=False)
     ]
