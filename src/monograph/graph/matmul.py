@@ -46,10 +46,8 @@ def small(left_NK: Tensor, right_KM: Tensor) -> Tensor:
 
 def small_out(left_NK: Tensor, right_KM: Tensor, *, out: Tensor) -> None:
     """Write left @ right to `out` [N, M], contiguous; see `small`."""
-    rows, depth = left_NK.shape
-    columns = out.shape[1]
     left, right = (left_NK.data_ptr(), *left_NK.stride()), (right_KM.data_ptr(), *right_KM.stride())
-    _native("matmul", 3, 2)(rows, depth, columns, *left, *right, out.data_ptr())
+    _native("matmul", 3, 2)(*left_NK.shape, out.shape[1], *left, *right, out.data_ptr())
 
 
 def batched(left_BNK: Tensor, right_BKM: Tensor) -> Tensor:
