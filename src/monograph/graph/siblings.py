@@ -5,8 +5,7 @@ They are found by watching calls, not by names or classes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -165,21 +164,24 @@ def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
     module = unwrap_(module)
     unfuse_siblings(module)  # a fused layer's forward pass is not nn.Linear's, so it would be left alone
     run = _runner(module, example)
-    with _as_before(module):
+    # Without a list of cards, torch would save the generators of all.
+    cards = {p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"}
+    with buffers_kept(module), torch.random.fork_rng(devices=sorted(cards)):
         groups, separate = grouped(module, watched(module, run))
         fused: list[Family] = []
         for names in groups:
             layers = [module.get_submodule(name) for name in names]
-            kin = _families(layers)  # type: ignore[arg-type]
-            fused += kin
+            formed = _families(layers)  # type: ignore[arg-type]
+            fused += formed
             # Weights in a step's planes cannot be moved any more, so some layers may be left without a family.
-            related = {id(layer) for family in kin for layer in family.layers}
+            related = {id(layer) for family in formed for layer in family.layers}
             alone = [name for name, layer in zip(names, layers, strict=True) if id(layer) not in related]
             separate |= dict.fromkeys(alone, "its weight does not lie next to its siblings': fuse before the Step")
         _install(module, fused, run, separate)
     # A family writes an attribute at each call, which Dynamo forbids by default in a captured, recomputed block.
     compat.allow_stashes_in_recomputed()
-    return Fusion(tuple(_names(module)), separate)
+    name_of = {id(layer): name for name, layer in module.named_modules()}
+    return Fusion(tuple(tuple(name_of[id(layer)] for layer in family.layers) for family in families(module)), separate)
 
 
 def unfuse_siblings(module: nn.Module) -> None:
@@ -249,12 +251,6 @@ def _families(layers: list[nn.Linear]) -> list[Family]:
     return [Family(run) for run in runs if len(run) > 1]
 
 
-def _names(module: nn.Module) -> Iterator[tuple[str, ...]]:
-    names = {id(layer): name for name, layer in module.named_modules()}
-    for family in families(module):
-        yield tuple(names[id(layer)] for layer in family.layers)
-
-
 def _install(module: nn.Module, fused: list[Family], run: Callable[[], object], separate: dict[str, str]) -> None:
     """Fuse all families if the example runs with them, else try them one by one; add the failing ones to `separate`."""
     try:
@@ -287,12 +283,3 @@ def _runner(module: nn.Module, example: Any) -> Callable[[], object]:
     if callable(example):
         return example  # type: ignore[no-any-return]
     return lambda: module(*example)
-
-
-@contextmanager
-def _as_before(module: nn.Module) -> Iterator[None]:
-    """Restore buffers and random state after the `with` block."""
-    # Without a list, torch would save the generators of all cards.
-    cards = {p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"}
-    with buffers_kept(module), torch.random.fork_rng(devices=sorted(cards)):
-        yield
