@@ -78,11 +78,11 @@ def cache_attention_kernels() -> None:
     config.unsafe_marked_cacheable_functions |= dict.fromkeys(names, "1")
 
 
-def allow_variants(most: int = 64) -> None:
-    """Let one function be compiled for up to `most` kinds of arguments; torch's default limit is eight."""
+def allow_variants() -> None:
+    """Let one function be compiled for up to 64 kinds of arguments; torch's default limit is eight."""
     import torch._dynamo.config as config
 
-    config.recompile_limit = max(config.recompile_limit, most)
+    config.recompile_limit = max(config.recompile_limit, 64)
 
 
 def one_graph_under_ddp() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -56,14 +56,12 @@ def sums_gradients() -> bool:
     return torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
 
 
-@contextmanager
-def functional(replaced: dict[str, Callable[..., Any]]) -> Iterator[None]:
+def functional(replaced: dict[str, Callable[..., Any]]) -> AbstractContextManager[None]:
     """In the block, replace functions of `torch.nn.functional` for callers that look them up there.
 
     A `TorchFunctionMode` would be the public way, but Dynamo (2.13) does not trace `Tensor.unflatten` in one.
     """
-    with _attributes(torch.nn.functional, replaced):
-        yield
+    return _attributes(torch.nn.functional, replaced)
 
 
 @contextmanager
