@@ -1,4 +1,4 @@
-"""Describes this machine: accelerator or CPU, memory, datasheet rates, compiler, and the clock that all timing uses."""
+"""Describe this machine: accelerator or CPU, memory, datasheet rates, compiler, and the clock that all timing uses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 
 from monograph.errors import UsageError
 
-clock = time.perf_counter  # monotonic, in seconds; the wall clock may jump
+clock = time.perf_counter  # monotonic seconds, unlike the wall clock, which may jump
 
 
 @dataclass(frozen=True)
@@ -28,8 +28,8 @@ class Rates:
     bandwidth_bytes_per_s: float
 
 
-# The first match wins, so longer names precede their prefixes. Source: NVIDIA's datasheets and architecture
-# whitepapers; a sparse figure is halved, and a GeForce card's tensor rate is the one with fp32 accumulation.
+# The first match counts, so longer names precede their prefixes. Source: NVIDIA's datasheets and architecture
+# whitepapers; sparse rates are halved, and GeForce cards' tensor rates are those with fp32 accumulation.
 _CARDS: tuple[tuple[str, Rates], ...] = (
     (r"\bB200\b", Rates({"fp32": 75e12, "tf32": 1100e12, "bf16": 2250e12, "fp8": 4500e12}, 7.7e12)),
     (r"\bH200 NVL\b", Rates({"fp32": 60e12, "tf32": 417.5e12, "bf16": 835.5e12, "fp8": 1671e12}, 4.8e12)),
@@ -54,8 +54,8 @@ _CARDS: tuple[tuple[str, Rates], ...] = (
 )
 
 
-# The cards of `named`: the driver's name, memory in GiB, and bytes/s to and from the host, one way. Source: as above;
-# the memory of the H200 is its driver's number (143,771 MiB); a link is PCIe 3.0, 4.0 or 5.0 with 16 lanes.
+# The cards of `named`: the driver's name, memory in GiB, and bytes/s between card and host, one way. Source: as above;
+# the H200's memory is as its driver reports it (143,771 MiB); links are PCIe 3.0, 4.0 or 5.0 with 16 lanes.
 CARDS: dict[str, tuple[str, float, float]] = {
     "B200": ("NVIDIA B200", 180, 63e9),
     "H200": ("NVIDIA H200", 140.4, 63e9),
@@ -85,16 +85,16 @@ class Device:
     Attributes:
         name: the card's name as its driver gives it, or the CPU's model name.
         type: "cuda" or "cpu".
-        memory_bytes: the card's memory, or the host's memory that this process may use (cgroup limits respected).
-        free_memory_bytes: the free part of it now; the total where the system does not tell (macOS).
+        memory_bytes: the card's memory, or the host memory that this process may use (within its cgroup's limits).
+        free_memory_bytes: the free part of that memory now; all of it if the system does not tell (macOS).
         peak_flops: datasheet FLOP/s by precision ("fp32", "tf32", "bf16", "fp8"); empty for a card that is not in the
             table, for a MIG slice and for a CPU (see `measured_matmul_flops`).
-        bandwidth_bytes_per_s: datasheet memory bandwidth, None where unknown.
-        cores: CPU cores this process may run on (affinity and cgroup quota respected).
+        bandwidth_bytes_per_s: datasheet memory bandwidth, None if unknown.
+        cores: CPU cores that this process may use (within its affinity and cgroup quota).
         has_bf16: bf16 matrix products run in hardware.
         has_fp8: fp8 matrix products run in hardware.
-        driver: the NVIDIA kernel driver's version, None without one.
-        link_bytes_per_s: datasheet rate to and from the host, one way, None where unknown.
+        driver: the NVIDIA kernel driver's version, or None.
+        link_bytes_per_s: datasheet rate between card and host, one way, None if unknown.
     """
 
     name: str
@@ -111,7 +111,7 @@ class Device:
 
     @property
     def summary(self) -> str:
-        """One line for the first screen, such as "2 cores, 24 GiB, no GPU"."""
+        """Return one line for the first screen, such as "2 cores, 24 GiB, no GPU"."""
         cores = f"{self.cores} core{'s' if self.cores != 1 else ''}"
         memory = f"{self.memory_bytes / 2**30:.0f} GiB"
         if self.type == "cpu":
@@ -121,14 +121,14 @@ class Device:
 
 
 def card_rates(name: str) -> Rates | None:
-    """Return the datasheet rates of a card by name; None if it is not in the table or is a slice of a card."""
+    """Return the datasheet rates of a card by name; None if it is not in the table or is a MIG slice of a card."""
     if "MIG" in name:
         return None
     return next((rates for pattern, rates in _CARDS if re.search(pattern, name)), None)
 
 
 def named(name: str) -> Device:
-    """Return the card of that name in `CARDS`, however spelled, with datasheet values and all memory free.
+    """Return a card of `CARDS` with datasheet values and all memory free; the name may be spelled as people do.
 
     Raises:
         UsageError: there is no such card.
@@ -158,18 +158,18 @@ def named(name: str) -> Device:
 
 
 def _spelled(name: str) -> str:
-    """Return a card's name without the parts that people leave out: an RTX 4090 is `4090`, an A100 40GB `a10040`."""
+    """Return a card's name without the parts that people leave out: `4090` for RTX 4090, `a10040` for A100 40GB."""
     plain = re.sub(r"nvidia|geforce|tesla|rtx|generation|[\s_-]", "", name.lower())
     return re.sub(r"(?<=\d)g(i?b)?$", "", plain)
 
 
 def default_device() -> torch.device:
-    """Return this process's CUDA card with its index (the first unless it chose another), else the CPU."""
+    """Return this process's current CUDA device with its index (0 unless it chose another), else the CPU."""
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
 def describe(device: torch.device | None = None) -> Device:
-    """Describe `device`, by default `default_device()`; this reads the system and measures nothing."""
+    """Return a description of `device`, by default of `default_device()`; nothing is measured."""
     device = default_device() if device is None else device
     if device.type == "cuda":
         name = torch.cuda.get_device_name(device)
@@ -206,9 +206,9 @@ def synchronize(device: torch.device) -> None:
 
 
 def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:
-    """Measure the FLOP/s of a square matrix product (2·n³ operations each) for about `seconds`, after one warm-up call.
+    """Measure the FLOP/s of n x n matrix products (2 n³ operations each) for about `seconds`, after a warm-up call.
 
-    It is the present rate, with any other load on the machine; n = 8192 on a GPU, 1024 on a CPU.
+    n is 8192 on a GPU and 1024 on a CPU. Other load on the machine lowers the result.
     """
     n = 8192 if device.type == "cuda" else 1024
     generator = torch.Generator(device=device).manual_seed(0)
@@ -229,7 +229,7 @@ def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: flo
 
 
 def compiler_obstacle() -> str | None:
-    """Return why torch.compile cannot build CPU kernels here, in words that say what to do; None if it can.
+    """Return why torch.compile cannot build CPU kernels here, and what to do about it, or None if it can.
 
     Inductor calls the compiler that CXX names (g++ by default, clang++ on macOS) and includes Python.h.
     """
@@ -241,7 +241,7 @@ def compiler_obstacle() -> str | None:
         return f"no Python headers: {headers}/Python.h is missing (install python{sys.version_info.major}-dev)"
     torch_folder = Path(torch.__file__).parent
     if " " in str(torch_folder):
-        # With torch 2.13 the linker gets -L without quotes.
+        # torch 2.13 passes -L to the linker without quotes.
         return f"torch cannot call the compiler from a path with a space: move {torch_folder} to one without"
     return None
 
@@ -269,7 +269,7 @@ def _host_memory() -> tuple[int, int]:
 def _cpu_model() -> tuple[str, frozenset[str]]:
     """Return the CPU's model name and instruction-set flags, from /proc/cpuinfo: `flags` on x86, `Features` on ARM.
 
-    This file is read because torch gained a public function for it (`torch.cpu.get_capabilities`) only after 2.11.
+    The file is read because torch's public function for this (`torch.cpu.get_capabilities`) came after 2.11.
     """
     text = _read("/proc/cpuinfo")
     model = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
@@ -283,7 +283,7 @@ def _nvidia_driver() -> str | None:
 
 
 def _read(path: str) -> str:
-    """Return the text of a system file, empty where this system has no such file."""
+    """Return the text of a system file, or "" if this system has no such file."""
     try:
         return Path(path).read_text().strip()
     except OSError:
@@ -291,7 +291,7 @@ def _read(path: str) -> str:
 
 
 def mkl_is_slow() -> bool:
-    """Return whether torch's MKL leaves half of this CPU's vectors idle, as on AMD's with AVX-512 (docs/log.md)."""
+    """Return whether MKL uses half of this CPU's vector width, as on AMD processors with AVX-512 (docs/log.md)."""
     _, flags = _cpu_model()
     built_in = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     return built_in and "AuthenticAMD" in _read("/proc/cpuinfo") and "avx512f" in flags

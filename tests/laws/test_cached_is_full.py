@@ -11,8 +11,7 @@ from torch import Tensor
 from batches import tiny_llama
 from monograph.decode import Sampling, generate
 from monograph.decode.cache import KVCache, Reader
-from monograph.model.config import LinearScaling, Llama3Scaling
-from monograph.model.families import FULL, SLIDING
+from monograph.model.families import FULL, SLIDING, LinearScaling, Llama3Scaling
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
 from monograph.text.tokenizer import Tokenizer

@@ -10,7 +10,8 @@ import sys
 import pytest
 
 from monograph.errors import InputRefused
-from monograph.model.config import LinearScaling, Llama3Scaling, LlamaConfig
+from monograph.model.config import LlamaConfig
+from monograph.model.families import LinearScaling, Llama3Scaling
 
 SMALL = {
     "vocab_size": 64,

@@ -19,7 +19,8 @@ from tokenizers import pre_tokenizers
 from chats import speaking
 from monograph.errors import DiskFull, InputRefused, MonographError, UsageError
 from monograph.model import gguf as ours
-from monograph.model.config import Llama3Scaling, LlamaConfig
+from monograph.model.config import LlamaConfig
+from monograph.model.families import Llama3Scaling
 from monograph.model.gguf import FILE, neighbouring, pre_tokenizer, save_gguf
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from monograph.errors import InputRefused
-from monograph.model.config import Llama3Scaling, LlamaConfig
+from monograph.model.config import LlamaConfig
+from monograph.model.families import Llama3Scaling
 from monograph.model.hub import load_model, read_config, save_model, tokenizer_file
 from monograph.model.llama import Llama
 from monograph.text.tokenizer import Tokenizer as OurTokenizer

@@ -8,7 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from monograph.model.config import LinearScaling, Llama3Scaling, LlamaConfig
+from monograph.model.config import LlamaConfig
+from monograph.model.families import LinearScaling, Llama3Scaling
 from monograph.model.rope import cos_sin, inverse_frequencies, rotate
 from numerics import relative_error
 from reference.llama import _frequency

@@ -1,4 +1,8 @@
-"""Holds all uses of torch's private parts in one place; tested on torch 2.11 and 2.13."""
+"""Wrap every use of torch's private parts; tested on torch 2.11 and 2.13.
+
+Functions import Dynamo and Inductor only when called: that takes about 1.5 s of CPU time, nearly twice as long as torch
+itself, and a run that compiles nothing does not need it.
+"""
 
 from monograph.compat.dynamo import (
     allow_variants,
@@ -49,45 +53,12 @@ from monograph.compat.operators import (
 )
 
 __all__ = [
-    "activations_kept",
-    "allow_recurrent",
-    "allow_stashes_in_recomputed",
-    "allow_variants",
-    "aot_eager",
-    "as_if_compiling",
-    "cache_attention_kernels",
-    "cache_custom_functions",
-    "captured_graphs",
-    "flops_of",
-    "functional",
-    "graph_breaks",
-    "graph_pass",
-    "graphs_from_cache",
-    "hooks_kept",
-    "in_transform",
-    "is_capture_error",
-    "layers",
-    "loops_told",
-    "lower_to_call",
-    "lower_to_memory",
-    "mark_recomputed",
-    "native",
-    "one_graph_under_ddp",
-    "onednn_matmul",
-    "partitioned",
-    "quiet_inputs_of_blocks",
-    "quiet_layout_of_stacked_gradients",
-    "quiet_profiler",
-    "quiet_selective_recompute",
-    "remove_cut_off_libraries",
-    "tell_processors_apart",
-    "scaled_mm",
-    "stored_by_graph",
-    "sums_gradients",
-    "warn_of_loops",
-    "watched_kernels",
-    "without_fast_path",
-    "without_modes",
-    "without_numbers",
-    "writes_in_place",
-]
+    "activations_kept", "allow_recurrent", "allow_stashes_in_recomputed", "allow_variants", "aot_eager",
+    "as_if_compiling", "cache_attention_kernels", "cache_custom_functions", "captured_graphs", "flops_of", "functional",
+    "graph_breaks", "graph_pass", "graphs_from_cache", "hooks_kept", "in_transform", "is_capture_error", "layers",
+    "loops_told", "lower_to_call", "lower_to_memory", "mark_recomputed", "native", "one_graph_under_ddp",
+    "onednn_matmul", "partitioned", "quiet_inputs_of_blocks", "quiet_layout_of_stacked_gradients", "quiet_profiler",
+    "quiet_selective_recompute", "remove_cut_off_libraries", "scaled_mm", "stored_by_graph", "sums_gradients",
+    "tell_processors_apart", "warn_of_loops", "watched_kernels", "without_fast_path", "without_modes",
+    "without_numbers", "writes_in_place",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Adapts Dynamo's captures: counts them, recognises their errors, quiets their warnings."""
+"""Count Dynamo's captures, recognise their errors, set their limits and quiet their warnings."""
 
 from __future__ import annotations
 
@@ -9,9 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
 
 def captured_graphs() -> int:
-    """Return how many graphs Dynamo has captured in this process; it stays the same when nothing recompiles."""
+    """Return how many graphs Dynamo has captured in this process; the number is constant if nothing recompiles."""
     import torch._dynamo.utils as utils
 
     return int(utils.counters["stats"].get("unique_graphs", 0))
@@ -32,7 +36,7 @@ def graph_breaks() -> int:
 
 
 def is_capture_error(error: BaseException) -> bool:
-    """Return whether torch could not trace or compile a function, as opposed to the function itself failing."""
+    """Return whether an error means that torch could not trace or compile a function, not that the function failed."""
     import torch._dynamo.exc as dynamo
     import torch._inductor.exc as inductor
 
@@ -42,9 +46,7 @@ def is_capture_error(error: BaseException) -> bool:
 
 @contextmanager
 def hooks_kept() -> Iterator[None]:
-    """Enable saved tensors' hooks again where an error inside of a transform left them disabled for good."""
-    import torch
-
+    """Enable saved-tensor hooks again after the block if an error in a `torch.func` transform left them disabled."""
     autograd: Any = torch._C._autograd
     enabled = autograd._saved_tensors_hooks_is_enabled()
     try:
@@ -55,9 +57,9 @@ def hooks_kept() -> Iterator[None]:
 
 
 def cache_custom_functions() -> None:
-    """Let compiled graphs with an `autograd.Function` in them be cached between runs; torch leaves them out by default.
+    """Let torch cache compiled graphs with an `autograd.Function` between runs, which by default it does not.
 
-    The cache's key holds the traced forward and backward code, so another function gets another entry.
+    The cache's key includes the traced forward and backward code, so another function gets another entry.
     """
     import torch._functorch.config as config
 
@@ -65,10 +67,10 @@ def cache_custom_functions() -> None:
 
 
 def cache_attention_kernels() -> None:
-    """Let compiled graphs that name a kernel of attention (`torch.nn.attention.sdpa_kernel`) be cached between runs.
+    """Let torch cache compiled graphs that name a kernel of attention (`torch.nn.attention.sdpa_kernel`) between runs.
 
-    torch leaves them out because it does not list the two functions that Dynamo writes into the graph. Their arguments,
-    and so the kernel's name, are part of the graph from which the key is made: another kernel gets another entry.
+    torch does not list the two functions that Dynamo writes into such a graph as cacheable. Their arguments, and so the
+    kernel's name, are part of the graph from which the key is made, so another kernel gets another entry.
     """
     import torch._inductor.config as config
 
@@ -76,15 +78,15 @@ def cache_attention_kernels() -> None:
     config.unsafe_marked_cacheable_functions |= dict.fromkeys(names, "1")
 
 
-def allow_variants(most: int = 64) -> None:
-    """Let one function be captured for up to `most` different arguments; torch gives up after eight."""
+def allow_variants() -> None:
+    """Let one function be compiled for up to 64 kinds of arguments; torch's default limit is eight."""
     import torch._dynamo.config as config
 
-    config.recompile_limit = max(config.recompile_limit, most)
+    config.recompile_limit = max(config.recompile_limit, 64)
 
 
 def one_graph_under_ddp() -> None:
-    """Let a step that DDP calls be one graph; torch would cut it where DDP's buckets of gradients end."""
+    """Let a step under DDP be one graph; by default torch splits it where DDP's gradient buckets end."""
     import torch._dynamo.config as config
 
     config.optimize_ddp = False
@@ -92,21 +94,19 @@ def one_graph_under_ddp() -> None:
 
 @functools.cache
 def quiet_selective_recompute() -> None:
-    """Drop torch's warning, at every capture, about kept results that are overwritten later: none is kept here."""
+    """Drop torch's warning, at every capture, that kept results may be overwritten later: such are not kept here."""
     logger = logging.getLogger("torch._higher_order_ops.wrap")
     logger.addFilter(lambda record: "context_fn is passed" not in record.getMessage())
 
 
 def quiet_inputs_of_blocks() -> None:
-    """Drop torch's warning, when one block is captured, that its input's gradient was accessed: Dynamo does that."""
+    """Drop torch's warning that the gradient of a block's input is accessed: Dynamo does that in a capture."""
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed\.")
 
 
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
     """Make `torch.compiler.is_compiling()` return True in the block."""
-    import torch
-
     before = torch.compiler._is_compiling_flag
     torch.compiler._is_compiling_flag = True
     try:
@@ -116,15 +116,10 @@ def as_if_compiling() -> Iterator[None]:
 
 
 def without_numbers() -> bool:
-    """Return whether tensors that are made now have a shape but no values (torch's FakeTensor)."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-
+    """Return whether new tensors are fake (torch's FakeTensor): they have a shape but no values."""
     return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
 
 
 def without_modes() -> Any:
-    """Return a context without the caller's dispatch modes, inside of which `torch.compile` refuses to trace."""
-    from torch.utils._python_dispatch import _disable_current_modes
-
+    """Return a context that suspends the caller's dispatch modes, in which `torch.compile` would refuse to trace."""
     return _disable_current_modes()

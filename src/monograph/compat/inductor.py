@@ -1,6 +1,6 @@
-"""Extends Inductor with Monograph's passes, operators and native code.
+"""Extend Inductor with Monograph's passes, operators and native code, and read its kernels and its cache.
 
-It also asks the partitioner, which decides what a compiled graph keeps for its backward pass.
+Some functions direct or ask the partitioner, which decides what a compiled graph keeps for its backward pass.
 """
 
 from __future__ import annotations
@@ -15,15 +15,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_WRITTEN_S = 2.0  # by then another process has finished the library that it is writing
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy
+
+_WRITTEN_S = 2.0  # time in which another process finishes a library that it is writing
 
 
 @functools.cache
 def remove_cut_off_libraries() -> None:
-    """Remove compiled libraries from Inductor's cache that are shorter than their ELF header says; only once.
+    """Remove compiled libraries from Inductor's cache that are shorter than their ELF header says, once per process.
 
-    A process that is killed while it compiles leaves such files, on which every later one would fail, or mistake
-    the processor for one without vector instructions, as the library that tests for these is one of them.
+    A process that is killed while it compiles leaves such files. Later processes would fail on them, or, if the file is
+    the one that tests for vector instructions, take the processor for one that has none.
     """
     from torch._inductor.runtime.runtime_utils import cache_dir
 
@@ -35,7 +40,7 @@ def remove_cut_off_libraries() -> None:
 
 
 def _cut_off(path: Path) -> bool:
-    """Return whether an existing 64-bit ELF file ends before its section table, which is at its end."""
+    """Return whether a file is no complete 64-bit ELF file, whose section table comes last."""
     try:
         with path.open("rb") as file:
             header, size = file.read(64), os.fstat(file.fileno()).st_size
@@ -49,21 +54,20 @@ def _cut_off(path: Path) -> bool:
 
 @functools.cache
 def tell_processors_apart() -> None:
-    """Put the width of the processor's vectors into the key of Inductor's cache, which lacks it.
+    """Add the processor's vector width to the key of Inductor's cache, which lacks it.
 
-    Otherwise code generated for wider vectors would be compiled for narrower ones and write past its buffers, where
-    machines share a home or ATEN_CPU_CAPABILITY is set.
+    Otherwise, where machines share a home or ATEN_CPU_CAPABILITY is set, code generated for wider vectors is compiled
+    for narrower ones and writes past its buffers.
     """
-    import torch
     from torch._inductor import config
     from torch._inductor.cpu_vec_isa import pick_vec_isa
 
-    if not torch.cuda.is_available():  # on a GPU machine this would only try the compiler out
+    if not torch.cuda.is_available():  # on a GPU machine this would run the C++ compiler for nothing
         config.cpp.simdlen = config.cpp.simdlen or pick_vec_isa().bit_width()
 
 
 def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:
-    """Return a graph rewrite as Inductor takes it; the hash of `files`, its sources, is its key in the cache."""
+    """Return a pass for Inductor that calls `rewrite`; its key in the cache is the hash of its sources, `files`."""
     import torch._inductor.custom_graph_pass as passes
 
     class Pass(passes.CustomGraphPass):
@@ -77,24 +81,20 @@ def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:
 
 
 def onednn_matmul(left: Any, right: Any) -> Any:
-    """Return left [N, K] @ right [K, M], fp32 on a CPU, by oneDNN, which torch itself uses only for bf16."""
-    import torch
-
+    """Return left [N, K] @ right [K, M], fp32 on a CPU, computed by oneDNN, which torch itself uses only for bf16."""
     return torch.ops.mkldnn._linear_pointwise(left, right.T, None, "none", [], "")
 
 
 def scaled_mm(left: Any, right: Any, left_unit: Any, right_unit: Any, dtype: Any, *, fast: bool = False) -> Any:
-    """Return (left * left_unit) @ (right * right_unit) for fp8 matrices, `right` laid out by columns, in `dtype`.
+    """Return (left * left_unit) @ (right * right_unit) in `dtype` for fp8 matrices; `right` is column-major.
 
     `fast` lets a GPU accumulate partial sums in less than fp32.
     """
-    import torch
-
     return torch._scaled_mm(left, right, left_unit, right_unit, out_dtype=dtype, use_fast_accum=fast)
 
 
 def native(source: str) -> Any:
-    """Return a C++ library loaded by ctypes, built once for this processor and kept in Inductor's cache."""
+    """Return the ctypes library of C++ source, compiled once for this processor and kept in Inductor's cache."""
     from torch._inductor.codecache import CppCodeCache
 
     return CppCodeCache.load(source)
@@ -102,9 +102,9 @@ def native(source: str) -> Any:
 
 @functools.cache
 def lower_to_call(operator: Any, function: Callable[..., None]) -> None:
-    """Let Inductor call `function(left, right, out=...)` for a matrix product, past torch's dispatcher; only once.
+    """Let Inductor call `function(left, right, out=...)` for a matrix product, bypassing torch's dispatcher.
 
-    This saves half of a call's 5 microseconds; cached graphs find the function by the operator's name.
+    This saves half of a call's 5 microseconds. Cached graphs find the function by the operator's name.
     """
     from torch._inductor.kernel.mm_common import mm_args
     from torch._inductor.lowering import register_lowering
@@ -120,7 +120,7 @@ def lower_to_call(operator: Any, function: Callable[..., None]) -> None:
 
 @functools.cache
 def lower_to_memory(operator: Any) -> None:
-    """Let Inductor read the result of `operator(value)`, which is the value, from memory; only once."""
+    """Let Inductor compile `operator(value)` to the value itself, stored in memory and not fused into its readers."""
     from torch._inductor.lowering import register_lowering
 
     @register_lowering(operator, type_promotion_kind=None)  # type: ignore[untyped-decorator]
@@ -131,9 +131,9 @@ def lower_to_memory(operator: Any) -> None:
 
 @contextmanager
 def watched_kernels() -> Iterator[None]:
-    """In the block, show a profiler the calls that graphs make on a CPU past the dispatcher, with names and arguments.
+    """In the block, let profilers see the calls that graphs on a CPU make without the dispatcher, with their arguments.
 
-    A profiler sees Inductor's kernels for a GPU by itself. Each graph's module holds its kernels as globals.
+    Profilers see Inductor's GPU kernels by themselves. The kernels are globals of each graph's module.
     """
     from torch._C._profiler import _RecordFunctionFast
     from torch._inductor.codecache import PyCodeCache
@@ -152,7 +152,7 @@ def watched_kernels() -> Iterator[None]:
         for name, value in vars(module).items()
         if name.startswith("cpp_fused_") and callable(value)
     ]
-    # Functions that `lower_to_call` calls past the dispatcher get the name that a trace otherwise has for them.
+    # Functions of `lower_to_call` are shown under the names that the dispatcher would give them.
     places += [
         (vars(extern_kernels), name, value, name.replace("_", "::", 1))
         for name, value in vars(extern_kernels).items()
@@ -172,21 +172,19 @@ def quiet_profiler() -> None:
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 
-# Higher than any region that checkpointing marks: values that a later region reads from an earlier one are kept.
+# The partitioner keeps values that a checkpointed region reads from an earlier one, so this is later than all others.
 _LAST_REGION = 1 << 30
 
 
 def make_again(graph: Any) -> None:
     """Mark values computed from 8-bit integers, up to matrix products, for recomputation in the backward pass.
 
-    Otherwise the partitioner keeps a frozen weight that the forward pass dequantised, as the backward pass needs
-    it whole. `graph` has both passes; the marks are those that checkpointing uses.
+    Otherwise the partitioner keeps the dequantised copy of a frozen weight, because the backward pass reads it. `graph`
+    has both passes; the marks are those of checkpointing.
     """
-    import torch
-    from torch.utils.checkpoint import CheckpointPolicy
-
     products = {torch.ops.aten.mm, torch.ops.aten.bmm, torch.ops.aten.addmm, torch.ops.aten.baddbmm}
-    codes = [node for node in graph.find_nodes(op="placeholder") if _dtype(node) in (torch.int8, torch.uint8)]
+    inputs = graph.find_nodes(op="placeholder")
+    codes = [node for node in inputs if getattr(node.meta.get("val"), "dtype", None) in (torch.int8, torch.uint8)]
     again, waiting = set[Any](), [user for node in codes for user in node.users]
     while waiting:
         node = waiting.pop()
@@ -199,48 +197,42 @@ def make_again(graph: Any) -> None:
 
 
 def keep_once(graph: Any) -> None:
-    """Mark values computed from inputs that the forward pass writes, such as running means, to be kept.
+    """Mark values computed from inputs that the forward pass overwrites, such as running means, to be kept.
 
-    The partitioner would compute them a second time in the backward pass, from what was written meanwhile.
+    Otherwise the partitioner may recompute them in the backward pass, from the overwritten inputs.
     """
-    import torch
     from torch._functorch.partitioners import get_default_op_list
-    from torch.utils.checkpoint import CheckpointPolicy
 
     write, operators = torch.ops.aten.copy_.default, get_default_op_list()
     copies = graph.find_nodes(op="call_function", target=write)
     reading = [node.args[0] for node in copies if node.args[0].op == "placeholder"]
     while reading:
         for user in reading.pop().users:
-            # A view, and a part of several, changes with what it is a view of.
+            # A view, or an item of several results, changes together with the input.
             if operators.is_view(user) or user.target is operator.getitem:
                 reading.append(user)
-            # What a batch norm returns depends on no mean that it writes, except the new means.
+            # A training batch norm's output depends on the batch's mean, not on the running mean that it writes.
             elif user.target is not write and "batch_norm" not in str(user.target):
                 for node in (user, *(part for part in user.users if part.target is operator.getitem)):
                     node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
 
 
 def mark_recomputed(graph: Any) -> None:
-    """Mark what the backward pass computes again and what it never does, in a graph of both passes."""
+    """Mark the values that the backward pass must recompute or must not, in a graph of both passes."""
     make_again(graph)
     keep_once(graph)
 
 
 def aot_eager() -> Any:
-    """Return torch's backend of this name, which traces both passes and generates no code, with our marks."""
+    """Return torch's backend of this name, which traces both passes and generates no code, with `mark_recomputed`."""
     from torch._dynamo.backends.common import aot_autograd
     from torch._dynamo.backends.debugging import boxed_nop
 
     return aot_autograd(fw_compiler=boxed_nop, partition_fn=_partition, keep_inference_input_mutations=True)
 
 
-def _dtype(node: Any) -> Any:
-    return getattr(node.meta.get("val"), "dtype", None)
-
-
 def _partition(graph: Any, inputs: Any, **options: Any) -> Any:
-    """Cut a joint graph in two as Inductor does."""
+    """Split a graph of both passes into two as Inductor does."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
 
     mark_recomputed(graph.graph)
@@ -250,13 +242,11 @@ def _partition(graph: Any, inputs: Any, **options: Any) -> Any:
 def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs: Any) -> int:
     """Return the bytes that a module's compiled forward graph keeps for its backward pass, without its inputs.
 
-    The partitioner is the one that Inductor asks; it recomputes values that fuse into the backward pass.
+    They are chosen by Inductor's partitioner, which recomputes values that fuse into the backward pass.
     """
-    from torch import Tensor
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.decomposition import select_decomp_table
     from torch.nn.utils.stateless import _reparametrize_module
-    from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
     own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     leaves, form = tree_flatten((args, kwargs))
@@ -271,15 +261,14 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
             args, kwargs = tree_unflatten(given, form)
             return [leaf for leaf in tree_leaves(forward(*args, **kwargs)) if isinstance(leaf, Tensor)]
 
+    def storages(nodes: Any) -> list[Any]:
+        return [value.untyped_storage() for node in nodes if isinstance(value := node.meta["val"], Tensor)]
+
     def partition(graph: Any, inputs: Any, *, num_fwd_outputs: int, **options: Any) -> Any:
         parts = _partition(graph, inputs, num_fwd_outputs=num_fwd_outputs, **options)
         outputs: Any = parts[0].graph.output_node().args[0]
-        kept = outputs[num_fwd_outputs:]
-        for nodes, size in ((kept, None), (parts[0].graph.find_nodes(op="placeholder"), 0)):
-            for value in (node.meta["val"] for node in nodes):
-                if isinstance(value, Tensor):
-                    storage = value.untyped_storage()
-                    stored[storage._cdata] = storage.nbytes() if size is None else size
+        stored.update((storage._cdata, storage.nbytes()) for storage in storages(outputs[num_fwd_outputs:]))
+        stored.update((storage._cdata, 0) for storage in storages(parts[0].graph.find_nodes(op="placeholder")))
         return parts
 
     tensors = [*own.values(), *(leaves[place] for place in places)]
@@ -295,7 +284,7 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
 
 
 def partitioned(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a backend of `torch.compile` that makes forward and backward graphs as Inductor does but builds neither.
+    """Return a backend of `torch.compile` that makes the forward and backward graphs of Inductor but compiles neither.
 
     `forward` and `backward` turn a graph into a function of the list of its arguments.
     """
@@ -314,7 +303,7 @@ def partitioned(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -
 
 @contextmanager
 def activations_kept(share: float) -> Iterator[None]:
-    """In the block, compile graphs so that they keep at most this share of the activations for the backward pass."""
+    """In the block, compile graphs that keep at most this share of the activations for the backward pass."""
     if share == 1:
         yield
         return

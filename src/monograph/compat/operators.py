@@ -1,17 +1,19 @@
-"""Inspects and replaces what torch computes: its operators, its functions, its autograd."""
+"""Inspect torch's operators, autograd and transforms, and replace functions of its layers."""
 
 from __future__ import annotations
 
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
+
+import torch
+import torch.utils.checkpoint as checkpoint
 
 
 def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
-    """Return the FLOPs of a call of an operator that is a matrix product, a convolution or attention, else 0."""
-    import torch
+    """Return the FLOPs of an operator's call if it is a matrix product, a convolution or attention, else 0."""
     from torch.utils.flop_counter import flop_registry
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention
@@ -32,16 +34,14 @@ def writes_in_place(operator: Any) -> bool:
 
 def in_transform() -> bool:
     """Return whether a transform of `torch.func` (vmap, grad) is being applied."""
-    import torch
-
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def allow_stashes_in_recomputed() -> None:
     """Let a captured, recomputed block pass a tensor from one module to another through an attribute.
 
-    Dynamo refuses all writes to attributes there, since it does not repeat them in the backward pass; here the write is
-    undone before the block ends.
+    Dynamo forbids writes to attributes there, because the backward pass does not repeat them; families of siblings
+    undo theirs before the block ends.
     """
     import torch._dynamo.config as config
 
@@ -49,25 +49,19 @@ def allow_stashes_in_recomputed() -> None:
 
 
 def sums_gradients() -> bool:
-    """Return whether autograd is taking this sum, of a tensor's gradients: it writes the sum over one of them.
+    """Return whether a sum that is being computed is autograd's, of a tensor's gradients.
 
-    It does not do so for tensors without values, as it does not know their class.
+    Autograd computes it in place of one of them, except for fake tensors, whose class it does not know.
     """
-    import torch
-
     return torch._C._current_graph_task_id() >= 0 and not torch.is_grad_enabled()
 
 
-@contextmanager
-def functional(replaced: dict[str, Callable[..., Any]]) -> Iterator[None]:
+def functional(replaced: dict[str, Callable[..., Any]]) -> AbstractContextManager[None]:
     """In the block, replace functions of `torch.nn.functional` for callers that look them up there.
 
-    A `TorchFunctionMode` would do the same officially, but Dynamo (2.13) does not trace `Tensor.unflatten` in one.
+    A `TorchFunctionMode` would be the public way, but Dynamo (2.13) does not trace `Tensor.unflatten` in one.
     """
-    import torch
-
-    with _attributes(torch.nn.functional, replaced):
-        yield
+    return _attributes(torch.nn.functional, replaced)
 
 
 @contextmanager
@@ -92,10 +86,10 @@ def layers(
     average_of_batches: Callable[..., Any],
     recomputing: Callable[[], None],
 ) -> Iterator[None]:
-    """In the block, let torch's layers call other code where vmap cannot batch theirs.
+    """In the block, let torch's layers call the given functions in place of code that vmap cannot batch.
 
-    Recurrent layers read their weights anew in each call. Their stored list of weights is made for cuDNN: it does
-    not notice that `functional_call` exchanges a weight, and would hold tensors of a finished transform.
+    Recurrent layers also read their weights at each call. Their stored list of weights is made for cuDNN: it does not
+    notice that `functional_call` exchanges a weight, and would hold tensors of a finished transform.
 
     Args:
         recurrent: functions that recurrent layers and cells call, by torch's names: "lstm", "gru_cell" and so on.
@@ -103,9 +97,6 @@ def layers(
         average_of_batches: the forward pass of a batch norm that trains with momentum None.
         recomputing: called where `torch.utils.checkpoint` would recompute something.
     """
-    import torch
-    import torch.utils.checkpoint as checkpoint
-
     older = importlib.import_module("torch.nn.utils.weight_norm")  # torch.nn.utils has a function of that name
     norm = torch.nn.modules.batchnorm._BatchNorm
     forward, checkpointed = norm.forward, checkpoint._checkpoint_without_reentrant_generator
@@ -132,7 +123,7 @@ def layers(
 
 
 def allow_recurrent() -> None:
-    """Let Dynamo trace recurrent layers, which it refuses while they call torch's kernels."""
+    """Let Dynamo trace recurrent layers, which by default it refuses, as torch's own kernels cannot be traced."""
     import torch._dynamo.config as config
 
     config.allow_rnn = True
@@ -140,8 +131,6 @@ def allow_recurrent() -> None:
 
 def warn_of_loops(wanted: bool) -> None:
     """Set whether torch warns about each operator that vmap runs in a loop, and asks the user to file an issue."""
-    import torch
-
     torch._C._functorch._set_vmap_fallback_warning_enabled(wanted)  # type: ignore[attr-defined]
 
 
@@ -167,10 +156,8 @@ def loops_told(tell: Callable[[str], None]) -> Iterator[None]:
 def without_fast_path() -> Iterator[None]:
     """In the block, run `nn.TransformerEncoderLayer` and `nn.MultiheadAttention` without their fast path.
 
-    That fused path of evaluation mode has no batched form.
+    vmap cannot batch that fused path, which they take in evaluation mode.
     """
-    import torch
-
     before = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
     try:
@@ -180,5 +167,5 @@ def without_fast_path() -> Iterator[None]:
 
 
 def quiet_layout_of_stacked_gradients() -> None:
-    """Drop torch's warning about gradient layouts: a parameter that is a view of a wider stack has gaps."""
+    """Drop torch's warning about gradient layouts: a parameter that is a view of a stack is not contiguous."""
     warnings.filterwarnings("ignore", "grad and param do not obey the gradient layout contract")

@@ -1,1 +1,1 @@
-"""Transform any module's graph: try it, capture it, change its precision. It knows no particular model."""
+"""Transform the computation of any `nn.Module`: try, capture, recompute, fuse, adapt it, or change its precision."""

@@ -1,4 +1,4 @@
-"""Replace an object's functions by compiled ones, in place; modules, names and checkpoints stay the same."""
+"""Compile a step's functions in place; its modules, their names and checkpoints stay the same."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 
@@ -26,43 +26,33 @@ Scope = Literal["whole", "blocks"]
 T = TypeVar("T")
 Compiler = Callable[[Callable[..., Any]], Callable[..., Any]]
 ONE_BY_ONE = "micro-steps are launched one by one"
-
-
-class _Replaced(NamedTuple):
-    """An attribute that was replaced, and the value that its owner held; `_NOTHING` where the owner's class held it."""
-
-    owner: Any
-    name: str
-    before: Any
-
-
-_NOTHING = object()  # not None, which an attribute may hold
+_NOTHING = object()  # the former value of a replaced attribute that only its owner's class had; None may be a value
 
 
 def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T:
     """Compile a step in place, in full graphs with static shapes.
 
-    Where the step has a `recorder`, as it has on a GPU, its `micro_step`, backward pass included, is captured when it
-    has run twice, and replayed from then on (`monograph.graph.replay`).
+    If the step has a `recorder`, as on a GPU, its `micro_step` (backward pass included) is called twice, then recorded,
+    and replayed from then on (`monograph.graph.replay`).
 
-    The module itself is not wrapped, so its state dict keeps its names. Compilation happens at the first call of each
-    function; load weights and run `trial` before.
+    The module itself is not wrapped, so its state dict keeps its names. Each function is compiled at its first call;
+    load weights and run `trial` before.
 
     Args:
-        step: a `monograph.Step`, of which the functions that its layout names are replaced.
-        backend: "inductor", or "aot_eager" and "eager" which trace alike without generating code. Where a graph itself
-            recomputes, "eager" is "aot_eager".
-        scope: "whole": each of these functions is one graph. "blocks": one graph that all blocks of the model
-            share, as far as they are alike, one for the loss's `head` if it has such a function, and one for `apply`;
-            what lies between them runs eagerly. It compiles in a time that does not grow with the depth.
+        step: a `monograph.Step`; the functions that its layout names are replaced.
+        backend: "inductor", or "aot_eager" or "eager", which trace the same graphs without generating code. "eager"
+            becomes "aot_eager" if a graph recomputes activations.
+        scope: "whole": each function is one graph. "blocks": all blocks of the model that are alike share one graph,
+            the loss's `head`, if it has one, is another, and `apply` a third; the code between them runs eagerly.
+            The time to compile then does not grow with the depth.
 
     Returns:
         The same object.
 
     Raises:
         UsageError: the model has no blocks, or `step` is an engine.
-        CaptureFailed: the model has a float64 buffer without a dimension, or, at the first call of a function, it
-            cannot be captured as one graph.
+        CaptureFailed: the model has a 0-d float64 buffer, or (raised at its first call) a function cannot be captured
+            as one graph.
     """
     if not hasattr(step, "layout"):
         raise UsageError(
@@ -76,18 +66,18 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
 
 def _require_buffers_kept(step: Any) -> None:
     for name, buffer in step.model.named_buffers():
-        if buffer.ndim == 0 and buffer.dtype == torch.float64:  # docs/log.md
+        if buffer.ndim == 0 and buffer.dtype == torch.float64:  # a bug of torch 2.13, see docs/log.md
             raise CaptureFailed(f"the buffer {name} is float64 and has no dimension: torch loses what is written to it")
 
 
 def _drawing_alike(step: Any, backend: Backend, scope: Scope) -> Backend:
-    """Return the backend, or for "eager" one that recomputes with the random numbers of the first time."""
+    """Return the backend, or "aot_eager" for an "eager" that would draw other random numbers when it recomputes."""
     outside = (Remat.Off(), Remat.Offload(), *([Remat.Full()] if scope == "blocks" else []))
     return "aot_eager" if backend == "eager" and step.remat not in outside else backend
 
 
 def capture_by(compiler: Compiler, step: Any, scope: Scope) -> None:
-    """Replace a step's functions as `capture` does, with any compiler of functions; nothing is replayed."""
+    """Replace the functions that `capture` replaces by the results of any compiler; nothing is replayed."""
     named = step.layout.captured(step, scope)
     new: list[tuple[Any, str, Any]] = [(owner, name, compiler(getattr(owner, name))) for owner, name in named]
     if scope == "blocks":
@@ -106,15 +96,15 @@ def _replay(step: Any, scope: Scope) -> None:
 
 
 def obstacle_to_replay(remat: Policy, scope: Literal["none", "whole", "blocks"]) -> str | None:
-    """Return why a step with this policy and scope cannot be replayed on any device, None if it can."""
+    """Return why a step with this policy and scope cannot be replayed on any device, or None if it can."""
     if scope == "none":
         return "nothing is captured"
-    # Recomputing eagerly, torch keeps the random numbers' state on the host, which waits there for the device.
+    # Eager recomputation copies the random state to the host, which has to wait for the device.
     return "blocks are recomputed between graphs" if scope == "blocks" and remat != Remat.Off() else None
 
 
 def replayed(step: Any) -> StaticInputs:
-    """Return the step's micro-step as its `recorder` captures and replays it; reasons not to replay are announced."""
+    """Return a replacement for `step.micro_step` that records and replays it, and announces why if it cannot."""
     return StaticInputs(
         step.micro_step,
         step.recorder,
@@ -125,18 +115,18 @@ def replayed(step: Any) -> StaticInputs:
 
 
 def is_replayed(step: Any) -> bool:
-    """Return whether a micro-step of the step is captured."""
+    """Return whether the step has a recorded micro-step."""
     return isinstance(step.micro_step, StaticInputs) and step.micro_step.captured > 0
 
 
 def give_back(step: Any) -> bool:
-    """Free the memory of captured micro-steps; True if there were any, which are launched one by one from now on."""
+    """Free the memory of recorded micro-steps, which are called from now on; return whether there were any."""
     return isinstance(step.micro_step, StaticInputs) and step.micro_step.give_back()
 
 
 def release(step: Any) -> None:
-    """Take a capture back: the step runs eagerly again."""
-    # Backwards: an attribute that was replaced twice gets its first value back.
+    """Undo a capture: the step runs eagerly again."""
+    # In reverse order, so that an attribute that was replaced twice gets its first value back.
     for owner, name, before in reversed(step.__dict__.pop("replaced", [])):
         if before is _NOTHING:
             delattr(owner, name)
@@ -146,40 +136,40 @@ def release(step: Any) -> None:
 
 @contextmanager
 def set_aside(step: Any) -> Iterator[None]:
-    """Undo a step's capture inside of the `with` block, and restore it afterwards with the same graphs.
+    """Undo a step's capture in the `with` block, and restore the same graphs afterwards.
 
-    Sampling from the step's module needs it: the graphs of its blocks are those of training and evaluation, and would
-    be compiled anew for each layer's cache.
+    Sampling from the step's module needs this: the blocks' graphs were made for training and evaluation, and would be
+    compiled again for each layer's cache.
     """
     # The compiled functions themselves are kept, so that nothing is compiled again.
-    captured = [(place.owner, place.name, vars(place.owner)[place.name]) for place in step.__dict__.get("replaced", [])]
+    captured = [(owner, name, vars(owner)[name]) for owner, name, _ in step.__dict__.get("replaced", [])]
     release(step)
     try:
         yield
     finally:
-        step.replaced = [_replace(*place) for place in captured]
+        step.replaced = [_replace(*replacement) for replacement in captured]
 
 
 def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
-    """Return what scope "blocks" replaces in addition to `apply`: the blocks' forward passes and the loss."""
-    of_model = blocks(step.model)
-    if not of_model:
+    """Return (owner, name, replacement) of the blocks' forward passes and of the loss, for scope "blocks"."""
+    model_blocks = blocks(step.model)
+    if not model_blocks:
         raise UsageError(
             "the module has no block, which is a module with parts inside an nn.ModuleList or nn.Sequential: "
             "capture it as a whole"
         )
     within_blocks(step.model)
-    # Blocks that are not alike are variants of the one shared function, and torch gives up after eight.
+    # The shared function is compiled once for each kind of block, and torch's default limit is eight.
     compat.allow_variants()
     compat.quiet_inputs_of_blocks()
     shared = compiler(_run)  # one function, so that blocks that are alike share its graph
     new: list[tuple[Any, str, Any]] = []
-    for block in of_model.values():
+    for block in model_blocks.values():
         owner, name = recompute.innermost(block)
         forward = getattr(owner, name)
-        # Dynamo shares a graph between blocks only where the block is an argument of what it compiles (docs/log.md).
-        of_class = getattr(forward, "__func__", None)
-        captured = functools.partial(shared, of_class, block) if of_class else compiler(forward)
+        # Dynamo shares a graph between blocks only if the block is an argument of the compiled function (docs/log.md).
+        function = getattr(forward, "__func__", None)
+        captured = functools.partial(shared, function, block) if function else compiler(forward)
         new.append((owner, name, captured))
     if (head := getattr(step.loss, "head", None)) is not None:
         loss = copy.copy(step.loss)  # the caller's own loss stays as it is
@@ -192,45 +182,48 @@ def _run(forward: Callable[..., Any], block: Any, *arguments: Any, **keywords: A
     return forward(block, *arguments, **keywords)
 
 
-def _replace(owner: Any, name: str, value: Any) -> _Replaced:
+def _replace(owner: Any, name: str, value: Any) -> tuple[Any, str, Any]:
+    """Set an attribute; return the owner, the name and the owner's former value, or `_NOTHING`."""
     before = vars(owner).get(name, _NOTHING)
     setattr(owner, name, value)
-    return _Replaced(owner, name, before)
+    return owner, name, before
 
 
 class CaptureFailed(UsageError):
-    """A function cannot be captured as one graph; the message is `reason`'s line."""
+    """The error of a function that cannot be captured as one graph; the message is `reason`'s line."""
 
 
 def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Callable[..., Any]:
-    """Compile a function as one full graph with static shapes; where that fails the error is one line.
+    """Return the function compiled as one full graph with static shapes.
 
-    On tensors without numbers the function itself runs.
+    In a mode that makes fake tensors, the function itself runs.
 
     Raises:
         CaptureFailed: at a call, torch could not trace or compile the function.
     """
-    # torch leaves graphs with an `autograd.Function` or a named kernel of attention out of its cache between runs.
+    # By default, torch's cache on disk leaves out graphs with an `autograd.Function` or a named kernel of attention.
     compat.cache_custom_functions()
     compat.cache_attention_kernels()
     options = None
     if backend == "inductor":
-        # A process that was killed while it compiled leaves libraries over which every later one stumbles.
+        # A process that is killed while it compiles leaves truncated libraries, on which later ones would fail.
         compat.remove_cut_off_libraries()
-        # The key of Inductor's cache lacks the width of vectors: another processor would run wrong code (docs/log.md).
+        # The key of Inductor's cache lacks the vector width: another processor would run wrong code (docs/log.md).
         compat.tell_processors_apart()
-        # Fused into the loop over a plane, an update's coefficients would be computed for every 16 elements.
+        # Fused into the loop over a plane, an update's coefficients would be computed again for every 16 elements.
         compat.lower_to_memory(torch.ops.monograph.materialize.default)
-        # Left alone, the partitioner keeps the dense copy of every frozen int8 or nf4 weight for the backward pass.
-        # What depends on a buffer that the forward pass writes is computed once.
+        # By default, the partitioner keeps the dense copy of every frozen int8 or nf4 weight for the backward pass, and
+        # recomputes values from a buffer that the forward pass has overwritten.
         marks = compat.graph_pass(compat.mark_recomputed, inductor.__file__)
         options = matmul.passes() | {"joint_custom_post_pass": marks}
-    by = compat.aot_eager() if backend == "aot_eager" else backend
-    graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=by, options=options)
+    torch_backend = compat.aot_eager() if backend == "aot_eager" else backend
+    graph = torch.compile(
+        _with_own_code(function), fullgraph=True, dynamic=False, backend=torch_backend, options=options
+    )
 
     @functools.wraps(function)
     def captured(*arguments: Any, **keywords: Any) -> Any:
-        if compat.without_numbers():  # in a dispatch mode, inside of which torch.compile refuses to trace
+        if compat.without_numbers():  # torch.compile refuses to trace in a dispatch mode
             return function(*arguments, **keywords)
         try:
             with compat.hooks_kept():
@@ -247,8 +240,8 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
 
 def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return the same function with a copy of its code object."""
-    # Dynamo ties what it compiles to the code object: all captures of a process would share one list, search it at each
-    # call, and fail where it is full.
+    # Dynamo stores compiled graphs by code object: all captures of a process would share one list, search it at each
+    # call, and fail when it is full.
     if isinstance(function, types.MethodType):
         return types.MethodType(_with_own_code(function.__func__), function.__self__)
     if not isinstance(function, types.FunctionType):
@@ -262,17 +255,17 @@ def _with_own_code(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def reason(error: BaseException) -> str:
-    """Return one line that says why a capture failed and how to mend it, from torch's error."""
+    """Return one line that says why a capture failed and how to fix it, from torch's error."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if raised := next((line for line in lines if "raised exception" in line), None):
         return raised.partition("raised exception ")[2]
-    if "fullgraph=True" in "".join(lines[:1]):  # all that torch says of a function that is compiled again and again
+    if "fullgraph=True" in "".join(lines[:1]):  # torch's only words on a function that reached the recompile limit
         return "it was compiled too often: an attribute differs from call to call; keep it in a buffer, in place"
-    # A C++ compiler's or linker's own complaint says more than torch's first line.
-    complaint = next((line for line in lines if ": error:" in line or "cannot find" in line), None)
-    what = complaint or next((line for line in lines if not line.endswith("raised:")), type(error).__name__)
+    # A C++ compiler's or linker's own message says more than torch's first line.
+    native = next((line for line in lines if ": error:" in line or "cannot find" in line), None)
+    problem = native or next((line for line in lines if not line.endswith("raised:")), type(error).__name__)
     # The innermost frame outside of torch is the line that the user can change.
     where = next((line for line in reversed(lines) if line.startswith("File ") and "/torch/" not in line), "")
     detail = next((line.partition(": ")[2] for line in lines if line.startswith("Explanation:")), "")
     hint = next((line.removeprefix("Hint:").strip() for line in lines if line.startswith("Hint:")), "")
-    return "; ".join(part for part in (what, where, detail or hint) if part)
+    return "; ".join(part for part in (problem, where, detail or hint) if part)

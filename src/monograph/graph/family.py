@@ -1,8 +1,7 @@
-"""Families of linear layers that read one tensor: one matrix product over weights that lie side by side in memory.
+"""Compute linear layers that read one tensor in one matrix product, over weights that lie side by side in memory.
 
-The layers stay the modules they are, with their names, parameters and gradients. The first one called computes the
-outputs of all; the others take theirs if they are given the very same input, and compute their own if they are not: no
-decision of the host can make the result wrong.
+The layers keep their names, parameters and gradients. The first one called computes the outputs of all. Each of the
+others takes its output if it is given the very same input, and computes its own if not, so the result is always right.
 
 Shapes: K inputs, N outputs of all siblings together.
 """
@@ -23,7 +22,7 @@ from monograph.graph.recording import storage_of
 
 
 class Sibling(nn.Linear):
-    """A linear layer whose product is computed together with its siblings'; `Family` gives and takes this class."""
+    """A linear layer computed together with its siblings; `Family` gives layers this class and takes it back."""
 
     family: Family
     place: int
@@ -33,7 +32,7 @@ class Sibling(nn.Linear):
         taken = self.family.output(self.place, input)
         return F.linear(input, self.weight, self.bias) if taken is None else taken
 
-    # Moving a module to another dtype or device, and loading a state by assignment, tear the weights apart.
+    # Moving a module to another dtype or device, or loading a state by assignment, separates the weights.
     def _apply(self, fn: Any, recurse: bool = True) -> Any:
         moved = super()._apply(fn, recurse)
         self.family.adopt(self.place)
@@ -51,9 +50,9 @@ class Family:
 
     Attributes:
         layers: the modules.
-        weight: [N, K], all weights as one view of their memory; None while they do not lie side by side, and each layer
-            computes alone.
-        bias: [N], likewise; None also where the layers have none.
+        weight: [N, K], one view of all weights; None while they do not lie side by side, so that each layer computes
+            alone.
+        bias: [N], likewise; None also if the layers have no biases.
     """
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
@@ -72,7 +71,7 @@ class Family:
             layer.family, layer.place = self, place  # type: ignore[assignment]
 
     def remove(self) -> None:
-        """Let each compute alone again; the parameters stay where they are."""
+        """Let each layer compute alone again; the parameters stay where they are."""
         self._left = None
         for layer, kind in zip(self.layers, self.classes, strict=True):
             layer.__class__ = kind
@@ -82,12 +81,12 @@ class Family:
     def part(self) -> None:
         """Give each parameter memory of its own, if the family brought them together."""
         for parameters, whole in ((self.weights, self.weight), (self.biases, self.bias)):
-            if whole is not None and _owns(whole):  # what lies in a step's planes stays there
+            if whole is not None and _owns(whole):  # parameters in a step's planes stay there
                 for parameter in parameters:
                     parameter.data = parameter.data.clone()
 
     def adopt(self, place: int) -> None:
-        """Take the moved or replaced parameters of the layer at `place`; the last layer's call brings all together."""
+        """Take the moved or replaced parameters of the layer at `place`; the call for the last layer joins them."""
         layer = self.layers[place]
         self.weights[place] = layer.weight
         if self.biases:
@@ -95,16 +94,16 @@ class Family:
         self.lay()
 
     def lay(self) -> None:
-        """Look where the parameters are; bring them together if they are alike and each has its memory to itself."""
+        """Set `weight` and `bias`; join the parameters in memory if they are alike and nothing else shares theirs."""
         self.weight, self.bias = _whole(self.weights), _whole(self.biases)
         if self.weight is None or (self.biases and self.bias is None):
             self.weight = self.bias = None
 
     def output(self, place: int, input: Tensor) -> Tensor | None:
-        """Return the output of the layer at `place` for its input, None if the layer must compute it alone."""
+        """Return the output of the layer at `place` for its input, or None if the layer must compute it alone."""
         if place == 0:
-            self._left = None  # outputs that nobody took are of another call
-            # An inference tensor has no version: a change between two siblings' calls would go unseen.
+            self._left = None  # remaining outputs belong to an earlier call
+            # An inference tensor has no version counter: a change between two siblings' calls would go unseen.
             if not self.holds() or (not torch.compiler.is_compiling() and input.is_inference()):
                 return None
             pieces = self.products(input)
@@ -114,7 +113,7 @@ class Family:
         if left is None:
             return None
         if place + 1 == len(self.layers):
-            self._left = None  # or input and outputs would stay in memory until the next call
+            self._left = None  # frees input and outputs now, not at the next call
         same = left[0] is input and left[1:4] == mode_of(input) and left[4] == version_of(input)
         return left[4 + place] if same else None
 
@@ -129,11 +128,11 @@ class Family:
             for layer, bias in zip(self.layers, self.biases, strict=True):
                 if layer.bias is not bias:
                     return False
-        if torch.compiler.is_compiling():  # which may not look where memory is
+        if torch.compiler.is_compiling():  # traced code cannot ask for addresses
             return True
-        # `torch.func` puts other tensors in the parameters' place for the time of a call.
-        here = storage_of(self.weight) == storage_of(self.weights[0]) and adjacent(self.weights)
-        return here and not compat.in_transform()
+        # `torch.func` puts other tensors in the parameters' place during a call.
+        in_place = storage_of(self.weight) == storage_of(self.weights[0]) and adjacent(self.weights)
+        return in_place and not compat.in_transform()
 
     @property
     def waits(self) -> bool:
@@ -146,7 +145,7 @@ class Family:
         return F.linear(input, weight, bias).split(self.sizes, -1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Family:
-        """Copy the family, and bring the copies of its parameters together."""
+        """Copy the family, and join the copies of its parameters in memory."""
         # Parameters are copied one by one, so the copies do not lie side by side.
         copied = object.__new__(type(self))
         memo[id(self)] = copied
@@ -158,7 +157,7 @@ class Family:
 
 
 class _Joined(torch.autograd.Function):
-    """Let one tensor stand for the parts that it is made of; its gradient is split among them."""
+    """Return a tensor that is made of parts, and split its gradient among them."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, *parts: Tensor) -> Tensor:
@@ -171,19 +170,19 @@ class _Joined(torch.autograd.Function):
 
 
 def _joined(whole: Tensor | None, parts: list[Any]) -> Any:
-    # Where no gradient is wanted Dynamo binds the arguments of a function with *parts wrongly (torch 2.13).
+    # Without gradients, Dynamo binds the arguments of an `autograd.Function` with *parts wrongly (torch 2.13).
     wanted = torch.is_grad_enabled() and any(part.requires_grad for part in parts)
     return _Joined.apply(whole, *parts) if wanted else whole
 
 
 def mode_of(input: Tensor) -> tuple[bool, bool, torch.dtype]:
-    """Return what decides a linear layer's output in addition to its input and weights."""
+    """Return the modes that change a linear layer's output: gradients enabled, autocast enabled, autocast's dtype."""
     kind = input.device.type
     return torch.is_grad_enabled(), torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
 
 
 def version_of(input: Tensor) -> int:
-    """Return how often the tensor was changed in place; 0 for traced ones, of which Dynamo does not say it."""
+    """Return how often the tensor was changed in place; 0 for traced and inference tensors, which do not tell."""
     return 0 if torch.compiler.is_compiling() or input.is_inference() else input._version
 
 
@@ -191,23 +190,23 @@ def version_of(input: Tensor) -> int:
 
 
 def _whole(parts: list[Tensor]) -> Tensor | None:
-    """Return the parts as one view of their memory, brought together if they may be moved; None if they may not."""
+    """Return one view of all parts, which are moved together if nothing else uses their memory; None if impossible."""
     if not parts or len({(part.dtype, part.device) for part in parts}) > 1:
         return None
     if not adjacent(parts):
-        # Whoever else uses the memory (a step's plane, a view) would not follow a part that is moved.
+        # Other users of the memory (a step's plane, a view) would not follow a part that is moved.
         if not all(_owns(part) for part in parts):
             return None
         joined = torch.cat([part.detach() for part in parts])
         for part, piece in zip(parts, joined.split([len(part) for part in parts]), strict=True):
             part.data = piece
-    # A view of the first part's data: autograd notices when that is changed between forward and backward pass.
+    # A view of the first part's data, so that autograd notices a change between forward and backward pass.
     first, rows = parts[0].detach(), sum(len(part) for part in parts)
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())
 
 
 def adjacent(parts: list[Any]) -> bool:
-    """Return whether tensors lie one after the other in one piece of memory."""
+    """Return whether contiguous tensors lie one after the other in one storage."""
     return all(
         storage_of(one) == storage_of(other)
         and one.is_contiguous()
@@ -218,5 +217,5 @@ def adjacent(parts: list[Any]) -> bool:
 
 
 def _owns(tensor: Tensor) -> bool:
-    """Return whether nothing else lies in a tensor's memory."""
+    """Return whether a tensor fills its storage."""
     return tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()

@@ -1,6 +1,6 @@
-"""Linear layers in 8-bit floating point: three products in fp8, everything around them in bf16, weights as they are.
+"""Compute linear layers in 8-bit floating point: three products in fp8, all else in bf16, weights in their own dtype.
 
-Shapes: M rows of all leading dimensions, K inputs, N outputs.
+Shapes: M rows (all leading dimensions), K inputs, N outputs.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from monograph.errors import UsageError
 from monograph.graph.lora import adapters
 from monograph.graph.siblings import families
 
-# Forward more digits, backward more range (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", 2209.05433).
+# Gradients need more range and fewer digits (Micikevicius et al. 2022, "FP8 Formats for Deep Learning", 2209.05433).
 FORWARD, BACKWARD = torch.float8_e4m3fn, torch.float8_e5m2
-MULTIPLE = 16  # both sides of a weight are multiples of it, as the hardware's products want it
-SMALLEST = 2.0**-100  # least value taken for a tensor's largest element, so that its scale is finite
-EXPONENT_BITS = 0x7F800000  # all that is left of an fp32 number rounded down to a power of two
+MULTIPLE = 16  # the hardware multiplies matrices whose sides are multiples of it
+SMALLEST = 2.0**-100  # lower bound of a tensor's largest element, so that its scale is finite
+EXPONENT_BITS = 0x7F800000  # the mask that rounds a positive fp32 number down to a power of two
 
 
 def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
-    """Let linear layers of a module compute in fp8 while it trains; in evaluation mode they compute as they did.
+    """Let linear layers of a module compute in fp8 in training mode; in evaluation mode they compute as before.
 
-    The layers stay the objects they are, with their parameters, names and hooks.
+    The layers stay the same objects, with their parameters, names and hooks.
 
     Args:
         module: the module.
-        weights: names of weights; those of plain linear layers count.
+        weights: names of weights; those that belong to no plain linear layer are ignored.
 
     Returns:
-        The weights whose layers stay in bf16, as a side is no multiple of 16.
+        The names of weights whose layers stay in bf16, because a side is not a multiple of 16.
 
     Raises:
         UsageError: no layer can compute in fp8, siblings are fused, or the module has adapters.
@@ -50,16 +50,15 @@ def use(module: nn.Module, weights: Iterable[str]) -> list[str]:
             f"fp8 finds no linear layer inside a block with sides that are multiples of {MULTIPLE}: use bf16"
         )
     for name in linear.keys() - set(odd):
-        # The class and not the module is exchanged, so that parameters, names and hooks stay.
         linear[name].__class__ = Float8Linear
     return odd
 
 
 class Float8Linear(nn.Linear):
-    """`nn.Linear` whose products are fp8 in training mode; `use` gives linear layers this class."""
+    """A linear layer whose products are fp8 in training mode; `use` gives linear layers this class."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Map [..., K] to [..., N] in bf16; in evaluation mode as `nn.Linear` does."""
+        """Map [..., K] to [..., N] in bf16, or in evaluation mode as `nn.Linear` does."""
         if not self.training:
             return super().forward(input)
         output = linear(input, self.weight)
@@ -67,11 +66,11 @@ class Float8Linear(nn.Linear):
 
 
 def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
-    """Return input @ weight^T with operands rounded to fp8, each scaled as one tensor.
+    """Return input @ weight^T with operands rounded to fp8, one scale per tensor.
 
         y = q4(x) q4(W)^T        dx = q5(dy) q4(W)        dW = q5(dy)^T q4(x)
 
-    q4 and q5 are `quantised` to e4m3 and e5m2; sums are fp32 (the forward's in the hardware's fast way).
+    q4 and q5 are `quantised` to e4m3 and e5m2. Sums are fp32; the forward product's may use the hardware's fast mode.
 
     Args:
         input: x, [..., K], K a multiple of 16.
@@ -82,7 +81,7 @@ def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
     """
     x_MK = input.reshape(-1, input.shape[-1])
     rows = len(x_MK)
-    x_MK = nn.functional.pad(x_MK, (0, 0, 0, -rows % MULTIPLE))  # dW sums over rows, in steps of 16, too
+    x_MK = nn.functional.pad(x_MK, (0, 0, 0, -rows % MULTIPLE))  # dW sums over rows, so these are a side as well
     y_MN: Tensor = _Linear.apply(x_MK, weight_NK)
     return y_MN[:rows].view(*input.shape[:-1], -1)
 
@@ -90,7 +89,7 @@ def linear(input: Tensor, weight_NK: Tensor) -> Tensor:
 def quantised(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Round to fp8 after scaling by the largest power of two that keeps every element in range.
 
-    With a power of two the scale itself rounds nothing. NaN and infinity stay as they are.
+    Scaling by a power of two is exact. NaN and infinity stay as they are.
 
     Returns:
         The scaled values in `dtype`, and the factor that undoes the scaling, 0-d fp32.
@@ -102,13 +101,13 @@ def quantised(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class _Linear(torch.autograd.Function):
-    """Compute the three products; the input is kept in fp8, the weight is rounded anew in the backward pass."""
+    """Compute the three products; the input is saved in fp8, the weight is rounded again in the backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x_MK: Tensor, weight_NK: Tensor) -> Tensor:
         x8_MK, x_unit = quantised(x_MK, FORWARD)
         w8_NK, w_unit = quantised(weight_NK, FORWARD)
-        # The weight is in memory anyway, and its rounding would be one more copy of it until the backward pass.
+        # The weight is in memory anyway; saving its rounding would hold one more copy until the backward pass.
         ctx.save_for_backward(x8_MK, x_unit, weight_NK)
         ctx.input_dtype = x_MK.dtype
         return compat.scaled_mm(x8_MK, w8_NK.t(), x_unit, w_unit, torch.bfloat16, fast=True)
@@ -124,5 +123,5 @@ class _Linear(torch.autograd.Function):
 
 
 def _by_columns(matrix: Tensor) -> Tensor:
-    # The product in fp8 takes its right operand laid out by columns (`compat.scaled_mm`).
+    # The fp8 product takes its right operand in column-major layout (`compat.scaled_mm`).
     return matrix.t().contiguous().t()

@@ -1,6 +1,6 @@
 """Linear layers with frozen weights in 8 or 4 bits; no dense weight is kept from the forward to the backward pass.
 
-Shapes: N outputs, K inputs, S numbers of a block of 64, C = ceil(N K / 64) blocks, G = ceil(C / 256) groups of them.
+Shapes: N outputs, K inputs, C = ceil(N K / 64) blocks of S = 64 numbers, G = ceil(C / 256) groups of 256 blocks.
 """
 
 from __future__ import annotations
@@ -12,21 +12,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 BLOCK, GROUP = 64, 256
-# Quantiles of a normal distribution, zero and both ends among them (Dettmers et al. 2023, "QLoRA", 2305.14314,
-# appendix E), to the four digits that torchao has; bitsandbytes' differ from them by less than 5e-5.
+# Quantiles of a normal distribution that include -1, 0 and 1 (Dettmers et al. 2023, "QLoRA", 2305.14314, appendix E),
+# to four digits as in torchao; bitsandbytes' differ from these by less than 5e-5.
 NF4 = (
     -1.0, -0.6962, -0.5251, -0.3949, -0.2844, -0.1848, -0.0911, 0.0,
     0.0796, 0.1609, 0.2461, 0.3379, 0.4407, 0.5626, 0.7230, 1.0,
 )  # fmt: skip
-SMALLEST = torch.finfo(torch.float32).eps  # least scale of a row, as a row of zeros needs one, too
+SMALLEST = torch.finfo(torch.float32).eps  # smallest scale of a row, for rows of zeros
 
 
 class Int8Linear(nn.Linear):
-    """A linear layer with whole numbers for a weight, and a scale for each output: 1 byte a number.
+    """A linear layer whose weight is 8-bit integers with a scale for each output: 1 byte a weight.
 
         W[n, k] = codes[n, k] scales[n],   scales = max |W[n]| / 127.5,   codes = round(W / scales) in -128 .. 127
 
-    Its weight is gone: `codes` [N, K] int8 and `scales` [N] fp32 are parameters without a gradient.
+    The parameters `codes` [N, K] int8 and `scales` [N] fp32, without gradients, take the place of `weight`.
     """
 
     @torch.no_grad()
@@ -38,7 +38,7 @@ class Int8Linear(nn.Linear):
         _keep(self, codes=codes_NK, scales=scale_N)
 
     def dense(self) -> Tensor:
-        """Return the weight that the codes stand for, [N, K] fp32."""
+        """Return the dequantised weight, [N, K] fp32."""
         return self.codes.float() * self.scales[:, None]  # type: ignore[operator, index]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -48,13 +48,13 @@ class Int8Linear(nn.Linear):
 
 
 class NF4Linear(nn.Linear):
-    """A linear layer with 4-bit codes for a weight, in blocks of 64 with a scale each: 0.516 bytes a number.
+    """A linear layer whose weight is 4-bit codes with a scale for each block of 64: 0.516 bytes a weight.
 
         W[i] = NF4[code[i]] scale[c],   scale[c] = max |W of block c| = mean + levels[c] / steps[g]
 
-    Blocks run through the weight as it lies in memory. Their scales, less their mean, are 8-bit `levels`, of which 256
-    share a number of `steps`. All are parameters without a gradient: `codes` [ceil(N K / 2)] uint8, the first of two in
-    the upper bits, `levels` [C] int8, `steps` [G] and `mean` [] fp32.
+    Block c is 64 consecutive numbers of the flattened weight. Scales less their mean are 8-bit `levels`, of which 256
+    share one of `steps`. All are parameters without gradients: `codes` [ceil(N K / 2)] uint8, the first of two in the
+    upper bits, `levels` [C] int8, `steps` [G] and `mean` [] fp32.
     """
 
     @torch.no_grad()
@@ -72,19 +72,19 @@ class NF4Linear(nn.Linear):
         table = torch.tensor(NF4, device=flat.device)
         # A block of zeros has the scale 0, and 0 / 0 would be NaN.
         edges, shares_of = (table[1:] + table[:-1]) / 2, scale_C.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
-        # With int32 codes, and shares that are not kept next to them, three times the weight is in memory, not five.
+        # int32 codes, and a quotient that is freed at once: at most three times the weight is in memory, not five.
         codes = torch.bucketize(blocks_CS / shares_of, edges, out_int32=True).to(torch.uint8).flatten()
         packed = (codes[::2] << 4 | codes[1::2])[: -(-flat.numel() // 2)]
-        # A clone, as a slice would keep the padded codes in memory, too.
+        # A clone, because a slice would keep the padded codes in memory.
         _keep(self, codes=packed.clone(), levels=levels.to(torch.int8), steps=steps_G, mean=mean)
-        self.register_buffer("table", table, persistent=False)  # a constant, so no checkpoint holds it
+        self.register_buffer("table", table, persistent=False)  # a constant, not part of a checkpoint
 
     @property
     def _shape(self) -> tuple[int, int]:
         return self.out_features, self.in_features
 
     def dense(self) -> Tensor:
-        """Return the weight that the codes stand for, [N, K] fp32."""
+        """Return the dequantised weight, [N, K] fp32."""
         return _dense(self.codes, self.levels, self.steps, self.mean, self.table, *self._shape)  # type: ignore[arg-type]
 
     def forward(self, input: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ class NF4Linear(nn.Linear):
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Count parameters, tied ones once; a layer in fewer bits counts as the weight that it stands for."""
+    """Count parameters, tied ones once; a quantised layer counts as many as its dense weight has."""
     layers = [layer for layer in module.modules() if isinstance(layer, Int8Linear | NF4Linear)]
     held = {id(param) for layer in layers for name, param in layer._parameters.items() if name != "bias"}
     others = sum(param.numel() for param in module.parameters() if id(param) not in held)
@@ -115,7 +115,7 @@ def _cast(input: Tensor) -> Tensor:
 
 
 class _Int8Product(torch.autograd.Function):
-    """Compute y = (x codes^T) scale and dx = (dy scale) codes; whole numbers up to 128 are exact in bf16, too."""
+    """Compute y = (x codes^T) scale and dx = (dy scale) codes; integers up to 128 are exact also in bf16."""
 
     generate_vmap_rule = True  # an ensemble runs its members under vmap
 
@@ -134,7 +134,7 @@ class _Int8Product(torch.autograd.Function):
 
 
 class _NF4Product(torch.autograd.Function):
-    """Compute y = x W^T and dx = dy W; W is made from the codes each time."""
+    """Compute y = x W^T and dx = dy W; both make W from the codes."""
 
     generate_vmap_rule = True
 

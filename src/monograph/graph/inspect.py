@@ -1,7 +1,4 @@
-"""Look into a module: its state, its blocks, and the linear layers that adapters are for.
-
-Layers are chosen by name, and a name that no layer has is refused.
-"""
+"""Inspect a module: its state, shared memory, blocks, modes, buffers, and the linear layers that take adapters."""
 
 from __future__ import annotations
 
@@ -34,21 +31,21 @@ def unique_state(module: nn.Module) -> dict[str, Tensor]:
     Raises:
         UsageError: as `own_state`.
     """
-    # An address alone may be shared by a view; tied tensors have the same size and strides as well.
-    seen: dict[tuple[int, int, Any], str] = {}
+    # Tied tensors share address, size and strides; a view may share the address alone.
+    first_names: dict[tuple[int, int, Any], str] = {}
     return {
         name: tensor
         for name, tensor in own_state(module).items()
-        if seen.setdefault((tensor.data_ptr(), tensor.numel(), tensor.stride()), name) == name
+        if first_names.setdefault((tensor.data_ptr(), tensor.numel(), tensor.stride()), name) == name
     }
 
 
 def own_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict, and require that a checkpoint can hold it and be loaded into it.
+    """Return the state dict, if a checkpoint can hold it and be loaded into the module.
 
     Raises:
-        UsageError: it has something else than the module's parameters and buffers, such as a hook's copies, or one that
-            is complex or sparse.
+        UsageError: the state dict has a complex or sparse tensor, or an entry that is not one of the module's
+            parameters and buffers, such as a hook's copy.
     """
     state: dict[str, Tensor] = module.state_dict()
     live = {_memory(tensor) for tensor in chain(module.parameters(), module.buffers())}
@@ -68,43 +65,44 @@ def own_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _memory(tensor: Tensor) -> int:
-    """Return what tells one storage from all others."""
-    own = getattr(tensor, "_local_tensor", tensor)  # of a tensor in shards
+    """Return a key of the tensor's storage; a sharded tensor's is that of its local shard."""
+    own = getattr(tensor, "_local_tensor", tensor)
     return int(own.untyped_storage()._cdata) if own.layout == torch.strided else id(own)
 
 
 def in_the_same_memory(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of a trainable parameter and of another tensor that have numbers in common, if there are two.
+    """Return the names of a trainable parameter and of another tensor that overlap in memory, or None.
 
-    They are tied as long as the parameter lies where it is. The other one may be a parameter, a buffer or an attribute,
-    also in lists and dicts. A tensor that has two names is one.
+    The two would stop sharing numbers when the parameter is moved. The other one may be a parameter, a buffer or an
+    attribute, also in lists and dicts. One tensor with two names does not count.
     """
     trained = {id(parameter): name for name, parameter in module.named_parameters() if parameter.requires_grad}
     by_storage, seen = dict[int, list[tuple[int, int, str, Any, bool]]](), set[int]()
     for path, part in module.named_modules():
-        # Spectral norm puts the weight itself where its hook puts the normalised one before each call.
+        # Until its first call, spectral norm keeps the weight itself where its hook later puts the normalised one.
         passing = {hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
         held = {**part._parameters, **part._buffers, **vars(part)}
         named = [(f"{path}.{key}" if path else key, held[key]) for key in held if key not in _OWN | passing]
         for name, tensor in chain.from_iterable(_tensors_in(value, name, seen) for name, value in named):
             if tensor.layout == torch.strided and not is_lazy(tensor):
-                own = getattr(tensor, "_local_tensor", tensor)  # of a tensor in shards
+                own = getattr(tensor, "_local_tensor", tensor)  # the local shard of a sharded tensor
                 first, is_trained = int(own.storage_offset()) * own.element_size(), id(tensor) in trained
                 place = (first, _end_byte(own), trained.get(id(tensor), name), own, is_trained)
                 by_storage.setdefault(_memory(own), []).append(place)
     for places in by_storage.values():
-        reaching = list[tuple[int, str, Any, bool]]()  # those before that end after this one begins
+        # Only a tensor that begins before the end of an earlier one can overlap it; the exact test is slow.
+        open_before = list[tuple[int, str, Any, bool]]()
         for first, end, name, own, is_trained in sorted(places, key=itemgetter(0, 1, 2)):
-            reaching = [before for before in reaching if before[0] > first]
-            for _, other, its, also_trained in reaching:
-                if (is_trained or also_trained) and np.shares_memory(_bytes_of(its), _bytes_of(own)):
-                    return other, name
-            reaching.append((end, name, own, is_trained))
+            open_before = [before for before in open_before if before[0] > first]
+            for _, other_name, other, other_trained in open_before:
+                if (is_trained or other_trained) and np.shares_memory(_bytes_of(other), _bytes_of(own)):
+                    return other_name, name
+            open_before.append((end, name, own, is_trained))
     return None
 
 
 def _tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in a value with their names, also in its lists and dicts; each object once."""
+    """Yield the tensors in a value, its lists and its dicts, with names; objects in `seen` are left out."""
     if not isinstance(value, Tensor | dict | list | tuple) or id(value) in seen:
         return
     seen.add(id(value))
@@ -119,13 +117,13 @@ def _tensors_in(value: Any, name: str, seen: set[int]) -> Iterator[tuple[str, Te
 
 
 def _end_byte(tensor: Tensor) -> int:
-    """Return the place after the last byte of its storage that belongs to a tensor."""
+    """Return the offset in its storage of the first byte after a tensor."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return int(tensor.storage_offset() + (steps + 1 if tensor.numel() else 0)) * tensor.element_size()
 
 
 def _bytes_of(tensor: Tensor) -> Any:
-    """Return an array that says which bytes of its storage a tensor is, for numpy to compare; to read it is a crash."""
+    """Return a NumPy array that covers the tensor's bytes at their offsets in the storage; reading it would crash."""
     size = tensor.element_size()
     layout = {"shape": (*tensor.shape, size), "strides": (*(size * stride for stride in tensor.stride()), 1)}
     place = {"data": (1 + size * tensor.storage_offset(), True), "typestr": "|u1", "version": 3}
@@ -136,7 +134,7 @@ def original(module: M) -> M:
     """Return the module that `torch.compile` wrapped, or the module itself; its parts may be wrapped.
 
     Raises:
-        UsageError: it is no module, such as what `torch.compile` returns for a module that is compiled already.
+        UsageError: it is no module; `torch.compile` returns none for a module that is compiled already.
     """
     if not isinstance(module, nn.Module):
         raise UsageError(f"model is a {type(module).__name__}: expected a torch.nn.Module")
@@ -144,9 +142,9 @@ def original(module: M) -> M:
 
 
 def unwrapped(module: M) -> M:
-    """Return the module without `torch.compile`'s wrappers, whose names differ; the module itself stays as it is.
+    """Return the module without `torch.compile`'s wrappers, which add to names; the module itself stays as it is.
 
-    Parts that hold a wrapper are copies, which share all tensors.
+    Modules that contain a wrapper are copied; the copies share all tensors.
     """
     module = original(module)
     parts = {name: None if part is None else unwrapped(part) for name, part in module._modules.items()}
@@ -158,26 +156,26 @@ def unwrapped(module: M) -> M:
 
 
 def unwrap_(module: M) -> M:
-    """Take `torch.compile`'s wrappers out of a module in place, and return it; the step is compiled instead."""
+    """Remove `torch.compile`'s wrappers from a module in place, and return it; the step is compiled instead."""
     module = original(module)
     for part in list(module.modules()):
         for name, child in list(part._modules.items()):
-            # Only where there is a wrapper: TorchScript's modules cannot be written to.
+            # Write only where there is a wrapper: TorchScript modules cannot be written to.
             if child is not None and _WRAPPED in child._modules:
                 part._modules[name] = original(child)
     return module
 
 
 def blocks(module: nn.Module) -> dict[str, nn.Module]:
-    """Return the module's blocks by name, in its own order: the parts between its embedding and its head.
+    """Return the module's blocks by name, in order: the layers between its embedding and its head.
 
-    A block is a module that has parts and lies in an `nn.ModuleList` or `nn.Sequential`; what lies inside of a block is
-    not another. A linear layer is no block, even if an adapter gives it parts.
+    A block is a module with submodules in an `nn.ModuleList` or `nn.Sequential` that is not itself inside a block. A
+    linear layer is no block, even with an adapter's submodules.
     """
     by_name: dict[str, nn.Module] = {}
     inside: set[nn.Module] = set()
     for name, holder in module.named_modules():
-        # `named_modules` goes from the outside to the inside, so the outermost list is met first.
+        # `named_modules` yields the outermost list first.
         if holder in inside or not isinstance(holder, (nn.ModuleList, nn.Sequential)):
             continue
         for index, child in holder.named_children():
@@ -188,20 +186,20 @@ def blocks(module: nn.Module) -> dict[str, nn.Module]:
 
 
 def parts(module: nn.Module) -> dict[str, str]:
-    """Return the block of each parameter, both by name; parameters of no block are "before" or "after" the blocks."""
-    of_module, owner, seen = blocks(module), dict[str, str](), False
+    """Return the name of each parameter's block; parameters outside of blocks are "before" or "after" them."""
+    block_names, owner, outside = list(blocks(module)), dict[str, str](), "before"
     for name, _ in module.named_parameters():
-        of_block = next((block for block in of_module if name.startswith(f"{block}.")), None)
-        seen = seen or of_block is not None
-        owner[name] = of_block or ("after" if seen else "before")
+        block = next((block for block in block_names if name.startswith(f"{block}.")), None)
+        outside = "after" if block else outside
+        owner[name] = block or outside
     return owner
 
 
 @contextmanager
 def running(module: nn.Module) -> Iterator[list[str]]:
-    """Yield a list that names the module's parts whose forward pass is running, `name (Class)`, innermost last.
+    """Yield a list of the modules whose forward pass is running, as `name (Class)`, innermost last.
 
-    A part that raised stays in the list.
+    A module that raised stays in the list.
     """
     stack: list[str] = []
     names = {child: name or type(module).__name__ for name, child in module.named_modules()}
@@ -212,7 +210,7 @@ def running(module: nn.Module) -> Iterator[list[str]]:
     def leave(_child: nn.Module, _inputs: object, _output: object) -> None:
         stack.pop()
 
-    # First of all hooks, so that a part is in the list when a hook of its own raises.
+    # Before all other hooks, so that a module is in the list when a hook of its own raises.
     handles = [child.register_forward_pre_hook(enter, prepend=True) for child in names]
     handles += [child.register_forward_hook(leave) for child in names]
     try:
@@ -224,10 +222,11 @@ def running(module: nn.Module) -> Iterator[list[str]]:
 
 @contextmanager
 def buffers_kept(*modules: object) -> Iterator[None]:
-    """Restore the modules' buffers (running means and the like) after the `with` block, replaced ones, too.
+    """Restore the modules' buffers (running means and the like) after the `with` block, also replaced ones.
 
-    So are frozen parameters that a forward pass may write, as it does a teacher's: all, if they are not larger than the
-    others, as the base of adapters is. A loss may be a module, or any function, which has no buffers.
+    Frozen parameters, which a forward pass may write (as a teacher's), are restored as well, unless they are larger
+    than the trained ones together: a copy of an adapter's base would take too much memory. Objects that are not
+    modules, such as a loss function, are ignored.
     """
     parts = [part for module in modules if isinstance(module, nn.Module) for part in module.modules()]
     kept = [(owner, name, buffer) for owner in parts for name, buffer in owner._buffers.items()]
@@ -241,7 +240,7 @@ def buffers_kept(*modules: object) -> Iterator[None]:
         yield
     finally:
         for parameter, copied in zip(frozen, copies, strict=True):
-            if not torch.equal(parameter, copied):  # one that lies in a file must not be written
+            if not torch.equal(parameter, copied):  # unchanged mapped weights must not be written: they lie in a file
                 parameter.data.copy_(copied)
         for (owner, name, buffer), value in zip(kept, values, strict=True):
             owner._buffers[name] = buffer
@@ -250,7 +249,7 @@ def buffers_kept(*modules: object) -> Iterator[None]:
 
 
 def write(tensor: Tensor, value: Tensor) -> None:
-    """Copy a value of its shape into a tensor, which may be expanded: then each of its numbers is written once."""
+    """Copy a value of the same shape into a tensor, which may be expanded: each element in memory is written once."""
     if tensor.layout == torch.strided and 0 in tensor.stride():
         once = tuple(slice(None if stride else 1) for stride in tensor.stride())
         tensor, value = tensor[once], value[once]
@@ -259,7 +258,7 @@ def write(tensor: Tensor, value: Tensor) -> None:
 
 @contextmanager
 def modes_kept(module: nn.Module) -> Iterator[None]:
-    """Restore after the `with` block which parts train: some, such as frozen norms, may stay in evaluation mode."""
+    """Restore after the `with` block which submodules are in training mode: frozen norms, for example, may not be."""
     modes = [(part, part.training) for part in module.modules()]
     try:
         yield
@@ -274,8 +273,8 @@ MOST_NAMES = 12  # of layers that exist, in a message
 
 def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     """Return every plain linear layer of a module but the head, by name."""
-    head = head_of(module)  # left out, as the loss reads its weight without calling it
-    # A subclass with another forward pass may compute something to which an adapter cannot be added.
+    head = head_of(module)  # left out, because the loss reads its weight without calling it
+    # The output of another forward pass may be nothing to which an adapter's could be added.
     plain = {nn.Linear.forward, Int8Linear.forward, NF4Linear.forward}
     return {
         name: layer
@@ -285,13 +284,13 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
 
 
 def head_of(module: nn.Module) -> Any:
-    """Return the layer that gives scores over the vocabulary, if it is named as in our or transformers' models."""
+    """Return the layer that computes logits over the vocabulary, if it has transformers' usual name, or None."""
     head = getattr(module, "get_output_embeddings", lambda: None)()
     return head if head is not None else getattr(module, "lm_head", None)
 
 
 def targeted(module: nn.Module, targets: str | Iterable[str]) -> dict[str, nn.Linear]:
-    """Return the layers that targets choose; see `monograph.graph.lora.Lora.targets`.
+    """Return the linear layers that `targets` chooses, by name; see `monograph.graph.lora.Lora.targets`.
 
     Raises:
         UsageError: see `monograph.graph.lora.adapt`.
@@ -351,7 +350,7 @@ def shared_parameters(module: nn.Module) -> dict[int, list[str]]:
 
 
 def _require_own_weights(module: nn.Module, chosen: set[str]) -> None:
-    # Merging the adapter would change what the other layer computes.
+    # Merging an adapter into a shared weight would change the other layer, too.
     for names in shared_parameters(module).values():
         if tied := [name for name in names if name.rpartition(".")[0] in chosen]:
             other = next(name for name in names if name != tied[0])

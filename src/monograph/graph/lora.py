@@ -1,7 +1,7 @@
-"""Low-rank adapters on the linear layers of any module, in place: the base's names and bits stay as they are.
+"""Add low-rank adapters to the linear layers of any module, in place; the base weights keep their names and bits.
 
-With them the rows of a few tokens may be trained (`monograph.graph.token_rows`). `plain_parameters` gives the module's
-weights without adapters, one at a time; `narrow` keeps frozen weights in the 16 bits that they are computed with.
+The rows of a few tokens may be trained along with them (`monograph.graph.token_rows`). `plain_parameters` yields the
+weights with adapters merged in, one at a time; `narrow` stores frozen weights in the 16 bits that products read.
 
 Source: Hu et al. 2021, "LoRA", arXiv 2106.09685. Order of operations, initial values and names are PEFT's.
 Shapes: N outputs, K inputs, R rank.
@@ -47,11 +47,11 @@ class Lora:
     Attributes:
         rank: R.
         alpha: the adapter's output is multiplied by alpha / rank.
-        targets: "all-linear": every linear layer but the head; another text: a regular expression for whole names; a
-            tuple: last parts of names.
-        dropout: probability with which an adapter's input is dropped in training.
-        base: how all linear layers but the head are kept: "auto" (as they are), "int8" or "nf4".
-        tokens: ids of tokens whose rows of embedding and head are trained as well, in rising order.
+        targets: "all-linear": every linear layer but the head; another string: a regular expression that matches whole
+            names; a tuple: the last parts of names.
+        dropout: probability with which elements of an adapter's input are dropped in training.
+        base: how the weights of all linear layers but the head are kept: "auto" (as they are), "int8" or "nf4".
+        tokens: ids of tokens whose rows of embedding and head are trained as well, in ascending order.
     """
 
     rank: int = 16
@@ -62,7 +62,7 @@ class Lora:
     tokens: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuse values outside their range, each in one line."""
+        """Refuse values outside their range."""
         COUNT.require("rank", self.rank)
         ABOVE_0.require("alpha", self.alpha)
         DECAY.require("dropout", self.dropout)
@@ -71,11 +71,10 @@ class Lora:
 
 
 class Factor(nn.Linear):
-    """One of an adapter's two matrices; it draws nothing itself."""
+    """One of an adapter's two matrices, uninitialised until `adapt` fills it."""
 
-    # nn.Linear's own would draw from the process's generator and so change every later draw.
     def reset_parameters(self) -> None:
-        """Leave the memory as it is: `adapt` fills it."""
+        """Leave the memory as it is: nn.Linear's own method would advance the process's random generator."""
 
 
 class Adapted(nn.Linear):
@@ -94,13 +93,13 @@ class Adapted(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N], in the dtype of the base layer's output."""
         output = super().forward(input)
-        # Under autocast the input would be rounded again. With dropout it is cast all the same, so that the factor of
-        # its mask is not rounded to fewer bits.
+        # Without autocast, a linear layer wants its weight's dtype. With dropout the input is cast under autocast as
+        # well, so that the mask's factor 1 / (1 - p) is not rounded to fewer bits.
         if not torch.is_autocast_enabled(input.device.type) or isinstance(self.lora_dropout, nn.Dropout):
             input = input.to(self.lora_A.weight.dtype)
         inner = self.lora_A(self.lora_dropout(input))
-        # In a graph [..., R] is scaled instead of [..., N], forward and back, and no scaled copy of either is kept.
-        # Eager code has PEFT's order, and so its bits.
+        # In a graph, scaling [..., R] instead of [..., N] is cheaper, forward and backward, and no scaled copy of
+        # either is kept. Eager code has PEFT's order, and so its bits.
         if torch.compiler.is_compiling():
             return (output + self.lora_B(inner * self.scale)).to(output.dtype)
         return (output + self.lora_B(inner) * self.scale).to(output.dtype)
@@ -131,23 +130,22 @@ def adapt(
 ) -> dict[str, Adapted]:
     """Freeze a module and give its linear layers adapters; only these, and rows of tokens, are trained then.
 
-    The layers stay the objects they are and keep their names: next to `q_proj.weight` there are `q_proj.lora_A.weight`,
-    uniform in +-1 / sqrt(K), and `q_proj.lora_B.weight`, zero, so that the module computes the same bits as before.
+    The layers stay the same objects and keep their names: `q_proj.weight` gets `q_proj.lora_A.weight`, uniform in
+    +-1 / sqrt(K), and `q_proj.lora_B.weight`, zero, so that the module computes the same bits as before.
 
     Args:
         module: any module with its weights.
         lora: options of the adapters.
-        seed: of the first numbers of A; each layer draws from its own random stream, keyed by seed and name.
-        dtype: of the adapters; None: the weights', but fp32 where these have fewer bits.
-        device: of the adapters and of a quantised base, each layer of which goes there as soon as it is made; None: the
-            weights'.
+        seed: seeds the initial values of A, together with the layer's name.
+        dtype: dtype of the adapters; None: the weights', but fp32 where these have fewer bits.
+        device: device of the adapters and of a quantised base, whose layers move there one by one; None: the weights'.
 
     Returns:
-        The layers by name.
+        The adapted layers by name.
 
     Raises:
-        UsageError: a target matches nothing, no plain linear layer, the head, or a layer that shares its weight; there
-            are adapters already, or fused siblings; tokens' rows cannot be trained, see `put_rows`.
+        UsageError: a target matches nothing, no plain linear layer, the head, or a layer that shares its weight; the
+            module has adapters or fused siblings already; tokens' rows cannot be trained, see `put_rows`.
     """
     module = unwrap_(module)
     if families(module):
@@ -164,7 +162,7 @@ def adapt(
         shared = shared_parameters(module)
         for layer in linear_layers(module).values():
             weight = layer.weight
-            if id(weight) in shared:  # another layer reads it, and not as codes
+            if id(weight) in shared:  # another layer reads it, and needs a dense weight
                 continue
             layer.__class__ = BASES[lora.base]
             layer.freeze(weight)  # type: ignore[operator]
@@ -172,7 +170,7 @@ def adapt(
             if device is not None:
                 layer.to(device)
     for name, layer in chosen.items():
-        _adapt(layer, lora, {"device": device, "dtype": dtype}, f"{seed} {name}.lora_A.weight")
+        _adapt(layer, lora, f"{seed} {name}.lora_A.weight", device, dtype)
     return adapters(module)
 
 
@@ -182,33 +180,31 @@ def adapters(module: nn.Module) -> dict[str, Adapted]:
 
 
 @torch.no_grad()
-def _adapt(layer: nn.Linear, lora: Lora, asked: dict[str, Any], key: str) -> None:
+def _adapt(layer: nn.Linear, lora: Lora, key: str, device: torch.device | None, dtype: torch.dtype | None) -> None:
     weight = next(p for name, p in layer.named_parameters() if name != "bias")
     wide = kept_dtype(weight) if kept_dtype(weight) in (torch.float32, torch.float64) else torch.float32
-    like = {"device": asked["device"] or weight.device, "dtype": asked["dtype"] or wide}
+    like: dict[str, Any] = {"device": device or weight.device, "dtype": dtype or wide}
     layer.__class__ = ADAPTED.get(type(layer), LoraLinear)
     layer.lora_A = Factor(layer.in_features, lora.rank, bias=False, **like)
     layer.lora_B = Factor(lora.rank, layer.out_features, bias=False, **like)
     layer.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
     layer.scale = lora.alpha / lora.rank  # type: ignore[assignment]
     layer.lora_B.weight.zero_()  # type: ignore[union-attr, operator]
-    # Keyed by name, so that a layer's A does not depend on which other layers have adapters. Drawn on the CPU below,
-    # so that it does not depend on the device either.
-    drawn_from = torch.Generator().manual_seed(
-        int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
-    )
     if not weight.is_meta:
+        # A is seeded by its name and drawn on the CPU, so that it depends neither on other layers nor on the device.
+        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
+        generator = torch.Generator().manual_seed(seed)
         bound = 1 / math.sqrt(layer.in_features)
-        noise = torch.rand(lora.rank, layer.in_features, generator=drawn_from, dtype=torch.float32, device="cpu")
+        noise = torch.rand(lora.rank, layer.in_features, generator=generator, dtype=torch.float32, device="cpu")
         layer.lora_A.weight.copy_((2 * noise - 1) * bound)  # type: ignore[union-attr, operator]
 
 
 @torch.no_grad()
 def merge(module: nn.Module) -> None:
-    """Turn every adapted layer, one after another, into the plain one that computes the same; see `merged`.
+    """Turn every adapted layer, one after another, into a plain linear layer that computes the same; see `merged`.
 
-    A quantised weight becomes the one that it stands for, in the dtype that all other weights have, or in fp32. Tokens'
-    rows become their tables' own. Frozen weights stay frozen.
+    A quantised weight becomes dense, in the dtype of all other weights if they have one in common, else in fp32. The
+    rows of tokens are written into their tables. Frozen weights stay frozen.
     """
     plain = [m for m in module.modules() if not isinstance(m, (Factor, Int8Linear, NF4Linear))]
     dtypes = {kept_dtype(p) for m in plain for p in m.parameters(recurse=False)}
@@ -232,7 +228,7 @@ def merge(module: nn.Module) -> None:
 def merged(layer: Adapted) -> Tensor:
     """Return a layer's weight with its adapter merged in, a new tensor [N, K].
 
-    round(W + s B A),   the sum in fp32 (fp64 where one of them is), rounded once to W's dtype
+    round(W + s B A),   the sum in fp32 (fp64 if W or B is), rounded once to W's dtype
     """
     weight = layer.dense() if isinstance(layer, (Int8Linear, NF4Linear)) else layer.weight
     kept = kept_dtype(weight)
@@ -242,17 +238,17 @@ def merged(layer: Adapted) -> Tensor:
 
 
 def kept_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return the state that training changes: all of it, or with adapters all but the frozen parameters."""
+    """Return the state for a checkpoint: the whole state dict, or with adapters all but the frozen parameters."""
     state = unique_state(module)
     if not adapters(module):
         return state
-    # Under every name of a tied parameter: the state has one of them.
+    # All names of tied parameters, as the state may have any of them.
     frozen = {name for name, p in module.named_parameters(remove_duplicate=False) if not p.requires_grad}
     return {name: tensor for name, tensor in state.items() if name not in frozen}
 
 
 def starts_still(name: str) -> bool:
-    """Return whether a parameter's first gradient may be zero, since B is zero or no row has those tokens."""
+    """Return whether a parameter's first gradient may be zero: A's, since B is zero, or that of absent tokens' rows."""
     return name.endswith((".lora_A.weight", f".{ROWS}"))
 
 
@@ -261,8 +257,8 @@ class Plain(NamedTuple):
 
     Attributes:
         name: its name.
-        like: a tensor of its shape and dtype, without numbers.
-        read: returns it; a merged weight is computed anew at each call.
+        like: a meta tensor of its shape and dtype.
+        read: returns its value; a merged weight is computed at each call.
     """
 
     name: str
@@ -273,57 +269,46 @@ class Plain(NamedTuple):
 def plain_parameters(module: nn.Module) -> Iterator[Plain]:
     """Yield the parameters of a module as `merge` would leave them, each once; the module itself stays as it is.
 
-    Its adapters must be on plain weights, not on quantised ones. Reading a parameter raises InputRefused if it holds
-    NaN or an infinity.
+    Adapters must be on plain weights, not on quantised ones. `read` raises InputRefused for NaN or an infinity.
     """
     module = unwrapped(module)
-    layers = adapters(module)
-    of_tokens = tables(module)
-    of_adapters = {id(p) for child in module.modules() if isinstance(child, Factor) for p in child.parameters()}
-    of_adapters |= {id(table.token_rows) for table in of_tokens.values()}
+    adapted, with_rows = adapters(module), tables(module)
+    trained = {id(p) for child in module.modules() if isinstance(child, Factor) for p in child.parameters()}
+    trained |= {id(table.token_rows) for table in with_rows.values()}
     for name, parameter in module.named_parameters():  # not the state dict: a tied head appears once
-        if id(parameter) in of_adapters:
+        if id(parameter) in trained:
             continue
         holder, _, last = name.rpartition(".")
+        layer, table = (adapted.get(holder), with_rows.get(holder)) if last == "weight" else (None, None)
         like = parameter.detach().to("meta", kept_dtype(parameter))
-        read = _reading(parameter)
-        if last == "weight" and holder in layers:
-            read = functools.partial(merged, layers[holder])
-        elif last == "weight" and holder in of_tokens:
-            read = functools.partial(_replacing, read, of_tokens[holder])
-        yield Plain(name, like, functools.partial(_finite, name, read))
+        yield Plain(name, like, functools.partial(_read, name, parameter, layer, table))
 
 
-def _finite(name: str, read: Callable[[], Tensor]) -> Tensor:
-    return require_finite(read(), name)
-
-
-def _reading(parameter: nn.Parameter) -> Callable[[], Tensor]:
-    return lambda: parameter.detach().to(kept_dtype(parameter))
-
-
-def _replacing(read: Callable[[], Tensor], table: Table) -> Tensor:
-    return replaced(read(), table.rows).detach()
+def _read(name: str, parameter: nn.Parameter, layer: Adapted | None, table: Table | None) -> Tensor:
+    if layer is not None:
+        return require_finite(merged(layer), name)
+    value = parameter.detach().to(kept_dtype(parameter))
+    return require_finite(value if table is None else replaced(value, table.rows).detach(), name)
 
 
 def narrow(
     module: nn.Module, dtype: torch.dtype, more: Iterable[nn.Module] = (), device: torch.device | None = None
 ) -> None:
-    """Round frozen fp32 weights and biases of linear layers, the head's too, to the dtype that autocast gives them.
+    """Round frozen fp32 weights and biases of linear layers, including the head, once to autocast's dtype.
 
-    They are then rounded once and not at each call, to the same bits.
+    The bits are those to which autocast would round them at each call.
 
     Args:
-        module: has adapters.
+        module: a module with adapters.
         dtype: autocast's.
         more: other modules whose weights are read in that dtype only.
-        device: where these weights go, one after another; None: they stay.
+        device: where these weights are moved, one after another; None: they stay.
     """
-    those = {m for m in module.modules() if isinstance(m, nn.Linear) and not isinstance(m, Factor)} | set(more)
-    # A weight that another module reads as well, such as a tied embedding, keeps its digits.
-    elsewhere = {id(p) for m in module.modules() if m not in those for p in m.parameters(recurse=False)}
-    parameters = {id(p): p for m in those for p in map(m._parameters.get, ("weight", "bias")) if p is not None}
+    readers = {m for m in module.modules() if isinstance(m, nn.Linear) and not isinstance(m, Factor)} | set(more)
+    # A weight that another module reads as well, such as a tied embedding, keeps its precision.
+    elsewhere = {id(p) for m in module.modules() if m not in readers for p in m.parameters(recurse=False)}
+    parameters = {id(p): p for m in readers for p in map(m._parameters.get, ("weight", "bias")) if p is not None}
     wide = [p for key, p in parameters.items() if key not in elsewhere and kept_dtype(p) == torch.float32]
     for parameter in in_file_order(wide):
-        there = parameter.data.to(device or parameter.device, copy=isinstance(parameter, MappedWeight))
-        keep(parameter, there.to(dtype))
+        moved = parameter.data.to(device or parameter.device, copy=isinstance(parameter, MappedWeight))
+        keep(parameter, moved.to(dtype))

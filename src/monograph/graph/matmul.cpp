@@ -1,4 +1,4 @@
-// Product of two small fp32 matrices for processors with AVX-512: sums stay in registers, nothing is called.
+// Product of two small fp32 matrices for processors with AVX-512; sums stay in registers.
 //
 // Shapes: N rows, K summed, M columns; a tile is ROWS x COLUMNS of the product, a panel DEPTH x COLUMNS of the right.
 #include <immintrin.h>
@@ -9,11 +9,11 @@
 namespace {
 
 constexpr long LANES = 16, ROWS = 8, COLUMNS = 2 * LANES;
-// A panel is 16 KiB: it stays in the first cache beside a tile's rows of the left.
+// A panel is 16 KiB, so that it fits the L1 cache together with a tile's rows of the left.
 constexpr long DEPTH = 128;
-// Strides from which a panel read in place would throw itself out of that cache, whose lines are chosen by address.
+// Row stride above which a panel read in place would evict itself from the L1 cache, whose sets are chosen by address.
 constexpr long FAR = 512;
-// Multiplications from which waking other threads pays.
+// Number of multiplications from which waking other threads pays.
 constexpr long SHARED = 1 << 21;
 
 struct Matrix {
@@ -44,7 +44,7 @@ void tile(long depth, Matrix left, Matrix right, float* out, long stride, bool a
         }
 }
 
-// As many tiles of R rows as fit below row `i` of [rows, width]; returns the first row that is left.
+// Computes as many tiles of R rows as fit from row `i` of [rows, width]; returns the first row that is left.
 template <long R>
 long tiles(long i, long rows, long width, long depth, Matrix left, Matrix right, float* out, long stride, bool add) {
     for (; i + R <= rows; i += R) {
@@ -64,7 +64,7 @@ long tiles(long i, long rows, long width, long depth, Matrix left, Matrix right,
     return i;
 }
 
-// panel[depth, COLUMNS] = right[depth, width], the rest of the columns zero.
+// panel[depth, COLUMNS] = right[depth, width], padded with columns of zeros.
 void copy(long depth, long width, Matrix right, float* panel) {
     if (right.column == 1 && width == COLUMNS)
         for (long k = 0; k < depth; ++k) std::copy_n(right.at(k, 0), COLUMNS, panel + k * COLUMNS);

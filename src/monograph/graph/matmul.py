@@ -1,7 +1,7 @@
-"""A pass over captured graphs: fp32 matrix products on a CPU where torch's own library, MKL, is slow.
+"""Replace fp32 matrix products in captured graphs on CPUs where torch's own library, MKL, is slow.
 
-MKL uses half of the vector width of AMD processors with AVX-512. Here products up to `LARGE` are computed by
-`matmul.cpp`, which costs nothing to call, larger ones by oneDNN, which torch has built in and takes for bf16 anyway
+MKL uses half of the vector width of AMD processors with AVX-512. There, products up to `LARGE` are computed by
+`matmul.cpp`, whose calls cost almost nothing, and larger ones by oneDNN, which torch includes and uses for bf16 anyway
 (docs/log.md). Eager code keeps MKL and is the reference.
 
 Shapes: B products at once, N rows, K summed, M columns.
@@ -22,11 +22,10 @@ from monograph import compat
 from monograph.compat import inductor
 from monograph.device import mkl_is_slow
 
-# Multiplications; between them `matmul.cpp` is the fastest of the three, below them the cost of a call decides for
-# MKL (docs/log.md).
+# Numbers of multiplications from and up to which `matmul.cpp` is the fastest of the three. MKL has the cheapest call
+# for smaller products (docs/log.md).
 SMALLEST, LARGE = 2**18, 2**27
-# Narrower products leave most of a tile of 8 x 32 empty.
-NARROWEST = 32
+NARROWEST = 32  # narrower products leave most of a tile of 8 x 32 empty
 SOURCE = Path(__file__).with_suffix(".cpp")
 # Plain registration: `torch.library.custom_op` adds 10 microseconds to every call.
 _LIBRARY = torch.library.Library("monograph", "DEF")
@@ -47,10 +46,8 @@ def small(left_NK: Tensor, right_KM: Tensor) -> Tensor:
 
 def small_out(left_NK: Tensor, right_KM: Tensor, *, out: Tensor) -> None:
     """Write left @ right to `out` [N, M], contiguous; see `small`."""
-    rows, depth = left_NK.shape
-    columns = out.shape[1]
     left, right = (left_NK.data_ptr(), *left_NK.stride()), (right_KM.data_ptr(), *right_KM.stride())
-    _native("matmul", 3, 2)(rows, depth, columns, *left, *right, out.data_ptr())
+    _native("matmul", 3, 2)(*left_NK.shape, out.shape[1], *left, *right, out.data_ptr())
 
 
 def batched(left_BNK: Tensor, right_BKM: Tensor) -> Tensor:
@@ -68,7 +65,7 @@ def batched_out(left_BNK: Tensor, right_BKM: Tensor, *, out: Tensor) -> None:
 
 @functools.cache
 def _native(name: str, sizes: int, strides: int) -> Callable[..., None]:
-    """Return a function of `matmul.cpp`; the first call builds it, in a second or two."""
+    """Return a function of `matmul.cpp`; the first call compiles the file in a second or two."""
     function: Callable[..., None] = getattr(compat.native(SOURCE.read_text()), name)
     operand = [c_void_p, *[c_long] * strides]
     function.argtypes = [*[c_long] * sizes, *operand, *operand, c_void_p]  # type: ignore[attr-defined]
@@ -89,17 +86,17 @@ def _(left: Tensor, right: Tensor) -> Tensor:
 
 
 def passes() -> dict[str, Any]:
-    """Return the passes as options of `torch.compile` with Inductor."""
+    """Return the pass as an option of `torch.compile` with Inductor."""
     if mkl_is_slow():
-        # Past torch's dispatcher a call takes 2.3 microseconds instead of 4.3 (docs/log.md).
+        # Bypassing torch's dispatcher, a call takes 2.3 microseconds instead of 4.3 (docs/log.md).
         compat.lower_to_call(torch.ops.monograph.small_matmul.default, small_out)
         compat.lower_to_call(torch.ops.monograph.batched_matmul.default, batched_out)
     return {"post_grad_custom_post_pass": compat.graph_pass(rewrite, __file__, inductor.__file__)}
 
 
 def rewrite(graph: torch.fx.Graph) -> None:
-    """Turn batched products of which only the transpose is read; choose what computes each fp32 product on a CPU."""
-    # First, since the loop below chooses for the products that are made here, too.
+    """Transpose batched products of which only the transpose is read; choose an operator for each CPU fp32 product."""
+    # First, because the loop below also chooses for the products that are made here.
     for node in graph.find_nodes(op="call_function", target=torch.ops.aten.permute.default):
         _turn(graph, node)
     if not mkl_is_slow():
@@ -112,12 +109,12 @@ def rewrite(graph: torch.fx.Graph) -> None:
 
 
 def _turn(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
-    """Write (L R)^T as R^T L^T, laid out as it is read: under vmap the gradients of weights come transposed."""
+    """Replace (L R)^T by R^T L^T, which is contiguous: under vmap, gradients of weights come transposed."""
     product, order = node.args
     assert isinstance(product, torch.fx.Node)
     if product.target is not torch.ops.aten.bmm.default or len(product.users) > 1 or list(order) != [0, 2, 1]:  # type: ignore[arg-type, call-overload]
         return
-    # Every new node needs its `val`: shapes, dtypes and devices are read from there.
+    # Every new node needs its `val`, from which shapes, dtypes and devices are read.
     turned = []
     with graph.inserting_before(product):
         for operand in reversed(product.args):
@@ -132,9 +129,9 @@ def _turn(graph: torch.fx.Graph, node: torch.fx.Node) -> None:
 
 
 def workspace_bytes(left_NK: Tensor, right_KM: Tensor) -> int:
-    """Return the bytes that an fp32 product of two matrices on a CPU takes in addition to its result.
+    """Return the bytes of temporary memory that a product of two matrices on a CPU takes.
 
-    oneDNN copies a left operand that is transposed; in bf16 only parts of it at a time, some hundred kB.
+    oneDNN copies a transposed left operand; in bf16 only parts of it at a time, some hundred kB, which count as 0.
     """
     (rows, depth), columns = left_NK.shape, right_KM.shape[1]
     by_onednn = mkl_is_slow() and _chosen(rows, depth, columns) is torch.ops.monograph.onednn_matmul.default
@@ -144,7 +141,6 @@ def workspace_bytes(left_NK: Tensor, right_KM: Tensor) -> int:
 
 def _chosen(rows: int, depth: int, columns: int) -> Any:
     size = rows * depth * columns
-    # From there on `matmul.cpp` no longer wins, and oneDNN's fixed cost of a call is small next to the product.
     if size >= LARGE:
         return torch.ops.monograph.onednn_matmul.default
     if size >= SMALLEST and min(rows, columns) >= NARROWEST:
@@ -153,7 +149,7 @@ def _chosen(rows: int, depth: int, columns: int) -> Any:
 
 
 def _chosen_batched(rows: int, depth: int, columns: int) -> Any:
-    # Without a smallest size, as MKL is slow at many small matrices at once (docs/log.md).
+    # There is no smallest size, because MKL is slow at batches of many small matrices (docs/log.md).
     if rows * depth * columns < LARGE and min(rows, columns) >= NARROWEST:
         return torch.ops.monograph.batched_matmul.default
     return torch.ops.aten.bmm.default

@@ -1,7 +1,7 @@
-"""Weights that lie in a mapped file until they are brought, one by one, to where they are kept.
+"""Keep weights in a memory-mapped file until they are copied, one by one, to where they are used.
 
-Where memory is short the system may drop the pages of a mapped file. So a model of mapped weights takes no memory, and
-making something of it tensor by tensor takes the memory of the result and of one tensor.
+The operating system can drop pages of a mapped file when memory is short. So a model of mapped weights takes no memory
+of its own, and converting it tensor by tensor takes the memory of the result and of one tensor.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class MappedWeight(nn.Parameter):
-    """A parameter in a mapped file, not read yet: its numbers show in the dtype that they are stored in.
+    """A parameter in a mapped file, not read yet, in the dtype in which it is stored.
 
     Attributes:
-        becomes: the dtype in which it will be kept, which can hold every number of the stored one.
+        becomes: the dtype in which it will be kept, which can hold every number of the stored dtype.
     """
 
     becomes: torch.dtype
 
 
 def mapped(stored: Tensor, becomes: torch.dtype) -> Tensor:
-    """Return a parameter over a tensor in a mapped file; one that must be rounded to fit `becomes` is read now."""
-    # Whoever looks must see the numbers that will be kept, so that rounding cannot wait.
+    """Return a parameter over a tensor in a mapped file; if `becomes` cannot hold its numbers it is rounded now."""
+    # Rounding cannot wait, because readers must see the numbers that will be kept.
     if torch.promote_types(stored.dtype, becomes) != becomes:
         return stored.to(becomes)
     parameter = MappedWeight(stored)
@@ -38,12 +38,12 @@ def mapped(stored: Tensor, becomes: torch.dtype) -> Tensor:
 
 
 def require_finite(tensor: Tensor, name: str) -> Tensor:
-    """Return a tensor of a model that somebody else may have trained, if all its numbers are finite.
+    """Return the tensor if all its numbers are finite.
 
     Raises:
         InputRefused: it holds NaN or an infinity.
     """
-    # With a NaN the extremes are NaN, and finding them takes no memory, as a mask of all elements would.
+    # The extremes of a tensor with a NaN are NaN. Unlike a mask of all elements they take no memory.
     if tensor.numel() and not all(bool(extreme.isfinite()) for extreme in tensor.detach().aminmax()):
         raise InputRefused(f"{name} holds NaN or infinity, with which a model computes nothing: take sound weights")
     return tensor
@@ -55,16 +55,16 @@ def kept_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def keep(parameter: Tensor, data: Tensor) -> None:
-    """Give a parameter other numbers, in their own memory; a mapped parameter becomes an ordinary one."""
+    """Replace a parameter's data; a mapped parameter becomes an ordinary one."""
     parameter.data = data
     if isinstance(parameter, MappedWeight):
         del parameter.becomes
-        # The object stays, as tied layers and whoever else holds it must see the new numbers.
+        # The object stays the same, so that tied layers and other holders see the new numbers.
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def in_file_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
-    """Sort mapped parameters by where they lie in their file, so that it is read from its beginning to its end."""
+    """Sort mapped parameters by their place in the file, so that it is read from beginning to end."""
     return sorted(parameters, key=lambda parameter: parameter.data_ptr() if isinstance(parameter, MappedWeight) else 0)
 
 
@@ -78,6 +78,6 @@ def materialize_(module: M, device: torch.device | None = None, trained: bool = 
     """
     still_mapped = [p for p in module.parameters() if isinstance(p, MappedWeight) and (trained or not p.requires_grad)]
     for weight in in_file_order(still_mapped):
-        # The dtype is changed last, since the stored numbers are the smaller ones to move.
+        # Move first and convert then: the stored dtype is the smaller one.
         keep(weight, weight.data.to(device or "cpu", copy=True).to(kept_dtype(weight)))
     return module

@@ -1,4 +1,4 @@
-"""The dtype a module computes in; its parameters, gradients and optimizer state stay as they are (fp32 masters)."""
+"""Choose the dtype in which a module computes; parameters, gradients and optimizer state stay fp32 masters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from monograph.device import Device
 from monograph.errors import UsageError
 from monograph.ranges import ABOVE_0, COUNT
 
-# Without "fp8", which is bf16 everywhere but in the linear layers of blocks.
+# "fp8" is missing, since it is bf16 everywhere but in the linear layers of blocks.
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SMALLEST_SCALE, LARGEST_SCALE = 1.0, 2.0**24
 
@@ -23,13 +23,13 @@ class Precision:
 
     "bf16" runs matrix products, attention and (in this package's models) the residual stream in bfloat16 through
     `torch.autocast`; sums, norms and the loss stay in fp32, weights and gradients are fp32 tensors. "fp16" does the
-    same in half precision, whose small range asks for a loss scale (`rescale_`). "fp8" is "bf16" but for the linear
+    same in half precision, whose small range requires a loss scale (`rescale_`). "fp8" is "bf16" except in the linear
     layers of blocks, see `monograph.graph.fp8`. "fp32" changes nothing, so a float64 module computes in float64.
 
     Attributes:
         name: one of the above.
-        loss_scale: the first loss scale of fp16; a power of two, so that dividing by it again is exact.
-        grow_after: how many updates in a row without overflow it takes for the scale of fp16 to double.
+        loss_scale: the initial loss scale of fp16; a power of two, so that dividing by it is exact.
+        grow_after: number of consecutive updates without overflow after which the loss scale of fp16 doubles.
     """
 
     name: str = "fp32"
@@ -45,7 +45,7 @@ class Precision:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the torch dtype; for "fp8" the one outside of the blocks' linear layers."""
+        """Return the torch dtype; for "fp8" that outside of the blocks' linear layers."""
         return DTYPES.get(self.name, torch.bfloat16)
 
     @property
@@ -55,11 +55,11 @@ class Precision:
 
     @property
     def rounds(self) -> bool:
-        """Return whether bf16 roundings of fp32 weights are computed with; the weights are then kept `splittable`."""
+        """Return whether products read bf16 roundings of fp32 weights; the weights are then kept `splittable`."""
         return self.name == "bf16"
 
     def products(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype of matrix products of tensors of `dtype` outside of `context`, without autocast."""
+        """Return the dtype to which tensors of `dtype` are cast for matrix products outside of `context`."""
         return dtype if self.name == "fp32" else self.dtype
 
     def context(self, device_type: str) -> AbstractContextManager[None]:
@@ -68,7 +68,7 @@ class Precision:
         return torch.autocast(device_type, self.dtype, enabled=self.name != "fp32")
 
     def obstacle(self, device: Device) -> str | None:
-        """Return why a device should not be asked for this precision, None if it may be."""
+        """Return why this precision should not be used on a device, or None."""
         if self.name == "fp16" and device.type == "cpu":
             return "a CPU computes in fp16 about 30 times slower than in fp32"
         if self.name == "fp8" and not device.has_fp8:
@@ -84,11 +84,11 @@ class Precision:
 
         Args:
             scale: s, 0-d fp32, kept between 1 and 2^24.
-            good: n, updates accepted since s changed last, 0-d int64.
-            finite: bool, whether the scaled gradient is.
-            accepted: bool, whether the update was made; one without targets is finite, and changes nothing here.
+            good: n, number of updates accepted since s last changed, 0-d int64.
+            finite: bool, whether the scaled gradient is finite.
+            accepted: bool, whether the update was made; one without targets is not, and changes nothing here.
         """
-        # Tensors decide, since an `if` would make the host wait for the gradient and end the graph.
+        # `torch.where`, because an `if` would make the host wait for the gradient and break the graph.
         grown = good + accepted
         ripe = grown >= self.grow_after
         factor = torch.where(finite, torch.where(ripe, 2.0, 1.0), 0.5)

@@ -1,11 +1,10 @@
-"""Make the blocks of any module follow a policy of recomputation, in place: names and checkpoints stay the same.
+"""Make the blocks of any module follow a policy of recomputation, in place; names and checkpoints stay the same.
 
-Each block's forward pass becomes `torch.utils.checkpoint` around its own. Which results are kept is one function of the
-block's operators, which torch asks while it runs eagerly, and the compiler while it traces.
+Each block's forward pass is wrapped in `torch.utils.checkpoint`. One function of the block's operators decides which
+results are kept; torch calls it while it runs eagerly, and the compiler calls it while it traces.
 
-Offloaded, the one stored tensor, a block's input, waits in the host's memory. It leaves the device while the block
-computes and comes back while the block after it is recomputed, on a separate stream in both directions. The numbers
-that come back are the numbers that left.
+Under `Offload` a block's input, the one stored tensor, waits unchanged in the host's memory. It is copied there while
+the block computes, and back while the next block is recomputed, in both directions on a separate stream.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,9 +33,9 @@ from monograph.graph.siblings import within_blocks
 
 
 class Lane:
-    """The way between a device and its host: a separate stream, and the tensor that left last.
+    """A separate stream for copies between a device and its host, with the parcel sent last.
 
-    On a CPU, which has one memory and no streams, everything is copied all the same, in order.
+    On a CPU, which has one memory and no streams, tensors are copied all the same, in order.
     """
 
     def __init__(self, device: torch.device):
@@ -45,7 +44,7 @@ class Lane:
         self.last: weakref.ref[Parcel] | None = None
 
     def out(self, tensor: Tensor) -> Tensor:
-        """Start a copy to page-locked memory of the host; it is complete for whatever follows on this lane."""
+        """Start a copy to page-locked host memory and return it; later work on this lane sees it complete."""
         on_host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=self.stream is not None)
         if self.stream is None:
             return on_host.copy_(tensor)
@@ -53,11 +52,11 @@ class Lane:
         self.stream.wait_stream(torch.cuda.current_stream(tensor.device))
         with torch.cuda.stream(self.stream):
             on_host.copy_(tensor, non_blocking=True)
-        tensor.record_stream(self.stream)  # its memory, whoever frees it, is not used again before the copy is made
+        tensor.record_stream(self.stream)  # its memory is not used again before the copy is made
         return on_host
 
     def back(self, on_host: Tensor, device: torch.device) -> tuple[Tensor, torch.cuda.Event | None]:
-        """Start the copy back; return it, and on a GPU the event of its end."""
+        """Start the copy back; return the tensor, and on a GPU the event of the copy's end."""
         if self.stream is None:
             return on_host.clone(), None
         with torch.cuda.stream(self.stream):
@@ -66,7 +65,7 @@ class Lane:
 
 
 class Parcel:
-    """A block's input on its way to the host: the first opening gives it back, later ones its copy."""
+    """A block's input and its copy on the host: the first `open` returns the input itself, later ones the copy."""
 
     def __init__(self, tensor: Tensor, lane: Lane):
         """Send a copy to the host; the tensor is kept until the parcel is opened."""
@@ -74,16 +73,16 @@ class Parcel:
         self.tensor: Tensor | None = tensor
         self.on_host = lane.out(tensor.detach())
         self.coming: tuple[Tensor, torch.cuda.Event | None] | None = None
-        self.before = lane.last  # a weak reference, or each parcel would keep all earlier ones
+        self.before = lane.last  # a weak reference: strong ones would keep all earlier parcels
         lane.last = weakref.ref(self)
 
     def call(self) -> None:
-        """Start the way back, if the tensor is away and not on its way yet."""
+        """Start the copy back to the device, unless the tensor is there or its copy has started."""
         if self.tensor is None and self.coming is None:
             self.coming = self.lane.back(self.on_host, self.device)
 
     def open(self) -> Tensor:
-        """Return the tensor; if it comes from the host, call the one that left before it, which is needed next."""
+        """Return the tensor; if it comes from the host, call the parcel sent before it, which is needed next."""
         if self.tensor is not None:
             tensor, self.tensor = self.tensor, None
             return tensor
@@ -92,7 +91,7 @@ class Parcel:
         (tensor, arrived), self.coming = self.coming, None
         if before := self.before and self.before():
             before.call()
-        # Made on the lane's stream, read on this one: this one waits, and the allocator has to know of both.
+        # The copy is made on the lane's stream and read on the current one, which waits; the allocator must know both.
         if arrived is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(arrived)
@@ -100,19 +99,17 @@ class Parcel:
         return tensor.requires_grad_(self.differentiable)
 
 
-@functools.cache
-def _lane(device: torch.device) -> Lane:
-    return Lane(device)
+_lane = functools.cache(Lane)  # one for each device
 
 
 def offloaded(forward: Callable[..., Any], contexts: Callable[[], Any], *args: Any, **kwargs: Any) -> Any:
-    """Return `forward(*args, **kwargs)`, to be recomputed from a first argument that waits on the host.
+    """Return `forward(*args, **kwargs)`; it is recomputed from a first argument that waits on the host.
 
     Args:
         forward: the forward pass of a block.
-        contexts: makes the contexts of the forward pass and its repetition, see `torch.utils.checkpoint`.
-        args: the block's positional arguments; the first leaves the device if it is a tensor.
-        kwargs: its other arguments, which stay where they are.
+        contexts: makes the contexts of the forward pass and of its repetition, see `torch.utils.checkpoint`.
+        args: the block's positional arguments; the first is offloaded if it is a tensor.
+        kwargs: its keyword arguments, which stay on the device.
     """
     if not args or not isinstance(args[0], Tensor):
         return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -129,17 +126,16 @@ Contexts = Callable[[], tuple[Any, Any]]
 
 @dataclass
 class _Plan:
-    """A block's policy, its own forward pass, and the contexts by which torch keeps what the policy keeps.
+    """A block's policy, its own forward pass, and the contexts that make torch keep the policy's results.
 
-    `kept` spells out what `contexts` keep, "" for nothing.
+    `kept` lists the results that `contexts` keep; "" for none.
     """
-
-    # Blocks share a captured graph unless Dynamo sees them differ, and of a function it compares the code alone, which
-    # is the same for all contexts (docs/log.md): hence `kept`.
 
     policy: OfBlock
     inner: Callable[..., Any]
     contexts: Contexts | None = None
+    # Blocks share a captured graph unless Dynamo sees them differ. It compares functions by their code alone, which is
+    # the same for all contexts (docs/log.md), so this text tells them apart.
     kept: str = ""
 
 
@@ -147,26 +143,25 @@ def follow(module: nn.Module, policy: Policy) -> None:
     """Let every block of a module follow the policy from now on; `Remat.Off` undoes an earlier one.
 
     Raises:
-        UsageError: the module has no blocks, not as many as the policy has parts, or a block without a forward pass.
+        UsageError: the module has no blocks, another number than the policy, or a block without a forward pass.
     """
-    of_module = blocks(module)
-    policies = _for_each(policy, len(of_module))
-    if policy != Remat.Off() and (idle := [n for n, b in of_module.items() if type(b).forward is nn.Module.forward]):
-        raise UsageError(
-            f"{idle[0]} ({type(of_module[idle[0]]).__name__}) has no forward pass to recompute: use Remat.Off()"
-        )
+    by_name = blocks(module)
+    policies = _for_each(policy, len(by_name))
     if policy != Remat.Off():
+        for name, block in by_name.items():
+            if type(block).forward is nn.Module.forward:
+                raise UsageError(f"{name} ({type(block).__name__}) has no forward pass to recompute: use Remat.Off()")
         within_blocks(module)  # a block is repeated alone, without siblings in another one
-    for block, of_block in zip(of_module.values(), policies, strict=True):
+    for block, block_policy in zip(by_name.values(), policies, strict=True):
         plan = block.__dict__.pop("remat", None)
         if isinstance(plan, _Plan):
             del block.forward
-            # The class's method needs no attribute; what somebody else had put there comes back.
+            # The class's method comes back by itself; another function that a user had assigned is put back.
             if not isinstance(plan.inner, MethodType) or plan.inner.__func__ is not type(block).forward:
                 block.forward = plan.inner  # type: ignore[method-assign]
-        if of_block in (Remat.Off(), Remat.Budget(1.0)):
+        if block_policy in (Remat.Off(), Remat.Budget(1.0)):
             continue
-        block.remat = _Plan(of_block, block.forward)  # type: ignore[assignment]
+        block.remat = _Plan(block_policy, block.forward)  # type: ignore[assignment]
         block.forward = MethodType(_forward, block)  # type: ignore[method-assign]
 
 
@@ -188,7 +183,7 @@ def _for_each(policy: Policy, count: int) -> tuple[OfBlock, ...]:
 
 
 def innermost(block: nn.Module) -> tuple[Any, str]:
-    """Return (owner, name) of the forward pass to compile for a block: what `Full` and `Offload` repeat, else all."""
+    """Return (owner, name) of the forward pass to compile for a block: inside of `Full` and `Offload`, else around."""
     plan = block.__dict__.get("remat")
     if isinstance(plan, _Plan) and plan.policy in (Remat.Full(), Remat.Offload()):
         return plan, "inner"
@@ -216,9 +211,10 @@ def _forward(block: Any, *args: Any, **kwargs: Any) -> Any:
 
 @functools.cache  # one function for equal blocks, so that they share one compiled graph
 def _keeping(names: frozenset[tuple[str, int]]) -> Contexts:
-    def choose() -> Callable[..., CheckpointPolicy]:
-        # torch tells the operator and no more, so calls of it are told apart by their number, which begins again in the
-        # repetition.
+    """Return contexts that keep the named results, each an operator's name and the number of its call."""
+
+    def contexts() -> tuple[Any, Any]:
+        # torch passes only the operator, so its calls are counted: once in the forward pass, again in the repetition.
         counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
         def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -227,17 +223,14 @@ def _keeping(names: frozenset[tuple[str, int]]) -> Contexts:
             kept = (name, seen[name] - 1) in names
             return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.MUST_RECOMPUTE
 
-        return policy
-
-    def contexts() -> tuple[Any, Any]:
-        return create_selective_checkpoint_contexts(choose())
+        return create_selective_checkpoint_contexts(policy)
 
     return contexts
 
 
 def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Any, Any]:
-    """Return the contexts of the forward pass and of its repetition, to which the block's buffers are as they were."""
-    # A module that changes its buffers as it runs (running means, power iterations) would change them twice.
+    """Return the contexts of the forward pass and of its repetition, which sees the buffers of the first run."""
+    # Without this, a module that changes its buffers as it runs (running means, power iterations) changes them twice.
     first, again = contexts() if contexts else (nullcontext(), nullcontext())
     before = _buffers(block)
     return first, _replayed(block, before, again) if before else again
@@ -254,16 +247,12 @@ def _replayed(block: nn.Module, before: list[_Buffer], again: Any) -> Iterator[N
         _put(now)
 
 
-class _Buffer(NamedTuple):
-    owner: nn.Module
-    name: str
-    tensor: Tensor
-    value: Tensor
+_Buffer = tuple[nn.Module, str, Tensor, Tensor]  # owner, name, tensor and a copy of its value
 
 
 def _buffers(block: nn.Module) -> list[_Buffer]:
     return [
-        _Buffer(owner, name, tensor, tensor.clone())
+        (owner, name, tensor, tensor.clone())
         for owner in block.modules()
         for name, tensor in owner.named_buffers(recurse=False)
     ]
@@ -271,22 +260,22 @@ def _buffers(block: nn.Module) -> list[_Buffer]:
 
 def _put(buffers: list[_Buffer]) -> None:
     for owner, name, tensor, value in buffers:
-        # Another block may have saved the tensor for its backward pass, where torch looks whether it has changed.
+        # Another block may have saved the tensor for its backward pass, where torch checks that it has not changed.
         with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensor):
             tensor.copy_(value)
-        owner._buffers[name] = tensor  # a module may have put another one in its place
+        owner._buffers[name] = tensor  # the module may have replaced it
 
 
 # ---- budgets --------------------------------------------------------------------------------------------------------
 
 
 def choose_kept(module: nn.Module, run: Callable[[nn.Module], object], *, captured: bool) -> None:
-    """Choose what blocks with a `Pointwise` or `Budget` policy keep, from one pass without numbers.
+    """Choose which results blocks with a `Pointwise` or `Budget` policy keep, from one pass with fake tensors.
 
     Args:
         module: a module whose blocks follow a policy.
-        run: runs a module on a batch; it is given a copy whose tensors hold no numbers.
-        captured: whether the blocks will run in a compiled graph, where they may compute and keep other things.
+        run: runs a module on a batch; it is given a copy with fake tensors.
+        captured: whether the blocks will run in a compiled graph, where they may compute and keep other tensors.
 
     Raises:
         UsageError: the pass does not reach every block.
@@ -310,9 +299,9 @@ def choose_kept(module: nn.Module, run: Callable[[nn.Module], object], *, captur
 
 def _kept_of(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]]:
     curve = recording.curve()
-    limit = (
-        round(policy.fraction * recording.stored_bytes) if isinstance(policy, Remat.Budget) else curve[-1].stored_bytes
-    )
+    limit = curve[-1].stored_bytes
+    if isinstance(policy, Remat.Budget):
+        limit = round(policy.fraction * recording.stored_bytes)
     chosen = within(curve, limit)
     return frozenset(chosen.what) if chosen else frozenset()
 
@@ -320,23 +309,23 @@ def _kept_of(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]
 def recorded(
     module: nn.Module, run: Callable[[nn.Module], object], *, captured: bool, stored: bool = True
 ) -> dict[str, Recording]:
-    """Return what each block of a module computes and keeps, by name.
+    """Return a recording of each block of a module, by name.
 
-    Nothing is allocated, and neither the module nor the random numbers are touched.
+    Nothing is allocated, and neither the module nor the random state is changed.
 
     Args:
         module: see `choose_kept`.
         run: see `choose_kept`.
         captured: see `choose_kept`.
-        stored: whether to find `stored_bytes` of captured blocks, which a budget needs: one block of each kind is
-            traced as a graph.
+        stored: whether to compute `stored_bytes` of captured blocks, which a budget needs; one block of each kind is
+            traced as a graph for it.
 
     Raises:
         UsageError: the pass does not reach every block.
     """
     recordings, compiled = dict[str, Recording](), dict[Recording, int]() if captured and stored else None
     held = (*module.parameters(), *module.buffers())
-    # A plan's module has fake tensors already, and they work with their own mode only.
+    # The planner's module has fake tensors already, which work in their own mode only.
     mode = next((t.fake_mode for t in held if isinstance(t, FakeTensor)), FakeTensorMode(allow_non_fake_inputs=True))
     empty = {id(t): t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in held}
     reason = "they did not run"
@@ -348,7 +337,7 @@ def recorded(
                 inner = plan.inner if isinstance(plan, _Plan) else block.forward
                 block.forward = functools.partial(_recording, recordings, name, block, inner, compiled)  # type: ignore[method-assign]
             run(twin)
-        except Exception as error:  # a module of the user's may raise anything
+        except Exception as error:  # a user's module may raise anything
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
     if missing := [name for name in blocks(module) if name not in recordings]:
         raise UsageError(
@@ -369,9 +358,10 @@ def _recording(
 ) -> Any:
     output, recording = record(inner, [*block.parameters(), *block.buffers()], *args, **kwargs)
     if compiled is not None:
-        if recording not in compiled:  # asked once for blocks that are alike
+        if recording not in compiled:  # traced once for blocks that are alike
             compiled[recording] = compat.stored_by_graph(inner, block, args, kwargs)
-        # Operators between products run again inside the kernels that read them, in no measurable time (docs/log.md).
+        # Recomputed operators between products are fused into the kernels that read them and cost no measurable time
+        # (docs/log.md).
         recording = replace(recording, stored_bytes=compiled[recording], rest_flops=0)
     recordings.setdefault(name, recording)
     return output

@@ -1,4 +1,4 @@
-"""Record what a block computes and keeps for its backward pass, by running it on tensors that hold no numbers."""
+"""Record the products and stored bytes of a block by running it; fake tensors do."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from monograph.graph.remat import Choice, front
 
 @dataclass(frozen=True)
 class Product:
-    """A matrix product, convolution or attention of a block, which is dear to compute again.
+    """A matrix product, convolution or attention of a block, which is expensive to compute again.
 
     Attributes:
         name: the operator's name, and the number of this call among the block's calls of it, from 0.
         stored_bytes: size of its results.
-        flops: cost of computing them; a multiplication and an addition are two.
+        flops: cost of computing them; a multiplication and an addition are two FLOPs.
     """
 
     name: tuple[str, int]
@@ -33,14 +33,14 @@ class Product:
 
 @dataclass(frozen=True)
 class Recording:
-    """One forward pass of a block.
+    """The costs of one forward pass of a block.
 
     Attributes:
-        input_bytes: size of the tensors that the block is given, which every policy keeps.
-        stored_bytes: size of everything else that it keeps if nothing is recomputed, without its parameters.
-        rest_flops: cost of everything but its products, one for each number that is written; every policy recomputes
-            it. 0 where the block is compiled.
-        products: products whose results the backward pass needs, or needs to compute something else again.
+        input_bytes: size of the block's input tensors, which every policy keeps.
+        stored_bytes: size of all other tensors that autograd keeps if nothing is recomputed, without parameters.
+        rest_flops: cost of all operators that are no products, one FLOP for each number written; every policy
+            recomputes them. 0 if the block is compiled.
+        products: products whose results the backward pass or a recomputation needs, in the order of their calls.
     """
 
     input_bytes: int
@@ -49,16 +49,16 @@ class Recording:
     products: tuple[Product, ...]
 
     def curve(self) -> tuple[Choice, ...]:
-        """Return choices of products to keep, from none (`Remat.Full`) to all (`Remat.Pointwise`); each names them."""
+        """Return choices of products to keep, by name, from none (`Remat.Full`) to all (`Remat.Pointwise`)."""
         groups = [(Choice(0, p.flops, ()), Choice(p.stored_bytes, 0, (p.name,))) for p in self.products]
         return tuple(choice._replace(flops=choice.flops + self.rest_flops) for choice in front(groups))
 
 
 def record(block: Callable[..., Any], held: list[Tensor], *args: Any, **kwargs: Any) -> tuple[Any, Recording]:
-    """Run a block once, gradients enabled; `held` are its parameters and buffers.
+    """Run a block once, with gradients enabled; `held` are its parameters and buffers.
 
     Returns:
-        Its output and the recording.
+        The block's output and the recording.
     """
     given = {storage_of(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
     saved: list[Tensor] = []
@@ -68,18 +68,18 @@ def record(block: Callable[..., Any], held: list[Tensor], *args: Any, **kwargs: 
         return tensor
 
     calls = _Calls()
-    # The hooks see what autograd saves, the mode sees what operators run; neither sees both.
+    # The hooks see the tensors that autograd saves, the mode sees the operators that run; neither sees both.
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), calls:
         output = block(*args, **kwargs)
-    # Tensors that are kept for other reasons cost nothing more when they are saved.
-    apart = given.keys() | {storage_of(t) for t in held}
-    stored = {storage_of(t): t for t in saved if storage_of(t) not in apart}
+    # Saving a tensor costs nothing if it is alive anyway.
+    alive_anyway = given.keys() | {storage_of(t) for t in held}
+    stored = {storage_of(t): t for t in saved if storage_of(t) not in alive_anyway}
     products, rest = calls.needed(set(stored))
     return output, Recording(_bytes(given.values()), _bytes(stored.values()), rest, products)
 
 
 def storage_of(tensor: Tensor) -> int:
-    """Return what tells a tensor's memory from another's as long as both are alive; views share it."""
+    """Return a key of a tensor's storage, which views share; it is unique among living tensors."""
     return tensor.untyped_storage()._cdata
 
 
@@ -88,7 +88,7 @@ def _bytes(tensors: Any) -> int:
 
 
 class _Call(NamedTuple):
-    """One operator's run: the memories that it read, made, and wrote to in place."""
+    """One call of an operator; `read`, `made` and `changed` (in place) are keys of storages."""
 
     name: tuple[str, int]
     read: set[int]
@@ -102,13 +102,13 @@ class _Call(NamedTuple):
 class _Calls(TorchDispatchMode):
     """Record every operator that runs, in order."""
 
-    supports_higher_order_operators = True  # flex attention is one
+    supports_higher_order_operators = True  # such as flex attention
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[_Call] = []
         self.counts: Counter[str] = Counter()
-        self.alive: list[Tensor] = []  # or another tensor would get the same memory
+        self.alive: list[Tensor] = []  # keeps all tensors, so that no key of a storage is used twice
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -118,7 +118,7 @@ class _Calls(TorchDispatchMode):
         made = {storage_of(t): t for t in outputs if storage_of(t) not in read}
         changed = set[int]()
         if compat.writes_in_place(func):
-            # An operator that returns nothing is taken to change all that it reads.
+            # An operator that returns nothing is assumed to change all its arguments.
             changed = {storage_of(t) for t in outputs} & read or read
         name = str(func)
         flops, numbers = compat.flops_of(func, args, kwargs or {}, out), sum(t.numel() for t in made.values())
@@ -129,12 +129,12 @@ class _Calls(TorchDispatchMode):
         return out
 
     def needed(self, stored: set[int]) -> tuple[tuple[Product, ...], int]:
-        """Return the products without which `stored` cannot be computed again, and the FLOPs of the rest.
+        """Return the products that are needed to compute `stored` again, and the FLOPs of the other operators.
 
-        A product that is overwritten later cannot be kept; it counts among the rest.
+        A product that is overwritten later cannot be kept; its FLOPs count among the others.
         """
         products, rest, needed, changed = list[Product](), 0, set(stored), set[int]()
-        # Backwards, since the inputs of a needed result are needed, too.
+        # In reverse order, because the inputs of a needed result are needed as well.
         for call in reversed(self.calls):
             if needed & (call.made | call.changed):
                 needed |= call.read

@@ -1,7 +1,8 @@
-"""Run a step many times without the host: call it, or on a GPU capture it once for each variant and replay it.
+"""Run device work many times with little work on the host: on a GPU it is captured once and replayed.
 
-A function of a batch is replayed by copying every batch to where the capture read the first one (`StaticInputs`). A
-graph keeps the host's decisions, so the values that they were made by are compared before each replay (`HostState`).
+A function of a batch is replayed by copying every batch to the addresses that the capture read (`StaticInputs`). A
+captured graph keeps the decisions that the host made, so the values behind them are compared before each replay
+(`HostState`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from monograph import compat
 from monograph.device import clock
 
-WARM_UP = 2  # calls before a capture: the first compiles, with both the libraries have allocated all they need
+WARM_UP = 2  # calls before a capture: the first one compiles, and after both, libraries have allocated all they need
 Work = Callable[[], None]
 
 
@@ -37,11 +38,11 @@ class Recorder(Protocol):
     """A device that can capture work."""
 
     def warm_up(self, work: Work) -> str | None:
-        """Do the work under the conditions of a capture; return why it cannot be captured, None if nothing is known."""
+        """Do the work under the conditions of a capture; return why it cannot be captured, or None."""
         ...
 
     def record(self, work: Work) -> Graph:
-        """Capture what `work` launches, without running it.
+        """Capture the device work that `work` launches, without running it.
 
         Raises:
             RuntimeError: it cannot be captured.
@@ -50,50 +51,48 @@ class Recorder(Protocol):
 
 
 class NotReplayable(Exception):
-    """Work can be called and not captured; the calls that were made before this was raised are done."""
+    """The error of work that can be called but not captured; the calls that were made before it are done."""
 
 
 class CudaGraphs:
-    """Captures on a CUDA device.
-
-    All graphs share one pool of memory and one stream.
+    """A recorder of CUDA graphs, which share one memory pool and one stream.
 
     Attributes:
-        least: the share of a call's time, from 0 to 1, that the host must spend on launching it; below it the device is
-            the slower of the two, and a replay would take a pool of memory for nothing. 0: always captured.
+        least: the smallest share of a call's time, from 0 to 1, that the host must spend on launching for the call to
+            be captured. With less, the device is the slower side, and a replay would hold memory and save no time.
     """
 
     def __init__(self, device: torch.device, least: float = 0.0):
         """Make a stream and a pool on a device of this process."""
         self.device, self.least = device, least
-        # One stream, for warming up, too: autograd adds a gradient on the stream on which a parameter was used first.
+        # Warm-ups use the captures' stream: autograd accumulates a gradient on the parameter's first stream.
         self._stream = torch.cuda.Stream(device)
-        # One pool, since nobody reads a replay's results there afterwards.
+        # Graphs may share a pool, because no result in it is read after a replay.
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm_up(self, work: Work) -> str | None:
-        """Call the work on the captures' stream, and watch the host meanwhile; see `Recorder.warm_up`."""
+        """Call the work on the captures' stream while watching the host; see `Recorder.warm_up`."""
         current, drawn = torch.cuda.current_stream(self.device), torch.get_rng_state()
         self._stream.wait_stream(current)
-        torch.cuda.synchronize(self.device)  # or work of before would be timed as this work's
+        torch.cuda.synchronize(self.device)  # earlier work must not be timed
         began = clock()
         try:
             with torch.cuda.stream(self._stream), _host_waits() as waits:
                 work()
-        finally:  # later work, also after an error, must come after the work that was launched
+        finally:  # also after an error, later work must wait for the work that was launched
             current.wait_stream(self._stream)
         launched_s = clock() - began
         torch.cuda.synchronize(self.device)
         share = launched_s / (clock() - began)
         if waits:
             return f"the host waits for the device at {waits[0]}"
-        # A replay would go on with the numbers that the capture drew.
+        # A replay would use the numbers that were drawn during the capture.
         if not torch.equal(drawn, torch.get_rng_state()):
             return "it draws random numbers on the host (torch)"
         return f"the device is busy longer than it takes to launch ({share:.0%})" if share < self.least else None
 
     def record(self, work: Work) -> Graph:
-        """Capture; other threads, such as one that reads ahead into page-locked memory, may go on meanwhile."""
+        """Capture the work; other threads, such as one that fills page-locked memory, may go on meanwhile."""
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             work()
@@ -102,10 +101,10 @@ class CudaGraphs:
 
 @contextmanager
 def _host_waits() -> Iterator[list[str]]:
-    """Yield a list that holds, after the block, where (FILE:LINE) the host waited for the device inside of it."""
+    """Yield a list of the places (FILE:LINE) where the host waited for the device, which is filled after the block."""
     before, waits = torch.cuda.get_sync_debug_mode(), list[str]()
     with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")  # or Python shows a line's warning once in a process
+        warnings.simplefilter("always")  # by default, Python shows a line's warning once in a process
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield waits
@@ -114,19 +113,19 @@ def _host_waits() -> Iterator[list[str]]:
     for warning in seen:
         if "called a synchronizing CUDA operation" in str(warning.message):
             waits.append(f"{warning.filename}:{warning.lineno}")
-        # Warnings of other things are passed on, all but torch's note on the mode itself.
+        # All other warnings are passed on, except torch's note on the debug mode.
         elif "Synchronization debug mode" not in str(warning.message):
             warnings.warn_explicit(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 class Replays:
-    """Run a function whose only effect is on device memory by replaying what it launches, a graph for warning variant.
+    """A function whose only effect is on device memory, with a captured graph for each variant of its arguments.
 
-    The first calls of a variant are ordinary ones, so nothing is run that would not have been.
+    The first calls of a variant are ordinary ones, so that the function never runs more often than it is asked to.
     """
 
     def __init__(self, function: Callable[..., None], recorder: Recorder | None) -> None:
-        """Take a function and what captures it; with None it is called every time."""
+        """Take a function and the recorder that captures it; without one it is called every time."""
         self._function, self._recorder = function, recorder
         self._calls: dict[Hashable, int] = {}
         self._graphs: dict[Hashable, Graph] = {}
@@ -142,15 +141,15 @@ class Replays:
         return len(self._graphs)
 
     def forget(self) -> None:
-        """Give the graphs back; later calls are warmed up again."""
+        """Free the graphs; later calls are warmed up again."""
         self._calls.clear()
         self._graphs.clear()
 
     def run(self, times: int, *variant: Hashable) -> None:
-        """Run the function of a variant so many times.
+        """Run the function `times` times with the arguments `variant`.
 
         Raises:
-            NotReplayable: it ran once, and cannot be captured; the message says why.
+            NotReplayable: the function ran, and cannot be captured; the message says why.
         """
         for _ in range(times):
             if (graph := self._graphs.get(variant)) is not None:
@@ -176,15 +175,15 @@ def _captured(work: Work, recorder: Recorder) -> Graph:
         raise NotReplayable(obstacle)
     try:
         return recorder.record(work)
-    except RuntimeError as error:  # out of memory is one
+    except RuntimeError as error:  # such as out of memory
         message = str(error).splitlines()[0]
-    # Outside the except block: the traceback would keep the failed capture's tensors alive.
+    # Outside the except block, whose traceback would keep the failed capture's tensors alive.
     raise NotReplayable(f"the capture failed: {message}")
 
 
 def _host_random_numbers() -> tuple[object, ...]:
     """Return the states of Python's and NumPy's generators."""
-    _, keys, position, *_ = np.random.get_state()  # the legacy generator, which other people's code uses
+    _, keys, position, *_ = np.random.get_state()  # the global generator, which users' code may draw from
     return random.getstate(), bytes(np.asarray(keys)), position
 
 
@@ -192,18 +191,18 @@ PLAIN = (bool, int, float, str, type(None))
 
 
 class HostState:
-    """A record of plain values, identities of tensors and `requires_grad` in all parts of modules at one moment.
+    """A record of plain values, identities of tensors and `requires_grad` flags in objects at one moment.
 
-    Numbers in tensors are not looked at: they may change, as a graph reads them where they are. State that a
-    function keeps outside of its owners, in a global variable or on a class, is not seen.
+    Numbers in tensors may change, because a graph reads them where they are. State outside of the objects, in a global
+    variable or on a class, is not recorded.
     """
 
     def __init__(self, *owners: Any, **named: Any):
-        """Record owners: modules with all of their parts, and other objects with attributes.
+        """Record the attributes of objects; of a module also those of its submodules.
 
         Args:
             owners: the objects.
-            named: further attributes that must stay the same objects: attribute's name = its owner.
+            named: further attributes that must stay the same objects, as attribute=owner.
         """
         self._values: list[tuple[dict[str, Any], str, Any]] = []
         self._names: list[tuple[dict[str, Any], frozenset[str]]] = []
@@ -225,9 +224,9 @@ class HostState:
             self._gradients += [(p, p.requires_grad) for p in part._parameters.values() if p is not None]
 
     def changed(self) -> str | None:
-        """Return the name of an attribute that is not what it was or is new, None if there is none."""
+        """Return the name of an attribute that has changed, is new or is gone, or None."""
         for held, name, value in self._values:
-            # By type as well: a graph of 1 need not be one of 1.0 or True.
+            # Types are compared as well: a graph for 1 may differ from one for 1.0 or True.
             now = held.get(name)
             if now is not value and (isinstance(value, Tensor) or type(now) is not type(value) or now != value):
                 return name
@@ -237,16 +236,16 @@ class HostState:
         return "requires_grad" if any(p.requires_grad is not flag for p, flag in self._gradients) else None
 
 
-MOST = 4  # different shapes of a batch that are captured, and captures that a change on the host makes void
+MOST = 4  # captured shapes of a batch, and times that a change on the host may void the captures
 
 
 class StaticInputs:
-    """`function(batch)`, whose only effect is on device memory, called at first and replayed from then on.
+    """A replacement for `function(batch)`, whose only effect is on device memory: called at first, then replayed.
 
-        copy the batch's tensors to the buffers of its shapes;  replay what function(buffers) launched
+        copy the batch's tensors to the buffers of its shapes;  replay the work of function(buffers)
 
-    A batch may be anything that torch's pytrees know, of tensors on the device and plain values. Where nothing
-    can be replayed the function is called, and `announce` gets the reason in one line.
+    A batch may be any pytree of tensors on the device and plain values. If it cannot be replayed, the function is
+    called, and `announce` gets the reason in one line.
     """
 
     def __init__(
@@ -257,17 +256,17 @@ class StaticInputs:
         host: Callable[[], HostState],
         announce: Callable[[str], None],
     ):
-        """Prepare; nothing is allocated before the first batch.
+        """Take a function; nothing is allocated before the first batch.
 
         Args:
-            function: what to run on a batch.
-            recorder: captures it.
+            function: runs on a batch.
+            recorder: captures the function.
             device: where a batch's tensors are.
-            host: records the state that the function decides by; when that has changed the function is captured anew.
-            announce: gets each reason for a call once.
+            host: records the host's state that the function reads; when it changes, the function is captured again.
+            announce: gets each reason for calling instead of replaying, once.
         """
         self.function, self._device, self._host, self._announce = function, device, host, announce
-        self._replays = Replays(self._on_buffers, recorder)
+        self._replays = Replays(lambda variant: self.function(self._inputs[variant][0]), recorder)
         self._inputs: dict[Hashable, tuple[Any, list[Tensor]]] = {}
         self._seen: HostState | None = None
         self._changed, self._voided = "", 0
@@ -280,7 +279,7 @@ class StaticInputs:
         return self._replays.captured
 
     def give_back(self) -> bool:
-        """Free all memory; return whether there was a graph, in which case the function is only called from then on."""
+        """Free all memory; return whether there was a graph. If so, the function is called from now on."""
         held = self.captured > 0
         self._stopped |= held
         self._forget()
@@ -299,7 +298,7 @@ class StaticInputs:
             self.function(batch)
             return
         if variant not in self._inputs:
-            # The capture reads these addresses ever after, and the caller's batch will be gone.
+            # Replays read the addresses of the capture, and the caller frees its batch.
             own = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
             self._inputs[variant] = tree_unflatten(own, form), own
         for buffer, leaf in zip(self._inputs[variant][1], leaves, strict=True):
@@ -307,14 +306,13 @@ class StaticInputs:
                 buffer.copy_(leaf)
         try:
             self._replays.run(1, variant)
-        except NotReplayable as reason:  # this batch is done, it is only the next ones that are called
-            self._stop(str(reason))
-
-    def _on_buffers(self, variant: Hashable) -> None:
-        self.function(self._inputs[variant][0])
+        except NotReplayable as reason:  # this batch is done; the next ones will be called
+            self._stopped = True
+            self._forget()
+            self._say(str(reason))
 
     def _obstacle(self, variant: Hashable, leaves: list[Any]) -> str | None:
-        """Return why the function must be called with this batch, None if it can be replayed."""
+        """Return why the function must be called with this batch, or None if it can be replayed."""
         # A value that changes with every batch would need a capture for every batch.
         if self._voided > MOST:
             self._stopped = True
@@ -324,23 +322,18 @@ class StaticInputs:
                 return f"a batch holds a {type(leaf).__name__}"
             if isinstance(leaf, Tensor) and leaf.device != self._device:
                 return f"a batch holds a tensor on {leaf.device}, where the host may read it"
-            # Its gradient belongs to the caller's tensor, a replay would give it to the buffer.
+            # A replay would add the gradient to the buffer instead of the caller's tensor.
             if isinstance(leaf, Tensor) and leaf.requires_grad:
                 return "a batch holds a tensor that wants a gradient"
         full = variant not in self._inputs and len(self._inputs) == MOST
         return f"batches have more than {MOST} shapes, the others" if full else None
 
     def _void_if_changed(self) -> None:
-        """Forget all captures when the host has changed the state that the function decides by."""
+        """Forget all captures if the host's state that the function reads has changed."""
         if changed := self._seen and self._seen.changed():
             self._forget()
             self._changed, self._voided = changed, self._voided + 1
         self._seen = self._seen or self._host()
-
-    def _stop(self, reason: str) -> None:
-        self._stopped = True
-        self._forget()
-        self._say(reason)
 
     def _say(self, reason: str) -> None:
         if reason not in self._said:
@@ -354,5 +347,5 @@ class StaticInputs:
 
 
 def _bound(leaf: Any) -> Hashable:
-    """Return what a graph is bound to in a part of a batch: a tensor's shape and dtype, or a plain value."""
+    """Return the properties of a batch's leaf that a graph depends on: a tensor's shape and dtype, or a plain value."""
     return (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else (type(leaf), leaf)

@@ -1,12 +1,11 @@
-"""Find linear layers that read one tensor (query, key and value, say) and make them families.
+"""Find linear layers that read one tensor (such as query, key and value) and make them families.
 
-Which layers do is seen by watching a call; nothing is concluded from names or classes.
+They are found by watching calls, not by names or classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -16,13 +15,13 @@ from torch import Tensor, nn
 
 from monograph import compat
 from monograph.graph.family import Family, Sibling, adjacent, mode_of, version_of
-from monograph.graph.inspect import blocks, buffers_kept, modes_kept, unwrap_
+from monograph.graph.inspect import blocks, buffers_kept, modes_kept, shared_parameters, unwrap_
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Call(NamedTuple):
-    """One call of a layer. The tensors are kept, so that no other one gets their identity."""
+    """One call of a layer. It keeps the tensors alive, so that no other one gets the same id."""
 
     name: str
     input: Tensor
@@ -33,7 +32,7 @@ class Call(NamedTuple):
 
 
 def watched(module: nn.Module, run: Callable[[], object]) -> list[Call]:
-    """Return all calls of linear layers with one tensor, in the module's mode and in evaluation mode."""
+    """Run a module in its own mode and in evaluation mode, and return all calls of linear layers with one tensor."""
     calls: list[Call] = []
 
     def watch(name: str) -> Callable[..., None]:
@@ -50,7 +49,7 @@ def watched(module: nn.Module, run: Callable[[], object]) -> list[Call]:
     try:
         with modes_kept(module):
             run()
-            # Evaluation may take another way through the module, and layers must be siblings on both ways.
+            # Evaluation may run other code of the module, and layers must be siblings in both modes.
             if any(part.training for part in module.modules()):
                 module.eval()
                 run()
@@ -61,13 +60,13 @@ def watched(module: nn.Module, run: Callable[[], object]) -> list[Call]:
 
 
 def grouped(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]], dict[str, str]]:
-    """Return names of layers to fuse, and of layers that read one tensor with others and cannot be, with the reason."""
+    """Return groups of layers to fuse, by name, and the reasons why others that share an input cannot be fused."""
     read: dict[str, list[tuple[Any, ...]]] = {}
     changed = set()
     for call in calls:
-        # One product stands for all only if the tensor was not changed in between, nor autocast or gradients switched.
+        # One product serves all only if neither the tensor nor the modes of autocast and autograd change in between.
         read.setdefault(call.name, []).append((id(call.input), call.version, call.mode))
-        # Outputs of siblings are views of one tensor, which autograd lets nobody change in place.
+        # Outputs of siblings are views of one tensor, and autograd forbids changing those in place.
         if version_of(call.output) != call.output_version:
             changed.add(call.name)
     readers: dict[Any, list[str]] = {}
@@ -83,15 +82,15 @@ def grouped(module: nn.Module, calls: list[Call]) -> tuple[list[list[str]], dict
             else:
                 layer: Any = module.get_submodule(name)
                 alike.setdefault(_kind(layer), []).append(name)
-        for those in alike.values():
-            sequence = [call.name for call in calls if call.name in those]
-            if len(those) == 1:
-                separate[those[0]] = "none of the others is like it in dtype, bias and requires_grad"
-            # The first one called computes for all, so it has to be the same one each time.
-            elif sequence != those * (len(sequence) // len(those)):
-                separate |= dict.fromkeys(those, "they are called in changing order")
+        for group in alike.values():
+            sequence = [call.name for call in calls if call.name in group]
+            if len(group) == 1:
+                separate[group[0]] = "none of the others is like it in dtype, bias and requires_grad"
+            # The first layer called computes for all, so it must be the same one each time.
+            elif sequence != group * (len(sequence) // len(group)):
+                separate |= dict.fromkeys(group, "they are called in changing order")
             else:
-                groups.append(those)
+                groups.append(group)
     return groups, separate
 
 
@@ -101,20 +100,17 @@ def _kind(layer: nn.Linear) -> tuple[Any, ...]:
 
 
 def _obstacles(module: nn.Module) -> dict[str, str]:
-    """Return why linear layers must stay as they are, by name."""
-    holders: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        holders.setdefault(id(parameter), []).append(name)
-    obstacles = {}
+    """Return the reasons why linear layers cannot be fused, by name."""
+    shared, obstacles = shared_parameters(module), {}
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
-            own = [p for p in (layer._parameters.get("weight"), layer._parameters.get("bias")) if p is not None]
-            tied = [n for p in own for n in holders[id(p)] if n.rpartition(".")[0] != name]
+            own = [layer._parameters.get("weight"), layer._parameters.get("bias")]
+            tied = [n for p in own for n in shared.get(id(p), []) if n.rpartition(".")[0] != name]
             if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
                 obstacles[name] = "its forward pass is not nn.Linear's"
             elif any(getattr(layer, hooks) for hooks in HOOKS):
                 obstacles[name] = "it has hooks"
-            # A computed weight (a parametrized one) has no memory that could lie next to another's.
+            # A computed weight, such as a parametrized one, cannot be placed next to another.
             elif type(layer._parameters.get("weight")) is not nn.Parameter:
                 obstacles[name] = "its weight is no plain parameter"
             elif tied:
@@ -124,11 +120,11 @@ def _obstacles(module: nn.Module) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class Fusion:
-    """The result of a fusion; as text it is one line.
+    """The result of a fusion; `str` gives one line.
 
     Attributes:
         families: names of the layers of each matrix product, in the order of their calls.
-        separate: layers that read one tensor with others and yet stay alone, with the reason.
+        separate: reasons why other layers that share an input were not fused, by name.
     """
 
     families: tuple[tuple[str, ...], ...]
@@ -147,46 +143,49 @@ def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
 
         y_1, y_2, ... = split(x [W_1; W_2; ...]^T + [b_1; b_2; ...])
 
-    Weights are brought together in memory, once; modules, names, parameters and gradients stay as they are, and a
-    `Step` that is made later keeps siblings side by side in its planes. Layers are fused if they read the same
-    unchanged tensor at each call, always in one order, and are alike in dtype, device, having a bias, and being
-    trained; layers of different blocks part again where blocks are recomputed or captured one by one. Each decision is
-    checked again at every call: a layer that is given another tensor computes alone.
+    Weights are moved next to each other in memory, once; modules, names, parameters and gradients stay as they are, and
+    a `Step` that is made later keeps siblings side by side in its planes. Layers are fused if they read the same
+    unchanged tensor at each call, always in the same order, and are alike in dtype, device, having a bias, and being
+    trained. Families that span blocks are split if blocks are recomputed or captured one by one. Every call is checked
+    again: a layer that is given another tensor computes alone.
 
-    The example is run in the module's mode, and in evaluation mode, with its random numbers and buffers put back. Fuse
-    in training mode what will be trained.
+    The example is run in the module's mode and in evaluation mode; random state and buffers are restored. Put a module
+    that will be trained into training mode first.
 
     Args:
         module: any module; an earlier fusion is undone first.
         example: the arguments of a call: a tensor, a tuple of arguments or a mapping of keywords; or a function without
-            arguments that calls it.
+            arguments that calls the module.
 
     Returns:
-        The families, and which layers stay separate and why: subclasses with their own forward pass, layers with
-        hooks, tied or computed weights, outputs that are changed in place or must be contiguous.
+        The families, and the layers that stay separate with the reason: subclasses with their own forward pass, layers
+        with hooks, tied or computed weights, outputs that are changed in place or must be contiguous.
     """
     module = unwrap_(module)
     unfuse_siblings(module)  # a fused layer's forward pass is not nn.Linear's, so it would be left alone
     run = _runner(module, example)
-    with _as_before(module):
+    # Without a list of cards, torch would save the generators of all.
+    cards = {p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"}
+    with buffers_kept(module), torch.random.fork_rng(devices=sorted(cards)):
         groups, separate = grouped(module, watched(module, run))
         fused: list[Family] = []
         for names in groups:
             layers = [module.get_submodule(name) for name in names]
-            kin = _families(layers)  # type: ignore[arg-type]
-            fused += kin
-            # Weights in a step's planes cannot be moved any more, so some may be left without a family.
-            held = {id(layer) for family in kin for layer in family.layers}
-            alone = [name for name, layer in zip(names, layers, strict=True) if id(layer) not in held]
+            formed = _families(layers)  # type: ignore[arg-type]
+            fused += formed
+            # Weights in a step's planes cannot be moved any more, so some layers may be left without a family.
+            related = {id(layer) for family in formed for layer in family.layers}
+            alone = [name for name, layer in zip(names, layers, strict=True) if id(layer) not in related]
             separate |= dict.fromkeys(alone, "its weight does not lie next to its siblings': fuse before the Step")
         _install(module, fused, run, separate)
-    # In a captured block that is recomputed Dynamo refuses to write an attribute, as a family does from call to call.
+    # A family writes an attribute at each call, which Dynamo forbids by default in a captured, recomputed block.
     compat.allow_stashes_in_recomputed()
-    return Fusion(tuple(_names(module)), separate)
+    name_of = {id(layer): name for name, layer in module.named_modules()}
+    return Fusion(tuple(tuple(name_of[id(layer)] for layer in family.layers) for family in families(module)), separate)
 
 
 def unfuse_siblings(module: nn.Module) -> None:
-    """Let every layer of a module compute alone again, with the same bits, and each parameter in its own memory.
+    """Let every layer of a module compute alone again, and give each parameter its own memory, with the same bits.
 
     Parameters that lie in a `Step`'s planes stay there.
     """
@@ -196,19 +195,19 @@ def unfuse_siblings(module: nn.Module) -> None:
 
 
 def families(module: nn.Module) -> list[Family]:
-    """Return the families that a module has."""
+    """Return a module's families."""
     return list({id(layer.family): layer.family for layer in module.modules() if isinstance(layer, Sibling)}.values())
 
 
 def side_by_side(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Return the parameters in an order for one buffer, in which those of siblings follow one another."""
+    """Return the parameters in an order for one buffer in which siblings' parameters follow one another."""
     names = {id(parameter): name for name, parameter in parameters.items()}
     after: dict[str, list[str]] = {}
     for family in families(module):
-        for those in (family.weights, family.biases):
-            # A family lies in one piece only if all its parameters go to this buffer.
-            if those and all(id(parameter) in names for parameter in those):
-                first, *others = (names[id(parameter)] for parameter in those)
+        for joined in (family.weights, family.biases):
+            # A family stays in one piece only if all its parameters go to this buffer.
+            if joined and all(id(parameter) in names for parameter in joined):
+                first, *others = (names[id(parameter)] for parameter in joined)
                 after[first] = others
     moved = {name for others in after.values() for name in others}
     order = [n for name in parameters if name not in moved for n in (name, *after.get(name, ()))]
@@ -216,7 +215,7 @@ def side_by_side(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> d
 
 
 def part_moved(module: nn.Module) -> None:
-    """Let siblings whose parameters were moved apart part, and go on in smaller families that lie side by side."""
+    """Split families whose parameters were moved apart into smaller ones that still lie side by side."""
     for family in families(module):
         family.lay()
         if family.weight is None:
@@ -224,7 +223,7 @@ def part_moved(module: nn.Module) -> None:
 
 
 def within_blocks(module: nn.Module) -> None:
-    """Let siblings of different blocks part, since one block is repeated, or captured, without the others."""
+    """Split families that span several blocks, because a block is recomputed or captured without the others."""
     where = {id(part): name for name, block in blocks(module).items() for part in block.modules()}
     for family in families(module):
         by_block: dict[str | None, list[nn.Linear]] = {}
@@ -242,7 +241,7 @@ def _replace(family: Family, groups: Iterable[list[nn.Linear]]) -> None:
 
 
 def _families(layers: list[nn.Linear]) -> list[Family]:
-    """Return one family of all layers if they can be brought together, else families of those that lie side by side."""
+    """Return one family of all layers if their weights can be joined, else families of those that lie side by side."""
     if len(layers) > 1 and (whole := Family(layers)).weight is not None:
         return [whole]
     runs = [[layers[0]]]
@@ -252,14 +251,8 @@ def _families(layers: list[nn.Linear]) -> list[Family]:
     return [Family(run) for run in runs if len(run) > 1]
 
 
-def _names(module: nn.Module) -> Iterator[tuple[str, ...]]:
-    names = {id(layer): name for name, layer in module.named_modules()}
-    for family in families(module):
-        yield tuple(names[id(layer)] for layer in family.layers)
-
-
 def _install(module: nn.Module, fused: list[Family], run: Callable[[], object], separate: dict[str, str]) -> None:
-    """Fuse all families if the example runs with them, else those with which it runs one by one."""
+    """Fuse all families if the example runs with them, else try them one by one; add the failing ones to `separate`."""
     try:
         for family in fused:
             family.install()
@@ -277,9 +270,8 @@ def _install(module: nn.Module, fused: list[Family], run: Callable[[], object], 
         except Exception as error:
             family.remove()
             family.part()
-            reason = (
-                f"what follows needs outputs of its own: {next(iter(str(error).splitlines()), type(error).__name__)}"
-            )
+            message = next(iter(str(error).splitlines()), type(error).__name__)
+            reason = f"what follows needs outputs of its own: {message}"
             separate |= {names[id(layer)]: reason for layer in family.layers}
 
 
@@ -291,12 +283,3 @@ def _runner(module: nn.Module, example: Any) -> Callable[[], object]:
     if callable(example):
         return example  # type: ignore[no-any-return]
     return lambda: module(*example)
-
-
-@contextmanager
-def _as_before(module: nn.Module) -> Iterator[None]:
-    """Restore buffers and random numbers after the `with` block."""
-    # Without a list torch would save the generators of all cards.
-    cards = {p.device.index or 0 for p in module.parameters() if p.device.type == "cuda"}
-    with buffers_kept(module), torch.random.fork_rng(devices=sorted(cards)):
-        yield

@@ -1,9 +1,9 @@
-"""Train the rows of a few tokens as a separate parameter of an embedding and a head that are frozen.
+"""Train the rows of a few tokens as a separate parameter of a frozen embedding and a frozen head.
 
-PEFT calls them trainable tokens. An embedding and a head that are one matrix have one such parameter, else two: a token
-that is written needs its row of the head as much as one that is read needs its row of the embedding.
+PEFT calls them trainable tokens. There are two such parameters, as reading a token needs its row of the embedding and
+writing it needs its row of the head, or one if embedding and head are tied.
 
-Shapes: V tokens, D their size, K of them trained.
+Shapes: V tokens in the vocabulary, D channels, K tokens trained.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROWS = "token_rows"  # the parameter's name, next to `weight`
 
 
 class Table(nn.Module):
-    """Base class of layers with a frozen `weight` [V, D], K rows of which are trained in `token_rows` [K, D]."""
+    """Base class of layers with a frozen `weight` [V, D] of which K rows are trained in `token_rows` [K, D]."""
 
     weight: Tensor
     token_rows: Tensor
@@ -32,39 +32,38 @@ class Table(nn.Module):
 
     @property
     def rows(self) -> Rows:
-        """Return the trained rows and where they stand."""
+        """Return the trained rows and their positions in the table."""
         return Rows(self.token_rows, self.token_index, self.token_slots)
 
 
 class TokenEmbedding(Table, nn.Embedding):
-    """An embedding some rows of which are trained; `put_rows` gives an embedding this class."""
+    """An embedding with trained rows; `put_rows` gives an embedding this class."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map ids [...] to [..., D]; see `monograph.ops.token_rows.embedding`."""
         rows = self.rows
-        if self.padding_idx is not None:  # its row learns nothing from being looked up, as in PEFT
+        if self.padding_idx is not None:  # looking up the padding gives its row no gradient, as in PEFT
             padding_K1 = (rows.index_K == self.padding_idx).unsqueeze(-1)
             rows = rows._replace(values_KD=torch.where(padding_K1, rows.values_KD.detach(), rows.values_KD))
         return embedding(input, self.weight, rows)
 
 
 class TokenHead(Table, nn.Linear):
-    """A head some rows of which are trained; `put_rows` gives a head this class."""
+    """A head with trained rows; `put_rows` gives a head this class."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., D] to [..., V]; see `monograph.ops.token_rows.linear`."""
-        # The rows' difference is added to the table's own logits: untouched rows keep their bits, no table is copied.
+        # Adding the rows' difference to the table's logits keeps the bits of untouched rows, and copies no table.
         return linear(input, self.weight, self.rows, self.bias)
 
 
 def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None = None) -> None:
-    """Give the rows of tokens a parameter, in place; they begin as the module's own, so that no bit changes.
+    """Give the rows of tokens a parameter, in place; its initial values are the table's, so that no bit changes.
 
     Args:
-        module: has one embedding, or names it by `get_input_embeddings()`, and has its head as `lm_head` or names it by
-            `get_output_embeddings()`.
-        tokens: ids, each once.
-        dtype: of the rows; None: the table's, but fp32 where that has fewer bits.
+        module: has one embedding or `get_input_embeddings()`, and a head as `lm_head` or `get_output_embeddings()`.
+        tokens: distinct ids.
+        dtype: dtype of the rows; None: the table's, but fp32 where that has fewer bits.
 
     Raises:
         UsageError: there are no such layers, they are of another kind, or an id has no row in them.
@@ -72,25 +71,25 @@ def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None
     embedding, head = _embedding(module), head_of(module)
     wanted: list[tuple[Any, type[nn.Module], str]]
     wanted = [(embedding, nn.Embedding, "an embedding"), (head, nn.Linear, "a head")]
-    for layer, plain, what in wanted:
+    for layer, plain, role in wanted:
         if getattr(type(layer), "forward", None) is not plain.forward:
             kind = "none that can be told" if layer is None else f"a {type(layer).__name__}"
             raise UsageError(
-                f"lora.tokens: rows of {what} are trained of an nn.{plain.__name__}, and {type(module).__name__} has "
+                f"lora.tokens: rows of {role} are trained of an nn.{plain.__name__}, and {type(module).__name__} has "
                 f"{kind}: give it get_input_embeddings() and get_output_embeddings()"
             )
     for layer in (embedding, head):
-        if beyond := [token for token in tokens if not 0 <= token < layer.weight.shape[0]]:
-            rows = layer.weight.shape[0]
+        rows = layer.weight.shape[0]
+        if beyond := [token for token in tokens if not 0 <= token < rows]:
             raise UsageError(
                 f"lora.tokens: id {beyond[0]} has no row in a table of {rows}: it needs its tokenizer.json"
             )
-    # Nothing is changed before everything has been looked at.
+    # All checks come first, so that a refusal changes nothing.
     tied = head.weight is embedding.weight
     _put(embedding, TokenEmbedding, tokens, dtype)
     _put(head, TokenHead, tokens, dtype)
     if tied:
-        head.token_rows = embedding.token_rows  # two parameters would tear one matrix apart
+        head.token_rows = embedding.token_rows
 
 
 def _embedding(module: nn.Module) -> Any:
@@ -110,13 +109,13 @@ def _put(layer: nn.Module, kind: type[Table], tokens: Sequence[int], dtype: torc
     layer.__class__ = kind
     wide = dtype or torch.promote_types(kept_dtype(weight), torch.float32)
     layer.token_rows = nn.Parameter(weight.detach()[index].to(wide))
-    # No checkpoint holds these: the options name the tokens.
+    # Not part of checkpoints, because the options name the tokens.
     layer.register_buffer("token_index", index, persistent=False)
     layer.register_buffer("token_slots", slots, persistent=False)
 
 
 def tables(module: nn.Module) -> dict[str, Table]:
-    """Return the layers of a module that have trained rows, by name; of a tied pair only the first."""
+    """Return the layers with trained rows by name; of a tied pair only the first."""
     by_rows: dict[int, tuple[str, Table]] = {}
     for name, layer in module.named_modules():
         if isinstance(layer, Table):
@@ -125,13 +124,13 @@ def tables(module: nn.Module) -> dict[str, Table]:
 
 
 def rows_of(layer: nn.Module) -> Rows | None:
-    """Return the trained rows of a layer, None if it has none."""
+    """Return the trained rows of a layer, or None."""
     return layer.rows if isinstance(layer, Table) else None
 
 
 @torch.no_grad()
 def merge_rows(module: nn.Module) -> None:
-    """Write the rows into their tables, in place, rounded once to the tables' dtype; plain layers are left."""
+    """Write the rows into their tables, rounded once to the tables' dtype, and make the layers plain again."""
     for layer in [child for child in module.modules() if isinstance(child, Table)]:
         keep(layer.weight, replaced(layer.weight.detach().to(kept_dtype(layer.weight)), layer.rows))
         for name in (ROWS, "token_index", "token_slots"):

@@ -1,6 +1,6 @@
 """Run one eager trial step of any module before anything is compiled.
 
-It tells whether the module runs, whether loss and gradients are finite, and if not, which module is to blame.
+The trial shows whether the module runs, whether loss and gradients are finite, and if not, which module is to blame.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from monograph.errors import InputRefused, MonographError, host_is_full, said_by
 from monograph.graph.inspect import buffers_kept, original, running, unwrap_
 
-OTHERS = "monograph_init_"  # begins the names of Python modules made from the files that model.init names
+OTHERS = "monograph_init_"  # prefix of the names of Python modules made from files that model.init names
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Trial:
 
 
 def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial:
-    """Run one forward and backward pass eagerly; weights and buffers stay, the gradients are zero afterwards.
+    """Run one forward and backward pass eagerly; weights and buffers stay, gradients are zero afterwards.
 
     Args:
         module: the module under trial; its parameters' gradients are overwritten.
@@ -53,7 +53,7 @@ def trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Trial
             finite (the message names the first module whose output is not finite, or the parameter).
     """
     module = original(module)
-    # A step through `torch.compile`'s wrappers would compile, so they are taken out and put back afterwards.
+    # Calling `torch.compile`'s wrappers would compile, so they are taken out and put back afterwards.
     wrapped = [(part._modules, part._modules.copy()) for part in module.modules()]
     try:
         with buffers_kept(unwrap_(module)):
@@ -68,7 +68,7 @@ def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Tria
     _zero(parameters)
     with _naming_failures(module):
         loss_sum, count = loss()
-    # A micro-batch may have no target at all, and 0 / 0 is no fault of the module.
+    # A micro-batch may have no targets at all; the loss is then 0 instead of 0 / 0.
     mean = float(loss_sum.detach()) / (float(count) or 1.0)
     if not math.isfinite(mean):
         raise InputRefused(f"the loss is {mean}: {first_non_finite(module, loss)}")
@@ -85,7 +85,7 @@ def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Tria
 
 
 def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
-    """Replay `run` and name the first submodule whose output is not finite although its inputs are, as one sentence."""
+    """Repeat `run`; return a sentence that names the first submodule with finite inputs and a non-finite output."""
     first: list[str] = []
     names = {child: name or type(module).__name__ for name, child in module.named_modules()}
 
@@ -93,7 +93,7 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
         if not first and not _finite(output) and _finite(inputs):
             first.append(f"{names[child]} ({type(child).__name__})")
 
-    # Leaves only: what holds others is not finite because one of them is not.
+    # Only modules without submodules: the output of any other is not finite because one of these is not.
     handles = [child.register_forward_hook(check) for child in module.modules() if not list(child.children())]
     try:
         with torch.no_grad():
@@ -101,7 +101,7 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    # Named first, as such a parameter explains every output that is not finite.
+    # Such a parameter comes first, because it explains every output that is not finite.
     bad = [name for name, p in module.named_parameters() if not bool(p.isfinite().all())]
     if bad:
         return f"parameter {bad[0]} holds non-finite values ({len(bad)} such parameters)"
@@ -132,7 +132,7 @@ def _naming_failures(module: nn.Module) -> Iterator[None]:
     with running(module) as inside:
         try:
             yield
-        except (MonographError, torch.OutOfMemoryError):  # they say what to do, and no module is to blame
+        except (MonographError, torch.OutOfMemoryError):  # their messages are clear, and no module is to blame
             raise
         except Exception as error:
             where = f"in {inside[-1]}" if inside else "in the loss function"
@@ -140,23 +140,22 @@ def _naming_failures(module: nn.Module) -> Iterator[None]:
 
 
 def said(error: BaseException) -> str:
-    """Return one line of what an exception says, and at which line of a user's file it was raised."""
+    """Return an exception's type and first line, and the line of a user's file where it was raised."""
     lines, at = said_by(error).splitlines(), raised_at(error)
     return ": ".join([f" ({at[0]})" if at else "", type(error).__name__, *lines[:1]])
 
 
 def refused_by_others(error: BaseException) -> InputRefused | None:
-    """Return the refusal in place of what a user's module or loss raised, SystemExit too; None where our code raised.
+    """Return a refusal that replaces an error of a user's module or loss (also SystemExit), None for other errors.
 
-    Running out of memory is nobody's fault, nor is an interrupt. One of our own errors is theirs where their code
-    raised it.
+    Running out of memory and interrupts are other errors. A MonographError is the user's if the user's code raised it.
     """
     if isinstance(error, KeyboardInterrupt | torch.OutOfMemoryError) or host_is_full(error):
         return None
     frames = [_package(frame) for frame, _ in traceback.walk_tb(error.__traceback__)]
     if isinstance(error, MonographError) and frames[-1:] in ([], ["monograph"]):
         return None
-    # A generator that a StopIteration passes makes a RuntimeError of it.
+    # Python turns a StopIteration that leaves a generator into a RuntimeError.
     cause = error.__cause__ if isinstance(error.__cause__, StopIteration) else error
     at = raised_at(cause)
     return InputRefused(f"{at[1]} failed{said(cause)}") if at else None
@@ -167,16 +166,16 @@ def _package(frame: FrameType) -> str:
 
 
 def raised_at(error: BaseException) -> tuple[str, str] | None:
-    """Return FILE:LINE and the module's class, or the function's name, of the innermost frame not torch's nor ours.
+    """Return FILE:LINE and the module's class, or the function's name, of the innermost frame of the user's code.
 
-    A function that a module calls, such as a helper in another file, counts as the module's line.
+    For a helper function in another file, which a module calls, this is the module's line with the call.
     """
     place = None
     for frame, line in traceback.walk_tb(error.__traceback__):
         package = _package(frame)
         first = next(iter(frame.f_code.co_varnames), "")
         owner = frame.f_locals.get(first)
-        # Some call it otherwise than `self`; a loss's first argument is a module, too, but not one's own.
+        # Is the frame a method of `owner`? `self` may have another name, and a loss's first argument is a module, too.
         own = first == "self" or getattr(getattr(type(owner), frame.f_code.co_name, 0), "__code__", 0) is frame.f_code
         theirs = own and isinstance(owner, nn.Module) and package not in ("torch", "monograph")
         if theirs or package.startswith(OTHERS):

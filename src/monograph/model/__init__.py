@@ -1,5 +1,5 @@
-"""The decoder-only language model: its configuration, its layers, its masks, and the Hugging Face folder it lives in.
+"""The decoder-only language model: its configuration, its layers, its masks, and its files in several formats.
 
-It returns hidden states or logits; losses, optimizers and samplers live elsewhere. Nothing is imported here, so that
-`monograph.model.config` stays free of torch.
+The model returns hidden states or logits; losses, optimizers and samplers are elsewhere. Nothing is imported here, so
+that `monograph.model.config` can be imported without torch.
 """

@@ -1,4 +1,4 @@
-"""Adapters as PEFT stores them: a folder with adapter_config.json and adapter_model.safetensors, in and out."""
+"""Read and write adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ from monograph.storage.reading import exists, inside, is_file, read_json, withou
 from monograph.text.tokenizer import Tokenizer
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-# Monograph's own file next to PEFT's two; PEFT does not read it.
+# Monograph's own file next to PEFT's two, with digests of the base; PEFT does not read it.
 BASE = "monograph_base.json"
 _READ = {"r", "lora_alpha", "target_modules", "lora_dropout", "base_model_name_or_path", KEY}
-# The adapter's tensors mean the same whatever these keys say.
-_NO_MATTER = {
+# Keys that do not change the meaning of the adapter's tensors.
+_IGNORED = {
     "peft_type", "task_type", "inference_mode", "auto_mapping", "revision", "peft_version", "megatron_core",
     "qalora_group_size", "layers_pattern", "ensure_weight_tying",
 }  # fmt: skip
-_PLAIN = {
+# Keys with the only values that are read.
+_ALLOWED = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
     "use_rslora": (None, False, True),
@@ -43,13 +44,13 @@ MOST_RANK, MOST_ALPHA = 2**16, 10**9
 
 
 class Adapter(NamedTuple):
-    """An adapter's folder as its configuration describes it; none of its tensors has been read yet.
+    """The configuration of an adapter's folder; its tensors have not been read yet.
 
     Attributes:
-        folder: the folder that holds it.
+        folder: the folder.
         lora: rank, alpha, targets, dropout, tokens.
-        base: the name of its base model in the file; "" where the file names none.
-        tokens: the layers whose token rows are trained, as the file gives them.
+        base: the base model's name in the file; "" if the file names none.
+        tokens: the file's value of `trainable_token_indices`.
     """
 
     folder: Path
@@ -58,7 +59,7 @@ class Adapter(NamedTuple):
     tokens: Any = None
 
     def require(self, config: LlamaConfig | None) -> None:
-        """Compare the base with the one that the adapter was trained on, where the folder names that one.
+        """Compare a base's shape with that of the base that the adapter was trained on, if the folder records it.
 
         Raises:
             InputRefused: the two differ.
@@ -73,7 +74,7 @@ class Adapter(NamedTuple):
 
     @property
     def weights_sha256(self) -> str | None:
-        """Return the digest of its base's weights; None where the folder does not give it, as PEFT's folders do not."""
+        """Return the recorded digest of the base's weights, or None, as for PEFT's own folders."""
         if not exists(self.folder / BASE):
             return None
         recorded = read_json(inside(self.folder, BASE)).get("weights_sha256")
@@ -89,7 +90,7 @@ def is_adapter(folder: str | Path) -> bool:
 
 
 def config_digest(config: LlamaConfig) -> str:
-    """Return the SHA-256 in hex of a base's shape, as its config.json has it; an id equals a list of it alone."""
+    """Return the SHA-256 in hex of a base's config.json; an end id and a list of only that id give the same digest."""
     values = config.to_hf()
     del values["attention_dropout"], values["pad_token_id"]  # they change no weight's shape
     if len(config.ends) == 1:
@@ -101,20 +102,16 @@ def read_adapter(folder: str | Path) -> Adapter:
     """Return the configuration of an adapter's folder.
 
     Raises:
-        InputRefused: another kind of adapter, a set key that is not understood, or a wrong value; the message names it.
+        InputRefused: another kind of adapter, an unsupported key that is set, or a wrong value; the message names it.
     """
     path = inside(Path(folder), CONFIG)
     values = read_json(path)
     if values.get("peft_type") != "LORA":
         raise InputRefused(f"{path}: peft_type = {values.get('peft_type')!r}: only LORA is read")
     for key, value in values.items():
-        if key in _READ | _NO_MATTER:
-            continue
-        if key in _PLAIN:
-            if value in _PLAIN[key]:
-                continue
-            raise InputRefused(f"{path}: {key} = {value!r} is not read: expected one of {_PLAIN[key]}")
-        if value not in (None, False, {}, []):
+        if key in _ALLOWED and value not in _ALLOWED[key]:
+            raise InputRefused(f"{path}: {key} = {value!r} is not read: expected one of {_ALLOWED[key]}")
+        if key not in _READ | _IGNORED | _ALLOWED.keys() and value not in (None, False, {}, []):
             raise InputRefused(f"{path}: {key} = {value!r} is set, which is not read here: merge it with PEFT first")
     rank, alpha, dropout = values.get("r"), values.get("lora_alpha"), values.get("lora_dropout", 0.0)
     if type(rank) is not int or not 0 < rank <= MOST_RANK:
@@ -127,9 +124,9 @@ def read_adapter(folder: str | Path) -> Adapter:
     if not listed and not (isinstance(targets, str) and targets):
         raise InputRefused(f"{path}: target_modules = {targets!r}: expected a list of names or a regular expression")
     assert alpha is not None
-    of_rank = math.sqrt(rank) if values.get("use_rslora") else 1.0  # s = alpha / sqrt(r)
+    factor = math.sqrt(rank) if values.get("use_rslora") else 1.0  # rank-stabilised: s = alpha / sqrt(r)
     chosen = tuple(sorted(targets)) if isinstance(targets, list) else str(targets)
-    lora = Lora(rank, alpha * of_rank, chosen, float(dropout), tokens=read_tokens(values.get(KEY), path))
+    lora = Lora(rank, alpha * factor, chosen, float(dropout), tokens=read_tokens(values.get(KEY), path))
     base = values.get("base_model_name_or_path")
     return Adapter(Path(folder), lora, base if isinstance(base, str) else "", values.get(KEY))
 
@@ -139,12 +136,12 @@ def _number(value: Any) -> bool:
 
 
 def read_weights(adapter: Adapter, module: nn.Module) -> None:
-    """Copy an adapter's tensors into a module that `adapt` gave adapters by its configuration.
+    """Copy an adapter's tensors into a module that `adapt` has prepared with the adapter's configuration.
 
-    Rows of a head that it does not have stay the base's.
+    Trained rows that the adapter's configuration does not list keep the base's values.
 
     Raises:
-        InputRefused: a tensor that is missing, left over, or of another shape; a damaged file.
+        InputRefused: a missing or unexpected tensor, one of another shape, or a damaged file.
     """
     own, path = adapter_state(module), inside(adapter.folder, WEIGHTS)
     own = {name: own[name] for name in own.keys() - left_out(adapter.tokens, module)}
@@ -177,12 +174,12 @@ def put(
     """Turn a module into the one that a run with adapters trains.
 
     Args:
-        module: the base, in fp32, or mapped weights that become that.
+        module: the base, in fp32 or as mapped weights that become fp32.
         lora: the adapters' settings.
         seed: seeds the initial values of new adapters.
         start: a stored adapter to begin from.
-        precision: the compute precision; where it has 16 bits, the base is stored in them too.
-        device: where adapters, narrower weights and quantised weights are moved; None: they stay.
+        precision: the compute precision; if it has 16 bits, the base's weights are stored in them, too.
+        device: device to which adapters, 16-bit and quantised weights are moved; None: they stay.
 
     Raises:
         UsageError: a target that matches nothing, or another refusal of `adapt`.
@@ -197,13 +194,13 @@ def put(
             raise InputRefused(f"{start.folder / CONFIG}: {error}") from None
         read_weights(start, module)
     if precision is not None and precision.name in ("bf16", "fp16"):
-        # A Llama rounds its hidden states right after the embedding, so the embedding is stored in 16 bits too.
+        # A Llama rounds its hidden states right after the embedding, so the embedding can be stored in 16 bits, too.
         more = [module.model.embed_tokens] if isinstance(module, Llama) else []
         narrow(module, precision.dtype, more, device)
 
 
 def adapter_state(module: nn.Module) -> dict[str, Tensor]:
-    """Return a module's live adapter tensors by name, with the rows of trained tokens."""
+    """Return a module's adapter tensors, including trained rows of tokens, by name; they share memory with it."""
     factors = {
         f"{name}.{factor}.weight": getattr(layer, factor).weight.detach()
         for name, layer in adapters(module).items()
@@ -213,13 +210,13 @@ def adapter_state(module: nn.Module) -> dict[str, Tensor]:
 
 
 class Packed(NamedTuple):
-    """Adapters as PEFT stores them.
+    """Adapters in PEFT's format.
 
     Attributes:
         values: the content of adapter_config.json.
         tensors: the content of adapter_model.safetensors.
         base: the content of monograph_base.json, which describes the base; empty for a user's own module.
-        tokenizer: a tokenizer with more tokens than the base's; None where it is the base's.
+        tokenizer: a tokenizer with more tokens than the base's, or None.
     """
 
     values: dict[str, Any]
@@ -232,10 +229,10 @@ def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None 
     """Return copies of a module's adapters, which stay valid when the adapters are merged.
 
     Args:
-        module: with adapters.
+        module: a module with adapters.
         lora: the adapters' settings.
         base: the base model, a folder's path or a hub id.
-        config: the shape of the base as it is stored; None: the module's.
+        config: the shape of the stored base; None: the module's.
     """
     config = config or (module.config if isinstance(module, Llama) else None)
     adapted = adapters(module)
@@ -252,7 +249,7 @@ def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None 
 
 
 def save_adapter(stored: Packed, folder: str | Path) -> None:
-    """Write a folder that PEFT and `read_adapter` read; it is created, and may exist only if it is empty.
+    """Write a new folder that PEFT and `read_adapter` can read; it may exist if it is empty.
 
     Raises:
         InputRefused: the folder exists and holds something, or cannot be written.
@@ -281,10 +278,10 @@ def _targets(module: nn.Module, adapted: Mapping[str, Adapted], lora: Lora) -> l
 
 
 def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str:
-    """Return the folder of the model that an adapter is for; `above` are adapters whose base it is.
+    """Return the folder of an adapter's base, which may be an adapter; `above` are the folders of adapters on this one.
 
     Raises:
-        InputRefused: it is not there, and nothing is fetched from the network; or adapters are bases of each other.
+        InputRefused: the base is no folder here (nothing is downloaded), or adapters are bases of each other.
     """
     for path in (Path(adapter.base), adapter.folder / adapter.base):
         if adapter.base and exists(path):

@@ -1,4 +1,4 @@
-"""The shape of a model: its sizes by their Hugging Face names, checked, with presets. Needs no torch."""
+"""Describe the shape of a model by checked sizes with their Hugging Face names, and by presets. Needs no torch."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from monograph.model.families import (
     LARGEST_SIZE,
     SLIDING,
     Family,
+    Llama3Scaling,
     Scaling,
     check_computed,
     check_number,
@@ -20,14 +21,12 @@ from monograph.model.families import (
     family,
     windows_from_hf,
 )
-from monograph.model.families import LinearScaling as LinearScaling
-from monograph.model.families import Llama3Scaling as Llama3Scaling
 
 WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 _OF_SOME = {"attention_bias", "sliding_window", "layer_types"}  # fields that only some families have
-_NEVER_NULL = ("rms_norm_eps", "max_position_embeddings", "attention_dropout")  # a null in a file is refused for these
+_NEVER_NULL = ("rms_norm_eps", "max_position_embeddings", "attention_dropout")  # keys that must not be null in a file
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,28 +34,28 @@ class LlamaConfig:
     """Sizes and constants of a model, by their Hugging Face names.
 
     Attributes:
-        model_type: the family, a name in `families.FAMILIES`; exports carry it.
+        model_type: the family, a name in `families.FAMILIES`; exports keep it.
         vocab_size: rows of the embedding and of the head.
         hidden_size: width of the residual stream.
         intermediate_size: width of the SwiGLU layer.
-        num_hidden_layers: blocks.
-        num_attention_heads: query heads; hidden_size must be a multiple, unless another family sets head_dim.
-        num_key_value_heads: key-value heads; must divide num_attention_heads. 0: as many as query heads.
+        num_hidden_layers: number of blocks.
+        num_attention_heads: number of query heads; must divide hidden_size, except in families with a head_dim.
+        num_key_value_heads: number of key-value heads; must divide num_attention_heads. 0: as many as query heads.
         head_dim: width of a head, even. 0: hidden_size / num_attention_heads.
         max_position_embeddings: longest sequence, tokens.
-        rms_norm_eps: added to the mean square in every norm.
+        rms_norm_eps: number added to the mean square in every norm.
         rope_theta: base of the rotary wavelengths.
-        rope_scaling: None, or how the wavelengths are stretched.
-        tie_word_embeddings: the head is the embedding matrix.
-        attention_bias: biases on all four projections of attention, where the family has the key (llama, qwen3).
-        sliding_window: None, or how many positions a query sees, its own the last (mistral, qwen2, qwen3).
+        rope_scaling: the way in which the wavelengths are stretched, or None.
+        tie_word_embeddings: whether the head is the embedding matrix.
+        attention_bias: whether all four projections of attention have biases (only llama, qwen3).
+        sliding_window: number of positions that a query sees, its own the last, or None (only mistral, qwen2, qwen3).
         layer_types: "sliding_attention" or "full_attention" for each layer (qwen2, qwen3). (): all layers are alike.
         initializer_range: standard deviation of the initial weights, see `Llama`.
-        attention_dropout: transformers' dropout rate for attention weights in training; kept for exports and
-            not computed here.
-        pad_token_id: id whose embedding row gets no gradient from look-ups, if there is one. A value below 0
-            is counted from the end of the vocabulary and replaced by the id that it means.
-        bos_token_id: id that begins a document, if the vocabulary has one.
+        attention_dropout: transformers' dropout rate of attention weights in training; it is kept for exports and not
+            applied here.
+        pad_token_id: id whose embedding row gets no gradient from look-ups, or None. A negative value counts from the
+            end of the vocabulary and is replaced by the id.
+        bos_token_id: id that begins a document, or None.
         eos_token_id: id or ids that end a document.
 
     Raises:
@@ -88,7 +87,7 @@ class LlamaConfig:
     def __post_init__(self) -> None:
         for name in _REQUIRED:
             check_whole(name, getattr(self, name))
-        # transformers refuses a Llama whose width is not a multiple of its heads, and derives their size from it.
+        # transformers refuses a Llama whose width is not a multiple of its heads, even with a head_dim.
         if self.head_dim == 0 or self.model_type == "llama":
             self._check_multiple("hidden_size", "num_attention_heads")
         # A frozen dataclass can set its derived fields only this way.
@@ -139,7 +138,7 @@ class LlamaConfig:
             )
         if SLIDING in self.layer_types and self.sliding_window is None:
             raise InputRefused(f"layer_types has {SLIDING!r}, but no sliding_window is set")
-        # Keep one spelling of "all layers are alike", so that equal models have equal configurations.
+        # "All layers are alike" gets one spelling, so that equal models have equal configurations.
         if self.layer_types and SLIDING not in self.layer_types:
             object.__setattr__(self, "sliding_window", None)
         if len(set(self.layer_types)) == 1:
@@ -166,7 +165,7 @@ class LlamaConfig:
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> LlamaConfig:
-        """Return a named shape, with any of its values replaced.
+        """Return a named configuration with some of its values replaced.
 
         | name | parameters | vocabulary | layers | hidden | ffn | heads x dim | kv heads | head | positions |
         |---|---|---|---|---|---|---|---|---|---|
@@ -177,12 +176,12 @@ class LlamaConfig:
         | 1b | 1,235,814,400 | 128,256 | 16 | 2,048 | 8,192 | 32 x 64 | 8 | tied | 131,072 |
         | 8b | 8,030,261,248 | 128,256 | 32 | 4,096 | 14,336 | 32 x 128 | 8 | untied | 131,072 |
 
-        The first three take their tokenizer's vocabulary (`vocab_size=`). 124m is GPT-2 small's size with heads of 128,
-        where GPU attention is fastest; llama-179m is that of A. Tam, "Pretraining a Llama Model on Your Local GPU"
-        (Machine Learning Mastery); 1b and 8b are Llama-3.2-1B and Llama-3.1-8B. nano and micro begin with
-        a spread of sqrt(2 / (5 hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their
-        width, and micro with it was 0.1 bits per byte worse after 200 updates. A preset's spread is for its own width;
-        at another hidden_size it changes as 1 / sqrt(hidden_size).
+        The first three are meant to get their tokenizer's vocabulary (`vocab_size=`). 124m is GPT-2 small's size with
+        heads of 128, where GPU attention is fastest; llama-179m is from A. Tam, "Pretraining a Llama Model on Your
+        Local GPU" (Machine Learning Mastery); 1b and 8b are Llama-3.2-1B and Llama-3.1-8B. The initializer_range of
+        nano and micro is sqrt(2 / (5 hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their
+        width, and with it micro was 0.1 bits per byte worse after 200 updates. A preset's initializer_range is for its
+        own width; at another hidden_size it changes as 1 / sqrt(hidden_size).
 
         Raises:
             InputRefused: no such preset or key, or values that do not fit together.
@@ -201,7 +200,7 @@ class LlamaConfig:
 
     @classmethod
     def from_hf(cls, values: dict[str, Any]) -> LlamaConfig:
-        """Read the content of a Hugging Face config.json of one of the families, as transformers 4 or 5 writes it.
+        """Return the configuration in the content of a config.json that transformers 4 or 5 wrote for a known family.
 
         Raises:
             InputRefused: another architecture, a variant that `Llama` does not compute, or a wrong or missing value.
@@ -214,7 +213,7 @@ class LlamaConfig:
                 raise InputRefused(f"{key} = null: expected a number; leave the key out for transformers' default")
         own = family(values["model_type"])
         check_computed(values)
-        # This is the epsilon that transformers takes where the file gives none.
+        # transformers' default epsilon differs from this class's.
         values = {"rms_norm_eps": 1e-6, **own.defaults, **values}
         names = {field.name for field in fields(cls)} - (_OF_SOME - {*own.keys})
         sizes: dict[str, Any] = {name: values[name] for name in names if values.get(name) is not None}
@@ -227,7 +226,7 @@ class LlamaConfig:
         return cls(**sizes)
 
     def to_hf(self) -> dict[str, Any]:
-        """Return the content of config.json in the form that transformers 4 and 5 and other readers know."""
+        """Return the content of a config.json that transformers 4 and 5 and other programs can read."""
         values = {key: value for key, value in asdict(self).items() if key not in _OF_SOME - {*self.family.keys}}
         if self.rope_scaling is not None:
             values["rope_scaling"] = families.to_hf(self.rope_scaling)
@@ -236,7 +235,7 @@ class LlamaConfig:
         if "layer_types" in self.family.keys:
             slides = [self.window(layer) is not None for layer in range(self.num_hidden_layers)]
             values["layer_types"] = [SLIDING if slides_here else FULL for slides_here in slides]
-            # Readers that know no layer_types use these keys.
+            # For programs that do not know layer_types.
             values["use_sliding_window"] = self.sliding_window is not None
             values["max_window_layers"] = slides.index(True) if any(slides) else self.num_hidden_layers
         return {"architectures": [self.family.architecture], "hidden_act": "silu", "mlp_bias": False, **values}
@@ -247,12 +246,12 @@ class LlamaConfig:
         return family(self.model_type)
 
     def window(self, layer: int) -> int | None:
-        """Return how many positions a query of a layer sees, its own the last of them; None: all up to its own."""
+        """Return the number of positions that a layer's query sees, its own the last of them; None: all up to it."""
         slides = not self.layer_types or self.layer_types[layer] == SLIDING
         return self.sliding_window if slides else None
 
     def layer_axes(self) -> dict[str, tuple[str, ...]]:
-        """Return the axes of a block's parameters, as configuration keys, by the parameters' names inside the block."""
+        """Return the configuration key of each axis of a block's parameters, by the parameters' names in the block."""
         query, key_value = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
         axes: dict[str, tuple[str, ...]] = {
             "input_layernorm.weight": ("hidden_size",),
@@ -274,21 +273,21 @@ class LlamaConfig:
         return axes
 
     def outer_axes(self) -> dict[str, tuple[str, ...]]:
-        """Return the axes of the parameters outside the blocks, by their full names; a tied head is not listed."""
+        """Return the configuration key of each axis of the other parameters, by full name, without a tied head."""
         embedding = ("vocab_size", "hidden_size")
         head = {} if self.tie_word_embeddings else {"lm_head.weight": embedding}
         return {"model.embed_tokens.weight": embedding, "model.norm.weight": ("hidden_size",), **head}
 
     def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of one block's parameters, by their names inside the block."""
+        """Return the shapes of one block's parameters, by their names in the block."""
         return {name: self.shape_of(axes) for name, axes in self.layer_axes().items()}
 
     def outer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters outside the blocks, by their full names; a tied head is not listed."""
+        """Return the shapes of the parameters outside the blocks, by full name, without a tied head."""
         return {name: self.shape_of(axes) for name, axes in self.outer_axes().items()}
 
     def shape_of(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the sizes of axes that are given as configuration keys."""
+        """Return the sizes of axes that are given as configuration keys or products of them."""
         return tuple(math.prod(getattr(self, key) for key in axis.split(" * ")) for axis in axes)
 
     def parameter_count(self) -> int:

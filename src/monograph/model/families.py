@@ -1,10 +1,8 @@
-"""The architectures that the one decoder computes, by the model_type of their config.json. Needs no torch.
+"""Describe the architectures that the one decoder computes, by their model_type in config.json. Needs no torch.
 
 All are the Llama decoder with at most four differences: biases on the projections of attention (Qwen 2), a norm on each
-query and key head (Qwen 3), a window that limits attention (Mistral, some layers of Qwen), and the values that
-transformers assumes for missing keys.
-
-Rotary position embeddings may be scaled for longer contexts, in one of the forms here.
+query and key head (Qwen 3), a window that limits attention (Mistral, some layers of Qwen), and transformers' defaults
+for missing keys. Rotary position embeddings may be scaled for longer contexts in two ways.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ LARGEST_SIZE = 2**31 - 1
 
 @dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation, which makes every wavelength `factor` times as long (Chen et al., arXiv 2306.15595).
+    """Position interpolation, which makes every rotary wavelength `factor` times as long (Chen et al. 2306.15595).
 
     Attributes:
         factor: at least 1.
@@ -39,8 +37,8 @@ class Llama3Scaling:
     """Llama 3.1's stretching of rotary wavelengths beyond the context of pre-training; see `rope.inverse_frequencies`.
 
     Attributes:
-        factor: by how much wavelengths longer than the low-frequency border are stretched, at least 1.
-        low_freq_factor: that border is original_max_position_embeddings / low_freq_factor tokens.
+        factor: stretching of long wavelengths, at least 1.
+        low_freq_factor: wavelengths above original_max_position_embeddings / low_freq_factor tokens are long.
         high_freq_factor: wavelengths below original_max_position_embeddings / high_freq_factor tokens are kept.
         original_max_position_embeddings: context length of pre-training, tokens.
     """
@@ -67,13 +65,13 @@ _KINDS: dict[str, type[Scaling]] = {"linear": LinearScaling, "llama3": Llama3Sca
 
 
 def from_hf(values: dict[str, Any]) -> tuple[Any, Scaling | None]:
-    """Return the rotary base, not checked yet, and the scaling of a config.json.
+    """Return the rotary base (not checked yet) and the scaling of a config.json.
 
     Raises:
         InputRefused: a kind of scaling that is not supported, or a wrong or missing value.
     """
-    # transformers 5 writes one dictionary `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`. From a file that
-    # has both transformers reads `rope_scaling` alone.
+    # transformers 5 writes a dictionary `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`. If a file has both,
+    # transformers reads only `rope_scaling`.
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     rope = values.get(name) or {}
     if not isinstance(rope, dict):
@@ -89,7 +87,7 @@ def from_hf(values: dict[str, Any]) -> tuple[Any, Scaling | None]:
     if not isinstance(kind, str) or kind not in _KINDS:
         raise InputRefused(f"rope_type = {kind!r} is not supported: only 'default', 'linear' and 'llama3' are")
     names, length = [field.name for field in fields(_KINDS[kind])], "original_max_position_embeddings"
-    if length in values:  # next to the table it takes precedence over a value inside it
+    if length in values:  # outside of the table it takes precedence over a value inside
         rope = {**rope, length: values[length]}
     rope = {length: values["max_position_embeddings"], **rope}
     if missing := [name for name in names if name not in rope]:
@@ -98,7 +96,7 @@ def from_hf(values: dict[str, Any]) -> tuple[Any, Scaling | None]:
 
 
 def to_hf(scaling: Scaling) -> dict[str, Any]:
-    """Return the table `rope_scaling` of a config.json."""
+    """Return the value of `rope_scaling` for a config.json."""
     return {"rope_type": next(name for name, kind in _KINDS.items() if type(scaling) is kind), **asdict(scaling)}
 
 
@@ -111,14 +109,14 @@ def check_whole(name: str, value: object) -> None:
 
 
 def check_number(name: str, value: object) -> None:
-    """Raise InputRefused unless the value is a positive number, and one that torch takes: of integers, of 64 bits."""
+    """Raise InputRefused unless the value is a positive number that torch takes: an int64 or a finite float."""
     most = 2**63 if isinstance(value, int) else 1e300
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < most:
         raise InputRefused(f"{name} = {value!r}: expected a positive number below {most:g}")
 
 
 FULL, SLIDING = "full_attention", "sliding_attention"
-MOST_LAYERS = 10_000  # a file can ask for a long list of layers by two numbers; no trained decoder comes near this
+MOST_LAYERS = 10_000  # a limit for files that ask for a list of layers by two numbers; no trained decoder has as many
 
 
 class Family(NamedTuple):
@@ -127,9 +125,9 @@ class Family(NamedTuple):
     Attributes:
         architecture: the transformers class that loads it.
         keys: the optional keys that this family has.
-        defaults: the values that transformers takes for keys that config.json lacks.
-        qkv_bias: biases on the query, key and value projections, always, whatever the keys say.
-        qk_norm: an RMS norm on each query and key head before the rotation.
+        defaults: transformers' defaults for keys that config.json lacks.
+        qkv_bias: whether the query, key and value projections always have biases.
+        qk_norm: whether each query and key head has an RMS norm before the rotation.
     """
 
     architecture: str
@@ -161,8 +159,8 @@ FAMILIES: dict[str, Family] = {
         qk_norm=True,
     ),
 }
-# Keys of config.json that change what transformers computes or loads, with the values that match `Llama`.
-# Where a key is missing transformers takes one of them.
+# Keys of config.json that change what transformers computes or loads, with the values that match `Llama`; transformers'
+# default is one of them.
 _COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
     "mlp_bias": (False,),
@@ -174,7 +172,7 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 
 
 def family(model_type: object) -> Family:
-    """Return the family of that name.
+    """Return the family of a model_type.
 
     Raises:
         InputRefused: the decoder does not compute it.
@@ -185,9 +183,9 @@ def family(model_type: object) -> Family:
 
 
 def check_computed(values: Mapping[str, Any]) -> None:
-    """Raise InputRefused, naming the key, if a config.json asks for something that the decoder does not compute."""
+    """Raise InputRefused with the key's name if a config.json asks for something that the decoder does not compute."""
     for key, known in _COMPUTED.items():
-        if key == "mlp_bias" and values["model_type"] != "llama":  # the others never read it
+        if key == "mlp_bias" and values["model_type"] != "llama":  # other families never read it
             continue
         if values.get(key, known[0]) not in known:
             raise InputRefused(f"{key} = {values[key]!r} is not supported: only {known[0]!r} is")
@@ -196,10 +194,10 @@ def check_computed(values: Mapping[str, Any]) -> None:
 
 
 def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Read sliding_window and layer_types, () for "all alike", from a config.json with its family's defaults filled in.
+    """Return sliding_window and layer_types (() for "all alike") of a config.json with its family's defaults filled in.
 
-    Qwen's window counts only with use_sliding_window, and then from layer max_window_layers on where the file does not
-    list its layer_types.
+    Qwen's window counts only with use_sliding_window; if the file has no layer_types, it is used from layer
+    max_window_layers on.
 
     Raises:
         InputRefused: layer_types where the family has none, or a wrong value.

@@ -1,4 +1,4 @@
-"""The files of a model folder: safetensors and JSON, read with suspicion, written whole or not at all."""
+"""Read and write the files of a model folder: JSON and safetensors, verified when read, written whole or not at all."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Stored(NamedTuple):
-    """One tensor as a file's header describes it; `dtype` is safetensors' name."""
+    """The description of a tensor in a file's header; `dtype` is safetensors' name."""
 
     path: Path
     shape: tuple[int, ...]
@@ -50,12 +50,12 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def has_weights(folder: Path) -> bool:
-    """Return whether a folder has weights, sound or not."""
+    """Return whether a folder has files of weights, which may be damaged."""
     return any(exists(folder / name) for name in (_SINGLE, _INDEX))
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
-    """Return every tensor of the folder's weights, by name; no weights are read.
+    """Return the headers of all tensors of a folder, by name; no weights are read.
 
     Raises:
         InputRefused: no weights, a damaged file, or an index that does not fit its files.
@@ -75,24 +75,24 @@ def read_headers(folder: Path) -> dict[str, Stored]:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """Return every tensor of one safetensors file, by name; raises InputRefused if it is damaged."""
+    """Return the headers of all tensors of a safetensors file, by name; raise InputRefused if it is damaged."""
     with _opened(path) as file:
-        views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 (no dictionary)
+        views = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - not a dictionary
         return {name: Stored(path, tuple(view.get_shape()), view.get_dtype()) for name, view in views.items()}
 
 
 def read_tensors(stored: dict[str, Stored], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """Return the tensors on the CPU, as stored or in a dtype; in addition to the result, one at a time is in memory.
+    """Return the tensors on the CPU, as stored or in a dtype; besides the result, one tensor at a time is in memory.
 
     Raises:
         InputRefused: a damaged file.
     """
-    # A mapped tensor shares the file's bytes, which may change later, so it is copied.
+    # Tensors are copied, because the bytes of a mapped file may change later.
     return {name: tensor.to(dtype, copy=True) for name, tensor in mapped_tensors(stored)}
 
 
 def mapped_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Return the tensors as stored and without a copy: they are mapped, and read on first access.
+    """Yield the tensors as stored and not copied: they are mapped, and read on first access.
 
     Raises:
         InputRefused: a damaged file.
@@ -106,11 +106,11 @@ def mapped_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        with open_input(path) as file:  # first, as the library takes a second per 100,000 tensors in a header
+        with open_input(path) as file:  # checked first, as the library takes a second per 100,000 tensors in a header
             tensor_layout.header_bytes(file.read(tensor_layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size)
         with safe_open(path, framework="pt") as file:
             yield file
-    # torch, which maps the file, and safetensors raise two of these where the system has no memory for that.
+    # If the system has no memory to map the file, torch raises one of these and safetensors another.
     except (SafetensorError, OSError, RuntimeError, MemoryError, tensor_layout.LayoutError) as error:
         if error_number(error):
             raise unreadable(path, error) from None
@@ -125,9 +125,9 @@ def write_tensors(folder: Path, named: Iterable[Plain], max_shard_bytes: int) ->
     One tensor at a time is in memory.
 
     Args:
-        folder: exists.
-        named: each tensor once.
-        max_shard_bytes: bytes of tensors in one file.
+        folder: an existing folder.
+        named: the tensors.
+        max_shard_bytes: largest number of bytes of tensors in one file.
     """
     shards: list[dict[str, Plain]] = [{}]
     filled_bytes = total_bytes = 0
@@ -161,7 +161,7 @@ def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
 def new_folder(target: Path) -> Iterator[Path]:
     """Yield a hidden folder next to `target` to write into; at the block's end it is synced and renamed to `target`.
 
-    Whatever happens, the target is either whole or absent (or, if it was an empty folder, still empty).
+    Even after a crash, the target is either whole or absent (or, if it was an empty folder, still empty).
 
     Raises:
         InputRefused: the target exists and holds something, or cannot be written.
@@ -174,7 +174,7 @@ def new_folder(target: Path) -> Iterator[Path]:
     try:
         with _claimed(partial):
             yield partial
-            # Synced before the rename, or a power cut could leave a target with missing bytes.
+            # Before the rename, so that a power cut cannot leave a target with missing bytes.
             for path in (*partial.iterdir(), partial):
                 sync(path)
             partial.rename(target)
@@ -191,7 +191,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def _claimed(partial: Path) -> Iterator[None]:
-    """Make a folder that is gone at the end whatever happens; remove what a killed process left there first."""
+    """Make a folder, after removing one that a killed process left, and remove it at the end if it is still there."""
     with suppress(OSError), held(partial):  # the lock is refused while another process still writes
         shutil.rmtree(partial)
     partial.mkdir(parents=True)

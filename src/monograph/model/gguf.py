@@ -1,12 +1,12 @@
-"""A model as a GGUF file, which llama.cpp and Ollama run: configuration, tokenizer and weights in one file.
+"""Write a model as a GGUF file for llama.cpp and Ollama: configuration, tokenizer and weights in one file.
 
-Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written with the package `gguf` (an extra). The
-statements about llama.cpp here were read in its src/models/ and tested on it (tests/laws/test_exported_is_original.py).
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, written with the package `gguf` (an extra). Comments
+on llama.cpp come from its src/models/ and are tested on it (tests/laws/test_exported_is_original.py).
 
-llama.cpp does not read a tokenizer's split pattern: it has its own list of them and takes a name. A wrong name loads
-silently and tokenises differently, so a name is written only for patterns for which the tokens were compared on ten
-thousand strings (the same test). From a SentencePiece-style tokenizer it takes a score per token instead of merges,
-which is equivalent if every way to join two tokens into a third is a merge, as in published files.
+llama.cpp does not read a tokenizer's split pattern but has its own list of them, by name. A wrong name loads silently
+and tokenises differently, so a name is written only for patterns whose tokens were compared on ten thousand strings
+(the same test). For a SentencePiece-style tokenizer it reads a score per token instead of merges, which is equivalent
+if every way to join two tokens into a third is a merge, as in published files.
 
 Shape suffixes: V vocabulary, D hidden size, F = head dimension / 2 frequencies, R rows, C columns of a matrix.
 """
@@ -26,8 +26,8 @@ from torch import Tensor
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Plain, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
-from monograph.model.config import Llama3Scaling, LlamaConfig
-from monograph.model.families import LinearScaling
+from monograph.model.config import LlamaConfig
+from monograph.model.families import LinearScaling, Llama3Scaling
 from monograph.model.files import new_folder
 from monograph.model.llama import Llama
 from monograph.model.modelfile import modelfile
@@ -38,15 +38,15 @@ from monograph.text.tokenizer_file import KNOWN_PATTERNS
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 1, 2, 3, 4, 5, 6  # llama.h, llama_token_type
 
-# (split pattern, whether a word that is a token is taken before any merge): llama.cpp's name. Qwen normalises its text
-# first (NFC), which llama.cpp leaves to the caller.
+# llama.cpp's name by (split pattern, whether a word that is a token is taken before any merge). Qwen's tokenizer also
+# normalises text (NFC), which llama.cpp leaves to the caller.
 _SPLITS = {
     ("qwen2", False): "qwen2",
     ("qwen3.5", False): "qwen35",
     ("llama3", True): "llama-bpe",
     ("llama3", False): "smaug-bpe",
 }
-# Tokens at which llama.cpp stops whatever the file says, by their text (src/llama-vocab.cpp).
+# Texts of tokens at which llama.cpp always stops (src/llama-vocab.cpp).
 _ALWAYS_STOP = frozenset(
     ("<|eot_id|>", "<|im_end|>", "<|end|>", "<end_of_turn>", "<|endoftext|>", "<|eom_id|>", "</s>", "<|end_of_text|>")
 )
@@ -57,9 +57,9 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
 
     Args:
         writer: a GGUFWriter.
-        tokenizer: with its chat template, if it has one.
-        config: the model's: rows without a token are named as unused, and its own end-of-text ids are kept.
-        warn: called with each line that a person should read.
+        tokenizer: the tokenizer, with its chat template if it has one.
+        config: the model's; rows without a token are named as unused, and its own end-of-text ids are kept.
+        warn: called with each line that the user should read.
 
     Returns:
         The ids that end a text.
@@ -69,14 +69,14 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
             text in a way that llama.cpp does not.
     """
     content = json.loads(tokenizer.to_json())
-    for changed in tokenizer.notes:
-        raise InputRefused(f"{changed}; llama.cpp would read other tokens without a word: export with --format hf")
+    if notes := tokenizer.notes:
+        raise InputRefused(f"{notes[0]}; llama.cpp would read other tokens without a word: export with --format hf")
     tokens, types = _tokens(content, config.vocab_size)
     if content["decoder"]["type"] == "ByteLevel":
         pre = pre_tokenizer(content)
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(pre)
-        # llama.cpp wants at least one merge; no word contains these two tokens, so this one never applies.
+        # llama.cpp needs at least one merge; no word contains these two tokens, so this one never applies.
         merges = content["model"]["merges"] or [[tokens[tokenizer.bos_id], tokens[tokenizer.eos_id]]]
         writer.add_token_merges([" ".join(pair) for pair in merges])
     else:
@@ -86,14 +86,11 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
         writer.add_token_scores(scores)
         writer.add_add_space_prefix(tokenizer.space_first)
         unknown = content["model"]["unk_token"]
-        types = [
-            _BYTE
-            if kind == _NORMAL and len(tokenizer.pieces[row]) == 1 and len(token) == 6
-            else _UNKNOWN
-            if token == unknown
-            else kind
-            for row, (token, kind) in enumerate(zip(tokens, types, strict=True))
-        ]
+        for row, token in enumerate(tokens):
+            if types[row] == _NORMAL and len(tokenizer.pieces[row]) == 1 and len(token) == 6:  # such as <0x0A>
+                types[row] = _BYTE
+            elif token == unknown:
+                types[row] = _UNKNOWN
         if unknown:
             writer.add_unk_token_id(tokens.index(unknown))
     writer.add_token_list(tokens)
@@ -113,7 +110,7 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
 
 
 def pre_tokenizer(content: dict[str, Any]) -> str:
-    """Return llama.cpp's name for the way in which a checked tokenizer.json splits text.
+    """Return llama.cpp's name of the split pattern of a verified tokenizer.json.
 
     Raises:
         InputRefused: llama.cpp has no name for it, or only one that tokenises differently.
@@ -134,7 +131,7 @@ def pre_tokenizer(content: dict[str, Any]) -> str:
 
 
 def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
-    """Return a score per token, minus the rank of its merge, by which llama.cpp makes the same joins, best first.
+    """Return each token's score, minus the rank of its merge; llama.cpp joins the pair with the highest score first.
 
     Raises:
         InputRefused: llama.cpp would join other tokens, or in another order, or put spaces elsewhere.
@@ -163,7 +160,7 @@ def _scores(content: dict[str, Any], tokens: list[str]) -> list[float]:
 
 
 def _tokens(content: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
-    """Return the text and the type of each row's token."""
+    """Return the texts and the types of the tokens of all rows."""
     text_of = {index: text for text, index in content["model"]["vocab"].items()}
     kind_of = dict.fromkeys(text_of, _NORMAL)
     for token in content["added_tokens"]:
@@ -174,7 +171,7 @@ def _tokens(content: dict[str, Any], rows: int) -> tuple[list[str], list[int]]:
 
 
 def _begins_with_bos(tokenizer: Tokenizer, content: dict[str, Any], bos: str, warn: Callable[[str], None]) -> bool:
-    """Return whether llama.cpp is to put the beginning-of-text token before a text; a chat template decides."""
+    """Return whether llama.cpp shall put the beginning-of-text token before texts; a chat template, if any, decides."""
     part = content["post_processor"] or {}
     steps = part.get("processors", [part])
     added = any(step.get("single", [{}])[:1] == [{"SpecialToken": {"id": bos, "type_id": 0}}] for step in steps)
@@ -191,7 +188,7 @@ def _begins_with_bos(tokenizer: Tokenizer, content: dict[str, Any], bos: str, wa
 def _add_stops(
     writer: Any, tokenizer: Tokenizer, stops: tuple[int, ...], tokens: list[str], warn: Callable[[str], None]
 ) -> None:
-    """Add the stop tokens: the file has room for three, and llama.cpp knows some more by their names."""
+    """Add the stop tokens: a file can name three, and llama.cpp knows some others by their texts."""
     others = [stop for stop in stops if stop != tokenizer.eos_id and tokens[stop] not in _ALWAYS_STOP]
     if len(others) > 2:
         raise InputRefused(
@@ -209,7 +206,7 @@ def _add_stops(
 
 FILE = "model.gguf"
 BLOCK = 32  # weights that share one scale in Q8_0
-# How weights are stored, by the name on the command line: gguf's name of the type, and the dtype before conversion.
+# gguf's name of a type and the dtype before conversion to it, by the name on the command line.
 DTYPES = {
     "f32": ("F32", torch.float32),
     "f16": ("F16", torch.float16),
@@ -219,7 +216,7 @@ DTYPES = {
 _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # llama.h, llama_ftype
 _OWN = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
-# llama.cpp loads a Mistral as "llama" too. Its rotary pairs are neighbours; here they are halves of a head.
+# llama.cpp loads a Mistral as a "llama", whose rotary pairs are neighbouring channels; here they are halves of a head.
 _ARCHITECTURES = {"llama": "llama", "mistral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INNER = {
@@ -242,21 +239,21 @@ def save_gguf(
 ) -> None:
     """Write a folder with model.gguf and a Modelfile for `ollama create`, whole or not at all.
 
-    Matrices are stored as `dtype`, vectors (norms, biases) as f32, as llama.cpp wants them. q8_0 holds 32 neighbours w
-    of a row as a float16 scale d and whole numbers q with w = d q and d = max|w| / 127, so no weight is off by more
-    than d / 2 and the rounding of d. In addition to the model, one tensor at a time is in memory.
+    Matrices are stored as `dtype`, vectors (norms, biases) as f32, as llama.cpp requires. q8_0 stores 32 neighbours w
+    of a row as a float16 scale d and integers q with w = d q and d = max|w| / 127, so that no weight is off by more
+    than d / 2 and the rounding of d. Besides the model, one tensor at a time is in memory.
 
     Args:
-        model: its weights may be on any device, or still lie in a file; adapters are merged.
-        folder: to be created; may exist if it is empty.
-        tokenizer: of the model; goes into the file with its chat template.
+        model: its weights may be on any device or in a mapped file; adapters are merged.
+        folder: the folder to create; it may exist if it is empty.
+        tokenizer: the model's; it is written into the file with its chat template.
         dtype: a name in `DTYPES`; None: the weights' own (f32 for float64).
-        warn: called with each line that a person should read about what llama.cpp will do differently.
+        warn: called with each line that the user should read about what llama.cpp will do differently.
 
     Raises:
         UsageError: the package is not installed.
-        InputRefused: a feature that llama.cpp lacks or would read wrongly (a window, a split pattern that it lacks,
-            more stop tokens than it knows), weights that do not fit the dtype, or a folder that cannot be written.
+        InputRefused: a feature that llama.cpp lacks or would read wrongly (a window, an unknown split pattern, too many
+            stop tokens), weights that do not fit the dtype, or a folder that cannot be written.
         DiskFull: no space left; nothing of this export remains.
     """
     name = dtype or _OWN[kept_dtype(model.model.embed_tokens.weight)]
@@ -282,7 +279,7 @@ def save_gguf(
 
 
 def package() -> Any:
-    """Return the package `gguf`; raises UsageError where it is not installed."""
+    """Return the package `gguf`; raise UsageError if it is not installed."""
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError:
@@ -329,7 +326,7 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
 
 
 def _tensors(model: Llama) -> Iterator[Plain]:
-    """Yield every tensor once, by llama.cpp's name, in the order of the file; not converted yet."""
+    """Yield every tensor once, with llama.cpp's name, in the order of the file; they are not converted yet."""
     config = model.config
     if isinstance(config.rope_scaling, Llama3Scaling):
         divisors = _rope_divisors(config)
@@ -350,22 +347,20 @@ def _turned(read: Callable[[], Tensor], head_dim: int) -> Tensor:
 
 
 def neighbouring(rows: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of a projection to heads so that rotary pairs are neighbours instead of halves of the head.
+    """Reorder a projection's rows so that the channels of a rotary pair are neighbours instead of halves of a head.
 
     Args:
         rows: [heads * head_dim, ...], a weight or a bias.
-        head_dim: rows of a head.
+        head_dim: number of rows of a head.
     """
     halves = rows.unflatten(0, (-1, 2, head_dim // 2))
     return halves.transpose(1, 2).reshape(rows.shape)
 
 
 def _rope_divisors(config: LlamaConfig) -> Tensor:
-    """Return the divisor of each rotary frequency, [F]: this is how llama.cpp takes Llama 3's scaling."""
+    """Return the divisor of each rotary frequency, [F], the form in which llama.cpp reads Llama 3's scaling."""
     unscaled = LlamaConfig.from_hf(config.to_hf() | {"rope_scaling": None})
-    plain_F, scaled_F = (
-        inverse_frequencies(its_config, torch.float64, torch.device("cpu")) for its_config in (unscaled, config)
-    )
+    plain_F, scaled_F = (inverse_frequencies(c, torch.float64, torch.device("cpu")) for c in (unscaled, config))
     return (plain_F / scaled_F).float()
 
 
@@ -376,7 +371,7 @@ def _write(gguf: Any, writer: Any, model: Llama, dtype: str) -> None:
     (file,) = writer.fout
     writer.write_padding(file, file.tell())
     for name, _, read in _tensors(model):
-        # numpy's tofile, which the package uses, hides why it cannot write; a full disk must be reported as one.
+        # Not by numpy's tofile as in the package, whose error does not say that the disk is full.
         writer.write_padding(file, file.write(memoryview(_stored(gguf, name, read(), dtype)).cast("B")))
 
 
@@ -386,7 +381,7 @@ def _stored(gguf: Any, name: str, weight: Tensor, dtype: str) -> Any:
         return weight.float().cpu().contiguous().numpy()
     weight_RC, (kind, before) = weight, DTYPES[dtype]
     cast_RC = weight_RC.to("cpu", before).contiguous()
-    # Q8_0's scale, max|w| / 127, is a float16 too.
+    # Q8_0's scale, max|w| / 127, is a float16.
     largest = float(torch.stack(weight_RC.aminmax()).abs().max()) / (127 if kind == "Q8_0" else 1)
     if not largest <= torch.finfo(torch.float16 if kind == "Q8_0" else before).max:
         raise InputRefused(f"{name}: a weight of {largest:.3g} does not fit {dtype}: use --dtype f32 or bf16")

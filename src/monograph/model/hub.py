@@ -1,7 +1,7 @@
-"""A model as a Hugging Face folder: config.json, safetensors weights (one file or shards), tokenizer files.
+"""Read and write a model's Hugging Face folder: config.json, safetensors weights (one file or shards), tokenizer files.
 
-Weights are read from safetensors only, never unpickled, and only after every name and shape in the files' headers was
-compared with config.json.
+Weights are read only from safetensors, never unpickled, and only after all names and shapes in the files' headers have
+been compared with config.json.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from monograph.model.llama import Llama
 from monograph.storage.reading import exists, inside, is_folder, read_json
 from monograph.text.tokenizer_config import TokenizerConfig
 
-LONGEST_FAULT = 400  # letters of an error message that quotes a file, whose text may be of any length
-SHARD_BYTES = 5_000_000_000  # the size at which transformers 4 begins a new file
+LONGEST_FAULT = 400  # characters of an error message that quotes a file, whose text may have any length
+SHARD_BYTES = 5_000_000_000  # transformers 4 begins a new file at this size
 
 _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,8})\..+")
-# Old exports stored this buffer, which follows from config.json.
+# A buffer in old exports, which follows from config.json.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
@@ -36,12 +36,12 @@ class Tokenizer(Protocol):
 
     @property
     def bos_id(self) -> int | None:
-        """The id that begins a document."""
+        """Return the id that begins a document."""
         ...
 
     @property
     def eos_id(self) -> int | None:
-        """The id that ends a document."""
+        """Return the id that ends a document."""
         ...
 
     @property
@@ -51,19 +51,20 @@ class Tokenizer(Protocol):
 
     @property
     def config(self) -> TokenizerConfig:
-        """The settings that are stored next to tokenizer.json."""
+        """Return the settings that are stored next to tokenizer.json."""
         ...
 
     def save(self, path: Path) -> None:
-        """Write a tokenizer.json of the `tokenizers` library."""
+        """Write a tokenizer.json in the format of the `tokenizers` library."""
         ...
 
 
 def read_config(folder: str | Path) -> LlamaConfig:
-    """Return the shape of the model in a folder, from config.json alone.
+    """Return the configuration in a folder's config.json.
 
     Raises:
-        InputRefused: no such folder or file, no JSON, or a model that `Llama` does not compute; it names file and key.
+        InputRefused: no such folder or file, no JSON, or a model that `Llama` does not compute; the message names file
+            and key.
     """
     folder = Path(folder)
     if not is_folder(folder):
@@ -79,7 +80,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
 
 
 def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]:
-    """Return a folder's model shape and its unread tensors, which agree with it in name, shape and dtype.
+    """Return a folder's configuration and the headers of its tensors, which agree in name, shape and dtype.
 
     Raises:
         InputRefused: as `mapped_model`.
@@ -93,18 +94,18 @@ def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]
 def load_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
     """Return the model of a Hugging Face folder, on the CPU.
 
-    In addition to the model, one tensor at a time is in memory. Arguments and errors are those of `mapped_model`.
+    Besides the model, one tensor at a time is in memory. Arguments and errors are those of `mapped_model`.
     """
     return materialize_(mapped_model(folder, dtype))
 
 
 def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
-    """Return the model with its weights left in their files, mapped (`monograph.graph.mmap_weights`).
+    """Return the model of a folder with its weights still in their files, mapped (`monograph.graph.mmap_weights`).
 
     Nothing is built before the headers of the weight files agree with config.json.
 
     Args:
-        folder: holds config.json and model.safetensors, or the shards that model.safetensors.index.json lists.
+        folder: a folder with config.json and model.safetensors, or the shards that model.safetensors.index.json lists.
         dtype: dtype of the weights; None: the stored one, which must then be the same for all.
 
     Raises:
@@ -120,7 +121,7 @@ def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
 
 
 def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Llama:
-    """Return a model that holds the given tensors without copying them; names and shapes have been checked.
+    """Return a model of the given tensors, which are not copied and whose names and shapes have been checked.
 
     Raises:
         InputRefused: a tied head that differs from the embedding.
@@ -133,7 +134,7 @@ def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Ll
                 "set it to false if the head is meant to be separate"
             )
         state["lm_head.weight"] = embedding
-    # On the meta device no initial weights are drawn or allocated: the tensors of `state` take their place.
+    # On the meta device no initial weights are drawn or allocated, which `state` would replace.
     with torch.device("meta"):
         model = Llama(config)
     model.load_state_dict(state, assign=True)
@@ -142,7 +143,7 @@ def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Ll
 
 
 def tokenizer_file(folder: str | Path) -> Path | None:
-    """Return the folder's tokenizer.json, or None where it has none."""
+    """Return the path of a folder's tokenizer.json, or None."""
     folder = Path(folder)
     return inside(folder, "tokenizer.json") if exists(folder / "tokenizer.json") else None
 
@@ -150,17 +151,17 @@ def tokenizer_file(folder: str | Path) -> Path | None:
 def save_model(
     model: Llama, folder: str | Path, tokenizer: Tokenizer | None = None, max_shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write a folder that transformers and `load_model` read: config, weights and, if given, the tokenizer.
+    """Write a folder that transformers and `load_model` can read: configuration, weights and, if given, the tokenizer.
 
     Everything is written and synced in a hidden folder next to the target, then renamed, so that the target is whole or
     absent. Files get the modes that the umask gives.
 
     Args:
-        model: its weights are written in their own dtype, a tied head once, adapters merged; besides the
-            model one tensor at a time is in memory.
-        folder: to be created; may exist if it is empty.
-        tokenizer: its bos and eos ids are used where the model's configuration has none; its other files, the
-            chat template above all, are written, too.
+        model: the model; its weights are written in their own dtype, a tied head once, adapters merged. Besides the
+            model, one tensor at a time is in memory.
+        folder: the folder to create; it may exist if it is empty.
+        tokenizer: a tokenizer, which is written with its chat template and other files; its bos and eos ids are used if
+            the model's configuration has none.
         max_shard_bytes: weights above this size are split into shards with an index.
 
     Raises:
@@ -184,7 +185,7 @@ def save_model(
 
 
 def _generation_config(config: dict[str, Any], own: Collection[int], tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """Return the ids that begin and end a text: the model's, and more of them where the tokenizer brings more."""
+    """Return generation_config.json: the ids that begin and end a text, of the model and of the tokenizer."""
     ends = {key: config[key] for key in ("bos_token_id", "eos_token_id") if config[key] is not None}
     if tokenizer is not None:
         listed = tokenizer.config.stops
@@ -194,7 +195,7 @@ def _generation_config(config: dict[str, Any], own: Collection[int], tokenizer: 
 
 
 def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -> dict[str, Any]:
-    """Return the rest of what transformers reads of a tokenizer: the tokens, by text, that begin and end a document."""
+    """Return tokenizer_config.json: settings, and the texts of the tokens that begin and end a document."""
     content = read_json(folder / "tokenizer.json")
     text_of = {id_: text for text, id_ in content["model"]["vocab"].items()}
     text_of |= {token["id"]: token["content"] for token in content["added_tokens"]}
@@ -209,20 +210,20 @@ def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -
 
 
 def check_tensors(tensors: Mapping[str, Tensor], config: LlamaConfig, path: Path, said_by: str) -> None:
-    """Compare tensors of a file or folder with those that the configuration requires; see `check_headers`."""
+    """Compare tensors of a file or folder with those that a configuration requires; see `check_headers`."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     stored = {name: Stored(path, tuple(t.shape), names.get(t.dtype, str(t.dtype))) for name, t in tensors.items()}
     check_headers(stored, config, path, said_by)
 
 
 def check_headers(stored: dict[str, Stored], config: LlamaConfig, origin: Path, said_by: str = "config.json") -> None:
-    """Compare tensors that have not been read yet with those that the configuration, named `said_by`, requires.
+    """Compare headers of tensors with those that a configuration requires; messages call it `said_by`.
 
     Raises:
-        InputRefused: a missing or superfluous tensor, a wrong shape or a dtype that is not read; the message names
-            tensor, shapes and keys.
+        InputRefused: a missing or unexpected tensor, a wrong shape or an unsupported dtype; the message names tensor,
+            shapes and keys.
     """
-    # The number of layers comes first: a huge number in config.json must not cost time or memory.
+    # The number of layers is checked first, so that a huge number in config.json costs neither time nor memory.
     layers = len({match[1] for match in map(_LAYER.fullmatch, stored) if match})
     if layers != config.num_hidden_layers:
         raise InputRefused(

@@ -1,10 +1,10 @@
-"""The Llama decoder and its relatives: tokens in, final hidden states out. Parameter names are Hugging Face's.
+"""Compute the Llama decoder and its relatives: tokens in, final hidden states out. Parameter names are Hugging Face's.
 
-Which positions a position attends to is one rule for documents, windows and padding, built once per forward pass and
-shared by all blocks with the same window: position t sees position s if s <= t, both have the same segment and, with
-a window of w, t - s < w. A document is contiguous, so distances in the row are distances in the document. Padding
-is segment 0, a segment like any other: no document sees it, and each of its positions sees itself at least, so that no
-row of a softmax is ever empty.
+One rule says which positions a position attends to, for documents, windows and padding: position t sees position s if
+s <= t, both have the same segment and, with a window of w, t - s < w. A mask is built once per forward pass and shared
+by all blocks with the same window. Documents are contiguous, so distances in a row are distances in a document. Padding
+is segment 0, a segment like any other: no document sees it, and each of its positions sees at least itself, so that no
+row of a softmax is empty.
 
 Shape suffixes: B batch, T positions, S cache slots, D hidden size, H query heads, K key-value heads, E head dimension,
 F = E / 2, V vocabulary, N blocks of positions; 1 broadcasts.
@@ -28,47 +28,47 @@ from monograph.ops.attention import Impl, Kernel, Mask, attention
 from monograph.ops.rms_norm import rms_norm
 
 BLOCK = 128  # positions per side of a block: flex attention's own default
-_LAST = 2**62  # above every document number; F.pad takes a double, in which 2^63 - 1 wraps round (torch 2.13)
+_LAST = 2**62  # above every document number; F.pad converts its value to a double, so 2^63 - 1 overflows (torch 2.13)
 
 
 def attention_mask(segments_BT: Tensor | None, tokens_BT: Tensor, impl: Impl, window: int | None = None) -> Mask:
     """Return the mask of a forward pass without a cache, in the form that `impl` reads.
 
-    "auto" is flex attention inside a compiled graph on a GPU, for it is fused only there, and a dense boolean mask
-    everywhere else. Without segments, and with a window that no row outgrows, only causality is left: a flag (None)
-    that needs no mask at all.
+    "auto" gives a block mask for flex attention in a compiled graph on a GPU, the only place where it is fused, and a
+    dense boolean mask elsewhere. Without segments and without a window that is shorter than the row, only causality is
+    left, which needs no mask (None).
 
     Args:
-        segments_BT: document number of each position inside its row, 0 on padding, int64; None: one document a row.
-        tokens_BT: gives shape and device.
+        segments_BT: document number of each position in its row, 0 on padding, int64; None: one document a row.
+        tokens_BT: the tokens, for shape and device.
         impl: the attention implementation.
-        window: how many positions a query sees, its own the last of them; None: all up to its own.
+        window: number of positions that a query sees, its own the last of them; None: all up to its own.
     """
     window = None if window is None or window >= tokens_BT.shape[1] else window
     if segments_BT is None and window is None and impl != "flex":
         return None
     if impl == "flex" or (impl == "auto" and tokens_BT.is_cuda and torch.compiler.is_compiling()):
         return block_mask(torch.ones_like(tokens_BT) if segments_BT is None else segments_BT, window)
-    # Without segments all rows are alike, and one mask serves them.
+    # Without segments, one mask serves all rows.
     return dense_mask(torch.ones_like(tokens_BT[:1]) if segments_BT is None else segments_BT, window)
 
 
 def dense_mask(segments_BT: Tensor, window: int | None = None) -> Tensor:
-    """Return the rule as a boolean tensor [B, 1, T, T], True where a query (third axis) sees a key (last axis)."""
+    """Return a boolean mask [B, 1, T, T], True where a query (third axis) sees a key (last axis)."""
     seen_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]).tril()
     return (seen_BTT if window is None else seen_BTT.triu(1 - window))[:, None]
 
 
 def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
-    """Return the mask for flex attention: which blocks of keys each block of queries needs at all, and which in full.
+    """Return the mask for flex attention: the blocks of keys that each block of queries needs partly or in full.
 
-    Two blocks can share a document only if their ranges of segment numbers overlap, so N numbers a row decide and the
+    Two blocks can share a document only if their ranges of segment numbers overlap, so N ranges a row suffice, and the
     [T, T] mask is never built (building it can cost more than the attention: lightseekorg/TorchSpec issue 86). Ranges
-    that overlap without a shared document only cost time: inside a block that is not full the rule itself decides.
+    that overlap without a shared document only cost time, because the rule itself is evaluated in partial blocks.
     """
     length = segments_BT.shape[1]
     blocks = -(-length // BLOCK)
-    # Padding ends a row. Numbered highest instead of 0, it lets a row's numbers only grow, and ranges stay short.
+    # Padding ends a row. Numbered highest instead of 0, it keeps a row's numbers ascending, and so the ranges short.
     numbers_BT = torch.where(segments_BT == 0, _LAST, segments_BT)
     blocks_BNX = F.pad(numbers_BT, (0, blocks * BLOCK - length), value=_LAST)
     blocks_BNX = blocks_BNX.unflatten(1, (blocks, BLOCK))
@@ -92,14 +92,14 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
 
 
 def _listed(needed_BNN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return flex attention's sparse form: each block's number of needed blocks, and all indices, needed ones first."""
+    """Return flex attention's sparse form: the number of needed blocks, and all blocks' indices, needed ones first."""
     needed_B1NN = needed_BNN[:, None].to(torch.int32)
     order_B1NN = needed_B1NN.argsort(dim=-1, descending=True, stable=True)
     return needed_B1NN.sum(dim=-1, dtype=torch.int32), order_B1NN.to(torch.int32)
 
 
 class Cache(Protocol):
-    """A key-value cache as the model uses it; slot s holds the key and value of position s."""
+    """The interface of a key-value cache; slot s holds the key and value of position s."""
 
     def attend(
         self,
@@ -110,12 +110,12 @@ class Cache(Protocol):
         positions_BT: Tensor,
         window: int | None,
     ) -> Tensor:
-        """Store the new keys and values at their positions; return the queries' attention to the slots they see."""
+        """Store new keys and values at their positions; return the queries' attention to the slots that they see."""
         ...
 
 
 class LayerCache(NamedTuple):
-    """One block's view of a cache: its layer, the positions of this pass's tokens, and how far back they see."""
+    """One block's view of a cache: its layer, the positions of the pass's tokens, and the block's window."""
 
     cache: Cache
     layer_index: int
@@ -124,14 +124,14 @@ class LayerCache(NamedTuple):
 
 
 class Linear(nn.Linear):
-    """A linear layer that neither draws its initial weights itself nor touches the global random state."""
+    """A linear layer without initial weights, which `Llama` draws."""
 
     def reset_parameters(self) -> None:
-        """Leave the memory as it is: `Llama` fills it."""
+        """Leave the memory as it is: nn.Linear's own method would advance the global random state."""
 
 
 class RMSNorm(nn.Module):
-    """Applies `rms_norm` with a learned weight."""
+    """A layer that applies `rms_norm` with a learned weight."""
 
     def __init__(self, size: int, eps: float) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions; biases and norms of heads where the family has them."""
+    """Grouped-query self-attention with rotary positions, and biases and norms of heads if the family has them."""
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
@@ -179,7 +179,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: down(silu(gate x) * up x). Source: Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202."""
+    """A SwiGLU layer, down(silu(gate x) * up x) (Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """One layer: x += attention(norm x), then x += mlp(norm x). It can be compiled or recomputed on its own."""
+    """One layer: x += attention(norm x), then x += mlp(norm x). It can be compiled or recomputed alone."""
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
@@ -209,12 +209,12 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding, blocks and final norm; a container that gives them the names that Hugging Face uses."""
+    """A container that gives the embedding, the blocks and the final norm their Hugging Face names."""
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
         empty_VD = torch.empty(config.vocab_size, config.hidden_size)
-        # As in transformers, a look-up of the padding row gives it no gradient; a tied head still does.
+        # As in transformers, looking up the padding row gives it no gradient; a tied head still does.
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id, _weight=empty_VD)
         self.layers = nn.ModuleList(Block(config, impl) for _ in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -226,13 +226,13 @@ class Llama(nn.Module):
     Initial weights: every matrix ~ N(0, initializer_range^2), the two that end a residual branch (o_proj, down_proj)
     divided by sqrt(2 * num_hidden_layers), norm weights 1, biases 0 (Radford et al. 2019, "Language Models are
     Unsupervised Multitask Learners", section 2.3). Each matrix has its own random stream, keyed by seed and name and
-    drawn in fp32 on the CPU: the same seed gives the same weights on every device, whatever else the model holds, and
-    the global random state is neither read nor moved. On the meta device nothing is drawn.
+    drawn in fp32 on the CPU, so that its weights depend neither on the device nor on other parameters; the global
+    random state is not used. On the meta device nothing is drawn.
 
     Args:
         config: the shape.
         seed: seeds the initial weights.
-        attention: see `attention_mask`; "auto" is right except to compare implementations.
+        attention: the attention implementation, see `attention_mask`; others than "auto" are for comparisons.
     """
 
     def __init__(self, config: LlamaConfig, seed: int = 0, attention: Impl = "auto") -> None:
@@ -255,10 +255,10 @@ class Llama(nn.Module):
 
         Args:
             tokens_BT: ids, int64.
-            segments: [B, T] int64, document number inside the row, 0 on padding; None: one document a row, causal.
-            positions: [B, T] int64, position inside the document; None: 0 .. T - 1. With a cache the caller ensures
-                that they stay below max_position_embeddings: their values are not read here.
-            cache: keys and values of earlier tokens; a query at position p then sees slots s <= p of its window.
+            segments: [B, T] int64, document number in the row, 0 on padding; None: one document a row, causal.
+            positions: [B, T] int64, position in the document; None: 0 .. T - 1. With a cache, the caller must keep them
+                below max_position_embeddings, because their values are not read here.
+            cache: keys and values of earlier tokens; a query at position p then sees slots s <= p in its window.
 
         Returns:
             [B, T, D] in the dtype of the weights.
@@ -282,22 +282,22 @@ class Llama(nn.Module):
     def begin(
         self, tokens_BT: Tensor, segments: Tensor | None = None, positions: Tensor | None = None
     ) -> tuple[Tensor, list[tuple[CosSin, Mask]]]:
-        """Return the embedded tokens, and what each block takes in addition to its hidden states.
+        """Return the embedded tokens, and each block's further arguments.
 
-        The arguments are those of `forward`. `forward(x) = end(blocks of begin(x))`; a caller that runs the blocks, as
-        streaming does, needs only the `parts_before` of this module here and its `parts_after` in `end` and the loss.
+        The arguments are those of `forward`, and `forward(x) = end(blocks(begin(x)))`. A caller that runs the blocks
+        itself, as streaming does, needs only `parts_before` here, and only `parts_after` in `end` and the loss.
         """
         if positions is None:
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
         cos_sin_B1TF, layer_masks = self.attention_inputs(tokens_BT, segments, positions)
         hidden_BTD = self.model.embed_tokens(tokens_BT)
         if torch.is_autocast_enabled(hidden_BTD.device.type):
-            # Autocast leaves the embedding in fp32, and with it the residual stream, the largest traffic of the pass.
+            # Autocast leaves the embedding in fp32, and so the residual stream, the largest memory traffic of the pass.
             hidden_BTD = hidden_BTD.to(torch.get_autocast_dtype(hidden_BTD.device.type))
         return hidden_BTD, [(cos_sin_B1TF, mask) for mask in layer_masks]
 
     def end(self, hidden_BTD: Tensor) -> Tensor:
-        """Return the output of the last norm, which follows the blocks."""
+        """Return the output of the last norm for the blocks' output."""
         return self.model.norm(hidden_BTD)
 
     @property
@@ -313,7 +313,7 @@ class Llama(nn.Module):
     def attention_inputs(
         self, tokens_BT: Tensor, segments: Tensor | None, positions: Tensor
     ) -> tuple[CosSin, list[Mask]]:
-        """Return what the blocks need besides hidden states: cosine and sine of the positions, and each layer's mask.
+        """Return the blocks' further arguments: cosine and sine of the positions, and each layer's mask.
 
         Layers with the same window share one mask.
 
@@ -327,24 +327,24 @@ class Llama(nn.Module):
                 "shorten the sequence or choose a model with more positions"
             )
         dtype = torch.float64 if self.model.embed_tokens.weight.dtype == torch.float64 else torch.float32
-        # A window at least as long as the row limits nothing.
+        # A window longer than the row counts as the row's length, so that such layers share one mask.
         windows = [min(self.config.window(layer) or length, length) for layer in range(self.config.num_hidden_layers)]
         by_window = {w: attention_mask(segments, tokens_BT, self.attention, w) for w in dict.fromkeys(windows)}
         return cos_sin(positions, self.config, dtype), [by_window[window] for window in windows]
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
-        """Return the scores over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
+        """Return the logits over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
         return self.lm_head(hidden_BTD)
 
     def use_attention(self, impl: Impl, kernel: Kernel = "torch") -> None:
-        """Choose the attention implementation, as the argument `attention` does, and the torch kernel that it uses."""
+        """Set the attention implementation, as the argument `attention` does, and its torch kernel."""
         self.attention = impl
         for block in self.model.layers:
             attention = cast(Block, block).self_attn
             attention.impl, attention.kernel = impl, kernel
 
     def tie_weights(self) -> None:
-        """Make the head the embedding matrix where the configuration says so; repeat it after replacing parameters."""
+        """Share the embedding matrix with the head if the configuration ties them; repeat it after replacing either."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 

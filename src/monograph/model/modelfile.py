@@ -1,8 +1,8 @@
-"""Ollama's Modelfile, with a TEMPLATE in Go where that is shown to equal the model's chat template.
+"""Write Ollama's Modelfile, with a TEMPLATE in Go if one is shown to equal the model's chat template.
 
-There is no general way from Jinja to Go, and Ollama runs no Jinja: without a TEMPLATE it takes one of a model whose
-template looks alike, or sends the bare prompt. So the template is probed for the text that it puts around each role's
-words, the same is written in Go, and both are compared on chats that the probe did not see.
+Ollama runs no Jinja, and there is no general translation from Jinja to Go. Without a TEMPLATE it takes that of a model
+with a similar template, or sends the bare prompt. So the chat template is probed for the text around each role's
+message, the same is written in Go, and both are compared on chats that the probe did not use.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _WORDS = ("Why?", "one\ntwo\n\nthree", "ünï 数据 🙂", 'say "so" {it}', "a 
 
 
 class _NotInGo(Exception):
-    """Says why a template cannot be written in Go; its text becomes a comment in the Modelfile."""
+    """The reason why a template cannot be written in Go, which becomes a comment in the Modelfile."""
 
 
 def modelfile(weights: str, tokenizer: Tokenizer, stops: Sequence[int]) -> str:
     """Return the text of a Modelfile, for chats without tools.
 
     Args:
-        weights: name of the GGUF file next to it, which puts the beginning-of-text token first.
-        tokenizer: its chat template is the one to equal.
+        weights: name of the GGUF file in the same folder, which makes Ollama put the beginning-of-text token first.
+        tokenizer: the tokenizer whose chat template is translated.
         stops: ids that end a text.
     """
     text_of = {index: text for text, index in tokenizer.special.items()}
@@ -37,7 +37,7 @@ def modelfile(weights: str, tokenizer: Tokenizer, stops: Sequence[int]) -> str:
         lines.append(f'TEMPLATE """{_in_go(tokenizer.config.template, text_of[tokenizer.bos_id])}"""')
     except _NotInGo as reason:
         lines.append(f"# No TEMPLATE: {reason}.")
-    # A quote would end the text in the file's syntax.
+    # A quote would end the string in the file's syntax.
     lines += [f'PARAMETER stop "{text_of[stop]}"' for stop in stops if stop in text_of and '"' not in text_of[stop]]
     return "\n".join(lines) + "\n"
 
@@ -52,13 +52,13 @@ def _in_go(template: ChatTemplate | None, bos: str) -> str:
         for chat in held_out_chats():
             if template.render(chat, add_generation_prompt=True).removeprefix(bos) != evaluate(go, chat):
                 raise _NotInGo("the chat template does more than put text around each message")
-    except InputRefused as error:  # it begins with the model's folder, which is not for readers of the exported file
+    except InputRefused as error:  # its message begins with the model's folder, which must not get into the export
         raise _NotInGo("the chat template " + " ".join(str(error).partition("the chat template ")[2].split())) from None
     return go
 
 
 def _probed(template: ChatTemplate, bos: str) -> str:
-    """Return a Go template that puts around each role's words what the chat template puts there."""
+    """Return a Go template that puts the same text around each role's message as the chat template."""
 
     def around(*roles: str, prompt: bool = False) -> list[str]:
         chat = [{"role": role, "content": f"Q{number}q"} for number, role in enumerate(roles)]
@@ -86,7 +86,7 @@ def _probed(template: ChatTemplate, bos: str) -> str:
 
 
 def held_out_chats() -> list[Chat]:
-    """Return 20 chats of 1 to 5 questions, with and without a system message; no text begins or ends with a space."""
+    """Return 20 chats of 1 to 5 questions, with and without a system message; no message begins or ends in a space."""
     chats: list[Chat] = []
     words = cycle(_WORDS)
     for number in range(20):
@@ -98,10 +98,10 @@ def held_out_chats() -> list[Chat]:
 
 
 def evaluate(go: str, chat: Chat) -> str:
-    """Evaluate the few forms of Go's text/template written here: range .Messages, if eq .Role, .Content, else, end.
+    """Evaluate a Go template of the few forms written here: range .Messages, if eq .Role, .Content, else, end.
 
     Raises:
-        ValueError: it uses another form.
+        ValueError: the template uses another form.
     """
     parts = re.split(r"\{\{ ?(.*?) ?\}\}", go)
     body, rest = parts[1:].index("range .Messages"), len(parts) - 1 - parts[::-1].index("end")
@@ -110,7 +110,7 @@ def evaluate(go: str, chat: Chat) -> str:
 
 
 def _evaluated(parts: Sequence[str], message: dict[str, str]) -> str:
-    """Return the body of the loop for one message; odd parts are actions, even ones text."""
+    """Return the text of the loop's body for one message; odd `parts` are actions, even ones text."""
     written, taken, inside, active = [parts[0]], False, False, True
     for action, text in zip(parts[1::2], parts[2::2], strict=True):
         condition = re.fullmatch(r'(?:else )?if eq \.Role "(\w+)"', action)

@@ -1,4 +1,4 @@
-"""Rotary position embedding: angles from positions, and the rotation of query and key heads by them.
+"""Compute rotary position embeddings: angles from positions, and the rotation of query and key heads by them.
 
 Shape suffixes: B batch, H heads, T positions, D head dimension, F = D / 2 frequencies; 1 broadcasts.
 """
@@ -10,8 +10,8 @@ import math
 import torch
 from torch import Tensor
 
-from monograph.model.config import Llama3Scaling, LlamaConfig
-from monograph.model.families import LinearScaling
+from monograph.model.config import LlamaConfig
+from monograph.model.families import LinearScaling, Llama3Scaling
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -37,7 +37,7 @@ def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.d
     Source: Su et al., "RoFormer", arXiv 2104.09864; the scaling is `apply_scaling` of the Llama 3.1 reference code
     (meta-llama/llama-models, models/llama3/model.py).
     """
-    # transformers computes it in this order: at position 2,000, one rounding of a frequency is 1e-4 radians.
+    # The order of operations is transformers': at position 2,000, one rounding of a frequency is 1e-4 radians.
     exponents_F = torch.arange(0, config.head_dim, 2, device=device).to(dtype) / config.head_dim
     frequencies_F = 1.0 / config.rope_theta**exponents_F
     if config.rope_scaling is None:
@@ -60,8 +60,8 @@ def _llama3(frequencies_F: Tensor, scaling: Llama3Scaling) -> Tensor:
 def cos_sin(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> CosSin:
     """Return the cosine and sine of position * frequency, computed once per forward pass and shared by all blocks.
 
-    They are computed where they are used and kept in no buffer: a buffer would land in checkpoints or be lost on the
-    meta device, and a cast of the model to bf16 would cast it too, where neighbouring positions above 256 coincide.
+    They are not kept in a buffer, which would get into checkpoints or be lost on the meta device, and which casting the
+    model to bf16 would cast as well, so that neighbouring positions above 256 coincide.
 
     Args:
         positions_BT: position of each token, int64.
@@ -77,7 +77,7 @@ def cos_sin(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Co
 
 
 def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin) -> Tensor:
-    """Turn the pair (x[i], x[i + D/2]) of every head by the angle of its position and frequency i.
+    """Rotate the pair (x[i], x[i + D/2]) of every head by the angle of its position and frequency i.
 
         y[i]       = x[i] cos - x[i + D/2] sin
         y[i + D/2] = x[i + D/2] cos + x[i] sin
@@ -85,7 +85,7 @@ def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin) -> Tensor:
     Pairs are halves of the head, as in Hugging Face checkpoints, not neighbours as in Meta's own.
 
     Returns:
-        [B, H, T, D] in the dtype of the heads, rounded once: the rotation itself is in the dtype of the cosine.
+        [B, H, T, D] in the dtype of the heads; the rotation is computed in the cosine's dtype and rounded once.
     """
     cos_B1TF, sin_B1TF = cos_sin_B1TF
     first_BHTF, second_BHTF = heads_BHTD.chunk(2, dim=-1)

@@ -1,8 +1,8 @@
-"""A Llama from a file of `torch.save`: the checkpoint of A. Tam's "Pretraining a Llama Model on Your Local GPU".
+"""Read a Llama from a file of `torch.save`, such as that of A. Tam's "Pretraining a Llama Model on Your Local GPU".
 
-Such a file holds a state dict, alone or under "model", with the decoder under "base_model." and the rotary tables as
-buffers. It does not give the shape: sizes are read off the tensors, heads off the rotary tables, and what neither
-shows comes from the keys of [model] or, for weights of its shape, from the preset llama-179m.
+The file holds a state dict, alone or under "model", with the decoder under "base_model." and the rotary tables as
+buffers, but no configuration. Sizes are taken from the tensors, the number of heads from the rotary tables, and all
+else from the keys of [model] or, for weights of its shape, from the preset llama-179m.
 """
 
 from __future__ import annotations
@@ -24,26 +24,26 @@ from monograph.model.rope import cos_sin
 from monograph.storage.reading import open_input, readable
 
 _INSIDE = ("model", "model_state_dict", "state_dict")  # where checkpoints keep the weights next to the optimizer
-# torch.compile, DistributedDataParallel and the article put these before a name.
+# Prefixes of names by torch.compile, DistributedDataParallel and the article.
 _PREFIX = re.compile(r"^(?:_orig_mod\.|module\.)*(?:base_model\.|model\.)?")
 _ROTARY = re.compile(r"model\.rotary_emb\.(cos|sin|inv_freq)")
-# A rotary table that was cast to bf16 is off by 2^-9; a table of another base, or unfilled memory, is off by about 1.
+# A rotary table that was cast to bf16 is off by 2^-9; one of another base, or of uninitialised memory, by about 1.
 _TABLE_ERROR = 0.01
-# An archive of torch.save, without a comment, ends with the place and length of its list of entries.
+# A ZIP file without a comment, as torch.save writes it, ends with the place and length of its list of entries.
 _END_BYTES, MOST_LISTED_BYTES = 98, 1 << 24
 
 
 def read(path: Path, sizes: Mapping[str, Any]) -> tuple[LlamaConfig, dict[str, Tensor]]:
-    """Return the shape of the model in a file, and its weights, still mapped, by their Hugging Face names.
+    """Return the configuration of the model in a file, and its weights, still mapped, by their Hugging Face names.
 
-    Nothing but tensors is unpickled.
+    Only tensors are unpickled.
 
     Args:
         path: the file.
-        sizes: keys of `LlamaConfig` that the user gave; they must agree with what the tensors show.
+        sizes: keys of `LlamaConfig` that the user gave; they must agree with the tensors.
 
     Raises:
-        InputRefused: no such file, no weights of a Llama, or a size that is wrong or cannot be known.
+        InputRefused: no such file, no weights of a Llama, or a size that is wrong or unknown.
     """
     state = _read(path)
     weights = {name: tensor for name, tensor in state.items() if not _ROTARY.fullmatch(name)}
@@ -86,9 +86,8 @@ def _require_stored(path: Path) -> None:
     with open_input(path) as file:
         file.seek(max(0, path.stat().st_size - _END_BYTES))
         end = file.read(_END_BYTES)
-        listed = (
-            end[-58:-50] if end[-42:-38] == b"PK\6\7" else end[-10:-6]
-        )  # in the format's long form, or its short one
+        # The length of the list of entries is in the ZIP64 end record if there is one, else in the plain one.
+        listed = end[-58:-50] if end[-42:-38] == b"PK\6\7" else end[-10:-6]
         if end[-22:-18] != b"PK\5\6" or int.from_bytes(listed, "little") > MOST_LISTED_BYTES:
             raise zipfile.BadZipFile("not an archive, or one of more entries than a model has tensors")
         archive = zipfile.ZipFile(file)
@@ -131,7 +130,7 @@ def _shape(state: Mapping[str, Tensor], path: Path, sizes: Mapping[str, Any]) ->
 
 
 def _head_dim(shown: Mapping[str, Any], queries: int, path: Path, sizes: Mapping[str, Any]) -> int:
-    """Return the head width from the number of heads, given or the preset's, where there is no rotary table."""
+    """Return the width of a head without a rotary table: from the given number of heads, or the preset's."""
     if heads := sizes.get("num_attention_heads"):
         return max(1, queries // int(heads))
     known = LlamaConfig.preset("llama-179m")
@@ -142,9 +141,9 @@ def _head_dim(shown: Mapping[str, Any], queries: int, path: Path, sizes: Mapping
 
 
 def _rope_theta(cos_TE: Tensor) -> float:
-    """Return the base theta that gives a table's second frequency, theta ^ (-2 / E); the default if it shows none.
+    """Return the base theta of a table with the second frequency theta ^ (-2 / E); the default if none can be read.
 
-    It is rounded to four digits, as the table's own rounding is in the sixth. `_check_rotary` then checks all of it.
+    It is rounded to four digits, as the table is exact to six. `_check_rotary` then compares the whole table.
     """
     usual = LlamaConfig.rope_theta
     if min(cos_TE.shape) < 2 or cos_TE.shape[1] < 4 or not 0 < float(cos_TE[1, 1]) < 1:
@@ -153,7 +152,7 @@ def _rope_theta(cos_TE: Tensor) -> float:
 
 
 def _check_rotary(state: Mapping[str, Tensor], config: LlamaConfig, path: Path) -> None:
-    """Refuse weights that were trained with other rotary tables than those that will be computed."""
+    """Refuse weights whose rotary tables differ from those that the configuration gives."""
     if "model.rotary_emb.cos" not in state:
         return
     positions_BT = torch.arange(len(state["model.rotary_emb.cos"]))[None]

@@ -1,9 +1,8 @@
-"""Rows of tokens that a base lacked or had not trained: in a model, and in an adapter's folder in PEFT's format.
+"""Add rows for tokens that a base lacks, and read and write trained rows of tokens in PEFT's format.
 
-In the folder (`trainable_token_indices`) a list means the embedding, and a tied head with it; an object names the
-layers: {"embed_tokens": [...], "lm_head": [...]}. Their rows are `LAYER.token_adapter.trainable_tokens_delta`, in the
-order of the list, and hold the rows themselves, not a difference. A table that has grown is stored as a whole
-next to them.
+PEFT's key `trainable_token_indices` is a list of ids for the embedding and a tied head, or an object that names the
+layers: {"embed_tokens": [...], "lm_head": [...]}. The tensors `LAYER.token_adapter.trainable_tokens_delta` hold the
+rows themselves in the order of the list, in spite of their name. A table that has grown is also stored as a whole.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from monograph.model.llama import Llama
 from monograph.text.tokenizer_file import MAX_VOCABULARY
 
 KEY = "trainable_token_indices"
-PREFIX = "base_model.model."  # of each tensor's name
+PREFIX = "base_model.model."  # begins the name of every tensor
 _TABLE = ".token_adapter.base_layer.weight"
 _THEIRS, _OURS = ".token_adapter.trainable_tokens_delta", f".{ROWS}"
 
 
 def read_tokens(value: Any, path: Path) -> tuple[int, ...]:
-    """Read the ids that the configuration lists, for all layers alike.
+    """Return the ids in the configuration's value, which must be the same for all layers.
 
     Raises:
         InputRefused: the value has another form, or the layers differ.
@@ -46,7 +45,7 @@ def read_tokens(value: Any, path: Path) -> tuple[int, ...]:
 
 
 def written_tokens(module: nn.Module) -> list[int] | dict[str, list[int]] | None:
-    """Return the configuration's entry for a module's trained rows."""
+    """Return the configuration's value for a module's trained rows."""
     by_layer = {name: layer.token_index.tolist() for name, layer in tables(module).items()}
     if len(by_layer) > 1:
         return {name.rpartition(".")[2]: ids for name, ids in by_layer.items()}
@@ -54,12 +53,12 @@ def written_tokens(module: nn.Module) -> list[int] | dict[str, list[int]] | None
 
 
 def to_peft(name: str) -> str:
-    """Return PEFT's name of a tensor of an adapter."""
+    """Return PEFT's name for a tensor of an adapter."""
     return PREFIX + (name.removesuffix(_OURS) + _THEIRS if name.endswith(_OURS) else name)
 
 
 def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dict[str, Stored]:
-    """Return the tensors of a file by Monograph's names, without those that only repeat others or the base.
+    """Return the tensors of a file by Monograph's names, without those that repeat others or the base.
 
     Raises:
         InputRefused: a whole table that is not the base's.
@@ -81,7 +80,7 @@ def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dic
 
 
 def left_out(value: Any, module: nn.Module) -> set[str]:
-    """Return the names of our rows that a configuration does not ask for: mostly those of an untied head."""
+    """Return the names of a module's trained rows that a configuration does not list, such as an untied head's."""
     named = set(value) if isinstance(value, dict) else {next(iter(tables(module)), "").rpartition(".")[2]}
     return {name + _OURS for name in tables(module) if name.rpartition(".")[2] not in named}
 
@@ -104,7 +103,7 @@ def _require_same(name: str, stored: Stored, layer: Table, path: Path) -> None:
         )
 
 
-ROWS_AT_ONCE = 4096  # summed in float64 at a time: a large table would not fit the memory in it
+ROWS_AT_ONCE = 4096  # rows converted to float64 at a time, which for a whole large table would not fit in memory
 
 
 @torch.no_grad()
@@ -113,15 +112,15 @@ def extend(model: Llama, known: int, tokens: int) -> None:
 
         W[i] = mean of W[0] ... W[known - 1],   known <= i < tokens
 
-    Spare rows are used first, missing ones are added and none is taken away. Rows below `known` keep their bits, an
-    untied head gets rows of its own mean, a tied one stays tied. A draw around the mean would be no better
-    (Hewitt 2021, "Initializing New Word Embeddings for Pretrained Language Models"). The sum is in float64 and rounded
-    once, so that it is the same bits wherever it is computed and in whichever dtype the folder was read.
+    Spare rows are used first, missing ones are added, and none is removed. Rows below `known` keep their bits; an
+    untied head gets its own mean, a tied one stays tied. Drawing around the mean would be no better (Hewitt 2021,
+    "Initializing New Word Embeddings for Pretrained Language Models"). The sum is in float64 and rounded once, so that
+    its bits depend neither on the device nor on the dtype in which the folder was read.
 
     Args:
-        model: on any device.
-        known: tokens that the model was trained with, at most V.
-        tokens: entries of the tokenizer.
+        model: a model on any device.
+        known: number of tokens that the model was trained with, at most V.
+        tokens: number of tokens of the tokenizer.
     """
     layers: list[nn.Module] = [model.model.embed_tokens]
     if not model.config.tie_word_embeddings:
@@ -143,6 +142,6 @@ def _extended(weight_VD: nn.Parameter, known: int, tokens: int) -> nn.Parameter:
 
 
 def _mean(rows_VD: Tensor) -> Tensor:
-    """Return the mean row in fp32, or in fp64 for an fp64 table."""
+    """Return the mean row, [D], in fp32, or in fp64 for an fp64 table."""
     total_D = torch.stack([part.double().sum(0) for part in rows_VD.split(ROWS_AT_ONCE)]).sum(0)
     return (total_D / len(rows_VD)).to(torch.promote_types(rows_VD.dtype, torch.float32))

@@ -1,6 +1,6 @@
-"""Grouped-query scaled dot-product attention: the plain softmax next to the fused kernels.
+"""Compute grouped-query scaled dot-product attention, by the plain equation or by fused kernels.
 
-Torch's fastest kernel for causal attention on a GPU is found by timing those that can, on a run's own shapes.
+`time_kernels` and `fastest` find torch's fastest kernel for causal attention on a GPU, by timing a run's own shapes.
 
 Shape suffixes: B batch, H query heads, K key-value heads (H is a multiple of K), G = H / K, T queries, S keys, D head
 dimension, Q queries in a block, R keys that they may see, N = B K, M = G Q.
@@ -30,8 +30,8 @@ _BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
 
-QUERIES = 128  # queries of a block
-MOST_KEYS = 1024  # most keys for which probabilities are kept until the backward pass
+QUERIES = 128  # queries in a block of "blocks"
+MOST_KEYS = 1024  # largest number of keys at which "auto" takes "blocks", which keeps probabilities for backward
 
 
 def attention(
@@ -42,25 +42,25 @@ def attention(
         out[b, h, t] = sum_s p[t, s] * value[b, h // (H / K), s]
         p[t]         = softmax over the visible s of (query[b, h, t] . key[b, h // (H / K), s]) / sqrt(D)
 
-    A query that sees no key at all gets zeros, and passes back zero gradients, in every implementation.
+    A query that sees no key gets zeros, and zero gradients, in every implementation.
 
     Args:
         query_BHTD: floating.
         key_BKSD: same dtype.
         value_BKSD: same dtype.
-        mask: which keys a query sees. None: causal, key s is visible to query t if s <= t (then S = T). A boolean
+        mask: the keys that a query sees. None: causal, key s is visible to query t if s <= t (then S = T). A boolean
             tensor that broadcasts to [B, H, T, S]: True is visible. A BlockMask: the same in blocks, for "flex".
         impl: "reference": the equation above, in fp32 or wider, with all [B, H, T, S] probabilities in memory.
             "sdpa": `torch.nn.functional.scaled_dot_product_attention`.
             "flex": `torch.nn.attention.flex_attention`, which skips blocks that no query sees; it is fused only inside
             a compiled graph and has no backward on a CPU.
-            "blocks": multiplies 128 queries with the keys up to the last of them, for a causal mask. Where
-            heads are bf16 it rounds scores and probabilities to bf16, as most eager models do. In a compiled graph on
-            a CPU it takes half the time of the fused kernel there (docs/log.md), for memory that grows with T^2.
-            "auto": whichever fits the mask: "flex" for a BlockMask, else "sdpa", run as "blocks" for bf16 and up
-            to 1,024 keys in a compiled graph on a CPU; a mask that is not causal needs "sdpa" there.
-        kernel: the torch kernel of "sdpa" where there is no mask: torch's own choice, or one by name
-            on a GPU (`monograph.ops.attention` finds the fastest). Only one kernel reads dense masks, so it takes them.
+            "blocks": one product for each 128 queries, with the keys up to the last of them, for a causal mask. For
+            bf16 heads it rounds scores and probabilities to bf16, as most eager models do. In a compiled graph on a CPU
+            it takes half the time of the fused kernel (docs/log.md), and memory that grows with T^2.
+            "auto": "flex" for a BlockMask, else "sdpa", but "blocks" for bf16 and up to 1,024 keys in a compiled graph
+            on a CPU, where a mask that is not causal needs "sdpa".
+        kernel: the torch kernel of "sdpa" if there is no mask: torch's own choice, or one by name on a GPU. The only
+            kernel that reads dense masks takes all of them.
 
     Returns:
         [B, H, T, D] in the dtype of the query.
@@ -86,8 +86,8 @@ def attention(
 
 def _sdpa(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None, kernel: Kernel) -> Tensor:
     if kernel == "efficient" or (mask is not None and query_BHTD.is_cuda):
-        # The one CUDA kernel that reads a dense mask (memory-efficient) wants as many key-value heads as query heads;
-        # with fewer, PyTorch would take the unfused path.
+        # The only CUDA kernel that reads a dense mask (memory-efficient) needs as many key-value heads as query heads;
+        # with fewer, torch would take the unfused path.
         key_BKSD, value_BKSD = (_expand(heads, query_BHTD.shape[1]) for heads in (key_BKSD, value_BKSD))
     if kernel == "torch" or mask is not None:
         return F.scaled_dot_product_attention(
@@ -108,8 +108,8 @@ def _in_blocks(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: T
     if mask is None:
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query_BHTD.device).tril()
     mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
-    # Half of the lowest number, so that adding a score cannot overflow. Added in the product, as a mask that a loop
-    # over scores has to read keeps Inductor from computing a row's softmax in one go (docs/log.md).
+    # Half of the lowest number, so that adding a score cannot overflow. It is added in the product, because a mask that
+    # a loop over scores reads keeps Inductor from computing a row's softmax in one loop (docs/log.md).
     unseen = torch.finfo(query_BHTD.dtype).min / 2
     bias = torch.zeros_like(mask, dtype=query_BHTD.dtype).masked_fill(~mask, unseen)
     bias_BKGTS = bias.expand(rows, query_BHTD.shape[1], -1, -1).unflatten(1, (key_heads, -1))
@@ -138,8 +138,8 @@ def _reference(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: T
     scores_BHTS = query_BHTD.to(wide) @ key_BHSD.transpose(-1, -2) / query_BHTD.shape[-1] ** 0.5
     if mask is None:
         mask = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=scores_BHTS.device).tril()
-    # The lowest finite number instead of -inf: the softmax of a row that sees nothing stays finite, and `where` makes
-    # it zero; exp(lowest - max) is exactly zero in every other row.
+    # The lowest finite number instead of -inf keeps the softmax of a row that sees nothing finite, for `where` to make
+    # it zero; in every other row exp(lowest - max) is exactly zero.
     scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(wide).min)
     probabilities_BHTS = torch.where(mask, scores_BHTS.softmax(dim=-1), 0.0)
     return (probabilities_BHTS @ value_BHSD).to(query_BHTD.dtype)
@@ -148,16 +148,16 @@ def _reference(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: T
 # torch's unfused kernel is left out: it keeps the scores of all pairs, for which no memory plan has room.
 KERNELS: tuple[Kernel, ...] = ("torch", "cudnn", "flash", "efficient")
 ROUNDS, CALLS = 5, 4
-MARGIN = 1.05  # how much faster than torch's own choice a kernel has to be, or the clock's noise would choose
+MARGIN = 1.05  # a kernel must be this many times as fast as torch's own choice, so that noise does not choose
 
 
 def timed(
     attempt: Callable[[Kernel], object], finish: Callable[[], object], now: Callable[[], float] = clock
 ) -> dict[Kernel, float]:
-    """Return the least seconds of a few calls of `attempt`, by kernel, without those that fail.
+    """Return the shortest time of a call of `attempt` in seconds, by kernel, without kernels that fail.
 
     Args:
-        attempt: runs one kernel; a RuntimeError says that it cannot, out of memory being one.
+        attempt: runs one kernel; raises RuntimeError if it cannot, also if it is out of memory.
         finish: waits until the work that `attempt` began is done.
         now: the clock.
     """
@@ -170,7 +170,7 @@ def timed(
             continue
         able.append(kernel)
     times = dict.fromkeys(able, float("inf"))
-    for _ in range(ROUNDS):  # kernels take turns, so that a passing disturbance of the machine affects all alike
+    for _ in range(ROUNDS):  # kernels take turns, so that other load on the machine affects all alike
         for kernel in able:
             began = now()
             for _ in range(CALLS):
@@ -189,7 +189,7 @@ def fastest(times: Mapping[Kernel, float]) -> Kernel:
 
 
 def compared(times: Mapping[Kernel, float], kernel: Kernel) -> str:
-    """Return a text that names the chosen kernel and how many times as fast as torch's choice each of them is."""
+    """Return a text that names the chosen kernel and the speed of each kernel over torch's choice."""
     if "torch" not in times:
         return f"{kernel}, as torch's choice cannot run here"
     speeds = {name: times["torch"] / seconds for name, seconds in times.items() if name != "torch"}
@@ -208,19 +208,16 @@ def time_kernels(
         heads: H and K.
         length: T.
         size: D.
-        dtype: of queries, keys and values.
+        dtype: dtype of queries, keys and values.
         device: the device to time on.
     """
-    generator = torch.Generator(device).manual_seed(0)  # the run's own random state is not touched
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's own random state as it is
 
-    def drawn(heads: int) -> torch.Tensor:
-        made = torch.randn(batch, length, heads, size, device=device, dtype=dtype, generator=generator)
-        return made.transpose(1, 2)
+    def drawn(heads: int) -> Tensor:
+        return torch.randn(batch, length, heads, size, device=device, dtype=dtype, generator=generator).transpose(1, 2)
 
     try:
-        query_BHTD, key_BKTD, value_BKTD = (
-            drawn(heads_of).requires_grad_() for heads_of in (heads[0], heads[1], heads[1])
-        )
+        query_BHTD, key_BKTD, value_BKTD = (drawn(count).requires_grad_() for count in (heads[0], heads[1], heads[1]))
         cotangent_BHTD = drawn(heads[0])
     except torch.OutOfMemoryError:
         return {}
@@ -230,5 +227,5 @@ def time_kernels(
         torch.autograd.grad(out_BHTD, (query_BHTD, key_BKTD, value_BKTD), cotangent_BHTD)
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about each kernel that cannot run, and why
+        warnings.simplefilter("ignore")  # torch warns about every kernel that cannot run
         return timed(attempt, lambda: synchronize(device))

@@ -1,4 +1,4 @@
-"""Attention over a key-value cache, whose result does not depend on how much of the cache is read.
+"""Compute attention over a key-value cache; the bits of the result do not depend on how much of the cache is read.
 
 Shape suffixes: B rows, H query heads, K key-value heads (H is a multiple of K), G = H / K, T queries, M = G T, E head
 dimension, N blocks of the cache, C slots in a block, S = N C slots; slot s holds the key and value of position s.
@@ -15,7 +15,7 @@ BLOCK = 128  # slots
 def cached_attention(
     query_BHTE: Tensor, keys_NBKCE: Tensor, values_NBKCE: Tensor, positions_BT: Tensor, window: int | None = None
 ) -> Tensor:
-    """Compute softmax attention of queries at given positions to the slots up to their own.
+    """Compute softmax attention of queries at given positions to the slots up to their own positions.
 
         out[b, h, t] = sum_s p[t, s] * value[b, h // G, s]
         p[t]         = softmax over the visible s of (query[b, h, t] . key[b, h // G, s]) / sqrt(E)
@@ -28,8 +28,8 @@ def cached_attention(
         query_BHTE: floating.
         keys_NBKCE: the first N blocks of a layer, finite everywhere.
         values_NBKCE: same shape and dtype.
-        positions_BT: int64, below N C; the slot of each is written.
-        window: how many positions a query sees, its own the last of them; None: all up to its own.
+        positions_BT: int64, below N C; their slots have been written.
+        window: number of positions that a query sees, its own the last of them; None: all up to its own.
 
     Returns:
         [B, H, T, E] in the dtype of the query; scores, softmax and sums are fp32 or wider.

@@ -1,6 +1,6 @@
-"""Linear cross-entropy, summed over targets, without ever holding the [tokens, vocabulary] logits.
+"""Compute linear cross-entropy, summed over targets, without ever holding the [tokens, vocabulary] logits.
 
-Shapes: N tokens, C tokens of one chunk, D hidden size, V vocabulary, K rows of the weight that are trained alone.
+Shapes: N tokens, C tokens of one chunk, D hidden size, V vocabulary, K trained rows of a frozen weight.
 """
 
 from __future__ import annotations
@@ -9,19 +9,19 @@ from collections.abc import Iterator
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from monograph import compat
 from monograph.ops.token_rows import Rows, change, replaced
 
-# A chunk's fp32 logits stay under this many bytes as long as MAX_CHUNKS allows it: small enough to stay near a CPU's
-# cache, large enough that the matrix products keep a GPU busy.
+# Upper bound of a chunk's fp32 logits, as far as MAX_CHUNKS allows it: small enough to stay near a CPU's cache, large
+# enough for matrix products that keep a GPU busy.
 CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
-# The loop is unrolled in a compiled graph, so its length costs compile time; and each chunk adds to the weight's whole
-# gradient, [V, D]. Eight are enough for an eighth of what dense logits take (benchmarks/loss.py).
+# A compiled graph unrolls the loop over chunks, so chunks cost compile time; and each reads and writes the weight's
+# whole gradient, [V, D]. Eight are enough for an eighth of the memory of dense logits (benchmarks/loss.py).
 MAX_CHUNKS = 8
-NO_ROWS = (None, None, None)
-# In-place work is done on parts of this size in fp32: small enough for a CPU's cache.
+# Size in fp32 of the parts on which in-place work is done: small enough for a CPU's cache.
 BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 512 * 2**20}
 
 
@@ -47,13 +47,13 @@ def linear_cross_entropy(
     Args:
         hidden_ND: [N, D] float; the matrix products run in this dtype (or in autocast's), softmax and sums in fp32
             (fp64 for fp64).
-        weight_VD: [V, D]; cast to the hidden dtype, its gradient has its own dtype.
+        weight_VD: [V, D]; it is cast to the hidden dtype, its gradient has its own dtype.
         targets_N: [N] int64 class ids in [0, V), or `ignore_index`.
         ignore_index: the target value that is not predicted (torch's default).
-        chunks: how many pieces N is cut into; None chooses by the size of a chunk's logits.
+        chunks: number of pieces into which N is cut; None: chosen by the size of a chunk's logits.
         impl: "chunked" or "reference".
-        rows: replace rows of the weight, which is frozen; they alone get a gradient, and no copy of the weight is
-            made. Their change to the logits is computed separately, so unchanged rows leave the logits' bits alone.
+        rows: trained rows that replace some of a frozen weight's; only they get a gradient, and the weight is not
+            copied. Their change to the logits is computed separately, so unchanged rows keep the logits' bits.
 
     Returns:
         (loss, count): 0-d fp32 (fp64 for fp64 input) sum in nats, differentiable; 0-d int64 number of targets.
@@ -62,28 +62,27 @@ def linear_cross_entropy(
         hidden_ND = hidden_ND.to(torch.get_autocast_dtype(hidden_ND.device.type))
     kept_N = targets_N != ignore_index
     count = kept_N.sum()
-    # A target that is not predicted still indexes a row of logits; its term is multiplied by zero.
+    # An ignored target must still be a valid index; its term is multiplied by zero.
     safe_N = torch.where(kept_N, targets_N, 0)
     weights_N = kept_N.to(torch.promote_types(hidden_ND.dtype, torch.float32))
     if impl == "reference":
         weight_VD = weight_VD if rows is None else replaced(weight_VD, rows)
         logits_NV = (hidden_ND @ weight_VD.to(hidden_ND.dtype).T).to(weights_N.dtype)
-        return torch.nn.functional.cross_entropy(
-            logits_NV, targets_N, ignore_index=ignore_index, reduction="sum"
-        ), count
+        return F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum"), count
     if impl != "chunked":
         raise ValueError(f"impl must be 'chunked' or 'reference', not {impl!r}")
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type)
     if torch.is_grad_enabled():
-        # Inside a transform of torch.func `requires_grad` is not visible.
+        # `requires_grad` is not visible inside a transform of torch.func.
         if rows is not None or not (weight_VD.requires_grad or compat.in_transform()):
-            return _FrozenLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks, *(rows or NO_ROWS))[0], count
+            row_tensors = rows or (None, None, None)
+            return _FrozenLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks, *row_tensors)[0], count
         return _ChunkedLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks)[0], count
     return _loss_only(hidden_ND, weight_VD, safe_N, weights_N, chunks, rows), count
 
 
 def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
-    """Return the number of pieces of `tokens` whose fp32 logits stay under CHUNK_BYTES each; at most MAX_CHUNKS."""
+    """Return the number of chunks in which a chunk's fp32 logits stay under CHUNK_BYTES, at most MAX_CHUNKS."""
     limit = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     return max(1, min(MAX_CHUNKS, tokens, -(-tokens * vocabulary * 4 // limit)))
 
@@ -93,7 +92,7 @@ def _block_bytes(tensor: Tensor) -> int:
 
 
 def _added(weight_VD: Tensor, rows: Rows | None) -> Rows | None:
-    """Return rows as the differences that they add to the weight's own."""
+    """Return rows whose values are their differences to the weight's own rows."""
     return None if rows is None else rows._replace(values_KD=change(weight_VD, rows))
 
 
@@ -127,7 +126,7 @@ def _pieces(
 def _chunk_gradients(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor, grad_weight_VD: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a chunk's loss and gradients, the weight's added to those of the chunks before."""
+    """Return a chunk's loss and gradients; the weight's gradient is added to that of the earlier chunks."""
     term, grad_CD, hidden_CD, grad_CV = _chunk_difference(hidden_CD, weight_VD, targets_C, weights_C)
     if grad_weight_VD is None:
         grad_weight_VD = (grad_CV.T @ hidden_CD).to(weights_C.dtype)
@@ -143,8 +142,8 @@ def _chunk_difference(
 
     It is a separate function so that no tensor of a chunk is still alive in the next one.
     """
-    # Zero where nothing is predicted: such a row then adds nothing to the weight's gradient. Under vmap this also makes
-    # the logits batched if the targets are, which the in-place writes below need.
+    # Ignored rows become zero, so that they add nothing to the weight's gradient. Under vmap this also makes the logits
+    # batched if the targets are, which the in-place writes below need.
     kept_C1 = weights_C.unsqueeze(-1).to(hidden_CD.dtype)
     hidden_CD = hidden_CD * kept_C1
     difference = _traced_difference if torch.compiler.is_compiling() else _eager_difference
@@ -155,8 +154,8 @@ def _chunk_difference(
     return (losses_C * weights_C).sum(), grad_CD * kept_C1, hidden_CD, grad_CV
 
 
-# An operator, because a compiler would make of a plain sum one kernel that reads many chunks' products and so keeps
-# all of them, [V, D] each.
+# An operator, because a compiler would fuse a plain sum into one kernel that reads all chunks' products, [V, D] each,
+# and so keep all of them in memory.
 @torch.library.custom_op("monograph::add_product_", mutates_args=("total",))
 def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left^T @ right to `total`, over any leading dimensions, some rows of `total` at a time."""
@@ -196,7 +195,7 @@ def _traced_difference(
 def _eager_difference(
     hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype, added: Rows | None
 ) -> tuple[Tensor, Tensor]:
-    """Compute the same in place, in parts: on a CPU a fresh [C, V] tensor costs more than the arithmetic on it."""
+    """Return the same, computed in place and in parts: on a CPU a new [C, V] tensor costs more than its arithmetic."""
     logits_CV = _logits(hidden_CD, weight_VD, added)
     rows = max(1, _block_bytes(logits_CV) // (4 * weight_VD.shape[0]))
     losses: list[Tensor] = []
@@ -210,7 +209,7 @@ def _eager_difference(
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss and both gradients in one pass; out of place when traced.
+    """Compute the loss and both gradients in one pass, out of place when traced.
 
     In-place writes to a returned tensor give wrong gradients when Dynamo traces an autograd.Function
     (pytorch/pytorch#180642), and vmap cannot write a batched value into an unbatched buffer.
@@ -223,7 +222,7 @@ class _ChunkedLoss(torch.autograd.Function):
         terms: list[Tensor] = []
         grads: list[Tensor] = []
         grad_weight_VD = None
-        weight_VD = weight_VD.to(hidden_ND.dtype)  # cast in here, so that its gradient is not rounded to that dtype
+        weight_VD = weight_VD.to(hidden_ND.dtype)  # cast here, so that its gradient is not rounded to that dtype
         for hidden_CD, targets_C, weights_C in _pieces(hidden_ND, targets_N, weights_N, chunks):
             term, grad_CD, grad_weight_VD = _chunk_gradients(hidden_CD, weight_VD, targets_C, weights_C, grad_weight_VD)
             terms.append(term)
@@ -249,9 +248,9 @@ class _ChunkedLoss(torch.autograd.Function):
 
 
 class _FrozenLoss(torch.autograd.Function):
-    """The loss for a frozen weight, which saves a third of the arithmetic and one [V, D] tensor.
+    """Compute the loss for a frozen weight, which saves a third of the arithmetic and one [V, D] tensor.
 
-    With rows it computes their gradient, (softmax - onehot)[:, index].T @ hidden for each chunk.
+    With rows it also computes their gradient, the sum over chunks of (softmax - onehot)[:, index].T @ hidden.
     """
 
     generate_vmap_rule = True

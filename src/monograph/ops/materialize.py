@@ -1,4 +1,4 @@
-"""Keeps a value in memory where a compiler would compute it again for every element that uses it."""
+"""Keep a value in memory that a compiler would otherwise compute again for every element that reads it."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 def materialize(value: Tensor) -> Tensor:
     """Return the same tensor; in a compiled graph it is kept in memory instead of being fused into its readers.
 
-    Inductor fuses small tensors into the loops of large ones, where a power or a division by a learning rate is then
-    repeated for every element: on a CPU two powers cost an AdamW update more than everything else in it.
+    Inductor fuses small tensors into the loops over large ones, which then repeat a power or a division for every
+    element: on a CPU, two powers cost an AdamW update more than everything else in it.
     """
     if not torch.compiler.is_compiling():
         return value

@@ -1,4 +1,4 @@
-"""Random words by counter: Philox, the same on every device and in every order of work."""
+"""Compute random words from a counter and a key by Philox, alike on every device and in every order of work."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     Args:
         counter: four words in [0, 2^32), int64, of shapes that broadcast. The first and the third must not be constants
             of 2^31 or more in a compiled function: Inductor (torch 2.13) multiplies constants without wrapping around.
-        key: two such words.
+        key: two words of the same kind.
 
     Returns:
         Four words in [0, 2^32), int64.
@@ -25,7 +25,7 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):
-        # The products wrap around in int64, so the upper half must lose the sign that the shift brings in.
+        # Products may overflow int64, so the mask also removes the sign bits that the shift copies into the upper half.
         product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
         high0, high1 = (product0 >> 32) & LOW32, (product1 >> 32) & LOW32
         c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & LOW32, high0 ^ c3 ^ k1, product0 & LOW32

@@ -1,4 +1,4 @@
-"""Root-mean-square layer normalisation."""
+"""Compute root-mean-square layer normalisation."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ def rms_norm(hidden: Tensor, weight: Tensor, eps: float) -> Tensor:
 
         y = x / sqrt(mean(x^2) + eps) * weight
 
-    Computed in fp32 for fp16, bf16 and fp32 inputs and in float64 for float64 ones (transformers rounds to fp32 even
-    then, which would cap every exactness test at 6e-8), and rounded once, at the end. One form serves everything:
-    Inductor fuses it into one kernel, and `torch.nn.functional.rms_norm` was no faster on a CPU.
+    It is computed in fp32, for float64 inputs in float64 (transformers rounds even these to fp32, which would limit
+    every exactness test to 6e-8), and rounded once, at the end. There is no other implementation, because Inductor
+    fuses this one into one kernel, and `torch.nn.functional.rms_norm` was no faster on a CPU.
 
     Args:
         hidden: x, [..., D], floating.

@@ -1,6 +1,6 @@
-"""Trained rows of an otherwise frozen table: look-ups and products without a second table.
+"""Look up tokens and multiply with a frozen table of which some rows are trained, without a copy of the table.
 
-Shapes: V rows of the table, D their size, K trained rows, N tokens; ... any leading dimensions.
+Shapes: V rows of the table, D channels, K trained rows, N tokens; ... any leading dimensions.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from torch import Tensor
 
 
 class Rows(NamedTuple):
-    """Rows that replace some of a table's own.
+    """Rows that replace some rows of a table.
 
     Attributes:
         values_KD: the rows, the only ones with a gradient.
         index_K: their distinct positions in the table, int64.
-        slot_V: the inverse: for each row of the table its position in `values_KD`, -1 where it is not replaced.
+        slot_V: for each row of the table its position in `values_KD`, -1 if it is not replaced.
     """
 
     values_KD: Tensor
@@ -27,12 +27,12 @@ class Rows(NamedTuple):
 
 
 def replaced(weight_VD: Tensor, rows: Rows) -> Tensor:
-    """Return a copy of the table with the rows in it, in its dtype: the reference for everything below."""
+    """Return a copy of the table, in its dtype, with the rows in it; this is the reference for all else here."""
     return weight_VD.index_copy(0, rows.index_K, rows.values_KD.to(weight_VD.dtype))
 
 
 def change(weight_VD: Tensor, rows: Rows) -> Tensor:
-    """Return the difference to the table's own rows, [K, D] in its dtype: exactly zero while both are equal."""
+    """Return the rows minus the table's own, [K, D] in its dtype: exactly zero while both are equal."""
     return rows.values_KD.to(weight_VD.dtype) - weight_VD[rows.index_K]
 
 
@@ -44,7 +44,7 @@ def embedding(
     Args:
         tokens: ids.
         weight_VD: the table, which gets no gradient.
-        rows: the rows that replace some of its own.
+        rows: the rows that replace some of the table's.
         impl: "gathered" reads the table and the rows; "reference" reads a copy of the table with the rows in it.
     """
     if impl == "reference":
@@ -54,7 +54,7 @@ def embedding(
 
 
 def linear(hidden: Tensor, weight_VD: Tensor, rows: Rows, bias_V: Tensor | None = None) -> Tensor:
-    """Apply `F.linear` with the rows in the table, [..., D] to [..., V]; unchanged rows leave the table's bits.
+    """Apply `F.linear` with the rows in the table, [..., D] to [..., V]; unchanged rows give the table's own bits.
 
     y = x W^T,   y[..., index] += x (rows - W[index])^T
     """
@@ -63,7 +63,7 @@ def linear(hidden: Tensor, weight_VD: Tensor, rows: Rows, bias_V: Tensor | None 
 
 
 class _Lookup(torch.autograd.Function):
-    """Looks up the replaced rows; their gradient is a matrix product, as threads' sums have no fixed order."""
+    """Look up the replaced rows; their gradient is a matrix product, because a scattered sum has no fixed order."""
 
     generate_vmap_rule = True
 
