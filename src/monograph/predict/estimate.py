@@ -221,7 +221,7 @@ def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
 
 def _largest_stack(config: LlamaConfig) -> int:
     """Return the size, in numbers, of the largest plane of block matrices of one shape, which Muon updates at once."""
-    sizes: Counter[tuple[int, int]] = Counter()
+    sizes: Counter[tuple[int, ...]] = Counter()
     for shape in _shapes(config):
         sizes[shape] += config.num_hidden_layers * math.prod(shape)
     return max(sizes.values())
@@ -232,8 +232,6 @@ def _matrices(config: LlamaConfig) -> int:
     return config.num_hidden_layers * sum(map(math.prod, _shapes(config)))
 
 
-def _shapes(config: LlamaConfig) -> list[tuple[int, int]]:
+def _shapes(config: LlamaConfig) -> list[tuple[int, ...]]:
     """Return the shapes of one block's matrices."""
-    (width, query, key_value), inner = _widths(config), config.intermediate_size
-    sides = [(query, width), (key_value, width), (width, query), (inner, width), (width, inner)]
-    return [*sides, sides[1], sides[3]]  # values have the shape of keys, gate that of up
+    return [shape for shape in config.layer_shapes().values() if len(shape) == 2]
