@@ -84,9 +84,8 @@ def scheduled(written: list[Kernel], returned: set[Name], arguments: Mapping[Nam
             continue
         reader = ordered[last[name]]
         free = reader.over is None and readers[loops[last[name]], name] == 1 and name not in reader.separate | changed
-        if reader.changes == name:
-            reader.over = name
-        elif reader.fused and free and name != reader.name and sizes[name] == reader.size_bytes:
+        fits = reader.fused and name != reader.name and sizes[name] == reader.size_bytes
+        if reader.changes == name or (free and fits):
             reader.over = name
         else:
             ordered[loops[last[name]]].last_reads.append(name)
@@ -319,7 +318,8 @@ def _copied_bytes(node: Node, device_type: str) -> int:
 def _is_written(node: Node) -> bool:
     if not _tensors(node):
         return False
-    return _is_extern(node) or _name(node) in _REDUCTIONS or any(map(_needs_memory, _readers(node)))
+    needed = any(reader.op == "output" or _is_extern(reader) for reader in _readers(node))
+    return needed or _is_extern(node) or _name(node) in _REDUCTIONS
 
 
 def _is_passed_twice(node: Node, loads: int) -> bool:
@@ -331,10 +331,6 @@ def _is_passed_twice(node: Node, loads: int) -> bool:
         return False
     reduced = [_name(reader) in _REDUCTIONS for reader in _readers(node)]
     return any(reduced) and not all(reduced) and (_name(node) in _DEAR or loads > MOST_LOADS)
-
-
-def _needs_memory(reader: Node) -> bool:
-    return reader.op == "output" or _is_extern(reader)
 
 
 def _readers(node: Node) -> list[Node]:
