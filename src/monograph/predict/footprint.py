@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -26,7 +26,7 @@ from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import QUERIES
-from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
+from monograph.ops.cross_entropy import chunk_count
 from monograph.optim import Optimizer
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, Sample
 from monograph.step import Clip, Step, accumulate, update
@@ -233,7 +233,7 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
             put(model, work.lora, precision=Precision(work.precision))
         step = Step(
             model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), remat=named(work.remat),
-            loss=_Loss(linear_cross_entropy, work.device_type),
+            loss=_Loss(work.device_type),
         )  # fmt: skip
         for plane in step.planes:
             memory.assign("gradients", [plane.grad])
@@ -268,11 +268,11 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
 
 
 class _Loss(TokenLoss):
-    """The `token_loss` with the given `head`, in as many chunks as on the planned device, wherever the trace runs."""
+    """The `token_loss` in as many chunks as on the planned device, wherever the trace runs."""
 
-    def __init__(self, head: Callable[..., tuple[Tensor, Tensor]], device_type: str) -> None:
+    def __init__(self, device_type: str) -> None:
         super().__init__()
-        self.head, self.device_type = head, device_type
+        self.device_type = device_type
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
