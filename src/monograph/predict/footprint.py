@@ -99,13 +99,15 @@ class Curve(NamedTuple):
 def footprint(work: Work) -> Footprint:
     """Return the peak of one update, with the gradients of earlier micro-batches on the device."""
     apart = _apart(work)
-    update = _of_update(apart)
+    offloads = work.remat == "offload"
+    curves = _without_inputs(_deep(replace(apart, remat="full")), apart) if offloads else _deep(apart)
+    peak = footprint_of(curves)
     before, after = work.config, apart.config
     # These origins grow with the vocabulary; gradients and moments of adapters do not.
     of_model = ORIGINS[:1] if work.lora else ORIGINS[:3]
     ratios = dict.fromkeys(of_model, before.parameter_count() / after.parameter_count())
     ratios["loss head"] = before.vocab_size / after.vocab_size
-    return Footprint(update.stage, {name: round(size * ratios.get(name, 1)) for name, size in update.by_origin.items()})
+    return Footprint(peak.stage, {name: round(size * ratios.get(name, 1)) for name, size in peak.by_origin.items()})
 
 
 def _apart(work: Work) -> Work:
@@ -115,13 +117,8 @@ def _apart(work: Work) -> Work:
     """
     config, tokens = work.config, work.rows * work.length
     heads = config.num_attention_heads, config.num_key_value_heads
-    taken = {
-        config.hidden_size,
-        config.intermediate_size,
-        config.head_dim,
-        *heads,
-        *(n * config.head_dim for n in heads),
-    }
+    taken = {config.hidden_size, config.intermediate_size, config.head_dim, *heads}
+    taken |= {number * config.head_dim for number in heads}
     taken |= {work.length, tokens, work.window_rows * work.length, *range(QUERIES, work.length, QUERIES)}
     vocabulary = config.vocab_size
     while True:
@@ -129,12 +126,6 @@ def _apart(work: Work) -> Work:
         if vocabulary not in taken | {tokens // chunks, -(-tokens // chunks)}:
             return replace(work, config=replace(config, vocab_size=vocabulary))
         vocabulary += 1
-
-
-def _of_update(work: Work) -> Footprint:
-    if work.remat == "offload":
-        return footprint_of(_without_inputs(_deep(replace(work, remat="full")), work))
-    return footprint_of(_deep(work))
 
 
 def _deep(work: Work) -> list[Curve]:
@@ -260,9 +251,8 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
         begins.append(("update", len(memory.curve)))
         update(step)
         if work.compile == "whole":  # what follows a graph has its own samples for each block
-            begins = sorted(
-                [*zip(("forward", "backward"), memory.walked, strict=False), *begins], key=lambda begin: begin[1]
-            )
+            begins = [*zip(("forward", "backward"), memory.walked, strict=False), *begins]
+            begins.sort(key=lambda begin: begin[1])
         pairs = itertools.pairwise([*begins, ("", len(memory.curve))])
         return [Curve(stage, memory.curve[begin:end]) for (stage, begin), (_, end) in pairs]
 
