@@ -87,7 +87,7 @@ def test_bytes_are_those_of_the_engine_s_own_buffers(way):
         assert sum(size for name, size in found["host"].items() if name != "boundaries") == exact[Home.HOST]
         assert device["slots"] == held.walk.slots.device_bytes
         assert device["slots"] + device["desks"] == held.walk.device_bytes
-        boundaries = device_bytes(held.store, held.placement, way.state_bytes, way.micro_batches).boundaries
+        boundaries = device_bytes(held.store, held.placement, way.work.input_bytes, way.micro_batches).boundaries
         assert device["boundaries"] == boundaries
 
 

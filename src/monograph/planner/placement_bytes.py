@@ -244,16 +244,6 @@ class Way:
         """Return the micro-batches of an update."""
         return -(-self.work.window_rows // self.work.rows)
 
-    @property
-    def number_bytes(self) -> int:
-        """Return the bytes of a number that is computed with."""
-        return 4 if self.work.precision == "fp32" else 2
-
-    @property
-    def state_bytes(self) -> int:
-        """Return the bytes that pass from stage to stage of a micro-batch."""
-        return self.work.rows * self.work.length * self.work.config.hidden_size * self.number_bytes
-
     @cached_property
     def order(self) -> list[list[tuple[int, str]]]:
         """Return what stays on the device first, as (stage, name) in groups of a name: what saves most copies per byte.
@@ -283,13 +273,13 @@ class Way:
     @cached_property
     def passing(self) -> dict[str, int]:
         """Bytes on the device in addition to planes, by origin; estimates except for boundaries and masks."""
-        work, number = self.work, self.number_bytes
-        config, tokens = work.config, work.rows * work.length
+        work, number = self.work, self.work.number_bytes
+        config, tokens = work.config, work.tokens
         inside = stored_numbers(work, work.remat) * number * tokens * self.blocks_per_stage
         block = stored_numbers(work, "none") * number * tokens
         head = config.vocab_size * config.hidden_size
         chunk = tokens / chunk_count(tokens, config.vocab_size, work.device_type)
-        loss = chunk * config.vocab_size * (4 + number) + 8 * head + 2 * tokens * config.hidden_size * number
+        loss = chunk * config.vocab_size * (4 + number) + 8 * head + 2 * work.input_bytes
         matrices = [plane.whole for plane in self.stages.middle if plane.whole > 1]
         largest = max(MOST, *matrices, 1)
         if work.compile == "none":
@@ -300,7 +290,7 @@ class Way:
         every = work.window_rows * work.length
         masks = every * (work.length + 4 * config.head_dim) if work.packed else 0  # dense masks, cosine and sine
         return {
-            "boundaries": self._states * self.state_bytes,
+            "boundaries": self._states * work.input_bytes,
             "activations": int(inside),
             "workspace": int(passes - inside) + masks,
         }
@@ -361,7 +351,7 @@ class Way:
         if self.where == "host" and self.at_once and (turns := turns_bytes(self.stages, resident)):
             tiers["host"]["gradients"] = turns
         if self.offload:
-            tiers["host"]["boundaries"] = (self.stages.count - 2) * self.micro_batches * self.state_bytes
+            tiers["host"]["boundaries"] = (self.stages.count - 2) * self.micro_batches * self.work.input_bytes
         return tiers
 
     def placement(self, resident: Sequence[Names]) -> Placement:

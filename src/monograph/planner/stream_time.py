@@ -94,7 +94,7 @@ def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Lin
     gradients, gradients_home = (away([GRADIENT], home=home) for home in (False, True))
     renewed_bytes = away(names, home=False) - gradients
     disk_s, disk_home_s = (2 * away(way.on_disk, home=home) / link.disk for home in (False, True))
-    boundaries = (way.stages.count - 2) * way.micro_batches * way.state_bytes if way.offload else 0
+    boundaries = (way.stages.count - 2) * way.micro_batches * way.work.input_bytes if way.offload else 0
     there_s, back_s, renew_s = sum(seconds.there), sum(seconds.back), sum(seconds.device)
     late_there_s = 0.0 if way.at_once else max(seconds.late_s, disk_home_s - there_s)
     late_back_s = max(seconds.late_in_backward_s, disk_home_s - back_s) if way.at_once else 0.0
@@ -128,7 +128,7 @@ def timing(way: Way, placement: Placement, times: PassTimes, link: Link) -> Timi
     several = way.micro_batches / played
     costs = {name: seconds * (1 if name.endswith("number_s") else several) for name, seconds in asdict(times).items()}
     state = torch.empty(
-        math.ceil(work.rows * work.length * several), work.config.hidden_size,
+        math.ceil(work.tokens * several), work.config.hidden_size,
         dtype=Precision(work.precision).dtype, device=META,
     )  # fmt: skip
     return pretended(engine, clock, Costs(**costs), state, played)

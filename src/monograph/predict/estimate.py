@@ -130,7 +130,7 @@ def _kept(work: Work, remat: str | float) -> Choice:
     curve = Recording(0, 0, 0, _products(work)).curve()
     if remat == "pointwise":
         return curve[-1]
-    beyond_input = stored_numbers(work, "none") - work.config.hidden_size + _rounded(work) / (work.rows * work.length)
+    beyond_input = stored_numbers(work, "none") - work.config.hidden_size + _rounded(work) / work.tokens
     return within(curve, int(float(remat) * beyond_input)) or curve[0]
 
 
@@ -167,7 +167,7 @@ def dense_bytes(work: Work) -> float:
     """Return the bytes that one pass over all blocks reads and writes to dequantise linear weights; 0 if none are."""
     if work.lora is None or work.lora.base not in FROZEN_BYTES:
         return 0.0
-    return _matrices(work.config) * (FROZEN_BYTES[work.lora.base] + (4 if work.precision == "fp32" else 2))
+    return _matrices(work.config) * (FROZEN_BYTES[work.lora.base] + work.number_bytes)
 
 
 def _of_adapters(work: Work, optimizer: str, ema: bool) -> int:
@@ -176,7 +176,7 @@ def _of_adapters(work: Work, optimizer: str, ema: bool) -> int:
     The head has no gradient, no rounded copy of a weight is kept, and each adapter's inner values `A x` are kept.
     """
     assert work.lora is not None
-    config, number, tokens = work.config, 4 if work.precision == "fp32" else 2, work.rows * work.length
+    config, number, tokens = work.config, work.number_bytes, work.tokens
     rule, _, state = optimizer.partition(":")
     adapters, base_bytes = _frozen(config, work.lora, work.precision)
     weight = 2 if state == "all-bf16" else 4
@@ -185,11 +185,11 @@ def _of_adapters(work: Work, optimizer: str, ema: bool) -> int:
     inner = work.lora.rank * len(_shapes(config)) * (work.remat not in ("full", "offload"))
     stored = config.num_hidden_layers * (stored_numbers(work, work.remat) + inner) * number * tokens
     if work.remat == "offload":
-        stored = ON_THEIR_WAY * config.hidden_size * number * tokens
+        stored = ON_THEIR_WAY * work.input_bytes
     dense = (4 + number) * max(map(math.prod, _shapes(config))) if work.lora.base != "auto" else 0
     block = stored_numbers(work, "none") * number * tokens + dense
     logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size * (4 + number)
-    loss = logits + 2 * tokens * config.hidden_size * number
+    loss = logits + 2 * work.input_bytes
     after = (EAGER_UPDATE_BYTES[state or "fp32"] if work.compile == "none" else 4) * adapters
     return int(static + max(stored + max(loss, 2 * block), after))
 
@@ -198,19 +198,19 @@ def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
     """Return the peak bytes by the closed form at the top of this file, on a device of `work.device_type`."""
     if work.lora:
         return _of_adapters(work, optimizer, ema)
-    config, number = work.config, 4 if work.precision == "fp32" else 2
-    parameters, tokens = config.parameter_count(), work.rows * work.length
+    config, number, tokens = work.config, work.number_bytes, work.tokens
+    parameters = config.parameter_count()
     rule, _, state = optimizer.partition(":")
     weight = 2 if state == "all-bf16" else 4
     static = parameters * (weight + 4 + MOMENTS[rule] * STATE_BYTES[state or "fp32"] + weight * ema)
     kept = stored_numbers(work, work.remat) * tokens + _rounded(work) * (work.remat == "none")
     stored = config.num_hidden_layers * kept * number
     if work.remat == "offload":
-        stored = ON_THEIR_WAY * config.hidden_size * number * tokens
+        stored = ON_THEIR_WAY * work.input_bytes
     block = stored_numbers(work, "none") * number * tokens
     head = config.vocab_size * config.hidden_size
     logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size * (4 + number)
-    loss = max(logits + (4 + number) * head, 8 * head) + 2 * tokens * config.hidden_size * number
+    loss = max(logits + (4 + number) * head, 8 * head) + 2 * work.input_bytes
     stack = _largest_stack(config) if rule == "muon" else 0
     if work.compile == "none":
         after = EAGER_UPDATE_BYTES[state or "fp32"] * max(stack, parameters - _matrices(config) * bool(stack))

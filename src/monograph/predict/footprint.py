@@ -69,6 +69,21 @@ class Work:
     device_type: str = "cpu"
     lora: Lora | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a micro-batch."""
+        return self.rows * self.length
+
+    @property
+    def number_bytes(self) -> int:
+        """Return the bytes of a number of the compute dtype."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def input_bytes(self) -> int:
+        """Return the bytes of one block's input for a micro-batch."""
+        return self.tokens * self.config.hidden_size * self.number_bytes
+
 
 @dataclass(frozen=True)
 class Footprint:
@@ -115,7 +130,7 @@ def _apart(work: Work) -> Work:
 
     The vocabulary may get a few more entries than it has; `footprint` takes their bytes off again.
     """
-    config, tokens = work.config, work.rows * work.length
+    config, tokens = work.config, work.tokens
     heads = config.num_attention_heads, config.num_key_value_heads
     taken = {config.hidden_size, config.intermediate_size, config.head_dim, *heads}
     taken |= {number * config.head_dim for number in heads}
@@ -151,9 +166,7 @@ def _deep(work: Work) -> list[Curve]:
 
 def _without_inputs(curves: list[Curve], work: Work) -> list[Curve]:
     """Subtract the blocks' inputs that wait on the host from the activations; those on their way stay."""
-    number = 4 if work.precision == "fp32" else 2
-    an_input = work.rows * work.length * work.config.hidden_size * number
-    away = max(0, work.config.num_hidden_layers - ON_THEIR_WAY) * an_input
+    away = max(0, work.config.num_hidden_layers - ON_THEIR_WAY) * work.input_bytes
     place = ORIGINS.index("activations")
 
     def less(sample: Sample) -> Sample:

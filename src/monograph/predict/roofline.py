@@ -109,6 +109,12 @@ class UpdateTime:
         return max(work_s, self.launch_s, self.transfer_s) + self.update_s
 
 
+def _reached(device: Device) -> tuple[Efficiency, float]:
+    """Return the shares that code reaches on a device, and the bytes/s of its memory that elementwise code reaches."""
+    rate = EFFICIENCIES.get(device.name, CPU if device.type == "cpu" else Efficiency())
+    return rate, (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * rate.traffic
+
+
 def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     """Return the seconds of an update of `work.window_rows` rows, cut into micro-batches of `work.rows`.
 
@@ -121,27 +127,22 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     """
     config, captured, layers = work.config, work.compile != "none", work.config.num_hidden_layers
     again, attended_again = recomputed_flops(work)
-    rate = EFFICIENCIES.get(device.name, CPU if device.type == "cpu" else Efficiency())
-    bandwidth = (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * rate.traffic
-    tokens, micro = work.window_rows * work.length, work.rows * work.length
+    rate, bandwidth = _reached(device)
+    tokens, micro = work.window_rows * work.length, work.tokens
     adapters = trained_adapters(work)  # next to weights without gradients
     flops = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters + layers * again
     width = config.num_attention_heads * config.head_dim
     attended = layers * (6 * width * work.length + attended_again)
     numbers = stored_numbers(work, "none")
-    if work.remat not in (
-        "none",
-        "full",
-        "offload",
-    ):  # probabilities are recomputed from the scores where they are read
+    if work.remat not in ("none", "full", "offload"):  # probabilities are recomputed where they are read
         numbers -= (SCORE_NUMBERS - 1) * score_numbers(work)
     if again if captured else work.remat != "none":
         numbers *= 4 / 3
-    traffic = 3 * numbers * (4 if work.precision == "fp32" else 2) * layers
+    traffic = 3 * numbers * work.number_bytes * layers
     steps = -(-work.window_rows // work.rows)
     passes = 2 + (work.remat in ("full", "offload"))
     calls_s = steps * (MICRO_STEP_S + (2 * layers * CALL_S if work.compile == "blocks" else 0.0))
-    crossing = 2 * layers * config.hidden_size * (4 if work.precision == "fp32" else 2)
+    crossing = 2 * layers * config.hidden_size * work.number_bytes
     link = device.link_bytes_per_s or LINK_BYTES_PER_S
     return UpdateTime(
         products_s=flops * tokens / (peak_flops * rate.products * micro / (micro + rate.saturating_tokens)),
@@ -183,9 +184,8 @@ def pass_times(work: Work, device: Device, peak_flops: float, host_bytes_per_s: 
     Included is what `work.remat` recomputes within a stage. `host_bytes_per_s` is the rate of the host's memory.
     """
     config, captured = work.config, work.compile != "none"
-    rate = EFFICIENCIES.get(device.name, CPU if device.type == "cpu" else Efficiency())
-    bandwidth = (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * rate.traffic
-    tokens, number = work.rows * work.length, 4 if work.precision == "fp32" else 2
+    rate, bandwidth = _reached(device)
+    tokens, number = work.tokens, work.number_bytes
     products = peak_flops * rate.products * tokens / (tokens + rate.saturating_tokens)
     head, layers = config.vocab_size * config.hidden_size, config.num_hidden_layers
     of_block = (matmul_parameters(config) - head) // layers
