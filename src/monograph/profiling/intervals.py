@@ -10,16 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
+from typing import Literal, get_args
 
 Part = Literal[
     "matmul", "attention", "loss head", "optimizer", "elementwise", "data wait", "host gaps", "transfers", "other"
 ]
 Cause = Literal["data", "sync", "launch", "kernel gap", "transfer", "other"]
 
-PARTS: tuple[Part, ...] = (
-    "matmul", "attention", "loss head", "optimizer", "elementwise", "data wait", "host gaps", "transfers", "other",
-)  # fmt: skip
+PARTS: tuple[Part, ...] = get_args(Part)
 # The part that a gap counts towards, by its cause.
 OF_CAUSE: Mapping[Cause, Part] = {
     "data": "data wait",

@@ -87,7 +87,7 @@ def ledger(
         static["weights"] += plane.param.nbytes
         static["gradients"] += plane.grad.nbytes
         static["moments"] += sum(buffer.nbytes for buffer in plane.state.values())
-    entries = {"planned": dict(planned)} if planned else {"planned": static}
+    entries = {"planned": dict(planned) if planned else static}
     if device.type == "cuda":
         rest = peak_memory_bytes(device) - sum(static.values())
         entries["measured"] = {**static, "activations, loss head, workspace": rest}

@@ -169,21 +169,17 @@ class _Reader:
             self.kernels.append(kernel)
 
     def _placed(self, event: Event, place: _Place) -> _Place:
-        name, part = event["name"], place.part
+        name, part, number = event["name"], place.part, event.get("args", {}).get("Sequence number")
         if part is None:
             if name == UPDATE:
                 part = "optimizer"
-            elif name in (HEAD, ADDED) or (name.startswith(_BACKWARD) and self._number(event) in self.head):
+            elif name in (HEAD, ADDED) or (name.startswith(_BACKWARD) and number in self.head):
                 part = "loss head"
         inside = place.inside
         if inside is None and event.get("cat") == "cpu_op" and not _WAITS.search(name):
             computes = _GENERATED.search(name) or self.has_kernel(name)
             inside = self._part(event, part) if computes else None
         return _Place(part, inside)
-
-    def _number(self, event: Event) -> int | None:
-        number: int | None = event.get("args", {}).get("Sequence number")
-        return number
 
     def _part(self, event: Event, said: Part | None) -> Part:
         name = event["name"].rpartition("::")[2]
