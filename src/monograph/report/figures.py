@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,31 +41,30 @@ def draw(
     metrics: Sequence[Row], yardsticks: Mapping[str, float], title: str, subtitle: str
 ) -> tuple[bytes, list[Drawing]]:
     """Return a PNG sheet of all figures for which `metrics` has rows, under `title` and `subtitle`, and each figure."""
-    panels: dict[str, Callable[[Axes], None]] = {
-        "held_out": lambda axes: _held_out(axes, metrics, yardsticks),
-        "loss": lambda axes: _loss(axes, metrics),
-        "learning_rate": lambda axes: _learning_rate(axes, metrics),
-        "gradient_norm": lambda axes: _gradient_norm(axes, metrics),
-        "speed": lambda axes: _speed(axes, metrics),
-        "memory": lambda axes: _memory(axes, metrics),
+    panels: dict[str, tuple[str, Callable[..., None]]] = {
+        "held_out": ("eval_bits_per_byte", partial(_held_out, yardsticks=yardsticks)),
+        "loss": ("train_loss", _loss),
+        "learning_rate": ("lr", _learning_rate),
+        "gradient_norm": ("grad_norm", _gradient_norm),
+        "speed": ("tokens_per_s", _speed),
     }
-    needs = {
-        "held_out": "eval_bits_per_byte",
-        "loss": "train_loss",
-        "learning_rate": "lr",
-        "gradient_norm": "grad_norm",
+    present: dict[str, Callable[[Axes], None]] = {
+        name: partial(panel, metrics=metrics)
+        for name, (key, panel) in panels.items()
+        if any(row.get(key) is not None for row in metrics)
     }
-    there = {name: bool(len(_series(metrics, needs.get(name, "tokens_per_s"))[0])) for name in panels}
-    there["memory"] = _ledger(metrics) is not None
-    present = {name: draw for name, draw in panels.items() if there[name]}
+    if ledger := _ledger(metrics):
+        present["memory"] = partial(_memory, ledger=ledger)
     with style():
-        return _sheet(present, title, subtitle), [_single(name, draw) for name, draw in present.items()]
+        sheet = _sheet(present, title, subtitle)
+        return sheet, [single(name, panel, _SIZES.get(name, (3.5, 2.5))) for name, panel in present.items()]
 
 
-def _single(name: str, panel: Callable[[Axes], None]) -> Drawing:
+def single(name: str, panel: Callable[[Axes], None], size: tuple[float, float]) -> Drawing:
+    """Return a figure of one panel; `size` is its width and height in inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_SIZES.get(name, (3.5, 2.5)), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     panel(figure.add_subplot())
     return Drawing(name, svg(figure), png(figure, dpi=200))
 
@@ -152,10 +152,8 @@ def _speed(axes: Axes, metrics: Sequence[Row]) -> None:
     axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=8, color=WARN if skipped else MUTED)
 
 
-def _memory(axes: Axes, metrics: Sequence[Row]) -> None:
+def _memory(axes: Axes, ledger: Mapping[str, Mapping[str, int]]) -> None:
     """Draw the planned memory above the measured memory, each as one bar made of its parts."""
-    ledger = _ledger(metrics)
-    assert ledger is not None
     axes.set_title("Peak memory, GiB")
     for place, name in enumerate(("measured", "planned")):
         left = 0.0

@@ -97,7 +97,7 @@ def _parts(profile: Profile) -> str:
     rows: list[list[Cell]] = []
     for part in PARTS:
         share, taken, least = judged.spent.share(part), 1e3 * judged.spent.parts[part], 1e3 * judged.floors[part]
-        numbers: list[Cell] = [(f"{share:.1%}", share), (f"{taken:.3g}", taken), (f"{least:.3g}", least)]
+        numbers = [number(share, "{:.1%}"), number(taken, "{:.3g}"), number(least, "{:.3g}")]
         rows.append([part, *numbers, mostly(judged.bounds.get(part, {}))])
     return table("Parts of an update", ["part", "share", "ms", "floor, ms", "mostly bound by"], rows)
 
@@ -105,10 +105,14 @@ def _parts(profile: Profile) -> str:
 def _changes(profile: Profile) -> str:
     judged = profile.verdict
     rows: list[list[Cell]] = [
-        [change.what, (f"{judged.gain(change):.2f} ×", judged.gain(change)),
-         "the same" if change.same_training else "another", change.why]
+        [
+            change.what,
+            number(judged.gain(change), "{:.2f} ×"),
+            "the same" if change.same_training else "another",
+            change.why,
+        ]
         for change in judged.changes
-    ]  # fmt: skip
+    ]
     return table("What may be changed", ["change", "predicted", "training", "as"], rows)
 
 

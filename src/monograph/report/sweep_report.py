@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from monograph.report import quantities
-from monograph.report.figures import Drawing
+from monograph.report.figures import Drawing, single
 from monograph.report.page import Cell, config_of, number, page, section, table
-from monograph.report.plot_style import ACCENT, GRID, INK, MUTED, WARN, png, style, svg
+from monograph.report.plot_style import ACCENT, GRID, INK, MUTED, WARN, style
 from monograph.report.run_report import write_whole
 
 if TYPE_CHECKING:
@@ -47,15 +47,7 @@ def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, u
     if any(row.get(key) is not None for _, rows in curves for row in rows):
         panels["curves"] = lambda axes: _curves(axes, curves, key, unit, varied)
     with style():
-        return [_single(name, panel) for name, panel in panels.items()]
-
-
-def _single(name: str, panel: Callable[[Axes], None]) -> Drawing:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.3, 3.4), layout="constrained")
-    panel(figure.add_subplot())
-    return Drawing(name, svg(figure), png(figure, dpi=200))
+        return [single(name, panel, (7.3, 3.4)) for name, panel in panels.items()]
 
 
 def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> None:
