@@ -65,6 +65,12 @@ class Asked:
         small = [size for size in range(1, math.isqrt(self.rows) + 1) if self.rows % size == 0]
         return sorted({*small, *(self.rows // size for size in small)})
 
+    def work(self, way: Ways, rows: int, device: Device) -> Work:
+        """Return one way to train with micro-batches of `rows`."""
+        return Work(
+            self.config, rows, self.length, self.optim, *way, self.rows, self.packed, self.clip, device.type, self.lora
+        )
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -146,20 +152,12 @@ def of_way(
     slowness: Mapping[str, float],
 ) -> list[Candidate]:
     """Return the largest micro-batch that fits and the next larger one, or the smallest if none fits."""
-    works = [_work(asked, policy, size, device) for size in asked.micro_batches]
+    works = [asked.work(policy, size, device) for size in asked.micro_batches]
     needed = [int(correction * closed_form(asked, work)) for work in works]
     fits = sum(bytes_needed <= limit for bytes_needed in needed)
     shown = range(max(0, fits - 1), min(len(works), fits + 1))
     times = slowness.get(policy[0], 1.0)
     return [_timed(works[index], needed[index], device, peaks, times) for index in shown]
-
-
-def _work(asked: Asked, policy: Ways, rows: int, device: Device) -> Work:
-    precision, scope, remat = policy
-    return Work(
-        asked.config, rows, asked.length, asked.optim, precision, scope, remat, asked.rows, asked.packed, asked.clip,
-        device.type, asked.lora,
-    )  # fmt: skip
 
 
 def closed_form(asked: Asked, work: Work) -> int:
@@ -169,8 +167,12 @@ def closed_form(asked: Asked, work: Work) -> int:
 
 def _timed(work: Work, needed: int, device: Device, peaks: Mapping[str, float], slowness: float) -> Candidate:
     seconds = slowness * update_time(work, device, peaks[work.precision]).total_s
-    rate = work.window_rows * work.length / seconds
+    return Candidate(work, needed, seconds, *speed(work, seconds, device))
+
+
+def speed(work: Work, update_s: float, device: Device) -> tuple[float, float | None]:
+    """Return tokens per second, and the share of the datasheet's FLOP/s; None on a device without a datasheet."""
+    rate = work.window_rows * work.length / update_s
     datasheet = device.peak_flops.get(work.precision)
     flops = flops_per_token(work.config, work.length, trained_adapters(work))
-    share = mfu(rate, flops, datasheet) if datasheet else None
-    return Candidate(work, needed, seconds, rate, share)
+    return rate, mfu(rate, flops, datasheet) if datasheet else None

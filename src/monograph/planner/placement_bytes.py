@@ -10,7 +10,7 @@ planes, on tensors without data.
 from __future__ import annotations
 
 import functools
-from collections import Counter
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -86,9 +86,10 @@ class Stages:
     count: int
     tied: bool
 
-    def planes(self, index: int) -> tuple[PlaneShape, ...]:
-        """Return the planes of one stage."""
-        return self.first if index == 0 else self.last if index == self.count - 1 else self.middle
+    @cached_property
+    def planes(self) -> list[tuple[PlaneShape, ...]]:
+        """Return the planes of each stage."""
+        return [self.first, *[self.middle] * (self.count - 2), self.last]
 
     @property
     def names(self) -> list[str]:
@@ -98,14 +99,16 @@ class Stages:
 
     def size_bytes(self, index: int, name: str) -> int:
         """Return the bytes of a stage's buffers of that name."""
-        kind = 0 if index == 0 else 2 if index == self.count - 1 else 1
-        return self._sizes[kind].get(name, 0)
+        return self._sizes[index].get(name, 0)
 
-    @functools.cached_property
+    @cached_property
     def _sizes(self) -> list[dict[str, int]]:
-        """Return bytes by buffer name for the first, a middle and the last stage; searches ask millions of times."""
+        """Return bytes by buffer name for each stage, kept because a search asks for them millions of times."""
         kinds = self.first, self.middle, self.last
-        return [{name: sum(plane.size_bytes(name) for plane in planes) for name in self.names} for planes in kinds]
+        first, middle, last = (
+            {name: sum(plane.size_bytes(name) for plane in planes) for name in self.names} for planes in kinds
+        )
+        return [first, *[middle] * (self.count - 2), last]
 
 
 @functools.lru_cache(maxsize=64)  # a refusal searches again, for what would fit
@@ -179,7 +182,7 @@ def turns_bytes(stages: Stages, resident: Sequence[Names]) -> int:
     guests = [
         (index % TURNS, {plane.place: plane.buffers[GRADIENT]})
         for index, names in every
-        for plane in stages.planes(index)
+        for plane in stages.planes[index]
         if plane.stays(names)
     ]
     return sum(room_bytes(guest for turn, guest in guests if turn == number) for number in range(TURNS))
@@ -194,7 +197,7 @@ def _part(plane: PlaneShape, name: str, begin: int, end: int) -> tuple[int, torc
 def _kinds(stages: Stages, resident: Sequence[Names]) -> list[tuple[str, tuple[PlaneShape, ...], Names]]:
     """Return the stages to bring, once for those that are alike and have the same buffers on the device."""
     ends = {0: "first", stages.count - 1: "last"}
-    every = Counter((ends.get(index, "middle"), names) for index, names in enumerate(resident))
+    every = dict.fromkeys((ends.get(index, "middle"), names) for index, names in enumerate(resident))
     planes = {"first": stages.first, "middle": stages.middle, "last": stages.last}
     return [(kind, planes[kind], names) for kind, names in every]
 
@@ -239,11 +242,6 @@ class Way:
     on_disk: Names = frozenset()
     files_first: bool = True
 
-    @property
-    def micro_batches(self) -> int:
-        """Return the micro-batches of an update."""
-        return -(-self.work.window_rows // self.work.rows)
-
     @cached_property
     def order(self) -> list[list[tuple[int, str]]]:
         """Return what stays on the device first, as (stage, name) in groups of a name: what saves most copies per byte.
@@ -268,7 +266,7 @@ class Way:
 
     def on_host(self, index: int, resident: Sequence[Names]) -> list[PlaneShape]:
         """Return a stage's planes that the host updates."""
-        return [plane for plane in self.stages.planes(index) if self.where == "host" and plane.stays(resident[index])]
+        return [plane for plane in self.stages.planes[index] if self.where == "host" and plane.stays(resident[index])]
 
     @cached_property
     def passing(self) -> dict[str, int]:
@@ -300,8 +298,13 @@ class Way:
         """Return the most states on the device: all inputs and a gradient, or those read, those made, and the rings."""
         inner = self.stages.count - 1
         if not self.offload:
-            return inner * self.micro_batches + 1
-        return (2 + min(RINGS, inner - 1)) * self.micro_batches
+            return inner * self.work.micro_batches + 1
+        return (2 + min(RINGS, inner - 1)) * self.work.micro_batches
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Return the bytes of boundaries that are kept on the host."""
+        return (self.stages.count - 2) * self.work.micro_batches * self.work.input_bytes if self.offload else 0
 
     def resident(self, count: int) -> list[Names]:
         """Return the names of each stage's buffers on the device, if the first `count` of `order` are."""
@@ -324,9 +327,7 @@ class Way:
         def fits(count: int) -> bool:
             return sum(size for name, size in self.device(self.resident(count)).items() if name not in passing) <= spare
 
-        ends = [0]
-        for group in self.order:
-            ends.append(ends[-1] + len(group))
+        ends = [0, *itertools.accumulate(map(len, self.order))]
         # Within a group memory only grows; at its end slots may vanish.
         whole = max((n for n, end in enumerate(ends) if fits(end)), default=0)
         if self.where == "host":
@@ -351,7 +352,7 @@ class Way:
         if self.where == "host" and self.at_once and (turns := turns_bytes(self.stages, resident)):
             tiers["host"]["gradients"] = turns
         if self.offload:
-            tiers["host"]["boundaries"] = (self.stages.count - 2) * self.micro_batches * self.work.input_bytes
+            tiers["host"]["boundaries"] = self.offloaded_bytes
         return tiers
 
     def placement(self, resident: Sequence[Names]) -> Placement:

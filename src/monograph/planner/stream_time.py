@@ -12,6 +12,7 @@ import torch
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.planner.placement_bytes import META, Names, Way
+from monograph.predict.footprint import Work
 from monograph.predict.roofline import PassTimes
 from monograph.stream import Placement, Streamed
 from monograph.stream.clock import Clock, Costs, Link, Timing, pretended
@@ -59,8 +60,8 @@ class Seconds(NamedTuple):
 
 def seconds_of(way: Way, resident: Sequence[Names], times: PassTimes) -> Seconds:
     """Return the seconds of each stage for a way to stream."""
-    stages, count, blocks = way.stages, way.micro_batches, way.blocks_per_stage
-    numbers = [sum(plane.numbers for plane in stages.planes(index)) for index in range(stages.count)]
+    stages, count, blocks = way.stages, way.work.micro_batches, way.blocks_per_stage
+    numbers = [sum(plane.numbers for plane in planes) for planes in stages.planes]
     on_host = [sum(plane.numbers for plane in way.on_host(index, resident)) for index in range(stages.count)]
     inner = stages.count - 2
     return Seconds(
@@ -83,7 +84,7 @@ def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Lin
         return sum(
             plane.size_bytes(name)
             for index, here in enumerate(resident)
-            for plane in way.stages.planes(index)
+            for plane in way.stages.planes[index]
             if (plane in on_host[index]) == home
             for name in names
             if name not in here
@@ -94,7 +95,7 @@ def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Lin
     gradients, gradients_home = (away([GRADIENT], home=home) for home in (False, True))
     renewed_bytes = away(names, home=False) - gradients
     disk_s, disk_home_s = (2 * away(way.on_disk, home=home) / link.disk for home in (False, True))
-    boundaries = (way.stages.count - 2) * way.micro_batches * way.work.input_bytes if way.offload else 0
+    boundaries = way.offloaded_bytes
     there_s, back_s, renew_s = sum(seconds.there), sum(seconds.back), sum(seconds.device)
     late_there_s = 0.0 if way.at_once else max(seconds.late_s, disk_home_s - there_s)
     late_back_s = max(seconds.late_in_backward_s, disk_home_s - back_s) if way.at_once else 0.0
@@ -114,9 +115,8 @@ def _at_once(one: tuple[float, int, int], other: tuple[float, int, int]) -> tupl
     return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
-def timing(way: Way, placement: Placement, times: PassTimes, link: Link) -> Timing:
-    """Return an update's timing by the clock, which walks over the whole depth."""
-    work = way.work
+def timing(work: Work, placement: Placement, times: PassTimes, link: Link) -> Timing:
+    """Return an update's timing by the clock, which runs the engine's own walk over the model's whole depth."""
     with META:
         model = Llama(work.config)
     clock = Clock(link)
@@ -124,8 +124,8 @@ def timing(way: Way, placement: Placement, times: PassTimes, link: Link) -> Timi
         model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), lanes=Lanes(clock),
         placement=replace(placement, device=META),
     )  # fmt: skip
-    played = min(way.micro_batches, MOST_PLAYED)
-    several = way.micro_batches / played
+    played = min(work.micro_batches, MOST_PLAYED)
+    several = work.micro_batches / played
     costs = {name: seconds * (1 if name.endswith("number_s") else several) for name, seconds in asdict(times).items()}
     state = torch.empty(
         math.ceil(work.tokens * several), work.config.hidden_size,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,11 +16,10 @@ import torch
 from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
 from monograph.optim import AdamW
-from monograph.planner.candidates import Asked, Candidate
+from monograph.planner.candidates import Asked, Candidate, speed
 from monograph.planner.placement_bytes import Names, Stages, Tiers, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
-from monograph.predict.flops import flops_per_token, mfu
-from monograph.predict.footprint import Compile, Work
+from monograph.predict.footprint import Compile
 from monograph.predict.roofline import (
     CPU_BYTES_PER_S,
     LINK_BYTES_PER_S,
@@ -126,15 +126,14 @@ def streamed(asked: Asked, device: Device, limits: Limits, peak_flops: Mapping[s
     fitting = _fitting(asked, device, limits)
     if not fitting:
         raise OutOfDeviceMemory(_refusal(asked, device, limits))
-    candidates = [
-        _candidate(way, resident, device, limits, peak_flops[way.work.precision]) for way, resident in fitting
-    ]
-    candidates.sort(key=lambda candidate: (candidate[0].update_s, candidate[0].peak_memory_bytes))
-    distinct = _distinct(candidates)
-    places = dict.fromkeys(way.where for _, way in distinct)
-    first = {id(candidate) for place in places for candidate in [e for e in distinct if e[1].where == place][:TIMED]}
-    timed = [_timed(*e, device, limits, peak_flops) if id(e) in first else e[0] for e in distinct]
-    best, *others = sorted(timed, key=_rank)
+    candidates = [_candidate(way, resident, device, limits, peak_flops) for way, resident in fitting]
+    candidates.sort(key=lambda candidate: (candidate.update_s, candidate.peak_memory_bytes))
+    distinct, seen = _distinct(candidates), Counter[Where]()
+    for index, candidate in enumerate(distinct):
+        seen[candidate.placement.where] += 1
+        if seen[candidate.placement.where] <= TIMED:
+            distinct[index] = _timed(candidate, device, limits, peak_flops)
+    best, *others = sorted(distinct, key=_rank)
     return [best, *(replace(candidate, why=_why(candidate, best)) for candidate in others)]
 
 
@@ -178,10 +177,7 @@ def ways(asked: Asked, device: Device) -> Iterator[Way]:
             continue
         stages = stages_of(asked.config, asked.optim, precision, per_stage)
         for rows, remat, (when, where), offload in itertools.product(sizes, remats, updates, (False, True)):
-            work = Work(
-                asked.config, rows, asked.length, asked.optim, precision, scope, remat, asked.rows, asked.packed,
-                asked.clip, device.type,
-            )  # fmt: skip
+            work = asked.work((precision, scope, remat), rows, device)
             yield Way(work, stages, per_stage, when, offload, where)
 
 
@@ -202,43 +198,39 @@ def _short(tiers: Tiers, limits: Limits) -> dict[str, int]:
 
 
 def _candidate(
-    way: Way, resident: Sequence[Names], device: Device, limits: Limits, peak_flops: float
-) -> tuple[StreamCandidate, Way]:
+    way: Way, resident: Sequence[Names], device: Device, limits: Limits, peak_flops: Mapping[str, float]
+) -> StreamCandidate:
+    """Return the candidate of a way, with its time in closed form."""
     tiers = way.tiers(resident)
-    times = pass_times(way.work, device, peak_flops, limits.host_rate)
+    times = pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
     seconds = closed_form(way, resident, times, limits.link)
-    moved = 2 * sum(tiers["disk"].values())
-    candidate = StreamCandidate(
-        way.work, sum(tiers["device"].values()), seconds, 0.0, None, tiers["device"],
-        placement=way.placement(resident), tiers=tiers, disk_moved_bytes=moved,
+    return StreamCandidate(
+        way.work, sum(tiers["device"].values()), seconds, *speed(way.work, seconds, device), tiers["device"],
+        placement=way.placement(resident), tiers=tiers, disk_moved_bytes=2 * sum(tiers["disk"].values()),
     )  # fmt: skip
-    return _with_time(candidate, seconds, device), way
-
-
-def _with_time(candidate: StreamCandidate, seconds: float, device: Device) -> StreamCandidate:
-    work = candidate.work
-    rate = work.window_rows * work.length / seconds
-    datasheet = device.peak_flops.get(work.precision)
-    share = mfu(rate, flops_per_token(work.config, work.length), datasheet) if datasheet else None
-    return replace(candidate, update_s=seconds, tokens_per_s=rate, mfu=share)
 
 
 def _timed(
-    candidate: StreamCandidate, way: Way, device: Device, limits: Limits, peak_flops: Mapping[str, float]
+    candidate: StreamCandidate, device: Device, limits: Limits, peak_flops: Mapping[str, float]
 ) -> StreamCandidate:
-    times = pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
-    timed = timing(way, candidate.placement, times, limits.link)
-    return replace(_with_time(candidate, timed.update_s, device), bottleneck=LANES[timed.bottleneck])
+    """Return the candidate with its time by the clock."""
+    work = candidate.work
+    times = pass_times(work, device, peak_flops[work.precision], limits.host_rate)
+    timed = timing(work, candidate.placement, times, limits.link)
+    rate, share = speed(work, timed.update_s, device)
+    return replace(candidate, update_s=timed.update_s, tokens_per_s=rate, mfu=share, bottleneck=LANES[timed.bottleneck])
 
 
 # ── what is said ────────────────────────────────────────────────────────────────────────────────
 
 
-def _distinct(candidates: Sequence[tuple[StreamCandidate, Way]]) -> list[tuple[StreamCandidate, Way]]:
-    """Return the best of those that differ in more than their micro-batch and recomputation."""
-    first: dict[tuple[object, ...], tuple[StreamCandidate, Way]] = {}
-    for candidate, way in candidates:
-        first.setdefault((way.work.precision, way.when, way.where, way.offload, way.blocks_per_stage), (candidate, way))
+def _distinct(candidates: Sequence[StreamCandidate]) -> list[StreamCandidate]:
+    """Return the first of the candidates that differ only in their micro-batch and recomputation, for all of these."""
+    first: dict[tuple[object, ...], StreamCandidate] = {}
+    for candidate in candidates:
+        place = candidate.placement
+        key = candidate.work.precision, place.when, place.where, place.offload, place.blocks_per_stage
+        first.setdefault(key, candidate)
     return list(first.values())
 
 

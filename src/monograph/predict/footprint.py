@@ -75,6 +75,11 @@ class Work:
         return self.rows * self.length
 
     @property
+    def micro_batches(self) -> int:
+        """Return the micro-batches of an update."""
+        return -(-self.window_rows // self.rows)
+
+    @property
     def number_bytes(self) -> int:
         """Return the bytes of a number of the compute dtype."""
         return 4 if self.precision == "fp32" else 2
