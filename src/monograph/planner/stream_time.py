@@ -1,4 +1,4 @@
-"""Predict the time of an update of a streamed model: in closed form for the search, by the clock for its best few."""
+"""Predict the time of a streamed model's update: in closed form for a search, by the clock for its best few ways."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ MOST_PLAYED = 16  # micro-batches; with more, several are played as one
 
 
 class Seconds(NamedTuple):
-    """Seconds for each stage, over all micro-batches.
+    """The seconds of each stage in an update, over all micro-batches.
 
     Attributes:
         there: the forward pass.
-        back: the forward pass again, and the backward pass.
-        device: the update on the device.
-        host: the update by the host.
+        back: the repeated forward pass and the backward pass.
+        device: updating weights on the device.
+        host: updating weights on the host.
     """
 
     there: list[float]
@@ -39,7 +39,7 @@ class Seconds(NamedTuple):
 
     @property
     def late_s(self) -> float:
-        """Return how long the forward pass waits for stages that the host updates meanwhile, in this order."""
+        """Return how long the forward pass waits for stages that the host updates during it, one after another."""
         ready, done = 0.0, self.device[0]
         for host_s, there_s, next_s in zip(self.host, self.there, [*self.device[1:], 0.0], strict=True):
             ready += host_s
@@ -48,7 +48,10 @@ class Seconds(NamedTuple):
 
     @property
     def late_in_backward_s(self) -> float:
-        """Return how long it waits if the host updates a stage once its gradient is there, the last stage first."""
+        """Return how long the next forward pass waits if the host updates stages during the backward pass.
+
+        A stage is updated once its gradient is there, the last stage first.
+        """
         done = ready = 0.0
         for back_s, device_s, host_s in reversed(list(zip(self.back, self.device, self.host, strict=True))):
             done += back_s
@@ -73,14 +76,14 @@ def seconds_of(way: Way, resident: Sequence[Names], times: PassTimes) -> Seconds
 
 
 def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Link) -> float:
-    """Return the sum over phases of the longest of computing, copying in and copying out.
+    """Return the seconds of an update: the sum over phases of the longest of computing, copying in and copying out.
 
-    The host updates its stages during the forward pass, which waits for a stage that is late.
+    The host updates its stages during a pass, and the forward pass waits for a stage that is late.
     """
     on_host = [way.on_host(index, resident) for index in range(way.stages.count)]
 
     def away(names: Iterable[str], *, home: bool) -> int:
-        """Return the bytes off the device, of planes that the host updates or else of the others."""
+        """Return the bytes off the device of planes that the host updates (`home`), or of all others."""
         return sum(
             plane.size_bytes(name)
             for index, here in enumerate(resident)
@@ -99,7 +102,7 @@ def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Lin
     there_s, back_s, renew_s = sum(seconds.there), sum(seconds.back), sum(seconds.device)
     late_there_s = 0.0 if way.at_once else max(seconds.late_s, disk_home_s - there_s)
     late_back_s = max(seconds.late_in_backward_s, disk_home_s - back_s) if way.at_once else 0.0
-    came = 0 if way.at_once else gradients  # off the device, so they come for the update
+    came = 0 if way.at_once else gradients  # gradients that left their slots come back for the update
     renewed = max(renew_s, disk_s), renewed_bytes + came, renewed_bytes
     there = there_s + late_there_s, weights + weights_home, boundaries
     back = back_s + late_back_s, weights + weights_home + boundaries, came + gradients_home
