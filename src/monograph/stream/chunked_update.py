@@ -1,8 +1,8 @@
-"""The update of one stage, chunk by chunk, on the device: fetch, the resident engine's own update, bring back.
+"""Update one stage on the device, chunk by chunk: fetch a chunk, run the resident engine's own update, copy it back.
 
-A chunk is a stretch of a plane. Staging buffers take turns: while one is updated the others are filled or emptied.
-Chunks are updated between the micro-batches of another stage, so that they come and go while that one computes. Planes
-that are updated on the host are left to `monograph.stream.host_update`.
+A chunk is a part of a plane. Chunks take turns in staging buffers: while one is updated, others are filled or emptied.
+Chunks are updated between the micro-batches of another stage, so that copies run while that stage computes. Planes that
+are updated on the host are left to `monograph.stream.host_update`.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ UpdatePart = Callable[[Plane, Tensor | None, Tensor, Tensor, Tensor], None]
 
 
 class Chunk(tuple[Stored, int, int]):
-    """A plane and the elements of it, from (included) to (excluded)."""
+    """A part of a plane: (the plane, index of the first element, index after the last element)."""
 
     __slots__ = ()
 
     def part(self, buffer: Buffer) -> Tensor:
-        """Return the chunk's part of a buffer of the plane; a buffer may have one number for many elements."""
+        """Return the chunk's part of a buffer of the plane."""
         stored, begin, end = self
-        # 8-bit moments have one scale for 256 elements; chunks begin at multiples of these.
+        # 8-bit moments have one scale for 256 elements, and chunks begin at multiples of 256.
         block = stored.plane.param.numel() // buffer.tensor.numel()
         return buffer.tensor[begin // block : -(-end // block)]
 
     def plane(self, tensors: Mapping[str, Tensor], device: torch.device) -> Plane:
-        """Return the chunk as a plane of its own, given its buffers' parts on that device, by name."""
+        """Return the chunk as a plane of its own, made of its buffers' parts on `device`, by name."""
         stored, begin, end = self
         slots, matrices = stored.plane.slots, stored.plane.kind.matrix is not None
         whole = stored.plane.param.numel() // len(slots)
         return replace(
             stored.plane,
-            # Muon orthogonalises whole matrices, so a chunk of a plane of matrices is some of them.
+            # Muon orthogonalises whole matrices, so a chunk of a plane of matrices holds some of them whole.
             slots=slots[begin // whole : end // whole] if matrices else slots,
             param=tensors[WEIGHTS],
             grad=tensors[GRADIENT],
-            # A tensor, as a number would be a constant of the graph, and each chunk would compile one of its own.
+            # It is a tensor, as a number would be a constant of the graph, and each chunk would compile its own graph.
             start=torch.full((), stored.start + begin, dtype=torch.int64, device=device),
             state={name: tensors[name] for name in stored.moments},
         )
 
 
 def chunks(stage: Stage) -> Iterator[Chunk]:
-    """Cut those of the stage's planes that are updated on the device into chunks of at most MOST elements."""
+    """Cut the stage's planes that are updated on the device into chunks of at most MOST elements."""
     return cut((stored for stored in stage.stored if not stored.on_host), MOST)
 
 
 def cut(planes: Iterable[Stored], most: int) -> Iterator[Chunk]:
-    """Cut planes into chunks of at most so many elements; matrices that are updated as such stay whole."""
+    """Cut planes into chunks of at most `most` elements; a chunk of matrices has whole ones, and at least one."""
     for stored in planes:
         size = stored.plane.param.numel()
         whole = size // len(stored.plane.slots) if stored.plane.kind.matrix else 1
@@ -74,28 +74,27 @@ def cut(planes: Iterable[Stored], most: int) -> Iterator[Chunk]:
 
 
 def to_fetch(chunk: Chunk, *, gradient: bool) -> dict[Hashable, Tensor]:
-    """Return a chunk's tensors that are not on the device, by name; the gradient only if it is brought home before."""
+    """Return by name a chunk's tensors that do not live on the device, the gradient only if `gradient`."""
     away = {name: buffer for name, buffer in chunk[0].buffers.items() if buffer.space.home != Home.DEVICE}
     return {name: chunk.part(buffer) for name, buffer in away.items() if gradient or name != GRADIENT}
 
 
 @dataclass
 class StagingBuffers:
-    """Memory on the device for the chunks that are updated, in turn."""
+    """Device memory in which the chunks that are updated take turns."""
 
     lanes: Lanes
     buffers: list[DeviceBuffer]
     turn: int = 0
 
     def next(self) -> DeviceBuffer:
-        """Return the one whose turn it is."""
-        # In turn: the buffer longest unused is the one whose copies home are most likely done.
+        """Return the buffer that was used longest ago, as its copies home are most likely done."""
         self.turn += 1
         return self.buffers[self.turn % len(self.buffers)]
 
 
 class Fetched(NamedTuple):
-    """A chunk on the device: its tensors by name, the spaces that its update writes, and the memory that it is in."""
+    """A chunk on the device: its tensors by name, the spaces that its update writes, and its staging buffer."""
 
     chunk: Chunk
     parts: dict[str, Tensor]
@@ -104,39 +103,40 @@ class Fetched(NamedTuple):
 
 
 class ChunkedUpdate:
-    """One stage's update.
+    """The update of one stage.
 
     Attributes:
-        count: how many chunks it has.
+        count: the number of its chunks.
     """
 
     def __init__(self, stage: Stage, staging_buffers: StagingBuffers, gradients: StageOnDevice | None = None):
-        """Copy nothing yet.
+        """Prepare the update; nothing is copied yet.
 
         Args:
-            stage: that is updated.
-            staging_buffers: where chunks are brought to.
-            gradients: where the stage's gradients are on the device; None: at home.
+            stage: the stage to update.
+            staging_buffers: the memory that chunks are copied to.
+            gradients: the stage on the device, if its gradients are still in its slot; None if they are at home.
         """
         self.stage, self.staging_buffers, self.gradients = stage, staging_buffers, gradients
-        # A generator: chunks are fetched as buffers become free, not all at once.
+        # This is a generator, as chunks are fetched when buffers become free.
         self._left = chunks(stage)
         self.count = sum(1 for _ in chunks(stage))
         self._fetched: list[Fetched] = []
 
     def begin(self) -> None:
-        """Fetch as many chunks as there are staging buffers, if not done yet."""
+        """Fetch chunks until all staging buffers are in use."""
         for chunk in islice(self._left, STAGING_BUFFERS - len(self._fetched)):
             self._fetch(chunk)
 
-    @torch.no_grad()  # wherever it is called, an evaluation among others: captured, it is one graph
+    @torch.no_grad()  # it may be called with and without gradients, and must be one captured graph
     def work(
         self, update_part: UpdatePart, scale: Tensor, accepted: Tensor, into: StageOnDevice | None = None
     ) -> Iterator[None]:
-        """Update one chunk after another, and bring each home, and to the slot `into` where the weights are wanted.
+        """Update one chunk after another and copy it home, its weights also to the slot `into`, if given.
 
         Raises:
-            OutOfDeviceMemory: some chunks are updated and others not, so that it can be neither repeated nor left out.
+            OutOfDeviceMemory: some chunks are updated and others are not, so the update can neither be repeated nor be
+                skipped.
         """
         self.begin()
         while self._fetched:
@@ -148,7 +148,7 @@ class ChunkedUpdate:
                 ) from error
             self.begin()
             yield
-        # Copies of these weights in a slot are old from here on, and are fetched again when they are wanted.
+        # Copies of these weights in other slots are now outdated, and are fetched again when they are needed.
         self.stage.version += 1
         if into is not None:
             into.fetch(self.staging_buffers.lanes, [stored for stored in self.stage.stored if stored.on_host])
@@ -166,7 +166,7 @@ class ChunkedUpdate:
             if name == GRADIENT and self.gradients is not None:
                 parts[name] = self.gradients.planes[self.stage.stored.index(stored)].grad[begin:end]
                 spaces += self.gradients.writes
-            # What lives on the device is updated where it is.
+            # A buffer that lives on the device is updated in place.
             elif name not in parts:
                 parts[name] = chunk.part(buffer)
                 spaces.append(buffer.space)
@@ -183,6 +183,6 @@ class ChunkedUpdate:
             if name != GRADIENT and buffer.space.home != Home.DEVICE:
                 lanes.copy(fetched.chunk.part(buffer), parts[name], buffer.space, staging.space)
         if into is not None and stored.buffers[WEIGHTS].space.home != Home.DEVICE:
-            # On the device: the weights need not come over the link a second time for the pass that waits for them.
+            # Copied on the device, as the next pass needs these weights, which would else cross the link a second time.
             target = into.planes[self.stage.stored.index(stored)].param[begin:end]
             lanes.compute(lambda: target.copy_(parts[WEIGHTS]), reads=[staging.space], writes=[into.slot.weights.space])

@@ -1,8 +1,8 @@
-"""A clock instead of a device: the walk that trains, timed on tensors without data.
+"""Predict a streamed update's time: a clock takes the device's place, and the walk runs on tensors without data.
 
-Each lane has a time of its own. A piece of work begins when its lane is free and what it waits for is done; a copy
-lasts bytes / bandwidth, computing as long as its stand-in says. Walk, slots, staging buffers, boundaries, lanes and
-their waits are those that train, so the schedule under test is the one that is timed.
+Each lane has a time of its own. A piece of work begins when its lane is free and all work that it waits for is done. A
+copy lasts bytes / bandwidth, and computing lasts as long as `Costs` says. Walk, slots, staging buffers, boundaries,
+lanes and waits are those that train, so the schedule that is timed is the real one.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from monograph.stream.lanes import LANES, Home, Lane, Mark, Work
 from monograph.stream.passes import Passes
 from monograph.stream.store import Stage
 
-UPDATES = 2  # that are played; the last one's length is that of all further ones
+UPDATES = 2  # updates that are run; every later update takes as long as the last of these
 DISK = "disk"
 
 
 @dataclass(frozen=True)
 class Link:
-    """How fast copies are, in bytes/s.
+    """The rates of copies, in bytes/s.
 
     Attributes:
-        into: the device.
-        out: of it, at the same time.
-        disk: to or from files, one at a time.
+        into: to the device.
+        out: from the device, at the same time.
+        disk: to or from files, one copy at a time.
     """
 
     into: float
@@ -42,16 +42,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """How long computing takes.
+    """The seconds that computing takes: each pass for one micro-batch, and the update of one parameter.
 
     Attributes:
-        first_s: what comes before the blocks, of a micro-batch.
+        first_s: the forward pass of the parts before the blocks, such as the embedding.
         forward_s: one block's forward pass.
-        again_s: its forward pass once more, and its backward pass.
-        loss_s: what comes after the blocks, the loss, and the way back.
-        first_again_s: the backward pass of what comes before the blocks.
-        number_s: the update of one number.
-        host_number_s: the same on the host, where it stays there.
+        again_s: one block's repeated forward pass and its backward pass.
+        loss_s: the parts after the blocks and the loss, forward and backward.
+        first_again_s: the backward pass of the parts before the blocks.
+        number_s: the update of one parameter on the device.
+        host_number_s: the update of one parameter on the host.
     """
 
     first_s: float = 0.0
@@ -65,12 +65,12 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timing:
-    """One update among many.
+    """The timing of one update among many.
 
     Attributes:
-        update_s: from its end to the next one's.
-        busy_s: how long of that "compute", "in", "out", "host" and "disk" were busy.
-        moved_bytes: copied, by (from, to).
+        update_s: seconds from the end of one update to the end of the next.
+        busy_s: seconds in these for which "compute", "in", "out", "host" and "disk" are busy.
+        moved_bytes: bytes copied, by (from, to).
     """
 
     update_s: float
@@ -79,7 +79,7 @@ class Timing:
 
     @property
     def bottleneck(self) -> str:
-        """What was busy for the longest."""
+        """Return the lane that is busy for longest, or "disk"."""
         return max(self.busy_s, key=lambda name: self.busy_s[name])
 
 
@@ -88,10 +88,10 @@ class Clock:
     """An executor that copies nothing and counts time.
 
     Attributes:
-        link: how fast copies are.
-        now: when each lane is free, in seconds.
-        busy_s: how long each lane and the disk have worked.
-        done: when each piece of work was.
+        link: the rates of copies.
+        now: the second at which each lane is free.
+        busy_s: seconds for which each lane and the disk have worked.
+        done: the second at which each piece of work was done.
     """
 
     link: Link
@@ -102,13 +102,13 @@ class Clock:
     _spent: float = 0.0
 
     def spend(self, seconds: float) -> None:
-        """Let what is computing now last so much longer."""
+        """Let the current computation last this much longer."""
         self._spent += seconds
 
     def run(self, work: Work) -> Any:
-        """Pass the time that the work takes; only computing is called, for what it spends and returns."""
+        """Advance the lane by the time that the work takes; only computing is called, not copies."""
         lane = work.mark.lane
-        # What real lanes do: in order on one lane, and after what other lanes have to have done.
+        # As on real lanes, work begins after the work before it on its lane and after the work that it waits for.
         begin = max([self.now[lane], *(self.done[mark] for mark in work.waits)])
         result = None
         if lane in ("compute", "host"):
@@ -118,76 +118,76 @@ class Clock:
         else:
             seconds = work.moved_bytes / (self.link.into if lane == "in" else self.link.out)
         worked = seconds
-        # There is one disk, however many lanes read and write it.
+        # All lanes share one disk.
         if lane != "compute" and any(space.home == Home.DISK for space in (*work.reads, *work.writes)):
             begin, of_disk = max(begin, self._disk_free), work.moved_bytes / self.link.disk
             self._disk_free = begin + of_disk
             self.busy_s[DISK] += of_disk
             seconds = max(seconds, of_disk)
-            worked = worked if lane == "host" else seconds  # who waits for a file is not busy
+            worked = worked if lane == "host" else seconds  # the host is not busy while it waits for a file
         self.now[lane] = self.done[work.mark] = begin + seconds
         self.busy_s[lane] += worked
         return result
 
     def finish(self) -> None:
-        """Let all lanes come to rest."""
+        """Advance all lanes to the time at which the last one is free."""
         self.now = dict.fromkeys(LANES, max(self.now.values()))
 
 
 class Pretend(Passes):
-    """Passes that compute nothing, and how long they would have taken."""
+    """Passes that compute nothing and spend the clock's time instead."""
 
     def __init__(self, step: Step, clock: Clock, costs: Costs, state: Tensor):
-        """`state` is like what goes from stage to stage of a micro-batch, on the meta device."""
+        """Take a `state` on the meta device, which stands for every micro-batch's state between stages."""
         super().__init__(step)
         self.clock, self.costs, self.state = clock, costs, state
 
     def first(self, batch: Any) -> tuple[Tensor, Any]:
-        """Takes `first_s`."""
+        """Spend `first_s`."""
         self.clock.spend(self.costs.first_s)
         return self.state, None
 
     def forward(self, stage: Stage, state: Tensor, further: Any) -> Tensor:
-        """Takes `forward_s` a block."""
+        """Spend `forward_s` for each block."""
         self.clock.spend(self.costs.forward_s * len(stage.blocks))
         return state
 
     def loss(self, planes: Sequence[Plane], state: Tensor, batch: Any) -> Tensor:
-        """Takes `loss_s`."""
+        """Spend `loss_s`."""
         self.clock.spend(self.costs.loss_s)
         return state
 
     def again(self, planes: Sequence[Plane], state: Tensor, *, stage: Stage, further: Any, gradient: Tensor) -> Tensor:
-        """Takes `again_s` a block."""
+        """Spend `again_s` for each block."""
         self.clock.spend(self.costs.again_s * len(stage.blocks))
         return state
 
     def first_again(self, planes: Sequence[Plane], batch: Any, gradient: Tensor) -> None:
-        """Takes `first_again_s`."""
+        """Spend `first_again_s`."""
         self.clock.spend(self.costs.first_again_s)
 
     def squares(self, plane: Plane, gradient: Tensor) -> list[Tensor]:
-        """Takes no time."""
+        """Spend no time."""
         return [self.step.loss_sum]
 
     def update_part(self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
-        """Takes `number_s` a number."""
+        """Spend `number_s` for each number."""
         self.clock.spend(self.costs.number_s * plane.param.numel())
 
     def update_on_host(self, plane: Plane, rest: Tensor | None) -> None:
-        """Takes `host_number_s` a number."""
+        """Spend `host_number_s` for each number."""
         self.clock.spend(self.costs.host_number_s * plane.param.numel())
 
 
 def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro_batches: int) -> Timing:
-    """An update of a model in the middle of its training.
+    """Return the timing of an update in the middle of a training.
 
     Args:
-        engine: of a model on the meta device, its lanes run by the clock.
-        clock: its times are those of the last update afterwards.
-        costs: of a micro-batch.
-        state: what goes from stage to stage of a micro-batch, [B, T, D] on the meta device.
-        micro_batches: of an update.
+        engine: the engine of a model on the meta device, whose lanes the clock runs; it is of no further use.
+        clock: the clock, which afterwards stands at the end of the last update.
+        costs: the seconds that computing takes.
+        state: a micro-batch's state between stages, [B, T, D] on the meta device.
+        micro_batches: the micro-batches of an update.
     """
     walk, updates = engine.walk, engine.walk.updates
     walk.passes = pretend = Pretend(engine.step, clock, costs, state)
@@ -196,9 +196,9 @@ def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro
     updates.update_part = pretend.update_part  # type: ignore[method-assign]
     updates.host_update.update_piece = pretend.update_on_host  # type: ignore[method-assign]
     moved = walk.lanes.moved_bytes
-    # Shapes are all that a schedule depends on; a model of any size is timed in this way without its memory.
-    with torch.device("meta"):  # also what is kept on the host
-        # Nothing is on its way at the beginning: the first update is shorter than any later one.
+    # A schedule depends on shapes alone, so that a model of any size is timed without its memory.
+    with torch.device("meta"):  # for buffers on the host, too
+        # The first update is shorter than any later one, as no update before it is still being made.
         for _ in range(UPDATES):
             begin, busy, before = clock.now["compute"], dict(clock.busy_s), moved.copy()
             walk.accumulate([None] * micro_batches)

@@ -1,18 +1,18 @@
-"""The lanes of a GPU: a stream each, and an event after each piece of work; the host's lane is a thread.
+"""Run the lanes on a GPU: each lane is a stream with an event after each piece of work; the host's lane is a thread.
 
-Memory crosses streams here without `record_stream`, whose holder frees memory only once the other stream was seen to be
-done, and so keeps more of it than a plan counts. It is not needed, as the compute lane's stream is the one that memory
-is allocated on:
+Several streams use the same memory without `record_stream`, which would keep memory until the other stream is seen to
+be done, and so take more of it than a plan counts. All memory is allocated on the compute lane's stream, which makes
+this safe:
 
-    what is freed     the compute lane has waited for all copies of it before: by writing its space (see
-                      `Boundaries.passed`). The allocator hands it on to work that comes later in that lane.
-    what is new       its space is written by the compute lane before it is copied from or to (`Boundaries.put`,
-                      `fetch`), so copies wait for what that lane did with the memory before.
-    all the rest      planes, slots and staging buffers live as long as the walk, whose construction ends in `finish`.
+    freed memory      the compute lane has waited for all copies from it, by writing its space (`Boundaries.passed`),
+                      and the allocator gives it only to later work on this lane.
+    new memory        the compute lane writes its space before any copy (`Boundaries.put`, `fetch`), so that copies wait
+                      for this lane's earlier use of the memory.
+    all other memory  planes, slots and staging buffers live as long as the walk, whose construction ends in `finish`.
 
-The host's thread waits for events of streams. No stream waits for the host: what has to is launched when the host is
-done, by a caller that waits for it. So what was launched ends whatever the host does, and nobody waits for ever. The
-stage that is computed with meanwhile was launched before.
+The host's thread waits for events of streams, but no stream waits for the host: work that needs the host's results is
+launched only after the caller has waited for the host. So launched work always ends, and no wait can last for ever. The
+stage that computes during such a wait was launched before it.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ import torch
 
 from monograph.stream.lanes import Executor, Immediately, Lane, Mark, Work
 
-EVENTS = 256  # of each lane; the work that used one before is by then long done, or waited for a little longer
+EVENTS = 256  # events of each lane; when one is used again, its earlier work is long done, or a wait is a bit longer
 
 
 class HostThread:
-    """Does work in the order in which it was given, while its giver goes on; once some has failed, none any more."""
+    """A thread that does work in the order in which it is given; once a piece of work failed, it does no more."""
 
     def __init__(self) -> None:
-        """The thread begins with the first work."""
+        """Begin with no work; the thread starts with the first piece of it."""
         self._thread = ThreadPoolExecutor(1, "monograph-host")
         self._left: deque[Future[None]] = deque()
         self._done = 0
         self._failed: BaseException | None = None
 
     def give(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
-        """Do it when all of `wait` have returned."""
-        # One thread, as lanes are orders; torch uses several for the arithmetic inside of a piece of work.
+        """Do the work once all of `wait` have returned; the caller goes on at once."""
+        # There is one thread, as a lane is an order; torch uses several threads inside a piece of work.
         self._left.append(self._thread.submit(self._do, wait, call))
 
     def until(self, number: int | None = None) -> None:
-        """Return when so many pieces of work are done, or all that were given.
+        """Wait until `number` pieces of work are done in all, or all that were given.
 
         Raises:
-            BaseException: what one of them, or one before, has raised.
+            BaseException: the error that one of them, or an earlier one, has raised.
         """
         while self._left and (number is None or self._done < number):
             self._left.popleft().result()
@@ -63,19 +63,20 @@ class HostThread:
             for arrived in wait:
                 arrived()
             call()
-        except BaseException as error:  # noqa: BLE001 - for who waits
+        except BaseException as error:  # noqa: BLE001 - `until` raises it
             self._failed = error
 
 
 class Streams:
-    """Gives work to a GPU: what is asked for is under way, and only `finish` waits for it.
+    """An executor that launches work on a GPU; only `finish` waits until it is done.
 
-    An event stands for every EVENTS-th work of its lane. Who waits for an older one waits for the newest of them, which
-    was given before and comes later on the same lane: so the wait holds, and can block nothing for ever.
+    Every EVENTS-th piece of work of a lane shares an event. To wait for an older piece of work is to wait for the
+    newest one with the same event: it comes later on the same lane, so the wait suffices, and it was launched before,
+    so the wait ends.
     """
 
     def __init__(self, device: torch.device):
-        """Computing goes on where it does now, on the device's current stream."""
+        """Take the device's current stream for computing, and new streams for copies."""
         self.device = device
         self._streams: dict[Lane, torch.cuda.Stream] = {
             "compute": torch.cuda.current_stream(device),
@@ -83,15 +84,15 @@ class Streams:
             "out": torch.cuda.Stream(device),
         }
         self._host = HostThread()
-        # Made once: events that are made for each copy were seen to add up (prime-rl pull request 3200). Blocking: the
-        # host's thread sleeps while it waits, and leaves the core to the others.
+        # Events are made once, as those made for each copy add up (prime-rl pull request 3200). They are blocking, so
+        # that the host's thread sleeps while it waits and leaves the core to others.
         self._events = {lane: [torch.cuda.Event(blocking=True) for _ in range(EVENTS)] for lane in self._streams}
 
     def run(self, work: Work) -> Any:
-        """Launch it behind what it waits for; the result of computing is a tensor to come."""
+        """Launch the work behind the work that it waits for; a result of computing is a tensor yet to be computed."""
         if work.mark.lane == "host":
             return self._host.give([self._event(mark).synchronize for mark in work.waits], work.call)
-        # Each lane is one stream, so the order within a lane needs no event.
+        # A lane is one stream, so the order within a lane needs no event.
         stream = self._streams[work.mark.lane]
         for mark in work.waits:
             if mark.lane == "host":
@@ -101,12 +102,12 @@ class Streams:
         try:
             with torch.cuda.stream(stream):
                 return work.call()
-        finally:  # what was launched before something failed reads and writes too
+        finally:  # if the call failed, a part of its work may have been launched
             self._event(work.mark).record(stream)
 
     def finish(self) -> None:
         """Wait until host and device have nothing left to do."""
-        # The host first, which waits for streams itself; no stream waits for it.
+        # The host comes first, as it waits for streams itself; no stream waits for the host.
         self._host.until()
         torch.cuda.synchronize(self.device)
 
@@ -115,5 +116,5 @@ class Streams:
 
 
 def executor(device: torch.device) -> Executor:
-    """What does the work of lanes whose device is this one."""
+    """Return the executor for lanes of a device."""
     return Streams(device) if device.type == "cuda" else Immediately()

@@ -1,4 +1,4 @@
-"""Where the buffers of a streamed model live, and how memory is got there."""
+"""Say where the buffers of a streamed model live, and allocate memory there."""
 
 from __future__ import annotations
 
@@ -29,28 +29,28 @@ class Placement:
     """Where buffers live, and where and when weights are updated.
 
     Attributes:
-        device: that computes.
-        when: weights are updated. "sweep": after the backward pass, stage by stage. "next forward": before each stage's
-            next forward pass, while the stage before computes; the numbers are the same. "backward": as soon as a
-            stage's gradient is complete, which nobody keeps then; without clipping only, and what is not finite is
-            refused stage by stage.
-        where: weights are updated. "device": all that an update reads is brought there, and home again. "host": a plane
-            whose buffers are all at home is updated there, as soon as its gradient and the decision on it have come,
-            while the device computes, until it wants the weights; a plane that keeps a buffer on the device is
-            updated on the device.
-        blocks_per_stage: blocks that are fetched, run and updated at once.
-        offload: whether what goes from stage to stage is kept on the host, so that the device's memory does not grow
-            with the depth.
-        on_device: buffers that stay there, as (stage, name of the buffer); their bytes never cross the link.
-        on_disk: names of buffers that lie in files, mapped into memory, wherever they are not on the device.
-        folder: for these files, which vanish with the process.
+        device: the device that computes.
+        when: when weights are updated. "sweep": after the backward pass, stage by stage. "next forward": before each
+            stage's next forward pass, while the stage before it computes; the numbers are the same. "backward": as soon
+            as a stage's gradient is complete, which is then not kept; this needs training without clipping, and a
+            gradient that is not finite is refused stage by stage.
+        where: where weights are updated. "device": all buffers that an update needs are copied there and back. "host":
+            a plane whose buffers are all off the device is updated on the host, once its gradient and the decision on
+            the update have come, while the device computes until it needs the weights; a plane that has a buffer on the
+            device is updated on the device.
+        blocks_per_stage: blocks that are fetched, run and updated together.
+        offload: whether the inputs of stages are kept on the host, so that the device's memory does not grow with the
+            depth.
+        on_device: buffers that stay on the device, as (stage, name of the buffer); their bytes never cross the link.
+        on_disk: names of buffers that lie in files, mapped into memory, unless they are on the device.
+        folder: the folder of these files, which vanish with the process.
 
-    Buffers are called "weights", "rest" (what split weights lack), "gradient", and by their names in a checkpoint
-    "exp_avg", "exp_avg_sq", "momentum_buffer", "ema", with 8-bit moments also `<name>_scale`. Stages are numbered from
-    0, what comes before the blocks.
+    Buffers are named "weights", "rest" (the low halves of split weights), "gradient", and as in a checkpoint "exp_avg",
+    "exp_avg_sq", "momentum_buffer" and "ema", with 8-bit moments also `<name>_scale`. Stages are numbered from 0, the
+    stage before the blocks.
 
     Raises:
-        UsageError: a value that means nothing.
+        UsageError: a value has no meaning.
     """
 
     device: torch.device = torch.device("cpu")
@@ -63,7 +63,7 @@ class Placement:
     folder: Path | None = None
 
     def __post_init__(self) -> None:
-        """Refuse what means nothing."""
+        """Refuse values that have no meaning."""
         buffers = ", ".join(BUFFERS)
         expected = {
             "device": (isinstance(self.device, torch.device), "a torch.device(...)"),
@@ -81,8 +81,8 @@ class Placement:
             raise UsageError(f"Placement: device = {self.device}: torch finds no GPU; use torch.device('cpu')")
 
     def home(self, stage: int, name: str) -> Home:
-        """Where that buffer of that stage lives."""
-        # The device has precedence: a buffer that fits there would only be slower in a file.
+        """Return where a stage's buffer of that name lives."""
+        # The device has precedence, as a buffer in a file would only be slower.
         if (stage, name) in self.on_device:
             return Home.DEVICE
         return Home.DISK if name in self.on_disk else Home.HOST
@@ -99,14 +99,14 @@ def _is_of_a_stage(given: object) -> bool:
 
 
 def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tensor:
-    """The same values where they belong, in memory of their own.
+    """Return the tensor's values at their home, in new memory.
 
     Raises:
         DiskFull: a file does not fit.
-        InputRefused: the host has not so much memory that a GPU can copy from, or the folder cannot hold a file.
+        InputRefused: the host has not enough memory that a GPU can copy from, or the folder cannot hold a file.
     """
     if home == Home.DEVICE:
-        # A copy in any case: on a CPU the device's memory would be the host's own otherwise.
+        # It is copied in any case: on a CPU it would share the host's memory otherwise.
         return tensor.to(placement.device, copy=True)
     if home == Home.DISK:
         placed = _mapped(tensor, label, placement.folder)
@@ -116,7 +116,7 @@ def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tenso
 
 
 def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
-    """Memory in a file without a name, its blocks taken now: a full disk later would end the process."""
+    """Return memory in a file without a name, whose blocks are allocated now, as a full disk later would be fatal."""
     size = like.numel() * like.element_size()
     try:
         handle, path = tempfile.mkstemp(prefix="monograph-", suffix=".plane", dir=folder)
@@ -138,26 +138,26 @@ def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
 
 
 # ── page-locked memory ──────────────────────────────────────────────────────────────────────────
-# A copy between a GPU and other memory of the host is staged through a small buffer, and the host waits for it.
-# torch's own allocator of page-locked memory rounds up to a power of two (pytorch/pytorch#95823), which for most planes
-# wastes a third of the host's memory; so pages are mapped at their size, and locked once.
+# A copy between a GPU and the host's other memory goes through a small buffer, and the host waits for it. torch's own
+# allocator of page-locked memory rounds sizes up to a power of two (pytorch/pytorch#95823), which for most planes
+# wastes a third of the host's memory. So pages are mapped at their exact size and locked once.
 
 
 class _Locked(mmap.mmap):
-    """Anonymous pages that are locked as long as anybody holds them."""
+    """Anonymous pages that are locked as long as an object refers to them."""
 
     address = 0
 
     def __del__(self) -> None:
-        if self.address:  # before they are unmapped, or the driver would take the next ones there for them
+        if self.address:  # unlocked before they are unmapped, or the driver would take later pages there for these
             _runtime().cudaHostUnregister(self.address)
 
 
 def on_host(like: Tensor, label: str, device: torch.device) -> Tensor:
-    """Memory of the host for a tensor's elements, from which a device copies without staging.
+    """Return host memory of a tensor's shape and dtype, page-locked if `device` is a GPU.
 
-    The arguments and errors are those of `pinned`; where `device` is no GPU it is ordinary memory, and of a device
-    without data it has none.
+    For another device it is ordinary memory; for the meta device it is on the meta device, too. Arguments and errors
+    are those of `pinned`.
     """
     if device.type == "cuda":
         return pinned(like, label)
@@ -165,14 +165,14 @@ def on_host(like: Tensor, label: str, device: torch.device) -> Tensor:
 
 
 def pinned(like: Tensor, label: str) -> Tensor:
-    """Page-locked memory for a tensor's elements, rounded up to pages; zeros.
+    """Return page-locked memory of a tensor's shape and dtype, filled with zeros; its size is rounded up to pages.
 
     Args:
-        like: its shape and dtype count.
-        label: what the memory is for.
+        like: a tensor with the shape and dtype.
+        label: what the memory is for, in messages.
 
     Raises:
-        InputRefused: the system has no more memory, or does not let so much be locked.
+        InputRefused: the system has no more memory, or does not allow so much to be locked.
     """
     size = like.numel() * like.element_size()
     length = max(1, math.ceil(size / mmap.PAGESIZE)) * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""Slots: memory on the device that one stage after another is brought to, and where the model's parameters then are."""
+"""Hold stages in slots: device memory that one stage after another is copied to, for the model's parameters to use."""
 
 from __future__ import annotations
 
@@ -14,57 +14,57 @@ from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.store import GRADIENT, WEIGHTS, Stage, Stored
 
 Key = Hashable
-BLOCK_SLOTS = 2  # that stages of blocks take turns in
+BLOCK_SLOTS = 2  # stages of blocks take turns in this many slots
 
 
 class DeviceBuffer:
-    """Memory on the device for tensors by name, each in memory of its own: a graph would copy inputs that overlap.
+    """Device memory for tensors by name, which do not share memory, as a graph would copy inputs that overlap.
 
     Attributes:
-        space: all of it, as the lanes know it.
+        space: all of this memory, for the lanes.
     """
 
     def __init__(self, name: str, held_in_turn: Iterable[Mapping[Key, Tensor]], device: torch.device):
-        """Take enough memory for each of these sets of tensors, one set at a time."""
+        """Allocate enough memory to hold each of these sets of tensors, one set at a time."""
         self.space = Space(name, Home.DEVICE)
         sizes: dict[tuple[Key, torch.dtype], int] = {}
         for tensors in held_in_turn:
             for key, tensor in tensors.items():
-                # By dtype as well: weights of one kind are bf16 where they are split, and fp32 elsewhere.
+                # The dtype is a part of the key, as weights of one kind are bf16 where they are split, else fp32.
                 at = key, tensor.dtype
                 sizes[at] = max(sizes.get(at, 0), tensor.numel())
         self._memory = {at: torch.zeros(size, dtype=at[1], device=device) for at, size in sizes.items()}
 
     @property
     def size_bytes(self) -> int:
-        """What it takes."""
+        """Return its bytes."""
         return sum(memory.numel() * memory.element_size() for memory in self._memory.values())
 
     def take(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """Return memory for one set of tensors."""
+        """Return the memory for one set of tensors."""
         return {key: self._memory[key, tensor.dtype][: tensor.numel()] for key, tensor in tensors.items()}
 
 
 def traveling(stage: Stage, name: str) -> dict[Key, Tensor]:
     """Return the stage's buffers of that name that do not live on the device, by the plane's number.
 
-    So planes of one kind share memory, and an embedding's is the head's.
+    By this key planes of one kind share memory, and so do embedding and head.
     """
     buffers = {stored.plane.number: stored.buffers[name] for stored in stage.stored}
     return {at: buffer.tensor for at, buffer in buffers.items() if buffer.space.home != Home.DEVICE}
 
 
 class Slot:
-    """Memory for the weights and gradients of one stage.
+    """Device memory for the weights and gradients of one stage.
 
     Attributes:
-        weights: their memory.
-        gradients: theirs.
-        holds: the stage whose weights are there, and its version.
+        weights: the memory for weights.
+        gradients: the memory for gradients.
+        holds: the stage whose weights are there, and the version of these.
     """
 
     def __init__(self, name: str, stages: list[Stage], device: torch.device):
-        """Take enough memory for the largest of the stages."""
+        """Allocate enough memory for the largest of the stages."""
         self.weights = DeviceBuffer(f"{name}, weights", [traveling(stage, WEIGHTS) for stage in stages], device)
         self.gradients = DeviceBuffer(f"{name}, gradients", [traveling(stage, GRADIENT) for stage in stages], device)
         self.holds: tuple[Stage, int] | None = None
@@ -74,13 +74,13 @@ class StageOnDevice:
     """A stage on the device.
 
     Attributes:
-        stage: which.
-        slot: where it is.
-        planes: its planes there: the parameters' weights and gradients.
+        stage: the stage.
+        slot: its slot.
+        planes: its planes with weights and gradients on the device.
     """
 
     def __init__(self, stage: Stage, slot: Slot):
-        """Nothing is copied."""
+        """Make planes of the slot's memory; nothing is copied."""
         self.stage, self.slot = stage, slot
         weights, gradients = (
             room.take(traveling(stage, name)) for room, name in ((slot.weights, WEIGHTS), (slot.gradients, GRADIENT))
@@ -96,12 +96,12 @@ class StageOnDevice:
 
     @property
     def reads(self) -> list[Space]:
-        """What its forward pass reads."""
+        """Return the spaces that its forward pass reads."""
         return self._spaces(WEIGHTS, self.slot.weights)
 
     @property
     def writes(self) -> list[Space]:
-        """What its backward pass adds to."""
+        """Return the spaces that its backward pass adds to."""
         return self._spaces(GRADIENT, self.slot.gradients)
 
     def _spaces(self, name: str, memory: DeviceBuffer) -> list[Space]:
@@ -109,7 +109,7 @@ class StageOnDevice:
         return list(dict.fromkeys(s if s.home == Home.DEVICE else memory.space for s in own))
 
     def fetch(self, lanes: Lanes, planes: Sequence[Stored]) -> None:
-        """Have these planes' weights copied to the slot."""
+        """Copy these planes' weights to the slot."""
         for stored, plane in zip(self.stage.stored, self.planes, strict=True):
             weights = stored.buffers[WEIGHTS]
             if stored in planes and weights.space.home != Home.DEVICE:
@@ -117,9 +117,7 @@ class StageOnDevice:
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
-        """In the block the model's parameters are what is on the device."""
-        # The model's parameters are at home for everybody else: they are pointed at the slot only while the stage
-        # runs.
+        """In the block the model's parameters are the weights on the device, elsewhere those at home."""
         before = [slot.parameter.data for plane in self.planes for slot in plane.slots]
         for plane in self.planes:
             plane.hold(plane.param)
@@ -131,7 +129,7 @@ class StageOnDevice:
                 parameter.data = data
 
     def link(self) -> None:
-        """Let gradients be added to the slot's."""
+        """Make the backward pass add gradients to those in the slot."""
         for plane in self.planes:
             plane.link()
 
@@ -141,17 +139,17 @@ class StageOnDevice:
 
 
 class Slots:
-    """The slots of a model, and which stage is in which.
+    """The slots of a model, and the stages in them.
 
-    Blocks take turns in two slots; what comes before and after the blocks takes turns in one of its own, unless the two
-    share weights: then each has its own, and the first stays where it is all the way.
+    Stages of blocks take turns in two slots. The first and the last stage take turns in a third one, unless they share
+    weights: then each has a slot of its own, and the first stage stays in its slot.
     """
 
     def __init__(self, stages: list[Stage], tied: bool, lanes: Lanes, device: torch.device):
-        """Take the memory."""
+        """Allocate the memory."""
         self.lanes = lanes
         first, *middle, last = stages
-        # The last stage of a tied model reads weights of the first, so both are wanted at once.
+        # The last stage of a tied model reads weights of the first, so both are needed at once.
         ends = [[first], [last]] if tied else [[first, last]]
         self.pools = [[Slot(f"slot of ends {n}", those, device)] for n, those in enumerate(ends)]
         self.pools.append([Slot(f"slot {number}", middle, device) for number in range(min(BLOCK_SLOTS, len(middle)))])
@@ -160,12 +158,12 @@ class Slots:
 
     @property
     def device_bytes(self) -> int:
-        """What all of them take."""
+        """Return the bytes of all slots."""
         every = [slot for pool in self.pools for slot in pool]
         return sum(slot.weights.size_bytes + slot.gradients.size_bytes for slot in every)
 
     def fetch(self, stage: Stage) -> StageOnDevice:
-        """Return the stage with its weights in a slot; they are copied only if they are in none."""
+        """Return the stage with its current weights in a slot; they are copied unless they are there already."""
         here = self.claim(stage)
         if here.slot.holds != (stage, stage.version):
             here.fetch(self.lanes, stage.stored)
@@ -173,10 +171,10 @@ class Slots:
         return here
 
     def claim(self, stage: Stage) -> StageOnDevice:
-        """Return the stage with a slot of its own, whatever is in it."""
-        # If the stage is in a slot already it keeps it, or what is there would be fetched a second time.
+        """Return the stage in a slot, whatever weights are in it."""
+        # A stage that is in a slot already keeps it, or its weights would be fetched a second time.
         pool = self._pool[stage]
         slot = next((slot for slot in pool if slot.holds and slot.holds[0] is stage), pool[0])
         pool.remove(slot)
-        pool.append(slot)  # the longest unused is first
+        pool.append(slot)  # the slot used longest ago is first
         return StageOnDevice(stage, slot)

@@ -1,8 +1,8 @@
-"""The store: a model in stages, each with its planes, and where every buffer of them lives.
+"""Store a model in stages, each with its planes, whose buffers live where the placement says.
 
-A stage is some blocks in a row, or what comes before or after the blocks. It is what is fetched, computed again, and
-updated at once. Weights of linear layers that are computed with in bf16 are kept as `split` gives them, 4 bytes of
-which 2 cross the link; the rest, gains, embedding and head, cross as they are.
+A stage is some consecutive blocks, or the parts before or after the blocks; it is fetched, recomputed and updated as a
+whole. Weights of linear layers that are computed with in bf16 are split into two halves (`split`) of 2 bytes each, of
+which one crosses the link for a pass. Other weights (gains, embedding and head) cross it as they are.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from monograph.stream.lanes import Home, Space
 from monograph.stream.placement import Placement, on_host, place
 
 WEIGHTS, REST, GRADIENT = "weights", "rest", "gradient"
-AT_ONCE = 2**22  # elements that are rounded or split at once, in some copies of them
-TURNS = 2  # that stages take with the host's memory for gradients, where they are updated while these are made
+AT_ONCE = 2**22  # elements that are rounded or split at once, which takes some copies of them
+TURNS = 2  # sets of host memory in which stages' gradients take turns, where stages are updated in the backward pass
 
 
 class Staged(Protocol):
     """A module that can be trained stage by stage; `monograph.Llama` is one.
 
-    `forward(x)` equals `end` of the blocks, one after another, of `begin(x)`.
+    `forward(x)` equals `end` of the output of all blocks, one after another, on `begin(x)`.
     """
 
-    parts_before: Sequence[nn.Module]  # whose parameters `begin` reads
-    parts_after: Sequence[nn.Module]  # whose parameters `end` and the loss read
+    parts_before: Sequence[nn.Module]  # modules whose parameters `begin` reads
+    parts_after: Sequence[nn.Module]  # modules whose parameters `end` and the loss read
 
     def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, Sequence[tuple[object, ...]]]:
-        """The first block's input, and what each block takes in addition to the output of the one before."""
+        """Return the first block's input, and for each block its arguments after that of the block before."""
         ...
 
     def end(self, hidden: Tensor) -> Tensor:
-        """What the module returns, from the last block's output."""
+        """Return the module's output from the last block's output."""
         ...
 
 
 class Buffer(NamedTuple):
-    """One buffer of a plane: its memory, and how the lanes know it."""
+    """One buffer of a plane: its memory, and the space that the lanes know it by."""
 
     tensor: Tensor
     space: Space
@@ -55,11 +55,11 @@ class Stored:
     """A plane of one stage.
 
     Attributes:
-        plane: on the host; its tensors are those of `buffers`, which is how the model's own parameters see them.
-        start: of its first element in the model's plane of that number.
-        buffers: by name: "weights", "rest" if they are split, "gradient", and the optimizer's.
-        splits: whether `weights` are bf16 and `rest` what is missing to fp32.
-        on_host: whether it is updated there.
+        plane: the plane, whose tensors are those of `buffers`; the model's parameters are views of it.
+        start: index of its first element in the resident engine's plane of the same number.
+        buffers: its buffers by name: "weights", "rest" if weights are split, "gradient", and the optimizer's.
+        splits: whether "weights" are the high halves, in bf16, and "rest" the low halves of fp32 weights.
+        on_host: whether it is updated on the host.
     """
 
     plane: Plane
@@ -69,12 +69,12 @@ class Stored:
     on_host: bool
 
     def master(self) -> Tensor:
-        """Return the fp32 (or fp64) weights: the live ones, or where they are split a copy."""
+        """Return the fp32 (or fp64) weights: a copy if they are split, else the weights themselves."""
         weights = self.buffers[WEIGHTS].tensor
         return join(weights, self.buffers[REST].tensor) if self.splits else weights
 
     def set_master(self, master: Tensor) -> None:
-        """Take over weights [size]."""
+        """Take over the weights `master` [size]."""
         if self.splits:
             hi, lo = split(splittable(master))
             self.buffers[REST].tensor.copy_(lo)
@@ -84,20 +84,20 @@ class Stored:
 
     @property
     def moments(self) -> list[str]:
-        """The names of the optimizer's buffers."""
+        """Return the names of the optimizer's buffers."""
         return [name for name in self.buffers if name not in (WEIGHTS, REST, GRADIENT)]
 
 
 @dataclass(eq=False)
 class Stage:
-    """Some blocks in a row, or what comes before or after them.
+    """Some consecutive blocks of a model, or the parts before or after the blocks.
 
     Attributes:
-        name: for people.
-        index: its place among the stages.
-        blocks: what runs, with their places among the model's blocks; empty at both ends.
+        name: a name for messages.
+        index: its index among the stages.
+        blocks: its blocks, each with its index among the model's blocks; empty in the first and the last stage.
         stored: its planes.
-        version: how often its weights were changed.
+        version: the number of times that its weights were changed.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Stage:
 
     @property
     def slots(self) -> Iterator[nn.Parameter]:
-        """Its parameters."""
+        """Return its parameters."""
         return (slot.parameter for stored in self.stored for slot in stored.plane.slots)
 
 
@@ -117,7 +117,7 @@ class Store:
     """All stages of a model.
 
     Attributes:
-        stages: first what comes before the blocks, last what comes after.
+        stages: the stages in order, from the parts before the blocks to the parts after them.
         tied: whether the last stage reads weights of the first.
     """
 
@@ -126,11 +126,11 @@ class Store:
 
     @property
     def stored(self) -> Iterator[Stored]:
-        """The planes of all stages."""
+        """Return the planes of all stages."""
         return (stored for stage in self.stages for stored in stage.stored)
 
     def bytes_at(self) -> dict[Home, int]:
-        """Return how many bytes lie where; memory that stages share counts once."""
+        """Return the bytes of buffers by home; memory that stages share counts once."""
         sizes = dict.fromkeys(Home, 0)
         seen: dict[int, int] = {}
         for tensor, space in (buffer for stored in self.stored for buffer in stored.buffers.values()):
@@ -142,10 +142,10 @@ class Store:
 
 
 def staged(module: nn.Module) -> Staged:
-    """Return the module, as one with stages.
+    """Return the module, typed as one that can be trained in stages.
 
     Raises:
-        UsageError: it has none.
+        UsageError: it cannot.
     """
     if missing := [name for name in ("begin", "end", "parts_before", "parts_after") if not hasattr(module, name)]:
         raise UsageError(
@@ -160,15 +160,15 @@ def staged(module: nn.Module) -> Staged:
     return cast(Staged, module)
 
 
-def stored(  # noqa: PLR0913 - what a store is made of
+def stored(  # noqa: PLR0913 - a store is made of all these
     module: nn.Module, kinds: Mapping[str, Kind], optim: Optimizer, *, rounds: bool, placement: Placement
 ) -> Store:
-    """Move a module's parameters into stages; afterwards they are views of what is stored.
+    """Move a module's parameters into stages; afterwards they are views of the stored weights.
 
     Args:
-        module: with its weights, on the host.
+        module: a module on the host, with its weights.
         kinds: how each of its parameters is updated, by name.
-        optim: the optimizer, whose buffers begin as they do on a device.
+        optim: the optimizer, which initialises its buffers as in the resident engine.
         rounds: whether weights are computed with in bf16.
         placement: where buffers live.
 
@@ -177,7 +177,7 @@ def stored(  # noqa: PLR0913 - what a store is made of
         InputRefused: memory or disk cannot hold it.
     """
     parts = staged(module)
-    # By identity: a tied parameter is one, in the first stage that has it.
+    # Parameters are told apart by identity: a tied parameter is one, and belongs to the first stage that has it.
     names = {id(p): name for name, p in trainable(module).items()}
     linear = {id(m.weight) for block in blocks(module).values() for m in block.modules() if isinstance(m, nn.Linear)}
     # Numbers and starts are those of the resident engine's planes, on which stochastic rounding depends.
@@ -196,12 +196,12 @@ def stored(  # noqa: PLR0913 - what a store is made of
             reached[plane.kind] += plane.param.numel()
             for part in plane.param.split(AT_ONCE) if rounds and not plane.param.is_meta else ():
                 part.copy_(splittable(part))
-            # Zeros that nobody can write to, and one in memory: what is kept of it is made in `_kept`.
+            # The gradient is one zero for now, seen as many times as needed; `_kept` makes the real one.
             plane.grad = plane.grad.new_zeros(()).expand_as(plane.grad)
             plane.hold(plane.param)
             initialise(plane, optim)
-            # Autocast rounds the weights of linear layers for its products. What is looked up, or computed with in
-            # fp32, needs all of its bits in each pass, so nothing would be saved.
+            # Autocast rounds the weights of linear layers for its products. Other weights are looked up or computed
+            # with in fp32, and need all of their bits in each pass, so that splitting would save nothing.
             splits = rounds and all(id(slot.parameter) in linear for slot in plane.slots)
             stage.stored.append(_kept(stage, plane, start, splits, placement))
         store.stages.append(stage)
@@ -219,6 +219,7 @@ def stored(  # noqa: PLR0913 - what a store is made of
 def _stages(
     module: nn.Module, parts: Staged, blocks_per_stage: int
 ) -> Iterator[tuple[str, list[tuple[int, nn.Module]], Sequence[nn.Module]]]:
+    """Yield for each stage its name, its blocks with their indices, and the modules that have its parameters."""
     yield "before the blocks", [], parts.parts_before
     of_model = list(blocks(module).values())
     for begin in range(0, len(of_model), blocks_per_stage):
@@ -229,16 +230,16 @@ def _stages(
 
 
 def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Placement) -> Stored:
-    """Put a plane's buffers where they belong; the parameters are views of the new ones.
+    """Move a plane's buffers to their homes; the parameters become views of the new weights.
 
-    Each leaves the host when it is there, before the next one goes: a stage is all that is there twice.
+    Buffers are moved one by one, and the old one is freed before the next, so that no more than a stage exists twice.
     """
     homes: dict[str, Home] = {}
     buffers: dict[str, Buffer] = {}
 
     def put(name: str, tensor: Tensor) -> Tensor:
         home = placement.home(stage.index, name)
-        if name == GRADIENT and placement.when == "backward":  # nowhere but in a slot: but see `_take_turns`
+        if name == GRADIENT and placement.when == "backward":  # it is only in a slot, or in a set of `_take_turns`
             home, tensor = Home.HOST, tensor.to("meta")
         label = f"{stage.name}, plane {plane.number}, {name}"
         here = tensor if tensor.is_meta else place(tensor, home, label, placement)
@@ -254,13 +255,13 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
     plane.param = put(WEIGHTS, hi if splits else plane.param)
     buffers = {name: buffers[name] for name in (WEIGHTS, GRADIENT, *plane.state, REST) if name in buffers}
     plane.hold(plane.param)
-    # One buffer on the device is reason enough to update there: it would have to come home and go back.
+    # A plane with a buffer on the device is updated there, as the buffer would have to come to the host and go back.
     stays = placement.where == "host" and Home.DEVICE not in homes.values()
     return Stored(plane, buffers, start, splits, stays)
 
 
 def _halves(param: Tensor) -> tuple[Tensor, Tensor]:
-    """Split in stretches, as a split of the whole plane at once would need several copies of it."""
+    """Split a plane part by part, as splitting all of it at once would take several copies of it."""
     if param.is_meta:
         return torch.empty_like(param, dtype=torch.bfloat16), torch.empty_like(param, dtype=torch.int16)
     hi, lo = zip(*map(split, param.split(AT_ONCE)), strict=True)
@@ -268,9 +269,9 @@ def _halves(param: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _take_turns(stages: Sequence[Stage], placement: Placement) -> None:
-    """Give planes that are updated on the host, while gradients are made, memory for theirs: every TURNS-th the same.
+    """Give planes that the host updates in the backward pass memory for gradients, the same in every TURNS-th stage.
 
-    So while a stage is updated the next one's gradient comes, and no more than these are ever kept.
+    So the next stage's gradient can come while a stage is updated, and the host holds only TURNS sets.
     """
     for turn in range(TURNS):
         those = [stored for stage in stages[turn::TURNS] for stored in stage.stored if stored.on_host]
