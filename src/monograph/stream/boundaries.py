@@ -36,7 +36,7 @@ class Boundaries:
     def device_bytes(self) -> int:
         """Return the bytes of inputs on the device now."""
         distinct = {id(kept): kept for kept, _ in (*self._states.values(), *self._rings.values())}
-        return sum(map(_bytes, distinct.values()))
+        return sum(kept.nbytes for kept in distinct.values())
 
     def put(self, stage: int, g: int, state: Tensor, *, keep: bool) -> None:
         """Take over micro-batch g's input of a stage; `keep` it for the backward pass."""
@@ -87,16 +87,12 @@ class Boundaries:
 
     def take(self, stage: int, g: int) -> tuple[Tensor, Space]:
         """Return the same as `of`, and forget it."""
-        self.most_bytes = max(self.most_bytes, self.device_bytes + _bytes(self._states[stage, g][0]))
+        self.most_bytes = max(self.most_bytes, self.device_bytes + self._states[stage, g][0].nbytes)
         return self._states.pop((stage, g))
 
     def clear(self) -> None:
         """Forget the inputs on the device."""
         self._states.clear()
-
-
-def _bytes(tensor: Tensor) -> int:
-    return tensor.nbytes
 
 
 def _nothing() -> None:

@@ -81,7 +81,7 @@ class Streamed(Engine):
             planes=self._stored,
             captured=self._captured_functions,
             accumulate=lambda step, batches: self._walk_through(batches),
-            complete=lambda step: self.walk.flush(),  # an update that still waits is made with its own learning rate
+            complete=lambda step: self.walk.updates.flush(),  # a waiting update is made with its own learning rate
             discard=lambda step: self.walk.discard(),
             score=self._score,
             at_rest=self._at_rest,
@@ -141,7 +141,7 @@ class Streamed(Engine):
 
     def _walk_through(self, batches: Sequence[Any]) -> None:
         if self.placement.when == "backward":
-            self.walk.flush()
+            self.walk.updates.flush()
             self.step.set_lr()  # for the update that is made during the backward pass
         try:
             self.walk.accumulate(batches)
@@ -158,7 +158,7 @@ class Streamed(Engine):
 
     def _at_rest(self, step: Step, written: bool) -> None:
         """Finish every update and its copies; if weights at home may be `written`, fetch them anew afterwards."""
-        self.walk.flush()
+        self.walk.updates.flush()
         self.walk.lanes.finish()
         for stage in self.store.stages if written else ():
             stage.version += 1

@@ -119,9 +119,8 @@ class Lanes:
     def copy(self, target: Tensor, source: Tensor, writes: Space, reads: Space) -> None:
         """Copy a part of one space to a part of another, on lane "in" to the device or "out" from it."""
         lane: Lane = "in" if writes.home == Home.DEVICE else "out"
-        moved = source.numel() * source.element_size()
-        self.moved_bytes[reads.home, writes.home] += moved
-        self._give(lane, lambda: target.copy_(source, non_blocking=True), (reads,), (writes,), moved)
+        self.moved_bytes[reads.home, writes.home] += source.nbytes
+        self._give(lane, lambda: target.copy_(source, non_blocking=True), (reads,), (writes,), source.nbytes)
 
     def compute(self, call: Callable[[], Any], reads: Iterable[Space] = (), writes: Iterable[Space] = ()) -> Any:
         """Run a call on the compute lane and return its result; it reads and writes no space but these."""

@@ -108,16 +108,14 @@ def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tenso
     if home == Home.DEVICE:
         # It is copied in any case: on a CPU it would share the host's memory otherwise.
         return tensor.to(placement.device, copy=True)
-    if home == Home.DISK:
-        placed = _mapped(tensor, label, placement.folder)
-    else:
-        placed = on_host(tensor, label, placement.device)
-    return placed.copy_(tensor)
+    on_disk = home == Home.DISK
+    memory = _mapped(tensor, label, placement.folder) if on_disk else on_host(tensor, label, placement.device)
+    return memory.copy_(tensor)
 
 
 def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
     """Return memory in a file without a name, whose blocks are allocated now, as a full disk later would be fatal."""
-    size = like.numel() * like.element_size()
+    size = like.nbytes
     try:
         handle, path = tempfile.mkstemp(prefix="monograph-", suffix=".plane", dir=folder)
     except OSError as error:
@@ -174,7 +172,7 @@ def pinned(like: Tensor, label: str) -> Tensor:
     Raises:
         InputRefused: the system has no more memory, or does not allow so much to be locked.
     """
-    size = like.numel() * like.element_size()
+    size = like.nbytes
     length = max(1, math.ceil(size / mmap.PAGESIZE)) * mmap.PAGESIZE
     try:
         pages = _Locked(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from monograph.optim import unlinked
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.store import GRADIENT, WEIGHTS, Stage, Stored
 
@@ -38,7 +37,7 @@ class DeviceBuffer:
     @property
     def size_bytes(self) -> int:
         """Return its bytes."""
-        return sum(memory.numel() * memory.element_size() for memory in self._memory.values())
+        return sum(memory.nbytes for memory in self._memory.values())
 
     def take(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
         """Return the memory for one set of tensors."""
@@ -132,10 +131,6 @@ class StageOnDevice:
         """Make the backward pass add gradients to those in the slot."""
         for plane in self.planes:
             plane.link()
-
-    def unlinked(self) -> AbstractContextManager[None]:
-        """See `monograph.optim.planes.unlinked`."""
-        return unlinked(self.planes)
 
 
 class Slots:

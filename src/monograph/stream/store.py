@@ -135,7 +135,7 @@ class Store:
         seen: dict[int, int] = {}
         for tensor, space in (buffer for stored in self.stored for buffer in stored.buffers.values()):
             if not tensor.is_meta:
-                before, size = seen.get(tensor.data_ptr(), 0), tensor.numel() * tensor.element_size()
+                before, size = seen.get(tensor.data_ptr(), 0), tensor.nbytes
                 seen[tensor.data_ptr()] = max(before, size)
                 sizes[space.home] += max(0, size - before)
         return sizes

@@ -212,10 +212,6 @@ class Walk:
         self.fresh = True
         return grad_norm
 
-    def flush(self) -> None:
-        """Make all updates that are still waiting."""
-        self.updates.flush()
-
     def discard(self) -> None:
         """Forget the gradient that was added since the last update."""
         self.fresh = True
