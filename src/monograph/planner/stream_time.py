@@ -13,7 +13,6 @@ from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.planner.placement_bytes import META, Names, Way
 from monograph.predict.footprint import Work
-from monograph.predict.roofline import PassTimes
 from monograph.stream import Placement, Streamed
 from monograph.stream.clock import Clock, Costs, Link, Timing, pretended
 from monograph.stream.lanes import Lanes
@@ -61,7 +60,7 @@ class Seconds(NamedTuple):
         return max(0.0, ready - done - sum(self.there[:before]))
 
 
-def seconds_of(way: Way, resident: Sequence[Names], times: PassTimes) -> Seconds:
+def seconds_of(way: Way, resident: Sequence[Names], times: Costs) -> Seconds:
     """Return the seconds of each stage for a way to stream."""
     stages, count, blocks = way.stages, way.work.micro_batches, way.blocks_per_stage
     numbers = [sum(plane.numbers for plane in planes) for planes in stages.planes]
@@ -75,7 +74,7 @@ def seconds_of(way: Way, resident: Sequence[Names], times: PassTimes) -> Seconds
     )
 
 
-def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Link) -> float:
+def closed_form(way: Way, resident: Sequence[Names], times: Costs, link: Link) -> float:
     """Return the seconds of an update: the sum over phases of the longest of computing, copying in and copying out.
 
     The host updates its stages during a pass, and the forward pass waits for a stage that is late.
@@ -118,7 +117,7 @@ def _at_once(one: tuple[float, int, int], other: tuple[float, int, int]) -> tupl
     return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
-def timing(work: Work, placement: Placement, times: PassTimes, link: Link) -> Timing:
+def timing(work: Work, placement: Placement, times: Costs, link: Link) -> Timing:
     """Return an update's timing by the clock, which runs the engine's own walk over the model's whole depth."""
     with META:
         model = Llama(work.config)

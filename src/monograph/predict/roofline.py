@@ -31,6 +31,7 @@ from monograph.predict.fake_memory import PASSING
 from monograph.predict.flops import matmul_parameters
 from monograph.predict.footprint import Work
 from monograph.storage.reading import contents, parse_json
+from monograph.stream.clock import Costs
 
 # Bytes that an update reads and writes per parameter, by whether it is captured. Captured: one pass over gradient,
 # weights and two moments in fp32, and the zeroed gradient. Eager: every intermediate goes through memory as well.
@@ -155,30 +156,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     )
 
 
-@dataclass(frozen=True)
-class PassTimes:
-    """The seconds of each pass of a streamed model for one micro-batch, and of updating one parameter.
-
-    Attributes:
-        first_s: the embedding.
-        forward_s: one block's forward pass.
-        again_s: one block's repeated forward pass and its backward pass.
-        loss_s: the head and the loss, forward and backward.
-        first_again_s: the embedding's gradient.
-        number_s: the update of one parameter on the device.
-        host_number_s: the update of one parameter on the host.
-    """
-
-    first_s: float
-    forward_s: float
-    again_s: float
-    loss_s: float
-    first_again_s: float
-    number_s: float
-    host_number_s: float
-
-
-def pass_times(work: Work, device: Device, peak_flops: float, host_bytes_per_s: float = CPU_BYTES_PER_S) -> PassTimes:
+def pass_times(work: Work, device: Device, peak_flops: float, host_bytes_per_s: float = CPU_BYTES_PER_S) -> Costs:
     """Return the times by the same roofline pass by pass, where every block is computed again from its input.
 
     They include what `work.remat` recomputes within a stage. `host_bytes_per_s` is the rate of the host's memory.
@@ -201,7 +179,7 @@ def pass_times(work: Work, device: Device, peak_flops: float, host_bytes_per_s: 
 
     embedded_s = 2 * config.hidden_size * number * tokens / bandwidth
     halves = 1.0 if work.precision == "fp32" else HOST_HALVES
-    return PassTimes(
+    return Costs(
         first_s=embedded_s,
         forward_s=passed(2 * of_block, attended, 1),
         again_s=passed(6 * of_block + again, 3 * attended + attended_again, 4 if again else 3),

@@ -148,7 +148,7 @@ class _Locked(mmap.mmap):
 
     def __del__(self) -> None:
         if self.address:  # unlocked before they are unmapped, or the driver would take later pages there for these
-            _runtime().cudaHostUnregister(self.address)
+            torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def on_host(like: Tensor, label: str, device: torch.device) -> Tensor:
@@ -182,7 +182,7 @@ def pinned(like: Tensor, label: str) -> Tensor:
             "(on the device, or on disk), or in fewer bits"
         ) from error
     whole = torch.frombuffer(pages, dtype=torch.uint8)
-    error_code = int(_runtime().cudaHostRegister(whole.data_ptr(), length, 0))
+    error_code = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), length, 0))
     if error_code:
         raise InputRefused(_refused(label, length, error_code))
     pages.address = whole.data_ptr()
@@ -196,7 +196,3 @@ def _refused(label: str, length: int, error_code: int) -> str:
         f"{label}: {length:,} bytes of the host's memory cannot be locked (CUDA error {error_code}); ulimit -l allows "
         f"{allowed}: raise it, give the container more memory, or keep fewer buffers on the host"
     )
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()
