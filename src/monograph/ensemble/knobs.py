@@ -1,4 +1,4 @@
-"""What the members of an ensemble differ in: named values, every combination of them, and ranges of them."""
+"""Name the values that members of an ensemble differ in, and make combinations and ranges of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from monograph.errors import UsageError
 
 
 class Knobs:
-    """One member's values, read by name: `knobs.lr`. They never change; knobs of equal names and values are equal."""
+    """One member's values, read by name as in `knobs.lr`; they never change, and compare by names and values."""
 
     __slots__ = ("_read", "_values")
     _values: Mapping[str, Any]
@@ -23,11 +23,11 @@ class Knobs:
 
     @staticmethod
     def unread(knobs: Knobs) -> list[str]:
-        """The names that nobody has read yet."""
+        """Return the names whose values were not read yet."""
         return [name for name in knobs._values if name not in knobs._read]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # of a copy that is not filled yet
+        if name.startswith("__"):  # copying asks for these before the copy has its values
             raise AttributeError(name)
         try:
             return self[name]
@@ -45,7 +45,7 @@ class Knobs:
         object.__setattr__(self, "_read", set())
 
     def keys(self) -> KeysView[str]:
-        """The names; with it `dict(knobs)` works."""
+        """Return the names, so that `dict(knobs)` works."""
         return self._values.keys()
 
     def __getitem__(self, name: str) -> Any:
@@ -53,7 +53,7 @@ class Knobs:
         return self._values[name]
 
     def items(self) -> ItemsView[str, Any]:
-        """(name, value) pairs, in the order in which they were given."""
+        """Return (name, value) pairs in the order in which they were given."""
         self._read.update(self._values)
         return self._values.items()
 
@@ -61,19 +61,19 @@ class Knobs:
         return isinstance(other, Knobs) and dict(self._values) == dict(other._values)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._values))  # by name alone: values need not be hashable, and 1 equals 1.0
+        return hash(frozenset(self._values))  # names alone count, as values need not be hashable
 
     def __repr__(self) -> str:
         return f"Knobs({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
 
 
 def grid(**axes: Iterable[Any]) -> list[Knobs]:
-    """Every combination of the axes' values, the last axis running fastest.
+    """Return every combination of the axes' values; the last axis changes fastest.
 
         grid(lr=[1e-3, 1e-2], seed=range(2)): lr=1e-3 seed=0, lr=1e-3 seed=1, lr=1e-2 seed=0, lr=1e-2 seed=1
 
     Raises:
-        UsageError: an axis without a value, or that is one.
+        UsageError: an axis has no value, or is a single value instead of several.
     """
     for name, axis in axes.items():
         if isinstance(axis, str) or not isinstance(axis, Iterable):
@@ -85,12 +85,12 @@ def grid(**axes: Iterable[Any]) -> list[Knobs]:
 
 
 def log_range(first: float, last: float, count: int) -> list[float]:
-    """`count` values from `first` to `last`, each the same factor from the one before.
+    """Return `count` values from `first` to `last`, each the one before times the same factor.
 
-        value_i = first * (last / first)^(i / (count - 1)),  both ends as they were given
+        value_i = first * (last / first)^(i / (count - 1)),  both ends exactly as given
 
     Raises:
-        UsageError: an end that is not above 0, or fewer values than the two ends are.
+        UsageError: an end is not above 0, or there are fewer values than two ends need.
     """
     for end in (first, last):
         if not (0 < end < math.inf):
@@ -101,10 +101,10 @@ def log_range(first: float, last: float, count: int) -> list[float]:
 
 
 def require_ends(what: str, first: float, last: float, count: int) -> None:
-    """Refuse a range whose values would not be different ones from one end to the other.
+    """Refuse a range that has fewer values than ends, or whose values would be equal.
 
     Raises:
-        UsageError: naming `what`.
+        UsageError: the range is refused; the message names `what`.
     """
     if count < (1 if first == last else 2):
         raise UsageError(f"{what}: a range has both its ends: at least 2 values, not {count}")

@@ -1,4 +1,4 @@
-"""The members' optimizers as one: a number that differs between them is a tensor of one for each.
+"""Merge the members' optimizers into one, in which a number that differs between members is a tensor [N].
 
 Shapes: N members.
 """
@@ -16,23 +16,24 @@ from monograph.errors import UsageError
 from monograph.optim import Kind, Optimizer
 from monograph.optim.planes import Knob
 
-# The optimizer's fields that each member may have a value of its own of; the rest shapes the update.
+# The optimizer's fields in which members may differ; all other fields shape the graph.
 OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "momentum")
 
-NUMBERS = ("lr", "weight_decay", "momentum", "eps")  # of a kind
+NUMBERS = ("lr", "weight_decay", "momentum", "eps")  # fields of a `Kind` in which members may differ
 
 
 def optimizers(
     optim: Optimizer | type[Optimizer] | Sequence[Optimizer], knobs: Sequence[Mapping[str, Any]]
 ) -> list[Optimizer]:
-    """One optimizer for each member.
+    """Return one optimizer for each member.
 
     Args:
-        optim: one for all, whose fields the knobs of those names replace; or one each.
-        knobs: of each member, by name.
+        optim: one optimizer for all, whose fields are replaced by the knobs of the same names; or one for each member.
+        knobs: each member's knobs by name.
 
     Raises:
-        UsageError: not as many as members, what is no optimizer, or they differ in a field that cannot differ.
+        UsageError: there are not as many optimizers as members, one is no optimizer, or they differ in a field that
+            must be equal.
     """
     if isinstance(optim, list | tuple):
         optims = list(optim)
@@ -47,7 +48,7 @@ def optimizers(
     for number, other in enumerate(optims):
         if type(other) is not type(optims[0]):
             raise UsageError(f"members 0 and {number} have different optimizers; those of one graph share its kind")
-        # Everything else shapes the graph, which all members share.
+        # All other fields shape the graph, which all members share.
         shared = (field.name for field in fields(other) if field.name not in (*OF_OPTIMIZER, "groups"))
         if odd := next((name for name in shared if getattr(other, name) != getattr(optims[0], name)), None):
             raise UsageError(
@@ -58,16 +59,16 @@ def optimizers(
 
 
 def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
-    """Refuse a knob that changes nothing: it would stand in every table, and its members would be equal.
+    """Refuse a knob that changes nothing, as tables would list it although its members are equal.
 
     Args:
-        knobs: of each member, after it was built.
-        optim: of any of them.
+        knobs: each member's knobs, after the member was built.
+        optim: any member's optimizer.
 
     Raises:
-        UsageError: nothing has read it, and the optimizer has none of that name.
+        UsageError: nothing has read a knob, and the optimizer has no field of its name.
     """
-    # Seeds and numbers of the optimizer are read by the ensemble itself, for each member.
+    # The ensemble itself reads seeds and the optimizer's numbers.
     own = ["seed", *(field.name for field in fields(optim) if field.name in OF_OPTIMIZER)]
     for of in knobs:
         unread = Knobs.unread(of) if isinstance(of, Knobs) else []
@@ -79,10 +80,10 @@ def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
 
 
 def seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> torch.Tensor:
-    """[N] int64: of the members' dropout, by default their numbers.
+    """Return the seeds of the members' dropout, [N] int64; by default a member's number.
 
     Raises:
-        UsageError: one is no whole number.
+        UsageError: a seed is no whole number.
     """
     seeds = [of.get("seed", number) for number, of in enumerate(knobs)]
     if odd := [seed for seed in seeds if not isinstance(seed, int)]:
@@ -91,16 +92,16 @@ def seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> torch.Ten
 
 
 def merged(optims: Sequence[Optimizer], device: torch.device) -> Optimizer:
-    """One optimizer whose numbers are tensors [N] where the members' differ; its rate is not among them."""
+    """Return one optimizer whose betas and eps are tensors [N] where the members' differ."""
     one, other = zip(*(optim.betas for optim in optims), strict=True)
-    # The rate is left out: it changes with each update, and `Step.lr` [N] has it.
+    # The learning rate is not merged, as it changes with each update and is in `Step.lr` [N].
     betas: Any = knob(one, device), knob(other, device)
     eps: Any = knob([optim.eps for optim in optims], device)
     return replace(optims[0], betas=betas, eps=eps)
 
 
 def kinds(of_members: Sequence[Mapping[str, Kind]], device: torch.device) -> dict[str, Kind]:
-    """How each parameter is updated, by name: factors and decays are tensors [N] where the members' differ."""
+    """Return how each parameter is updated, by name; numbers are tensors [N] where the members' differ."""
     by_kind: dict[tuple[Kind, ...], Kind] = {}
     for of_parameter in zip(*(of.values() for of in of_members), strict=True):
         numbers = {name: knob([getattr(kind, name) for kind in of_parameter], device) for name in NUMBERS}
@@ -109,7 +110,7 @@ def kinds(of_members: Sequence[Mapping[str, Kind]], device: torch.device) -> dic
 
 
 def knob(values: Sequence[Any], device: torch.device) -> Knob:
-    """The members' common value, or a tensor [N] of theirs, fp64."""
+    """Return the members' common value, or else a tensor [N] of their values, fp64."""
     if all(value == values[0] for value in values):
         common: float = values[0]
         return common
