@@ -61,9 +61,9 @@ class Watch:
             handle.remove()
 
     def _tell(self, operator: str) -> None:
-        of = self._looped.setdefault(self.where[-1] if self.where else OUTSIDE, [])
-        # Each part and operator is listed once, however often it runs.
-        of.extend([operator] if operator not in of else [])
+        operators = self._looped.setdefault(self.where[-1] if self.where else OUTSIDE, [])
+        if operator not in operators:  # it is listed once, however often it runs
+            operators.append(operator)
 
     def layers(self) -> Layers:
         """Return all parts that hold tensors, have no parts, or are looped."""
