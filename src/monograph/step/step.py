@@ -1,9 +1,9 @@
-"""The training step: the exact gradient of one update's micro-batches, then the update. Every engine runs it.
+"""Run the training step of every engine: the exact gradient of one update's micro-batches, then the update.
 
     gradient = d/dp  (sum over micro-batches of loss sums) / (sum over micro-batches of target counts)
 
-which is the large batch's gradient for any split into micro-batches. The host reads no tensor here. What is done
-otherwise where parameters are stacked, streamed or sharded is the step's `Layout`.
+This is the large batch's gradient for any split into micro-batches. The host reads no tensor here. The step's `Layout`
+says what differs where parameters are stacked, streamed or sharded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from monograph.step.clip import (
 )
 from monograph.step.layout import Held, Layout
 
-DEVICE_BOUND = 0.5  # share of a micro-step's time that launching it takes, below which it is not worth a replay
+DEVICE_BOUND = 0.5  # a micro-step is not replayed if launching it takes a smaller share of its time
 
 
 @final
@@ -51,17 +51,23 @@ class Step:
     gradient depends on how the window is cut.
 
     Attributes:
-        lr: of the present update; loss_sum and count: of its window; applied, tokens, skipped, good, loss_scale: of all
-            updates so far. 0-d tensors on the device, or [N] of N members.
-        loss_factor: what a micro-batch's loss is multiplied by: the loss scale / the window's targets.
-        largest: the norm of a gradient that is applied may not be above it, nor the rate, times a group's factor and
-            decay, or moments and weights could overflow; `largest_rate` is what that leaves of the rate.
-        recent: what is remembered of the last applied updates, [2, 128] or [N, 2, 128]; see `Clip`.
+        lr: learning rate of the current update. This and the next seven are 0-d tensors on the device, or [N].
+        loss_sum: sum of losses in the current window.
+        count: number of targets in the current window.
+        applied: updates applied so far.
+        tokens: targets trained on so far.
+        skipped: updates skipped so far.
+        good: updates accepted since the loss scale last changed.
+        loss_scale: factor of the loss in fp16, else 1.
+        loss_factor: factor of a micro-batch's loss: the loss scale / the window's targets.
+        largest: the largest norm of a gradient that is applied. Above it, moments and weights could overflow.
+        largest_rate: the learning rate above which, times a group's factor and decay, `largest` is exceeded.
+        recent: the remembered numbers of the last applied updates, [2, 128] or [N, 2, 128]; see `Clip`.
         recorder: captures a micro-step for its replay on a GPU (`monograph.capture`); None: it is called every time.
         announce: gets a line when a micro-step cannot be replayed, with the reason.
     """
 
-    def __init__(  # noqa: PLR0913 - what a user says, and what an engine does otherwise
+    def __init__(  # noqa: PLR0913 - a user's arguments, and an engine's
         self,
         model: nn.Module,
         *,
@@ -83,13 +89,13 @@ class Step:
                 is the same equation.
             optim: the optimizer, AdamW or Muon; AdamW() by default.
             schedule: factor of the learning rate by update index; constant by default.
-            clip: largest norm of an update's gradient, None for no clipping; a `Clip` may also skip what stands out.
+            clip: largest norm of an update's gradient, None for no clipping; a `Clip` may also skip spikes.
             precision: the compute dtype; fp32 (no change) by default. With fp16 the loss is scaled: see
                 `Precision.rescale_`; an update whose scaled gradient overflows is skipped as every non-finite one is.
                 With fp8 `left_in_bf16` names the weights of blocks whose sides are no multiples of 16.
             remat: which activations are computed a second time in the backward pass; none by default.
             sum_over_ranks: sums a 0-d count over all processes.
-            layout: what an engine does otherwise.
+            layout: how the engine's step differs from that of one module on one device.
         """
         _check(loss=loss, schedule=schedule, precision=precision, remat=remat)
         self.model, self.loss, self.clip, self.layout = unwrap_(model), loss, Clip.of(clip), layout
@@ -111,7 +117,7 @@ class Step:
         self.largest_rate = largest_rate((plane.kind for plane in self.planes), self.largest).to(self.device)
         self.recent = torch.zeros((*lead, 2, WINDOW), dtype=torch.float64, device=self.device)
         self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
-        self.scope: Literal["none", "whole", "blocks"] = "none"  # of what is captured
+        self.scope: Literal["none", "whole", "blocks"] = "none"  # the scope of the capture, if there was one
         self.loss_factor = zeros(dtype=torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
         self.recorder: Recorder | None = CudaGraphs(self.device, DEVICE_BOUND) if self.device.type == "cuda" else None
         self.announce: Callable[[str], None] = lambda line: None
@@ -128,19 +134,19 @@ class Step:
         return update(self)
 
     def begun(self, plane: Plane) -> Plane:
-        """Return the plane as it is before the first update."""
+        """Prepare a plane for the first update, and return it."""
         make_splittable_(plane.param, self.precision)
         initialise(plane, self.optim)
         return plane
 
     def link(self) -> None:
-        """Let gradients be added to the planes'."""
+        """Make backward passes add gradients to the planes."""
         for plane in self.planes:
             plane.link()
 
     @property
     def counters(self) -> dict[str, Tensor]:
-        """The tensors that the updates write and a run's state holds, by name."""
+        """Return the tensors that updates write and a run's state holds, by name."""
         names = ["applied", "tokens", "skipped"]
         names += ["loss_scale", "good"] if self.precision.scaled else []
         names += ["recent"] if self.clip and self.clip.skip_spikes else []
@@ -148,7 +154,7 @@ class Step:
 
     @contextmanager
     def counters_kept(self) -> Iterator[None]:
-        """Whatever updates are made in the block, afterwards the counters are what they were."""
+        """Set the counters back after the block, whatever updates are made in it."""
         kept = {name: counter.clone() for name, counter in self.counters.items()}
         try:
             yield
@@ -157,7 +163,7 @@ class Step:
                 counter.copy_(kept[name])
 
     def discard(self) -> None:
-        """Forget what was accumulated since the last update."""
+        """Forget gradient, loss and count since the last update."""
         self.layout.discard(self)
         self.loss_sum.zero_()
         self.count.zero_()
@@ -166,7 +172,7 @@ class Step:
     def averaged(self) -> Iterator[None]:
         """In the block the module holds its averaged weights, if the optimizer keeps an average (`ema`).
 
-        Only to look at: what is trained or saved inside is lost or wrong afterwards. Buffers are not averaged.
+        The weights may only be read: training or saving inside is lost or wrong afterwards. Buffers are not averaged.
         """
         if self.optim.ema is None or self.holds_average:
             yield
@@ -179,25 +185,25 @@ class Step:
                 plane.param.copy_(plane.state["ema"])
             yield
         finally:
-            self.layout.at_rest(self, True)  # before an average that is under way elsewhere is written over
+            self.layout.at_rest(self, True)  # a copy of the average may still be under way
             for plane, param in zip(self.planes, trained, strict=True):
                 plane.param.copy_(param)
             self.holds_average = False
 
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
-        """The module as it can be called on its own, all of its weights in one place. Only to look at."""
+        """In the block give a module that can be called on its own, all of its weights in one place; only to read."""
         with self.layout.assembled(self) as whole:
             yield whole
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """The context in which the loss is called."""
+        """In the block the loss can be called."""
         with self.layout.context(self), self.precision.context(self.device.type):
             yield
 
     def set_lr(self) -> float | tuple[float, ...]:
-        """Fill in the learning rate of the present update, and return it."""
+        """Fill in the learning rate of the current update, and return it."""
         lr = self.layout.rates(self)
         if isinstance(lr, tuple):
             self.lr.copy_(torch.tensor(lr, dtype=torch.float64), non_blocking=True)
@@ -209,7 +215,7 @@ class Step:
         """Fill in the factor of the window's losses, from its targets if they can be counted before.
 
         Raises:
-            UsageError: the module's parameters are not those any more that the step was made of.
+            UsageError: the module's parameters were changed since the step was made.
         """
         self.held.require()
         counts = [self.layout.targets(self, batch) for batch in batches]
@@ -219,7 +225,7 @@ class Step:
         self.loss_factor.copy_(reciprocal(total) * self.loss_scale)
 
     def choose_kept(self, batch: Any) -> None:
-        """Choose what the policy of recomputation keeps, once: it takes the shapes of a batch to know."""
+        """Choose, once, which activations the recomputation policy keeps; this needs the shapes of a batch."""
         captured = self.scope != "none"
         if self.kept_for != captured:
             with unlinked(self.planes), self.context(), buffers_kept(self.loss):
@@ -227,7 +233,7 @@ class Step:
             self.kept_for = captured
 
     def _micro_step(self, batch: Any) -> None:
-        """Add a micro-batch's gradient, loss and count; nothing but the device's memory is changed, in place."""
+        """Add a micro-batch's gradient, loss and count, in place in the device's memory and nowhere else."""
         with unlinked(self.planes), self.context():
             loss, loss_sum, count = self.forward(batch, self.loss_factor)
         self.differentiate(loss, loss_sum, count)
@@ -235,10 +241,10 @@ class Step:
     def differentiate(self, loss: Tensor, loss_sum: Tensor, count: Tensor) -> bool:
         """Add a micro-batch's gradient, loss and count; return whether it has a gradient.
 
-        A constant loss has none, as without targets it may be.
+        It has none if the loss is a constant, as it may be without targets.
 
         Raises:
-            UsageError: the loss is a constant, and there are targets.
+            UsageError: the loss is a constant although there are targets.
         """
         if loss.requires_grad:
             loss.backward()
@@ -251,8 +257,8 @@ class Step:
         self.count += count
         return loss.requires_grad
 
-    # What the layout's `captured` names is replaced by compiled functions. They are called in the step's context:
-    # autocast entered inside a captured function keeps it out of torch's cache between runs.
+    # A capture replaces the functions named by the layout's `captured` by compiled ones. They are called in the step's
+    # context, as autocast entered inside a captured function keeps it out of torch's cache between runs.
 
     def _forward(self, batch: Any, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         loss_sum, count = self.layout.sums(self, batch)
@@ -262,7 +268,7 @@ class Step:
         return self.layout.sums(self, batch)
 
     def scaled(self, loss_sum: Tensor, loss_factor: Tensor) -> Tensor:
-        """Return what is differentiated: the loss times its factor, summed over all members."""
+        """Return the number to differentiate: the loss times its factor, summed over all members."""
         wide = loss_sum.to(torch.promote_types(loss_sum.dtype, torch.float32))  # a scaled loss is beyond fp16
         return (wide * loss_factor.view_as(wide).to(wide.dtype)).sum()
 
@@ -302,14 +308,13 @@ class Step:
         return grad_norm, scale, accepted
 
     def unscaled(self) -> Tensor:
-        """Return the factor that makes the summed gradient, as it lies in the planes, that of the mean loss."""
-        counted = counts(self.loss)
-        return (torch.ones_like(self.lr) if counted else reciprocal(self.count)) / self.loss_scale
+        """Return the factor that turns the summed gradient in the planes into the mean loss's gradient."""
+        return (torch.ones_like(self.lr) if counts(self.loss) else reciprocal(self.count)) / self.loss_scale
 
     def accepts(self, grad_norm: Tensor) -> Tensor:
         """Return whether a gradient of this norm, after clipping, makes an update, bool.
 
-        What is compared is false of NaN, so that a number that is none anywhere refuses the update.
+        Every comparison with NaN is false, so a NaN anywhere refuses the update.
         """
         counts = (self.count > 0) & self.count.isfinite()
         fine = (grad_norm <= self.largest) & (self.lr.abs() <= self.largest_rate) & self.loss_sum.isfinite() & counts
@@ -343,11 +348,8 @@ def _require_together(optim: Optimizer, precision: Precision) -> None:
         raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
 
 
-# ── the step ────────────────────────────────────────────────────────────────────────────────────
-
-
 def accumulate(step: Step, window: Iterable[Any]) -> None:
-    """Add the gradient of one update: its micro-batches may be ragged, padded, few or many.
+    """Add the gradient of one update, whose micro-batches may be ragged, padded, few or many.
 
     Args:
         step: the step whose gradients are added to.
@@ -359,8 +361,8 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
     if any(isinstance(batch, bool) for batch in batches):
         raise UsageError(f"a window is a list of micro-batches, and {batches[0]} is none")
     with all_or_nothing(step):
-        # All targets of the window before its first backward pass: each loss is then divided by their number at once,
-        # and gradients need no second pass.
+        # The window's targets are counted before its first backward pass, so that each loss is divided by their number
+        # at once, and gradients need no second pass.
         step.count_window(batches)
         for batch in batches:
             step.choose_kept(batch)
@@ -368,7 +370,7 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
 
 
 def update(step: Step) -> Update:
-    """Clip, update and clear: once per window, however many micro-batches it had.
+    """Clip, update and clear, once per window, however many micro-batches it had.
 
     An update whose loss or gradient is not finite, or whose window had no target, changes neither weights nor optimizer
     state; the device decides, and `Update.skipped` counts.
@@ -380,7 +382,7 @@ def update(step: Step) -> Update:
 
 @contextmanager
 def all_or_nothing(step: Step) -> Iterator[None]:
-    """What fails in the block leaves nothing that was accumulated: the next window's update would be of both."""
+    """Discard the accumulated gradient if the block fails, as the next update would be of both windows otherwise."""
     try:
         yield
     except BaseException:  # Ctrl-C, too
@@ -389,12 +391,9 @@ def all_or_nothing(step: Step) -> Iterator[None]:
 
 
 def closed(step: Step, lr: float | tuple[float, ...], grad_norm: Tensor) -> Update:
-    """Return what an update did that was just applied; the next window begins."""
+    """Return the numbers of the update that was just applied, and begin the next window."""
     loss, count = step.loss_sum / step.count, step.count.clone()
     step.loss_sum.zero_()
     step.count.zero_()
     step.index += 1
     return Update(step.index - 1, loss, count, lr, grad_norm, step.tokens.clone(), step.skipped.clone())
-
-
-# ────────────────────────────────────────────────────────────────────────────────────────────────
