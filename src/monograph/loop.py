@@ -1,4 +1,4 @@
-"""The training loop: windows in, updates out. The caller owns the loop's body."""
+"""Run the training loop, as an iterator over updates whose loop body is the caller's, and save and load its state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from monograph.step import Update
 
 @dataclass
 class EngineState:
-    """Everything of an engine that a run needs to go on, bit for bit.
+    """All state of an engine that a run needs to go on, bit for bit.
 
     Attributes:
         model: the module's state dict, by its own names; tied tensors once, under their first name.
@@ -34,7 +34,7 @@ class EngineState:
     scalars: dict[str, Any] = field(default_factory=dict)
 
     def require_fit(self, own: EngineState) -> None:
-        """Require names and shapes of another state; no tensor is read from a file for it.
+        """Require that names and shapes are those of another state; no tensor is read from a file for this.
 
         Raises:
             InputRefused: a tensor or counter is missing, or a tensor is unknown or has another shape.
@@ -59,7 +59,7 @@ class EngineState:
         """Return one of `scalars` as a tensor of the shape and dtype of an engine's own.
 
         Raises:
-            InputRefused: it is no such number, or list of numbers.
+            InputRefused: it is no number, or list of numbers, of that shape and dtype.
         """
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
             if (saved := torch.as_tensor(self.scalars[name], dtype=own.dtype)).shape == own.shape:
@@ -68,16 +68,16 @@ class EngineState:
 
 
 class Engine(Protocol):
-    """What trains: weights on the device, on the host, or many models at once."""
+    """An object that trains: with weights on the device, on the host, or of many models at once."""
 
     @property
     def model(self) -> nn.Module:
-        """The original module, never a compiled wrapper."""
+        """Return the original module, never a compiled wrapper."""
         ...
 
     @property
     def index(self) -> int:
-        """Updates done so far, skipped ones included."""
+        """Return the number of updates done so far, skipped ones included."""
         ...
 
     def accumulate(self, window: Any) -> None:
@@ -85,11 +85,11 @@ class Engine(Protocol):
         ...
 
     def update(self) -> Update:
-        """Apply it."""
+        """Apply the gradient."""
         ...
 
     def state(self) -> EngineState:
-        """Views of the present state (copy them to keep them)."""
+        """Return views of the current state; copy them to keep them."""
         ...
 
     def load_state(self, state: EngineState) -> None:
@@ -98,11 +98,11 @@ class Engine(Protocol):
 
 
 def train(engine: Engine, batches: Iterable[Any], updates: int | None = None) -> Iterator[Update]:
-    """Train, one window an update, yielding after each.
+    """Train with one window for each update, and yield after each.
 
     Args:
         engine: a `Resident` or another engine.
-        batches: windows, each all of one update's rows; a partial last one counts as what it is.
+        batches: windows, each with all rows of one update; the last one may have fewer.
         updates: stop when the engine has done this many in all (a resumed engine has done some already); None: when
             `batches` ends.
 
@@ -110,13 +110,13 @@ def train(engine: Engine, batches: Iterable[Any], updates: int | None = None) ->
         The update's numbers as device tensors; reading one waits for the device.
 
     Raises:
-        UsageError: `batches` is a window itself, `updates` is below 1, or what the engine refuses.
+        UsageError: `batches` is a window itself, `updates` is below 1, or the engine refuses a window.
     """
     if isinstance(batches, (Mapping, Tensor)):
         raise UsageError(f"batches is a {type(batches).__name__}, which is one window: expected an iterable of windows")
     if updates is not None:
         COUNT.require("updates", updates)
-    # A resumed engine may be done: then no window is read, which could be one of a stream that is waited for.
+    # A resumed engine may be done. Then no window is read, as it may come from a stream that has to be waited for.
     for window in () if updates is not None and engine.index >= updates else batches:
         engine.accumulate(window)
         yield engine.update()
@@ -125,10 +125,10 @@ def train(engine: Engine, batches: Iterable[Any], updates: int | None = None) ->
 
 
 class Windows(Protocol):
-    """An iterator of windows that knows where it stands, such as `corpus.batches(...)`."""
+    """An iterator of windows that knows its position, such as `corpus.batches(...)`."""
 
     def state(self) -> dict[str, Any]:
-        """Its position, JSON-serialisable."""
+        """Return its position, JSON-serialisable."""
         ...
 
 
@@ -138,13 +138,13 @@ def save_checkpoint(engine: Engine, batches: Windows, folder: str | Path, keep: 
     See `monograph.checkpointing.save` for the protocol.
 
     Args:
-        engine: what trains.
-        batches: where its windows come from.
-        folder: holds the checkpoints, `folder/step-00001000/` and so on.
-        keep: how many of the newest to keep; with 1 there is nothing to fall back on if that one is damaged later.
+        engine: the engine.
+        batches: the iterator that its windows come from.
+        folder: the folder of checkpoints, `folder/step-00001000/` and so on.
+        keep: number of newest checkpoints to keep; with 1 there is nothing to fall back on if it is damaged later.
 
     Raises:
-        DiskFull: it could not be written; the earlier ones are untouched.
+        DiskFull: it could not be written; earlier checkpoints are untouched.
     """
     state = engine.state()
     record = {"engine": state.scalars, "data": batches.state()}
@@ -155,16 +155,16 @@ def load_checkpoint(engine: Engine, folder: str | Path, warn: Callable[[str], No
     """Continue from the newest checkpoint in `folder` that passes verification.
 
     Args:
-        engine: built as the one that saved it was.
-        folder: where `save_checkpoint` wrote.
+        engine: an engine that was built like the one that saved it.
+        folder: the folder that `save_checkpoint` wrote to.
         warn: gets one line if damaged checkpoints had to be passed over.
 
     Returns:
         The data's position: `corpus.batches(..., seed=position["seed"], start=position["rows"])`.
 
     Raises:
-        NoValidCheckpoint: there is none.
-        InputRefused: it does not fit the engine.
+        NoValidCheckpoint: no checkpoint passes verification.
+        InputRefused: the checkpoint does not fit the engine.
     """
     checkpoint = checkpointing.newest(Path(folder), warn)
     state = checkpoint.state

@@ -82,7 +82,7 @@ class Plane:
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter's name and its part of `flat`, in its shape, or flat if `flat` has a number per block."""
+        """Yield each parameter's name and its part of `flat`, in its shape unless `flat` has one number per block."""
         block, lead = self.param.shape[-1] // flat.shape[-1], flat.ndim - 1
         for name, parameter, offset in self.slots:
             size = math.prod(parameter.shape[lead:])
