@@ -1,6 +1,6 @@
-"""The base class of all engines: it cuts windows into micro-batches, steps, and takes less memory if it has to.
+"""Do what is common to all engines: cut windows into micro-batches, step, and take less memory if necessary.
 
-An engine is this class around a `Step`, whose layout holds everything that differs between engines.
+An engine is a `Step`, whose layout says how engines differ, and this class around it.
 
 Shapes: R rows of a window, M rows of a micro-batch, N members of an ensemble.
 """
@@ -34,14 +34,15 @@ T = TypeVar("T")
 
 
 class Engine:
-    """Base class of `Resident`, `Streamed`, `Ensemble` and the engines of several ranks.
+    """The common base of `Resident`, `Streamed`, `Ensemble` and the engines of several ranks.
 
-    A window is a dict of tensors whose first dimension is rows; it is cut into micro-batches of `micro_batch` rows. The
-    last one may have fewer. If the loss has an attribute `fill` (values by tensor name that make a row without targets;
-    all other tensors of the row are zeros), the last one is filled up with such rows, so that shapes never change. Any
-    other loss gets it as it is, which takes one more graph if the step is captured. When the device runs out of memory
-    the engine halves the micro-batch, at one row recomputes the blocks, and repeats the window; by laws 2 and 3 this
-    changes no gradient. `announce` gets a line about the change.
+    A window is a dict of tensors whose first dimension is rows; it is cut into micro-batches of `micro_batch` rows, of
+    which the last one may have fewer. The loss may have an attribute `fill`, which gives the values of a row without
+    targets by name (tensors without a value are zeros). Then the last micro-batch is filled up with such rows, so that
+    shapes never change; else the loss gets it as it is, which is one more graph if the step is captured.
+
+    If device memory runs out, the micro-batch is halved, or at one row the blocks are recomputed, and the window is
+    repeated. By laws 2 and 3 this changes no gradient; the change is announced through `announce`.
 
     Attributes:
         micro_batch: rows per micro-batch; None: the whole window at once.
@@ -59,9 +60,9 @@ class Engine:
         """Note how windows are cut.
 
         Args:
-            make_step: makes the step at its first use.
+            make_step: makes the step, when it is first needed.
             micro_batch: rows per micro-batch.
-            members: number of members with rows of their own in a window, [N, R, ...]; None: a window is [R, ...].
+            members: the number of members with rows of their own in a window, [N, R, ...]; None: a window is [R, ...].
             recomputes: whether blocks may be recomputed to save memory.
         """
         if micro_batch is not None and not COUNT.holds(micro_batch):
@@ -69,11 +70,12 @@ class Engine:
         self._make_step, self._members, self._recomputes = make_step, members, recomputes
         self.micro_batch = micro_batch
         self._row_dim = 0 if members is None else 1
-        # A micro-batch with a new number of rows takes one more graph, which is announced once.
-        self._sizes = set[int]()  # numbers of rows that the captured step was called with
+        # Rows of the micro-batches that the captured step was called with; another number is one more graph, which is
+        # announced once.
+        self._sizes = set[int]()
         self._captured: tuple[graph.Backend, graph.Scope] | None = None
         self._empty_rows_scored = False
-        # Engines print nothing: a command shows the line in its progress, a library user may pass `print`.
+        # Engines print nothing: a command shows the line in its progress, and a user of the library may set `print`.
         self.announce: Callable[[str], None] = lambda line: None
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
@@ -82,14 +84,14 @@ class Engine:
 
     @functools.cached_property
     def step(self) -> Step:
-        """Return the step; made at first use, with gradients and moments."""
+        """Return the step; it is made at first use, with gradients and moments."""
         return self._make_step()
 
     @property
     def model(self) -> nn.Module:
-        """Return the original module with up-to-date weights, after waiting for those that are under way.
+        """Return the original module, with up-to-date weights; this waits for updates and copies of them.
 
-        In bf16 a `Streamed` keeps only rounded weights in it; `step.assembled()` has all digits.
+        In a `Streamed` that computes in bf16 it has only the rounded weights; `step.assembled()` has all digits.
         """
         self.step.layout.at_rest(self.step, False)
         return self.step.model
@@ -139,13 +141,13 @@ class Engine:
         Args:
             window: an update's rows.
             backend: see `monograph.capture`.
-            scope: the scope of one graph, likewise.
+            scope: what one graph holds, see there, too.
 
         Returns:
-            None, or the reason in one line why it cannot be compiled; the step then stays eager.
+            None, or in one line the reason why the step cannot be compiled; it then stays eager.
         """
         step = self.step
-        # Graphs have static shapes: from now on windows of any length are cut into micro-batches of this many rows.
+        # Graphs have static shapes, so from now on windows of any length are cut into this many rows, and filled up.
         self.micro_batch = self.micro_batch or self._rows(window)
         self._captured = backend, scope
         try:
@@ -156,16 +158,18 @@ class Engine:
             graph.release(step)
             step.discard()
             self._captured = None
-            # Only code that torch cannot compile runs eagerly instead; that would hide a bug or a full device. Graphs
-            # of blocks keep inputs that a module may write before its backward pass.
+            # The step stays eager only if torch cannot compile it, as this would hide a bug or a full device. Graphs of
+            # blocks keep inputs that a module may write before its backward pass, which torch refuses there.
             if not isinstance(error, graph.CaptureFailed) and "modified by an inplace operation" not in str(error):
                 raise
             return str(error)
         return None
 
     def _warm_all(self, window: Batch) -> None:
-        """Warm a graph for each size of the window's micro-batches, of which the last one may be shorter."""
-        # Otherwise the last window of an epoch would compile in the middle of a run.
+        """Warm the graphs of all sizes of the window's micro-batches, of which the last may be shorter.
+
+        Otherwise the last window of an epoch would compile in the middle of a run.
+        """
         by_rows = {self._rows(batch): batch for batch in self._micro_batches(window)}
         self._sizes = set(by_rows)
         for batch in by_rows.values():
@@ -174,8 +178,8 @@ class Engine:
     def _warm(self, batch: Batch) -> None:
         step = self.step
         if step.recorder:
-            accumulate(step, [batch] * (WARM_UP - 1))  # a micro-step is captured after that many calls
-        # The run's first updates decide on the loss scale and on spikes, so the warm-up must leave no trace in them.
+            accumulate(step, [batch] * (WARM_UP - 1))  # the next micro-step is recorded for replays
+        # Counters go back to their beginnings, as the first updates decide on the loss scale and on spikes.
         with step.counters_kept():
             self.rehearse(batch)
         self._scored(batch)
@@ -189,7 +193,7 @@ class Engine:
         self._fitting(window, lambda: accumulate(self.step, self._micro_batches(window)))
 
     def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
-        """Return `work()`, repeated with less memory as long as the device runs out of it."""
+        """Return `work()`; as long as the device's memory does not suffice, step down and repeat it."""
         while True:
             try:
                 return work()
@@ -197,19 +201,19 @@ class Engine:
                 if not out_of_memory(error):
                     raise
                 message = str(error).splitlines()[0]
-            # Outside the except block: the traceback would keep the failed pass's tensors alive.
+            # This is outside the except block, where the traceback would keep the failed pass's tensors alive.
             self._step_down(window, message)
 
     def _step_down(self, window: Batch, message: str) -> None:
-        """Take less memory for the same update: free captured micro-steps, halve the rows, or recompute the blocks.
+        """Take less memory for the same update: no replayed micro-steps, else half the rows, else recomputed blocks.
 
         Raises:
-            OutOfDeviceMemory: nothing else can be done.
+            OutOfDeviceMemory: nothing is left to try.
         """
         rows = min(self.micro_batch or self._rows(window), self._rows(window))
         self.step.discard()
-        # The cheapest first: replays save only launches, fewer rows cost some speed, and recomputed blocks take about a
-        # third more arithmetic.
+        # The change that costs least comes first: replays save only launching, fewer rows cost some speed, and
+        # recomputed blocks cost about a third more computing.
         if graph.give_back(self.step):
             change = f"{graph.ONE_BY_ONE} from now on"
         elif rows > 1:
@@ -221,7 +225,7 @@ class Engine:
             raise OutOfDeviceMemory(
                 f"one row does not fit the device's memory: {message}; use a smaller model or sequence_length"
             )
-        # The failed pass's tensors lie in reference cycles of autograd, and the allocator keeps freed memory in pieces
+        # The failed pass's tensors are in reference cycles of autograd, and the allocator keeps freed memory in pieces
         # of the old size.
         gc.collect()
         if self.step.device.type == "cuda":
@@ -229,7 +233,7 @@ class Engine:
         self.announce(f"out of memory at {_rows(rows)}: {change}, the update stays the same")
 
     def _recompute(self) -> bool:
-        """Keep only the blocks' inputs from now on; return False if that is so already, or there are no blocks."""
+        """Keep only the blocks' inputs from now on; return False if that is so already, or if there are no blocks."""
         step = self.step
         if not self._recomputes or step.remat in (Remat.Full(), Remat.Offload()):
             return False
@@ -248,11 +252,11 @@ class Engine:
         return update(self.step)
 
     def rehearse(self, window: Batch) -> None:
-        """Run a whole update without effect on weights and optimizer state; counters change."""
-        self.step.loss_sum.fill_(math.nan)  # so that updates made in the backward pass are refused
+        """Do all the work of an update and throw it away; counters change, weights and optimizer state do not."""
+        self.step.loss_sum.fill_(math.nan)  # so that updates in the backward pass are refused
         self.accumulate(window)
         self.step.discard()
-        self.step.apply()  # refused by the device, as there are no targets
+        self.step.apply()  # the device refuses this update, as it has no targets
         self.step.layout.at_rest(self.step, False)
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -267,7 +271,7 @@ class Engine:
         with modes_kept(self.model), torch.no_grad(), self.step.averaged():
             self.model.eval()
             parts = self._fitting(batch, lambda: self._evaluated(batch))
-        # In fp64, because a long held-out text sums more losses than fp32 has digits for.
+        # Sums are in fp64, as a long held-out text has more losses than fp32 has digits for.
         losses, counts = zip(*parts, strict=True)
         return torch.stack([loss.double() for loss in losses]).sum(0), torch.stack(counts).sum(0)
 
@@ -277,8 +281,8 @@ class Engine:
     def state(self) -> EngineState:
         """Return model, optimizer buffers by parameter name, and counters.
 
-        The tensors are views of the live ones; split weights are copies. Frozen weights of a model with adapters are
-        left out.
+        The tensors are views of the live ones, except for split weights, which are copied. Frozen weights of a model
+        with adapters are left out.
         """
         step = self.step
         step.layout.at_rest(step, True)  # the caller may write to the views
@@ -292,13 +296,13 @@ class Engine:
         return EngineState(step.layout.weights(step), optimizer, {"index": step.index, **counters})
 
     def load_state(self, state: EngineState) -> None:
-        """Copy a state into the live tensors; it may be another engine's with the same model and optimizer.
+        """Copy a state into the live tensors; it may come from another engine with the same model and optimizer.
 
-        Gradients accumulated since the last update are discarded.
+        The gradient accumulated since the last update is forgotten.
 
         Raises:
-            InputRefused: a tensor or counter is missing or malformed, or a tensor is unknown or has another shape.
-                Nothing was copied then.
+            InputRefused: a tensor or counter is missing or does not fit, or a tensor is unknown. Nothing was copied
+                then.
         """
         own = self.state()
         state.require_fit(own)
@@ -306,7 +310,7 @@ class Engine:
         index = int(state.counter("index", torch.tensor(0)))
         self.step.discard()
         for mine, theirs in ((own.model, state.model), (own.optimizer, state.optimizer)):
-            for name, tensor in theirs.items():  # in their order, in which a file may be read one tensor at a time
+            for name, tensor in theirs.items():  # in the saved order, as they may be read from a file one by one
                 write(mine[name].detach(), tensor)
         self.step.layout.take_weights(self.step, own.model)
         self.step.index = index
@@ -324,10 +328,10 @@ class Engine:
             yield self._filled(part, size)
 
     def _rows(self, window: Batch) -> int:
-        """Return how many rows a window has.
+        """Return the number of a window's rows.
 
         Raises:
-            UsageError: it is no dict of tensors with one number of rows, or it has none.
+            UsageError: the window is no dict of dense tensors with equally many rows, or has no rows.
         """
         if self._members is not None:
             require_member_axis(window, self._members, "windows")
@@ -351,7 +355,7 @@ class Engine:
         return next(iter(rows.values()))
 
     def _filled(self, batch: Batch, rows: int) -> Batch:
-        """Return the batch filled up with rows that add nothing, if the loss has a `fill`."""
+        """Return the batch filled up with rows without targets, if the loss has a `fill`."""
         dim = self._row_dim
         own = next(iter(batch.values())).shape[dim]
         if own == rows:
@@ -367,10 +371,10 @@ class Engine:
 
 
 def require_member_axis(tensors: Any, members: int, what: str) -> None:
-    """Refuse tensors without a leading axis of members.
+    """Refuse tensors without a leading member axis.
 
     Raises:
-        UsageError: one is not [members, ...]; the message begins with `what`.
+        UsageError: a tensor is not [members, ...]; the message says `what` the tensors are.
     """
     leaves = [leaf for leaf in tree_leaves(tensors) if isinstance(leaf, Tensor)]
     if odd := [list(leaf.shape) for leaf in leaves if leaf.shape[:1] != (members,)]:
@@ -384,6 +388,6 @@ def _rows(number: int) -> str:
 
 def out_of_memory(error: BaseException | None) -> bool:
     """Return whether the device's memory, or the host's, was too small."""
-    if isinstance(error, InputRefused):  # the trial step wraps the exception that a module raised
+    if isinstance(error, InputRefused):  # the trial step wraps a module's error in one with an explanation
         return out_of_memory(error.__cause__)
     return isinstance(error, torch.OutOfMemoryError) or (error is not None and host_is_full(error))

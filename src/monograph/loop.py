@@ -1,4 +1,4 @@
-"""The training loop: windows in, updates out. The caller owns the loop's body."""
+"""Run the training loop, as an iterator over updates whose loop body is the caller's, and save and load its state."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from monograph.step import Update
 
 @dataclass
 class EngineState:
-    """Everything that an engine needs to continue a run, bit for bit.
+    """All state of an engine that a run needs to go on, bit for bit.
 
     Attributes:
         model: the module's state dict, by its own names; tied tensors once, under their first name.
@@ -34,7 +34,7 @@ class EngineState:
     scalars: dict[str, Any] = field(default_factory=dict)
 
     def require_fit(self, own: EngineState) -> None:
-        """Require names and shapes of another state; no tensor is read from a file for it.
+        """Require that names and shapes are those of another state; no tensor is read from a file for this.
 
         Raises:
             InputRefused: a tensor or counter is missing, or a tensor is unknown or has another shape.
@@ -59,7 +59,7 @@ class EngineState:
         """Return one of `scalars` as a tensor of the shape and dtype of an engine's own.
 
         Raises:
-            InputRefused: it is no such number, or no such list of numbers.
+            InputRefused: it is no number, or list of numbers, of that shape and dtype.
         """
         with suppress(TypeError, ValueError, RuntimeError, OverflowError):
             if (saved := torch.as_tensor(self.scalars[name], dtype=own.dtype)).shape == own.shape:
@@ -68,7 +68,7 @@ class EngineState:
 
 
 class Engine(Protocol):
-    """A trainer: of weights on the device, on the host, or of many models at once."""
+    """An object that trains: with weights on the device, on the host, or of many models at once."""
 
     @property
     def model(self) -> nn.Module:
@@ -85,11 +85,11 @@ class Engine(Protocol):
         ...
 
     def update(self) -> Update:
-        """Apply the accumulated gradient."""
+        """Apply the gradient."""
         ...
 
     def state(self) -> EngineState:
-        """Return views of the present state; copy them to keep them."""
+        """Return views of the current state; copy them to keep them."""
         ...
 
     def load_state(self, state: EngineState) -> None:
@@ -98,7 +98,7 @@ class Engine(Protocol):
 
 
 def train(engine: Engine, batches: Iterable[Any], updates: int | None = None) -> Iterator[Update]:
-    """Train, one window an update, yielding after each.
+    """Train with one window for each update, and yield after each.
 
     Args:
         engine: a `Resident` or another engine.
@@ -116,7 +116,7 @@ def train(engine: Engine, batches: Iterable[Any], updates: int | None = None) ->
         raise UsageError(f"batches is a {type(batches).__name__}, which is one window: expected an iterable of windows")
     if updates is not None:
         COUNT.require("updates", updates)
-    # A resumed engine may be done: then no window is read, since a stream might make it wait for one.
+    # A resumed engine may be done. Then no window is read, as it may come from a stream that has to be waited for.
     for window in () if updates is not None and engine.index >= updates else batches:
         engine.accumulate(window)
         yield engine.update()
@@ -138,13 +138,13 @@ def save_checkpoint(engine: Engine, batches: Windows, folder: str | Path, keep: 
     See `monograph.checkpointing.save` for the protocol.
 
     Args:
-        engine: the engine to save.
-        batches: the source of its windows.
-        folder: holds the checkpoints, `folder/step-00001000/` and so on.
-        keep: how many of the newest to keep; with 1 there is nothing to fall back on if that one is damaged later.
+        engine: the engine.
+        batches: the iterator that its windows come from.
+        folder: the folder of checkpoints, `folder/step-00001000/` and so on.
+        keep: number of newest checkpoints to keep; with 1 there is nothing to fall back on if it is damaged later.
 
     Raises:
-        DiskFull: it could not be written; the earlier ones are untouched.
+        DiskFull: it could not be written; earlier checkpoints are untouched.
     """
     state = engine.state()
     record = {"engine": state.scalars, "data": batches.state()}
@@ -155,16 +155,16 @@ def load_checkpoint(engine: Engine, folder: str | Path, warn: Callable[[str], No
     """Continue from the newest checkpoint in `folder` that passes verification.
 
     Args:
-        engine: built as the one that saved it was.
-        folder: where `save_checkpoint` wrote.
+        engine: an engine that was built like the one that saved it.
+        folder: the folder that `save_checkpoint` wrote to.
         warn: gets one line if damaged checkpoints had to be passed over.
 
     Returns:
         The data's position: `corpus.batches(..., seed=position["seed"], start=position["rows"])`.
 
     Raises:
-        NoValidCheckpoint: there is none.
-        InputRefused: it does not fit the engine.
+        NoValidCheckpoint: no checkpoint passes verification.
+        InputRefused: the checkpoint does not fit the engine.
     """
     checkpoint = checkpointing.newest(Path(folder), warn)
     state = checkpoint.state

@@ -1,9 +1,9 @@
-"""Losses, which a training step minimises, as (sum over targets, number of targets).
+"""Define losses, which a training step minimises, as (sum over targets, number of targets).
 
-A loss is any callable `loss(model, batch) -> (sum, count)`. One that also has `count(batch)` tells how many targets a
-batch has without a forward pass, so that an update's total is known before its first backward. One that also has
-`fill`, numbers by tensor name, promises that a row with these values, and zeros in all other tensors, adds nothing to
-sum and count, so that a short micro-batch may be filled up with such rows.
+A loss is any callable `loss(model, batch) -> (sum, count)`. If it also has `count(batch)`, which returns the number of
+a batch's targets without a forward pass, an update's total is known before its first backward pass. If it also has
+`fill`, numbers by tensor name, it promises that a row with these values, and zeros in all other tensors, adds nothing
+to sum and count, so that a short micro-batch may be filled up with such rows.
 
 Shapes: B rows, T positions, D hidden size, V vocabulary.
 """
@@ -81,7 +81,7 @@ def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
     """Return the values of a row without targets, from the loss's attribute `fill`; None if the loss has none.
 
     Raises:
-        UsageError: it names a tensor that the batch lacks, or gives something other than numbers.
+        UsageError: it names a tensor that the batch lacks, or its values are no numbers that the tensors can hold.
     """
     fill: Any = getattr(loss, "fill", None)
     if fill is None:
@@ -98,7 +98,7 @@ def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:
 
 
 def _holds(dtype: torch.dtype, value: float) -> bool:
-    """Return whether a tensor can hold the number, rounded at most."""
+    """Return whether a tensor can hold the number; a floating tensor may round it."""
     if dtype.is_floating_point or dtype.is_complex:
         return abs(value) <= torch.finfo(dtype).max
     low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
@@ -109,7 +109,7 @@ _EXPECTED = "the loss must return (sum of the losses, number of targets): loss(m
 
 
 def pair(result: Any) -> tuple[Tensor, Tensor]:
-    """Return the sum that a loss gave, and its count as `counted` returns it.
+    """Return the sum and count in a loss's result; the count is as `counted` returns it.
 
     Raises:
         UsageError: the result is not a pair of a real 0-d tensor and a count.
@@ -128,14 +128,15 @@ def pair(result: Any) -> tuple[Tensor, Tensor]:
 def counted(count: Any, device: torch.device) -> Tensor:
     """Return a count of targets, or a sum of their weights, as a 0-d fp64 tensor.
 
-    A tensor's value is not read: one below 0 becomes NaN, which refuses the update on the device.
+    A tensor's value is not read; a value below 0 becomes NaN, by which the device refuses the update.
 
     Args:
         count: a number of Python or numpy, or a 0-d tensor of whole numbers, fp32 or fp64.
         device: the result's device.
 
     Raises:
-        UsageError: it is something else, a number below 0 or not finite, or depends on the parameters.
+        UsageError: the count is something else, a number below 0 or not finite, or a tensor that depends on the
+            parameters.
     """
     if isinstance(count, (np.generic, np.ndarray)) and not count.ndim:  # Dynamo traces both as tensors
         count = torch.as_tensor(count) if torch.compiler.is_compiling() else count.item()
@@ -149,14 +150,14 @@ def counted(count: Any, device: torch.device) -> Tensor:
         return torch.where(wide >= 0, wide, math.nan)
     if not NOT_NEGATIVE.holds(count):
         raise UsageError(f"{_EXPECTED}; its count is {count!r}, expected {NOT_NEGATIVE.expected}")
-    return torch.full((), float(count), dtype=torch.float64, device=device)  # unlike torch.tensor, waits for no copy
+    return torch.full((), float(count), dtype=torch.float64, device=device)  # torch.tensor would wait for a copy
 
 
 def constant(count: Tensor) -> Tensor:
     """Return the same count.
 
     Raises:
-        UsageError: it depends on the parameters, through which nothing is differentiated.
+        UsageError: it depends on the parameters; a count is not differentiated.
     """
     if count.requires_grad:
         raise UsageError(f"{_EXPECTED}; its count requires a gradient: only the sum is differentiated, so detach it")

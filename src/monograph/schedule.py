@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the update's index, as a factor of the optimizer's learning rate."""
+"""Make learning-rate schedules: pure functions from an update's index to a factor of the learning rate."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
     Args:
         warmup: updates of warm-up (0 for none).
         total: updates of the whole run; later indices have `final`.
-        final: the factor that update `total` would have. The last update has more, so it is not wasted where
+        final: the factor that update `total` would have. The last update has a larger one, so it is not wasted if
             `final` is 0.
 
     Raises:

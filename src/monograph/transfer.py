@@ -1,9 +1,9 @@
-"""Width transfer: carries values tuned on a narrow model to a wide one of the same ratios, and builds the narrow one.
+"""Transfer values tuned on a narrow model to a wide one of the same ratios, and build the narrow model.
 
 With m = fan_in / base fan_in, every activation and its change per update keep their size at any width, so the best
 learning rate stays where it is (Yang et al. 2022, "Tensor Programs V", arXiv 2203.03466, table 3; in spectral form
-Yang, Simon and Bernstein 2023, arXiv 2310.17813). It sets only a tensor's initial spread, learning rate, decay and
-eps: there is no multiplier in the forward pass, and exports are plain models of their family.
+Yang, Simon and Bernstein 2023, arXiv 2310.17813). The rule sets only a tensor's initial spread, learning rate, decay
+and eps: there is no multiplier in the forward pass, and exports are plain models of their family.
 
 | tensor | initial spread | AdamW lr | AdamW eps | Muon lr |
 |---|---|---|---|---|
@@ -13,9 +13,10 @@ eps: there is no multiplier in the forward pass, and exports are plain models of
 | head | m^-1/2 | 1/m | 1 | |
 | final norm gain where the head is tied | 1/m | 1/m | 1 | |
 
-All are factors of the base's values; weight decay has 1 / lr, so that the decay of a step, lr * decay, is the same at
-every width (Wang and Aitchison 2024, arXiv 2405.13698). The head's spread is m^-1/2, not table 3's 1/m: the best rate
-stays too, and short runs end better (Everett et al. 2024, arXiv 2407.05872, and benchmarks/transfer.py).
+All are factors of the base's values. The factor of weight decay is 1 / (factor of lr), so that the decay of a step, lr
+* decay, is the same at every width (Wang and Aitchison 2024, arXiv 2405.13698). The head's spread is m^-1/2 instead of
+table 3's 1/m: the best rate stays where it is as well, and short runs end better (Everett et al. 2024, arXiv
+2407.05872, and benchmarks/transfer.py).
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Factors(NamedTuple):
         init: factor of the initial weights that `Llama` draws at this width, norm gains included.
         lr: AdamW's learning rate over the base's.
         eps: AdamW's eps over the base's.
-        muon_lr: Muon's learning rate over the base's; None: AdamW updates it in any case.
+        muon_lr: Muon's learning rate over the base's; None for a tensor that AdamW updates in any case.
     """
 
     init: float
@@ -114,7 +115,7 @@ class WidthTransfer:
 
     @property
     def width_ratio(self) -> float:
-        """The residual stream's m, which is hidden_size over the base's."""
+        """Return the residual stream's m: hidden_size over the base's."""
         return self.config.hidden_size / self.base.hidden_size
 
     def factors(self) -> dict[str, Factors]:
@@ -133,7 +134,8 @@ class WidthTransfer:
     def _inner(self, name: str, wide: tuple[int, ...], narrow: tuple[int, ...]) -> Factors:
         if name in _MATRICES:
             m = wide[1] / narrow[1]
-            # |dW| of Muon is lr * 0.2 sqrt(max(rows, cols)) here, and sqrt(rows / cols) is what keeps its size.
+            # |dW| of Muon is lr * 0.2 sqrt(max(rows, cols)) here; for activations to keep their size it must grow as
+            # sqrt(rows / cols).
             unscaled = math.sqrt(wide[0] * narrow[1] / (narrow[0] * wide[1]))
             return Factors(self._spread / math.sqrt(m), 1 / m, 1 / m, unscaled * math.sqrt(max(narrow) / max(wide)))
         if name in _GAINS | _BIASES:
@@ -152,7 +154,7 @@ class WidthTransfer:
 
     @property
     def _spread(self) -> float:
-        """The base's initializer_range over the one that `Llama` draws with."""
+        """Return the base's initializer_range over the one that `Llama` draws with."""
         return self.base.initializer_range / self.config.initializer_range
 
     @torch.no_grad()
@@ -242,7 +244,7 @@ def _described(config: LlamaConfig) -> str:
 
 
 def _pattern(name: str, factors: Mapping[str, Factors]) -> str:
-    """Return the key of `found` for a parameter's name."""
+    """Return the key of `factors` for a parameter's name."""
     head, _, rest = name.partition("model.layers.")
     pattern = f"model.layers.*.{rest.partition('.')[2]}" if rest and not head else name
     if pattern not in factors:

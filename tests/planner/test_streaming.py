@@ -87,7 +87,7 @@ def test_bytes_are_those_of_the_engine_s_own_buffers(way):
         assert sum(size for name, size in found["host"].items() if name != "boundaries") == exact[Home.HOST]
         assert device["slots"] == held.walk.slots.device_bytes
         assert device["slots"] + device["desks"] == held.walk.device_bytes
-        boundaries = device_bytes(held.store, held.placement, way.state_bytes, way.micro_batches).boundaries
+        boundaries = device_bytes(held.store, held.placement, way.work.input_bytes, way.work.micro_batches).boundaries
         assert device["boundaries"] == boundaries
 
 
@@ -194,7 +194,7 @@ def test_with_an_infinite_link_closed_form_and_clock_agree(when, where, host_byt
     way = replace(way, work=replace(way.work, clip=None))
     times = pass_times(way.work, H200, H200.peak_flops["bf16"], host_bytes_per_s)
     resident = way.resident(sum(map(len, way.order[:whole_stages])))
-    found = timing(way, way.placement(resident), times, link)
+    found = timing(way.work, way.placement(resident), times, link)
     assert found.update_s == pytest.approx(closed_form(way, resident, times, link), rel=1e-9)
 
 
@@ -206,7 +206,7 @@ def test_the_clock_is_never_faster_than_the_closed_form(when, rate):
         way = replace(way, work=replace(way.work, clip=None))
         times = pass_times(way.work, H200, H200.peak_flops["bf16"], rate)
         resident = way.resident(0)
-        found = timing(way, way.placement(resident), times, each)
+        found = timing(way.work, way.placement(resident), times, each)
         assert found.update_s >= closed_form(way, resident, times, each) * (1 - 1e-9)
 
 

@@ -32,7 +32,7 @@ def moved(engine: Any, micro_batches: int) -> Traffic:
         engine.accumulate(packed(3 * micro_batches, seed))
         engine.update()
         counted.append(engine.walk.lanes.moved_bytes - before)
-    engine.walk.flush()
+    engine.walk.updates.flush()
     return counted[1]
 
 

@@ -1,4 +1,4 @@
-"""Turn a TOML file, the environment and `key=value` pairs into one checked, frozen `Settings`."""
+"""Turn a TOML file, the environment and `key=value` pairs into one checked and frozen `Settings`."""
 
 from monograph.config.settings import KEYS, Settings
 from monograph.config.sources import Arguments, classify, load

@@ -1,6 +1,6 @@
-"""Parse what a sweep varies: `key=1,2`, `key=log:1e-5..1e-2:8` and the like, and the points that they span.
+"""Parse the axes of a sweep, such as `key=1,2` or `key=log:1e-5..1e-2:8`, and list the points that they span.
 
-An axis is either a list of values or a stretch of numbers to draw samples from.
+An axis is a list of values, or a range of numbers to draw samples from.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from monograph.ensemble.knobs import log_range, require_ends
 from monograph.errors import UsageError
 
 SEED = "train.seed"
-# Members of one graph may differ in these: numbers that an update reads, the weights' draw and the rows' order.
+# Members of one graph may differ in these keys: numbers that an update reads, and the seed of weights and row order.
 IN_ONE_GRAPH = (
     "optim.lr", "optim.weight_decay", "optim.betas", "optim.eps", "optim.warmup_updates", "optim.schedule", SEED,
 )  # fmt: skip
-# These change shapes, the graph or the length: such members form groups with a graph for each.
+# These keys change shapes, the graph or the length, so members that differ in them are in groups with a graph each.
 BETWEEN_GRAPHS = (
     "model.preset", "model.init", "model.hidden_size", "model.intermediate_size", "model.num_hidden_layers",
     "model.num_attention_heads", "model.num_key_value_heads", "model.tie_word_embeddings", "data.tokenizer",
@@ -31,7 +31,7 @@ BETWEEN_GRAPHS = (
     "lora.targets", "lora.dropout", "lora.base",
 )  # fmt: skip
 AXES = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
-# The reasons why the other keys cannot be an axis.
+# The reasons why all other keys cannot be axes.
 _OTHER_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"
 _WHY_NOT = {
@@ -48,7 +48,7 @@ _WHY_NOT = {
 _RANGES = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"
 _RANGE = re.compile(r"(?:(log|lin):)?([^.:,]*(?:\.[^.:,]+)?)\.\.([^:,]*)(?::([^:,]*))?")
 Point = dict[str, Any]
-MOST_MEMBERS = 10_000  # a larger range is a slip of the finger, and its points would fill the memory
+MOST_MEMBERS = 10_000  # a larger range is a typing error, and its points would fill the memory
 
 
 class Axis(NamedTuple):
@@ -56,8 +56,8 @@ class Axis(NamedTuple):
 
     Attributes:
         key: the key in its dotted form.
-        values: in the order in which they were given; empty for a stretch.
-        stretch: (log or lin, first, last) of numbers to draw from; None where values are listed.
+        values: the values in the order given; empty for a range to draw from.
+        stretch: (log or lin, first, last) of a range to draw from; None where values are listed.
     """
 
     key: str
@@ -66,15 +66,16 @@ class Axis(NamedTuple):
 
     @property
     def first(self) -> Any:
-        """Return one of its values."""
+        """Return one of its values, or the first end of its range."""
         return self.stretch[1] if self.stretch else self.values[0]
 
 
 def axes_of(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis]]:
-    """Return the overrides that are one value, and the axes among them.
+    """Return the overrides that are single values, and the axes.
 
     Raises:
-        UsageError: a key that cannot be an axis (with those that can), a wrong range, an empty value, one given twice.
+        UsageError: a key cannot be an axis (the message lists those that can), a range is wrong, or a value is empty
+            or given twice.
     """
     fixed, axes = dict[str, Any](), list[Axis]()
     for key, text in overrides.items():
@@ -87,13 +88,13 @@ def axes_of(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis]]:
 
 
 def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
-    """Return every combination of the axes, the last running fastest; or `samples` random ones of all but seeds.
+    """Return every combination of the axes' values, the last axis changing fastest, or `samples` random ones.
 
-    A sample has every seed, so that it has an error bar too. The draws depend only on the axes and their number, and
-    are the same each time.
+    Seeds are not sampled: each sample has every seed, so that it has an error bar, too. The draws depend only on the
+    axes and the number of samples, and are the same each time.
 
     Raises:
-        UsageError: a stretch without a number of values and without `samples`, or more samples than there are points.
+        UsageError: a range has no number of values and `samples` is None, or there are fewer points than samples.
     """
     if samples is None:
         if open_ended := [axis for axis in axes if axis.stretch]:
@@ -117,7 +118,7 @@ def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
 
 
 def _require_few(what: str, members: int) -> None:
-    """Refuse more members than anybody trains.
+    """Refuse more than MOST_MEMBERS members.
 
     Raises:
         UsageError: there are too many; the message names `what`.
@@ -135,7 +136,7 @@ def _product(axes: Sequence[Axis]) -> list[Point]:
 
 
 def _point(axes: Sequence[Axis], index: int) -> Point:
-    """Return `_product(axes)[index]`, for a product that may be large."""
+    """Return `_product(axes)[index]` without making the product, which may be large."""
     values = {}
     for axis in reversed(axes):
         index, place = divmod(index, len(axis.values))
@@ -153,7 +154,7 @@ def _draw(axis: Axis, generator: random.Random) -> Any:
 
 
 def _axis(key: str, text: str) -> Axis | None:
-    """Return the axis that a text describes; None for one value."""
+    """Return the axis that a text describes; None if it is a single value."""
     bounds = _RANGE.fullmatch(text) if ".." in text and "/" not in text else None
     parts = _parts(key, text)
     if bounds is None and text.startswith(("log:", "lin:")):
@@ -166,7 +167,7 @@ def _axis(key: str, text: str) -> Axis | None:
         except UsageError:
             why = _WHY_NOT.get(key, "it is not built yet")
             raise UsageError(f"{key}={text}: {key} cannot be an axis: {why}; axes are {', '.join(AXES)}") from None
-        return None  # a text in which commas mean themselves
+        return None  # it is a text with commas in it
     axis = _ranged(key, text, *bounds.groups()) if bounds else Axis(key, tuple(_checked(key, part) for part in parts))
     for index, value in enumerate(axis.values):
         if value in axis.values[:index]:
@@ -182,7 +183,7 @@ def _parts(key: str, text: str) -> list[str]:
 
 
 def _ranged(key: str, text: str, scale: str | None, first: str, last: str, count: str | None) -> Axis:
-    """Parse `0..3`, `lin:0..0.2:3` and `log:1e-5..1e-2:8`; without a number, the latter two are stretches."""
+    """Parse `0..3`, `lin:0..0.2:3` or `log:1e-5..1e-2:8`; without a count, the latter two are ranges to draw from."""
     if not first.strip() or not last.strip():
         raise UsageError(f"{key}={text}: {_RANGES}")
     if scale is None:
@@ -195,7 +196,7 @@ def _ranged(key: str, text: str, scale: str | None, first: str, last: str, count
         raise UsageError(f"{key}={text}: the ends of a log range are above 0; for others there is lin:")
     if count is None:
         require_ends(f"{key}={text}", low, high, 2)
-        values = [_checked(key, end) for end in (first, last)]  # both ends must be what the key takes
+        values = [_checked(key, end) for end in (first, last)]  # the key must accept both ends
         return Axis(key, (), ("log" if scale == "log" else "lin", float(values[0]), float(values[1])))
     if not count.isdecimal():
         raise UsageError(f"{key}={text}: expected a whole number of values after the last colon, not {count!r}")

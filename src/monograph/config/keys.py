@@ -1,4 +1,4 @@
-"""Define every key of the configuration: its type, default, meaning, and whether the room behind it is built."""
+"""Define every key of the configuration: its type, its default, the values it accepts and its meaning."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MULTIPLES = {"k": 10**3, "m": 10**6, "g": 10**9, "b": 10**9, "t": 10**12, "ki":
 
 
 def _count(value: Any) -> Any:
-    """Read `"512k"` → 512000, `"64Ki"` → 65536, `1e6` → 1000000; anything else is left for the type to refuse."""
+    """Read `"512k"` → 512000, `"64Ki"` → 65536, `1e6` → 1000000; the key's type refuses any other text."""
     if isinstance(value, str) and (match := re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([kmgbt]|[kmg]i)", value.lower())):
         value = float(Decimal(match[1]) * _MULTIPLES[match[2]])
     elif isinstance(value, str) and re.fullmatch(r"[0-9]+(\.[0-9]+)?e[0-9]+", value.lower()):
@@ -39,7 +39,7 @@ def _strings(value: Any) -> Any:
         try:
             return tomllib.loads(f"list = {value}")["list"]
         except tomllib.TOMLDecodeError:
-            if re.match(r"\[\s*[\"']", value):  # a list that breaks off: no file's name begins so
+            if re.match(r"\[\s*[\"']", value):  # it is an unfinished list, as no file's name begins like this
                 raise
         except RecursionError:
             raise ValueError("a list of texts, and this is nested too deeply") from None
@@ -54,8 +54,8 @@ def _without_nul(value: str) -> str:
 
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_strings)]
-# No model needs more, and to find out by building or counting it would take hours. Whether memory suffices is checked
-# later, against this machine's.
+# No model needs more than these. Building or counting a model of such sizes would take hours before it could be
+# refused; whether this machine's memory suffices is checked later.
 MOST_LAYERS, MOST_SIZE, MOST_LENGTH, MOST_RANK = 2**12, 2**24, 2**22, 2**16
 MOST_PER_UPDATE, MOST_COUNT = 2**32, 10**15
 Size = Annotated[int, Field(ge=1, le=MOST_SIZE)]
@@ -78,7 +78,7 @@ def _key(default: Any, expected: str, meaning: str) -> Any:
 
 
 class Section(BaseModel):
-    """A table of the TOML file. None stands for "not given"."""
+    """A table of the TOML file; a key that is not given is None if it has no default."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -172,7 +172,7 @@ class OptimSection(Section):
 
 
 class TrainSection(Section):
-    """The length, portions and means of training. At most one of updates, tokens, epochs and minutes is given."""
+    """The length, batch sizes and means of training. At most one of updates, tokens, epochs and minutes is given."""
 
     updates: Count | None = _key(None, _COUNT, "stop after so many updates")
     tokens: Count | None = _key(None, _COUNT, "stop after so many tokens")

@@ -24,16 +24,16 @@ from monograph.config.keys import (
 from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
 
-# A run that goes on may change these: where and in which graphs it is trained, which changes no equation.
+# A resumed run may change these keys: they say where and in which graphs it is trained, which changes no equation.
 ANYWHERE = {"train.memory": "auto", "train.compile": "auto", "train.parallel": "none"}
-# At most one key of each group is in force: the one whose origin ranks highest.
+# At most one key of each group counts: the one whose origin has the highest rank.
 EXCLUSIVE = (("train.updates", "train.tokens", "train.epochs", "train.minutes"), ("model.preset", "model.init"))
 
 
 class Settings(BaseModel):
-    """The checked settings of a run.
+    """All settings of a run, checked.
 
-    `settings.optim.lr` reads a value; None stands for "not given" and "auto" for "the planner's choice".
+    `settings.optim.lr` reads a value; None means "not given", and "auto" means "the planner's choice".
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -47,11 +47,11 @@ class Settings(BaseModel):
     """The origin of each key that was set, by dotted key: "run.toml:7", "MONOGRAPH_TRAIN_SEED", "command line"."""
 
     def values(self) -> dict[str, Any]:
-        """Return every key's value, by dotted key, in the contract's order."""
+        """Return every key's value, by dotted key, in the order of `KEYS`."""
         return {key: getattr(getattr(self, key.partition(".")[0]), key.partition(".")[2]) for key in KEYS}
 
     def pinned(self) -> dict[str, Any]:
-        """Return the values that somebody set, as opposed to defaults."""
+        """Return the values that were set, without defaults."""
         return {key: value for key, value in self.values().items() if key in self.origins}
 
     def resolve(self, values: Mapping[str, Any], origin: str) -> Settings:
@@ -73,15 +73,15 @@ class Settings(BaseModel):
 
     @property
     def fingerprint(self) -> str:
-        """Return the hex SHA-256 of the values, whatever their origin and wherever the run is trained."""
+        """Return the hex SHA-256 of the values, which ignores their origins and the keys in `ANYWHERE`."""
         anywhere = self.resolve(ANYWHERE, "fingerprint")
         return hashlib.sha256(anywhere.to_toml().encode()).hexdigest()
 
     def has_fingerprint(self, sha256: str) -> bool:
-        """Return whether `sha256` is the fingerprint, as taken now or before keys existed that nobody set here.
+        """Return whether `sha256` is the fingerprint of these settings, as taken by this version or an earlier one.
 
-        A run's config.toml sets every key that existed when it was written, so a key that came later, with a default,
-        does not make it a different file.
+        A run's config.toml sets every key that existed when it was written, so keys that are not set here may be newer
+        than the fingerprint.
         """
         then = self.resolve(ANYWHERE, "fingerprint")
         text = "\n".join(then._lines(origins=False, among=then.origins)) + "\n"
@@ -90,7 +90,7 @@ class Settings(BaseModel):
     def _lines(self, origins: bool, among: Collection[str] = KEYS) -> Iterator[str]:
         values = {key: value if key in among else None for key, value in self.values().items()}
         if self.model.init is not None:
-            values["model.preset"] = None  # the default excludes what was given
+            values["model.preset"] = None  # the default preset would exclude model.init
         for name, section in SECTIONS.items():
             lines = [self._line(name, key, values[f"{name}.{key}"], origins) for key in section.model_fields]
             if any(lines):
@@ -107,7 +107,7 @@ class Settings(BaseModel):
 
 
 def _toml(value: Any) -> str:
-    """Return a TOML value; JSON's strings are TOML's except for DEL, which TOML wants escaped too."""
+    """Return a value as TOML text; JSON's strings are valid TOML, except that TOML requires DEL to be escaped."""
     if isinstance(value, list | tuple):
         return "[" + ", ".join(map(_toml, value)) + "]"
     if isinstance(value, str):
@@ -116,10 +116,10 @@ def _toml(value: Any) -> str:
 
 
 def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
-    """Return the value of `key`, converted to its type; text from a shell or the environment may spell a number.
+    """Return the value of `key`, converted to its type; with `from_text`, text may stand for a number.
 
     Raises:
-        UsageError: the value is wrong; the message names the origin, the key, the value and what was expected.
+        UsageError: the value is wrong; the message names the origin, the key, the value and the expected values.
     """
     section, _, name = key.partition(".")
     field = SECTIONS[section].model_fields[name]
@@ -142,10 +142,10 @@ def _adapter(section: str, name: str) -> TypeAdapter[Any]:
 
 
 def build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
-    """Build settings from checked values by dotted key; missing keys take their default.
+    """Build settings from checked values by dotted key; missing keys take their defaults.
 
     Raises:
-        UsageError: values that are right one by one are wrong together.
+        UsageError: values that are right alone do not fit together.
     """
     tables: dict[str, dict[str, Any]] = {name: {} for name in SECTIONS}
     for key, value in values.items():
@@ -192,7 +192,10 @@ def _shown(value: Any) -> str:
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the choice closest to `word`, comparing last parts too; empty if none is close."""
+    """Return `; did you mean X?` for the choice closest to `word`, or "" if none is close.
+
+    If no whole choice is close, the parts after the last dot are compared.
+    """
     full = list(choices)
     last = {choice.rpartition(".")[2]: choice for choice in full}
     near = difflib.get_close_matches(word, full, n=1, cutoff=0.75)

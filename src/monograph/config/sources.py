@@ -1,4 +1,4 @@
-"""Load settings from arguments, environment, TOML file or defaults; each value remembers its origin."""
+"""Load settings from arguments, the environment, a TOML file and defaults; each value remembers its origin."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ _ENVIRONMENT_PREFIXES = tuple(f"MONOGRAPH_{name.upper()}_" for name in SECTIONS)
 class Given(NamedTuple):
     """A value with its origin.
 
-    `origin` is for people, `rank` is 1 (TOML), 2 (environment) or 3 (command line), and `from_text` says that a number
-    may be spelled as text.
+    Attributes:
+        value: the value.
+        origin: the origin, for messages.
+        rank: 1 (TOML), 2 (environment) or 3 (command line); of keys that exclude each other the highest counts.
+        from_text: whether a number may be given as text.
     """
 
     value: Any
@@ -42,11 +45,11 @@ def load(
 ) -> Settings:
     """Load settings from a TOML file, the environment (default: this process's) and overrides by dotted key.
 
-    An override that is a `str` is read as a shell gives it: "3e-4" is a number where a number belongs.
+    An override that is a `str` is read as text from a shell: "3e-4" is a number if the key takes numbers.
 
     Raises:
-        UsageError: an unknown section or key (with the nearest known one), a value of the wrong type, a value whose
-            room is not built yet, keys that exclude each other, or a file that is not TOML.
+        UsageError: a section or key is unknown (the message names the nearest known one), a value has the wrong type,
+            keys exclude each other, or the file is not TOML.
     """
     given: dict[str, Given] = {}
     if toml is not None:
@@ -61,10 +64,10 @@ def load(
 
 
 def require_known(key: str, origin: str) -> None:
-    """Refuse a key that is not in the contract, naming the nearest one that is.
+    """Refuse an unknown key.
 
     Raises:
-        UsageError: the key is unknown.
+        UsageError: the key is unknown; the message names the nearest known one.
     """
     if key in KEYS:
         return
@@ -104,7 +107,7 @@ def _from_toml(path: Path) -> dict[str, Given]:
 
 
 def _origin(path: Path, text: str, section: str, key: str) -> str:
-    """Return `run.toml:7`, or `run.toml` if the key's spelling has no line of its own (an inline table)."""
+    """Return `run.toml:7`, or `run.toml` if the key has no line of its own, as in an inline table."""
     current = ""
     for number, line in enumerate(text.splitlines(), start=1):
         if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
@@ -127,7 +130,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
 
 
 def _without_overruled(given: Mapping[str, Given]) -> dict[str, Given]:
-    """Leave at most one key of each exclusive group: the one given at the highest rank."""
+    """Return the values with at most one key of each exclusive group: the one given at the highest rank."""
     dropped: set[str] = set()
     for group in EXCLUSIVE:
         present = sorted((key for key in group if key in given), key=lambda key: given[key].rank)
@@ -145,20 +148,20 @@ _PRESETS = get_args(ModelSection.model_fields["preset"].annotation)
 
 
 class Arguments(NamedTuple):
-    """A command's arguments, sorted; `overrides` is by dotted key, data paths among them as `data.source`."""
+    """A command's arguments: the TOML file, and overrides by dotted key, with the data paths as `data.source`."""
 
     toml: Path | None
     overrides: dict[str, Any]
 
 
 def classify(arguments: Iterable[str]) -> Arguments:
-    """Sort arguments, in any order: `x.toml` is the configuration, `section.key=value` an override, the rest data.
+    """Sort arguments: `x.toml` is the configuration, `section.key=value` an override, and the others are data.
 
     A path that contains `=` is written `./a=b`.
 
     Raises:
-        UsageError: two TOML files, an unknown key, a key or the data given twice.
-        InputRefused: a path does not exist or a pattern matches nothing.
+        UsageError: there are two TOML files, a key is unknown, or a key or the data is given twice.
+        InputRefused: a path does not exist, or a pattern matches nothing.
     """
     files: list[Path] = []
     overrides: dict[str, Any] = {}

@@ -1,4 +1,4 @@
-"""Many models of one shape as one program: inference and training of N members at once, each as it would be alone."""
+"""Run and train many models of one structure as one program: N members at once, each as it would be alone."""
 
 from __future__ import annotations
 

@@ -19,17 +19,17 @@ from monograph.graph.inspect import buffers_kept
 from monograph.optim.planes import require_movable
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
-# Attributes that `nn.Module` itself keeps in a module, and that torch.compile and nn.Module.compile leave there.
+# Attributes that `nn.Module` itself has, and those that torch.compile and nn.Module.compile leave in a module.
 _OWN = frozenset((*vars(nn.Module()), "_is_torch_compile", "_compiled_call_impl"))
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks", "_post_accumulate_grad_hooks")
-# Attributes of transformers' models and configs that no forward pass reads: origin, hooks of adapters.
+# Attributes of transformers' models and configs that no forward pass reads: the model's origin, hooks of adapters.
 _LABELS = frozenset(("_name_or_path", "name_or_path", "_commit_hash", "_require_grads_hooks", "_require_grads_hook"))
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.layout, enum.Enum, type)
 
 
 class Difference(NamedTuple):
-    """The path at which two modules differ, and the value that each has there."""
+    """A path at which two modules differ, and the values that they have there, in words."""
 
     path: str
     one: str
@@ -40,9 +40,9 @@ def agree(members: Sequence[nn.Module]) -> None:
     """Check that modules can be stacked.
 
     Raises:
-        InputRefused: two differ in more than their numbers, or one holds something that torch cannot batch; the message
+        InputRefused: two differ in more than their numbers, or one has something that torch cannot batch; the message
             names the first path.
-        UsageError: as `require_movable`.
+        UsageError: `require_movable` refuses a member.
     """
     _require_apart(members)
     for member in members:
@@ -59,7 +59,7 @@ def agree(members: Sequence[nn.Module]) -> None:
 
 
 def _require_apart(members: Sequence[nn.Module]) -> None:
-    """Refuse members that share a tensor or a module, since each gets a part of the stack of its own."""
+    """Refuse members that share trained parameters or modules with buffers, as each gets its own part of the stack."""
     owner: dict[int, int] = {}
     for number, member in enumerate(members):
         changing = [(name, parameter) for name, parameter in member.named_parameters() if parameter.requires_grad]
@@ -69,7 +69,7 @@ def _require_apart(members: Sequence[nn.Module]) -> None:
 
 
 def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
-    """Refuse a part that cannot be stacked; `own` are the ids of the member's modules and tensors."""
+    """Refuse a module that cannot be stacked; `own` are the ids of the member's modules and tensors."""
     if isinstance(module, Sibling):
         raise InputRefused(f"{path} is fused with its siblings: unfuse_siblings(module) before members are stacked")
     if isinstance(module, torch.jit.ScriptModule):
@@ -87,8 +87,8 @@ def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
                 f"{where} has a hook for its gradient, and no gradient is one member's alone: "
                 "remove the hook, or train such members one by one, each in a Resident"
             )
-    # The stack's forward pass gets its tensors by name. A tensor reached in another way would be the first member's for
-    # all members.
+    # The stack's forward pass gets each member's tensors by name. A tensor that is reached in another way would be the
+    # first member's, for all members.
     held = {name: value for name, value in vars(module).items() if name not in _OWN | _no_own(module)}
     held["hooks"] = [getattr(module, kind) for kind in _HOOKS]
     if name := next((name for name, value in held.items() if _reaches(value, own, set())), None):
@@ -112,7 +112,10 @@ def _writes_buffers(parametrizations: Any) -> bool:
 
 
 def _reaches(value: Any, own: set[int], seen: set[tuple[int, bool]], closed: bool = False) -> bool:
-    """Return whether a value holds one of the member's tensors, or a function that closes over one of its modules."""
+    """Return whether a value holds one of the member's `own` tensors, or one of its modules in a function's closure.
+
+    Such a module is the first member's in every copy, as closures are not copied.
+    """
     if (id(value), closed) in seen or isinstance(value, types.ModuleType):
         return False
     seen.add((id(value), closed))
@@ -125,7 +128,7 @@ def _reaches(value: Any, own: set[int], seen: set[tuple[int, bool]], closed: boo
 
 def _differences(one: nn.Module, other: nn.Module) -> Iterator[Difference]:
     ours, theirs = (dict(module.named_modules(remove_duplicate=False)) for module in (one, other))
-    # Modules are compared by path; a module that no path leads to is compared like any attribute.
+    # Modules at the same path are compared here; a module without a path is compared like any attribute.
     by_path = frozenset((id(ours[name]), id(theirs[name])) for name in ours if name in theirs)
     for name in dict.fromkeys((*ours, *theirs)):
         if name not in ours or name not in theirs:
@@ -135,28 +138,28 @@ def _differences(one: nn.Module, other: nn.Module) -> Iterator[Difference]:
         else:
             for path, mine, yours in _of_parts(ours[name], theirs[name], by_path):
                 yield Difference(".".join(filter(None, (name, path))) or "the module", mine, yours)
-    # Ties are part of the structure: untied in one member, the same weight would be two parameters of the stack.
+    # Ties are a part of the structure: a weight that is untied in one member would be two parameters of the stack.
     ties = [_ties(module) for module in (one, other)]
     for tie in sorted(ties[0] ^ ties[1]):
         yield Difference(tie[0], *("tied to " + tie[1] if tie in of else "not tied" for of in ties))
 
 
 def computed(module: nn.Module) -> set[str]:
-    """Return the attributes that a hook sets before each forward pass, as `nn.utils.weight_norm` and pruning do."""
+    """Return attributes that a forward pre-hook computes from parameters, as `nn.utils.weight_norm` and pruning do."""
     hooks = module._forward_pre_hooks.values()
     names = {getattr(hook, "name", getattr(hook, "_tensor_name", None)) for hook in hooks}
     return {name for name in names if name in vars(module)}
 
 
 def _no_own(module: nn.Module) -> set[str]:
-    """Return attributes that only repeat parameters; a recurrent layer has its weights in a list once more."""
+    """Return attributes that only repeat parameters: computed ones, and a recurrent layer's list of its weights."""
     listed = {"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set()
     return computed(module) | listed
 
 
 def _of_parts(one: nn.Module, other: nn.Module, by_path: frozenset[tuple[int, int]]) -> Iterator[Difference]:
     """Yield the differences of two modules, without those of their submodules."""
-    kinds = [type_before_parametrizations(module) for module in (one, other)]  # a parametrized one has its own class
+    kinds = [type_before_parametrizations(module) for module in (one, other)]  # each parametrized module has a class
     if kinds[0] is not kinds[1]:
         yield Difference("", *(kind.__name__ for kind in kinds))
         return
@@ -168,7 +171,7 @@ def _of_parts(one: nn.Module, other: nn.Module, by_path: frozenset[tuple[int, in
         hooks = [list(getattr(module, kind).values()) for module in (one, other)]
         if not _equal(hooks[0], hooks[1], by_path):
             yield Difference("hooks", f"{len(hooks[0])} of its own", f"{len(hooks[1])} of its own")
-    # The rate of dropout may differ between members.
+    # Members may have different rates of dropout.
     ignored = _OWN | _LABELS | _no_own(one) | ({"p"} if isinstance(one, DROPOUTS) else set())
     mine, yours = ({k: v for k, v in vars(module).items() if k not in ignored} for module in (one, other))
     for difference in _of_names(mine, yours, lambda a, b: _equal(a, b, by_path), _short):
@@ -204,7 +207,7 @@ def _form(tensor: Tensor | None) -> str:
 
 
 def _ties(module: nn.Module) -> set[tuple[str, ...]]:
-    """Return the sets of names that one tensor has."""
+    """Return the groups of names that stand for the same tensor."""
     names: dict[int, list[str]] = {}
     for listed in (module.named_parameters, module.named_buffers):
         for name, tensor in listed(remove_duplicate=False):
@@ -213,7 +216,7 @@ def _ties(module: nn.Module) -> set[tuple[str, ...]]:
 
 
 def _equal(one: Any, other: Any, within: frozenset[tuple[int, int]]) -> bool:
-    """Return whether two values of plain attributes are alike, even if they are different objects."""
+    """Return whether two attributes have equal values, also if they are different objects."""
     pair = (id(one), id(other))
     if one is other or pair in within:
         return True
@@ -222,15 +225,15 @@ def _equal(one: Any, other: Any, within: frozenset[tuple[int, int]]) -> bool:
     if isinstance(one, Tensor):
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     mine, yours = _parts(one), _parts(other)
-    # Objects may refer to one another in circles: a pair that is being compared counts as equal inside its comparison.
+    # Objects may refer to one another in circles, so a pair that is being compared counts as equal inside itself.
     within |= {pair}
     return mine[0] == yours[0] and all(_equal(a, b, within) for a, b in zip(mine[1], yours[1], strict=True))
 
 
 def _parts(value: Any) -> tuple[Any, list[Any]]:
-    """Return a value's parts that decide what a call computes: a key to compare by ==, and further values."""
+    """Return a key to compare by ==, and further values to compare: together all that a call of the value may use."""
     key, held = _content(value)
-    # Functions, and instances of subclasses of any type, may have attributes of their own.
+    # Functions and instances of subclasses may have attributes of their own.
     own = vars(value) if hasattr(value, "__dict__") and not isinstance(value, type) else {}
     own = {name: part for name, part in own.items() if name not in _LABELS}
     return (key, list(own)), [*held, *own.values()]
@@ -241,7 +244,7 @@ def _content(value: Any) -> tuple[Any, list[Any]]:
     held: list[Any] = []
     match value:
         case float() | complex():
-            key = repr(value)  # tells 0.0 from -0.0, and NaN is like NaN
+            key = repr(value)  # 0.0 differs from -0.0, and NaN equals NaN
         case Mapping():
             key, held = list(value), list(value.values())
         case list() | tuple():

@@ -1,4 +1,4 @@
-"""A function of one module, called for all members of a stack at once: `torch.func.vmap` over their tensors.
+"""Call a function of one module for all members of a stack at once, by `torch.func.vmap` over their tensors.
 
 Shapes: N members, B batch, H heads, T queries, S keys, D head dimension.
 """
@@ -30,48 +30,48 @@ Tensors = dict[str, Tensor]
 
 
 class Members:
-    """Calls a function of one module for all members of a stack.
+    """A caller of functions of one module for all members of a stack.
 
-        out[i] = function(member i, inputs[i]),    or function(member i, inputs) if all have the same inputs
+        out[i] = function(member i, inputs[i])     or function(member i, inputs) if all get the same inputs
 
-    Nothing is looped over, so the number of kernels does not depend on N.
+    There is no loop over members, so the number of kernels does not depend on N.
 
     Attributes:
         stack: the members.
-        seeds: [N] int64, the members' seeds of dropout.
-        draw: 0-d int64, number of micro-batches trained on so far: each drops other elements.
+        seeds: the seeds of their dropout, [N] int64.
+        draw: the number of micro-batches trained on, 0-d int64; each drops other elements.
     """
 
     def __init__(self, stack: Stack, seeds: Tensor):
         self.stack, self.seeds = stack, seeds
         self.draw = torch.zeros((), dtype=torch.int64, device=seeds.device)
-        # Dropout reads its seed from this module, into which vmap puts each member's own.
-        self._counter = _Counter(seeds[0], self.draw)  # built here, because nothing may be built while tracing
+        # Dropout reads its seed from this module, in which vmap puts each member's own.
+        self._counter = _Counter(seeds[0], self.draw)  # made here, as a traced function should not make modules
         self._dropout = Dropout(self._counter)
-        compat.warn_of_loops(False)  # the first look warns instead
-        self._for_graphs: dict[bool, bool] = {}  # by training mode
+        compat.warn_of_loops(False)  # `_eager` warns of loops after its first look
+        self._for_graphs: dict[bool, bool] = {}  # by training mode: whether to call as if compiling
         modules = list(stack.module.named_modules())
         self._absent = [
             (path, owner, key) for path, owner in modules for key, of in owner._buffers.items() if of is None
         ]
         self._computed = [(owner, key) for _, owner in modules for key in computed(owner)]
-        # Collected once: torch.func.functional_call walks through the module at each call, and tracing that walk would
-        # take most of a graph's compile time.
+        # Places are listed once. torch.func.functional_call would walk through the module at each call, which takes
+        # most of the time of tracing a graph.
         self._places = [*_places(modules), ("", self._counter, "_buffers", "seed")]
 
     def __call__(self, function: Function, *inputs: Any, each: bool, parameters: Tensors | None = None) -> Any:
-        """Return the function's outputs with a leading member axis.
+        """Return the members' outputs with a leading member axis.
 
-        Call it in `context()`. It is not entered here, because a captured graph would hold it.
+        Call it in `context()`, which is not entered here because a captured graph would contain it.
 
         Args:
-            function: a function of a module and the inputs; the module is in its own mode.
+            function: a function of a module and the inputs; the module keeps its mode.
             inputs: tensors in any nesting.
-            each: whether every member has inputs of its own, [N, ...].
-            parameters: replace the stack's parameters of these names.
+            each: whether each member has inputs of its own, [N, ...]; else all get the same.
+            parameters: tensors that replace the stack's own of these names.
 
         Raises:
-            InputRefused: an operation cannot be batched; the message says which and where.
+            InputRefused: the function cannot be batched; the message says what cannot, and where.
         """
         batched, alone = self._ways(function, *inputs, each=each, parameters=parameters)
         return batched() if torch.compiler.is_compiling() else self._eager(batched, alone)
@@ -79,30 +79,29 @@ class Members:
     def _ways(
         self, function: Function, *inputs: Any, each: bool, parameters: Tensors | None = None
     ) -> tuple[Callable[[], Any], Callable[[], Any]]:
-        """Return two functions: one calls `function` for all members, the other for the first one alone."""
+        """Return a call of the function for all members, and one for the first member alone."""
         stack = self.stack
-        # Parameters, buffers and seeds are one mapping: vmap batches all of it along the first dimension, so no tensor
-        # of a member's own can be left out by mistake.
+        # Parameters, buffers and seeds are one mapping. vmap batches all of it in its first dimension, so that no
+        # tensor of a member's own can be left out by mistake.
         held = {name: getattr(owner, kind)[key] for name, owner, kind, key in self._places}
         held |= (parameters or {}) | {"": self.seeds}
         dims = tree_map(lambda leaf: 0 if each and isinstance(leaf, Tensor) else None, inputs)
-        # vmap returns tensors only. Other values that the function returns are noted here while it is traced, once for
-        # all members.
+        # vmap returns tensors alone. The function's other results are noted here when it is traced, for all members.
         structure: list[Any] = []
 
         def one(tensors: dict[str, Tensor], *inputs: Any) -> list[Any]:
-            # Sites are counted from 0 in each pass, so a call of dropout has the same number in every member as in a
-            # run alone.
+            # Sites are counted from 0 in each pass, so that a call of dropout has the same number in the batch and
+            # alone.
             self._dropout.site = 0
             out = self._call_with(tensors, function, *inputs)
-            self._dropout.site = 0  # otherwise a graph would have it as an output
-            # A buffer that is None and is set in the forward pass would stay a tensor of vmap, useless outside of it.
+            self._dropout.site = 0  # a changed value would be an output of the graph
+            # A buffer that was None and is set in the forward pass would be a tensor inside vmap, useless outside it.
             for path, owner, key in self._absent:
                 if (value := owner._buffers[key]) is not None:
                     owner._buffers[key] = None
                     raise _not_that(".".join(filter(None, (path, key))), None, value)
             for owner, key in self._computed:
-                setattr(owner, key, None)  # no tensor of a transform may outlive it
+                setattr(owner, key, None)  # a tensor inside vmap must not outlive it
             leaves, spec = tree_flatten(out)
             # A plain value, such as None in place of a loss, is the same for all members.
             structure[:] = [spec, [leaf if isinstance(leaf, _PLAIN) else _TENSOR for leaf in leaves]]
@@ -124,7 +123,7 @@ class Members:
         return {name: getattr(owner, kind)[key] for name, owner, kind, key in self._places[:-1] if kind == "_buffers"}
 
     def _call_with(self, tensors: Tensors, function: Function, *inputs: Any) -> Any:
-        """Call the function with these tensors as the module's, and write into them the buffers that it sets."""
+        """Call the function with these tensors in the module, and write buffers that it replaces back into them."""
         held = [getattr(owner, kind) for _, owner, kind, _ in self._places]
         before = [of[key] for of, (*_, key) in zip(held, self._places, strict=True)]
         for of, (name, _, _, key) in zip(held, self._places, strict=True):
@@ -141,7 +140,7 @@ class Members:
         return out
 
     def layers(self, function: Function, *inputs: Any, each: bool) -> Layers:
-        """Return how each part of the module runs, seen in one call that changes nothing.
+        """Run the function once, and return how each part of the module runs; nothing changes.
 
         Raises:
             InputRefused: see `__call__`.
@@ -150,7 +149,7 @@ class Members:
             return self._looked_at(*self._ways(function, *inputs, each=each))[1].layers()
 
     def _eager(self, batched: Callable[[], Any], alone: Callable[[], Any]) -> Any:
-        """Return `batched()`, after a first look at whether the module must be told that it is being compiled."""
+        """Return `batched()`; a first look tells whether it must run as if compiling."""
         training = self.stack.module.training
         if training not in self._for_graphs:
             self._for_graphs[training], watch = self._looked_at(batched, alone)
@@ -161,25 +160,27 @@ class Members:
         except (RuntimeError, ValueError, TypeError) as failure:
             if out_of_memory(failure):
                 raise
-            # Inputs or function differ from those of the first look.
-            # Look once more: if the answer is the same, the exception is the function's own.
+            # Inputs or function may differ from those of the first look, so look again. If the answer is the same, the
+            # error is the function's own.
             before, (self._for_graphs[training], _) = self._for_graphs[training], self._looked_at(batched, alone)
             if before == self._for_graphs[training]:
                 raise
         return self._eager(batched, alone)
 
     def _looked_at(self, batched: Callable[[], Any], alone: Callable[[], Any]) -> tuple[bool, Watch]:
-        """Return whether the module reads tensors' values unless told that it compiles, as attention may of its mask.
+        """Return whether `batched` must run as if compiling, and what was observed.
+
+        Some modules read tensors' values (attention those of its mask) unless they believe that they are compiled.
 
         Raises:
-            InputRefused: it reads them in any case, or cannot be batched for another reason. An exception that a member
-                raises when it runs alone is passed on.
+            InputRefused: the module cannot be batched either way; an error that a member raises alone is raised as it
+                is.
         """
         module, failures = self.stack.module, []
-        # First without telling it: some modules take another path when they are told that they compile.
+        # The module first runs as it is, as some modules take another path if they believe that they are compiled.
         for compiling in (False, True):
             watch = Watch(module)
-            with buffers_kept(module), watch():  # with gradients if enabled, since a module may act by that
+            with buffers_kept(module), watch():  # gradients stay enabled or disabled, as a module may do other things
                 try:
                     with compat.as_if_compiling() if compiling else nullcontext():
                         batched()
@@ -191,15 +192,15 @@ class Members:
         if out_of_memory(first):
             raise first
         member = self.stack.members[0]
-        with buffers_kept(member):  # with gradients, too: a module may compute gradients itself
-            # A member that fails alone has a fault that is not about batching, and its own message says more.
+        with buffers_kept(member):  # gradients stay enabled, too, as the module may compute some itself
+            # A member that fails alone has a bug that has nothing to do with batching, and its own message says more.
             if not isinstance(first, CannotBatch):
                 alone()
         raise refusal(first, where) from first
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Replace torch's dropout and attention in the block by forms that can be batched."""
+        """In the block torch's dropout, attention and other functions are replaced by those that `__call__` needs."""
         functions: Functions = {
             "scaled_dot_product_attention": self._attention,
             "embedding": _embedding,
@@ -223,7 +224,7 @@ class Members:
         scale: float | None = None,
         enable_gqa: bool = False,
     ) -> Tensor:
-        # A fused kernel draws its own random numbers, so with dropout the probabilities are written out instead.
+        # A fused kernel draws its own random numbers, so with dropout the probabilities are computed in memory.
         if dropout_p == 0:
             out: Tensor = torch.ops.monograph.folded_attention(
                 query, key, value, attn_mask, is_causal, scale, enable_gqa
@@ -243,7 +244,7 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Tensor:
-    """Compute `torch.nn.functional.embedding`; torch's batched form handles `padding_idx` in the first member alone."""
+    """Do as `torch.nn.functional.embedding`; torch's batched form drops padding's gradient in member 0 only."""
     if max_norm is not None or scale_grad_by_freq:
         name = "scale_grad_by_freq" if max_norm is None else "max_norm"
         raise CannotBatch(f"it has {name}, which would count all members' tokens: leave it out")
@@ -262,7 +263,7 @@ def _refuse_checkpoint() -> None:
 
 
 def _normalize(x: Tensor, p: float = 2.0, dim: int = 1, eps: float = 1e-12, out: Tensor | None = None) -> Tensor:
-    """Compute `torch.nn.functional.normalize`; its `out`, which spectral norms use, has no batched form."""
+    """Do as `torch.nn.functional.normalize`, whose argument `out`, which spectral norms use, has no batched form."""
     normal = _plain_normalize(x, p, dim, eps)
     return normal if out is None else out.copy_(normal)
 
@@ -273,7 +274,7 @@ def _weight_norm(direction: Tensor, norm: Tensor, dim: int = 0) -> Tensor:
 
 
 def _average_of_batches(norm: Any, x: Tensor) -> Tensor:
-    """Apply a batch norm whose momentum is None: its statistics are means over all k batches that a member has seen.
+    """Compute a batch norm whose momentum is None: its statistics are means over the k batches seen so far.
 
     running_k = running_{k-1} + (batch_k - running_{k-1}) / k
     """
@@ -282,20 +283,20 @@ def _average_of_batches(norm: Any, x: Tensor) -> Tensor:
     of_batch = torch.zeros_like(norm.running_mean), torch.zeros_like(norm.running_var)
     out = nn.functional.batch_norm(x, *of_batch, norm.weight, norm.bias, True, 1.0, norm.eps)
     for running, batch in zip((norm.running_mean, norm.running_var), of_batch, strict=True):
-        # torch computes 1 / k on the host from the value of a buffer, which a batched buffer does not have.
+        # torch would compute 1 / k on the host from a buffer's value, which a batched buffer does not have.
         running.add_((batch - running) / norm.num_batches_tracked)
     return out
 
 
 def _write(name: str, buffer: Tensor, value: Any) -> None:
-    """Write into the members' buffer the value that the forward pass set it to.
+    """Write a value, which the forward pass has put in a buffer's place, into the members' buffer.
 
     Raises:
-        InputRefused: the value is no tensor of the buffer's shape and dtype.
+        InputRefused: it is no tensor of the buffer's shape and dtype.
     """
     if not isinstance(value, Tensor) or (value.shape, value.dtype) != (buffer.shape, buffer.dtype):
         raise _not_that(name, buffer, value)
-    # The new statistics are a result of the pass, not a part of its gradient.
+    # The new statistics are results of the pass, which no gradient flows through.
     with torch.no_grad():
         buffer.copy_(value)
 
@@ -309,7 +310,7 @@ def _not_that(name: str, *of: Any) -> InputRefused:
 
 
 class _Counter(nn.Module):
-    """Holds the seed and the draw that dropout counts from."""
+    """A module whose buffers are the numbers that `Dropout` reads."""
 
     seed: Tensor
     draw: Tensor
@@ -321,9 +322,9 @@ class _Counter(nn.Module):
 
 
 def _places(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, str, str]]:
-    """Return the places of parameters and buffers in modules: name, owner, the owner's dictionary, key.
+    """Return the places of parameters and buffers: (name, owner, the owner's dictionary, key).
 
-    A tied tensor is in several places, and has the first one's name in all of them.
+    A tied tensor is in several places, and has the name of the first one in all of them.
     """
     places, names = [], dict[int, str]()
     for kind in ("_parameters", "_buffers"):
@@ -351,8 +352,8 @@ def _probabilities(
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
-# The fused kernels have no batching rule, and vmap would loop over members, forward and backward. To a kernel members
-# are just more rows: the rule below merges both axes, and autograd sees the merged call.
+# The fused kernels have no batching rule, so vmap would loop over members, forward and backward. The rule below folds
+# the members into the batch, and autograd then sees one call.
 
 _LIBRARY = torch.library.Library("monograph", "FRAGMENT")
 _LIBRARY.define(
@@ -376,7 +377,7 @@ def _folded_attention(  # type: ignore[no-untyped-def]  # noqa: PLR0913
     def front(tensor: Tensor, dim: int | None) -> Tensor:
         return tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
-    # Tensors that members share are expanded, because to a fused kernel the members are N times as many rows.
+    # Tensors that members share are expanded, as the kernel sees N times as many rows.
     heads = [front(tensor, dim) for tensor, dim in zip((query, key, value), in_dims, strict=False)]
     if mask is not None:
         mask = front(mask, in_dims[3])

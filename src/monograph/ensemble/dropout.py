@@ -1,6 +1,6 @@
-"""Dropout by counter: whether an element is dropped is a pure function of (seed, draw, site, element).
+"""Compute dropout without a random generator: a mask is a pure function of (seed, draw, site, element).
 
-So a member of an ensemble drops the same elements as alone, and a repeated pass drops them again, without a generator.
+So a member of an ensemble drops the same elements as when trained alone, and so does a repeated pass.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ F = torch.nn.functional
 
 
 class Counter(Protocol):
-    """The numbers that identify a pass of a member.
+    """The numbers that tell a member's passes apart.
 
     Attributes:
-        seed: 0-d int64, the member's.
-        draw: 0-d int64, the number of the pass.
+        seed: the member's seed, 0-d int64.
+        draw: the number of the pass, 0-d int64; each pass drops other elements.
     """
 
     seed: Tensor
@@ -30,12 +30,12 @@ class Counter(Protocol):
 
 
 class Dropout:
-    """Replaces torch's functions of dropout in a forward pass.
+    """The replacement of torch's dropout functions in a forward pass.
 
     keep[i] = word_i >= p 2^32,   word_i = Philox(key = seed, counter = (i, draw, site))
 
     Attributes:
-        site: number of calls of dropout in this pass so far.
+        site: the number of calls of dropout in this pass so far.
     """
 
     def __init__(self, counter: Counter) -> None:
@@ -43,10 +43,10 @@ class Dropout:
         self.site = 0
 
     def kept(self, shape: tuple[int, ...], rate: float | Tensor) -> Tensor:
-        """Return the next site's mask: bool of this shape, True where elements stay."""
+        """Return the mask of elements that stay at the next site, bool of that shape."""
         size, site, seed, draw = math.prod(shape), self.site, self._counter.seed, self._counter.draw
         self.site += 1
-        # Philox gives four words a call: an element's word is number i mod 4 of counter i // 4.
+        # Philox gives four words for each counter: element i has word i mod 4 of counter i // 4.
         fours = torch.arange(-(-size // 4), device=seed.device)
         zero = torch.zeros_like(fours)
         counter = (fours, zero + (draw & LOW32), zero + site, zero + (draw >> 32 & LOW32))
@@ -54,18 +54,18 @@ class Dropout:
         return torch.stack(words, -1).flatten()[:size].view(shape) >= (_number(rate, zero) * 2.0**32).to(torch.int64)
 
     def of(self, hidden: Tensor, rate: float | Tensor, mask: tuple[int, ...], inplace: bool = False) -> Tensor:
-        """Return `hidden` with some elements zero, the others divided by 1 - p; `mask` is a shape that broadcasts."""
+        """Return `hidden` with dropped elements zero and others divided by 1 - p; the shape `mask` broadcasts to it."""
         if not isinstance(rate, Tensor) and rate == 0:
-            self.site += 1  # counted all the same, since other members may have another rate here
+            self.site += 1  # other members may have a higher rate here, and count the site
             return hidden
-        # In fp64 and rounded once, so that a rate of each member's own gives the bits of the same rate as a number.
+        # It is computed in fp64 and rounded once, so that a rate in a tensor gives the same bits as a number.
         scale = (1.0 / (1.0 - _number(rate, hidden))).to(hidden.dtype)
         factor = torch.where(self.kept(mask, rate), scale, 0.0)
         return hidden.mul_(factor) if inplace else hidden * factor
 
     def alpha(self, hidden: Tensor, rate: float, mask: tuple[int, ...], inplace: bool = False) -> Tensor:
-        """Return `hidden` with some elements at SELU's limit, scaled and shifted to keep mean 0 and variance 1."""
-        # -lambda alpha of SELU: the value of its saturated units.
+        """Return `hidden` with dropped elements at SELU's limit, scaled and shifted to keep mean 0 and variance 1."""
+        # The limit of SELU for very negative inputs, -lambda alpha.
         limit = -1.7580993408473766
         scale = ((1 - rate) * (1 + rate * limit**2)) ** -0.5 if rate < 1 else 0.0
         out = torch.where(self.kept(mask, rate), hidden, limit) * scale - scale * limit * rate
@@ -80,7 +80,7 @@ class Dropout:
             def dropout(
                 hidden: Tensor, p: float | Tensor = 0.5, training: bool = default, inplace: bool = False
             ) -> Tensor:
-                # Spatial dropout drops whole channels: the mask has no extent where a channel has positions.
+                # Spatial dropout drops whole channels, so the mask has size 1 in the dimensions of positions.
                 own = hidden.ndim - last if kept is None else kept
                 mask = tuple(hidden.shape[:own]) + (1,) * (hidden.ndim - own)
                 return of(hidden, p, mask, inplace) if training else hidden

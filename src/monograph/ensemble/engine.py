@@ -1,4 +1,4 @@
-"""The engine of N members, whose step trains all of them at once.
+"""Train N members with one engine, whose step updates all of them at once.
 
 Shapes: N members, R rows of a window.
 """
@@ -43,18 +43,18 @@ class Ensemble(Engine):
         member i after k windows  =  the same module, trained alone on its windows with its own rate, decay and seed
 
     It is an engine for `monograph.train`, and a callable: `ensemble(x)` gives the members' outputs with a leading
-    member axis. The members stay ordinary modules whose tensors are views of the stack, so that what was trained can be
-    saved, evaluated or exported at any time. A member that diverges has its updates skipped and affects no other.
+    member axis. The members stay ordinary modules whose tensors are views of the stack, so they can be saved, evaluated
+    or exported at any time. A member that diverges has its updates skipped, and no other member is affected.
 
-    Members that one graph cannot compute are refused: those that differ in more than their numbers, and modules that
-    branch on a tensor's value or draw from torch's generator (dropout is exact: see `monograph.ensemble.dropout`).
+    Refused are members that differ in more than their numbers, and modules that one graph cannot hold: those that
+    decide by a tensor's value or draw from torch's generator (dropout is exact: see `monograph.ensemble.dropout`).
 
     Attributes:
         members: the modules.
         knobs: the values that were varied, one mapping for each member.
     """
 
-    def __init__(  # noqa: PLR0913 - the arguments of Resident, and those for members
+    def __init__(  # noqa: PLR0913 - an engine's arguments, for many models
         self,
         build: Sequence[nn.Module] | Callable[[Any], nn.Module],
         knobs: Sequence[Any] | None = None,
@@ -72,34 +72,36 @@ class Ensemble(Engine):
 
         Args:
             build: the modules, on their device; or a function that builds one from its knobs.
-            knobs: the members' values, as `grid` returns them: `seed` is the seed of dropout (default: the member's
-                number), and `lr`, `betas`, `eps`, `weight_decay` and `momentum` replace the optimizer's.
+            knobs: one for each member, as `grid` returns them: `seed` is the seed of its dropout (by default the
+                member's number), and `lr`, `betas`, `eps`, `weight_decay` and `momentum` replace the optimizer's.
             loss: `loss(model, batch) -> (sum, count)` of one member.
             optim: one optimizer or its class, or one optimizer for each member.
             schedule: factor of the learning rate for each update's index, or one schedule for each member.
             clip: largest gradient norm of a member.
             precision: the compute dtype.
             remat: the share of all layers' activations that a captured graph keeps for the backward pass; torch chooses
-                which, and the rest is recomputed. A smaller share does not always take less memory: try 0.5.
+                what it computes again instead. A smaller share does not always take less memory: try 0.5.
             micro_batch: rows per micro-batch; None: the whole window at once.
-            each: the windows hold different rows for each member, [N, R, ...]; else all train on the same, [R, ...].
+            each: whether windows hold rows of its own for each member, [N, R, ...]; else all train on the same rows,
+                [R, ...].
 
         Raises:
-            UsageError: there are not as many knobs, optimizers or schedules as members, they differ in a field in which
-                they cannot, or nothing reads a knob.
+            UsageError: there are not as many knobs, optimizers or schedules as members, optimizers differ in a field
+                that must be equal, or nothing reads a knob.
             InputRefused: the members differ in structure.
         """
         members, names = _built(build, knobs)
         self.knobs: tuple[Mapping[str, Any], ...] = tuple(names)
         self.members = tuple(members)
         self.stack = Stack(members)
-        # Stacking moves nothing between devices: the members train on the device that they are on.
+        # Stacking moves nothing between devices: members train on the device that they are on.
         device = next(self.stack.module.parameters()).device
         self._call = Members(self.stack, seeds(names, device))
         optims = optimizers(optim or AdamW(), names)
-        # The caller may have used the knobs of members that it built itself for anything, so only a builder is watched.
+        # Whether knobs are read is known only if they are used by a builder alone: members, optimizers, schedules and
+        # windows of the caller's may have been made from them.
         if callable(build) and not (each or isinstance(optim, list | tuple) or isinstance(schedule, Sequence)):
-            require_read(knobs or (), optims[0])  # otherwise members or windows may have been made from them
+            require_read(knobs or (), optims[0])
         self._make_stacked = functools.partial(
             Stacked, self._call, loss=loss, optims=optims, schedules=_schedules(schedule, len(members)), clip=clip,
             precision=precision, remat=remat, each=each,
@@ -107,14 +109,14 @@ class Ensemble(Engine):
         # torch's checkpoint does not run inside of vmap, so blocks are never recomputed.
         own_rows = len(members) if each else None
         super().__init__(lambda: self.stacked.step, micro_batch, members=own_rows, recomputes=False)
-        # An attribute, since `compile` puts a compiled function in its place.
+        # This is an attribute, as `compile` replaces it by a compiled function.
         self._infer: Callable[..., Any] = self._inferred
         self._in_one_graph, self._begun = False, False
-        self._waiting: Batch | None = None  # a window for the graph of a whole update
+        self._waiting: Batch | None = None  # a window that one graph of the whole update takes at `update`
 
     @functools.cached_property
     def stacked(self) -> Stacked:
-        """Return the step of all members; made at first use, with gradients and moments."""
+        """Return the step of the members; it is made at first use, with gradients and moments."""
         stacked = self._make_stacked()
         self.stack.relink()
         return stacked
@@ -126,21 +128,22 @@ class Ensemble(Engine):
 
     @property
     def model(self) -> nn.Module:
-        """Return a module like the members, with parameters and buffers stacked [N, ...] and the members' mode."""
+        """Return a module like the members with stacked parameters and buffers, [N, ...]; all run in its mode."""
         return self.stack.module
 
     def __call__(self, *inputs: Any, each: bool = False, reduce: Reduce = "stack", **named: Any) -> Any:
         """Return the members' outputs.
 
         Args:
-            inputs: the arguments of one member's call.
-            each: whether every tensor in the inputs has a leading member axis; else all members get the same.
-            reduce: "stack": outputs [N, ...]; "mean" or "variance" (of N - 1) over the members; "vote": the class [...]
-                that most members score highest, of outputs [N, ..., classes].
-            named: keyword arguments of the call.
+            inputs: the arguments of a member's call.
+            each: whether each member has inputs of its own, so that every tensor has a leading member axis; else all
+                get the same.
+            reduce: "stack": outputs [N, ...]; "mean" or "variance" (divided by N - 1) over the members; "vote": the
+                class [...] that most members score highest, from outputs [N, ..., classes].
+            named: the keyword arguments of a member's call.
 
         Raises:
-            UsageError: `each`, and a tensor has no member axis; or `reduce` is none of those.
+            UsageError: a tensor has no member axis although `each` is true, or `reduce` is none of these.
         """
         if each:
             require_member_axis((inputs, named), self.size, "inputs")
@@ -149,21 +152,21 @@ class Ensemble(Engine):
         return out if reduce == "stack" else tree_map(functools.partial(_reduced, reduce), out)
 
     def compile(self, backend: graph.Backend = "inductor") -> Ensemble:
-        """Compile `ensemble(x)` in place, one graph for each shape and mode, and return the ensemble.
+        """Compile what `ensemble(x)` runs, in place, with a graph for each shape and mode, and return the ensemble.
 
-        Training is not affected: `capture` compiles that.
+        This does not concern training, which `capture` compiles.
 
         Raises:
-            CaptureFailed: at a call, torch cannot compile it; the message says which part and why.
+            CaptureFailed: at a later call, torch cannot compile it; the message says what and where.
         """
         compat.allow_recurrent()
         self._infer = graph.compiled(self._inferred, backend)
         return self
 
     def layers(self, *inputs: Any, each: bool = False, **named: Any) -> Layers:
-        """Return how each part of the members runs: batched, or looped over members, and why. Printed, it is a table.
+        """Return how each part of the members runs: batched, or looped over the members and why; `print` gives a table.
 
-        The arguments are those of a call; the members run once, in their mode, and stay as they are.
+        The arguments are those of a call. The members run once, in their mode, and do not change.
 
         Raises:
             InputRefused: a part cannot run for all members at once; the message says which and why.
@@ -182,11 +185,11 @@ class Ensemble(Engine):
         if scope != "whole":
             raise UsageError(f"scope {scope!r}: an ensemble's step is one graph, whatever its depth: take 'whole'")
         compat.allow_recurrent()
-        # In one graph of forward and backward pass no budget decides what is kept; a GPU replays micro-steps.
+        # One graph of both passes cannot keep a share of activations between them. A GPU replays micro-steps instead.
         whole = self._rows(window) <= (self.micro_batch or self._rows(window))
         self._in_one_graph = whole and self.stacked.kept_share == 1 and self.step.recorder is None
         reason = super().capture(window, backend, scope)
-        # If torch cannot differentiate inside of one graph, it may still compile two.
+        # torch may be able to compile as two graphs what it cannot differentiate inside one.
         if reason and self._in_one_graph:
             self._in_one_graph = False
             reason = super().capture(window, backend, scope)
@@ -198,19 +201,19 @@ class Ensemble(Engine):
             return
         step = self.step
         with step.counters_kept():
-            self.stacked.frozen.fill_(True)  # so that the update runs and changes nothing
+            self.stacked.frozen.fill_(True)  # the update is made, but changes nothing
             self.stacked.update_whole(batch)
             step.index -= 1
         self._scored(batch)
 
     def accumulate(self, window: Batch) -> None:
-        """Add the window's exact gradients; if one graph makes a whole update, `update` does that."""
-        # A graph of a whole update takes its window at `update`. If a second window comes before that, both are
-        # accumulated in the usual way.
-        # Only for a single micro-batch, because this graph keeps no gradient to which another could be added.
+        """Add the window's exact gradients; where one graph makes a whole update, that is left to `update`."""
+        # If gradient and update are one graph, the window waits for `update`. It must be one micro-batch, as the graph
+        # keeps no gradient that another one could be added to. A second window before `update` ends the wait, and both
+        # are accumulated in the usual way.
         fits = self._waiting is None and self._rows(window) <= (self.micro_batch or self._rows(window))
         if self._in_one_graph and fits and not self._begun:
-            self._waiting = {name: tensor.clone() for name, tensor in window.items()}  # the owner may write to its own
+            self._waiting = {name: tensor.clone() for name, tensor in window.items()}  # the caller may write to it
             return
         parts, self._waiting, self._begun = (self._waiting, window), None, True
         for part in parts:
@@ -218,7 +221,7 @@ class Ensemble(Engine):
                 super().accumulate(part)
 
     def load_state(self, state: EngineState) -> None:
-        """Copy a state as `Engine.load_state` does; a window that waits is forgotten, too."""
+        """Copy a state as `Engine.load_state` does, and forget a waiting window."""
         super().load_state(state)
         self._waiting, self._begun = None, False
 
@@ -226,7 +229,7 @@ class Ensemble(Engine):
         """Apply the accumulated gradients.
 
         Raises:
-            OutOfDeviceMemory: in the graph of a whole update, which may have been made in part.
+            OutOfDeviceMemory: memory ran out in a graph of a whole update, which may have been made in part.
         """
         window, self._waiting, self._begun = self._waiting, None, False
         if window is None:
@@ -240,7 +243,7 @@ class Ensemble(Engine):
             ) from error
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return (sums of losses, targets) of all members on the same batch, [N] each; see `Engine.evaluate`."""
+        """Return each member's sum of losses and targets on the same batch, [N] each; see `Engine.evaluate`."""
         if self.stacked.each:
             batch = {name: tensor.expand(self.size, *tensor.shape).contiguous() for name, tensor in batch.items()}
         return self._scored(batch)
@@ -250,7 +253,7 @@ class Ensemble(Engine):
         self.stacked.frozen[list(members)] = True
 
     def member_state(self, member: int) -> EngineState:
-        """Return a copy of a member's state, as a `Resident` that had trained it alone would.
+        """Return a copy of a member's state, as a `Resident` would return it that had trained this member alone.
 
         Args:
             member: the member's number.
@@ -262,7 +265,7 @@ class Ensemble(Engine):
             for buffer, flat in plane.state.items()
             for name, view in plane.views(flat)
         }
-        # Copies, since a view of one member would keep the memory of all alive.
+        # Tensors are copied, as a view of one member would keep the memory of all members alive.
         model = {name: tensor.clone() for name, tensor in kept_state(self.members[member]).items()}
         counters = {name: counter.tolist() for name, counter in self.stacked.counters(member).items()}
         return EngineState(model, optimizer, {"index": step.index, **counters})
@@ -271,7 +274,7 @@ class Ensemble(Engine):
 def _built(
     build: Sequence[nn.Module] | Callable[[Any], nn.Module], knobs: Sequence[Any] | None
 ) -> tuple[list[nn.Module], list[dict[str, Any]]]:
-    """Return the members, and the varied values of each by name."""
+    """Return the members, and each one's knobs by name."""
     members = [build(of) for of in knobs or ()] if callable(build) else list(build)
     if odd := [member for member in members if not isinstance(member, nn.Module)]:
         raise UsageError(f"a member is a {type(odd[0]).__name__}: expected a torch.nn.Module")
@@ -284,7 +287,7 @@ def _built(
 
 
 def _plain(knobs: Any) -> dict[str, Any]:
-    """Return the knobs as a dict, without marking them as read."""
+    """Return knobs as a dict, without counting their values as read."""
     return dict(knobs.__getstate__() if isinstance(knobs, Knobs) else knobs)
 
 

@@ -1,4 +1,4 @@
-"""The values in which an ensemble's members differ: named values, all combinations of them, and ranges."""
+"""Name the values that members of an ensemble differ in, and make combinations and ranges of them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from monograph.errors import UsageError
 
 
 class Knobs:
-    """One member's values, read by name: `knobs.lr`. They never change; knobs of equal names and values are equal."""
+    """One member's values, read by name as in `knobs.lr`; they never change, and compare by names and values."""
 
     __slots__ = ("_read", "_values")
     _values: Mapping[str, Any]
@@ -23,11 +23,11 @@ class Knobs:
 
     @staticmethod
     def unread(knobs: Knobs) -> list[str]:
-        """Return the names that have not been read yet."""
+        """Return the names whose values were not read yet."""
         return [name for name in knobs._values if name not in knobs._read]
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # `copy` asks for these before the values are there
+        if name.startswith("__"):  # copying asks for these before the copy has its values
             raise AttributeError(name)
         try:
             return self[name]
@@ -45,7 +45,7 @@ class Knobs:
         object.__setattr__(self, "_read", set())
 
     def keys(self) -> KeysView[str]:
-        """Return the names; `dict(knobs)` needs it."""
+        """Return the names, so that `dict(knobs)` works."""
         return self._values.keys()
 
     def __getitem__(self, name: str) -> Any:
@@ -61,19 +61,19 @@ class Knobs:
         return isinstance(other, Knobs) and dict(self._values) == dict(other._values)
 
     def __hash__(self) -> int:
-        return hash(frozenset(self._values))  # of the names alone: values need not be hashable, and 1 equals 1.0
+        return hash(frozenset(self._values))  # names alone count, as values need not be hashable
 
     def __repr__(self) -> str:
         return f"Knobs({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
 
 
 def grid(**axes: Iterable[Any]) -> list[Knobs]:
-    """Return every combination of the axes' values; the last axis runs fastest.
+    """Return every combination of the axes' values; the last axis changes fastest.
 
         grid(lr=[1e-3, 1e-2], seed=range(2)): lr=1e-3 seed=0, lr=1e-3 seed=1, lr=1e-2 seed=0, lr=1e-2 seed=1
 
     Raises:
-        UsageError: an axis has no values, or is a single value.
+        UsageError: an axis has no value, or is a single value instead of several.
     """
     for name, axis in axes.items():
         if isinstance(axis, str) or not isinstance(axis, Iterable):
@@ -85,12 +85,12 @@ def grid(**axes: Iterable[Any]) -> list[Knobs]:
 
 
 def log_range(first: float, last: float, count: int) -> list[float]:
-    """Return `count` values from `first` to `last` with a constant ratio.
+    """Return `count` values from `first` to `last`, each the one before times the same factor.
 
-        value_i = first * (last / first)^(i / (count - 1)),  both ends as they were given
+        value_i = first * (last / first)^(i / (count - 1)),  both ends exactly as given
 
     Raises:
-        UsageError: an end is not above 0, or there are fewer values than ends.
+        UsageError: an end is not above 0, or there are fewer values than two ends need.
     """
     for end in (first, last):
         if not (0 < end < math.inf):
@@ -101,10 +101,10 @@ def log_range(first: float, last: float, count: int) -> list[float]:
 
 
 def require_ends(what: str, first: float, last: float, count: int) -> None:
-    """Refuse a range whose values would not all differ.
+    """Refuse a range that has fewer values than ends, or whose values would be equal.
 
     Raises:
-        UsageError: naming `what`.
+        UsageError: the range is refused; the message names `what`.
     """
     if count < (1 if first == last else 2):
         raise UsageError(f"{what}: a range has both its ends: at least 2 values, not {count}")

@@ -1,4 +1,4 @@
-"""Tables of how the members' layers run, and messages for layers that cannot be batched."""
+"""Tell how the members' layers run, and why where they cannot run as one."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Layer(NamedTuple):
 
     Attributes:
         name: its path and class.
-        how: "batched", or another way with the reason.
-        looped: its operators that run once for each member.
+        how: how it runs, in words: "batched", "not called", or looped over the members and why.
+        looped: the operators in it that run once for each member.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Layer(NamedTuple):
 
 
 class Layers(list[Layer]):
-    """The parts in their order; as text, a table with a line for each."""
+    """The parts in their order; `str` gives a table with a line for each."""
 
     def __str__(self) -> str:
         width = max((len(layer.name) for layer in self), default=0)
@@ -40,10 +40,10 @@ class Layers(list[Layer]):
 
 
 class Watch:
-    """A record of a forward pass.
+    """An observer of a forward pass.
 
     Attributes:
-        where: the names of the parts that are running, innermost last; after an exception, of those that were.
+        where: the names of the parts that are running, innermost last; after an error, those that were running.
     """
 
     def __init__(self, module: nn.Module):
@@ -52,7 +52,7 @@ class Watch:
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
-        """Record the forward passes in the block."""
+        """In the block, observe what runs."""
         handle = register_module_forward_pre_hook(lambda module, _: self._called.add(module))
         try:
             with running(self.module) as self.where, compat.loops_told(self._tell):
@@ -61,12 +61,12 @@ class Watch:
             handle.remove()
 
     def _tell(self, operator: str) -> None:
-        of = self._looped.setdefault(self.where[-1] if self.where else OUTSIDE, [])
-        # Once for each part and operator, since a table of layers is no trace.
-        of.extend([operator] if operator not in of else [])
+        operators = self._looped.setdefault(self.where[-1] if self.where else OUTSIDE, [])
+        if operator not in operators:  # it is listed once, however often it runs
+            operators.append(operator)
 
     def layers(self) -> Layers:
-        """Return all parts that hold tensors, have no submodules, or are looped."""
+        """Return all parts that hold tensors, have no parts, or are looped."""
         layers = Layers()
         for path, part in self.module.named_modules():
             name = f"{path or type(part).__name__} ({type(part).__name__})"
@@ -80,7 +80,7 @@ class Watch:
         return layers
 
     def warn(self) -> None:
-        """Warn once of the operators that are looped."""
+        """Warn of each looped part."""
         for name, operators in self._looped.items():
             warnings.warn(f"{name} is {_looped(operators)}; ensemble.layers(...) shows every layer", stacklevel=2)
 
@@ -89,7 +89,7 @@ def _looped(operators: list[str]) -> str:
     return f"looped over the members, because torch has no batched form of {', '.join(operators)}"
 
 
-# A symptom in torch's message, and its meaning.
+# A part of torch's message, and what it means.
 _REASONS = {
     "data-dependent control flow": "it decides by a tensor's value, which members may differ in: use torch.where",
     ".item()": "it reads a tensor's value, which members may differ in: keep it a tensor",
@@ -106,11 +106,11 @@ _REASONS = {
 
 
 class CannotBatch(RuntimeError):
-    """A module that runs alone has no batched form; the message says why, and what to do."""
+    """Raised where code that runs alone has no batched form; the message says why, and what to do."""
 
 
 def refusal(failure: BaseException, where: list[str]) -> InputRefused:
-    """Return the refusal of a forward pass that one member can run and a batch of members cannot."""
+    """Return the error for a forward pass that one member can run but a batch of members cannot."""
     text = str(failure) or type(failure).__name__
     reason = next((of for symptom, of in _REASONS.items() if symptom in text), "torch.vmap cannot run it")
     said = text if isinstance(failure, CannotBatch) else f"{reason} ({text.splitlines()[0][:120]})"

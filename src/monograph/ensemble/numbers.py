@@ -1,4 +1,4 @@
-"""The members' optimizers as one: a number that differs between them becomes a tensor with a value for each.
+"""Merge the members' optimizers into one, in which a number that differs between members is a tensor [N].
 
 Shapes: N members.
 """
@@ -16,10 +16,10 @@ from monograph.errors import UsageError
 from monograph.optim import Kind, Optimizer
 from monograph.optim.planes import Knob
 
-# The optimizer's fields in which members may differ; the others shape the update.
+# The optimizer's fields in which members may differ; all other fields shape the graph.
 OF_OPTIMIZER = ("lr", "betas", "eps", "weight_decay", "momentum")
 
-NUMBERS = ("lr", "weight_decay", "momentum", "eps")  # fields of a `Kind`
+NUMBERS = ("lr", "weight_decay", "momentum", "eps")  # fields of a `Kind` in which members may differ
 
 
 def optimizers(
@@ -28,11 +28,12 @@ def optimizers(
     """Return one optimizer for each member.
 
     Args:
-        optim: one for all, of which the knobs replace the fields of the same names; or one for each.
-        knobs: each member's values by name.
+        optim: one optimizer for all, whose fields are replaced by the knobs of the same names; or one for each member.
+        knobs: each member's knobs by name.
 
     Raises:
-        UsageError: there are not as many as members, one is no optimizer, or they differ in another field.
+        UsageError: there are not as many optimizers as members, one is no optimizer, or they differ in a field that
+            must be equal.
     """
     if isinstance(optim, list | tuple):
         optims = list(optim)
@@ -47,7 +48,7 @@ def optimizers(
     for number, other in enumerate(optims):
         if type(other) is not type(optims[0]):
             raise UsageError(f"members 0 and {number} have different optimizers; those of one graph share its kind")
-        # The other fields shape the graph, which all members share.
+        # All other fields shape the graph, which all members share.
         shared = (field.name for field in fields(other) if field.name not in (*OF_OPTIMIZER, "groups"))
         if odd := next((name for name in shared if getattr(other, name) != getattr(optims[0], name)), None):
             raise UsageError(
@@ -58,11 +59,11 @@ def optimizers(
 
 
 def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
-    """Refuse a knob that changes nothing: tables would show it although its members are equal.
+    """Refuse a knob that changes nothing, as tables would list it although its members are equal.
 
     Args:
-        knobs: each member's, after the member was built.
-        optim: the optimizer of any member.
+        knobs: each member's knobs, after the member was built.
+        optim: any member's optimizer.
 
     Raises:
         UsageError: nothing has read a knob, and the optimizer has no field of its name.
@@ -79,7 +80,7 @@ def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
 
 
 def seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> torch.Tensor:
-    """Return the seeds of the members' dropout, [N] int64; by default the members' numbers.
+    """Return the seeds of the members' dropout, [N] int64; by default a member's number.
 
     Raises:
         UsageError: a seed is no whole number.
@@ -91,16 +92,16 @@ def seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> torch.Ten
 
 
 def merged(optims: Sequence[Optimizer], device: torch.device) -> Optimizer:
-    """Return one optimizer whose numbers, except the learning rate, are tensors [N] where the members' differ."""
+    """Return one optimizer whose betas and eps are tensors [N] where the members' differ."""
     one, other = zip(*(optim.betas for optim in optims), strict=True)
-    # The rate changes with each update: `Step.lr` [N] has it.
+    # The learning rate is not merged, as it changes with each update and is in `Step.lr` [N].
     betas: Any = knob(one, device), knob(other, device)
     eps: Any = knob([optim.eps for optim in optims], device)
     return replace(optims[0], betas=betas, eps=eps)
 
 
 def kinds(of_members: Sequence[Mapping[str, Kind]], device: torch.device) -> dict[str, Kind]:
-    """Return each parameter's kind of update by name: factors and decays are tensors [N] where the members' differ."""
+    """Return how each parameter is updated, by name; numbers are tensors [N] where the members' differ."""
     by_kind: dict[tuple[Kind, ...], Kind] = {}
     for of_parameter in zip(*(of.values() for of in of_members), strict=True):
         numbers = {name: knob([getattr(kind, name) for kind in of_parameter], device) for name in NUMBERS}
@@ -109,7 +110,7 @@ def kinds(of_members: Sequence[Mapping[str, Kind]], device: torch.device) -> dic
 
 
 def knob(values: Sequence[Any], device: torch.device) -> Knob:
-    """Return the members' common value, or their values as a tensor [N], fp64."""
+    """Return the members' common value, or else a tensor [N] of their values, fp64."""
     if all(value == values[0] for value in values):
         common: float = values[0]
         return common

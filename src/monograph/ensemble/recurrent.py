@@ -1,4 +1,4 @@
-"""Recurrent layers as loops over time, which vmap batches over members; it has no rules for torch's own kernels.
+"""Run recurrent layers as loops over time, which vmap can batch over members; it cannot batch torch's own kernels.
 
 Shapes: T time, B batch, I inputs, H hidden, L layers times directions.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from monograph.ensemble.layers import CannotBatch
 
 F = torch.nn.functional
-State = tuple[Tensor, ...]  # [B, H] each: the hidden state, and an LSTM's cell
+State = tuple[Tensor, ...]  # the hidden state [B, H], and an LSTM's cell state [B, H]
 Step = Callable[..., State]  # (the input's share of the gates, state, weight_hh, bias_hh, ...) -> the next state
 
 
@@ -40,7 +40,7 @@ def _rnn(act: Callable[[Tensor], Tensor], given: Tensor, state: State, weight: T
 
 
 def _cell(step: Step, x: Tensor, state: Any, weight: Tensor, *of: Tensor | None) -> Any:
-    """Return the state after one time step, for the arguments of torch's kernels: of = weight_hh, bias_ih, bias_hh."""
+    """Run one step in time with the arguments of torch's cell kernels; `of` is weight_hh, bias_ih, bias_hh."""
     weight_hh, bias, bias_hh = (*of, None, None)[:3]
     many = isinstance(state, tuple)
     after = step(F.linear(x, weight, bias), state if many else (state,), weight_hh, bias_hh)
@@ -48,7 +48,7 @@ def _cell(step: Step, x: Tensor, state: Any, weight: Tensor, *of: Tensor | None)
 
 
 def _layers(step: Step, x: Tensor, state: Any, weights: Any, *options: Any) -> State:
-    """Return outputs [T, B, H] and last states [L, B, H] of x [T, B, I], for the arguments of torch's kernels."""
+    """Return outputs [T, B, H] and last states [L, B, H] for x [T, B, I]; arguments are those of torch's kernels."""
     bias, layers, dropout, training, bidirectional, batch_first = (*options, False)[:6]
     if not isinstance(weights, list):
         raise CannotBatch(
@@ -64,8 +64,8 @@ def _layers(step: Step, x: Tensor, state: Any, weights: Any, *options: Any) -> S
         for backwards in range(directions):
             of_input, of_hidden, *own = weights[len(ends) * per : (len(ends) + 1) * per]
             bias_input, bias_hidden, *project = own if bias else (None, None, *own)
-            # The input's share of the gates is one product for all steps; only the hidden state's has to wait for the
-            # step before.
+            # One product gives the input's share of the gates for all steps; only the hidden state's share depends on
+            # the step before.
             given = F.linear(x, of_input, bias_input).unbind(0)
             hidden, now = [], tuple(of[len(ends)] for of in first)
             for at in given[::-1] if backwards else given:

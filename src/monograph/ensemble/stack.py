@@ -1,4 +1,4 @@
-"""Modules of one structure as one: each parameter and buffer holds all members' values, with a leading member axis.
+"""Stack modules of one structure: each parameter and buffer holds all members' values, with a leading member axis.
 
 Shapes: N members.
 """
@@ -16,11 +16,11 @@ from monograph.ensemble.agreement import DROPOUTS, agree, computed
 from monograph.errors import UsageError
 from monograph.step.layout import Memory, memory
 
-AT_A_TIME = 8  # members that are compared before an update
+AT_A_TIME = 8  # this many members are checked before an update
 
 
 class Held(NamedTuple):
-    """A tensor of the stack, and where the members hold their shares of it."""
+    """A tensor of the stack, and for each member the module and the name under which it holds its part."""
 
     stacked: Tensor
     owners: list[tuple[nn.Module, str]]
@@ -30,12 +30,12 @@ class Stack:
     """N modules of one structure.
 
     They are stacked one parameter at a time, so that no more than one is in memory twice. Afterwards they are still
-    ordinary modules, whose tensors are views of the stack: what trains the stack trains them.
+    ordinary modules, whose tensors are views of the stack, so that training the stack trains them.
 
     Attributes:
         members: the modules.
-        module: a module like each of them whose parameters and buffers, by the same names, are [N, ...]. It is not to
-            be called itself: see `monograph.ensemble.call`.
+        module: a module like each of them whose parameters and buffers, by the same names, are [N, ...]. It cannot be
+            called directly: see `monograph.ensemble.call`.
     """
 
     def __init__(self, members: Sequence[nn.Module]):
@@ -45,35 +45,34 @@ class Stack:
             members: one or more.
 
         Raises:
-            UsageError: there is none, or one twice.
-            InputRefused: two of them differ in more than their numbers, or hold something that torch cannot batch; the
+            UsageError: there is no module, or a module is listed twice.
+            InputRefused: two modules differ in more than their numbers, or have something that torch cannot batch; the
                 message names the first path.
         """
         if not members:
             raise UsageError("an ensemble needs a member: the list of modules is empty")
         if len({id(member) for member in members}) < len(members):
             raise UsageError("a module stands twice among the members: build one for each")
-        # Before anything is moved: a refusal must leave the members as they were.
+        # This comes before anything is moved, as a refusal must leave the members as they were.
         agree(members)
         self.members = tuple(members)
         self._parts = [_parts(member) for member in members]
         self._held: list[Held] = []
         memo: dict[int, Any] = {}
-        # One tensor at a time, its members' shares freed before the next: stacking needs one parameter twice, not
-        # all.
+        # Each tensor's old parts are freed before the next one is stacked, so only one is in memory twice.
         for owners in _tensors(members):
             whole = _stacked([getattr(module, name) for module, name in owners])
             self._held.append(Held(whole, owners))
             self._point(self._held[-1])
             first, name = owners[0]
             memo[id(getattr(first, name))] = whole
-        # What is computed from parameters at each call is no leaf, so cannot be copied, and need not be.
+        # Attributes computed from parameters at each call are no leaves, so they cannot be copied, and need not be.
         for part in members[0].modules():
             of = [vars(part)[name] for name in computed(part)] + getattr(part, "_flat_weights", [])
             memo |= {id(tensor): None for tensor in of if id(tensor) not in memo}
-        # The memo gives the copy the stacked tensors in the place of the first member's, by identity: ties stay ties.
+        # By the memo the copy has stacked tensors in place of the first member's. It goes by identity, so ties stay.
         self.module = copy.deepcopy(members[0], memo)
-        for part in self.module.modules():  # a cache is of no use where nothing is generated, and is no tensor
+        for part in self.module.modules():  # a key-value cache is no tensor, and useless where nothing is generated
             config: Any = getattr(part, "config", None)
             if getattr(config, "use_cache", False):
                 config.use_cache = False
@@ -86,21 +85,21 @@ class Stack:
 
     @property
     def size(self) -> int:
-        """N."""
+        """Return N."""
         return len(self.members)
 
     def relink(self) -> None:
-        """Point the members at the stack again, whose parameters have moved."""
+        """Point the members at the stack again after its parameters have moved."""
         for held in self._held:
             self._point(held)
 
     def require_views(self, turn: int) -> None:
-        """Compare members with the stack, of which they hold views; at each turn some, one after another.
+        """Check that members still hold views of the stack; each turn checks the next few members.
 
         Raises:
-            UsageError: with the first part, parameter or buffer that was replaced, frozen, moved or cast.
+            UsageError: a part, parameter or buffer was replaced, frozen, moved or cast; the message names the first.
         """
-        # A few at each update: comparing all would cost more than launching the update, and a change is seen soon.
+        # Checking all members would take longer than launching an update, and a change is noticed soon enough.
         for number in {(turn * AT_A_TIME + step) % self.size for step in range(AT_A_TIME)}:
             member = self.members[number]
             changed = None
@@ -131,7 +130,7 @@ class Stack:
 
 
 class _RatedDropout(nn.Module):
-    """Dropout whose rate is each member's own, as a buffer [N] outside of the state dict."""
+    """Dropout with a rate for each member, in a buffer [N] outside of the state dict."""
 
     def __init__(self, dropout: nn.Module, rates: Tensor):
         super().__init__()
@@ -139,7 +138,7 @@ class _RatedDropout(nn.Module):
         self.register_buffer("rate", rates, persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Apply the rates; vmap calls this with one member's."""
+        """Do what one member's dropout does."""
         out: Tensor = getattr(nn.functional, self._function)(hidden, self.rate, self.training)
         return out
 
@@ -162,7 +161,7 @@ def _stacked(tensors: list[Tensor]) -> Tensor:
 
 
 def _tensors(members: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Module, str]]]:
-    """Yield for each parameter and buffer (a tied one once) each member's module that holds it, and its name there."""
+    """Yield for each parameter and buffer, tied ones once, the module and name under which each member holds it."""
     seen = set[int]()
     for modules in zip(*(member.modules() for member in members), strict=True):
         for name, tensor in (*modules[0]._parameters.items(), *modules[0]._buffers.items()):
@@ -172,7 +171,7 @@ def _tensors(members: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Module, str
 
 
 def _rates(members: Sequence[nn.Module]) -> dict[str, list[float]]:
-    """Return, by path, the rates of dropout modules that differ between members."""
+    """Return the members' rates of each dropout module in which they differ, by path."""
     rates_of = {}
     for parts in zip(*(member.named_modules() for member in members), strict=True):
         if isinstance(parts[0][1], DROPOUTS):

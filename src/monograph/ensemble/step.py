@@ -1,4 +1,4 @@
-"""The layout of N members: planes, losses, norms and rates have a leading member axis.
+"""Lay out a step for N members: planes, losses, norms and rates have a leading member axis.
 
 Shapes: N members.
 """
@@ -25,14 +25,15 @@ from monograph.step import Clip, Layout, Step, Update, closed
 
 
 class Stacked:
-    """A step in which every member has its own loss, norm, clipping, rate and acceptance: none reads another's.
+    """A step in which every member has its own loss, norm, clipping, rate and acceptance, independent of the others.
 
     Attributes:
-        members: the members that it trains.
-        optims: one optimizer for each member; `schedules`: one schedule for each.
+        members: the members.
+        optims: an optimizer for each member.
+        schedules: a schedule for each member.
         each: whether every member has rows of its own.
-        frozen: [N] bool, members that are never updated again.
-        step: the step of all members.
+        frozen: which members are never updated again, [N] bool.
+        step: the step that trains them.
     """
 
     def __init__(  # noqa: PLR0913 - the arguments of Ensemble
@@ -61,7 +62,7 @@ class Stacked:
         device = members.seeds.device
         compat.quiet_layout_of_stacked_gradients()
         self.frozen = torch.zeros(members.stack.size, dtype=torch.bool, device=device)
-        # An attribute, since a capture puts a compiled function in its place.
+        # This is an attribute, as a capture replaces it by a compiled function.
         self.whole: Callable[[Any, Tensor], Tensor] = self._whole
         layout = Layout(
             planes=self._planes,
@@ -84,7 +85,7 @@ class Stacked:
         return {name: counter[member] for name, counter in self.step.counters.items() if name not in own}
 
     def update_whole(self, batch: Any) -> Update:
-        """Do `accumulate(step, [batch])` and `update(step)` at once: when captured, in one graph."""
+        """Do `accumulate(step, [batch])` and `update(step)`, in one graph where they are captured."""
         step = self.step
         self.members.stack.require_views(step.index)
         step.count_window([batch])
@@ -95,19 +96,19 @@ class Stacked:
         return closed(step, lr, grad_norm)
 
     def _whole(self, batch: Any, loss_factor: Tensor) -> Tensor:
-        """Compute gradient and update of a window of a single micro-batch, whose gradient need not be stored."""
+        """Compute the gradient and update of a window of one micro-batch, whose gradient need not be kept to add to."""
         step = self.step
         buffers = self.members.buffers()
 
         def loss(parameters: Tensors) -> tuple[Tensor, tuple[Tensor, Tensor, Tensors]]:
-            # Inside of a transform outer tensors cannot be written to, as running means are: it writes to copies.
+            # A transform cannot write to tensors from outside, as it would to running means, so they are cloned.
             own = {name: buffer.clone() for name, buffer in buffers.items()}
             loss_sum, count = self.sums(batch, parameters | own)
             return step.scaled(loss_sum, loss_factor), (loss_sum.detach(), count, own)
 
-        # The views are made here, because a graph copies inputs that overlap and are written.
+        # Views are made here, as a graph would copy inputs that overlap and are written.
         parameters = {name: view for plane in step.planes for name, view in plane.views(plane.param)}
-        # Gradients are results, not in `.grad`: so the graph frees them with its other intermediates.
+        # Gradients are results instead of `.grad`, so that the graph frees them like its other intermediates.
         grads, (loss_sum, count, written) = torch.func.grad(loss, has_aux=True)(parameters)
         for name, buffer in buffers.items():
             buffer.copy_(written[name])
@@ -127,10 +128,10 @@ class Stacked:
 
     @contextmanager
     def _context(self, step: Step) -> Iterator[None]:
-        """Let the members be called together in the block, and graphs be compiled with their budget of activations.
+        """In the block the members can be called together, and a graph is compiled with their budget of activations.
 
         Raises:
-            UsageError: the budget asks for recomputation, and the step is not captured.
+            UsageError: activations are to be recomputed, but the step is not captured.
         """
         if self.kept_share < 1 and step.scope == "none" and torch.is_grad_enabled():
             raise UsageError("an ensemble recomputes only in captured graphs: engine.capture(window) first")
@@ -142,13 +143,13 @@ class Stacked:
         return tuple(optim.lr * factor_at(schedule, step.index) for optim, schedule in pairs)
 
     def sums(self, batch: Any, parameters: Tensors | None = None) -> tuple[Tensor, Tensor]:
-        """Return losses and targets of the members, [N] each."""
+        """Return the members' sums of losses and numbers of targets, [N] each."""
 
         def of_one(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             return pair(self.step.loss(module, batch))
 
         loss_sum, count = self.members(of_one, batch, each=self.each, parameters=parameters)
-        return loss_sum, constant(count)  # checked here, since vmap hides whether a tensor requires a gradient
+        return loss_sum, constant(count)  # inside vmap, no tensor says whether it requires a gradient
 
     def _targets(self, step: Step, batch: Any) -> Tensor | None:
         """Return the targets of each member's batch, [N], if the loss can count them."""
@@ -157,7 +158,7 @@ class Stacked:
             return None
         if not self.each:
             return counted(loss.count(batch), device).expand(self.members.stack.size)
-        # vmap, since a loss counts one member's batch and may index it by position.
+        # It is vmapped, as a loss counts one member's batch and may index it by position.
         count: Tensor = torch.vmap(lambda batch: counted(loss.count(batch), device))(batch)
         return count
 

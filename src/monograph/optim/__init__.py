@@ -1,4 +1,4 @@
-"""Optimizers: free in-place updates of tensors, the flat planes that they run over, and which parameter gets which."""
+"""Update parameters: updates as free functions, the flat planes they run over, and optimizers that choose updates."""
 
 from monograph.optim.narrow import join, split, splittable
 from monograph.optim.optimizers import AdamW, Group, Muon, Optimizer, checked, hidden_matrices, initialise, update_

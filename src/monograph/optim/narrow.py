@@ -1,4 +1,4 @@
-"""An optimizer's buffers, and weights, in fewer bits: stochastic rounding to bf16, and blocks of 8-bit codes.
+"""Keep an optimizer's buffers, and weights, in fewer bits: stochastic rounding to bf16, and blocks of 8-bit codes.
 
 Shapes: N elements of a plane, K blocks of 256.
 """
@@ -12,14 +12,14 @@ from monograph.ops.philox import LOW32, philox
 
 STATES = ("fp32", "bf16", "8bit", "all-bf16")
 BLOCK = 256
-# A code is the root of a value's share of its block's largest, in so many steps: the square root of a signed value,
-# the fourth root of a second moment, which is the square root of what it is used as.
+# A code is a root of a value's share of its block's largest value, in this many steps: the square root for a signed
+# value, and the fourth root for a second moment, whose own square root is what an update uses.
 SIGNED_STEPS, SQUARE_STEPS = 127, 255
 Noise = tuple[Tensor, Tensor, Tensor]
 
 
 def zeros(like_N: Tensor, name: str, state: str) -> dict[str, Tensor]:
-    """Return a buffer of zeros as `state` keeps it, with "8bit" also its blocks' largest, `<name>_scale` [K] fp32."""
+    """Return a buffer of zeros in the form of `state`; for "8bit" also the blocks' largest, `<name>_scale` [K] fp32."""
     if state == "fp32":
         return {name: torch.zeros_like(like_N)}
     if state != "8bit":
@@ -31,13 +31,13 @@ def zeros(like_N: Tensor, name: str, state: str) -> dict[str, Tensor]:
 
 
 def unpacked(buffers: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    """Return the values of a buffer [N] in `dtype`; the buffer itself if they are kept so."""
+    """Return the values of a buffer [N] in `dtype`; the buffer itself if it has this dtype."""
     scale_K = buffers.get(f"{name}_scale")
     return buffers[name].to(dtype) if scale_K is None else dequantised(buffers[name], scale_K).to(dtype)
 
 
 def pack_(buffers: dict[str, Tensor], name: str, values_N: Tensor, accepted: Tensor, word_N: Tensor | None) -> None:
-    """Keep the values in a buffer of bf16 (then `word_N` is noise) or of codes; nothing where `accepted` is false."""
+    """Write values to a buffer of bf16 (if there is noise `word_N`) or of codes; nothing where `accepted` is false."""
     if word_N is not None:
         new = {name: stochastic(values_N, word_N)}
     else:
@@ -49,7 +49,7 @@ def pack_(buffers: dict[str, Tensor], name: str, values_N: Tensor, accepted: Ten
 
 def noise(like_N: Tensor, seed: int, applied: Tensor, plane: int, start: int | Tensor = 0) -> Noise:
     """Return three independent random words [N], int64 in [0, 2^32), by (seed, update, plane, start + index)."""
-    # By the place in the whole plane: chunks of a streamed plane and rows of a sharded one draw the same words.
+    # The index is that in the whole plane, so that chunks of a streamed plane and rows of a sharded one draw the same.
     index_N = torch.arange(len(like_N), device=like_N.device) + start
     zero = torch.zeros_like(applied)
     counter = (index_N & LOW32, applied & LOW32, zero + plane, index_N >> 32)
@@ -57,7 +57,7 @@ def noise(like_N: Tensor, seed: int, applied: Tensor, plane: int, start: int | T
 
 
 def stochastic(values: Tensor, word: Tensor) -> Tensor:
-    """Round to bf16, up or down with probabilities that make the mean the value; a bf16 value stays.
+    """Round to bf16, up or down with probabilities by which the mean is the value; a bf16 value stays.
 
         bits <- (bits + r) with the lower 16 bits cut off,   r = word mod 2^16
 
@@ -68,19 +68,19 @@ def stochastic(values: Tensor, word: Tensor) -> Tensor:
     Returns:
         bf16, one of the two neighbours of the value.
     """
-    # A sum below the cut carries into bf16's last bit with the probability of rounding up. A number next to infinity
-    # becomes infinite, as by ordinary rounding.
+    # The sum of the lower bits carries into bf16's last bit with the probability of rounding up. A number next to
+    # infinity becomes infinite, as in ordinary rounding.
     bits = values.to(torch.float32).view(torch.int32) + (word & 0xFFFF).to(torch.int32)
     return (bits & -0x10000).view(torch.float32).to(torch.bfloat16)
 
 
 def splittable(master: Tensor) -> Tensor:
-    """Return the weights, of which those halfway between two bf16 numbers are moved by their last bit towards zero.
+    """Return the weights; those halfway between two bf16 numbers are moved towards zero by their last bit.
 
         b <- b - 1 where the lower 17 bits of b are 0 1000 0000 0000 0000
 
-    Only those that would be rounded down are moved: their rounding to bf16 stays what it was, and `split` needs no
-    65,537th value. One master of 131,072 is moved, by 2^-24 of itself.
+    Only weights that would be rounded down are moved, so their rounding to bf16 stays the same, and `split` needs no
+    65,537th value of `lo`. One weight of 131,072 is moved, by 2^-24 of itself.
 
     Args:
         master: fp32, any shape.
@@ -90,11 +90,11 @@ def splittable(master: Tensor) -> Tensor:
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a splittable fp32 tensor as (hi, lo): hi its rounding to bf16, ties to even; lo the rest, int16.
+    """Return a splittable fp32 tensor as (hi, lo): hi is its rounding to bf16, ties to even; lo is the rest, int16.
 
         hi = (b + 0x7FFF + (bit 16 of b)) >> 16          lo = b - (hi << 16)         b the bits of the master
 
-    The largest finite numbers have hi = inf, so finiteness is judged on what `join` gives.
+    The largest finite numbers have hi = inf, so only the result of `join` tells whether a number is finite.
     """
     bits = master.view(torch.int32)
     hi = (bits + (0x7FFF + ((bits >> 16) & 1))) >> 16
@@ -113,13 +113,13 @@ def quantised(values_N: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
         signed (m):  c = sign(x) round(127 (|x| / a)^(1/2))         x' = sign(c) a (c / 127)^2
         else (v):    c = max(1, round(255 (x / a)^(1/4))), 0 of 0   x' = a (c / 255)^4
 
-    Roots instead of a table, since they fuse into the update. The codes of v lie twice as far down as those of m and
-    never reach 0 before v does: the update m' / sqrt(v') of an element whose gradient is tiny compared with its
-    block's stays bounded.
+    Roots take the place of a table, as they fuse into the update. Codes of v reach twice as many orders of magnitude
+    down as those of m and are 0 only where v is 0, so the update m' / sqrt(v') stays bounded for an element whose
+    gradient is tiny compared with its block's.
 
     Args:
         values_N: [N], N a multiple of 256; v is not negative.
-        signed: m or v.
+        signed: true for m, false for v.
 
     Returns:
         Codes [N], int8 for signed, else uint8; a [K], fp32.
@@ -130,7 +130,7 @@ def quantised(values_N: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     if signed:
         codes = ((root_K256 * SIGNED_STEPS).round() * blocks_K256.sign()).to(torch.int8)
     else:
-        # At least 1, or an element whose second moment rounds to 0 would be divided by eps alone.
+        # A code is at least 1, or an element whose second moment rounds to 0 would be divided by eps alone.
         steps = (root_K256.sqrt() * SQUARE_STEPS).round().clamp_min(1)
         codes = torch.where(blocks_K256 > 0, steps, 0.0).to(torch.uint8)
     return codes.view(-1), scale_K1.squeeze(-1)

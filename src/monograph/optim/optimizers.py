@@ -1,4 +1,4 @@
-"""The optimizers that a step takes: which parameter is updated in which way, with which rate and decay."""
+"""Define the optimizers: they say which parameter is updated in which way, and with which rate and decay."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters, by the pattern of their names, that have a learning rate, weight decay or eps of their own.
+    """Parameters, by a pattern of their names, that have a learning rate, weight decay or eps of their own.
 
     Attributes:
-        pattern: as of a shell: "lm_head.*", "*.bias"; a star crosses dots. The first group that matches counts.
+        pattern: a pattern as in a shell: "lm_head.*", "*.bias"; a star matches dots, too. The first group that matches
+            a name counts.
         lr: factor of the optimizer's learning rate.
-        weight_decay: instead of the optimizer's; None leaves it: the optimizer's for matrices, none for the rest.
-        eps: factor of the optimizer's eps; what Muon updates has none.
+        weight_decay: the decay of these parameters; None: the optimizer's for matrices, none for other parameters.
+        eps: factor of the optimizer's eps; Muon's matrices have no eps.
     """
 
     pattern: str
@@ -36,7 +37,7 @@ class Group:
     eps: float = 1.0
 
     def __post_init__(self) -> None:
-        """Refuse a pattern that is no text, and factors outside their range."""
+        """Refuse a pattern that is no text, and numbers outside their range."""
         if not isinstance(self.pattern, str):
             raise UsageError(f"pattern = {self.pattern!r}: expected a text such as '*.bias'")
         NOT_NEGATIVE.require(f"lr of the group {self.pattern!r}", self.lr)
@@ -56,13 +57,13 @@ class AdamW:
         weight_decay: decoupled decay of parameters with two dimensions or more.
         groups: parameters with a rate or a decay of their own.
         ema: decay of a moving average of the weights, which evaluation then uses; None for no average.
-        state: in how many bits the moments are kept; the update computes in the gradient's dtype in any case.
+        state: the form in which moments are kept; the update computes in the gradient's dtype in any case.
             "fp32": exact, 8 bytes a parameter (in the parameters' dtype, to be precise).
-            "bf16": stochastically rounded, 4 bytes; gives up all but 8 bits of a moment, right on average.
-            "8bit": codes in blocks of 256, 2 bytes; gives up 1 % of a block's largest moment, the same way each time.
-            "all-bf16": moments as "bf16", and the weights too, stochastically rounded: gives up the fp32 masters, so
-            a weight takes a step of its 2^-8 or none.
-        seed: of stochastic rounding.
+            "bf16": stochastically rounded, 4 bytes; 8 bits of a moment are left, which are right on average.
+            "8bit": codes in blocks of 256, 2 bytes; errors up to 1 % of a block's largest moment, not random.
+            "all-bf16": moments as in "bf16", and weights stochastically rounded as well, without fp32 masters: a weight
+            moves by 2^-8 of itself or not at all.
+        seed: the seed of stochastic rounding.
     """
 
     lr: float = 1e-3
@@ -82,19 +83,20 @@ class AdamW:
         """Return how each trainable parameter is updated, by name.
 
         Raises:
-            UsageError: a group that matches none.
+            UsageError: a group matches no parameter.
         """
         return _kinds(trainable(module), self.weight_decay, self.groups)
 
 
 @dataclass(frozen=True)
 class Muon:
-    """Muon for the matrices inside blocks, AdamW for the rest: embedding, head, norm gains, biases.
+    """Muon for the matrices inside blocks, AdamW for all other parameters: embedding, head, norm gains, biases.
 
-    Both take the same learning rate: see `muon_`. What `AdamW` has too means the same here, betas and eps for the rest.
+    Both take the same learning rate: see `muon_`. Fields that `AdamW` has mean the same here; betas and eps are for the
+    other parameters.
 
     Attributes:
-        momentum: of the matrices, Nesterov.
+        momentum: Nesterov momentum of the matrices.
         matrices: patterns of the names of the parameters that Muon takes; None: `hidden_matrices`.
     """
 
@@ -119,7 +121,8 @@ class Muon:
         """Return how each trainable parameter is updated, by name.
 
         Raises:
-            UsageError: no matrix is found, a pattern or a group matches none, or a pattern one that is no matrix.
+            UsageError: there is no matrix, a pattern or group matches no parameter, or a pattern matches a parameter
+                that is no matrix.
         """
         parameters = trainable(module)
         names = hidden_matrices(module) if self.matrices is None else _named(parameters, self.matrices)
@@ -142,7 +145,7 @@ def checked(optim: Optimizer) -> Optimizer:
     """Return the optimizer, if it is one.
 
     Raises:
-        UsageError: another object.
+        UsageError: it is another object.
     """
     if not isinstance(optim, AdamW | Muon):
         raise UsageError(f"optim is a {type(optim).__name__}: expected monograph.AdamW(...) or monograph.Muon(...)")
@@ -152,7 +155,7 @@ def checked(optim: Optimizer) -> Optimizer:
 def _require_ranges(optim: Optimizer) -> None:
     NOT_NEGATIVE.require("lr", optim.lr)
     NOT_NEGATIVE.require("weight_decay", optim.weight_decay)
-    # Tensors are an ensemble's, whose members' own optimizers were checked.
+    # Tensors come from an ensemble, whose members' own optimizers were checked.
     betas: Any = optim.betas
     eps: Any = optim.eps
     two = isinstance(betas, tuple | list) and len(betas) == 2
@@ -173,11 +176,11 @@ def _require_list(name: str, values: Any, kind: type, words: str) -> None:
 
 
 def initialise(plane: Plane, optim: Optimizer) -> None:
-    """Give the plane its state: zero moments, and the average, which is the weights before the first update."""
+    """Give the plane its state: zero moments, and the average, which equals the weights before the first update."""
     for name in _moments(plane):
         plane.state |= zeros(plane.grad, name, optim.state)
     if optim.ema is not None:
-        # A copy at once: an average that began as a view of the weights would move with them.
+        # It is copied, as an average that is a view of the weights would move with them.
         plane.state["ema"] = plane.param.to(plane.grad.dtype, copy=True)
 
 
@@ -187,11 +190,11 @@ def update_(
     """Update a plane in the way of its kind, matrices of one shape all at once, and the average after it.
 
     `grad` [size] is the clipped mean gradient; `lr`, `applied`, `accepted` and `compute` are those of the functions in
-    `monograph.optim.updates`; of a stack of N modules the first is [N, size], the next three are [N], as its knobs may
-    be. What is kept in fewer bits is unpacked before and packed again afterwards.
+    `monograph.optim.updates`. For a stack of N modules, `grad` is [N, size], and the next three are [N], as knobs may
+    be. Buffers in fewer bits are unpacked before and packed again afterwards.
     """
     kind, state = plane.kind, plane.state
-    # All arithmetic is in the gradient's dtype, so one formula serves every width in which the state is kept.
+    # All arithmetic is in the gradient's dtype, so that one formula serves every form of the state.
     moments = {name: unpacked(state, name, grad.dtype) for name in _moments(plane)}
     param = plane.param.to(grad.dtype)
     stacks = [param, grad, *moments.values()]
@@ -209,7 +212,7 @@ def update_(
         adamw_(*stacks, applied=over(applied), betas=betas, eps=over(optim.eps * kind.eps), **shared)
     else:
         muon_(*stacks, momentum=over(kind.momentum), compute=compute, **shared)
-    # Words 1 and 2 are the moments', 0 the weights': roundings of one update must not depend on one another.
+    # Words 1 and 2 round the moments, word 0 the weights, as roundings of one update must be independent.
     words = (
         noise(param, optim.seed, applied, plane.number, plane.start) if optim.state in ("bf16", "all-bf16") else None
     )
@@ -235,17 +238,14 @@ def _matrices(flat: Tensor, plane: Plane) -> Tensor:
 
 
 def _over(stack: Tensor, knob: Any) -> Any:
-    """Return a knob, which may have one value for each member [N], as it broadcasts against a stack [N, ...]."""
+    """Return a knob, which may have a value for each member [N], in a shape that broadcasts against [N, ...]."""
     return knob.view(-1, *[1] * (stack.ndim - 1)) if isinstance(knob, Tensor) and knob.ndim else knob
 
 
 def hidden_matrices(module: nn.Module) -> list[str]:
-    """Return the names of the matrices in a module's `blocks`, without those of embeddings.
-
-    A matrix is a trainable parameter with two dimensions.
-    """
-    # An embedding's rows are looked up, not multiplied: orthogonalising its gradient would mix tokens that were not
-    # seen.
+    """Return the names of trainable parameters with two dimensions in a module's `blocks`, except embeddings."""
+    # An embedding's rows are looked up, not multiplied, and orthogonalising its gradient would mix rows of different
+    # tokens.
     inside = {id(p) for block in blocks(module).values() for p in block.parameters()}
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     hidden = inside - embeddings
@@ -264,10 +264,10 @@ def _named(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> l
 def _kinds(parameters: Mapping[str, nn.Parameter], weight_decay: float, groups: Sequence[Group]) -> dict[str, Kind]:
     idle, kinds = {group.pattern for group in groups}, dict[str, Kind]()
     for name, parameter in parameters.items():
-        # The first that matches, so that an exception is written before its rule.
+        # The first match counts, so that an exception is written before its rule.
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
         idle.discard(group.pattern)
-        # Gains and biases are not decayed: pulling a gain to zero shrinks what it scales without regularising it.
+        # Gains and biases are not decayed: pulling a gain to zero shrinks activations without regularising them.
         usual = weight_decay if parameter.ndim >= 2 else 0.0
         decay = usual if group.weight_decay is None else group.weight_decay
         kinds[name] = Kind(group.lr, decay, eps=group.eps, vector=parameter.ndim < 2)

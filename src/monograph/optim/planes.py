@@ -1,8 +1,8 @@
-"""Planes: the parameters of a module in a few flat buffers.
+"""Keep the parameters of a module in planes, a few flat buffers.
 
-A plane is one contiguous buffer that holds every parameter that is updated in one way; the module's parameters and
-their gradients are views of it. One update is then a handful of large operations whatever the number of parameters
-(measured on a CPU: compiling AdamW over 110 separate tensors took 48 s, over two flat buffers 3.6 s).
+A plane is one contiguous buffer of all parameters that are updated in the same way; the module's parameters and their
+gradients are views of it. So an update is a handful of large operations for any number of parameters (measured on a
+CPU: compiling AdamW over 110 separate tensors took 48 s, over two flat buffers 3.6 s).
 """
 
 from __future__ import annotations
@@ -56,20 +56,20 @@ class Slot(NamedTuple):
 
 @dataclass
 class Plane:
-    """The parameters of one kind as flat buffers, all of the plane's `size` elements.
+    """The parameters of one kind as flat buffers of `size` elements.
 
-    Where the parameters are those of N modules, stacked, every shape below has a leading N.
+    If the parameters are those of N stacked modules, every shape below has a leading N.
 
     Attributes:
-        kind: the kind of their update.
+        kind: how the parameters are updated.
         slots: the parameters, in the module's order.
         param: [size] in the parameters' dtype; the module's parameters are views of it.
-        grad: [size] in the parameters' original dtype, even if they are now kept in bf16; the parameters' `.grad` are
+        grad: [size] in the parameters' original dtype, even if they are kept in bf16 now; the parameters' `.grad` are
             views of it.
-        number: its index among the module's planes.
-        parts: the number of its elements in each part of the module, one after another: see `planes`.
-        start: index of its first element in the module's plane, if it is only a stretch of one.
-        state: the optimizer's buffers by name, each [size], or [size / 256] with a number for each block.
+        number: its number among the module's planes.
+        parts: the elements of each part of the module in it, one part after another: see `planes`.
+        start: the index of its first element in the module's plane of this number, if it is only a part of that.
+        state: the optimizer's buffers by name, each [size], or [size / 256] with one number for each block of 256.
     """
 
     kind: Kind
@@ -82,7 +82,7 @@ class Plane:
     state: dict[str, Tensor] = field(default_factory=dict)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield each parameter's name and its view of `flat`, in its shape, or of its blocks' numbers."""
+        """Yield each parameter's name and its part of `flat`, in its shape unless `flat` has one number per block."""
         block, lead = self.param.shape[-1] // flat.shape[-1], flat.ndim - 1
         for name, parameter, offset in self.slots:
             size = math.prod(parameter.shape[lead:])
@@ -91,7 +91,7 @@ class Plane:
 
     def hold(self, flat: Tensor) -> None:
         """Make the parameters views of `flat`; they have no gradient until the next `link`."""
-        # `.data` keeps the parameter the same object, so ties, hooks and every holder of the module see the new memory.
+        # By `.data` the parameter stays the same object, so that ties, hooks and other holders see the new memory.
         for (_, parameter, _), (_, view) in zip(self.slots, self.views(flat), strict=True):
             parameter.grad = None
             parameter.data = view
@@ -99,15 +99,15 @@ class Plane:
                 parameter.grad_dtype = self.grad.dtype  # type: ignore[attr-defined]
 
     def link(self) -> None:
-        """Point every parameter's `.grad` at the plane again, even if it was set to something else."""
+        """Point every parameter's `.grad` at the plane, even if it was set to something else."""
         for (_, parameter, _), (_, view) in zip(self.slots, self.views(self.grad), strict=True):
-            parameter.grad = view.data  # to autograd no view: Dynamo would trace its base, too, with symbolic shapes
+            parameter.grad = view.data  # for autograd it is no view, or Dynamo would trace its base with symbols
 
 
 @contextmanager
 def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
-    """Take gradients of another dtype than their parameter's away in the block, as torch traces no graph with them."""
-    # Only from planes of bf16 weights with fp32 gradients, because it costs time for each parameter.
+    """In the block no parameter has a gradient of another dtype, as torch cannot trace a graph with such parameters."""
+    # Only bf16 weights with fp32 gradients are unlinked, as removing gradients and setting them again takes time.
     narrow = [plane for plane in planes if plane.param.dtype != plane.grad.dtype and not plane.grad.is_meta]
     for slot in (slot for plane in narrow for slot in plane.slots):
         slot.parameter.grad = None
@@ -122,13 +122,13 @@ def require_movable(module: nn.Module) -> None:
     """Require that a module's parameters can be moved without a change to its results and its state dict.
 
     Raises:
-        UsageError: one has no shape yet or cannot be trained in its dtype, or shares its memory with another tensor; or
-            as `own_state`.
+        UsageError: a parameter has no shape yet, cannot be trained in its dtype or shares its memory with another
+            tensor; or `own_state` refuses the module.
     """
     for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers()):
         if is_lazy(tensor):
             raise UsageError(f"{name} has no shape yet: call the module once, with inputs of the size it will have")
-        # In fp16 an optimizer's eps is 0, as are squares of gradients: the first update would make NaN.
+        # In fp16 an optimizer's eps rounds to 0, and so do squares of gradients: the first update would be NaN.
         if tensor.requires_grad and kept_dtype(tensor) not in (torch.float32, torch.float64, torch.bfloat16):
             raise UsageError(f"{name} is {tensor.dtype}: expected float32, float64 or bfloat16, to train it in")
     if pair := in_the_same_memory(module):
@@ -143,13 +143,13 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that are trained, by name; tied ones once, under their first name.
 
     Raises:
-        UsageError: there is none, or they have different dtypes or devices, or as `require_movable`.
+        UsageError: there is none, they have different dtypes or devices, or `require_movable` refuses the module.
     """
     named = {name: p for name, p in module.named_parameters() if p.requires_grad}
     if not named:
         raise UsageError("the module has no trainable parameter: every requires_grad is False")
     require_movable(module)
-    # A plane is one buffer, which has one dtype and lies in one place.
+    # A plane is one buffer, with one dtype and on one device.
     places = {(kept_dtype(p), p.device) for p in named.values()}
     if len(places) > 1:
         raise UsageError(f"trainable parameters must share one dtype and device, found {sorted(map(str, places))}")
@@ -169,15 +169,15 @@ def planes(
     weights and move the module to its device before.
 
     Args:
-        parameters: by name.
-        kinds: of each, by the same names.
-        state: the optimizer's: with "8bit" parameters begin at blocks of 256 elements, zeros between them; with
-            "all-bf16" they are rounded to bf16, and only their gradients keep the dtype.
-        lead: 1 for parameters that are stacked, [N, ...], which planes then are too.
-        parts: the part of the module that each parameter belongs to (any value), by name; consecutive parameters of
-            one part are one of the plane's `parts`. None: the module is one part.
+        parameters: the parameters by name.
+        kinds: each one's kind, by the same names.
+        state: the optimizer's `state`: for "8bit" parameters begin at blocks of 256 elements, with zeros between them;
+            for "all-bf16" they are rounded to bf16, and only their gradients keep the dtype.
+        lead: 1 for stacked parameters [N, ...], for which planes are stacked as well; else 0.
+        parts: for each parameter, by name, any value that stands for its part of the module; consecutive parameters of
+            one part make one of the plane's `parts`. None: the module is one part.
     """
-    # In the module's order within a kind, as in the checkpoints of other engines and numbers of ranks.
+    # Parameters of a kind are in the module's order, which is the same in checkpoints of other ranks or engines.
     members: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         members.setdefault(kinds[name], []).append((name, parameter))
@@ -198,12 +198,12 @@ def _plane(number: int, kind: Kind, members: list[tuple[str, nn.Parameter]], sta
     offsets = [0, *itertools.accumulate(-(-size // block) * block for size in sizes)]
     first = members[0][1]
     whole, dtype = (*first.shape[:lead], offsets[-1]), kept_dtype(first)
-    # Zeros where parameters begin at blocks, since gaps between them are quantised with them and must not be large.
+    # If parameters begin at blocks, the gaps between them are zeros, as they are quantised together with parameters.
     made = torch.empty if block == 1 else torch.zeros
     param = made(whole, dtype=torch.bfloat16 if state == "all-bf16" else dtype, device=first.device)
     slots = [Slot(n, p, o) for (n, p), o in zip(members, offsets, strict=False)]
     for (_, parameter, offset), size in zip(slots, sizes, strict=True):
-        # Each is freed before the next is made, and gradients come last, so no second copy of all weights is in memory.
+        # The old memory is freed one by one, and gradients are made last, so that no second copy of all weights exists.
         part = param[..., offset : offset + size].view(parameter.shape)
         part.copy_(parameter.detach())
         parameter.grad = None

@@ -1,8 +1,8 @@
-"""The updates, as free functions of tensors that work in place: every engine calls these.
+"""Compute updates in place, as free functions of tensors that every engine calls.
 
-They hold no state and no shapes of their own. Tensors may have leading dimensions (members of an ensemble), and every
-knob may be a tensor that broadcasts against the parameters. Where `accepted` is false nothing changes, whatever the
-gradient holds; no value is read by the host.
+They have no state and assume no shapes. Tensors may have leading dimensions (members of an ensemble), and every knob
+may be a tensor that broadcasts against the parameters. Where `accepted` is false nothing changes, whatever the gradient
+is; the host reads no value.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from torch import Tensor
 from monograph.ops.materialize import materialize
 from monograph.optim.planes import Knob
 
-# Keller Jordan's quintic (https://kellerjordan.github.io/posts/muon/): so steep at 0 that five iterations are enough,
-# at the price of singular values that end between 0.68 and 1.21 instead of at 1, which training does not mind.
+# Keller Jordan's quintic (https://kellerjordan.github.io/posts/muon/) is so steep at 0 that five iterations are enough.
+# Singular values then end between 0.68 and 1.21 instead of at 1, which does not harm training.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
 SMALLEST_NORM = 1e-7
-# Of the RMS of AdamW's usual update (Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv 2502.16982, eq. 4).
+# The usual RMS of AdamW's update over the learning rate (Liu et al. 2025, "Muon is Scalable for LLM Training", arXiv
+# 2502.16982, eq. 4).
 ADAMW_RMS = 0.2
 
 
@@ -37,7 +38,7 @@ def adamw_(  # noqa: PLR0913 - the symbols of the equation
     eps: Knob,
     weight_decay: Knob,
 ) -> None:
-    """One AdamW update, the arithmetic of `torch.optim.AdamW` (Loshchilov and Hutter, arXiv 1711.05101).
+    """Make one AdamW update, with the arithmetic of `torch.optim.AdamW` (Loshchilov and Hutter, arXiv 1711.05101).
 
         m <- b1 m + (1 - b1) g          v <- b2 v + (1 - b2) g^2
         p <- p (1 - lr wd) - lr * (m / (1 - b1^t)) / (sqrt(v / (1 - b2^t)) + eps)
@@ -48,20 +49,20 @@ def adamw_(  # noqa: PLR0913 - the symbols of the equation
         exp_avg: first moment m, same shape.
         exp_avg_sq: second moment v, same shape.
         lr: learning rate, 0-d (or broadcastable) tensor.
-        applied: t, how many updates were applied, this one included, int64.
-        accepted: bool.
+        applied: t, the number of updates applied, this one included, int64.
+        accepted: whether the update is made, bool.
         betas: (b1, b2).
         eps: added to the root of the second moment.
         weight_decay: wd.
     """
     beta1, beta2 = betas
-    # lerp and not b1 m + (1 - b1) g: it is what torch.optim does, and where m = g it gives exactly that.
+    # lerp instead of b1 m + (1 - b1) g is what torch.optim computes, and where m = g it gives exactly g.
     m = torch.lerp(exp_avg, grad, _like(1 - beta1, param))
     v = exp_avg_sq * _like(beta2, param) + grad * grad * _like(1 - beta2, param)
     t = applied.to(torch.float64)  # 1 - b2^t loses digits in fp32
     step_size = materialize((lr / (1 - beta1**t)).to(param.dtype))
     root_correction = materialize((1 - beta2**t).sqrt().to(param.dtype))
-    # Not param * (1 - lr wd): that factor's rounding would be the same, and add up, at every update.
+    # param * (1 - lr wd) would round the factor in the same way at every update, and the errors would add up.
     decay = materialize((lr * weight_decay).to(param.dtype))
     new = param - (decay * param + step_size * m / (v.sqrt() / root_correction + _like(eps, param)))
     param.copy_(torch.where(accepted, new, param))
@@ -74,11 +75,11 @@ def newton_schulz(matrices: Tensor, compute: torch.dtype) -> Tensor:
 
         X <- G / |G| (Frobenius);   5 times:   A = X X^T,   X <- 3.4445 X + (-4.7750 A + 2.0315 A^2) X
 
-    0.68 < f(s) < 1.21 for s > 0.002; smaller ones stay smaller, f(s) ~ 3.4445^5 s. A tall G is transposed first, so
-    that A has its smaller side. |G| counts as 1e-7 at least: no gradient, no direction.
+    0.68 < f(s) < 1.21 for s > 0.002; smaller values stay smaller, f(s) ~ 3.4445^5 s. A tall G is transposed first, so
+    that A has its smaller side. |G| counts as at least 1e-7, so that without a gradient there is no direction.
 
     Args:
-        matrices: [..., rows, cols], each by itself.
+        matrices: [..., rows, cols].
         compute: the dtype of the products; norms are taken in the matrices' own.
 
     Returns:
@@ -88,7 +89,7 @@ def newton_schulz(matrices: Tensor, compute: torch.dtype) -> Tensor:
     tall = matrices.shape[-2] > matrices.shape[-1]
     wide = matrices.mT if tall else matrices
     norms = torch.linalg.vector_norm(wide, dim=(-2, -1), keepdim=True)
-    # By the Frobenius norm, which is at least the largest singular value: the iteration is for values up to 1.
+    # The Frobenius norm is at least the largest singular value, and the iteration is for values up to 1.
     X = (wide / norms.clamp_min(SMALLEST_NORM)).flatten(0, -3).to(compute)
     for _ in range(ITERATIONS):
         A = X @ X.mT
@@ -101,20 +102,20 @@ def muon_(
     param: Tensor, grad: Tensor, momentum_buffer: Tensor,
     *, lr: Tensor, accepted: Tensor, momentum: Knob, weight_decay: Knob, compute: torch.dtype,
 ) -> None:  # fmt: skip
-    """One Muon update (Jordan et al. 2024) with Nesterov momentum, scaled to AdamW's RMS (Liu et al. 2025).
+    """Make one Muon update (Jordan et al. 2024) with Nesterov momentum, scaled to AdamW's RMS (Liu et al. 2025).
 
         m <- mu m + (1 - mu) g          u = mu m + (1 - mu) g
         p <- p (1 - lr wd) - lr * 0.2 sqrt(max(rows, cols)) * newton_schulz(u)
 
-    A matrix of rank min(rows, cols) with singular values 1 has an RMS of 1 / sqrt(max(rows, cols)): so the update's is
-    about 0.2 lr, which is AdamW's, and one learning rate serves both.
+    A matrix of rank min(rows, cols) with singular values 1 has an RMS of 1 / sqrt(max(rows, cols)). So the update's RMS
+    is about 0.2 lr, as AdamW's is, and one learning rate serves both.
 
     Args:
         param: matrices of one shape, [..., rows, cols] with at least one leading dimension.
         grad: their gradient, same shape.
         momentum_buffer: m, same shape.
         lr: learning rate, 0-d (or broadcastable) tensor.
-        accepted: bool.
+        accepted: whether the update is made, bool.
         momentum: mu.
         weight_decay: wd.
         compute: dtype of the matrix products in `newton_schulz`.
@@ -128,20 +129,21 @@ def muon_(
 
 
 def ema_(average: Tensor, param: Tensor, *, decay: Knob, applied: Tensor, accepted: Tensor) -> None:
-    """Follow the parameters by their exponential moving average, bias-corrected (Kingma and Ba 2015, section 3).
+    """Update the exponential moving average of parameters, bias-corrected (Kingma and Ba 2015, section 3).
 
         w = (1 - d) / (1 - d^t)         average <- average + w (p - average)
 
-    which is sum_i d^(t-i) p_i / sum_i d^(t-i): the initial weights are not in it, and `average` is weights at any time.
+    This is sum_i d^(t-i) p_i / sum_i d^(t-i). Initial weights have no part in it, and it is a mean of weights from the
+    first update on.
 
     Args:
         average: any shape.
         param: the parameters after their update, same shape.
         decay: d.
-        applied: t, how many updates were applied, this one included, int64.
-        accepted: bool.
+        applied: t, the number of updates applied, this one included, int64.
+        accepted: whether the update was made, bool.
     """
-    # In fp64, like the bias correction of AdamW: with d = 0.9999 fp32 has three digits of 1 - d^t at the beginning.
+    # It is computed in fp64, as AdamW's bias correction: with d = 0.9999, fp32 has three digits of 1 - d^t at first.
     weight = materialize(((1 - decay) / (1 - decay ** applied.to(torch.float64))).to(param.dtype))
     average.copy_(torch.where(accepted, torch.lerp(average, param, weight), average))
 

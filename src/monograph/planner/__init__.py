@@ -1,4 +1,4 @@
-"""Plan how a run can be trained on a device: every way, what it takes, and why one is chosen."""
+"""Plan how a run can be trained on a device: list the ways with their memory and time, choose one, and say why."""
 
 from __future__ import annotations
 

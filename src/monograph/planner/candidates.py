@@ -1,4 +1,4 @@
-"""List the ways in which a run could be trained, with the needs of each in closed form, microseconds a candidate."""
+"""List the ways in which a run could be trained, with the memory and time of each in closed form."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ Ways = tuple[str, Compile, str | float]  # precision, compile scope, recomputati
 
 @dataclass(frozen=True)
 class Asked:
-    """The model to train, and the settings that a person fixed.
+    """A request for a plan: the training, and the choices that are open.
 
     Attributes:
         config: the model's shape.
         length: tokens of a row.
         tokens_per_update: tokens of an update, which no choice changes.
         optim: the optimizer.
-        optimizer: its name, which decides the bytes of its state.
+        optimizer: the optimizer's name in the settings, such as "adamw:8bit".
         micro_batch: rows of a micro-batch; None if the plan chooses.
-        precisions: the choices, best first; likewise for the scopes and remats.
-        scopes: choices among "whole", "blocks" and "none".
-        remats: choices among "none", "pointwise", shares, "full" and "offload".
+        precisions: the choices, best first.
+        scopes: choices among "whole", "blocks" and "none", best first.
+        remats: choices among "none", "pointwise", shares, "full" and "offload", best first.
         packed: whether rows hold several documents.
         clip: the largest gradient norm.
         lora: the adapters that are trained instead of the model.
@@ -59,26 +59,32 @@ class Asked:
 
     @property
     def micro_batches(self) -> list[int]:
-        """Return the row counts of a micro-batch: the one asked for, or all that divide those of an update."""
+        """Return the possible rows of a micro-batch: the number asked for, or all that divide the rows of an update."""
         if self.micro_batch is not None:
             return [min(self.micro_batch, self.rows)]
         small = [size for size in range(1, math.isqrt(self.rows) + 1) if self.rows % size == 0]
         return sorted({*small, *(self.rows // size for size in small)})
 
+    def work(self, way: Ways, rows: int, device: Device) -> Work:
+        """Return one way to train with micro-batches of `rows`."""
+        return Work(
+            self.config, rows, self.length, self.optim, *way, self.rows, self.packed, self.clip, device.type, self.lora
+        )
+
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to train, and what is expected of it.
+    """One way to train, with its predicted memory and speed.
 
     Attributes:
         work: micro-batch, precision, compile scope and recomputation.
         peak_memory_bytes: predicted bytes at the peak.
         update_s: predicted seconds of an update.
         tokens_per_s: predicted tokens per second.
-        mfu: share of the datasheet's rate; None on a device without one.
-        by_origin: the peak in parts, where it was traced.
+        mfu: share of the datasheet's FLOP/s; None on a device without a datasheet.
+        by_origin: bytes at the peak by origin; None if it was not traced.
         residual_bytes: the part of the workspace that earlier runs on the device took beyond their traces.
-        why: why it was not chosen; empty for the one that was.
+        why: why it was not chosen; empty for the chosen one.
     """
 
     work: Work
@@ -92,13 +98,13 @@ class Candidate:
 
     @property
     def traced(self) -> Mapping[str, int] | None:
-        """Return `by_origin` without the residual bytes: as it was traced."""
+        """Return `by_origin` as it was traced, without the residual bytes."""
         if not (self.by_origin and self.residual_bytes):
             return self.by_origin
         return {**self.by_origin, "workspace": self.by_origin["workspace"] - self.residual_bytes}
 
     def of_trace(self, by_origin: Mapping[str, int], residual_bytes: int) -> Candidate:
-        """Return the candidate with its memory traced, and `residual_bytes` added to its workspace."""
+        """Return the candidate with the traced memory `by_origin`, and `residual_bytes` added to its workspace."""
         if residual_bytes:
             by_origin = {**by_origin, "workspace": by_origin["workspace"] + residual_bytes}
         needed = sum(by_origin.values())
@@ -106,9 +112,9 @@ class Candidate:
 
 
 def ways(asked: Asked) -> list[Ways]:
-    """Return all combinations, but recomputation only with smaller graphs if there is a choice.
+    """Return all combinations, except recomputation in one graph of the whole step if there is a choice of scopes.
 
-    The order in which one graph of the whole step computes is then hard to predict, and offloading happens between
+    The order in which such a graph computes is hard to predict. Offloading is impossible in it, as it happens between
     graphs.
     """
     every = itertools.product(asked.precisions, asked.scopes, asked.remats)
@@ -117,7 +123,7 @@ def ways(asked: Asked) -> list[Ways]:
 
 
 def way_of(work: Work) -> Ways:
-    """Return the combination that a work uses."""
+    """Return the combination that a step uses."""
     return work.precision, work.compile, work.remat
 
 
@@ -145,8 +151,20 @@ def of_way(
     peaks: Mapping[str, float],
     slowness: Mapping[str, float],
 ) -> list[Candidate]:
-    """Return the largest micro-batch that fits and the next larger one, or the smallest if none fits."""
-    works = [_work(asked, policy, size, device) for size in asked.micro_batches]
+    """Return candidates for one combination: the largest micro-batch that fits and the next larger one.
+
+    If none fits, it is the smallest micro-batch.
+
+    Args:
+        asked: the request.
+        policy: the combination.
+        device: the device that it is for.
+        limit: bytes that tensors may take there.
+        correction: factor by which the closed form was too small for this combination in a trace.
+        peaks: FLOP/s by precision.
+        slowness: ratio of measured to predicted time by precision, where earlier runs measured one.
+    """
+    works = [asked.work(policy, size, device) for size in asked.micro_batches]
     needed = [int(correction * closed_form(asked, work)) for work in works]
     fits = sum(bytes_needed <= limit for bytes_needed in needed)
     shown = range(max(0, fits - 1), min(len(works), fits + 1))
@@ -154,23 +172,19 @@ def of_way(
     return [_timed(works[index], needed[index], device, peaks, times) for index in shown]
 
 
-def _work(asked: Asked, policy: Ways, rows: int, device: Device) -> Work:
-    precision, scope, remat = policy
-    return Work(
-        asked.config, rows, asked.length, asked.optim, precision, scope, remat, asked.rows, asked.packed, asked.clip,
-        device.type, asked.lora,
-    )  # fmt: skip
-
-
 def closed_form(asked: Asked, work: Work) -> int:
-    """Return the bytes at the peak."""
+    """Return the bytes at a step's peak in closed form."""
     return estimate_bytes(work, asked.optimizer, asked.optim.ema is not None)
 
 
 def _timed(work: Work, needed: int, device: Device, peaks: Mapping[str, float], slowness: float) -> Candidate:
     seconds = slowness * update_time(work, device, peaks[work.precision]).total_s
-    rate = work.window_rows * work.length / seconds
+    return Candidate(work, needed, seconds, *speed(work, seconds, device))
+
+
+def speed(work: Work, update_s: float, device: Device) -> tuple[float, float | None]:
+    """Return tokens per second, and the share of the datasheet's FLOP/s; None on a device without a datasheet."""
+    rate = work.window_rows * work.length / update_s
     datasheet = device.peak_flops.get(work.precision)
     flops = flops_per_token(work.config, work.length, trained_adapters(work))
-    share = mfu(rate, flops, datasheet) if datasheet else None
-    return Candidate(work, needed, seconds, rate, share)
+    return rate, mfu(rate, flops, datasheet) if datasheet else None

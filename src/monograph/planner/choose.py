@@ -1,7 +1,7 @@
 """Choose micro-batch, recomputation, compile scope and precision of a run, and say why each other combination lost.
 
-The search is in closed form (`planner.candidates`); the winner's memory is then traced (`predict.footprint`), and if
-the trace shows that it does not fit, the next one's is. If nothing fits, the search is for the least memory.
+The search uses a closed form (`planner.candidates`). Then the winner's memory is traced (`predict.footprint`), and if
+it does not fit, that of the next candidate. If nothing fits, the plan shows the candidate that needs least.
 """
 
 from __future__ import annotations
@@ -18,14 +18,15 @@ from monograph.predict.footprint import Work, footprint
 from monograph.predict.roofline import Calibration
 from monograph.report.quantities import gibibytes
 
-# The share of a card's memory for tensors; gaps between them take the rest. The context is outside of the allocator.
+# The share of a card's memory that tensors may take, as gaps between them take some; and the bytes of the CUDA context.
 FILLED, CONTEXT_BYTES = 0.97, 600 * 2**20
-# The share of a host's free memory: the process also holds libraries and text, and other programs run.
+# The share of a host's free memory that tensors may take: the process also holds libraries and text, and other
+# programs run.
 FILLED_HOST = 0.5
-# The closed form has been wrong by this factor, so a candidate nearer to the limit is traced.
+# The closed form has been wrong by this factor, so a candidate closer to the limit is traced.
 DOUBT = 2.0
 MOST_TRACES = 4
-# A candidate that may need less than the least traced one, but by no more than this factor, is not worth a trace.
+# An untraced candidate that may need less than the best traced one, but by less than this factor, is not traced.
 NEAR = 1.01
 
 
@@ -37,9 +38,9 @@ class Plan:
         device: the device that it is for.
         budget_bytes: bytes that tensors may take there.
         chosen: the choice; None if nothing fits.
-        candidates: all candidates, the chosen one or else the nearest first.
+        candidates: all candidates; the first is the chosen one, or else the one that comes nearest.
         calibrated: whether times are corrected by those of earlier runs on the device.
-        not_streamed: why streaming would not fit either, where it was tried.
+        not_streamed: why streaming does not fit either; empty where it was not tried.
     """
 
     device: Device
@@ -51,12 +52,12 @@ class Plan:
 
     @property
     def nearest(self) -> Candidate:
-        """Return the chosen candidate, or the one that misses by least."""
+        """Return the chosen candidate, or the one that exceeds the memory by least."""
         return self.candidates[0]
 
     @property
     def refusal(self) -> str:
-        """Return one line on what would fit if there were more memory, and how much more."""
+        """Return one line that says which way comes nearest, and how much more memory it needs."""
         if not self.candidates:
             return self.not_streamed
         best, short = self.nearest, self.nearest.peak_memory_bytes - self.budget_bytes
@@ -69,10 +70,10 @@ class Plan:
 
 
 def budget(device: Device) -> int:
-    """Return the bytes that tensors may take.
+    """Return the bytes that tensors may take on a device.
 
     Raises:
-        UsageError: the device has no memory to give.
+        UsageError: the device has no memory left.
     """
     free = device.free_memory_bytes
     usable = int(FILLED * (free - CONTEXT_BYTES) if device.type == "cuda" else FILLED_HOST * free)
@@ -85,13 +86,13 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
     """Return the fastest combination that fits and has the numerics asked for.
 
     Args:
-        asked: what is to be trained.
-        device: where it is trained.
+        asked: the training, and the choices that are open.
+        device: the device to train on.
         peak_flops: FLOP/s by precision, from the datasheet, or measured for a CPU.
         calibration: time and memory of earlier runs on the device.
 
     Raises:
-        UsageError: the device has no memory to give.
+        UsageError: the device has no memory left.
     """
     limit = budget(device)
     known = {name: calibration.slowness(device, name) for name in asked.precisions} if calibration else {}
@@ -113,12 +114,12 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
         best = _wanted(tried, traced, limit)
         if best.work in traced or best.peak_memory_bytes * DOUBT <= limit:
             break
-        if len(traced) == MOST_TRACES - 1:  # the last try: of the smallest micro-batches, what needs least
+        if len(traced) == MOST_TRACES - 1:  # the last trace is for the smallest micro-batch that needs least
             smallest = sorted(candidates(0), key=lambda candidate: closed_form(asked, candidate.work))
             best = next((candidate for candidate in smallest if candidate.work not in traced), best)
-        found_in = footprint(best.work).by_origin
-        residual = calibration.residual(device, best.work, found_in) if calibration else 0
-        truth = traced[best.work] = best.of_trace(found_in, residual)
+        by_origin = footprint(best.work).by_origin
+        residual = calibration.residual(device, best.work, by_origin) if calibration else 0
+        truth = traced[best.work] = best.of_trace(by_origin, residual)
         corrections[way_of(best.work)] = truth.peak_memory_bytes / closed_form(asked, best.work)
     fits = best.peak_memory_bytes <= limit
     rest = sorted(
@@ -130,7 +131,10 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
 
 
 def _wanted(tried: list[Candidate], traced: Mapping[Work, Candidate], limit: int) -> Candidate:
-    """Return the fastest that fits; if none does, the nearest, which is a traced one if no other can be much nearer."""
+    """Return the fastest candidate that fits.
+
+    If none fits, return the one that needs least, or the best traced one if that needs hardly more.
+    """
     if fitting := [candidate for candidate in tried if candidate.peak_memory_bytes <= limit]:
         return min(fitting, key=lambda candidate: candidate.update_s)
     least = min(tried, key=_memory)
@@ -165,18 +169,18 @@ def streamed_or_resident(
     memory: Literal["auto", "device", "stream"] = "auto",
     limits: Limits | None = None,
 ) -> Plan:
-    """Return the fastest way that fits, with its weights on the device or streamed to it.
+    """Return the fastest way that fits, with the weights on the device or streamed to it.
 
     Args:
-        asked: what is to be trained.
-        device: where it is trained.
+        asked: the training, and the choices that are open.
+        device: the device to train on.
         peak_flops: FLOP/s by precision.
-        calibration: what earlier runs on the device took; it does not cover streamed runs.
-        memory: where weights may live; with "auto" they are streamed only if nothing fits otherwise.
+        calibration: time and memory of earlier runs on the device; it does not cover streamed runs.
+        memory: where weights may live; with "auto" they are streamed only if nothing else fits.
         limits: memory, disk and link for streaming; by default this machine's.
 
     Raises:
-        UsageError: the device has no memory to give.
+        UsageError: the device has no memory left.
     """
     resident = (
         Plan(device, budget(device), None, []) if memory == "stream" else plan(asked, device, peak_flops, calibration)

@@ -1,4 +1,4 @@
-"""Decide the length of a run and its portions where the settings leave them open, and known learning rates."""
+"""Decide what the settings leave open: a run's length and intervals, its learning rate, optimizer and precision."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from monograph.predict.footprint import Compile
 
 @dataclass(frozen=True)
 class Default:
-    """The model that is trained where the settings name none, with its known figures (benchmarks/first_run.py).
+    """The model that is trained where the settings name none, with measured figures (benchmarks/first_run.py).
 
     Attributes:
         preset: the preset's name.
-        vocabulary: size of its tokenizer.
-        tokens_per_update: tokens of an update; small updates learn the most per token at this size.
-        tokens_to_beat_gzip: training tokens of the standard library after which its held-out bits per byte are below
+        vocabulary: entries of its tokenizer.
+        tokens_per_update: tokens of an update; a model of this size learns most per token from small updates.
+        tokens_to_beat_gzip: training tokens of Python's standard library after which held-out bits per byte are below
             gzip's.
-        tokens: least training tokens of a default run, after which its held-out bits per byte are 0.1 below those of an
+        tokens: fewest training tokens of a default run; after them held-out bits per byte are 0.1 below those of an
             order-6 byte model.
     """
 
@@ -30,16 +30,18 @@ class Default:
 
 
 DEFAULT = Default("micro", 4096, 2048, 600_000, 1_300_000)
-# micro's was measured (docs/log.md) and nano takes it over; the rest are those of GPT-3 models of the nearest size
-# (Brown et al. 2020, arXiv 2005.14165, table 2.1).
+# The rate of micro was measured (docs/log.md) and is used for nano too; the others are those of the GPT-3 models of the
+# nearest size (Brown et al. 2020, arXiv 2005.14165, table 2.1).
 LEARNING_RATES = {"nano": 2e-3, "micro": 2e-3, "124m": 6e-4, "llama-179m": 6e-4, "1b": 2e-4, "8b": 1.2e-4}
-# Muon's, where they were measured to be higher (docs/log.md); elsewhere AdamW's, as its updates have the same size.
+# Muon's rates where higher ones were measured to be better (docs/log.md). Elsewhere AdamW's rates hold, as Muon's
+# updates have the same size.
 MUON_LEARNING_RATES = {"nano": 6e-3, "micro": 6e-3}
-# For existing weights (Schulman et al. 2025, "LoRA Without Regret": adapters want ten times the rate of all weights).
+# Rates for existing weights. Adapters need ten times the rate of all weights (Schulman et al. 2025, "LoRA Without
+# Regret").
 FINETUNING_RATES = {"all": 2e-5, "adapters": 2e-4}
 UNKNOWN_RATE = 1e-3  # for a shape without a name
 MOST_EPOCHS = 8
-# From so many layers on, one graph for all of them takes minutes to compile (benchmarks/scopes.py).
+# From this many layers on, one graph for all of them takes minutes to compile (benchmarks/scopes.py).
 DEEP = 16
 # The share of a run's time that evaluations, samples and checkpoints leave for updates.
 UPDATES_SHARE = 0.95
@@ -47,28 +49,28 @@ EVALUATIONS, CHECKPOINTS = 12, 6  # per run, where the settings leave it open
 
 
 def default_seconds(minutes: float, seconds_per_update: float) -> float:
-    """Return the seconds of the default run: `minutes`, or on a slow machine as long as DEFAULT.tokens need."""
+    """Return the seconds of the default run: `minutes`, or as many as DEFAULT.tokens take on a slow machine."""
     needed = DEFAULT.tokens / DEFAULT.tokens_per_update * seconds_per_update / UPDATES_SHARE
     return max(60 * minutes, needed)
 
 
 def updates_for(seconds: float, seconds_per_update: float, most: int) -> int:
-    """Return the updates that fit the time, at least 10 and at most `most`."""
+    """Return the number of updates that fit the time, at least 10 and at most `most`."""
     return max(10, min(most, int(seconds / seconds_per_update)))
 
 
 def updates_of(tokens: int, tokens_per_update: int) -> int:
-    """Return the updates that have `tokens` tokens in all, to the nearest whole number."""
+    """Return the number of updates that have about `tokens` tokens in all, at least 1."""
     return max(1, round(tokens / tokens_per_update))
 
 
 def most_updates(rows_per_epoch: int, rows_per_update: int) -> int:
-    """Return the most updates of a run by time: it reads a text at most MOST_EPOCHS times, however long it may take."""
+    """Return the most updates of a run that is limited by time: it reads its text at most MOST_EPOCHS times."""
     return MOST_EPOCHS * -(-rows_per_epoch // rows_per_update)
 
 
 def warmup(updates: int) -> int:
-    """Return the warm-up: 5 % of the run, at least 10 updates if it has as many, at most 2,000."""
+    """Return the updates of the warm-up: 5 % of the run, at least 10 (or half of a shorter run), at most 2,000."""
     return min(2000, max(min(10, updates // 2), updates // 20))
 
 
@@ -78,17 +80,17 @@ def interval(updates: int, times: int) -> int:
 
 
 def optimizer(fresh: bool) -> str:
-    """Return Muon for weights drawn here: 0.07 bits per byte better in the default run (docs/log.md); else AdamW."""
+    """Return "muon" for fresh weights, as the default run gains 0.07 bits per byte (docs/log.md), else "adamw"."""
     return "muon" if fresh else "adamw"
 
 
 def scopes(layers: int) -> tuple[Compile, ...]:
-    """Return the scopes of one graph, best first: for a deep model a block, whose graph all blocks share."""
+    """Return the compile scopes, best first: for a deep model "blocks", a graph that all blocks share."""
     return ("blocks", "whole", "none") if layers >= DEEP else ("whole", "blocks", "none")
 
 
 def precision(device: Device) -> str:
-    """Return bf16 where the device computes it in hardware, else fp32."""
+    """Return "bf16" if the device computes it in hardware, else "fp32"."""
     return "bf16" if device.has_bf16 else "fp32"
 
 

@@ -1,16 +1,17 @@
 """Count a streamed model's bytes on the device, in the host's memory and in files, and choose what stays on the device.
 
-device = resident buffers + slots + desks + boundaries + masks + max(one stage's passes, an update's intermediates)
-host   = all other buffers + boundaries that are offloaded
+device = resident buffers + slots + staging buffers + boundaries + masks
+         + max(one stage's passes, an update's intermediates)
+host   = all other buffers + offloaded boundaries
 
-It is in closed form, from the planes of a model's first, one middle and its last stage. A run's own code makes these
-planes, on tensors without data.
+A resident buffer stays on the device. The form is closed: it needs the planes of a model's first stage, one middle
+stage and the last one, which the engine's own code makes on tensors without data.
 """
 
 from __future__ import annotations
 
 import functools
-from collections import Counter
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -33,17 +34,17 @@ from monograph.stream.store import GRADIENT, REST, TURNS, WEIGHTS, Stage, stored
 
 Names = frozenset[str]
 META = torch.device("meta")
-ORIGIN = {WEIGHTS: "weights", REST: "weights", GRADIENT: "gradients"}  # all others are moments
+ORIGIN = {WEIGHTS: "weights", REST: "weights", GRADIENT: "gradients"}  # all other buffers are moments
 
 
 @dataclass(frozen=True)
 class PlaneShape:
-    """A plane without its data.
+    """A stage's plane without its data.
 
     Attributes:
-        place: index of the model's plane that it is a stretch of; planes of one place share a slot's memory.
+        place: number of the model's plane that it is a part of; planes with the same number share a slot's memory.
         numbers: number of parameters.
-        whole: numbers that are updated at once.
+        whole: how many numbers can only be updated together: those of a matrix, or 1.
         buffers: (numbers, dtype) by name.
     """
 
@@ -58,11 +59,11 @@ class PlaneShape:
         return numbers * dtype.itemsize
 
     def stays(self, resident: Names) -> bool:
-        """Return whether none of its buffers is among the `resident` ones on the device."""
+        """Return whether the whole plane stays on the host: none of its buffers is `resident` on the device."""
         return not resident & self.buffers.keys()
 
     def pieces(self) -> Iterable[tuple[int, int]]:
-        """Return (begin, end) of the distinct pieces that are brought to a staging buffer."""
+        """Return (begin, end) of pieces that are copied to a staging buffer: the first, and the last if it differs."""
         step = max(1, MOST // self.whole) * self.whole
         most = range(0, self.numbers, step)
         return {(begin, min(self.numbers, begin + step)) for begin in (most[0], most[-1])}
@@ -73,10 +74,10 @@ class Stages:
     """All stages of a model; those between the first and the last are alike.
 
     Attributes:
-        first: planes of what comes before the blocks.
-        middle: planes of some blocks.
-        last: planes of what comes after the blocks.
-        count: number of stages, with these two.
+        first: planes of the stage before the blocks.
+        middle: planes of a stage of blocks.
+        last: planes of the stage after the blocks.
+        count: number of all stages.
         tied: whether the last stage reads weights of the first.
     """
 
@@ -86,9 +87,10 @@ class Stages:
     count: int
     tied: bool
 
-    def planes(self, index: int) -> tuple[PlaneShape, ...]:
-        """Return the planes of one stage."""
-        return self.first if index == 0 else self.last if index == self.count - 1 else self.middle
+    @cached_property
+    def planes(self) -> list[tuple[PlaneShape, ...]]:
+        """Return the planes of each stage."""
+        return [self.first, *[self.middle] * (self.count - 2), self.last]
 
     @property
     def names(self) -> list[str]:
@@ -98,19 +100,21 @@ class Stages:
 
     def size_bytes(self, index: int, name: str) -> int:
         """Return the bytes of a stage's buffers of that name."""
-        kind = 0 if index == 0 else 2 if index == self.count - 1 else 1
-        return self._sizes[kind].get(name, 0)
+        return self._sizes[index].get(name, 0)
 
-    @functools.cached_property
+    @cached_property
     def _sizes(self) -> list[dict[str, int]]:
-        """Return bytes by buffer name for the first, a middle and the last stage; searches ask millions of times."""
+        """Return bytes by buffer name for each stage, kept because a search asks for them millions of times."""
         kinds = self.first, self.middle, self.last
-        return [{name: sum(plane.size_bytes(name) for plane in planes) for name in self.names} for planes in kinds]
+        first, middle, last = (
+            {name: sum(plane.size_bytes(name) for plane in planes) for name in self.names} for planes in kinds
+        )
+        return [first, *[middle] * (self.count - 2), last]
 
 
-@functools.lru_cache(maxsize=64)  # a refusal searches again, for what would fit
+@functools.lru_cache(maxsize=64)  # if nothing fits, a second search looks for settings that would
 def stages_of(config: LlamaConfig, optim: Optimizer, precision: str, blocks_per_stage: int) -> Stages:
-    """Return the stages of a model; `blocks_per_stage` divides its blocks."""
+    """Return the stages of a model, whose number of blocks `blocks_per_stage` divides."""
     short = replace(config, num_hidden_layers=blocks_per_stage, layer_types=config.layer_types[:blocks_per_stage])
     with META:
         model = Llama(short)
@@ -133,7 +137,7 @@ def _shapes(stage: Stage) -> tuple[PlaneShape, ...]:
 
 
 def room_bytes(guests: Iterable[Mapping[Any, tuple[int, torch.dtype]]]) -> int:
-    """Return the bytes of a `monograph.stream.slots.DeviceBuffer` for these tensors."""
+    """Return the bytes of a `monograph.stream.slots.DeviceBuffer` that each of these groups of tensors fits into."""
     sizes: dict[tuple[Any, torch.dtype], int] = {}
     for guest in guests:
         for key, (numbers, dtype) in guest.items():
@@ -150,9 +154,13 @@ def slots_bytes(stages: Stages, resident: Sequence[Names]) -> int:
 
 
 def staging_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool, on_host: bool) -> int:
-    """Return the bytes of the staging buffers, with `gradient` including the gradients that leave their slots.
+    """Return the bytes of the staging buffers.
 
-    With `on_host`, planes entirely off the device are updated by the host and need no staging buffer.
+    Args:
+        stages: the model's stages.
+        resident: names of each stage's buffers on the device.
+        gradient: whether gradients leave their slots, so that they are brought for an update.
+        on_host: whether the host updates planes that are entirely off the device, which then need no staging buffer.
     """
     guests = []
     for _, planes, names in _kinds(stages, resident):
@@ -162,7 +170,7 @@ def staging_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool, 
     return STAGING_BUFFERS * room_bytes(guests)
 
 
-@functools.lru_cache(maxsize=4096)  # ways of different micro-batches hold the same planes
+@functools.lru_cache(maxsize=4096)  # ways that differ in their micro-batch hold the same planes
 def held_bytes(stages: Stages, resident: tuple[Names, ...], *, gradient: bool, on_host: bool) -> Mapping[str, int]:
     """Return the bytes on the device of planes, slots and staging buffers, by origin."""
     sizes = dict.fromkeys(("weights", "gradients", "moments"), 0)
@@ -174,12 +182,12 @@ def held_bytes(stages: Stages, resident: tuple[Names, ...], *, gradient: bool, o
 
 
 def turns_bytes(stages: Stages, resident: Sequence[Names]) -> int:
-    """Return the host bytes of gradients, whose memory stages use in turns."""
+    """Return the bytes of gradients on the host if stages take turns with TURNS sets of memory."""
     every = enumerate(resident)
     guests = [
         (index % TURNS, {plane.place: plane.buffers[GRADIENT]})
         for index, names in every
-        for plane in stages.planes(index)
+        for plane in stages.planes[index]
         if plane.stays(names)
     ]
     return sum(room_bytes(guest for turn, guest in guests if turn == number) for number in range(TURNS))
@@ -192,9 +200,9 @@ def _part(plane: PlaneShape, name: str, begin: int, end: int) -> tuple[int, torc
 
 
 def _kinds(stages: Stages, resident: Sequence[Names]) -> list[tuple[str, tuple[PlaneShape, ...], Names]]:
-    """Return the stages to bring, once for those that are alike and have the same buffers on the device."""
+    """Return (kind, planes, resident names), once for stages that are alike and have the same resident buffers."""
     ends = {0: "first", stages.count - 1: "last"}
-    every = Counter((ends.get(index, "middle"), names) for index, names in enumerate(resident))
+    every = dict.fromkeys((ends.get(index, "middle"), names) for index, names in enumerate(resident))
     planes = {"first": stages.first, "middle": stages.middle, "last": stages.last}
     return [(kind, planes[kind], names) for kind, names in every]
 
@@ -209,9 +217,9 @@ def _slot_bytes(kinds: Sequence[tuple[str, tuple[PlaneShape, ...], Names]]) -> i
 
 
 Tiers = Mapping[str, Mapping[str, int]]  # bytes by origin, for "device", "host" and "disk"
-# The memory of passes is estimated; what stays on the device leaves this factor more room for it.
+# The memory of passes is only estimated, so resident buffers leave room for this many times the estimate.
 MARGIN = 1.25
-GOLDEN = 0.618033988749895  # multiples of it, modulo 1, are spread evenly, whatever their number
+GOLDEN = 0.618033988749895  # any number of its first multiples, modulo 1, are spread evenly
 
 
 @dataclass(frozen=True)
@@ -219,15 +227,15 @@ class Way:
     """One way to stream a model.
 
     Attributes:
-        work: its micro-batch.
+        work: micro-batch, precision, compile scope and recomputation.
         stages: the model's stages.
-        blocks_per_stage: blocks in each of them.
+        blocks_per_stage: blocks in a stage.
         when: when weights are updated.
         offload: whether boundaries are kept on the host.
-        where: where weights off the device are updated.
-        on_disk: names of buffers in files.
-        files_first: whether buffers in files are the first to stay on the device, as a disk is slow, or the last, as it
-            has room.
+        where: where weights that are not resident are updated.
+        on_disk: names of buffers that lie in files where they are not resident.
+        files_first: whether buffers named in `on_disk` are the first to stay on the device, because a disk is slow, or
+            the last, because it has room.
     """
 
     work: Work
@@ -239,28 +247,14 @@ class Way:
     on_disk: Names = frozenset()
     files_first: bool = True
 
-    @property
-    def micro_batches(self) -> int:
-        """Return the micro-batches of an update."""
-        return -(-self.work.window_rows // self.work.rows)
-
-    @property
-    def number_bytes(self) -> int:
-        """Return the bytes of a number that is computed with."""
-        return 4 if self.work.precision == "fp32" else 2
-
-    @property
-    def state_bytes(self) -> int:
-        """Return the bytes that pass from stage to stage of a micro-batch."""
-        return self.work.rows * self.work.length * self.work.config.hidden_size * self.number_bytes
-
     @cached_property
     def order(self) -> list[list[tuple[int, str]]]:
-        """Return what stays on the device first, as (stage, name) in groups of a name: what saves most copies per byte.
+        """Return buffers as (stage, name) in the order in which they stay on the device, in groups of one name.
 
-        Files come first or last; weights, which are copied up to three times an update, come before gradients, which
-        leave in the backward pass and return in the forward pass. Where the host updates weights, a stage is entirely
-        on the host or on the device.
+        Buffers that save most copies per byte come first: weights, which are copied up to three times an update, then
+        gradients, which leave in the backward pass and return in the forward pass. Buffers in files come before or
+        after all others. Where the host updates weights, a group is a stage instead, as a stage is entirely on the host
+        or on the device.
         """
         stages = sorted(range(self.stages.count), key=lambda index: index * GOLDEN % 1)
         names = [WEIGHTS, GRADIENT, REST, *(n for n in self.stages.names if n not in (WEIGHTS, GRADIENT, REST))]
@@ -278,18 +272,18 @@ class Way:
 
     def on_host(self, index: int, resident: Sequence[Names]) -> list[PlaneShape]:
         """Return a stage's planes that the host updates."""
-        return [plane for plane in self.stages.planes(index) if self.where == "host" and plane.stays(resident[index])]
+        return [plane for plane in self.stages.planes[index] if self.where == "host" and plane.stays(resident[index])]
 
     @cached_property
     def passing(self) -> dict[str, int]:
-        """Bytes on the device in addition to planes, by origin; estimates except for boundaries and masks."""
-        work, number = self.work, self.number_bytes
-        config, tokens = work.config, work.rows * work.length
+        """Return the bytes on the device next to planes, by origin; all but boundaries and masks are estimates."""
+        work, number = self.work, self.work.number_bytes
+        config, tokens = work.config, work.tokens
         inside = stored_numbers(work, work.remat) * number * tokens * self.blocks_per_stage
         block = stored_numbers(work, "none") * number * tokens
         head = config.vocab_size * config.hidden_size
         chunk = tokens / chunk_count(tokens, config.vocab_size, work.device_type)
-        loss = chunk * config.vocab_size * (4 + number) + 8 * head + 2 * tokens * config.hidden_size * number
+        loss = chunk * config.vocab_size * (4 + number) + 8 * head + 2 * work.input_bytes
         matrices = [plane.whole for plane in self.stages.middle if plane.whole > 1]
         largest = max(MOST, *matrices, 1)
         if work.compile == "none":
@@ -298,20 +292,30 @@ class Way:
             update = max(4 * largest, ORTHOGONAL_NUMBERS * number * max(matrices, default=0))
         passes = inside + max(2 * block, loss - inside, 4 * head - inside, update - inside)
         every = work.window_rows * work.length
-        masks = every * (work.length + 4 * config.head_dim) if work.packed else 0  # dense masks, cosine and sine
+        masks = every * (work.length + 4 * config.head_dim) if work.packed else 0  # dense masks, cosines and sines
         return {
-            "boundaries": self._states * self.state_bytes,
+            "boundaries": self._states * work.input_bytes,
             "activations": int(inside),
             "workspace": int(passes - inside) + masks,
         }
 
     @property
     def _states(self) -> int:
-        """Return the most states on the device: all inputs and a gradient, or those read, those made, and the rings."""
+        """Return the most states on the device at once, in states of a micro-batch.
+
+        A state is the tensor that passes from stage to stage. If states stay on the device, they are the inputs of all
+        stages and one gradient; if they are offloaded, those of the stage that is read, those of the stage that is
+        written, and the rings of copies.
+        """
         inner = self.stages.count - 1
         if not self.offload:
-            return inner * self.micro_batches + 1
-        return (2 + min(RINGS, inner - 1)) * self.micro_batches
+            return inner * self.work.micro_batches + 1
+        return (2 + min(RINGS, inner - 1)) * self.work.micro_batches
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Return the bytes of boundaries that are kept on the host."""
+        return (self.stages.count - 2) * self.work.micro_batches * self.work.input_bytes if self.offload else 0
 
     def resident(self, count: int) -> list[Names]:
         """Return the names of each stage's buffers on the device, if the first `count` of `order` are."""
@@ -327,17 +331,16 @@ class Way:
         return {**held, **self.passing}
 
     def filled(self, limit: int) -> list[Names]:
-        """Return what stays on the device, as much as its memory holds."""
+        """Return the names of each stage's resident buffers: as many of `order` as `limit` bytes hold."""
         passing = self.passing
         spare = limit - int(MARGIN * (passing["activations"] + passing["workspace"])) - passing["boundaries"]
 
         def fits(count: int) -> bool:
             return sum(size for name, size in self.device(self.resident(count)).items() if name not in passing) <= spare
 
-        ends = [0]
-        for group in self.order:
-            ends.append(ends[-1] + len(group))
-        # Within a group memory only grows; at its end slots may vanish.
+        ends = [0, *itertools.accumulate(map(len, self.order))]
+        # Within a group memory only grows with `count`, so it is bisected; at a group's end slots may no longer be
+        # needed, so ends are tried one by one.
         whole = max((n for n, end in enumerate(ends) if fits(end)), default=0)
         if self.where == "host":
             return self.resident(ends[whole])
@@ -348,7 +351,7 @@ class Way:
         return self.resident(low)
 
     def tiers(self, resident: Sequence[Names]) -> Tiers:
-        """Return the bytes by origin, tier by tier."""
+        """Return the bytes by origin on the device, on the host and on disk."""
         tiers = {"device": self.device(resident), "host": dict[str, int](), "disk": dict[str, int]()}
         for index in range(self.stages.count):
             for name in self.stages.names:
@@ -361,11 +364,11 @@ class Way:
         if self.where == "host" and self.at_once and (turns := turns_bytes(self.stages, resident)):
             tiers["host"]["gradients"] = turns
         if self.offload:
-            tiers["host"]["boundaries"] = (self.stages.count - 2) * self.micro_batches * self.state_bytes
+            tiers["host"]["boundaries"] = self.offloaded_bytes
         return tiers
 
     def placement(self, resident: Sequence[Names]) -> Placement:
-        """Return the placement for the engine; its device and folder are the caller's."""
+        """Return the placement for the engine; the caller sets its device and folder."""
         return Placement(
             when=self.when,
             where=self.where,

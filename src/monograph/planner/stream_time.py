@@ -1,4 +1,4 @@
-"""Predict the time of an update of a streamed model: in closed form for the search, by the clock for its best few."""
+"""Predict the time of a streamed model's update: in closed form for a search, by the clock for its best few ways."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.planner.placement_bytes import META, Names, Way
-from monograph.predict.roofline import PassTimes
+from monograph.predict.footprint import Work
 from monograph.stream import Placement, Streamed
 from monograph.stream.clock import Clock, Costs, Link, Timing, pretended
 from monograph.stream.lanes import Lanes
@@ -22,13 +22,13 @@ MOST_PLAYED = 16  # micro-batches; with more, several are played as one
 
 
 class Seconds(NamedTuple):
-    """Seconds for each stage, over all micro-batches.
+    """The seconds of each stage in an update, over all micro-batches.
 
     Attributes:
         there: the forward pass.
-        back: the forward pass again, and the backward pass.
-        device: the update on the device.
-        host: the update by the host.
+        back: the repeated forward pass and the backward pass.
+        device: updating weights on the device.
+        host: updating weights on the host.
     """
 
     there: list[float]
@@ -38,7 +38,7 @@ class Seconds(NamedTuple):
 
     @property
     def late_s(self) -> float:
-        """Return how long the forward pass waits for stages that the host updates meanwhile, in this order."""
+        """Return how long the forward pass waits for stages that the host updates during it, one after another."""
         ready, done = 0.0, self.device[0]
         for host_s, there_s, next_s in zip(self.host, self.there, [*self.device[1:], 0.0], strict=True):
             ready += host_s
@@ -47,7 +47,10 @@ class Seconds(NamedTuple):
 
     @property
     def late_in_backward_s(self) -> float:
-        """Return how long it waits if the host updates a stage once its gradient is there, the last stage first."""
+        """Return how long the next forward pass waits if the host updates stages during the backward pass.
+
+        A stage is updated once its gradient is there, the last stage first.
+        """
         done = ready = 0.0
         for back_s, device_s, host_s in reversed(list(zip(self.back, self.device, self.host, strict=True))):
             done += back_s
@@ -57,10 +60,10 @@ class Seconds(NamedTuple):
         return max(0.0, ready - done - sum(self.there[:before]))
 
 
-def seconds_of(way: Way, resident: Sequence[Names], times: PassTimes) -> Seconds:
+def seconds_of(way: Way, resident: Sequence[Names], times: Costs) -> Seconds:
     """Return the seconds of each stage for a way to stream."""
-    stages, count, blocks = way.stages, way.micro_batches, way.blocks_per_stage
-    numbers = [sum(plane.numbers for plane in stages.planes(index)) for index in range(stages.count)]
+    stages, count, blocks = way.stages, way.work.micro_batches, way.blocks_per_stage
+    numbers = [sum(plane.numbers for plane in planes) for planes in stages.planes]
     on_host = [sum(plane.numbers for plane in way.on_host(index, resident)) for index in range(stages.count)]
     inner = stages.count - 2
     return Seconds(
@@ -71,19 +74,19 @@ def seconds_of(way: Way, resident: Sequence[Names], times: PassTimes) -> Seconds
     )
 
 
-def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Link) -> float:
-    """Return the sum over phases of the longest of computing, copying in and copying out.
+def closed_form(way: Way, resident: Sequence[Names], times: Costs, link: Link) -> float:
+    """Return the seconds of an update: the sum over phases of the longest of computing, copying in and copying out.
 
-    The host updates its stages during the forward pass, which waits for a stage that is late.
+    The host updates its stages during a pass, and the forward pass waits for a stage that is late.
     """
     on_host = [way.on_host(index, resident) for index in range(way.stages.count)]
 
     def away(names: Iterable[str], *, home: bool) -> int:
-        """Return the bytes off the device, of planes that the host updates or else of the others."""
+        """Return the bytes off the device of planes that the host updates (`home`), or of all others."""
         return sum(
             plane.size_bytes(name)
             for index, here in enumerate(resident)
-            for plane in way.stages.planes(index)
+            for plane in way.stages.planes[index]
             if (plane in on_host[index]) == home
             for name in names
             if name not in here
@@ -94,11 +97,11 @@ def closed_form(way: Way, resident: Sequence[Names], times: PassTimes, link: Lin
     gradients, gradients_home = (away([GRADIENT], home=home) for home in (False, True))
     renewed_bytes = away(names, home=False) - gradients
     disk_s, disk_home_s = (2 * away(way.on_disk, home=home) / link.disk for home in (False, True))
-    boundaries = (way.stages.count - 2) * way.micro_batches * way.state_bytes if way.offload else 0
+    boundaries = way.offloaded_bytes
     there_s, back_s, renew_s = sum(seconds.there), sum(seconds.back), sum(seconds.device)
     late_there_s = 0.0 if way.at_once else max(seconds.late_s, disk_home_s - there_s)
     late_back_s = max(seconds.late_in_backward_s, disk_home_s - back_s) if way.at_once else 0.0
-    came = 0 if way.at_once else gradients  # off the device, so they come for the update
+    came = 0 if way.at_once else gradients  # gradients that left their slots come back for the update
     renewed = max(renew_s, disk_s), renewed_bytes + came, renewed_bytes
     there = there_s + late_there_s, weights + weights_home, boundaries
     back = back_s + late_back_s, weights + weights_home + boundaries, came + gradients_home
@@ -114,9 +117,8 @@ def _at_once(one: tuple[float, int, int], other: tuple[float, int, int]) -> tupl
     return one[0] + other[0], one[1] + other[1], one[2] + other[2]
 
 
-def timing(way: Way, placement: Placement, times: PassTimes, link: Link) -> Timing:
-    """Return an update's timing by the clock, which walks over the whole depth."""
-    work = way.work
+def timing(work: Work, placement: Placement, times: Costs, link: Link) -> Timing:
+    """Return an update's timing by the clock, which runs the engine's own walk over the model's whole depth."""
     with META:
         model = Llama(work.config)
     clock = Clock(link)
@@ -124,11 +126,11 @@ def timing(way: Way, placement: Placement, times: PassTimes, link: Link) -> Timi
         model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), lanes=Lanes(clock),
         placement=replace(placement, device=META),
     )  # fmt: skip
-    played = min(way.micro_batches, MOST_PLAYED)
-    several = way.micro_batches / played
+    played = min(work.micro_batches, MOST_PLAYED)
+    several = work.micro_batches / played
     costs = {name: seconds * (1 if name.endswith("number_s") else several) for name, seconds in asdict(times).items()}
     state = torch.empty(
-        math.ceil(work.rows * work.length * several), work.config.hidden_size,
+        math.ceil(work.tokens * several), work.config.hidden_size,
         dtype=Precision(work.precision).dtype, device=META,
     )  # fmt: skip
     return pretended(engine, clock, Costs(**costs), state, played)

@@ -1,10 +1,11 @@
-"""Search the ways to stream, given the memory of device and host, a disk, and how fast bytes go between them."""
+"""Search the ways to stream a model, given the memory of device and host, a disk, and the rates of copies."""
 
 from __future__ import annotations
 
 import itertools
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,11 +16,10 @@ import torch
 from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
 from monograph.optim import AdamW
-from monograph.planner.candidates import Asked, Candidate
+from monograph.planner.candidates import Asked, Candidate, speed
 from monograph.planner.placement_bytes import Names, Stages, Tiers, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
-from monograph.predict.flops import flops_per_token, mfu
-from monograph.predict.footprint import Compile, Work
+from monograph.predict.footprint import Compile
 from monograph.predict.roofline import (
     CPU_BYTES_PER_S,
     LINK_BYTES_PER_S,
@@ -47,10 +47,10 @@ class Limits:
         device_bytes: bytes that tensors may take on the device.
         host_bytes: bytes that buffers may take in the host's memory.
         disk_bytes: bytes that files may take in the folder.
-        link: how fast copies are.
-        host_bytes_per_s: rate of the host's memory; if None, it is measured when asked for.
+        link: the rates of copies.
+        host_bytes_per_s: rate of the host's memory; if None, it is measured on first use.
         shared: whether device and host share one memory of `host_bytes`.
-        folder: where files are.
+        folder: the folder for files; None for the system's folder for temporary files.
     """
 
     device_bytes: int
@@ -68,7 +68,7 @@ class Limits:
 
     @classmethod
     def here(cls, device: Device, device_bytes: int, folder: Path | None = None) -> Limits:
-        """Return the limits of this machine's host and disk, with `device_bytes` to take on the device."""
+        """Return the limits of this machine, with `device_bytes` on the device."""
         host = describe(torch.device("cpu"))
         disk = shutil.disk_usage(_there(folder or Path(tempfile.gettempdir()))).free
         rate = CPU_BYTES_PER_S if device.type == "cpu" else LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
@@ -83,18 +83,18 @@ def _there(folder: Path) -> Path:
 
 
 BLOCKS_PER_STAGE = 1, 2, 4
-TIMED = 3  # candidates timed by the clock per place of the update; they differ in more than their micro-batch
+TIMED = 3  # the clock times this many distinct candidates for updates on the device, and as many for those on the host
 LANES = {"compute": "computing", "in": "link to the device", "out": "link to the host", "host": "host", "disk": "disk"}
 
 
 @dataclass(frozen=True)
 class StreamCandidate(Candidate):
-    """One way to stream, and what is expected of it.
+    """One way to stream, with its predicted memory and speed.
 
     Attributes:
         placement: the place of each buffer, the blocks of a stage, and when weights are updated.
         tiers: bytes by origin for the device, the host and the disk.
-        bottleneck: what was busy for the longest; None where the clock did not time it.
+        bottleneck: the lane that is busy for longest, in words; None if the clock did not time the candidate.
         disk_moved_bytes: bytes to and from files in an update.
     """
 
@@ -118,23 +118,22 @@ _PLANES = ("weights", "gradients", "moments")
 
 
 def streamed(asked: Asked, device: Device, limits: Limits, peak_flops: Mapping[str, float]) -> list[StreamCandidate]:
-    """Return the ways to stream that fit, best first; each except the first says why it was not chosen.
+    """Return the ways to stream that fit, best first; all but the first say why they were not chosen.
 
     Raises:
-        OutOfDeviceMemory: nothing fits; says which tier is too small, by how much, and what would fit.
+        OutOfDeviceMemory: nothing fits; the message says which memory is too small, by how much, and what would fit.
     """
     fitting = _fitting(asked, device, limits)
     if not fitting:
         raise OutOfDeviceMemory(_refusal(asked, device, limits))
-    candidates = [
-        _candidate(way, resident, device, limits, peak_flops[way.work.precision]) for way, resident in fitting
-    ]
-    candidates.sort(key=lambda candidate: (candidate[0].update_s, candidate[0].peak_memory_bytes))
-    distinct = _distinct(candidates)
-    places = dict.fromkeys(way.where for _, way in distinct)
-    first = {id(candidate) for place in places for candidate in [e for e in distinct if e[1].where == place][:TIMED]}
-    timed = [_timed(*e, device, limits, peak_flops) if id(e) in first else e[0] for e in distinct]
-    best, *others = sorted(timed, key=_rank)
+    candidates = [_candidate(way, resident, device, limits, peak_flops) for way, resident in fitting]
+    candidates.sort(key=lambda candidate: (candidate.update_s, candidate.peak_memory_bytes))
+    distinct, seen = _distinct(candidates), Counter[Where]()
+    for index, candidate in enumerate(distinct):
+        seen[candidate.placement.where] += 1
+        if seen[candidate.placement.where] <= TIMED:
+            distinct[index] = _timed(candidate, device, limits, peak_flops)
+    best, *others = sorted(distinct, key=_rank)
     return [best, *(replace(candidate, why=_why(candidate, best)) for candidate in others)]
 
 
@@ -144,7 +143,7 @@ Fitting = list[tuple[Way, list[Names]]]
 
 
 def _fitting(asked: Asked, device: Device, limits: Limits) -> Fitting:
-    """Return all ways that fit, with what stays on the device; with files only if none fits without."""
+    """Return all ways that fit, with their resident buffers; moments lie in files only if nothing fits otherwise."""
     every = list(ways(asked, device))
     fitting = _that_fit(every, limits)
     for files_first in (True, False):
@@ -162,7 +161,7 @@ def _that_fit(every: Sequence[Way], limits: Limits) -> Fitting:
 
 
 def ways(asked: Asked, device: Device) -> Iterator[Way]:
-    """Yield all combinations; without clipping, also those that update weights in the backward pass."""
+    """Yield all combinations; those that update weights in the backward pass only without clipping."""
     layers = asked.config.num_hidden_layers
     sizes = asked.micro_batches
     scope: Compile = "none" if asked.scopes == ("none",) else "blocks"
@@ -178,10 +177,7 @@ def ways(asked: Asked, device: Device) -> Iterator[Way]:
             continue
         stages = stages_of(asked.config, asked.optim, precision, per_stage)
         for rows, remat, (when, where), offload in itertools.product(sizes, remats, updates, (False, True)):
-            work = Work(
-                asked.config, rows, asked.length, asked.optim, precision, scope, remat, asked.rows, asked.packed,
-                asked.clip, device.type,
-            )  # fmt: skip
+            work = asked.work((precision, scope, remat), rows, device)
             yield Way(work, stages, per_stage, when, offload, where)
 
 
@@ -202,48 +198,44 @@ def _short(tiers: Tiers, limits: Limits) -> dict[str, int]:
 
 
 def _candidate(
-    way: Way, resident: Sequence[Names], device: Device, limits: Limits, peak_flops: float
-) -> tuple[StreamCandidate, Way]:
+    way: Way, resident: Sequence[Names], device: Device, limits: Limits, peak_flops: Mapping[str, float]
+) -> StreamCandidate:
+    """Return the candidate of a way, with its time in closed form."""
     tiers = way.tiers(resident)
-    times = pass_times(way.work, device, peak_flops, limits.host_rate)
+    times = pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
     seconds = closed_form(way, resident, times, limits.link)
-    moved = 2 * sum(tiers["disk"].values())
-    candidate = StreamCandidate(
-        way.work, sum(tiers["device"].values()), seconds, 0.0, None, tiers["device"],
-        placement=way.placement(resident), tiers=tiers, disk_moved_bytes=moved,
+    return StreamCandidate(
+        way.work, sum(tiers["device"].values()), seconds, *speed(way.work, seconds, device), tiers["device"],
+        placement=way.placement(resident), tiers=tiers, disk_moved_bytes=2 * sum(tiers["disk"].values()),
     )  # fmt: skip
-    return _with_time(candidate, seconds, device), way
-
-
-def _with_time(candidate: StreamCandidate, seconds: float, device: Device) -> StreamCandidate:
-    work = candidate.work
-    rate = work.window_rows * work.length / seconds
-    datasheet = device.peak_flops.get(work.precision)
-    share = mfu(rate, flops_per_token(work.config, work.length), datasheet) if datasheet else None
-    return replace(candidate, update_s=seconds, tokens_per_s=rate, mfu=share)
 
 
 def _timed(
-    candidate: StreamCandidate, way: Way, device: Device, limits: Limits, peak_flops: Mapping[str, float]
+    candidate: StreamCandidate, device: Device, limits: Limits, peak_flops: Mapping[str, float]
 ) -> StreamCandidate:
-    times = pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
-    timed = timing(way, candidate.placement, times, limits.link)
-    return replace(_with_time(candidate, timed.update_s, device), bottleneck=LANES[timed.bottleneck])
+    """Return the candidate with its time by the clock."""
+    work = candidate.work
+    times = pass_times(work, device, peak_flops[work.precision], limits.host_rate)
+    timed = timing(work, candidate.placement, times, limits.link)
+    rate, share = speed(work, timed.update_s, device)
+    return replace(candidate, update_s=timed.update_s, tokens_per_s=rate, mfu=share, bottleneck=LANES[timed.bottleneck])
 
 
-# ── what is said ────────────────────────────────────────────────────────────────────────────────
+# ── choice and messages ─────────────────────────────────────────────────────────────────────────
 
 
-def _distinct(candidates: Sequence[tuple[StreamCandidate, Way]]) -> list[tuple[StreamCandidate, Way]]:
-    """Return the best of those that differ in more than their micro-batch and recomputation."""
-    first: dict[tuple[object, ...], tuple[StreamCandidate, Way]] = {}
-    for candidate, way in candidates:
-        first.setdefault((way.work.precision, way.when, way.where, way.offload, way.blocks_per_stage), (candidate, way))
+def _distinct(candidates: Sequence[StreamCandidate]) -> list[StreamCandidate]:
+    """Return the first of each group of candidates that differ only in their micro-batch and recomputation."""
+    first: dict[tuple[object, ...], StreamCandidate] = {}
+    for candidate in candidates:
+        place = candidate.placement
+        key = candidate.work.precision, place.when, place.where, place.offload, place.blocks_per_stage
+        first.setdefault(key, candidate)
     return list(first.values())
 
 
 def _rank(candidate: StreamCandidate) -> tuple[bool, float]:
-    """Sort candidates that the clock timed first, as a closed form is never longer than the clock's time."""
+    """Return the sort key: candidates timed by the clock come first, as a closed form is never longer than its time."""
     return candidate.bottleneck is None, candidate.update_s
 
 
@@ -289,7 +281,7 @@ def _refusal(asked: Asked, device: Device, limits: Limits) -> str:
 
 
 def _remedy(asked: Asked, device: Device, limits: Limits) -> str:
-    """Return what would fit: the optimizer's state in fewer bytes, or fewer tokens between the stages."""
+    """Return a sentence on what would fit: an optimizer state of fewer bytes, or fewer tokens in an update."""
     rule, narrow = asked.optimizer.partition(":")[0], ["bf16", "8bit"]
     narrow = narrow[narrow.index(asked.optim.state) + 1 :] if asked.optim.state in narrow else narrow
     for tokens in (asked.tokens_per_update, *(asked.length * rows for rows in _fewer(asked.rows))):
@@ -308,12 +300,12 @@ def _remedy(asked: Asked, device: Device, limits: Limits) -> str:
 
 
 def _fewer(rows: int) -> list[int]:
-    """Return a quarter of the rows, and one row."""
+    """Return a quarter of the rows, and one row, if these are fewer."""
     return sorted({max(1, rows // 4), 1} - {rows}, reverse=True)
 
 
 def describe_way(candidate: StreamCandidate) -> str:
-    """Describe how stages are cut, and when and where they are updated."""
+    """Return in words how many blocks a stage has, and when and where stages are updated."""
     placement = candidate.placement
     blocks = f"{placement.blocks_per_stage} block{'s' if placement.blocks_per_stage > 1 else ''} a stage"
     when = {"sweep": "in a sweep", "next forward": "before the next forward pass", "backward": "in the backward pass"}[
@@ -324,7 +316,7 @@ def describe_way(candidate: StreamCandidate) -> str:
 
 
 def describe_tiers(candidate: StreamCandidate) -> Iterator[tuple[str, str]]:
-    """Yield (label, text) for what is on the host and in files, and for the way."""
+    """Yield (label, text) for the bytes on the host, for those in files, and for the way."""
     for tier in ("host", "disk"):
         if parts := candidate.tiers[tier]:
             amounts = ", ".join(f"{name} {gibibytes(size)}" for name, size in parts.items())

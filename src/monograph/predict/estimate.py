@@ -1,12 +1,15 @@
-"""Estimate the peak memory of a training step in closed form: microseconds, for a search; `footprint` decides.
+"""Estimate the peak memory of a training step in closed form.
 
-static     = P (bytes of weights + 4 gradients + bytes of optimizer state); with adapters, P counts these, plus the base
-stored     = L times numbers per token and layer, times bytes of a number        (`stored_numbers`); captured in a low
-             precision, a block that recomputes nothing also keeps its weights, rounded
-head       = the hidden states' gradient, and the larger of: logits of a chunk and their gradient, the head's gradient,
-             and its weights, rounded, or in fp32 what a chunk adds to it; the head's gradient twice
+The estimate takes microseconds, so that a search can compare many candidates; `footprint` traces the chosen one.
+
+static     = P (bytes of the weight + 4 of its gradient + bytes of its optimizer state) for P trained parameters; with
+             adapters P counts their parameters alone, and the bytes of the frozen base are added
+stored     = L times numbers per token and layer (`stored_numbers`), times bytes of a number; a block that is captured
+             in a low precision and recomputes nothing also keeps its weights, rounded
+head       = gradient of the hidden states, plus the larger of: logits of a chunk, their gradient, the head's gradient,
+             and the head's rounded weights (in fp32 the product of a chunk instead); the head's gradient twice
 peak       = static + max(stored + head,  stored + one block's work,  new gradients where a graph returns them,
-                          an update's intermediates: eager of the largest plane, captured of Muon's)
+                          an update's intermediates: of the largest plane if eager, of Muon's planes if captured)
 """
 
 from __future__ import annotations
@@ -29,26 +32,32 @@ from monograph.ops.attention import MOST_KEYS, QUERIES
 from monograph.ops.cross_entropy import chunk_count
 from monograph.predict.footprint import ON_THEIR_WAY, Work
 
-# For a parameter, AdamW keeps two moments; Muon keeps one for a block's matrix, and two for the rest, an eighth.
+# Moments per parameter. Muon keeps one for a block's matrix, and two for other parameters: about an eighth of a model.
 MOMENTS = {"adamw": 2, "muon": 1.125}
-FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # bytes for a number of a linear layer that is kept in fewer bits
+FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # bytes per number of a frozen linear layer
 STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256, "all-bf16": 2}
-SCORE_NUMBERS = 3  # in bf16 numbers, for a score: its probability in fp32 and rounded
-# Bytes alive in an eager update for each number of its largest plane: seven copies and the unpacked state; with random
-# rounding also the random words, 8-byte integers.
+SCORE_NUMBERS = 3  # memory of an attention score, in bf16 numbers: its probability in fp32 (2) and in bf16 (1)
+# Bytes alive in an eager update for each number of its largest plane: seven fp32 copies and the unpacked state; with
+# stochastic rounding also the random words, which are 8-byte integers.
 EAGER_UPDATE_BYTES = {"fp32": 28, "8bit": 36, "bf16": 132, "all-bf16": 136}
-ORTHOGONAL_NUMBERS = 3  # of the compute dtype, alive in a captured Muon for each number of its largest plane
+# Numbers of the compute dtype alive in a captured Muon update for each number of its largest plane.
+ORTHOGONAL_NUMBERS = 3
 
 
 def stored_numbers(work: Work, remat: str | float) -> float:
-    """Return what a block keeps for its backward pass, in numbers of the compute dtype per token, with its input.
+    """Return how many numbers of the compute dtype a block keeps per token for its backward pass, its input included.
 
-    Let r be the key-value width and q the query width over d, and phi = d_ff / d. Captured it is d (4 + 2q + 2r + 3
-    phi), the closed form of a Llama block with fused elementwise code. Eager it is what each operation keeps, d (7 + 2q
-    + 2r + 4 phi), and in bf16 the norms' fp32 copies, three times d more. Recomputed pointwise it is the products
-    alone, d (2 + 2q + 2r + 2 phi); recomputed by a share, that much of it; in full the input, d, or 0 if that is on the
-    host. Where attention is made of matrix products (`monograph.ops.attention`) its probabilities are added, in fp32
-    and in bf16.
+    Let d be the hidden size, q = query width / d, r = key-value width / d and phi = d_ff / d.
+
+        captured, nothing recomputed     d (4 + 2q + 2r + 3 phi), as elementwise code is fused
+        eager, nothing recomputed        d (7 + 2q + 2r + 4 phi), what each operation keeps; below fp32 4 d more, for
+                                         the fp32 copies of the norms
+        pointwise                        d (2 + 2q + 2r + 2 phi), the products alone
+        a share                          that share of what is kept beyond the input
+        full, offload                    d, the input; 0 if the input is on the host
+
+    Where attention is computed by matrix products (`monograph.ops.attention`), its probabilities are added in fp32 and
+    in bf16.
     """
     config = work.config
     width, query, key_value = _widths(config)
@@ -59,31 +68,34 @@ def stored_numbers(work: Work, remat: str | float) -> float:
     if work.compile != "none":
         scores = SCORE_NUMBERS * score_numbers(work)
         return 4 * width + 2 * query + 2 * key_value + 3 * config.intermediate_size + scores
-    wide = 4 * width if work.precision != "fp32" else 0
-    return 7 * width + 2 * query + 2 * key_value + 4 * config.intermediate_size + wide
+    fp32_copies = 4 * width if work.precision != "fp32" else 0
+    return 7 * width + 2 * query + 2 * key_value + 4 * config.intermediate_size + fp32_copies
 
 
 def score_numbers(work: Work) -> int:
-    """Return a token's scores in a block that are in memory: none where a fused kernel computes attention."""
+    """Return how many attention scores per token of a block are in memory: 0 where a fused kernel computes attention.
+
+    Queries are taken in blocks, and a block of queries reads the keys up to its own end.
+    """
     in_products = work.device_type == "cpu" and work.compile != "none" and work.precision == "bf16"
     if not in_products or work.length > MOST_KEYS:
         return 0
     blocks = -(-work.length // QUERIES)
-    seen = sum(min(work.length, (block + 1) * QUERIES) for block in range(blocks)) / blocks
-    return int(work.config.num_attention_heads * seen)
+    keys = sum(min(work.length, (block + 1) * QUERIES) for block in range(blocks)) / blocks
+    return int(work.config.num_attention_heads * keys)
 
 
 def recomputed_flops(work: Work) -> tuple[int, int]:
-    """Return the FLOPs per token and layer that the backward pass repeats: in matrix products, and in attention."""
+    """Return the FLOPs per token and layer that the backward pass repeats: of linear layers, and of attention."""
     products = _products(work)
     if work.remat in ("none", "pointwise"):
         return 0, 0
     kept = _kept(work, work.remat).what if work.remat not in ("full", "offload") else ()
-    again = [product for product in products if product.name not in kept]
-    # Whatever is recomputed as a whole also computes its last product, though nobody reads it.
+    repeated = [product for product in products if product.name not in kept]
+    # A block that is recomputed as a whole also repeats its last product (down), whose result nothing reads.
     last = 2 * work.config.hidden_size * work.config.intermediate_size if not kept else 0
-    attention = sum(product.flops for product in again if product.name in (_SCORES, _ATTENTION))
-    return sum(product.flops for product in again) - attention + last, attention
+    attention = sum(product.flops for product in repeated if product.name in (_SCORES, _ATTENTION))
+    return sum(product.flops for product in repeated) - attention + last, attention
 
 
 _SCORES, _ATTENTION = ("scores", 0), ("attention", 0)
@@ -95,11 +107,16 @@ def _widths(config: LlamaConfig) -> tuple[int, int, int]:
 
 
 def _products(work: Work) -> tuple[Product, ...]:
-    """Return, for each product in a block, how many numbers it gives per token, and from how many FLOPs."""
+    """Return a block's products, per token, except the last, whose result the backward pass does not read.
+
+    `stored_bytes` of a `Product` holds numbers here.
+    """
     (width, query, key_value), inner = _widths(work.config), work.config.intermediate_size
     products = [("query", query), ("key", key_value), ("value", key_value), ("gate", inner), ("up", inner)]
     linear = [Product((name, 0), numbers, 2 * width * numbers) for name, numbers in products]
-    attending = query * work.length  # FLOPs of the scores, and again of mixing; causal attention sees half of the pairs
+    # FLOPs of the scores, and as many of mixing the values: 2 per pair and number, for the half of the pairs that
+    # causal attention sees.
+    attending = query * work.length
     if scores := score_numbers(work):
         attention = [Product(_SCORES, scores, attending), Product(_ATTENTION, query, attending)]
     else:
@@ -109,22 +126,22 @@ def _products(work: Work) -> tuple[Product, ...]:
 
 @functools.lru_cache(maxsize=64)
 def _kept(work: Work, remat: str | float) -> Choice:
-    """Return what a policy between `none` and `full` keeps per token in a block; `stored_bytes` are numbers here."""
+    """Return which products a policy between `none` and `full` keeps; `stored_bytes` are numbers per token here."""
     curve = Recording(0, 0, 0, _products(work)).curve()
     if remat == "pointwise":
         return curve[-1]
-    beyond_input = stored_numbers(work, "none") - work.config.hidden_size + _rounded(work) / (work.rows * work.length)
+    beyond_input = stored_numbers(work, "none") - work.config.hidden_size + _rounded(work) / work.tokens
     return within(curve, int(float(remat) * beyond_input)) or curve[0]
 
 
 def _rounded(work: Work) -> int:
-    """Return the numbers of a captured block's weights that products read in another dtype than the stored one."""
+    """Return how many numbers of a captured block's weights are kept rounded to the compute dtype."""
     as_kept = work.compile == "none" or work.precision == "fp32" or work.optim.state == "all-bf16" or work.lora
     return 0 if as_kept else sum(map(math.prod, _shapes(work.config)))
 
 
 class _Frozen(NamedTuple):
-    """A model with adapters: their parameters, and the bytes of everything else."""
+    """A model with adapters: the number of their parameters, and the bytes of the frozen ones."""
 
     adapters: int
     base_bytes: int
@@ -142,21 +159,24 @@ def _frozen(config: LlamaConfig, lora: Lora, precision: str) -> _Frozen:
 
 
 def trained_adapters(work: Work) -> int:
-    """Return the parameters of the adapters; 0 if the model itself is trained."""
+    """Return the number of the adapters' parameters; 0 if the model itself is trained."""
     return _frozen(work.config, work.lora, work.precision).adapters if work.lora else 0
 
 
 def dense_bytes(work: Work) -> float:
-    """Return the bytes moved in one pass over all blocks to make linear weights dense that are kept in fewer bits."""
+    """Return the bytes that one pass over all blocks reads and writes to dequantise linear weights; 0 if none are."""
     if work.lora is None or work.lora.base not in FROZEN_BYTES:
         return 0.0
-    return _matrices(work.config) * (FROZEN_BYTES[work.lora.base] + (4 if work.precision == "fp32" else 2))
+    return _matrices(work.config) * (FROZEN_BYTES[work.lora.base] + work.number_bytes)
 
 
 def _of_adapters(work: Work, optimizer: str, ema: bool) -> int:
-    """Return the closed form for adapters: no gradient of the head, no rounded copy of a weight, `A x` of each kept."""
+    """Return the closed form for a model with adapters.
+
+    The head has no gradient, no rounded copy of a weight is kept, and each adapter's inner values `A x` are kept.
+    """
     assert work.lora is not None
-    config, number, tokens = work.config, 4 if work.precision == "fp32" else 2, work.rows * work.length
+    config, number, tokens = work.config, work.number_bytes, work.tokens
     rule, _, state = optimizer.partition(":")
     adapters, base_bytes = _frozen(config, work.lora, work.precision)
     weight = 2 if state == "all-bf16" else 4
@@ -165,32 +185,32 @@ def _of_adapters(work: Work, optimizer: str, ema: bool) -> int:
     inner = work.lora.rank * len(_shapes(config)) * (work.remat not in ("full", "offload"))
     stored = config.num_hidden_layers * (stored_numbers(work, work.remat) + inner) * number * tokens
     if work.remat == "offload":
-        stored = ON_THEIR_WAY * config.hidden_size * number * tokens
+        stored = ON_THEIR_WAY * work.input_bytes
     dense = (4 + number) * max(map(math.prod, _shapes(config))) if work.lora.base != "auto" else 0
     block = stored_numbers(work, "none") * number * tokens + dense
     logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size * (4 + number)
-    loss = logits + 2 * tokens * config.hidden_size * number
+    loss = logits + 2 * work.input_bytes
     after = (EAGER_UPDATE_BYTES[state or "fp32"] if work.compile == "none" else 4) * adapters
     return int(static + max(stored + max(loss, 2 * block), after))
 
 
 def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
-    """Return the closed form above, for a device of `work.device_type`."""
+    """Return the peak bytes by the closed form at the top of this file, on a device of `work.device_type`."""
     if work.lora:
         return _of_adapters(work, optimizer, ema)
-    config, number = work.config, 4 if work.precision == "fp32" else 2
-    parameters, tokens = config.parameter_count(), work.rows * work.length
+    config, number, tokens = work.config, work.number_bytes, work.tokens
+    parameters = config.parameter_count()
     rule, _, state = optimizer.partition(":")
     weight = 2 if state == "all-bf16" else 4
     static = parameters * (weight + 4 + MOMENTS[rule] * STATE_BYTES[state or "fp32"] + weight * ema)
     kept = stored_numbers(work, work.remat) * tokens + _rounded(work) * (work.remat == "none")
     stored = config.num_hidden_layers * kept * number
     if work.remat == "offload":
-        stored = ON_THEIR_WAY * config.hidden_size * number * tokens
+        stored = ON_THEIR_WAY * work.input_bytes
     block = stored_numbers(work, "none") * number * tokens
     head = config.vocab_size * config.hidden_size
     logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size * (4 + number)
-    loss = max(logits + (4 + number) * head, 8 * head) + 2 * tokens * config.hidden_size * number
+    loss = max(logits + (4 + number) * head, 8 * head) + 2 * work.input_bytes
     stack = _largest_stack(config) if rule == "muon" else 0
     if work.compile == "none":
         after = EAGER_UPDATE_BYTES[state or "fp32"] * max(stack, parameters - _matrices(config) * bool(stack))
@@ -200,18 +220,18 @@ def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
 
 
 def _largest_stack(config: LlamaConfig) -> int:
-    """Return the numbers of the largest plane of block matrices of one shape, which Muon updates at once."""
-    sizes: Counter[tuple[int, int]] = Counter()
+    """Return the size, in numbers, of the largest plane of block matrices of one shape, which Muon updates at once."""
+    sizes: Counter[tuple[int, ...]] = Counter()
     for shape in _shapes(config):
         sizes[shape] += config.num_hidden_layers * math.prod(shape)
     return max(sizes.values())
 
 
 def _matrices(config: LlamaConfig) -> int:
+    """Return how many numbers the matrices of all blocks have."""
     return config.num_hidden_layers * sum(map(math.prod, _shapes(config)))
 
 
-def _shapes(config: LlamaConfig) -> list[tuple[int, int]]:
-    (width, query, key_value), inner = _widths(config), config.intermediate_size
-    sides = [(query, width), (key_value, width), (width, query), (inner, width), (width, inner)]
-    return [*sides, sides[1], sides[3]]  # values have the shape of keys, gate that of up
+def _shapes(config: LlamaConfig) -> list[tuple[int, ...]]:
+    """Return the shapes of one block's matrices."""
+    return [shape for shape in config.layer_shapes().values() if len(shape) == 2]

@@ -1,7 +1,7 @@
-"""Count the bytes that code would have alive, by origin, on tensors that have a shape and no data.
+"""Count the bytes that code would have alive, by origin, on tensors that have a shape but no data.
 
-Code inside a `FakeMemory` runs unchanged, on a CPU and in almost no memory: eager operations are counted as they are
-dispatched, captured graphs by walking their nodes (`monograph.predict.lifetimes`).
+Code inside a `FakeMemory` runs unchanged, on a CPU and in almost no memory. Eager operations are counted as they are
+dispatched; captured graphs are counted by walking their kernels (`monograph.predict.lifetimes`).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from monograph import compat
 from monograph.predict.lifetimes import Kernel, Name, inner_bytes, kernels
 
 ORIGINS = ("weights", "gradients", "moments", "activations", "loss head", "workspace")
-PASSING = ORIGINS[3:]  # the origins that a micro-step allocates and frees
+PASSING = ORIGINS[3:]  # the origins whose memory a micro-step allocates and frees again
 Sample = tuple[int, ...]  # bytes alive, in the order of ORIGINS
-UNIT_BYTES = {"cpu": 64, "cuda": 512}  # allocations are rounded up to multiples of it
+UNIT_BYTES = {"cpu": 64, "cuda": 512}  # allocations are rounded up to a multiple of this
 
 
 class Graphs:
-    """Graphs that several `FakeMemory` share in turn, so that code common to two models is traced once.
+    """Compiled graphs that several `FakeMemory` use in turn, so that code common to two models is traced once.
 
     Attributes:
         mode: the mode in which tensors have no data.
-        memory: the `FakeMemory` that counts now.
+        memory: the `FakeMemory` that is counting.
     """
 
     memory: FakeMemory
@@ -41,7 +41,7 @@ class Graphs:
         self._known: dict[Callable[..., Any], Callable[..., Any]] = {}
 
     def of(self, function: Callable[..., Any], device_type: str) -> Callable[..., Any]:
-        """Return `function` compiled so that `memory` counts its graphs as those of a device."""
+        """Return `function` compiled so that `memory` counts its graphs as a compiler for `device_type` makes them."""
 
         def runner(graph: torch.fx.GraphModule, backward: bool) -> Callable[..., Any]:
             plan = kernels(graph, device_type, backward)
@@ -59,21 +59,22 @@ class Graphs:
 
 
 class FakeMemory:
-    """Counts storages from the operation that makes them until the last tensor that uses them is gone.
+    """A count of all storages, from the operation that makes one until the last tensor that uses it is gone.
 
         with FakeMemory(vocabulary=4096) as memory:
             ...
         memory.curve
 
     Attributes:
-        origin: the origin of new storages, except those with an axis as long as the vocabulary.
-        curve: a sample after each operation and each kernel of a graph that changed it, while everything it read is
-            still alive.
-        walked: how many samples there were at the end of each graph.
+        origin: the origin of new storages; set it before the code that makes them. In a micro-step, storages with an
+            axis as long as the vocabulary belong to the loss head instead.
+        curve: samples, one after each operation and each kernel of a graph after which the bytes differ. Its inputs are
+            still alive in the sample.
+        walked: the length of `curve` at the end of each graph.
     """
 
     def __init__(self, vocabulary: int, device_type: str = "cpu", graphs: Graphs | None = None):
-        """Count for "cpu" or "cuda", which round sizes up differently; `graphs` may be an earlier memory's."""
+        """Count as for "cpu" or "cuda", which round sizes up differently; `graphs` may come from an earlier count."""
         self.vocabulary, self.device_type = vocabulary, device_type
         self._graphs = graphs or Graphs()
         self.origin = "weights"
@@ -93,7 +94,7 @@ class FakeMemory:
         self._modes.close()
 
     def assign(self, origin: str, tensors: Iterable[Tensor]) -> None:
-        """Count these tensors' storages under this origin from now on."""
+        """Move these tensors' storages, which are counted already, to this origin."""
         for tensor in tensors:
             before, size_bytes = self._known[id(tensor.untyped_storage())]
             self._live[before] -= size_bytes
@@ -101,13 +102,13 @@ class FakeMemory:
             self._known[id(tensor.untyped_storage())] = origin, size_bytes
 
     def captured(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return `function` as one graph, like `graph.capture.compiled`, whose kernels are counted and not built."""
+        """Return `function` as one graph, as `graph.capture.compiled` does, whose kernels are counted but not built."""
         compat.allow_variants()  # a search traces one function for many shapes
         compat.quiet_inputs_of_blocks()
         graph = self._graphs.of(function, self.device_type)
 
         def run(*arguments: Any, **keywords: Any) -> Any:
-            if torch.compiler.is_compiling():  # a look at what blocks keep counts nothing
+            if torch.compiler.is_compiling():  # `Step.choose_kept` runs a copy of the model, which is not to be counted
                 return function(*arguments, **keywords)
             with compat.without_modes():
                 return graph(*arguments, **keywords)
@@ -149,14 +150,14 @@ class FakeMemory:
     def _run(self, graph: torch.fx.GraphModule, plan: list[Kernel], arguments: list[Any], backward: bool) -> Any:
         self._walk(plan, arguments, backward)
         self.walked.append(len(self.curve))
-        with compat.without_modes(), self._graphs.mode:  # its nodes are counted already
+        with compat.without_modes(), self._graphs.mode:  # without the listener, as the kernels are counted already
             results = graph(*arguments)
         arguments.clear()
         self._note(results)
         return results
 
     def _walk(self, plan: list[Kernel], arguments: list[Any], backward: bool) -> None:
-        """Sample along a graph; a backward graph frees what was saved for it as soon as it has read it."""
+        """Add a sample for each kernel of a graph; a backward graph frees saved tensors once it has read them."""
         kept = dict(self._live)
         alive = self._passing(plan, arguments) if backward else {}
         for kernel in plan:
@@ -168,12 +169,15 @@ class FakeMemory:
             self._sample()
             for name in kernel.last_reads:
                 if name in alive:
-                    its_origin, its_bytes = alive.pop(name)
-                    self._live[its_origin] -= its_bytes
+                    origin, size_bytes = alive.pop(name)
+                    self._live[origin] -= size_bytes
         self._live = kept
 
     def _passing(self, plan: list[Kernel], arguments: list[Any]) -> dict[Name, tuple[str, int]]:
-        """Return origin and bytes of what a step frees, by the argument read last among those that share a storage."""
+        """Return (origin, bytes) of the arguments that the graph may free.
+
+        Of arguments that share a storage, only the one that is read last is listed.
+        """
         read_at = {name: at for at, kernel in enumerate(plan) for name in kernel.last_reads}
         latest: dict[int, int] = {}
         for index, value in enumerate(arguments):
@@ -185,6 +189,8 @@ class FakeMemory:
 
 
 class _Listener(TorchDispatchMode):
+    """A mode that counts the results of every eager operation."""
+
     def __init__(self, memory: FakeMemory):
         super().__init__()
         self.memory = memory
@@ -197,6 +203,7 @@ class _Listener(TorchDispatchMode):
             total, left, right = args
             inside_bytes = inner_bytes(total, left, right, self.memory.device_type)
         elif function is torch.ops.aten.add.Tensor and compat.sums_gradients():
+            # Autograd writes the sum of two gradients over one of them, except for tensors without data.
             inside_bytes = -self.memory._rounded(result.untyped_storage().nbytes())
         self.memory._sample(inside_bytes)
         return result

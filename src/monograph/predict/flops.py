@@ -21,7 +21,7 @@ def matmul_parameters(config: LlamaConfig) -> int:
 
 
 def training_flops(matmul_parameters: int, layers: int, attention_width: int, sequence_length: int) -> int:
-    """Count the operations of a token's forward and backward pass in any decoder with causal attention over whole rows.
+    """Count the FLOPs of a token's forward and backward pass in any decoder with causal attention over whole rows.
 
         6 · N_matmul + 6 · L · d_attn · T
 
@@ -36,21 +36,21 @@ def training_flops(matmul_parameters: int, layers: int, attention_width: int, se
 
 
 def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameters: int = 0) -> int:
-    """Return `training_flops` of `config` on rows of `sequence_length` tokens. Unit: operations per token.
+    """Return `training_flops` of `config` on rows of `sequence_length` tokens. Unit: FLOPs per token.
 
-    With A parameters of adapters next to frozen weights, 4 · N_matmul + 6 · A replace 6 · N_matmul: a frozen weight has
-    no gradient, whose product costs as much as the forward pass.
+    With adapters of A parameters next to frozen weights, 4 · N_matmul + 6 · A replaces 6 · N_matmul: the gradient of a
+    weight costs as much as the forward pass, and a frozen weight has none.
 
-    A layer whose window is w < T sees w · (1 - w / 2T) positions on average, as causal attention over rows of
-    w · (2 - w / T) tokens would: that length counts for it instead of T, rounded down.
+    A layer with an attention window w < T sees w · (1 - w / 2T) positions on average, as many as causal attention over
+    rows of w · (2 - w / T) tokens. This length, rounded down, counts for the layer instead of T.
     """
     windows = [
         min(config.window(layer) or sequence_length, sequence_length) for layer in range(config.num_hidden_layers)
     ]
-    visible = sum(w * (2 * sequence_length - w) // sequence_length for w in windows)
+    lengths = sum(w * (2 * sequence_length - w) // sequence_length for w in windows)  # over all layers
     width, matrices = config.num_attention_heads * config.head_dim, matmul_parameters(config)
     not_computed = 2 * matrices - 6 * adapter_parameters if adapter_parameters else 0
-    return training_flops(matrices, 1, width, visible) - not_computed
+    return training_flops(matrices, 1, width, lengths) - not_computed
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float:

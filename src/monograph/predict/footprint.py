@@ -1,14 +1,14 @@
-"""Predict a training step's peak memory by origin before any part of it exists, by tracing its own code at two depths.
+"""Predict a training step's peak memory by origin, by tracing its own code at two depths before the run.
 
-The traced models have two and three blocks. The difference of the traces is what a block adds at each moment, so that a
-model of any depth costs the same few seconds to predict. Nothing is computed and no device is needed.
+The traced models have two and three blocks. The difference of the traces is what a block adds at each moment, so a
+model of any depth takes the same few seconds to predict. Nothing is computed and no device is needed.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
@@ -26,26 +26,26 @@ from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import QUERIES
-from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
+from monograph.ops.cross_entropy import chunk_count
 from monograph.optim import Optimizer
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, Sample
 from monograph.step import Clip, Step, accumulate, update
 
 Compile = Scope | Literal["none"]
-DEPTHS = 2, 3
-ON_THEIR_WAY = 3  # inputs of blocks that are on the device while all others wait on the host
+DEPTHS = 2, 3  # blocks of the traced models
+ON_THEIR_WAY = 3  # with remat "offload", the inputs of this many blocks are on the device, all others on the host
 
 
 @dataclass(frozen=True)
 class Work:
-    """One micro-step of a model, as far as its memory depends on it.
+    """A training step: everything that its memory and its time depend on, apart from the device's speed.
 
     Attributes:
         config: the model's shape.
         rows: rows of a micro-batch.
         length: tokens of a row.
-        optim: the optimizer's state and rule.
-        precision: the compute dtype.
+        optim: the optimizer.
+        precision: the compute precision, as in the settings: "fp32", "bf16", "fp16" or "fp8".
         compile: what one graph holds: the "whole" step; each of the "blocks", the loss and the update; or "none".
         remat: which activations the backward pass recomputes, as in the settings: "none", "pointwise", a share, "full",
             "offload".
@@ -69,14 +69,34 @@ class Work:
     device_type: str = "cpu"
     lora: Lora | None = None
 
+    @property
+    def tokens(self) -> int:
+        """Return the tokens of a micro-batch."""
+        return self.rows * self.length
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the micro-batches of an update."""
+        return -(-self.window_rows // self.rows)
+
+    @property
+    def number_bytes(self) -> int:
+        """Return the bytes of a number of the compute dtype."""
+        return 4 if self.precision == "fp32" else 2
+
+    @property
+    def input_bytes(self) -> int:
+        """Return the bytes of one block's input for a micro-batch."""
+        return self.tokens * self.config.hidden_size * self.number_bytes
+
 
 @dataclass(frozen=True)
 class Footprint:
-    """The bytes at the moment at which a step needs most.
+    """The bytes alive at a step's peak.
 
     Attributes:
-        stage: "forward", "backward" or "update".
-        by_origin: weights, gradients, moments, activations, loss head, workspace.
+        stage: the stage in which the peak lies: "forward", "backward" or "update".
+        by_origin: bytes for each of ORIGINS: weights, gradients, moments, activations, loss head, workspace.
     """
 
     stage: str
@@ -89,39 +109,36 @@ class Footprint:
 
 
 class Curve(NamedTuple):
-    """Samples of a part of a step, and the stage that the part belongs to."""
+    """The samples of a part of a step, and the stage that this part belongs to."""
 
     stage: str
     samples: list[Sample]
 
 
-@functools.lru_cache(maxsize=64)  # plans for several cards or hosts trace the same work
+@functools.lru_cache(maxsize=64)  # plans for several cards or hosts ask for the same work
 def footprint(work: Work) -> Footprint:
     """Return the peak of one update, with the gradients of earlier micro-batches on the device."""
     apart = _apart(work)
-    update = _of_update(apart)
+    offloads = work.remat == "offload"
+    curves = _without_inputs(_deep(replace(apart, remat="full")), apart) if offloads else _deep(apart)
+    peak = footprint_of(curves)
     before, after = work.config, apart.config
-    # These origins depend on the vocabulary; gradients and moments of adapters do not.
+    # These origins grow with the vocabulary; gradients and moments of adapters do not.
     of_model = ORIGINS[:1] if work.lora else ORIGINS[:3]
     ratios = dict.fromkeys(of_model, before.parameter_count() / after.parameter_count())
     ratios["loss head"] = before.vocab_size / after.vocab_size
-    return Footprint(update.stage, {name: round(size * ratios.get(name, 1)) for name, size in update.by_origin.items()})
+    return Footprint(peak.stage, {name: round(size * ratios.get(name, 1)) for name, size in peak.by_origin.items()})
 
 
 def _apart(work: Work) -> Work:
-    """Return the work with a vocabulary as long as no other axis, so that the trace can tell the loss head apart.
+    """Return the work with a vocabulary whose size no other axis has, so that the trace recognises the loss head by it.
 
-    It may have a few more entries; their bytes are subtracted again.
+    The vocabulary may get a few more entries than it has; `footprint` takes their bytes off again.
     """
-    config, tokens = work.config, work.rows * work.length
+    config, tokens = work.config, work.tokens
     heads = config.num_attention_heads, config.num_key_value_heads
-    taken = {
-        config.hidden_size,
-        config.intermediate_size,
-        config.head_dim,
-        *heads,
-        *(n * config.head_dim for n in heads),
-    }
+    taken = {config.hidden_size, config.intermediate_size, config.head_dim, *heads}
+    taken |= {number * config.head_dim for number in heads}
     taken |= {work.length, tokens, work.window_rows * work.length, *range(QUERIES, work.length, QUERIES)}
     vocabulary = config.vocab_size
     while True:
@@ -131,14 +148,11 @@ def _apart(work: Work) -> Work:
         vocabulary += 1
 
 
-def _of_update(work: Work) -> Footprint:
-    if work.remat == "offload":
-        return footprint_of(_without_inputs(_deep(replace(work, remat="full")), work))
-    return footprint_of(_deep(work))
-
-
 def _deep(work: Work) -> list[Curve]:
-    """Return the step's samples at its full depth."""
+    """Return the step's samples at its full depth.
+
+    If the traces at two depths do not line up, the model is traced at its full depth.
+    """
     layers = work.config.num_hidden_layers
     if layers <= DEPTHS[1]:
         return _curves(work)
@@ -156,10 +170,8 @@ def _deep(work: Work) -> list[Curve]:
 
 
 def _without_inputs(curves: list[Curve], work: Work) -> list[Curve]:
-    """Subtract the blocks' inputs that wait on the host from the samples; those in transit stay."""
-    number = 4 if work.precision == "fp32" else 2
-    an_input = work.rows * work.length * work.config.hidden_size * number
-    away = max(0, work.config.num_hidden_layers - ON_THEIR_WAY) * an_input
+    """Subtract the blocks' inputs that wait on the host from the activations; those on their way stay."""
+    away = max(0, work.config.num_hidden_layers - ON_THEIR_WAY) * work.input_bytes
     place = ORIGINS.index("activations")
 
     def less(sample: Sample) -> Sample:
@@ -176,12 +188,14 @@ def footprint_of(curves: list[Curve]) -> Footprint:
 
 
 def deepened(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample] | None:
-    """Extend samples to a model with `beyond` blocks more than that of `low`; the model of `high` has one block more.
+    """Extend the samples `low` to a model with `beyond` more blocks; `high` are those of a model with one block more.
 
-    Curves of the same length correspond sample by sample. Otherwise the model of `high` does one block more somewhere
-    in the middle. Both do the same up to there when read from the beginning, and again when read from the end. The
-    difference between two corresponding samples is what each further block adds. None means that the two views leave a
-    part of `low` uncovered.
+    The difference between two corresponding samples is what each further block adds. Curves of the same length
+    correspond sample by sample. Otherwise `high` has the samples of one more block somewhere in the middle: the curves
+    correspond from their beginnings up to there, and from their ends back to there.
+
+    Returns:
+        The samples; None if the two correspondences together do not cover `low`.
     """
     if len(low) == len(high):
         return _along(low, high, beyond)
@@ -192,10 +206,10 @@ def deepened(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample]
 
 
 def corners(samples: list[Sample]) -> list[Sample]:
-    """Return the samples except those within a run of equal steps, which lie between its ends.
+    """Return the samples except those inside a run of equal steps, whose values lie between the run's ends.
 
-    An update has a number for each part of each plane, in sequence and in several places: runs as long as the model is
-    deep. Without them there are as many samples at any depth.
+    An update computes a number for each part of each plane, at several points: such runs are as long as the model is
+    deep. Without them, models of all depths have equally many samples.
     """
     steps = [tuple(b - a for a, b in zip(*pair, strict=True)) for pair in itertools.pairwise(samples)]
     turns = [True, *(before != after for before, after in itertools.pairwise(steps)), True]
@@ -203,7 +217,7 @@ def corners(samples: list[Sample]) -> list[Sample]:
 
 
 def _alike(one: list[Sample], other: list[Sample]) -> int:
-    """Count the samples for which two curves change alike, wherever they begin."""
+    """Count the samples up to which two curves differ from their own first samples by the same bytes."""
     pairs = zip(one, other, strict=False)
     same = (all(a - b == c - d for a, b, c, d in zip(x, one[0], y, other[0], strict=True)) for x, y in pairs)
     return sum(1 for _ in itertools.takewhile(bool, same))
@@ -221,14 +235,14 @@ def _cut(work: Work, layers: int) -> Work:
 
 def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
     with FakeMemory(work.config.vocab_size, work.device_type, graphs) as memory:
-        # On CUDA the fused attention stands in for flex.
+        # On CUDA the fused attention stands in for flex attention.
         on_cuda = work.device_type == "cuda"
         model = Llama(work.config, attention="sdpa" if on_cuda else "auto")
         if work.lora:
             put(model, work.lora, precision=Precision(work.precision))
         step = Step(
             model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), remat=named(work.remat),
-            loss=_Loss(linear_cross_entropy, work.device_type),
+            loss=_Loss(work.device_type),
         )  # fmt: skip
         for plane in step.planes:
             memory.assign("gradients", [plane.grad])
@@ -255,19 +269,18 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
         begins.append(("update", len(memory.curve)))
         update(step)
         if work.compile == "whole":  # what follows a graph has its own samples for each block
-            begins = sorted(
-                [*zip(("forward", "backward"), memory.walked, strict=False), *begins], key=lambda begin: begin[1]
-            )
+            begins = [*zip(("forward", "backward"), memory.walked, strict=False), *begins]
+            begins.sort(key=lambda begin: begin[1])
         pairs = itertools.pairwise([*begins, ("", len(memory.curve))])
         return [Curve(stage, memory.curve[begin:end]) for (stage, begin), (_, end) in pairs]
 
 
 class _Loss(TokenLoss):
-    """`token_loss` in as many chunks as the device would take, wherever the trace runs, with the given `head`."""
+    """The `token_loss` in as many chunks as on the planned device, wherever the trace runs."""
 
-    def __init__(self, head: Callable[..., tuple[Tensor, Tensor]], device_type: str) -> None:
+    def __init__(self, device_type: str) -> None:
         super().__init__()
-        self.head, self.device_type = head, device_type
+        self.device_type = device_type
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))

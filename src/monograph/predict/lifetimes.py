@@ -1,12 +1,13 @@
 """Find which nodes of a captured graph a compiler writes to memory, in which order, and how long it keeps them.
 
-A compiler computes elementwise nodes where they are read. Only values read by a product, an extern operator or the
-graph's caller are written to memory, and reductions, whose readers need all of them (`kernels`).
+A compiler computes elementwise nodes inside the kernels that read them. It writes to memory (`kernels`) only the values
+that a product, an extern operator or the graph's caller reads, and the results of reductions, as a reader needs a whole
+reduction before it can begin.
 
-The order and the lifetimes (`scheduled`) follow torch._inductor's rules as far as they decide about memory: nodes are
-ordered for a low peak (`reorder_for_peak_memory`); loops that are connected or read the same values become one, whose
-inputs are computed first (`fuse_nodes`); and results are written over buffers that only they in their loop read, and
-read last.
+The order and the lifetimes (`scheduled`) follow the rules of torch._inductor that decide about memory: it orders nodes
+for a low peak (`reorder_for_peak_memory`); it fuses loops that are connected or read the same values, and computes the
+fused loop's inputs first (`fuse_nodes`); and it writes a result over a buffer that nothing else in the result's loop
+and nothing later reads.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from torch.fx import GraphModule, Node
 from monograph.graph.matmul import workspace_bytes
 from monograph.ops.cross_entropy import BLOCK_BYTES
 
-Name = int | str  # a buffer's: an argument's index or a node's name
+Name = int | str  # the name of a buffer: an argument's index or a node's name
 
-# Loops farther apart than this many nodes are not joined, nor loops whose separate reads, where one could reuse the
-# other's, are this many times what both read: `are_long_distant_nodes`, `can_fusion_increase_peak_memory`.
+# Two loops are not fused if more than FAR nodes lie between them (`are_long_distant_nodes` in torch._inductor), or if
+# the buffers that one could reuse from the other have more than REUSED times the bytes that both read
+# (`can_fusion_increase_peak_memory`).
 FAR, REUSED = 64, 32
 
 
@@ -37,17 +39,17 @@ class Kernel:
 
     Attributes:
         name: the node's name.
-        output: the first output, with shape and dtype alone.
+        output: the first output, a tensor that has a shape and a dtype but no data.
         size_bytes: bytes of all its outputs.
         reads: the arguments and earlier kernels that it reads.
-        fused: whether it is elementwise, a reduction, or a write at computed places: it may be written over an argument
-            of the same size that dies with it, if nothing else in its loop reads that.
-        changes: what it changes in place and is written over; what reads the kernel is not written over it.
-        separate: what it reads and is nevertheless not written over.
-        within_bytes: bytes of values between, for which the compiler expects memory and then needs none.
-        hidden: bytes inside the operator that follows, which the compiler does not know.
-        over: the argument or kernel that it is written over, whose memory it takes.
-        last_reads: the other values whose memory is returned after it.
+        fused: whether it is elementwise, a reduction, or a write at computed places. Then it may be written over a
+            value of the same size that it reads last, if nothing else in its loop reads that value.
+        changes: the value that it changes in place, whose memory it takes. No reader is written over such a kernel.
+        separate: values that it reads but cannot be written over.
+        within_bytes: bytes of intermediate values, for which the compiler expects memory and then needs none.
+        hidden: whether this is the workspace of the operator that follows, which the compiler does not know.
+        over: the argument or kernel whose memory it takes, if any.
+        last_reads: the other values whose memory is freed after it.
     """
 
     name: str
@@ -64,11 +66,11 @@ class Kernel:
 
 
 def scheduled(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, int]) -> list[Kernel]:
-    """Put kernels in order and say when memory is returned; fills in `last_reads`.
+    """Return the kernels in the compiler's order, with `over` and `last_reads` filled in.
 
     Args:
         written: kernels in the order of the graph's nodes.
-        returned: names that the caller keeps.
+        returned: names of the values that the graph's caller keeps.
         arguments: bytes of each argument that the graph may free.
     """
     ordered = _early(written, returned, arguments)
@@ -77,14 +79,13 @@ def scheduled(written: list[Kernel], returned: set[Name], arguments: Mapping[Nam
     readers = Counter((loops[at], name) for at, kernel in enumerate(ordered) for name in kernel.reads)
     sizes: dict[Name, int] = {**arguments, **{kernel.name: kernel.size_bytes for kernel in ordered}}
     changed = {kernel.name for kernel in ordered if kernel.changes is not None}
-    for name in sizes:  # in this order, so that equal blocks choose alike
+    for name in sizes:  # in a fixed order, so that equal blocks choose alike
         if name not in last or name in returned:
             continue
         reader = ordered[last[name]]
         free = reader.over is None and readers[loops[last[name]], name] == 1 and name not in reader.separate | changed
-        if reader.changes == name:
-            reader.over = name
-        elif reader.fused and free and name != reader.name and sizes[name] == reader.size_bytes:
+        fits = reader.fused and name != reader.name and sizes[name] == reader.size_bytes
+        if reader.changes == name or (free and fits):
             reader.over = name
         else:
             ordered[loops[last[name]]].last_reads.append(name)
@@ -94,9 +95,9 @@ def scheduled(written: list[Kernel], returned: set[Name], arguments: Mapping[Nam
 
 
 def _reuse(ordered: list[Kernel], expected: list[int]) -> None:
-    """Keep dead buffers for later ones of the same kind, where that does not raise the peak that the compiler expects.
+    """Give freed buffers to later kernels of the same dtype and size, where the compiler expects no higher peak for it.
 
-    It does not know what operators need inside, so the real peak may rise: `should_reuse_buffer`.
+    The compiler does not know the workspace of operators, so the real peak may rise (`should_reuse_buffer`).
     """
     most, freed = max(expected, default=0), dict[tuple[object, int], list[tuple[int, Name]]]()
     kinds = {kernel.name: (kernel.output.dtype, kernel.size_bytes) for kernel in ordered if not kernel.hidden}
@@ -116,7 +117,10 @@ def _reuse(ordered: list[Kernel], expected: list[int]) -> None:
 
 
 def _expected(ordered: list[Kernel], ends: Mapping[Name, int], arguments: Mapping[Name, int]) -> list[int]:
-    """Return the bytes alive at each kernel for the compiler: nothing is written over, and operators need no memory."""
+    """Return the bytes that the compiler expects to be alive at each kernel.
+
+    It assumes that nothing is written over, and that operators need no workspace.
+    """
     begins: dict[Name, int] = dict.fromkeys(arguments, 0)
     begins |= {kernel.name: at + (kernel.changes is not None) for at, kernel in enumerate(ordered) if not kernel.hidden}
     sizes: dict[Name, int] = {**arguments, **{kernel.name: kernel.size_bytes for kernel in ordered}}
@@ -131,9 +135,9 @@ def _expected(ordered: list[Kernel], ends: Mapping[Name, int], arguments: Mappin
 def _early(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, int]) -> list[Kernel]:
     """Return the kernels in the order in which a compiler runs them.
 
-    A kernel that frees at least as much memory as it takes is computed at once, after the last kernel that it reads.
-    One that reads the same values as an earlier loop of its size joins that loop, which waits for its inputs unless
-    they need the loop itself.
+    A kernel that frees at least as much memory as it takes comes directly after the last kernel that it reads. A kernel
+    that reads the same values as an earlier loop of its size joins that loop. The loop then waits for the kernel's
+    other inputs, unless these need the loop itself.
     """
     last = {name: at for at, kernel in enumerate(written) for name in kernel.reads}
     sizes: dict[Name, int] = {kernel.name: kernel.size_bytes for kernel in written}
@@ -143,9 +147,10 @@ def _early(written: list[Kernel], returned: set[Name], arguments: Mapping[Name, 
     ordered: list[Kernel] = []
 
     def may_join(loop: Kernel, kernel: Kernel) -> bool:
-        """Return whether it is near, and common reads outweigh what each alone reads and could be reused.
+        """Return whether the kernel is near the loop, and common reads outweigh reads of one that could be reused.
 
-        Different parts of a caller's tensor may be read, as by chunks of a loss, so it does not count.
+        Arguments that the graph may not free do not count, as the two may read different parts of them: chunks of a
+        loss do so.
         """
         shared = sum(known.get(name, 0) for name in loop.reads & kernel.reads)
         alone = ({known.get(name, 0) for name in other.reads if users[name] == 1} for other in (loop, kernel))
@@ -182,13 +187,13 @@ def _make_ready(ordered: list[Kernel], kernel: Kernel, near: list[Kernel]) -> No
 
 
 def _share_a_loop(loop: Kernel, kernel: Kernel) -> bool:
-    """Return whether one loop computes both, because they are as long and read the same."""
+    """Return whether one loop computes both, because they have equally many numbers and a common input."""
     alike = loop.fused and not loop.reads.isdisjoint(kernel.reads)
     return alike and loop.output.shape.numel() == kernel.output.shape.numel()
 
 
 def _loops(ordered: list[Kernel]) -> list[int]:
-    """Return for each kernel the last one of the same loop, to whose end the loop's inputs are needed."""
+    """Return for each kernel the index of the last kernel of its loop; the loop's inputs are needed until then."""
     ends = list(range(len(ordered)))
     for at in range(len(ordered) - 2, -1, -1):
         this, following = ordered[at], ordered[at + 1]
@@ -197,25 +202,26 @@ def _loops(ordered: list[Kernel]) -> list[int]:
     return ends
 
 
-# A compiler treats these as elementwise though torch does not tag them: reads at computed places, casts, constants.
+# The compiler treats these as elementwise although torch does not tag them so: reads at computed places, casts,
+# constants.
 _ELEMENTWISE = {
     "arange", "clone", "constant_pad_nd", "convert_element_type", "copy", "embedding", "full", "full_like", "gather",
     "index", "iota", "lift_fresh_copy", "scalar_tensor", "select_scatter", "slice_scatter", "_to_copy", "_unsafe_index",
     "cat", "repeat",
 }  # fmt: skip
-# These operators return their first argument, changed; a compiler writes over it.
+# These operators return their first argument, changed; the compiler writes the result over it.
 _WRITES_AT_PLACES = {"index_put", "_unsafe_index_put", "_unsafe_masked_index_put_accumulate", "scatter_add"}
 _REDUCTIONS = {"amax", "amin", "any", "argmax", "linalg_vector_norm", "logsumexp", "mean", "prod", "sum", "var_mean"}
-# Values that a CPU does not compute twice, and the number of buffers from which nothing is: torch._inductor's
-# `should_realize_on_reuse`, and `config.realize_reads_threshold`.
+# On a CPU, the compiler does not compute these values twice, nor values that read more than MOST_LOADS buffers:
+# `should_realize_on_reuse` of torch._inductor, and `config.realize_reads_threshold`.
 _DEAR = {"exp", "sigmoid"}
 MOST_LOADS = 4
 
 
 def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[Kernel]:
-    """Return the buffers of a partitioned graph of aten operators, in the order in which a compiler writes them.
+    """Return the buffers of a partitioned graph of aten operators, in the order in which the compiler writes them.
 
-    A backward graph frees its arguments.
+    Only a backward graph may free its arguments.
     """
     given = enumerate(graph.graph.find_nodes(op="placeholder") if backward else [])
     arguments: dict[Name, int] = {index: sum(tensor.nbytes for tensor in _tensors(node)) for index, node in given}
@@ -225,8 +231,8 @@ def kernels(graph: GraphModule, device_type: str, backward: bool) -> list[Kernel
 def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Name]]:
     """Return the kernels in the order of the graph's nodes, and the names that the caller keeps."""
     reads: dict[Node, frozenset[Name]] = {}
-    loads: dict[Node, frozenset[tuple[Name, ...]]] = {}  # for an elementwise node: buffers, and the views between
-    behind: dict[Node, dict[Name, set[int]]] = {}  # for what it reads: bytes of the dear values between, 0 for none
+    loads: dict[Node, frozenset[tuple[Name, ...]]] = {}  # the buffers that a node reads, each with the views between
+    behind: dict[Node, dict[Name, set[int]]] = {}  # for each buffer read: bytes of the dear values between, 0 for none
     kernels: list[Kernel] = []
     returned: frozenset[Name] = frozenset()
     arguments = 0
@@ -272,20 +278,20 @@ def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Na
 
 
 def _written_here(node: Node) -> tuple[frozenset[Name], frozenset[tuple[Name, ...]], dict[Name, set[int]]]:
-    """Return what a reader of a written node reads: the node itself."""
+    """Return the entries of `reads`, `loads` and `behind` for a written node: its readers read the node itself."""
     return frozenset([node.name]), frozenset([(node.name,)]), {node.name: {0}}
 
 
 def _only(names: frozenset[Name], node: Node) -> Name:
-    """Return the one of these names, which a node changes; if it changes a value of several, the node itself."""
+    """Return the only one of these names, or the node's own name if there are several."""
     return next(iter(names)) if len(names) == 1 else node.name
 
 
 def _behind(node: Node, behind: dict[Node, dict[Name, set[int]]]) -> dict[Name, set[int]]:
-    """Return for each value that a node reads the bytes of the separate values between, 0 where it is read directly.
+    """Return for each buffer that a node reads the sizes of the dear values between, 0 where it is read directly.
 
-    A dear value that is read twice is a separate buffer until its loop is made, and it reads what lies behind it. A
-    result is written over the first only if all are of one size.
+    A dear value that is read twice counts as a buffer of its own until its loop is made. A result is written over a
+    buffer behind it only if the result, the dear value and the buffer have one size.
     """
     if len(node.users) > 1 and _name(node) in _DEAR and _on_cpu(node):
         [value] = _tensors(node)
@@ -302,7 +308,7 @@ def _on_cpu(node: Node) -> bool:
 
 
 def _copied_bytes(node: Node, device_type: str) -> int:
-    """Return the bytes that a matrix product needs in addition to its result."""
+    """Return the bytes of workspace that a matrix product needs in addition to its result."""
     if _name(node) != "mm" or device_type != "cpu":
         return 0
     left, right = (operand.meta["val"] for operand in node.all_input_nodes[:2])
@@ -312,22 +318,19 @@ def _copied_bytes(node: Node, device_type: str) -> int:
 def _is_written(node: Node) -> bool:
     if not _tensors(node):
         return False
-    return _is_extern(node) or _name(node) in _REDUCTIONS or any(map(_needs_memory, _readers(node)))
+    needed = any(reader.op == "output" or _is_extern(reader) for reader in _readers(node))
+    return needed or _is_extern(node) or _name(node) in _REDUCTIONS
 
 
 def _is_passed_twice(node: Node, loads: int) -> bool:
-    """Return whether an elementwise node is written, as a reduction needs it whole before another reader reads it.
+    """Return whether an elementwise node is written because a reduction reads all of it before another reader does.
 
-    A CPU does not compute it again if it is dear. On a GPU a kernel holds the row.
+    On a CPU a dear value is written instead of being computed twice. On a GPU one kernel holds the whole row.
     """
     if len(node.users) < 2 or not _on_cpu(node):
         return False
     reduced = [_name(reader) in _REDUCTIONS for reader in _readers(node)]
     return any(reduced) and not all(reduced) and (_name(node) in _DEAR or loads > MOST_LOADS)
-
-
-def _needs_memory(reader: Node) -> bool:
-    return reader.op == "output" or _is_extern(reader)
 
 
 def _readers(node: Node) -> list[Node]:
@@ -347,9 +350,10 @@ def _is_store(node: Node) -> bool:
 
 
 def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type: str) -> int:
-    """Return the extra bytes of `add_product_` of `monograph.ops.cross_entropy`, the one in-place operator.
+    """Return the bytes of workspace of `add_product_` of `monograph.ops.cross_entropy`, the only in-place operator.
 
-    They are a part of the product, and where a CPU adds it to numbers of another dtype, a copy in that dtype.
+    The workspace holds some rows of the product and, where a CPU adds them to numbers of another dtype, a copy of these
+    rows in that dtype.
     """
     rows = min(total_VD.shape[-2], max(1, BLOCK_BYTES[device_type] // (4 * total_VD.shape[-1])))
     numbers = rows * total_VD.shape[-1]
@@ -358,7 +362,7 @@ def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type
 
 
 def _changed(node: Node) -> list[Node]:
-    """Return the tensors that our operator writes in place; a traced graph holds it as a call by another name."""
+    """Return the tensors that `add_product_` writes in place; a traced graph wraps it in a call of another name."""
     if not str(node.target).startswith("auto_functionalized"):
         return []
     return list(node.kwargs.get("_all_bases") or [node.kwargs["total"]])  # type: ignore[arg-type]
@@ -377,7 +381,7 @@ def _name(node: Node) -> str:
 
 
 def _tensors(node: Node) -> list[Tensor]:
-    """Return a node's tensors, except random generators' states: some kB, whose size is known only when it runs."""
+    """Return a node's tensors without states of random generators: a few kB, whose size is known only at run time."""
     value = node.meta.get("val")
     tensors = [item for item in (value if isinstance(value, tuple | list) else [value]) if isinstance(item, Tensor)]
     return [item for item in tensors if all(isinstance(size, int) for size in item.shape)]

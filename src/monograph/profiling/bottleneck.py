@@ -1,11 +1,11 @@
-"""Names a run's bottleneck and the change that is predicted to help most, by rules over where its time went.
+"""Name a run's bottleneck and the change that is predicted to help most, by rules over where its time went.
 
-    floor of a kernel = max(operations / measured matmul rate, bytes / measured copy bandwidth), at most its time
-    recoverable       = time - floor of the computing; all of data waits, host gaps and transfers;
+    floor of a kernel = max(FLOPs / measured matmul rate, bytes / measured copy bandwidth), at most its time
+    recoverable       = time - floor for parts that compute; all of the data waits, host gaps and transfers;
                         for empty positions their share of the whole, as an update has so many tokens fewer
     gain of a change  = time / (time - time saved)                                         (Amdahl)
 
-The verdict is the largest recoverable share. `changes` gives the saving of each change with it.
+The part with the most recoverable time is the bottleneck. `changes` says how much time each change would save.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Bound = Literal["compute", "memory", "latency", "unknown"]
 Binds = Part | Literal["padding", "nothing"]
 
 LATENCY = 0.15  # a kernel whose floor is a smaller share of its time is bound by neither compute nor memory
-NOTHING = 0.05  # no change is worth making for a smaller share of the step
-# Share of eager elementwise time that remains when a compiler fuses it (docs/profile.md has the measurement).
+NOTHING = 0.05  # a change that saves a smaller share of the step is not worth making
+# The share of eager elementwise time that remains when a compiler fuses it (docs/profile.md has the measurement).
 FUSED = 0.45
-# Share of the host's time between kernels that remains when the step is one graph, by the number of kernels, and the
-# seconds of each call of a graph, of a micro-step or of the update.
+# The share of the host's time between kernels that remains when the step is one graph, taken from the numbers of
+# kernels; and the host's seconds for each call of a graph: one for each micro-step, one for the update.
 LAUNCHED, CALLED_S = KERNELS[True] / KERNELS[False], MICRO_STEP_S
-UPDATED = UPDATE_BYTES[True] / UPDATE_BYTES[False]  # share of the optimizer's bytes that remains in one pass
+UPDATED = UPDATE_BYTES[True] / UPDATE_BYTES[False]  # the share of the optimizer's bytes that remains in one pass
 COMPUTED: tuple[Part, ...] = ("matmul", "attention", "loss head", "optimizer", "elementwise", "other")
 
 
@@ -49,7 +49,8 @@ class Situation:
         can_compile: whether it could be compiled.
         micro_steps: the number of micro-steps of an update.
         bf16: time in bf16 over time in the run's dtype, by part; empty where bf16 is no option.
-        used: share of the positions that hold tokens; packed: that share with rows packed.
+        used: share of the positions that hold tokens.
+        packed: the same share if rows were packed.
     """
 
     captured: bool = True
@@ -62,9 +63,12 @@ class Situation:
 
 @dataclass(frozen=True)
 class Change:
-    """A configuration key or action, the time that it saves for the same number of tokens, and the reason.
+    """A change to a run.
 
     Attributes:
+        what: the configuration key or action.
+        why: the reason.
+        saved_s: seconds saved in an update, for the same number of tokens.
         same_training: whether the trained model is the same, up to rounding.
     """
 
@@ -80,10 +84,10 @@ class Verdict:
 
     Attributes:
         spent: the update's seconds by part.
-        floors: the least each part could take on this device, in seconds; operations of unknown work keep their time.
-        bounds: seconds of the kernels of each part that are compute-, memory- or latency-bound.
-        recoverable: seconds that each part could gain, and "padding".
-        binds: the part with the largest of these, or "nothing" if its share is small.
+        floors: the shortest seconds that each part could take on this device; kernels of unknown work keep their time.
+        bounds: by part, the seconds of its kernels that are compute-, memory- or latency-bound, or unknown.
+        recoverable: seconds that could be saved in each part, and by packing ("padding").
+        binds: the largest of `recoverable`, or "nothing" if it is a small share of the update.
         changes: possible changes, the best first; those that change the training come last.
     """
 
@@ -96,17 +100,17 @@ class Verdict:
 
     @property
     def floor_s(self) -> float:
-        """The shortest time that the update could take with all gaps closed."""
+        """Return the shortest seconds that the update could take with all gaps closed."""
         return sum(self.floors.values())
 
     @property
     def change(self) -> Change | None:
-        """The change to make; None if none is worth it."""
+        """Return the change to make; None if none is worth making."""
         return self.changes[0] if self.changes else None
 
     @property
     def unknown_s(self) -> float:
-        """Seconds of kernels whose work cannot be counted, so that their floor is their own time."""
+        """Return the seconds of kernels whose work cannot be counted, so that their floor is their own time."""
         return sum(self.spent.parts[part] * _share(self.bounds, part, "unknown") for part in COMPUTED)
 
     def gain(self, change: Change) -> float:
@@ -115,14 +119,14 @@ class Verdict:
 
 
 def floor_s(kernel: Kernel, machine: Machine) -> float:
-    """Return a kernel's shortest possible time; its own time where neither operations nor bytes are known."""
+    """Return a kernel's shortest possible seconds; its own time where neither FLOPs nor bytes are known."""
     if kernel.flops is None and kernel.moved_bytes is None:
         return kernel.seconds
     return min(kernel.seconds, max(_least(kernel, machine)))
 
 
 def bound(kernel: Kernel, machine: Machine) -> Bound:
-    """Return the higher of a kernel's two floors, or "latency" if both are far below its time."""
+    """Return which of a kernel's two floors is higher, or "latency" if both are far below its time."""
     if kernel.flops is None and kernel.moved_bytes is None:
         return "unknown"
     compute, memory = _least(kernel, machine)
@@ -132,14 +136,15 @@ def bound(kernel: Kernel, machine: Machine) -> Bound:
 
 
 def _least(kernel: Kernel, machine: Machine) -> tuple[float, float]:
+    """Return the shortest seconds for a kernel's FLOPs, and for its bytes."""
     compute = (kernel.flops or 0.0) / machine.matmul_flops
     return compute, (kernel.moved_bytes or 0.0) / machine.copy_bytes_per_s
 
 
 def verdict(spent: Spent, kernels: Sequence[Kernel], machine: Machine, situation: Situation) -> Verdict:
-    """Return the bottleneck of a stretch of work that took `found` and consists of `kernels`.
+    """Return the bottleneck of a stretch of work that took `spent` and consists of `kernels`.
 
-    Kernels that overlap or are profiled take longer than the parts, so floors are scaled by the same factor.
+    Kernels that overlap or are profiled take longer than `spent` says, so each part's floor is scaled by the ratio.
     """
     busy: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     least: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
@@ -152,7 +157,7 @@ def verdict(spent: Spent, kernels: Sequence[Kernel], machine: Machine, situation
         part: spent.parts[part] * least[part] / busy[part] if part in COMPUTED and busy[part] else 0.0 for part in PARTS
     }
     if not busy["other"]:
-        floors["other"] = spent.parts["other"]  # its cause is unknown, so none of it counts as recoverable
+        floors["other"] = spent.parts["other"]  # gaps of unknown cause: none of this time counts as recoverable
     recoverable: dict[str, float] = {part: spent.parts[part] - floors[part] for part in PARTS}
     recoverable["padding"] = (1 - situation.used) * spent.total_s
     most = max(recoverable, key=lambda name: recoverable[name])
@@ -191,9 +196,10 @@ def _share(bounds: Mapping[Part, Mapping[Bound, float]], part: Part, kind: Bound
 def _of_graphs(
     spent: Spent, bounds: Mapping[Part, Mapping[Bound, float]], gaps: float, situation: Situation
 ) -> list[Change]:
-    """Offer fewer micro-steps, where the update counts as one more, and one graph for all operators of each.
+    """Offer fewer micro-steps, and one graph for all operators of a micro-step.
 
-    In an optimizer that multiplies matrices, such as Muon, a graph fuses the work between products into one pass.
+    The host launches an update as if it were one micro-step more. In an optimizer that multiplies matrices, such as
+    Muon, a graph fuses only the work between the products.
     """
     steps = situation.micro_steps
     larger = Change(
@@ -209,10 +215,10 @@ def _of_graphs(
 
 
 def _of_numbers(spent: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation) -> list[Change]:
-    """Offer bf16: it speeds up compute-bound products, and elsewhere the memory-bound kernels.
+    """Offer bf16, which speeds up compute-bound products and, in elementwise code, memory-bound kernels.
 
-    A latency-bound kernel gains nothing. A slowdown applies to all of a part, except to the
-    products of an optimizer such as Muon.
+    A latency-bound kernel gains nothing. A slowdown (`situation.bf16` above 1) applies to all of a part, except to the
+    products of an optimizer such as Muon, which change as other products do.
     """
     saved, products = 0.0, _share(bounds, "optimizer", "compute") * spent.parts["optimizer"]
     for part, times in situation.bf16.items():
@@ -226,7 +232,7 @@ def _of_numbers(spent: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situ
 
 
 def _of_another_training(spent: Spent, floors: Mapping[Part, float]) -> list[Change]:
-    """Offer to do less of a part, where that part is above its floor; this changes the training."""
+    """Offer less work in a part that is above its floor; such a change changes the training."""
 
     def over(part: Part) -> bool:
         return spent.parts[part] - floors[part] > NOTHING * spent.total_s

@@ -1,4 +1,4 @@
-"""Checks what a run relies on: torch's compiler, the disk, the system's limits."""
+"""Check what a run relies on: torch's compiler, the disk and the system's limits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,19 @@ from monograph import compat
 from monograph.device import clock
 from monograph.storage.reading import is_folder
 
-PROBE_BYTES = 1 << 25
+PROBE_BYTES = 1 << 25  # 32 MiB
 FEWEST_FILES = 256  # a run keeps some dozens open
 
 
 class Disk(NamedTuple):
-    """The disk of a folder; `obstacle` says why it cannot be written, None if it can."""
+    """The disk that holds a folder.
+
+    Attributes:
+        folder: the folder that was probed.
+        free_bytes: free space.
+        written_bytes_per_s: rate of a durable write; None if writing failed.
+        obstacle: why it cannot be written; None if it can.
+    """
 
     folder: str
     free_bytes: int
@@ -29,7 +36,7 @@ class Disk(NamedTuple):
 
 
 def disk(folder: Path) -> Disk:
-    """Time a durable write of 32 MiB in a folder, or in its nearest existing parent, and remove them."""
+    """Time a durable write of 32 MiB in a folder, or in its nearest existing parent; the file is removed."""
     there = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if is_folder(parent))
     try:
         with tempfile.TemporaryFile(dir=there, buffering=0) as file:

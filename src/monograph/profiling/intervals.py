@@ -1,7 +1,7 @@
-"""Splits the time of a stretch of work into shares that add up: busy intervals, and the gaps between by cause.
+"""Split the time of a stretch of work into shares that add up: the device's busy intervals, and gaps by their cause.
 
-It needs no torch: intervals come from a profiler's trace (`monograph.profiling.trace`) or a test. On a CPU, host and
-device are one: a busy interval is an operator's, and a gap between two is the host's (Python, guards, dispatch).
+This needs no torch: intervals come from a profiler's trace (`monograph.profiling.trace`) or from a test. On a CPU, host
+and device are one: in a busy interval an operator computes, and a gap is spent in Python, guards and dispatch.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal
+from typing import Literal, get_args
 
 Part = Literal[
     "matmul", "attention", "loss head", "optimizer", "elementwise", "data wait", "host gaps", "transfers", "other"
 ]
 Cause = Literal["data", "sync", "launch", "kernel gap", "transfer", "other"]
 
-PARTS: tuple[Part, ...] = (
-    "matmul", "attention", "loss head", "optimizer", "elementwise", "data wait", "host gaps", "transfers", "other",
-)  # fmt: skip
+PARTS: tuple[Part, ...] = get_args(Part)
 # The part that a gap counts towards, by its cause.
 OF_CAUSE: Mapping[Cause, Part] = {
     "data": "data wait",
@@ -31,7 +29,7 @@ OF_CAUSE: Mapping[Cause, Part] = {
 }
 # Shape and strides of each operand.
 Operands = tuple[tuple[tuple[int, ...], tuple[int, ...]], ...]
-KERNEL_GAP_S = 2e-6  # the device's own gap between two kernels that were both launched long before
+KERNEL_GAP_S = 2e-6  # longest gap that the device itself leaves between two kernels that were both launched long before
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +38,11 @@ class Kernel:
 
     Attributes:
         part: the part that it computes; "transfers" is a copy from or to the host.
-        begin_s: when it begins; end_s: when it ends.
-        flops: operations, None where unknown.
-        moved_bytes: bytes read and written, None where unknown.
-        launched_s: when the host launched it, None where that is not in the trace.
+        begin_s: the time at which it begins.
+        end_s: the time at which it ends.
+        flops: its FLOPs; None where unknown.
+        moved_bytes: bytes read and written; None where unknown.
+        launched_s: the time at which the host launched it; None where the trace does not say.
         name: the name of its operator or kernel.
         operands: shape and strides of a product's two operands, None where unknown.
     """
@@ -59,7 +58,7 @@ class Kernel:
 
     @property
     def seconds(self) -> float:
-        """Seconds that it runs."""
+        """Return the seconds that it runs."""
         return self.end_s - self.begin_s
 
 
@@ -77,13 +76,14 @@ class Timeline:
     """A stretch of work on the host's clock.
 
     Attributes:
-        begin_s: when it begins; end_s: when it ends.
-        kernels: the device's busy intervals, cut at the ends of the stretch.
+        begin_s: the time at which it begins.
+        end_s: the time at which it ends.
+        kernels: the device's busy intervals.
         spans: the host's waits.
         updates: the intervals in which the optimizer worked, in order.
-        events: the number that a profiler recorded inside each part's kernels, and as "host gaps" between them, outside
-            updates.
-        update_events: those inside updates.
+        events: the number of events that a profiler recorded outside updates, by the part in whose kernels they lie;
+            events between kernels count as "host gaps".
+        update_events: the same for events inside updates.
     """
 
     begin_s: float
@@ -96,7 +96,7 @@ class Timeline:
 
     @property
     def rest(self) -> list[tuple[float, float]]:
-        """The intervals before, between and after updates."""
+        """Return the intervals before, between and after updates."""
         edges = [self.begin_s, *chain.from_iterable(self.updates), self.end_s]
         return list(zip(edges[::2], edges[1::2], strict=True))
 
@@ -115,7 +115,7 @@ class Spent:
 
     @property
     def total_s(self) -> float:
-        """Seconds of the whole stretch."""
+        """Return the seconds of the whole stretch."""
         return sum(self.parts.values())
 
     def share(self, part: Part) -> float:
@@ -130,10 +130,11 @@ class Spent:
 def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:
     """Attribute every moment of the stretch, or of the intervals `within` it, to one part.
 
-    A moment belongs to the kernels that run in it, in equal shares where several do; a copy under a kernel is hidden
-    and not counted. Where only copies run, it is a transfer. Where nothing runs, it is a gap: of data, or of a wait
-    for the device, where the host was in such a span; else a launch if the next kernel was launched after the one
-    before had ended, or if none follows; else a kernel gap if the whole gap is shorter than `KERNEL_GAP_S`; else other.
+    A moment in which kernels run belongs to their parts, in equal shares; a copy at the same time is hidden and does
+    not count. A moment in which only copies run is a transfer. A moment in which nothing runs is a gap, with the first
+    cause that applies: "data" or "sync" where the host was in such a span; "launch" if the next kernel was launched
+    after the one before had ended, or if none follows; "kernel gap" if the whole gap is shorter than `KERNEL_GAP_S`;
+    "other".
     """
     stretches = [(timeline.begin_s, timeline.end_s)] if within is None else within
     return sum((_spent(timeline, *stretch) for stretch in stretches), Spent(dict.fromkeys(PARTS, 0.0)))
@@ -172,7 +173,7 @@ def _edges(intervals: Iterable[Kernel | Span], begin: float, end: float) -> list
 
 
 def _cause(spans: Sequence[Span], left: float, right: float, coming: Kernel | None, last_end: float) -> Cause:
-    """Return why nothing runs between `left` and `right`, which no span's edge divides."""
+    """Return why nothing runs between `left` and `right`; no span begins or ends between them."""
     over = {span.kind for span in spans if span.begin_s <= left and span.end_s >= right}
     if "data" in over:
         return "data"
@@ -191,8 +192,8 @@ def unwatched(watched: Timeline, event_s: float, whole_s: float, optimizer_s: fl
         event_s: see `undisturbed`.
         whole_s: seconds of an unprofiled update.
         optimizer_s: seconds of its optimizer.
-        overlaps: whether the device still runs earlier work when the host begins the optimizer; then
-            the two cannot be timed apart.
+        overlaps: whether the device still runs earlier work when the host begins the optimizer, so that the two cannot
+            be timed apart.
     """
     if overlaps:
         events = Counter(watched.events) + Counter(watched.update_events)
@@ -208,8 +209,8 @@ def undisturbed(profiled: Spent, events: Mapping[Part, int], event_s: float, mea
 
     Args:
         profiled: the seconds of the profiled stretch.
-        events: the number that the profiler recorded in it, by place: see `Timeline`.
-        event_s: seconds to record one event, which are spent outside the event, in its caller.
+        events: the number of events that the profiler recorded in it, by part: see `Timeline`.
+        event_s: seconds to record one event, which the trace shows outside the event, in its caller.
         measured_s: the total to which the remaining time is scaled.
     """
     parts = {part: max(0.0, profiled.parts[part] - events.get(part, 0) * event_s) for part in PARTS}

@@ -1,4 +1,4 @@
-"""Measures the rates of a profiled engine's device, and how long its work would take in bf16."""
+"""Measure the rates of a profiled engine's device, and how long its products would take in bf16."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from monograph.predict.roofline import measured_memory_bytes_per_s
 from monograph.profiling.bottleneck import Machine, Situation
 from monograph.profiling.intervals import Kernel, Operands, Part
 
-COLD_BYTES = 2**26
-# Seconds in bf16 over those in fp32, with an optimizer's products left out: for code that a compiler made for a CPU,
-# which converts each number twice (docs/profile.md), and for a device where 16-bit numbers are as good as others.
+COLD_BYTES = 2**26  # operands of this many bytes in all take turns, so that they are not in the caches
+# Seconds in bf16 over seconds in fp32, without an optimizer's products. On a CPU, compiled code converts each number
+# twice (docs/profile.md); other devices compute with 16-bit numbers as they are.
 BF16_ON_CPU: Mapping[Part, float] = {"attention": 0.65, "elementwise": 1.1, "optimizer": 1.7}
 BF16: Mapping[Part, float] = {"elementwise": 0.5, "optimizer": 1.0}
-KINDS = 12  # kinds of products that are timed in bf16, those that take longest
+KINDS = 12  # this many shapes of products are timed in bf16: those that take longest
 ROUNDS = 3  # rounds of timing a product; the quickest counts
 
 
 def machine_of(engine: Engine) -> Machine:
     """Return the rates of the engine's device in the engine's dtype."""
     device, dtype = engine.step.device, engine.step.precision.dtype
-    known = describe(device).bandwidth_bytes_per_s  # for a card the datasheet's, as nothing here measures it
+    known = describe(device).bandwidth_bytes_per_s  # a card's from its datasheet, as only the host's is measured here
     return Machine(measured_matmul_flops(device, dtype), known or measured_memory_bytes_per_s())
 
 
 def situation_of(engine: Engine, kernels: Sequence[Kernel], micro_steps: int, used: float, packed: float) -> Situation:
-    """Return how the engine is set up, and how long its own products would take in bf16."""
+    """Return how the engine is set up, and the ratio of its products' time in bf16 to that in fp32."""
     step, device = engine.step, engine.step.device
     narrow: dict[Part, float] = {}
     # An eager step casts its weights in each micro-step, which costs about as much as bf16 saves.
@@ -44,7 +44,7 @@ def situation_of(engine: Engine, kernels: Sequence[Kernel], micro_steps: int, us
 
 
 def _in_bf16(device: torch.device, kernels: Sequence[Kernel]) -> float:
-    """Return the seconds in bf16 over those in fp32 for the run's own products, with operands outside the caches."""
+    """Return the seconds in bf16 over those in fp32 for the run's longest products, outside the caches."""
     taken: defaultdict[Operands, list[float]] = defaultdict(list)
     for kernel in kernels:
         if kernel.part in ("matmul", "loss head") and kernel.operands and kernel.flops:
@@ -58,7 +58,7 @@ def _in_bf16(device: torch.device, kernels: Sequence[Kernel]) -> float:
 
 
 def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> float:
-    """Return the seconds of one product: the quickest of a few rounds over several equal ones."""
+    """Return the seconds of one product: the mean of the quickest of a few rounds over several operands."""
     sizes = [1 + sum((side - 1) * stride for side, stride in zip(*operand, strict=True)) for operand in operands]
     count = min(64, max(2, COLD_BYTES // (sum(sizes) * dtype.itemsize)))
     given = [

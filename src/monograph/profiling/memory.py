@@ -1,4 +1,4 @@
-"""Measures peak memory: of the device over a run, and of the CPU allocator over a region of code."""
+"""Measure peak memory: of the device over a run, and of the CPU allocator over a region of code."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ from monograph.storage.writing import temporary_folder
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the most memory used since the start or the last `reset_peak_memory`, in bytes.
 
-    CUDA: what tensors occupied (`torch.cuda.max_memory_allocated`; without the caching allocator's slack and without
-    the context, some hundred MB), and what captured graphs hold for their replays, which counts twice unless
-    the peak is reset after the captures. CPU: the process's peak resident set, tensors, code and libraries
-    together (VmHWM of /proc/self/status; where there is no /proc, ru_maxrss of getrusage, which cannot be reset).
+    On CUDA this is the memory that tensors occupied (`torch.cuda.max_memory_allocated`), without the caching
+    allocator's slack and the context of some hundred MB, plus the memory that captured graphs hold for their replays.
+    The latter counts twice unless the peak is reset after the captures. On a CPU this is the process's peak resident
+    set, tensors, code and libraries together: VmHWM of /proc/self/status; where there is no /proc, ru_maxrss of
+    getrusage, which cannot be reset.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)  # empty before the first tensor
@@ -47,7 +48,10 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 @functools.lru_cache(maxsize=1)  # counting takes milliseconds and is asked for often
 def _held_by_graphs(device: torch.device, _allocated: int, _freed: int) -> int:
-    """Return the unoccupied bytes in captured graphs' pools; another number of segments makes it count anew."""
+    """Return the unoccupied bytes in the memory pools of captured graphs.
+
+    The segments' bytes are arguments so that the cached result is dropped when they change.
+    """
     return sum(
         segment["total_size"] - segment["allocated_size"]
         for segment in torch.cuda.memory_snapshot()
@@ -56,7 +60,7 @@ def _held_by_graphs(device: torch.device, _allocated: int, _freed: int) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Reset the peak to the present use; return False where the system does not permit it.
+    """Reset the peak to the present use, and return whether the system permits it.
 
     On a CPU this writes 5 to /proc/self/clear_refs, see proc(5).
     """
@@ -73,17 +77,17 @@ def reset_peak_memory(device: torch.device) -> bool:
 def ledger(
     planes: Iterable[Plane], planned: Mapping[str, int] | None, device: torch.device
 ) -> dict[str, dict[str, int]]:
-    """Return peak memory by origin, as planned and as measured on a GPU; unknown parts are left out.
+    """Return the bytes of peak memory by origin, as planned and, on a GPU, as measured; unknown parts are left out.
 
-    The bytes of the planes are known exactly; the rest of the measured peak is activations, loss head and workspace
-    together.
+    The bytes of the planes are known exactly. The rest of the measured peak is activations, loss head and workspace in
+    one number.
     """
     static = {"weights": 0, "gradients": 0, "moments": 0}
     for plane in planes:
         static["weights"] += plane.param.nbytes
         static["gradients"] += plane.grad.nbytes
         static["moments"] += sum(buffer.nbytes for buffer in plane.state.values())
-    entries = {"planned": dict(planned)} if planned else {"planned": static}
+    entries = {"planned": dict(planned) if planned else static}
     if device.type == "cuda":
         rest = peak_memory_bytes(device) - sum(static.values())
         entries["measured"] = {**static, "activations, loss head, workspace": rest}
@@ -91,16 +95,21 @@ def ledger(
 
 
 class LiveBytes:
-    """Counts the CPU allocator's own events inside a `with` block, which slows the code down.
+    """A count of the bytes that the CPU's allocator has handed out inside a `with` block, which slows the code down.
 
         with LiveBytes() as live:
             loss(hidden, head).backward()
         live.peak_bytes, live.kept_bytes
 
-    `peak_bytes` is the largest sum, at any moment, of bytes allocated inside the block and not yet freed; `kept_bytes`
-    is their part that is left at its end. Temporaries inside an operator and buffers of compiled code count, as the
-    allocator sees them; memory allocated before the block never counts, freed inside it or not. At the end of the
-    block DiskFull is raised where the system's folder for temporary files has no room for a trace.
+    Temporaries inside an operator and buffers of compiled code count, as the allocator sees them. Memory allocated
+    before the block never counts, freed inside it or not.
+
+    Attributes:
+        peak_bytes: the most bytes at any moment that were allocated inside the block and not yet freed.
+        kept_bytes: the bytes of these that are still allocated at its end.
+
+    Raises:
+        DiskFull: at the end of the block, if the system's folder for temporary files has no room for a trace.
     """
 
     def __init__(self) -> None:
@@ -131,7 +140,7 @@ class LiveBytes:
             self.peak_bytes = max(self.peak_bytes, self.kept_bytes)
 
     def _allocations(self) -> list[tuple[int, int]]:
-        """Return addresses and signed sizes in order of time, from the trace file, their only public source."""
+        """Return (address, signed bytes) in order of time from the trace file, the only public source of them."""
         with temporary_folder() as folder:
             path = folder / "trace.json"
             self._profile.export_chrome_trace(str(path))

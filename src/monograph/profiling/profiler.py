@@ -1,4 +1,4 @@
-"""Run a few updates under torch's profiler: where their time went, the floor, and what to change."""
+"""Run a few updates under torch's profiler, and say where their time went, how short it could be and what to change."""
 
 from __future__ import annotations
 
@@ -28,9 +28,10 @@ from monograph.profiling.intervals import unwatched
 from monograph.profiling.machine_limits import machine_of, situation_of
 from monograph.storage.reading import is_folder
 
-UPDATES, WARM = 3, 2
-EVENTS, ROUNDS = 1000, 3  # with which the cost of profiling is measured
-WATCHES, UNDISTURBED = 3, 1.1  # attempts, until a profiled update takes at most so many times the unprofiled time
+UPDATES, WARM = 3, 2  # updates of a profile, and updates before anything is measured
+EVENTS, ROUNDS = 1000, 3  # operators in a round, and rounds, with which the profiler's cost per event is measured
+# Updates are profiled up to WATCHES times, until one takes less than UNDISTURBED times its unprofiled time.
+WATCHES, UNDISTURBED = 3, 1.1
 MEASURED = 9  # unprofiled updates; their lower quartile counts
 NEEDED = WARM + MEASURED + 1 + UPDATES
 _ALLOCATES = ("empty", "new_empty", "resize_", "set_")
@@ -38,7 +39,7 @@ _ALLOCATES = ("empty", "new_empty", "resize_", "set_")
 
 @dataclass(frozen=True)
 class Profile:
-    """The breakdown of an update's time.
+    """The result of profiling a few updates.
 
     Attributes:
         update_s: seconds of an unprofiled update, the lower quartile of a few.
@@ -47,7 +48,7 @@ class Profile:
         micro_steps: the number of micro-steps of an update.
         machine: the measured rates of the device.
         verdict: the verdict on one update, whose seconds add up to `update_s`.
-        trace: the Chrome trace.
+        trace: the file with the Chrome trace.
     """
 
     update_s: float
@@ -66,7 +67,7 @@ def profile(
 
     Args:
         engine: ready to train, and captured if wanted; its weights and counters change as in any training.
-        windows: `NEEDED` windows of rows.
+        windows: at least `NEEDED` windows of rows.
         file: the Chrome trace to write, `*.json`.
         used: share of the rows' positions that hold tokens.
         packed: that share with the rows packed.
@@ -106,16 +107,17 @@ def profile(
 
 @dataclass(frozen=True, order=True)
 class _Times:
-    """Seconds of a whole update, and of the optimizer in it."""
+    """The seconds of a whole update, and of the optimizer in it."""
 
     whole_s: float
     optimizer_s: float
 
 
 def _watched(engine: Engine, windows: Iterator[Any], update_s: float) -> tuple[torch.profiler.profile, float]:
-    """Profile some updates a few times; return the profile that disturbed them least, and the seconds of its update.
+    """Profile some updates a few times; return the profile that disturbed least, and the seconds of an update in it.
 
-    The profiler's own memory can make the allocator release an eager update's and fetch it again page by page.
+    The profiler's own memory can make the allocator return an eager update's memory to the system and fetch it again
+    page by page, which takes long.
     """
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (engine.step.device.type == "cuda")
     tries: list[tuple[torch.profiler.profile, float]] = []
@@ -136,7 +138,10 @@ def _watched(engine: Engine, windows: Iterator[Any], update_s: float) -> tuple[t
 
 
 def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
-    """Write the trace, and return it: torch neither reports a failed write nor escapes the file's name."""
+    """Write the trace, and return it.
+
+    Torch writes it to a temporary file first, as torch neither reports a failed write nor escapes the file's name.
+    """
     with tempfile.TemporaryDirectory() as folder:
         plain = Path(folder, "trace.json")
         watched.export_chrome_trace(str(plain))
@@ -152,7 +157,7 @@ def _exported(watched: torch.profiler.profile, file: Path) -> dict[str, Any]:
 
 
 def _each(engine: Engine, windows: Iterator[Any], count: int) -> list[_Times]:
-    """Return the seconds of `count` updates, one by one."""
+    """Run `count` updates, and return the seconds of each."""
     times = []
     for _ in range(count):
         began = clock()
@@ -165,7 +170,7 @@ def _each(engine: Engine, windows: Iterator[Any], count: int) -> list[_Times]:
 
 
 def _update(engine: Engine, window: Any) -> float:
-    """Run an update; return the seconds from the optimizer's beginning to the end."""
+    """Run an update, and return the seconds from the optimizer's beginning to the end."""
     engine.accumulate(window)
     began = clock()
     with record_function(trace.UPDATE):
@@ -183,7 +188,7 @@ def _next(windows: Iterator[Any]) -> Any:
 
 @contextmanager
 def _spans(engine: Engine) -> Iterator[None]:
-    """In the block, give the loss's head its own span, where it is a function that the step calls.
+    """In the block, give the loss's head its own span, where the step calls the head as a function.
 
     In one graph of the whole step there is no such call.
     """
@@ -223,9 +228,10 @@ def has_kernel(name: str) -> bool:
 
 
 def _head_rows(engine: Engine, tokens: int) -> int | None:
-    """Return the vocabulary where a side of that length identifies the head's products, in one graph of a Llama.
+    """Return the size of the vocabulary if a side of this length identifies the head's products, else None.
 
-    It is None where another side is as long: one of a weight, or the `tokens` of a micro-step.
+    This is needed in one graph of a whole step of a Llama, which has no spans. Another side may be as long: one of a
+    weight, or the `tokens` of a micro-step.
     """
     if not isinstance(engine.model, Llama) or engine.step.scope != "whole":
         return None
@@ -238,7 +244,10 @@ def _head_rows(engine: Engine, tokens: int) -> int | None:
 
 
 def _event_s() -> float:
-    """Return the profiler's seconds per recorded operator: many tiny ones, profiled and not, the quickest of each."""
+    """Return the profiler's seconds per recorded operator.
+
+    Many tiny operators are run with and without the profiler; the quickest round of each counts.
+    """
     one, times = torch.zeros(1), dict[bool, list[float]]({False: [], True: []})
     for watched in (False, True) * ROUNDS:
         watching = torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True)

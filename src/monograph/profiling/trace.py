@@ -1,10 +1,14 @@
-"""Reads a profiler's Chrome trace into intervals, and tells which part of a step each operator belongs to.
+"""Read a profiler's Chrome trace into intervals, and tell which part of a step each operator belongs to.
 
-A kernel's part follows from where it ran and what ran, in this order: inside the span of the update it is the
-optimizer's; inside the span of the loss's head, or in the backward pass of what ran there, the loss head's; torch's
-attention operators are attention; a product with the vocabulary as a side is the head's, as one graph of the whole step
-has no spans; other products are matmul; what else torch or its compiler runs is elementwise (reductions, lookups and
-copies among it). Anything else is "other".
+The first rule that applies gives a kernel's part:
+
+1. inside the span of the update: "optimizer";
+2. inside the span of the loss's head, or in the backward pass of an operator that ran there: "loss head";
+3. torch's attention operators: "attention";
+4. products with the vocabulary as a side: "loss head", as one graph of the whole step has no spans;
+5. other products: "matmul" (in a Llama, batched products: "attention");
+6. all else that torch or its compiler runs, reductions, lookups and copies included: "elementwise";
+7. everything else: "other".
 """
 
 from __future__ import annotations
@@ -25,14 +29,14 @@ Event = Mapping[str, Any]
 _BYTES = {
     "double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,
 }  # fmt: skip
-# Products, with the index of their left input; the last three are `monograph.graph.matmul`'s.
+# Products, with the index of their left input among the inputs; the last three are `monograph.graph.matmul`'s.
 _PRODUCTS = {
     "mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_linear_pointwise": 0, "_scaled_mm": 0,
     "onednn_matmul": 0, "small_matmul": 0, "batched_matmul": 0,
 }  # fmt: skip
 _BATCHED = {"bmm", "baddbmm", "batched_matmul"}
 _ATTENTION = re.compile(r"(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|flex_attention)")
-# Inductor gives its kernels these names.
+# Names that Inductor gives to the kernels it generates, and to those from its templates for products.
 _GENERATED, _TEMPLATE = re.compile(r"^(triton|cpp)_"), re.compile(r"^triton_tem_")
 _WAITS = re.compile(r"Synchronize|^aten::_local_scalar_dense$")
 _BACKWARD = "autograd::engine::evaluate_function"
@@ -40,10 +44,15 @@ _BACKWARD = "autograd::engine::evaluate_function"
 
 @dataclass(frozen=True)
 class _Place:
-    """The place of an event in the step: the part that its spans give, if any."""
+    """Where an event lies in the step.
+
+    Attributes:
+        part: the part that the spans around it give, if any.
+        inside: the part of the operator around it that counts as a whole, if there is one.
+    """
 
     part: Part | None = None
-    inside: Part | None = None  # the part of an operator that is counted as a whole
+    inside: Part | None = None
 
 
 def read(
@@ -53,13 +62,16 @@ def read(
 
     Args:
         trace: the content that `torch.profiler.profile.export_chrome_trace` wrote, with shapes.
-        has_kernel: whether an operator of that name computes something itself: not a view, not an allocation, and not
-            one that only calls others.
-        vocabulary: rows of the head where no other side of a product is as long; None where one is.
-        heads_are_batched: whether batched products are attention's, as in a Llama, whose layers multiply matrices.
+        has_kernel: tells whether an operator of a name computes something itself, instead of making a view, allocating
+            or only calling other operators.
+        vocabulary: rows of the head, if no other side of a product is as long; else None.
+        heads_are_batched: whether batched products belong to attention, as in a Llama, whose layers multiply matrices.
+
+    Raises:
+        ValueError: the trace has no step.
     """
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    # Spans appear on the device's tracks too, where they add nothing.
+    # Spans are listed a second time on the device's tracks; only the host's count.
     steps = [event for event in events if event["name"] == STEP and event.get("cat") == "user_annotation"]
     if not steps:
         raise ValueError(f"the trace has no {STEP}")
@@ -86,7 +98,7 @@ def _seconds(microseconds: float) -> float:
 
 
 def _sequence_numbers(events: Sequence[Event]) -> set[int]:
-    """Return the numbers of the operators inside a head's span, which their nodes of the backward pass share."""
+    """Return the sequence numbers of the operators in a head's span; their nodes of the backward pass have the same."""
     heads = [event for event in events if event["name"] == HEAD]
     return {
         event["args"]["Sequence number"]
@@ -101,7 +113,16 @@ def _inside(event: Event, other: Event) -> bool:
 
 
 class _Reader:
-    """Walks the host's events, each inside the events that called it."""
+    """A walk over the events of the host's threads, each nested in the events that called it.
+
+    Attributes:
+        head: sequence numbers of the head's operators.
+        kernels: intervals of operators that compute, which are the kernels on a CPU.
+        spans: the host's waits.
+        updates: the intervals of updates.
+        events: counts of events by part, outside and inside updates.
+        launches: for each correlation number: the time of the launch, its place, and the operator that launched it.
+    """
 
     def __init__(
         self, has_kernel: Callable[[str], bool], vocabulary: int | None, heads_are_batched: bool, begin_s: float
@@ -148,21 +169,17 @@ class _Reader:
             self.kernels.append(kernel)
 
     def _placed(self, event: Event, place: _Place) -> _Place:
-        name, part = event["name"], place.part
+        name, part, number = event["name"], place.part, event.get("args", {}).get("Sequence number")
         if part is None:
             if name == UPDATE:
                 part = "optimizer"
-            elif name in (HEAD, ADDED) or (name.startswith(_BACKWARD) and self._number(event) in self.head):
+            elif name in (HEAD, ADDED) or (name.startswith(_BACKWARD) and number in self.head):
                 part = "loss head"
         inside = place.inside
         if inside is None and event.get("cat") == "cpu_op" and not _WAITS.search(name):
             computes = _GENERATED.search(name) or self.has_kernel(name)
             inside = self._part(event, part) if computes else None
         return _Place(part, inside)
-
-    def _number(self, event: Event) -> int | None:
-        number: int | None = event.get("args", {}).get("Sequence number")
-        return number
 
     def _part(self, event: Event, said: Part | None) -> Part:
         name = event["name"].rpartition("::")[2]
@@ -179,7 +196,7 @@ class _Reader:
         return "elementwise" if known else "other"
 
     def on_device(self, events: Sequence[Event]) -> Iterator[Kernel]:
-        """Yield the device's kernels, each with the operator that launched it; without a launch here it is "other"."""
+        """Yield the device's kernels, with the work of the operators that launched them; without one it is "other"."""
         seen: set[int] = set()
         for event in events:
             begin = self._at(event)
@@ -217,12 +234,14 @@ def _operands(event: Event) -> Operands | None:
 
 
 def work(event: Event) -> tuple[float | None, float | None]:
-    """Return (operations, bytes) of an operator's call by its inputs' shapes; None for what these do not tell.
+    """Return (FLOPs, bytes) of an operator's call, from its inputs' shapes; None where the shapes do not tell.
 
-    A product of [N, K] and [K, M]: 2 N K M. Attention over T queries and S keys of E numbers: 4 B H T S E, halved
-    as it is causal; 2.5 times that backward. Bytes: each input read once, and the output, as large as a product's
-    result or else as the largest input, written once. Generated code is given its outputs too; what its templates
-    multiply is not among their arguments.
+        product of [N, K] and [K, M]                            2 N K M FLOPs
+        causal attention, T queries and S keys of E numbers     2 B H T S E FLOPs; backward 2.5 times as many
+
+    Bytes are those of each input, read once, and of the output, written once: as many as a product's result has, or
+    else the largest input. A generated kernel has its outputs among its inputs. The shapes of the products in
+    Inductor's templates are not known.
     """
     name, shapes = event["name"].rpartition("::")[2], _shapes(event)
     types = event.get("args", {}).get("Input type", [])

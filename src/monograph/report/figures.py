@@ -1,14 +1,15 @@
-"""Draw a run's figures: held-out curve among its yardsticks, loss, learning rate, gradient norm, speed and memory.
+"""Draw a run's figures: held-out score against its yardsticks, loss, learning rate, gradient norm, speed and memory.
 
-A metrics row is a dictionary; the figures read `tokens` (seen so far), `train_loss` (nats per token), `lr`,
-`grad_norm`, `tokens_per_s`, `skipped` (true when the update was left out), `eval_bits_per_byte` and `memory`
-(`monograph.profiling.memory.ledger`). A figure takes the rows that have its key with a value.
+A metrics row is a dictionary with these keys: `tokens` (seen so far), `train_loss` (nats per token), `lr`, `grad_norm`,
+`tokens_per_s`, `skipped` (true if the update was skipped), `eval_bits_per_byte`, and `memory`
+(`monograph.profiling.memory.ledger`). A figure shows the rows in which its key has a value.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,12 +25,12 @@ Row = Mapping[str, Any]
 Floats = NDArray[np.float64]
 
 _SIZES = {"held_out": (7.3, 3.2), "loss": (3.5, 3.2)}  # inches; the other figures are smaller
-_POINTS = 1200  # points of a line: more than a figure has pixels
+_POINTS = 1200  # the most points of a line: more than a figure is pixels wide
 
 
 @dataclass(frozen=True)
 class Drawing:
-    """A finished figure as an SVG element, with its PNG file if there is one."""
+    """A finished figure as an SVG element, and as a PNG file if it has one."""
 
     name: str
     svg: str
@@ -39,32 +40,31 @@ class Drawing:
 def draw(
     metrics: Sequence[Row], yardsticks: Mapping[str, float], title: str, subtitle: str
 ) -> tuple[bytes, list[Drawing]]:
-    """Return all figures on one PNG sheet under `title` and `subtitle`, and each figure that `metrics` has rows for."""
-    panels: dict[str, Callable[[Axes], None]] = {
-        "held_out": lambda axes: _held_out(axes, metrics, yardsticks),
-        "loss": lambda axes: _loss(axes, metrics),
-        "learning_rate": lambda axes: _learning_rate(axes, metrics),
-        "gradient_norm": lambda axes: _gradient_norm(axes, metrics),
-        "speed": lambda axes: _speed(axes, metrics),
-        "memory": lambda axes: _memory(axes, metrics),
+    """Return a PNG sheet of all figures for which `metrics` has rows, under `title` and `subtitle`, and each figure."""
+    panels: dict[str, tuple[str, Callable[..., None]]] = {
+        "held_out": ("eval_bits_per_byte", partial(_held_out, yardsticks=yardsticks)),
+        "loss": ("train_loss", _loss),
+        "learning_rate": ("lr", _learning_rate),
+        "gradient_norm": ("grad_norm", _gradient_norm),
+        "speed": ("tokens_per_s", _speed),
     }
-    needs = {
-        "held_out": "eval_bits_per_byte",
-        "loss": "train_loss",
-        "learning_rate": "lr",
-        "gradient_norm": "grad_norm",
+    present: dict[str, Callable[[Axes], None]] = {
+        name: partial(panel, metrics=metrics)
+        for name, (key, panel) in panels.items()
+        if any(row.get(key) is not None for row in metrics)
     }
-    there = {name: bool(len(_series(metrics, needs.get(name, "tokens_per_s"))[0])) for name in panels}
-    there["memory"] = _ledger(metrics) is not None
-    present = {name: draw for name, draw in panels.items() if there[name]}
+    if ledger := _ledger(metrics):
+        present["memory"] = partial(_memory, ledger=ledger)
     with style():
-        return _sheet(present, title, subtitle), [_single(name, draw) for name, draw in present.items()]
+        sheet = _sheet(present, title, subtitle)
+        return sheet, [single(name, panel, _SIZES.get(name, (3.5, 2.5))) for name, panel in present.items()]
 
 
-def _single(name: str, panel: Callable[[Axes], None]) -> Drawing:
+def single(name: str, panel: Callable[[Axes], None], size: tuple[float, float]) -> Drawing:
+    """Return a figure of one panel; `size` is its width and height in inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=_SIZES.get(name, (3.5, 2.5)), layout="constrained")
+    figure = Figure(figsize=size, layout="constrained")
     panel(figure.add_subplot())
     return Drawing(name, svg(figure), png(figure, dpi=200))
 
@@ -98,7 +98,7 @@ def _held_out(axes: Axes, metrics: Sequence[Row], yardsticks: Mapping[str, float
     tokens, bits = _series(metrics, "eval_bits_per_byte")
     _set_up(axes, "Held-out text, bits per byte", tokens)
     low = min([float(bits.min()), *yardsticks.values()])
-    # The first value is that of an untrained model; on its scale everything that matters would be one flat line
+    # The first value is an untrained model's. On its scale all later ones would be one flat line.
     high = max([min(float(bits.max()), 2.2 * float(bits[-1])), *yardsticks.values()])
     margin = max(0.06 * (high - low), 0.02)
     axes.set_ylim(low - margin, high + margin)
@@ -132,7 +132,7 @@ def _learning_rate(axes: Axes, metrics: Sequence[Row]) -> None:
 def _gradient_norm(axes: Axes, metrics: Sequence[Row]) -> None:
     tokens, norm = _series(metrics, "grad_norm")
     _set_up(axes, "Gradient norm, before clipping", tokens)
-    # One spike would flatten the rest: the top 0.5 % may leave the frame
+    # One spike would flatten the rest, so the top 0.5 % may leave the frame.
     axes.set_ylim(0, 1.15 * float(np.quantile(norm, 0.995)) or 1)
     _trend(axes, tokens, norm, lambda value: f"{value:.2g}")
 
@@ -148,14 +148,12 @@ def _speed(axes: Axes, metrics: Sequence[Row]) -> None:
         skipped, np.full(len(skipped), 0.035 * axes.get_ylim()[1]), "|", color=WARN, markersize=9, markeredgewidth=1.6
     )
     words = f"{quantities.counted(len(skipped), 'update')} skipped"
-    # Above the curve, where the limit leaves room, and away from the last value at the right
+    # The words stand above the curve, where the limit leaves room, and away from the last value at the right.
     axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=8, color=WARN if skipped else MUTED)
 
 
-def _memory(axes: Axes, metrics: Sequence[Row]) -> None:
-    """Draw the planned memory above the measured memory, each as a bar of its parts."""
-    ledger = _ledger(metrics)
-    assert ledger is not None
+def _memory(axes: Axes, ledger: Mapping[str, Mapping[str, int]]) -> None:
+    """Draw the planned memory above the measured memory, each as one bar made of its parts."""
     axes.set_title("Peak memory, GiB")
     for place, name in enumerate(("measured", "planned")):
         left = 0.0
@@ -188,12 +186,12 @@ def _set_up(axes: Axes, title: str, tokens: Floats) -> None:
 
 
 def _trend(axes: Axes, tokens: Floats, values: Floats, written: Callable[[float], str]) -> None:
-    """Draw every value, pale, and their moving median, whose last value is written above the line's end."""
+    """Draw all values in a pale colour, and their moving median with its last value written above the line's end."""
     step = _thinning(values)
     axes.plot(tokens[::step], values[::step], color=ACCENT, alpha=0.25, linewidth=0.8)
     at, medians = _moving_median(values)
     axes.plot(tokens[at], medians, color=ACCENT, linewidth=1.8)
-    # The label is about as wide as the panel's last fifth, and goes above all lines there
+    # The label is about as wide as the panel's last fifth, and stands above all lines there.
     begin = 0.8 * tokens[-1]
     near_end = max(float(values[tokens >= begin].max()), float(np.interp(begin, tokens, values)))
     place = (tokens[-1], min(near_end, axes.get_ylim()[1]))
@@ -208,14 +206,17 @@ def _thinning(values: Floats) -> int:
 
 
 def _moving_median(values: Floats) -> tuple[NDArray[np.int64], Floats]:
-    """Return medians over a fortieth of the run at up to 300 places; unlike means, they give a spike no plateau."""
+    """Return up to 300 indices and the medians over a fortieth of the run around them.
+
+    A median, unlike a mean, does not turn a spike into a plateau.
+    """
     half = len(values) // 80
     at = np.unique(np.linspace(0, len(values) - 1, min(len(values), 300)).round().astype(np.int64))
     return at, np.array([np.median(values[max(0, i - half) : i + half + 1]) for i in at])
 
 
 def _labels_at_right(axes: Axes, labels: Sequence[tuple[float, str, str, str]]) -> None:
-    """Write (level, text, colour, weight) at the right of each level, moved apart where texts would touch."""
+    """Write each label (level, text, colour, font weight) at the right of its level; labels that touch move apart."""
     low, high = axes.get_ylim()
     gap = 0.062 * (high - low)
     place = -np.inf

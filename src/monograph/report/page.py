@@ -1,4 +1,4 @@
-"""Build a report's HTML page, which loads nothing: light and dark, tables that sort, all usable by keyboard."""
+"""Build a report's HTML page, which loads nothing, follows a light or dark theme and has tables that sort."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from monograph.report.figures import Drawing
 from monograph.report.plot_style import ACCENT, GRID, INK, MUTED, WARN
 from monograph.storage.reading import contents
 
-# A cell's words and its sort value; None is unknown, and always last. Plain text is its own sort value.
+# A cell is a text, by which it is sorted, or (text, number to sort by). None is unknown, and always sorted last.
 Cell = str | tuple[str, float | None]
 
 _COLOURS = {INK: "--ink", MUTED: "--muted", GRID: "--rule", ACCENT: "--accent", WARN: "--warn"}
@@ -127,11 +127,12 @@ def page(
     drawings: Iterable[Drawing],
     sections: Iterable[str],
 ) -> str:
-    """Return a report as a page.
+    """Return a report as an HTML page.
+
+    `title`, `headline`, `standing` and `figures` are plain text.
 
     Args:
-        title: what the report is about, such as a folder's name; like headline, `standing` and figures it is plain
-            text.
+        title: the report's subject, such as a folder's name.
         headline: the result in a few words.
         standing: a sentence that says how good the result is.
         figures: (name, quantity) pairs to read first.
@@ -158,12 +159,12 @@ def section(heading: str, *parts: str) -> str:
 
 
 def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
-    """Return a table with a line of names over its rows; pressing a name sorts by its column.
+    """Return a table with the columns' names over its rows, empty if there are no rows; a name sorts by its column.
 
     Args:
-        name: what the table holds, for readers who do not see it.
+        name: the table's content, for screen readers.
         heads: the columns' names.
-        rows: a cell for each column; cells in a column of numbers are pairs of text and number.
+        rows: a cell for each column; in a column of numbers each cell is a pair of text and number.
     """
     if not rows:
         return ""
@@ -201,22 +202,22 @@ def pairs(rows: Iterable[tuple[str, str]]) -> str:
 
 
 def folded(name: str, text: str) -> str:
-    """Return a text that unfolds; nothing for an empty one."""
+    """Return a text folded up under a name; an empty text stays empty."""
     return f"<details><summary>{escaped(name)}</summary><pre>{escaped(text)}</pre></details>" if text else ""
 
 
 def config_of(folder: Path) -> str:
-    """Return a run's config.toml, folded up; nothing if there is none."""
+    """Return a run's config.toml, folded up; an empty text if there is none."""
     config = folder / "config.toml"
     return folded(config.name, (contents(config) or b"").decode("utf-8"))
 
 
 def _inline(drawing: Drawing) -> str:
-    """Return the figure as SVG inside the page, with the page's colours, which know light and dark."""
+    """Return the figure as SVG inside the page, in the page's colours, which follow the light or dark theme."""
     svg = drawing.svg.replace("DejaVu Sans", "system-ui")
     for colour, variable in _COLOURS.items():
         svg = svg.replace(colour, f"var({variable})")
-    # Files share the names of their clip paths; on one page each figure needs its own
+    # All figures have the same names for their clip paths; on one page these must differ.
     for old in ('id="', "url(#", 'href="#'):
         svg = svg.replace(old, f"{old}{drawing.name}-")
     svg = svg.replace("<svg ", f'<svg role="img" aria-label="{drawing.name.replace("_", " ")}" ', 1)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Each role has a distinct colour, so that a page can put its own colour in its place in an SVG
+# Each role has a colour of its own, so that a page can replace it by the page's colour in an SVG.
 INK, MUTED, GRID, ACCENT, WARN, PAPER = "#1c1d21", "#6e7079", "#e4e5ea", "#2457c5", "#c2460e", "#fffffe"
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",
@@ -62,7 +62,7 @@ def style() -> Iterator[None]:
 
 @contextmanager
 def _tight() -> Iterator[None]:
-    """Silence the warning that a panel has no room: after a few updates, labels cramp the figure, as one sees."""
+    """Silence the warning that a panel has no room: early in a run, labels can fill a figure."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="constrained_layout not applied")
         yield
@@ -86,7 +86,7 @@ def svg(figure: Figure) -> str:
     return text[text.index("<svg") :]
 
 
-# The colour in a drawing, its name, and its replacement on a dark page.
+# (colour in a drawing, its name, its replacement on a dark page)
 _COLOURS = (
     (INK, "ink", "#e9eaee"),
     (MUTED, "muted", "#9a9da8"),
@@ -97,7 +97,7 @@ _COLOURS = (
 
 
 def themed(svg: str) -> str:
-    """Return an SVG drawn in this file's colours with variables in their place, and a transparent background."""
+    """Return an SVG with this file's colours replaced by variables, which follow the reader's light or dark theme."""
     there = [pair for pair in _COLOURS if pair[0] in svg]
     light = " ".join(f"--{name}: {colour};" for colour, name, _ in there)
     dark = " ".join(f"--{name}: {colour};" for _, name, colour in there)

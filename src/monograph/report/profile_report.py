@@ -1,7 +1,7 @@
-"""Draw the pictures and write the pages of a profile and of a ladder.
+"""Draw the figures and write the pages of a profile and of a ladder.
 
-A profile shows where an update's time goes, what limits it and what to change. A ladder is drawn from the object that
-`monograph profile --ladder --json` prints.
+A profile shows where an update's time goes, what limits it and what to change. A ladder is drawn from the JSON object
+that `monograph profile --ladder --json` prints.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ def draw_profile(verdict: Verdict, title: str) -> Drawing:
 
 
 def profile_page(title: str, profile: Profile, tokens_per_s: float, drawing: Drawing, config: str) -> str:
-    """Return the page as HTML.
+    """Return a profile's page as HTML.
 
     Args:
         title: the folder's name.
-        profile: what was measured.
+        profile: the result of profiling.
         tokens_per_s: the run's speed.
-        drawing: the profile's picture.
+        drawing: the profile's figure.
         config: the run's settings as TOML.
     """
     judged, faster = profile.verdict, profile.update_s / max(profile.verdict.floor_s, 1e-12)
@@ -75,7 +75,7 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, drawing: Dra
 
 
 def said(profile: Profile) -> str:
-    """Return what limits the run, its share of the time, and the share that cannot be judged; without a full stop."""
+    """Return a sentence without full stop: what limits the run, its share of the time, and the share not judged."""
     judged = profile.verdict
     unknown = judged.unknown_s / judged.spent.total_s if judged.spent.total_s else 0.0
     unjudged = f"; {unknown:.0%} of it is work that cannot be counted, and is not judged" if unknown > NOTHING else ""
@@ -88,7 +88,7 @@ def said(profile: Profile) -> str:
 
 
 def mostly(bounds: Mapping[Bound, float]) -> str:
-    """Return the bound of the most seconds; "" if there is none."""
+    """Return the bound with the most seconds; "" if there is none."""
     return max(bounds, key=lambda kind: bounds[kind]) if bounds else ""
 
 
@@ -97,7 +97,7 @@ def _parts(profile: Profile) -> str:
     rows: list[list[Cell]] = []
     for part in PARTS:
         share, taken, least = judged.spent.share(part), 1e3 * judged.spent.parts[part], 1e3 * judged.floors[part]
-        numbers: list[Cell] = [(f"{share:.1%}", share), (f"{taken:.3g}", taken), (f"{least:.3g}", least)]
+        numbers = [number(share, "{:.1%}"), number(taken, "{:.3g}"), number(least, "{:.3g}")]
         rows.append([part, *numbers, mostly(judged.bounds.get(part, {}))])
     return table("Parts of an update", ["part", "share", "ms", "floor, ms", "mostly bound by"], rows)
 
@@ -105,20 +105,24 @@ def _parts(profile: Profile) -> str:
 def _changes(profile: Profile) -> str:
     judged = profile.verdict
     rows: list[list[Cell]] = [
-        [change.what, (f"{judged.gain(change):.2f} ×", judged.gain(change)),
-         "the same" if change.same_training else "another", change.why]
+        [
+            change.what,
+            number(judged.gain(change), "{:.2f} ×"),
+            "the same" if change.same_training else "another",
+            change.why,
+        ]
         for change in judged.changes
-    ]  # fmt: skip
+    ]
     return table("What may be changed", ["change", "predicted", "training", "as"], rows)
 
 
 Values = Mapping[str, Any]
-# The basis of ratios; on a CPU it is CPU time, as other programs take a share of the clock's.
+# The speed that ratios compare, by `ratios_of`. On a CPU it is that of CPU time, as other programs take wall time.
 SPEED = {"wall": "tokens_per_s", "cpu": "tokens_per_cpu_s"}
 
 
 def draw_ladder(ladder: Values) -> Drawing:
-    """Draw two bars for each rung: tokens per second and peak memory, each with its number; the fastest is blue."""
+    """Draw two bars with numbers for each rung: tokens per second and peak memory; the fastest rung is blue."""
     from matplotlib.figure import Figure
 
     rungs, best = ladder["rungs"], fastest(ladder)
@@ -153,12 +157,12 @@ def _said(rung: Values, key: str) -> str:
 
 
 def ladder_page(title: str, ladder: Values, drawing: Drawing, config: str) -> str:
-    """Return the page as HTML.
+    """Return a ladder's page as HTML.
 
     Args:
         title: the folder's name.
-        ladder: what its command prints as JSON.
-        drawing: the ladder's picture.
+        ladder: the JSON object that its command prints.
+        drawing: the ladder's figure.
         config: the settings that all rungs share, as TOML.
     """
     first, best = ladder["rungs"][0], fastest(ladder)
@@ -196,7 +200,7 @@ def gain(ladder: Values) -> float:
 
 
 def standing(ladder: Values) -> str:
-    """Return what was done, in a sentence without a full stop."""
+    """Return how the rungs were measured, in a sentence without a full stop."""
     of = {"wall": "", "cpu": " (in CPU time)"}
     return (
         f"Each rung changes one thing of another one, over which its ratios are{of[ladder['ratios_of']]}: the same "
@@ -210,7 +214,7 @@ HEADS = ("rung", "tokens/s", "speed", "over", "ms an update", "peak memory", "me
 
 
 def rows(rungs: Sequence[Values]) -> list[list[Cell]]:
-    """Return the table's cells under `HEADS`; for a rung that could not be climbed, its name and the reason."""
+    """Return the table's cells under `HEADS`; a rung that could not run has its name and the reason."""
     made: list[list[Cell]] = []
     for rung in rungs:
         update_s, size = rung["update_s"], rung["peak_memory_bytes"]

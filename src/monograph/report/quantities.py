@@ -1,4 +1,4 @@
-"""Write quantities for people: each with its unit, in as few characters as carry the information."""
+"""Write quantities for people, each with its unit, in as few characters as carry the information."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))
 
 
 def count(value: float, unit: str = "") -> str:
-    """Write three significant digits with an SI prefix: 1466 -> "1.47 k", 3_000_000 -> "3 M"; unit: "15.8 k tok/s"."""
+    """Return three significant digits with an SI prefix: 1466 -> "1.47 k", 3_000_000 -> "3 M"; unit: "15.8 k tok/s"."""
     for scale, prefix in _PREFIXES:
         if abs(value) >= 0.9995 * scale:
             return f"{_three_digits(value / scale)} {prefix}{' ' if unit else ''}{unit}"
@@ -27,7 +27,7 @@ def gibibytes(value_bytes: float) -> str:
 
 
 def memory(value_bytes: float) -> str:
-    """Return bytes as GiB, or as MiB below one GiB, as for small models: 22_020_096 -> "21.0 MiB"."""
+    """Return bytes as GiB, or as MiB below one GiB, for small models: 22_020_096 -> "21.0 MiB"."""
     return gibibytes(value_bytes) if value_bytes >= 2**30 else f"{value_bytes / 2**20:.1f} MiB"
 
 

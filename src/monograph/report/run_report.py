@@ -15,7 +15,7 @@ from monograph.report.page import config_of, escaped, number, page, pairs, secti
 
 Summary = Mapping[str, Any]
 
-# The keys of a summary that a person reads first, with their name and how their value is written
+# The keys of a summary that a person reads first: (key, name, function that writes the value).
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("params", "parameters", quantities.count),
     ("tokens", "tokens", quantities.count),
@@ -44,11 +44,16 @@ def write_report(
 ) -> None:
     """Write `run_folder`/figures/*.png (sheet.png has them all) and `run_folder`/report.html, each whole or not at all.
 
-    summary: what `monograph train --json` prints; missing keys are left out, unknown keys go into the table.
-    metrics: rows as `monograph.report.figures` describes them.   yardsticks: bits per byte by name.
-    samples: (share of the run, 0 to 1; text that the model wrote then), shown side by side.
+    Args:
+        run_folder: the run's folder.
+        summary: the object that `monograph train --json` prints; missing keys are left out, unknown keys go into the
+            table.
+        metrics: rows as `monograph.report.figures` describes them.
+        yardsticks: bits per byte by name.
+        samples: (share of the run, 0 to 1; text that the model wrote then), shown side by side.
 
-    Raises DiskFull.
+    Raises:
+        DiskFull: there is no space for them.
     """
     headline, standing = _headline(summary), _standing(summary, yardsticks)
     sheet, drawings = draw(metrics, yardsticks, headline, _subtitle(run_folder, summary))
@@ -110,14 +115,14 @@ def _subtitle(run_folder: Path, summary: Summary) -> str:
 
 
 def _rest(summary: Summary) -> list[tuple[str, str]]:
-    known = {key for key, _, _ in _FIGURES} | {"schema", "run"}  # the schema is for programs, the run is the title
+    shown = {key for key, _, _ in _FIGURES} | {"schema", "run"}  # the schema is for programs, the run is the title
     if not summary.get("compile_s"):
-        known.add("compile_s")
-    return [_named(key, value) for key, value in summary.items() if key not in known and value is not None]
+        shown.add("compile_s")
+    return [_named(key, value) for key, value in summary.items() if key not in shown and value is not None]
 
 
 def _named(key: str, value: Any) -> tuple[str, str]:
-    """Return a key and its value in words; the key's ending tells the unit."""
+    """Return a key's name and its value for people; the key's ending tells the unit."""
     if isinstance(value, Mapping):
         name, text = key, ", ".join(f"{count:,} {what}" for what, count in value.items()) or "none"
     elif isinstance(value, bool) or not isinstance(value, int | float):
@@ -132,7 +137,7 @@ def _named(key: str, value: Any) -> tuple[str, str]:
 
 
 def _evaluations(metrics: Sequence[Row]) -> str:
-    """Return a table of the curve's points, for readers who want the numbers."""
+    """Return a table of the held-out curve's points, for readers who want the numbers."""
     scored = [row for row in metrics if row.get("eval_loss") is not None]
     heads = ("update", "tokens", "nats per token", "bits per byte", "rows")
     keys = {
@@ -155,7 +160,11 @@ def _samples(samples: Sequence[tuple[float, str]]) -> str:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all; raises DiskFull."""
+    """Write a file whole or not at all.
+
+    Raises:
+        DiskFull: there is no space for it.
+    """
     temporary = path.with_name(f".{path.name}.partial")
     try:
         temporary.write_bytes(content)

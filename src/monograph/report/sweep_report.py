@@ -1,8 +1,8 @@
 """Write a sweep's report: its figures as PNG files and one HTML page that needs nothing but itself.
 
 The figures show the held-out score against each knob, with error bars, and the curves of all members. A setting is a
-mapping with `knobs`, `mean`, `standard_error` (null for one seed), `values` (one per member; null for one that
-diverged), and `standing` ("best", "tied" or ""). A curve has its member's `knobs` and rows of metrics.
+mapping with `knobs`, `mean`, `standard_error` (null for one seed), `values` (a score for each member; null if it
+diverged) and `standing` ("best", "tied" or ""). A curve is a pair of its member's knobs and rows of metrics.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from monograph.report import quantities
-from monograph.report.figures import Drawing
+from monograph.report.figures import Drawing, single
 from monograph.report.page import Cell, config_of, number, page, section, table
-from monograph.report.plot_style import ACCENT, GRID, INK, MUTED, WARN, png, style, svg
+from monograph.report.plot_style import ACCENT, GRID, INK, MUTED, WARN, style
 from monograph.report.run_report import write_whole
 
 if TYPE_CHECKING:
@@ -47,15 +47,7 @@ def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, u
     if any(row.get(key) is not None for _, rows in curves for row in rows):
         panels["curves"] = lambda axes: _curves(axes, curves, key, unit, varied)
     with style():
-        return [_single(name, panel) for name, panel in panels.items()]
-
-
-def _single(name: str, panel: Callable[[Axes], None]) -> Drawing:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7.3, 3.4), layout="constrained")
-    panel(figure.add_subplot())
-    return Drawing(name, svg(figure), png(figure, dpi=200))
+        return [single(name, panel, (7.3, 3.4)) for name, panel in panels.items()]
 
 
 def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> None:
@@ -96,7 +88,10 @@ def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> N
 
 
 def _places(values: Sequence[Any]) -> tuple[list[float], list[str], bool]:
-    """Return where values go on an axis: at themselves if numbers above 0 of different sizes, else in order."""
+    """Return where values go on an axis, the labels of the ticks, and whether the axis is logarithmic.
+
+    It is if the values are numbers above 0 that span a factor of 8 or more; else values are placed in order.
+    """
     numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
     distinct = list(dict.fromkeys(values))
     if len(numbers) == len(values):
@@ -109,7 +104,7 @@ def _places(values: Sequence[Any]) -> tuple[list[float], list[str], bool]:
 
 
 def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Return the span of the scores, without those so far off that the rest would be one flat line."""
+    """Return the limits of the scores' axis, without scores so far off that the rest would be one flat line."""
     finite = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
     low, high = finite[0], min(finite[-1], 1.6 * finite[0])
     margin = max(0.08 * (high - low), 0.005)
@@ -117,7 +112,7 @@ def _limits(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _curves(axes: Axes, curves: Sequence[Curve], key: str, unit: str, varied: Sequence[str]) -> None:
-    """Draw held-out scores of every member over training, all on the same rows; settings shade from pale to dark."""
+    """Draw each member's held-out scores over training, from evaluations on equally many rows, a shade per setting."""
     axes.set_title(f"Held out, {unit}, all members")
     shades = list(dict.fromkeys(_setting(knobs, varied) for knobs, _ in curves))
     ends = []
@@ -150,7 +145,7 @@ def write_sweep_report(
 
     Args:
         folder: the sweep's folder.
-        results: what `monograph sweep --json` prints.
+        results: the object that `monograph sweep --json` prints.
         settings: settings as this file's docstring describes them.
         curves: the members' curves.
         how: a sentence that says what "tied" means.
@@ -197,7 +192,7 @@ def _key_figures(results: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _settings(settings: Sequence[Setting], unit: str) -> str:
-    """Return a table of means over seeds, and how each compares with the best."""
+    """Return a table of the settings' means over seeds, and how each compares with the best."""
     rows: list[list[Cell]] = []
     for setting in settings:
         lost, of = setting["values"].count(None), len(setting["values"])

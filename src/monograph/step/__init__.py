@@ -1,4 +1,4 @@
-"""The training step: gradients of micro-batches, and the update."""
+"""Make a training step: add the gradients of micro-batches, then update."""
 
 from monograph.step.clip import Clip, Update
 from monograph.step.layout import Layout

@@ -1,6 +1,6 @@
-"""The arithmetic of an update on tensors: clip the gradient, skip spikes, update a plane, and the update's record.
+"""Do the arithmetic of an update: clip the gradient, skip spikes, update a plane, and report the result.
 
-Shapes: W remembered updates; a leading axis of members in an ensemble.
+Shapes: W remembered updates. Tensors of an ensemble have a leading member axis.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ WINDOW = 128
 SIGMAS = 6.0
 # The median of distances from the median, times this, estimates a normal distribution's standard deviation.
 _NORMAL = 1.4826
-# In a run that has converged numbers hardly vary, and any small step would stand out. So a deviation counts as at least
-# this much: of the norm's logarithm, and of the loss as a share of it.
+# The smallest deviations of the norm's logarithm, and of the loss as a share of the loss. A converged run hardly
+# varies, so that without them any small step would stand out.
 _LEAST = 0.05, 0.01
 _SMALLEST_NORM = 1e-300
 
 
 class Clip(NamedTuple):
-    """Limits on gradients.
+    """The largest gradient of an update.
 
-    With `skip_spikes` an update is skipped whose loss and whose gradient's norm both lie further above the medians of
-    the last 128 applied updates than six deviations. A deviation is 1.4826 times the median distance from the median,
-    of the loss and of the norm's logarithm, but at least 1 % of the loss and 5 % of the norm. Skipped updates are never
-    remembered, so that no number of them, finite or not, widens what is accepted; the 128 are part of the state. The
-    rule by both numbers is that of OLMo-core's SkipStepOptimizer, which takes mean and standard deviation.
+    With `skip_spikes`, an update is skipped if its loss and its gradient's norm both lie more than six deviations above
+    the medians of the last 128 applied updates. A deviation, of the loss and of the norm's logarithm, is 1.4826 times
+    the median distance from the median, but at least 1 % of the loss and 5 % of the norm. Skipped updates are never
+    remembered, so that no number of them, finite or not, widens the limit; the 128 are part of the state. OLMo-core's
+    SkipStepOptimizer has the same rule for both numbers, with mean and standard deviation.
 
     Attributes:
-        norm: largest Euclidean norm of an update's gradient; a longer one is scaled down to it.
+        norm: largest Euclidean norm of an update's gradient; a longer gradient is scaled down to it.
         skip_spikes: whether updates that stand out are skipped.
     """
 
@@ -49,7 +49,7 @@ class Clip(NamedTuple):
 
     @classmethod
     def of(cls, given: float | Clip | None) -> Clip | None:
-        """Return an engine's argument as a `Clip`.
+        """Return an engine's argument `clip` as a `Clip`.
 
         Raises:
             UsageError: the norm is not above 0.
@@ -61,32 +61,32 @@ class Clip(NamedTuple):
 
 
 def looked_at(grad_norm: Tensor, loss: Tensor) -> Tensor:
-    """Return the numbers remembered of an update, fp64 [2]: the logarithm of its norm, and its loss."""
-    # Norms are compared by ratio: a gradient ten times as long is as unusual early in a run as late.
+    """Return the two numbers that are remembered of an update, fp64 [2]: the logarithm of its norm, and its loss."""
+    # Norms are compared by ratio: a gradient ten times as long is as odd early in a run as it is late.
     return torch.stack([grad_norm.clamp_min(_SMALLEST_NORM).log(), loss], dim=-1)
 
 
-def stands_out(found_2: Tensor, recent_2W: Tensor, applied: Tensor) -> Tensor:
+def stands_out(numbers_2: Tensor, recent_2W: Tensor, applied: Tensor) -> Tensor:
     """Return whether an update is a spike compared with the last W applied ones, bool; false before there are W."""
-    # Medians, since a spike that was let through would move a mean and a standard deviation far more.
+    # They are medians, as a spike that was let through would move a mean and a standard deviation far more.
     middle_2 = _median(recent_2W)
     deviation_2 = _NORMAL * _median((recent_2W - middle_2.unsqueeze(-1)).abs())
     norm, loss = deviation_2.unbind(-1)
     least_2 = torch.stack([norm.clamp_min(_LEAST[0]), loss.maximum(_LEAST[1] * middle_2[..., 1].abs())], dim=-1)
-    # Both have to stand out: a hard batch has a high loss alone, and a rare token a long gradient alone.
-    return (found_2 - middle_2 > SIGMAS * least_2).all(-1) & (applied >= WINDOW)
+    # Both must stand out, as a hard batch has only a high loss, and a rare token only a long gradient.
+    return (numbers_2 - middle_2 > SIGMAS * least_2).all(-1) & (applied >= WINDOW)
 
 
-def remember_(recent_2W: Tensor, found_2: Tensor, applied: Tensor, accepted: Tensor) -> None:
-    """Replace the oldest remembered update by the `applied`-th, counted from 0."""
-    # With a mask, because `applied` is on the device: the host would have to read it to use it as an index.
+def remember_(recent_2W: Tensor, numbers_2: Tensor, applied: Tensor, accepted: Tensor) -> None:
+    """Put an applied update, the `applied`-th from 0, in the place of the oldest."""
+    # A mask takes the place of an index: `applied` is on the device, and indexing by it would be a read by the host.
     here_W = torch.arange(WINDOW, device=applied.device) == (applied % WINDOW).unsqueeze(-1)
     here_1W = (here_W & accepted.unsqueeze(-1)).unsqueeze(-2)
-    recent_2W.copy_(torch.where(here_1W, found_2.unsqueeze(-1), recent_2W))
+    recent_2W.copy_(torch.where(here_1W, numbers_2.unsqueeze(-1), recent_2W))
 
 
 def without_spikes_(accepted: Tensor, grad_norm: Tensor, loss: Tensor, recent_2W: Tensor, applied: Tensor) -> Tensor:
-    """Return whether an update is still accepted, which a spike is not; remember an accepted one."""
+    """Return whether an accepted update is still accepted, as it does not stand out; if so, remember it."""
     numbers_2 = looked_at(grad_norm, loss)
     accepted = accepted & ~stands_out(numbers_2, recent_2W, applied)
     remember_(recent_2W, numbers_2, applied, accepted)
@@ -99,7 +99,7 @@ def _median(values_W: Tensor) -> Tensor:
 
 def squares(plane: Plane, grad: Tensor) -> list[Tensor]:
     """Return the sum of squares of each of the plane's parts, fp64."""
-    # Part by part, so that the norm has the same bits whether a plane lies in one piece or in stages.
+    # Squares are summed part by part, so that the norm has the same bits whether a plane is one piece or in stages.
     parts = grad.split(plane.parts, dim=-1)
     norms = (torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in parts)
     return [norm.square().reshape(grad.shape[:-1]) for norm in norms]  # torch 2.11 keeps a dimension of one number
@@ -116,8 +116,8 @@ def update_plane(
     lr: Tensor,
     applied: Tensor,
 ) -> None:
-    """Update a plane by its summed gradient `total` times `scale`, if the update is `accepted`."""
-    # Materialized, because compiled code would convert the fp64 factor again for every element.
+    """Update a plane by its summed gradient `total`, times `scale`, where the update is `accepted`."""
+    # The fp64 factor is materialized, as a compiler would otherwise convert it again for every element.
     grad = total * materialize(scale.to(total.dtype)).unsqueeze(-1)
     compute = precision.products(grad.dtype)
     update_(plane, optim, grad, lr=lr, applied=applied, accepted=accepted, compute=compute)
@@ -125,9 +125,9 @@ def update_plane(
 
 
 def make_splittable_(param: Tensor, precision: Precision) -> None:
-    """Make fp32 weights that compute in bf16 splittable: `monograph.optim.split` can then keep them in 32 bits.
+    """Move fp32 weights that are computed with in bf16 to values that `monograph.optim.split` can keep in 32 bits.
 
-    Resident engines do it too, although they split nothing, so that streamed weights equal theirs to the bit.
+    Resident engines do so too, although they split nothing, so that streamed weights equal theirs to the bit.
     """
     if precision.rounds and param.dtype == torch.float32:
         param.copy_(splittable(param))
@@ -140,7 +140,7 @@ def largest(dtype: torch.dtype) -> float:
 
 
 def largest_rate(kinds: Iterable[Kind], largest: float) -> Tensor:
-    """Return the largest learning rate of which no multiple that an update computes is above `largest`, 0-d or [N]."""
+    """Return the largest learning rate, 0-d or [N], whose products with factors and decays are not above `largest`."""
     wide = functools.partial(torch.as_tensor, dtype=torch.float64)
     factors = (wide(kind.lr) * wide(kind.weight_decay).clamp_min(1.0) for kind in kinds)
     return largest / functools.reduce(torch.maximum, factors, wide(1.0))
@@ -148,18 +148,18 @@ def largest_rate(kinds: Iterable[Kind], largest: float) -> Tensor:
 
 def reciprocal(count: Tensor) -> Tensor:
     """Return 1 / count in fp64, and 1 where the count is 0."""
-    # Without targets the sum is 0 as well; 0 / 0 would put NaN into the planes for good.
+    # Without targets the sum is 0 as well, and 0 / 0 would put NaN into the planes for good.
     return 1.0 / torch.where(count == 0, 1.0, count)
 
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """The record of one update; its tensors are 0-d on the device, and only reading one makes the host wait.
+    """The numbers of one update; tensors are 0-d on the device, and reading one is the only wait of the host.
 
-    For an ensemble the tensors are [N], with a number for each member, and `lr` has N numbers.
+    For an ensemble, tensors are [N], one number for each member, and `lr` is a tuple of N rates.
 
     Attributes:
-        index: number of updates before this one: 0, 1, ...
+        index: the number of updates before this one.
         loss: mean loss per target over the whole window, fp64.
         count: sum of the loss's counts over the window, fp64: the number of targets, or the sum of their weights.
         lr: learning rate of this update.

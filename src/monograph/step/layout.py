@@ -1,4 +1,4 @@
-"""The differences between engines, as a record that a step gets; the defaults are for one module on one device."""
+"""Say what differs between engines, as values given to a step; the defaults are for one module on one device."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Memory = tuple[Any, ...]  # storage, offset, shape and strides
 
 
 def on_device(step: Any) -> list[Plane]:
-    """Move the trainable parameters into planes, on their own device."""
-    # Fused siblings are read as one matrix, so their parameters have to lie next to each other in a plane.
+    """Move the trainable parameters into planes, on the device where they are."""
+    # Fused siblings are read as one matrix, so their parameters must lie next to each other in a plane.
     in_order = siblings.side_by_side(step.model, trainable(step.model))
     made = planes(in_order, step.optim.kinds(step.model), step.optim.state, parts=parts(step.model))
     siblings.part_moved(step.model)
@@ -33,8 +33,8 @@ def on_device(step: Any) -> list[Plane]:
 
 
 def named(step: Any, scope: str) -> list[tuple[Any, str]]:
-    """Return the functions of a step that a capture of this scope compiles, as (owner, attribute)."""
-    # With scope "blocks" the passes are functions of the blocks themselves, and the step has only the update.
+    """Return the functions of a step that a capture of this scope compiles, as (object, attribute)."""
+    # In scope "blocks" the passes are functions of the blocks, and only the update is a function of the step.
     return [(step, name) for name in (("forward", "apply", "evaluate") if scope == "whole" else ("apply",))]
 
 
@@ -55,7 +55,7 @@ def targets_of(step: Any, batch: Any) -> Tensor | None:
 
 def one_by_one(step: Any, batches: Sequence[Any]) -> None:
     """Add the gradient of each micro-batch to the planes."""
-    # Linked again for each window: after `zero_grad()`, which sets `.grad` to None, gradients would go elsewhere.
+    # Gradients are linked in each window, as `zero_grad()` may have set `.grad` to None since the last one.
     step.link()
     for batch in batches:
         step.micro_step(batch)
@@ -74,10 +74,11 @@ def zeroed(step: Any) -> None:
 
 
 def require_nothing_added(step: Any, empty: Mapping[str, Tensor], fill: Mapping[str, float]) -> None:
-    """Score rows without targets, made by the loss's `fill`, before such rows are added to a micro-batch.
+    """Check that rows made of the loss's `fill` add nothing, before such rows are added to any micro-batch.
 
     Raises:
-        InputRefused: the loss counts targets in them or adds to the sum, so results would depend on the micro-batch.
+        InputRefused: the loss counts targets in them, or adds something, so that results would depend on the
+            micro-batch.
     """
     count, loss_sum, grads = step.layout.targets(step, empty), torch.zeros(()), tuple[Tensor | None, ...]()
     if not isinstance(step.loss, TokenLoss) and step.layout.device is None:  # a streamed model is not whole
@@ -106,32 +107,32 @@ def require_nothing_added(step: Any, empty: Mapping[str, Tensor], fill: Mapping[
 
 @dataclass(frozen=True)
 class Layout:
-    """The layout of an engine's parameters, and the functions that depend on it.
+    """Where an engine's parameters are, and how its step differs because of it.
 
     Each field is a value, or a function whose first argument is the step.
 
     Attributes:
-        device: the device that computes; None: the planes'.
+        device: the device that computes; None: that of the planes.
         planes: moves the trainable parameters into planes.
         captured: returns the functions that a capture of a scope replaces by compiled ones.
-        context: returns the context in which the loss is called, in addition to the precision's.
+        context: returns the context in which the loss is called, in addition to the precision's own context.
         rates: returns the learning rate of the current update, or one for each member.
-        sums: returns the loss of a batch and its targets.
-        targets: returns the targets alone, or None if only a forward pass can tell.
+        sums: returns a batch's sum of losses and its number of targets.
+        targets: returns the number of targets alone; None where only a forward pass can tell.
         accumulate: adds the gradients of a window's micro-batches.
-        complete: called when a window is complete, before its update.
-        add_squares: returns one sum of all parts' squares.
-        discard: discards the gradients.
+        complete: is called when a window is complete, before its update.
+        add_squares: adds up the squares of all parts.
+        discard: forgets the gradients.
         score: returns the sums of micro-batches in evaluation.
-        at_rest: returns when the planes may be read in place; `written`: the caller may also write to them.
+        at_rest: waits until the planes may be read, and if `written` also written.
         weights: returns the model's tensors that training changes, by name, tied ones once.
-        take_weights: called when other values were copied into these.
-        assembled: returns a context with the module as it can be called on its own, all of its weights in one place.
-        counters: further tensors, by name, that a state holds in addition to the step's counters.
-        frozen: members that are never updated again, bool [N].
+        take_weights: is called after other values were copied into these tensors.
+        assembled: returns a context with a module that can be called on its own, all of its weights in one place.
+        counters: tensors of a state in addition to the step's own counters, by name.
+        frozen: which members are never updated again, bool [N].
     """
 
-    # Fields instead of methods to override: every difference of an engine is listed where the engine is made.
+    # These are values instead of methods to override, so that an engine's differences stand where the engine is made.
     device: torch.device | None = None
     planes: Callable[[Any], list[Plane]] = on_device
     captured: Callable[[Any, str], list[tuple[Any, str]]] = named
@@ -141,7 +142,7 @@ class Layout:
     targets: Callable[[Any, Any], Tensor | None] = targets_of
     accumulate: Callable[[Any, Sequence[Any]], None] = one_by_one
     complete: Callable[[Any], None] = lambda step: None
-    # Added one after another, because the bits of a reduction depend on the device and its code.
+    # Squares are added one by one, as the bits of a sum of many depend on the code that computes it.
     add_squares: Callable[[Sequence[Tensor]], Tensor] = functools.partial(functools.reduce, torch.add)
     discard: Callable[[Any], None] = zeroed
     score: Callable[[Any, Iterable[Any]], list[Sums]] = scored
@@ -156,8 +157,8 @@ class Layout:
 class Held:
     """The trainable parameters of a module when a step moved them into its planes.
 
-    After they were replaced, frozen, moved or cast, a step would silently train memory that the module no longer
-    reads, or change parameters that should stay.
+    If they were replaced, frozen, moved or cast afterwards, the step would silently train memory that the module no
+    longer reads, or change weights that should stay.
     """
 
     def __init__(self, module: nn.Module, planes: Sequence[Plane]):
@@ -166,10 +167,10 @@ class Held:
         self._before = trained_memory(module)
 
     def require(self) -> None:
-        """Require that the module's parameters are still those.
+        """Check that the module's parameters are still the same.
 
         Raises:
-            UsageError: the message has the name of the first parameter that changed, and what to do.
+            UsageError: they are not; the message names the first one that changed, and says what to do.
         """
         if trained_memory(self.module) != self._before:
             raise UsageError(
@@ -186,7 +187,7 @@ class Held:
                 return f"{name} was replaced by another parameter"
             if not parameter.requires_grad:
                 return f"{name} was frozen (requires_grad = False)"
-        # By identity: the name may belong to another parameter by now.
+        # Parameters are compared by identity, as a name may belong to another parameter by now.
         known = {id(parameter) for parameter in self.parameters.values()}
         for name, parameter in now.items():
             if parameter.requires_grad and id(parameter) not in known:
@@ -198,9 +199,9 @@ class Held:
 
 
 def trained_memory(module: nn.Module) -> list[tuple[int, Memory]]:
-    """Return the identity and the memory of each trainable parameter, to compare at the next update."""
+    """Return the identities and memories of the trainable parameters, to compare with an earlier result."""
     held, waiting = [], [module]
-    while waiting:  # not module.parameters(), which takes six times as long, in every update
+    while waiting:  # module.parameters() would take six times as long, in every update
         part = waiting.pop()
         waiting += (child for child in part._modules.values() if child is not None)
         held += [(id(p), memory(p)) for p in part._parameters.values() if p is not None and p.requires_grad]
@@ -208,6 +209,6 @@ def trained_memory(module: nn.Module) -> list[tuple[int, Memory]]:
 
 
 def memory(parameter: Tensor) -> Memory:
-    """Return a parameter's storage, offset, shape and strides; those of its local shard if it is sharded."""
+    """Return a parameter's storage and its place there; for a sharded parameter, those of this rank's shard."""
     own = getattr(parameter, "_local_tensor", parameter)
     return own.untyped_storage()._cdata, own.storage_offset(), own.shape, own.stride()

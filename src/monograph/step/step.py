@@ -1,9 +1,9 @@
-"""The training step: the exact gradient of one update's micro-batches, then the update. Every engine runs it.
+"""Run the training step of every engine: the exact gradient of one update's micro-batches, then the update.
 
     gradient = d/dp  (sum over micro-batches of loss sums) / (sum over micro-batches of target counts)
 
-which is the large batch's gradient for any split into micro-batches. The host reads no tensor here. The step's `Layout`
-holds what is different for parameters that are stacked, streamed or sharded.
+This is the large batch's gradient for any split into micro-batches. The host reads no tensor here. The step's `Layout`
+says what differs where parameters are stacked, streamed or sharded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from monograph.step.clip import (
 )
 from monograph.step.layout import Held, Layout
 
-DEVICE_BOUND = 0.5  # a micro-step is not replayed if its launches take less than this share of its time
+DEVICE_BOUND = 0.5  # a micro-step is not replayed if launching it takes a smaller share of its time
 
 
 @final
@@ -51,14 +51,20 @@ class Step:
     gradient depends on how the window is cut.
 
     Attributes:
-        lr: the current update's learning rate; loss_sum, count: of its window; applied, tokens, skipped, good,
-            loss_scale: of all updates so far. 0-d tensors on the device, or [N] for N members.
-        loss_factor: a micro-batch's loss is multiplied by it: loss scale / the window's number of targets.
-        largest: upper bound of an applied gradient's norm, and of the rate times a group's factor and decay, since
-            moments and weights could overflow beyond it; `largest_rate` is the bound that follows for the rate.
-        recent: the numbers remembered of the last applied updates, [2, 128] or [N, 2, 128]; see `Clip`.
-        recorder: captures a micro-step for its replay on a GPU (`monograph.capture`); None: nothing is replayed.
-        announce: called with the reason, one line, when a micro-step cannot be replayed.
+        lr: learning rate of the current update. This and the next seven are 0-d tensors on the device, or [N].
+        loss_sum: sum of losses in the current window.
+        count: number of targets in the current window.
+        applied: updates applied so far.
+        tokens: targets trained on so far.
+        skipped: updates skipped so far.
+        good: updates accepted since the loss scale last changed.
+        loss_scale: factor of the loss in fp16, else 1.
+        loss_factor: factor of a micro-batch's loss: the loss scale / the window's targets.
+        largest: the largest norm of a gradient that is applied. Above it, moments and weights could overflow.
+        largest_rate: the learning rate above which, times a group's factor and decay, `largest` is exceeded.
+        recent: the remembered numbers of the last applied updates, [2, 128] or [N, 2, 128]; see `Clip`.
+        recorder: captures a micro-step for its replay on a GPU (`monograph.capture`); None: it is called every time.
+        announce: gets a line when a micro-step cannot be replayed, with the reason.
     """
 
     def __init__(  # noqa: PLR0913 - a user's arguments, and an engine's
@@ -82,14 +88,14 @@ class Step:
                 the first backward, otherwise the summed gradient is divided by the summed count before clipping, which
                 is the same equation.
             optim: the optimizer, AdamW or Muon; AdamW() by default.
-            schedule: factor of the learning rate for each update's index; constant by default.
+            schedule: factor of the learning rate by update index; constant by default.
             clip: largest norm of an update's gradient, None for no clipping; a `Clip` may also skip spikes.
             precision: the compute dtype; fp32 (no change) by default. With fp16 the loss is scaled: see
                 `Precision.rescale_`; an update whose scaled gradient overflows is skipped as every non-finite one is.
                 With fp8 `left_in_bf16` names the weights of blocks whose sides are no multiples of 16.
             remat: which activations are computed a second time in the backward pass; none by default.
             sum_over_ranks: sums a 0-d count over all processes.
-            layout: the engine's differences from one module on one device.
+            layout: how the engine's step differs from that of one module on one device.
         """
         _check(loss=loss, schedule=schedule, precision=precision, remat=remat)
         self.model, self.loss, self.clip, self.layout = unwrap_(model), loss, Clip.of(clip), layout
@@ -111,7 +117,7 @@ class Step:
         self.largest_rate = largest_rate((plane.kind for plane in self.planes), self.largest).to(self.device)
         self.recent = torch.zeros((*lead, 2, WINDOW), dtype=torch.float64, device=self.device)
         self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
-        self.scope: Literal["none", "whole", "blocks"] = "none"  # of the capture
+        self.scope: Literal["none", "whole", "blocks"] = "none"  # the scope of the capture, if there was one
         self.loss_factor = zeros(dtype=torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
         self.recorder: Recorder | None = CudaGraphs(self.device, DEVICE_BOUND) if self.device.type == "cuda" else None
         self.announce: Callable[[str], None] = lambda line: None
@@ -128,13 +134,13 @@ class Step:
         return update(self)
 
     def begun(self, plane: Plane) -> Plane:
-        """Return the plane with the optimizer's initial state."""
+        """Prepare a plane for the first update, and return it."""
         make_splittable_(plane.param, self.precision)
         initialise(plane, self.optim)
         return plane
 
     def link(self) -> None:
-        """Let backward passes add to the planes' gradients."""
+        """Make backward passes add gradients to the planes."""
         for plane in self.planes:
             plane.link()
 
@@ -148,7 +154,7 @@ class Step:
 
     @contextmanager
     def counters_kept(self) -> Iterator[None]:
-        """Restore the counters after the block, whatever updates are made in it."""
+        """Set the counters back after the block, whatever updates are made in it."""
         kept = {name: counter.clone() for name, counter in self.counters.items()}
         try:
             yield
@@ -157,7 +163,7 @@ class Step:
                 counter.copy_(kept[name])
 
     def discard(self) -> None:
-        """Discard the gradients accumulated since the last update."""
+        """Forget gradient, loss and count since the last update."""
         self.layout.discard(self)
         self.loss_sum.zero_()
         self.count.zero_()
@@ -166,7 +172,7 @@ class Step:
     def averaged(self) -> Iterator[None]:
         """Let the module hold its averaged weights in the block, if the optimizer keeps an average (`ema`).
 
-        For reading only: training or saving inside the block is lost or wrong. Buffers are not averaged.
+        The weights may only be read: training or saving inside is lost or wrong afterwards. Buffers are not averaged.
         """
         if self.optim.ema is None or self.holds_average:
             yield
@@ -179,25 +185,25 @@ class Step:
                 plane.param.copy_(plane.state["ema"])
             yield
         finally:
-            self.layout.at_rest(self, True)  # before the planes are written to: updates may still be under way
+            self.layout.at_rest(self, True)  # a copy of the average may still be under way
             for plane, param in zip(self.planes, trained, strict=True):
                 plane.param.copy_(param)
             self.holds_average = False
 
     @contextmanager
     def assembled(self) -> Iterator[nn.Module]:
-        """Let the module be called on its own in the block, all of its weights in one place. For reading only."""
+        """In the block give a module that can be called on its own, all of its weights in one place; only to read."""
         with self.layout.assembled(self) as whole:
             yield whole
 
     @contextmanager
     def context(self) -> Iterator[None]:
-        """Enter the context in which the loss is called."""
+        """In the block the loss can be called."""
         with self.layout.context(self), self.precision.context(self.device.type):
             yield
 
     def set_lr(self) -> float | tuple[float, ...]:
-        """Write the current update's learning rate to the device, and return it."""
+        """Fill in the learning rate of the current update, and return it."""
         lr = self.layout.rates(self)
         if isinstance(lr, tuple):
             self.lr.copy_(torch.tensor(lr, dtype=torch.float64), non_blocking=True)
@@ -209,7 +215,7 @@ class Step:
         """Set the factor of the window's losses, from its targets if they can be counted beforehand.
 
         Raises:
-            UsageError: the module's parameters are no longer those that the step was made of.
+            UsageError: the module's parameters were changed since the step was made.
         """
         self.held.require()
         counts = [self.layout.targets(self, batch) for batch in batches]
@@ -219,7 +225,7 @@ class Step:
         self.loss_factor.copy_(reciprocal(total) * self.loss_scale)
 
     def choose_kept(self, batch: Any) -> None:
-        """Choose the activations that the recomputation policy keeps, once; it needs the shapes of a batch."""
+        """Choose, once, which activations the recomputation policy keeps; this needs the shapes of a batch."""
         captured = self.scope != "none"
         if self.kept_for != captured:
             with unlinked(self.planes), self.context(), buffers_kept(self.loss):
@@ -227,7 +233,7 @@ class Step:
             self.kept_for = captured
 
     def _micro_step(self, batch: Any) -> None:
-        """Add a micro-batch's gradient, loss and count; only memory of the device is changed, in place."""
+        """Add a micro-batch's gradient, loss and count, in place in the device's memory and nowhere else."""
         with unlinked(self.planes), self.context():
             loss, loss_sum, count = self.forward(batch, self.loss_factor)
         self.differentiate(loss, loss_sum, count)
@@ -235,10 +241,10 @@ class Step:
     def differentiate(self, loss: Tensor, loss_sum: Tensor, count: Tensor) -> bool:
         """Add a micro-batch's gradient, loss and count; return whether it has a gradient.
 
-        A constant loss, which is allowed without targets, has none.
+        It has none if the loss is a constant, as it may be without targets.
 
         Raises:
-            UsageError: the loss is a constant, and there are targets.
+            UsageError: the loss is a constant although there are targets.
         """
         if loss.requires_grad:
             loss.backward()
@@ -251,8 +257,8 @@ class Step:
         self.count += count
         return loss.requires_grad
 
-    # A capture replaces the functions that `Layout.captured` names by compiled ones. They are called in the step's
-    # context, because autocast entered inside a captured function keeps it out of torch's cache between runs.
+    # A capture replaces the functions named by the layout's `captured` by compiled ones. They are called in the step's
+    # context, as autocast entered inside a captured function keeps it out of torch's cache between runs.
 
     def _forward(self, batch: Any, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         loss_sum, count = self.layout.sums(self, batch)
@@ -302,14 +308,13 @@ class Step:
         return grad_norm, scale, accepted
 
     def unscaled(self) -> Tensor:
-        """Return the factor that turns the gradient in the planes into the mean loss's."""
-        counted = counts(self.loss)
-        return (torch.ones_like(self.lr) if counted else reciprocal(self.count)) / self.loss_scale
+        """Return the factor that turns the summed gradient in the planes into the mean loss's gradient."""
+        return (torch.ones_like(self.lr) if counts(self.loss) else reciprocal(self.count)) / self.loss_scale
 
     def accepts(self, grad_norm: Tensor) -> Tensor:
         """Return whether a gradient of this norm, after clipping, makes an update, bool.
 
-        Comparisons with NaN are false, so a NaN in any of these numbers refuses the update.
+        Every comparison with NaN is false, so a NaN anywhere refuses the update.
         """
         counts = (self.count > 0) & self.count.isfinite()
         fine = (grad_norm <= self.largest) & (self.lr.abs() <= self.largest_rate) & self.loss_sum.isfinite() & counts
@@ -343,11 +348,8 @@ def _require_together(optim: Optimizer, precision: Precision) -> None:
         raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
 
 
-# ── the step ────────────────────────────────────────────────────────────────────────────────────
-
-
 def accumulate(step: Step, window: Iterable[Any]) -> None:
-    """Add the gradient of one update: its micro-batches may be ragged, padded, few or many.
+    """Add the gradient of one update, whose micro-batches may be ragged, padded, few or many.
 
     Args:
         step: the step whose gradients are added to.
@@ -359,8 +361,8 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
     if any(isinstance(batch, bool) for batch in batches):
         raise UsageError(f"a window is a list of micro-batches, and {batches[0]} is none")
     with all_or_nothing(step):
-        # All targets of the window are counted before its first backward pass: each loss is divided by their number at
-        # once, and gradients need no second pass.
+        # The window's targets are counted before its first backward pass, so that each loss is divided by their number
+        # at once, and gradients need no second pass.
         step.count_window(batches)
         for batch in batches:
             step.choose_kept(batch)
@@ -368,7 +370,7 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
 
 
 def update(step: Step) -> Update:
-    """Clip and apply the gradient, then clear it: once per window, however many micro-batches it had.
+    """Clip, update and clear, once per window, however many micro-batches it had.
 
     An update whose loss or gradient is not finite, or whose window had no target, changes neither weights nor optimizer
     state; the device decides, and `Update.skipped` counts.
@@ -380,7 +382,7 @@ def update(step: Step) -> Update:
 
 @contextmanager
 def all_or_nothing(step: Step) -> Iterator[None]:
-    """Discard the accumulated gradient if the block fails: otherwise the next update would contain it."""
+    """Discard the accumulated gradient if the block fails, as the next update would be of both windows otherwise."""
     try:
         yield
     except BaseException:  # Ctrl-C, too
@@ -389,12 +391,9 @@ def all_or_nothing(step: Step) -> Iterator[None]:
 
 
 def closed(step: Step, lr: float | tuple[float, ...], grad_norm: Tensor) -> Update:
-    """Return the record of the update that was just applied, and begin the next window."""
+    """Return the numbers of the update that was just applied, and begin the next window."""
     loss, count = step.loss_sum / step.count, step.count.clone()
     step.loss_sum.zero_()
     step.count.zero_()
     step.index += 1
     return Update(step.index - 1, loss, count, lr, grad_norm, step.tokens.clone(), step.skipped.clone())
-
-
-# ────────────────────────────────────────────────────────────────────────────────────────────────

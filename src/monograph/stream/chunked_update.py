@@ -1,8 +1,8 @@
-"""The update of one stage on the device, chunk by chunk: fetch, the resident engine's own update, bring back.
+"""Update one stage on the device, chunk by chunk: fetch a chunk, run the resident engine's own update, copy it back.
 
-A chunk is a stretch of a plane. Staging buffers take turns: while one is updated the others are filled or emptied.
-Chunks are updated between the micro-batches of another stage, so that copies overlap with its computation. Planes
-that are updated on the host are left to `monograph.stream.host_update`.
+A chunk is a part of a plane. Chunks take turns in staging buffers: while one is updated, others are filled or emptied.
+Chunks are updated between the micro-batches of another stage, so that copies run while that stage computes. Planes that
+are updated on the host are left to `monograph.stream.host_update`.
 """
 
 from __future__ import annotations
@@ -30,41 +30,41 @@ UpdatePart = Callable[[Plane, Tensor | None, Tensor, Tensor, Tensor], None]
 
 
 class Chunk(tuple[Stored, int, int]):
-    """A plane and the elements of it, from (included) to (excluded)."""
+    """A part of a plane: (the plane, index of the first element, index after the last element)."""
 
     __slots__ = ()
 
     def part(self, buffer: Buffer) -> Tensor:
-        """Return the chunk's part of a buffer of the plane; a buffer may have one number for many elements."""
+        """Return the chunk's part of a buffer of the plane."""
         stored, begin, end = self
-        # 8-bit moments have one scale for 256 elements; chunks begin at multiples of these.
+        # 8-bit moments have one scale for 256 elements, and chunks begin at multiples of 256.
         block = stored.plane.param.numel() // buffer.tensor.numel()
         return buffer.tensor[begin // block : -(-end // block)]
 
     def plane(self, tensors: Mapping[str, Tensor], device: torch.device) -> Plane:
-        """Return the chunk as a plane of its own, from the parts of its buffers on that device, by name."""
+        """Return the chunk as a plane of its own, made of its buffers' parts on `device`, by name."""
         stored, begin, end = self
         slots, matrices = stored.plane.slots, stored.plane.kind.matrix is not None
         whole = stored.plane.param.numel() // len(slots)
         return replace(
             stored.plane,
-            # Muon orthogonalises whole matrices, so a chunk of a plane of matrices holds some whole ones.
+            # Muon orthogonalises whole matrices, so a chunk of a plane of matrices holds some of them whole.
             slots=slots[begin // whole : end // whole] if matrices else slots,
             param=tensors[WEIGHTS],
             grad=tensors[GRADIENT],
-            # A tensor: a number would be a constant of the graph, and every chunk would compile a graph of its own.
+            # It is a tensor, as a number would be a constant of the graph, and each chunk would compile its own graph.
             start=torch.full((), stored.start + begin, dtype=torch.int64, device=device),
             state={name: tensors[name] for name in stored.moments},
         )
 
 
 def chunks(stage: Stage) -> Iterator[Chunk]:
-    """Cut those of the stage's planes that are updated on the device into chunks of at most MOST elements."""
+    """Cut the stage's planes that are updated on the device into chunks of at most MOST elements."""
     return cut((stored for stored in stage.stored if not stored.on_host), MOST)
 
 
 def cut(planes: Iterable[Stored], most: int) -> Iterator[Chunk]:
-    """Cut planes into chunks of at most `most` elements; matrices that are updated as matrices stay whole."""
+    """Cut planes into chunks of at most `most` elements; a chunk of matrices has whole ones, and at least one."""
     for stored in planes:
         size = stored.plane.param.numel()
         whole = size // len(stored.plane.slots) if stored.plane.kind.matrix else 1
@@ -74,28 +74,27 @@ def cut(planes: Iterable[Stored], most: int) -> Iterator[Chunk]:
 
 
 def to_fetch(chunk: Chunk, *, gradient: bool) -> dict[Hashable, Tensor]:
-    """Return a chunk's tensors that are not on the device, by name; the gradient only if the host has it."""
+    """Return by name a chunk's tensors that do not live on the device, the gradient only if `gradient`."""
     away = {name: buffer for name, buffer in chunk[0].buffers.items() if buffer.space.home != Home.DEVICE}
     return {name: chunk.part(buffer) for name, buffer in away.items() if gradient or name != GRADIENT}
 
 
 @dataclass
 class StagingBuffers:
-    """Memory on the device for chunks, used in turn."""
+    """Device memory in which the chunks that are updated take turns."""
 
     lanes: Lanes
     buffers: list[DeviceBuffer]
     turn: int = 0
 
     def next(self) -> DeviceBuffer:
-        """Return the next buffer."""
-        # The buffer longest unused is the one whose copies to the host are most likely done.
+        """Return the buffer that was used longest ago, as its copies home are most likely done."""
         self.turn += 1
         return self.buffers[self.turn % len(self.buffers)]
 
 
 class Fetched(NamedTuple):
-    """A chunk on the device: its tensors by name, the spaces that its update writes, and the buffer that holds it."""
+    """A chunk on the device: its tensors by name, the spaces that its update writes, and its staging buffer."""
 
     chunk: Chunk
     parts: dict[str, Tensor]
@@ -104,39 +103,39 @@ class Fetched(NamedTuple):
 
 
 class ChunkedUpdate:
-    """One stage's update.
+    """The update of one stage.
 
     Attributes:
-        count: number of chunks.
+        count: the number of its chunks.
     """
 
     def __init__(self, stage: Stage, staging_buffers: StagingBuffers, gradients: StageOnDevice | None = None):
-        """Copy nothing yet.
+        """Prepare the update; nothing is copied yet.
 
         Args:
             stage: the stage to update.
-            staging_buffers: the device memory for its chunks.
-            gradients: the stage on the device, if its gradients are there; None if the host has them.
+            staging_buffers: the memory that chunks are copied to.
+            gradients: the stage on the device, if its gradients are still in its slot; None if they are at home.
         """
         self.stage, self.staging_buffers, self.gradients = stage, staging_buffers, gradients
-        # A generator: chunks are fetched as buffers become free, not all at once.
+        # This is a generator, as chunks are fetched when buffers become free.
         self._left = chunks(stage)
         self.count = sum(1 for _ in chunks(stage))
         self._fetched: list[Fetched] = []
 
     def begin(self) -> None:
-        """Fetch as many chunks as there are staging buffers, if not done yet."""
+        """Fetch chunks until all staging buffers are in use."""
         for chunk in islice(self._left, STAGING_BUFFERS - len(self._fetched)):
             self._fetch(chunk)
 
-    @torch.no_grad()  # wherever it is called, an evaluation among others: captured, it is one graph
+    @torch.no_grad()  # it may be called with and without gradients, and must be one captured graph
     def work(
         self, update_part: UpdatePart, scale: Tensor, accepted: Tensor, into: StageOnDevice | None = None
     ) -> Iterator[None]:
-        """Update one chunk after another; copy each back to the host, and to the slot `into` if the weights are needed.
+        """Update one chunk after another and copy it home, its weights also to the slot `into`, if given.
 
         Raises:
-            OutOfDeviceMemory: some chunks are updated and others are not, so the update can be neither repeated nor
+            OutOfDeviceMemory: some chunks are updated and others are not, so the update can neither be repeated nor be
                 skipped.
         """
         self.begin()
@@ -149,7 +148,7 @@ class ChunkedUpdate:
                 ) from error
             self.begin()
             yield
-        # From here on a slot's copy of these weights is out of date, and is fetched again before its next use.
+        # Copies of these weights in other slots are now outdated, and are fetched again when they are needed.
         self.stage.version += 1
         if into is not None:
             into.fetch(self.staging_buffers.lanes, [stored for stored in self.stage.stored if stored.on_host])
@@ -167,7 +166,7 @@ class ChunkedUpdate:
             if name == GRADIENT and self.gradients is not None:
                 parts[name] = self.gradients.planes[self.stage.stored.index(stored)].grad[begin:end]
                 spaces += self.gradients.writes
-            # Buffers that live on the device are updated in place.
+            # A buffer that lives on the device is updated in place.
             elif name not in parts:
                 parts[name] = chunk.part(buffer)
                 spaces.append(buffer.space)
@@ -184,6 +183,6 @@ class ChunkedUpdate:
             if name != GRADIENT and buffer.space.home != Home.DEVICE:
                 lanes.copy(fetched.chunk.part(buffer), parts[name], buffer.space, staging.space)
         if into is not None and stored.buffers[WEIGHTS].space.home != Home.DEVICE:
-            # Device to device, so that the weights need not cross the link again for the pass that waits for them.
+            # Copied on the device, as the next pass needs these weights, which would else cross the link a second time.
             target = into.planes[self.stage.stored.index(stored)].param[begin:end]
             lanes.compute(lambda: target.copy_(parts[WEIGHTS]), reads=[staging.space], writes=[into.slot.weights.space])

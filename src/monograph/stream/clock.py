@@ -1,8 +1,8 @@
-"""A simulated device: the walk that trains, timed on tensors without data.
+"""Predict a streamed update's time: a clock takes the device's place, and the walk runs on tensors without data.
 
-Each lane has a time of its own. A piece of work begins when its lane is free and what it waits for is done; a copy
-lasts bytes / bandwidth, and computation as long as `Costs` says. Walk, slots, staging buffers, boundaries, lanes and
-their waits are those of training, so the schedule that is timed is the real one.
+Each lane has a time of its own. A piece of work begins when its lane is free and all work that it waits for is done. A
+copy lasts bytes / bandwidth, and computing lasts as long as `Costs` says. Walk, slots, staging buffers, boundaries,
+lanes and waits are those that train, so the schedule that is timed is the real one.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from monograph.stream.lanes import LANES, Home, Lane, Mark, Work
 from monograph.stream.passes import Passes
 from monograph.stream.store import Stage
 
-UPDATES = 2  # simulated; all further ones take as long as the last one
+UPDATES = 2  # updates that are run; every later update takes as long as the last of these
 DISK = "disk"
 
 
 @dataclass(frozen=True)
 class Link:
-    """Rates of copies, in bytes/s.
+    """The rates of copies, in bytes/s.
 
     Attributes:
         into: to the device.
@@ -42,16 +42,16 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of computation.
+    """The seconds that computing takes: each pass for one micro-batch, and the update of one parameter.
 
     Attributes:
-        first_s: the forward pass of the parts before the blocks, for a micro-batch.
+        first_s: the forward pass of the parts before the blocks, such as the embedding.
         forward_s: one block's forward pass.
-        again_s: one block's recomputed forward pass and its backward pass.
-        loss_s: the parts after the blocks, the loss, and their backward pass.
+        again_s: one block's repeated forward pass and its backward pass.
+        loss_s: the parts after the blocks and the loss, forward and backward.
         first_again_s: the backward pass of the parts before the blocks.
-        number_s: the update of one number on the device.
-        host_number_s: the update of one number on the host.
+        number_s: the update of one parameter on the device.
+        host_number_s: the update of one parameter on the host.
     """
 
     first_s: float = 0.0
@@ -65,11 +65,11 @@ class Costs:
 
 @dataclass(frozen=True)
 class Timing:
-    """The time of one update among many.
+    """The timing of one update among many.
 
     Attributes:
         update_s: seconds from the end of one update to the end of the next.
-        busy_s: seconds of these in which "compute", "in", "out", "host" and "disk" were busy.
+        busy_s: seconds in these for which "compute", "in", "out", "host" and "disk" are busy.
         moved_bytes: bytes copied, by (from, to).
     """
 
@@ -79,7 +79,7 @@ class Timing:
 
     @property
     def bottleneck(self) -> str:
-        """Return the name of the lane, or the disk, that was busy for the longest."""
+        """Return the lane that is busy for longest, or "disk"."""
         return max(self.busy_s, key=lambda name: self.busy_s[name])
 
 
@@ -89,9 +89,9 @@ class Clock:
 
     Attributes:
         link: the rates of copies.
-        now: the time at which each lane is free, in seconds.
+        now: the second at which each lane is free.
         busy_s: seconds for which each lane and the disk have worked.
-        done: the time at which each piece of work was done.
+        done: the second at which each piece of work was done.
     """
 
     link: Link
@@ -102,13 +102,13 @@ class Clock:
     _spent: float = 0.0
 
     def spend(self, seconds: float) -> None:
-        """Let the current computation last so many seconds longer."""
+        """Let the current computation last this much longer."""
         self._spent += seconds
 
     def run(self, work: Work) -> Any:
-        """Pass the time that the work takes; only computations are called, for the time they spend and their result."""
+        """Advance the lane by the time that the work takes; only computing is called, not copies."""
         lane = work.mark.lane
-        # As real lanes do: in order within a lane, and after the work of other lanes that it waits for.
+        # As on real lanes, work begins after the work before it on its lane and after the work that it waits for.
         begin = max([self.now[lane], *(self.done[mark] for mark in work.waits)])
         result = None
         if lane in ("compute", "host"):
@@ -118,27 +118,27 @@ class Clock:
         else:
             seconds = work.moved_bytes / (self.link.into if lane == "in" else self.link.out)
         worked = seconds
-        # There is one disk, however many lanes read and write it.
+        # All lanes share one disk.
         if lane != "compute" and any(space.home == Home.DISK for space in (*work.reads, *work.writes)):
             begin, of_disk = max(begin, self._disk_free), work.moved_bytes / self.link.disk
             self._disk_free = begin + of_disk
             self.busy_s[DISK] += of_disk
             seconds = max(seconds, of_disk)
-            worked = worked if lane == "host" else seconds  # who waits for a file is not busy
+            worked = worked if lane == "host" else seconds  # the host is not busy while it waits for a file
         self.now[lane] = self.done[work.mark] = begin + seconds
         self.busy_s[lane] += worked
         return result
 
     def finish(self) -> None:
-        """Let all lanes finish."""
+        """Advance all lanes to the time at which the last one is free."""
         self.now = dict.fromkeys(LANES, max(self.now.values()))
 
 
 class Pretend(Passes):
-    """Passes that compute nothing and spend the time that they would have taken."""
+    """Passes that compute nothing and spend the clock's time instead."""
 
     def __init__(self, step: Step, clock: Clock, costs: Costs, state: Tensor):
-        """Take `state`, a micro-batch's activations between stages on the meta device."""
+        """Take a `state` on the meta device, which stands for every micro-batch's state between stages."""
         super().__init__(step)
         self.clock, self.costs, self.state = clock, costs, state
 
@@ -180,14 +180,14 @@ class Pretend(Passes):
 
 
 def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro_batches: int) -> Timing:
-    """Return the timing of an update in the middle of a model's training.
+    """Return the timing of an update in the middle of a training.
 
     Args:
-        engine: the engine of a model on the meta device; the clock executes its lanes.
-        clock: afterwards it has the times of the last update.
-        costs: the times of one micro-batch.
-        state: a micro-batch's activations between stages, [B, T, D] on the meta device.
-        micro_batches: micro-batches of an update.
+        engine: the engine of a model on the meta device, whose lanes the clock runs; it is of no further use.
+        clock: the clock, which afterwards stands at the end of the last update.
+        costs: the seconds that computing takes.
+        state: a micro-batch's state between stages, [B, T, D] on the meta device.
+        micro_batches: the micro-batches of an update.
     """
     walk, updates = engine.walk, engine.walk.updates
     walk.passes = pretend = Pretend(engine.step, clock, costs, state)
@@ -196,9 +196,9 @@ def pretended(engine: Streamed, clock: Clock, costs: Costs, state: Tensor, micro
     updates.update_part = pretend.update_part  # type: ignore[method-assign]
     updates.host_update.update_piece = pretend.update_on_host  # type: ignore[method-assign]
     moved = walk.lanes.moved_bytes
-    # A schedule depends on shapes alone, so a model of any size is timed without its memory.
-    with torch.device("meta"):  # the host's memory, too
-        # Before the first update nothing is under way, so it is shorter than any later one.
+    # A schedule depends on shapes alone, so that a model of any size is timed without its memory.
+    with torch.device("meta"):  # for buffers on the host, too
+        # The first update is shorter than any later one, as no update before it is still being made.
         for _ in range(UPDATES):
             begin, busy, before = clock.now["compute"], dict(clock.busy_s), moved.copy()
             walk.accumulate([None] * micro_batches)

@@ -1,18 +1,18 @@
-"""The lanes of a GPU: a stream for each, with an event after each piece of work; the host's lane is a thread.
+"""Run the lanes on a GPU: each lane is a stream with an event after each piece of work; the host's lane is a thread.
 
-Memory crosses streams here without `record_stream`, with which the allocator frees memory only once it has seen that
-the other stream is done, and so keeps more memory than a plan counts. It is not needed, because memory is allocated on
-the compute lane's stream:
+Several streams use the same memory without `record_stream`, which would keep memory until the other stream is seen to
+be done, and so take more of it than a plan counts. All memory is allocated on the compute lane's stream, which makes
+this safe:
 
-    freed memory      the compute lane has waited for all copies of it before: by writing its space (see
-                      `Boundaries.passed`). The allocator hands it on to work that comes later in that lane.
-    new memory        its space is written by the compute lane before it is copied from or to (`Boundaries.put`,
-                      `fetch`), so copies wait for what that lane did with the memory before.
-    other memory      planes, slots and staging buffers live as long as the walk, whose construction ends in `finish`.
+    freed memory      the compute lane has waited for all copies from it, by writing its space (`Boundaries.passed`),
+                      and the allocator gives it only to later work on this lane.
+    new memory        the compute lane writes its space before any copy (`Boundaries.put`, `fetch`), so that copies wait
+                      for this lane's earlier use of the memory.
+    all other memory  planes, slots and staging buffers live as long as the walk, whose construction ends in `finish`.
 
-The host's thread waits for events of streams. No stream waits for the host: work that depends on the host is launched
-when the host is done, by a caller that waits for it. So all work that was launched ends whatever the host does, and
-nothing waits for ever. The stage that is computed meanwhile was launched before.
+The host's thread waits for events of streams, but no stream waits for the host: work that needs the host's results is
+launched only after the caller has waited for the host. So launched work always ends, and no wait can last for ever. The
+stage that computes during such a wait was launched before it.
 """
 
 from __future__ import annotations
@@ -26,29 +26,29 @@ import torch
 
 from monograph.stream.lanes import Executor, Immediately, Lane, Mark, Work
 
-EVENTS = 256  # of each lane; by its next use an event's work is long done, or is waited for a little longer
+EVENTS = 256  # events of each lane; when one is used again, its earlier work is long done, or a wait is a bit longer
 
 
 class HostThread:
-    """A thread that does work in order while the caller goes on; after a failure it does no more."""
+    """A thread that does work in the order in which it is given; once a piece of work failed, it does no more."""
 
     def __init__(self) -> None:
-        """Begin without a thread; it starts with the first piece of work."""
+        """Begin with no work; the thread starts with the first piece of it."""
         self._thread = ThreadPoolExecutor(1, "monograph-host")
         self._left: deque[Future[None]] = deque()
         self._done = 0
         self._failed: BaseException | None = None
 
     def give(self, wait: Sequence[Callable[[], object]], call: Callable[[], object]) -> None:
-        """Add work: call it when all of `wait` have returned."""
-        # One thread, because a lane has an order; inside of a piece of work torch uses several for its arithmetic.
+        """Do the work once all of `wait` have returned; the caller goes on at once."""
+        # There is one thread, as a lane is an order; torch uses several threads inside a piece of work.
         self._left.append(self._thread.submit(self._do, wait, call))
 
     def until(self, number: int | None = None) -> None:
-        """Return when the first `number` pieces of work are done; None: all of them.
+        """Wait until `number` pieces of work are done in all, or all that were given.
 
         Raises:
-            BaseException: the exception that one of them, or an earlier one, raised.
+            BaseException: the error that one of them, or an earlier one, has raised.
         """
         while self._left and (number is None or self._done < number):
             self._left.popleft().result()
@@ -68,14 +68,15 @@ class HostThread:
 
 
 class Streams:
-    """An executor on a GPU: it launches work without waiting, and only `finish` waits.
+    """An executor that launches work on a GPU; only `finish` waits until it is done.
 
-    An event stands for every EVENTS-th piece of work of its lane. A wait for an older piece waits for the newest one of
-    that event, which was launched before and comes later on the same lane: so the wait holds, and always ends.
+    Every EVENTS-th piece of work of a lane shares an event. To wait for an older piece of work is to wait for the
+    newest one with the same event: it comes later on the same lane, so the wait suffices, and it was launched before,
+    so the wait ends.
     """
 
     def __init__(self, device: torch.device):
-        """Use the device's current stream for the compute lane."""
+        """Take the device's current stream for computing, and new streams for copies."""
         self.device = device
         self._streams: dict[Lane, torch.cuda.Stream] = {
             "compute": torch.cuda.current_stream(device),
@@ -83,15 +84,15 @@ class Streams:
             "out": torch.cuda.Stream(device),
         }
         self._host = HostThread()
-        # Events are made once: made for each copy they were seen to add up (prime-rl pull request 3200). They block:
-        # the host's thread sleeps while it waits, and leaves the core to others.
+        # Events are made once, as those made for each copy add up (prime-rl pull request 3200). They are blocking, so
+        # that the host's thread sleeps while it waits and leaves the core to others.
         self._events = {lane: [torch.cuda.Event(blocking=True) for _ in range(EVENTS)] for lane in self._streams}
 
     def run(self, work: Work) -> Any:
-        """Launch work behind the events that it waits for; a computation's result is a tensor that is not ready yet."""
+        """Launch the work behind the work that it waits for; a result of computing is a tensor yet to be computed."""
         if work.mark.lane == "host":
             return self._host.give([self._event(mark).synchronize for mark in work.waits], work.call)
-        # Each lane is one stream, so the order within a lane needs no event.
+        # A lane is one stream, so the order within a lane needs no event.
         stream = self._streams[work.mark.lane]
         for mark in work.waits:
             if mark.lane == "host":
@@ -101,12 +102,12 @@ class Streams:
         try:
             with torch.cuda.stream(stream):
                 return work.call()
-        finally:  # a call that failed may have launched work that reads and writes
+        finally:  # if the call failed, a part of its work may have been launched
             self._event(work.mark).record(stream)
 
     def finish(self) -> None:
-        """Wait until host and device have done all work."""
-        # The host first: it waits for streams, and no stream waits for it.
+        """Wait until host and device have nothing left to do."""
+        # The host comes first, as it waits for streams itself; no stream waits for the host.
         self._host.until()
         torch.cuda.synchronize(self.device)
 
@@ -115,5 +116,5 @@ class Streams:
 
 
 def executor(device: torch.device) -> Executor:
-    """Return an executor for lanes of this device."""
+    """Return the executor for lanes of a device."""
     return Streams(device) if device.type == "cuda" else Immediately()

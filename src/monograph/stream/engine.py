@@ -1,4 +1,4 @@
-"""The engine whose weights live on the host and come to the device stage by stage."""
+"""Train with weights that live on the host and come to the device stage by stage."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from monograph.stream.walk import Walk
 
 @final
 class Streamed(Engine):
-    """Trains a module whose weights, gradients and optimizer state need not fit on the device, to the same bits.
+    """An engine for a module whose weights, gradients and optimizer state need not fit on the device, to the same bits.
 
     The module is run stage by stage, all micro-batches of a window through one stage before the next: see
     `monograph.stream.walk`. It needs `begin`, `end`, `parts_before` and `parts_after`, as `monograph.Llama` has them.
@@ -42,7 +42,7 @@ class Streamed(Engine):
     Attributes:
         placement: where buffers live.
         store: the stages, whose planes are the step's.
-        walk: takes micro-batches through the stages.
+        walk: the walk of micro-batches through the stages.
     """
 
     def __init__(  # noqa: PLR0913 - the arguments of Resident, and two
@@ -59,30 +59,29 @@ class Streamed(Engine):
         placement: Placement | None = None,
         lanes: Lanes | None = None,
     ):
-        """Move the module's parameters to where they will live.
+        """Move the module's parameters to their homes.
 
         Args:
-            model: the module, on the host, with its weights loaded.
+            model: a module on the host, with its weights loaded.
             loss: `loss(model, batch) -> (sum, count)`; it calls the model once.
             optim: the optimizer.
             schedule: factor of the learning rate for each update's index.
             clip: largest gradient norm, over all stages.
             precision: the compute dtype.
-            remat: what the blocks recompute inside of a stage; of a stage itself only the input is kept in any case.
+            remat: what blocks recompute within a stage; between stages only their inputs are kept in any case.
             micro_batch: rows per micro-batch; None: the whole window at once.
-            placement: where buffers live and when weights are updated; by default all live on the host, and weights
-                are updated in a sweep.
-            lanes: the lanes on which copies and computations are ordered; None: the device's own.
+            placement: where buffers live and when weights are updated; by default all on the host, and in a sweep.
+            lanes: the lanes that copy and compute; by default the device's own.
         """
         self.placement = placement or Placement()
-        # Refused before anything is moved: otherwise half of a model would have been moved.
+        # This comes before anything is moved, as a refusal later would leave half of the model elsewhere.
         _require_streamable(model, self.placement, clip, optim or AdamW())
         layout = Layout(
             device=self.placement.device,
             planes=self._stored,
             captured=self._captured_functions,
             accumulate=lambda step, batches: self._walk_through(batches),
-            complete=lambda step: self.walk.flush(),  # a pending update is made with its own learning rate
+            complete=lambda step: self.walk.updates.flush(),  # a waiting update is made with its own learning rate
             discard=lambda step: self.walk.discard(),
             score=self._score,
             at_rest=self._at_rest,
@@ -93,7 +92,7 @@ class Streamed(Engine):
         step = Step(
             model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat, layout=layout
         )
-        step.recorder = None  # each update copies tensors anew, which a replay would hold for ever
+        step.recorder = None  # copies differ from update to update, and a replay would repeat those of one
         self.walk = Walk(step, self.store, lanes or Lanes(executor(self.placement.device)), self.placement)
         step.apply = self.walk.update
         super().__init__(lambda: step, micro_batch)
@@ -102,15 +101,15 @@ class Streamed(Engine):
         """Add the window's exact gradient.
 
         Raises:
-            OutOfDeviceMemory: a micro-batch of one row does not fit, or one when some weights were updated already.
+            OutOfDeviceMemory: a micro-batch of one row does not fit, or memory ran out after some weights were updated.
         """
-        # The first window has already changed weights, so a second one's gradient would belong to other weights.
+        # The first window's gradient has changed the weights already, so a second one would be of other weights.
         if self.placement.when == "backward" and not self.walk.fresh:
             raise UsageError("weights that are updated during the backward pass take one window an update")
         super().accumulate(window)
 
     def trial(self, window: Batch) -> Trial:
-        """Run the first micro-batch forward and backward eagerly; weights and state stay as they are.
+        """Run the first micro-batch forward and backward, eagerly; weights and state stay as they are.
 
         Raises:
             InputRefused: the forward pass raised, or the loss or a gradient is not finite.
@@ -119,21 +118,18 @@ class Streamed(Engine):
         return self._fitting(window, lambda: self._tried(batch))
 
     def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "blocks") -> str | None:
-        """Compile one block's graph for all blocks, the head and the updates; return an obstacle, or None.
-
-        No graph is larger than a block, because a stage runs block by block.
-        """
+        """Compile one block for all blocks, the head and the updates; the scope is always "blocks"."""
         return super().capture(window, backend, "blocks")
 
     def ledger(self) -> dict[str, dict[str, int]]:
-        """Return the bytes of the host's and the disk's buffers, and of the device's slots and staging buffers."""
+        """Return the bytes of buffers by home, and those of the device's slots and staging buffers."""
         homes = {str(home): size for home, size in self.store.bytes_at().items()}
         return {"homes": homes, "device": {"slots and desks": self.walk.device_bytes}}
 
     # ── the layout ──────────────────────────────────────────────────────────────────────────────
 
     def _stored(self, step: Step) -> list[Plane]:
-        """Move the planes of all stages to where they live."""
+        """Move the planes of all stages to their homes."""
         kinds, rounds = step.optim.kinds(step.model), step.precision.rounds
         self.store = stored(step.model, kinds, step.optim, rounds=rounds, placement=self.placement)
         return [entry.plane for entry in self.store.stored]
@@ -145,8 +141,8 @@ class Streamed(Engine):
 
     def _walk_through(self, batches: Sequence[Any]) -> None:
         if self.placement.when == "backward":
-            self.walk.flush()
-            self.step.set_lr()  # for the update that the backward pass makes
+            self.walk.updates.flush()
+            self.step.set_lr()  # for the update that is made during the backward pass
         try:
             self.walk.accumulate(batches)
         except RuntimeError as error:
@@ -161,8 +157,8 @@ class Streamed(Engine):
         return self.walk.evaluate(list(batches))
 
     def _at_rest(self, step: Step, written: bool) -> None:
-        """Finish every update on the host; if the caller may write (`written`), have the weights fetched anew."""
-        self.walk.flush()
+        """Finish every update and its copies; if weights at home may be `written`, fetch them anew afterwards."""
+        self.walk.updates.flush()
         self.walk.lanes.finish()
         for stage in self.store.stages if written else ():
             stage.version += 1
@@ -177,18 +173,17 @@ class Streamed(Engine):
     def _take_weights(self, step: Step, weights: Mapping[str, Tensor]) -> None:
         for entry in self.store.stored:
             if entry.splits:
+                # Split weights have no fp32 memory to write to, so they are joined, changed, and split again.
                 master = entry.master()
-                # Split weights have no fp32 memory that could be written to: they are joined, changed, and split
-                # again.
                 for name, view in entry.plane.views(master):
                     view.copy_(weights[name])
                 entry.set_master(master)
 
     @contextmanager
     def _assembled(self, step: Step) -> Iterator[nn.Module]:
-        """In the block, let the module's parameters be its fp32 weights on the host."""
+        """In the block the module can be called as before it was stored: on the host, with its weights in fp32."""
         self._at_rest(step, True)
-        # Split weights would be called with their bf16 halves alone.
+        # Split weights are bf16 at home, so a call would use the rounded weights alone.
         split_ones = [entry for entry in self.store.stored if entry.splits]
         for entry in split_ones:
             entry.plane.hold(entry.plane.state["ema"] if step.holds_average else entry.master())
@@ -201,10 +196,11 @@ class Streamed(Engine):
     # ── the trial ───────────────────────────────────────────────────────────────────────────────
 
     def _tried(self, batch: Any) -> Trial:
-        """Run a micro-batch forward and backward through all stages, eagerly, and check each stage's gradients.
+        """Run a micro-batch through all stages and back, eagerly, and check each stage's gradients.
 
         Raises:
-            InputRefused: a pass raised, or the loss or a gradient is not finite; names the module or parameter.
+            InputRefused: a pass raised, or the loss or a gradient is not finite; the message names the module or
+                parameter.
         """
         step, bad, missing, seen = self.step, list[str](), list[str](), list[str]()
 
@@ -216,7 +212,7 @@ class Streamed(Engine):
                 elif not bool(gradient.any()):
                     missing.append(name)
 
-        step.choose_kept(batch)  # before the modules are watched: it runs a copy of them
+        step.choose_kept(batch)  # it runs a copy of the modules, so it comes before they are watched
         with buffers_kept(step.model), running(step.model) as stack:
             try:
                 with all_or_nothing(step):
@@ -238,7 +234,7 @@ class Streamed(Engine):
 
 
 def _require_streamable(model: nn.Module, placement: Placement, clip: float | Clip | None, optim: Optimizer) -> None:
-    """Refuse a model or options that cannot be streamed, before anything is moved."""
+    """Refuse a model or arguments that cannot be streamed."""
     if not isinstance(placement, Placement):
         raise UsageError(f"placement = {placement!r}: expected a monograph.Placement(...)")
     if placement.when == "backward" and clip is not None:

@@ -1,13 +1,13 @@
-"""Lanes: four queues of work, and between them exactly the waits that the data require.
+"""Order copies and computations in four lanes, with exactly the waits between lanes that the data require.
 
-Work on one lane is done in order, work on different lanes at the same time. Each piece of work says which spaces it
-reads and writes, and the lanes derive its waits:
+Work on one lane is done in the order in which it is given; work on different lanes is done at the same time. Each piece
+of work says which spaces it reads and writes, and the lanes derive what it has to wait for:
 
     a reader waits for the last writer;     a writer waits for the last writer and for all readers since
 
-A wait is made only if no earlier one implies it. To know that, each lane has a vector clock: how much of every lane has
-happened before its own newest work (Mattern 1988, "Virtual Time and Global States of Distributed Systems"). So no wait
-is superfluous, and nobody has to write waits down.
+A wait is made only if no other wait implies it. A vector clock for each lane tells: it says how far each lane is known
+to have come when the lane's newest work is done (Mattern 1988, "Virtual Time and Global States of Distributed
+Systems"). So no wait is missing, none is superfluous, and nobody has to write them down.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 
 Lane = Literal["compute", "in", "out", "host"]
 LANES: tuple[Lane, ...] = ("compute", "in", "out", "host")
-MARKS = 4096  # marks that are kept until those that nothing can wait for are dropped
+MARKS = 4096  # this many marks are kept before those that no lane can wait for any more are dropped
 
 
 class Home(StrEnum):
@@ -34,7 +34,7 @@ class Home(StrEnum):
 
 
 class Mark(NamedTuple):
-    """The moment at which a lane's work of this number is done."""
+    """The moment at which the work of a number on a lane is done."""
 
     lane: Lane
     number: int
@@ -42,13 +42,13 @@ class Mark(NamedTuple):
 
 @dataclass(eq=False)
 class Space:
-    """Memory that work reads and writes as a whole.
+    """Memory that work reads or writes as one unit.
 
     Attributes:
-        name: its name in messages.
-        home: the kind of memory.
-        written: the moment of the last write.
-        read: for each lane the moment of its last read since that write.
+        name: a name for messages and tests.
+        home: where the memory is.
+        written: the mark of its last writer.
+        read: the marks of each lane's last reader since then.
     """
 
     name: str
@@ -62,10 +62,11 @@ class Work(NamedTuple):
 
     Attributes:
         mark: the moment at which it is done.
-        waits: the moments on other lanes that have to come before it.
+        waits: marks on other lanes that must come before it.
         call: the function that does it.
-        reads: the spaces that it reads; `writes`: those that it writes.
-        moved_bytes: bytes copied between kinds of memory; for work on the host, bytes read and written in files.
+        reads: the spaces that it reads.
+        writes: the spaces that it writes.
+        moved_bytes: bytes that it copies between homes; for work on the host, bytes that it reads and writes in files.
     """
 
     mark: Mark
@@ -77,38 +78,38 @@ class Work(NamedTuple):
 
 
 class Executor(Protocol):
-    """Does the work, now or later, in the order of lanes and waits."""
+    """An object that does the work, at once or later, in an order that obeys lanes and waits."""
 
     def run(self, work: Work) -> Any:
-        """Do the work or queue it; return a computation's result, which may be a tensor that is not ready yet."""
+        """Do the work or take it on; return the call's result for work on the compute lane."""
         ...
 
     def finish(self) -> None:
-        """Return when all work is done."""
+        """Wait until everything is done."""
         ...
 
 
 class Immediately:
-    """An executor for a CPU, which does all work at once, in the order in which it comes."""
+    """The executor for a CPU: it does everything at once, in the order in which it is given."""
 
     def run(self, work: Work) -> Any:
-        """Do the work."""
+        """Do the work now."""
         return work.call()
 
     def finish(self) -> None:
-        """Do nothing: all work is done."""
+        """Return at once, as nothing is left to do."""
 
 
 class Lanes:
-    """Gives an executor work with its waits.
+    """The four lanes, which give work to an executor together with its waits.
 
     Attributes:
-        executor: does the work.
+        executor: the object that does the work.
         moved_bytes: bytes copied so far, by (from, to).
     """
 
     def __init__(self, executor: Executor):
-        """Begin without any work."""
+        """Begin with no work done."""
         self.executor = executor
         self.moved_bytes: Counter[tuple[Home, Home]] = Counter()
         self._happened: dict[Lane, dict[Lane, int]] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
@@ -116,14 +117,13 @@ class Lanes:
         self._most = 0
 
     def copy(self, target: Tensor, source: Tensor, writes: Space, reads: Space) -> None:
-        """Copy a part of one space to a part of another: `in` to the device, `out` from it."""
+        """Copy a part of one space to a part of another, on lane "in" to the device or "out" from it."""
         lane: Lane = "in" if writes.home == Home.DEVICE else "out"
-        moved = source.numel() * source.element_size()
-        self.moved_bytes[reads.home, writes.home] += moved
-        self._give(lane, lambda: target.copy_(source, non_blocking=True), (reads,), (writes,), moved)
+        self.moved_bytes[reads.home, writes.home] += source.nbytes
+        self._give(lane, lambda: target.copy_(source, non_blocking=True), (reads,), (writes,), source.nbytes)
 
     def compute(self, call: Callable[[], Any], reads: Iterable[Space] = (), writes: Iterable[Space] = ()) -> Any:
-        """Call a function that reads and writes these spaces alone, and return its result."""
+        """Run a call on the compute lane and return its result; it reads and writes no space but these."""
         return self._give("compute", call, tuple(reads), tuple(writes), 0)
 
     def host(
@@ -135,14 +135,14 @@ class Lanes:
         from_disk: int = 0,
         to_disk: int = 0,
     ) -> None:
-        """Compute on the host, with the host's memory, of which so many bytes lie in files."""
+        """Run a call on the host lane; of its spaces it reads and writes this many bytes in files."""
         self.moved_bytes += Counter({(Home.DISK, Home.HOST): from_disk, (Home.HOST, Home.DISK): to_disk})
         self._give("host", call, tuple(reads), tuple(writes), from_disk + to_disk)
 
     def finish(self) -> None:
-        """Return when all work is done; afterwards every space may be read and written without a wait."""
+        """Wait until everything is done; afterwards every space may be read and written without waits."""
         self.executor.finish()
-        # Earlier marks are in every lane's past now, so they need not be kept.
+        # Every lane knows of all earlier marks now, so they need not be kept.
         newest = {lane: self._happened[lane][lane] for lane in LANES}
         self._happened = {lane: dict(newest) for lane in LANES}
         self._at.clear()
@@ -154,37 +154,37 @@ class Lanes:
         needed = [space.written for space in (*reads, *writes) if space.written]
         needed += [mark for space in writes for mark in space.read.values()]
         waits = []
-        # The newest first, because it may imply the older ones.
+        # The newest mark comes first, as it may imply older ones.
         for mark in sorted(set(needed), key=lambda mark: -mark.number):
             if mark.lane != lane and mark.number > happened[mark.lane]:
                 waits.append(mark)
                 for other, number in self._known(mark).items():
                     happened[other] = max(happened[other], number)
-        # A wait found later may imply one found before, by way of a third lane.
+        # A later wait in this list may imply an earlier one, by way of a third lane.
         waits = [mark for mark in waits if not self._implied(mark, waits)]
         happened[lane] += 1
         mark = Mark(lane, happened[lane])
-        # The vector clock of the moment at which this is done: work that waits for it needs no further wait for these.
+        # What is known to have happened when this is done: a lane that waits for it needs no further wait for that.
         self._at[mark] = dict(happened)
         self._forget()
         for space in reads:
             space.read[lane] = mark
         for space in writes:
-            # Earlier readers have been waited for, and the next writer waits for this one.
+            # This work waits for all earlier readers, and the next writer waits for this work.
             space.written, space.read = mark, {}
         return self.executor.run(Work(mark, tuple(waits), call, reads, writes, moved_bytes))
 
     def _forget(self) -> None:
-        """Drop the marks in the past of every lane that is used, since none has to wait for them any more."""
+        """Drop marks that all lanes in use know to have happened, as none of them has to wait for these any more."""
         if len(self._at) < max(MARKS, self._most):
             return
         used = [happened for lane, happened in self._happened.items() if happened[lane]]
         known = {lane: min(happened[lane] for happened in used) for lane in LANES}
         self._at = {mark: at for mark, at in self._at.items() if mark.number > known[mark.lane]}
-        self._most = 2 * len(self._at)  # not again before the number has doubled: the cost for each mark is bounded
+        self._most = 2 * len(self._at)  # marks are next looked through when their number has doubled
 
     def _known(self, mark: Mark) -> dict[Lane, int]:
-        """Return the vector clock of a mark; for a dropped one, which a new lane may meet, the mark alone."""
+        """Return how far each lane has come at a mark; for a dropped mark, which a new lane may meet, only the mark."""
         return self._at.get(mark, {mark.lane: mark.number})
 
     def _implied(self, mark: Mark, waits: list[Mark]) -> bool:

@@ -1,4 +1,4 @@
-"""A stage's passes for one micro-batch: forward, and forward again with the backward pass."""
+"""Run a stage's passes for one micro-batch: forward, and later forward again with the backward pass."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from monograph.stream.store import Stage, staged
 
 
 class _Called(Exception):
-    """Carries the arguments with which a loss called its model."""
+    """Raised in place of the model's forward pass, with the arguments that the loss called the model with."""
 
 
 class Passes:
-    """The passes of a model in stages, with the step's loss and in its context.
+    """The passes of a model in stages, with the step's loss and in the step's context.
 
-    Each runs while the model's parameters are those of the stage on the device; `planes` are their planes.
+    A pass runs while the model's parameters are those of the stage on the device, whose planes there are `planes`.
     """
 
     def __init__(self, step: Step):
-        """Take the step's module and loss; nothing is run."""
+        """Take the step's module and loss, and run nothing."""
         self.step, self.model = step, staged(step.model)
 
     def begin(self, batch: Any) -> tuple[Tensor, Any]:
-        """Return the first block's input and the blocks' further arguments, from the loss's call of the model."""
+        """Return the first block's input, and the other arguments of blocks, from the loss's call of the model."""
 
         def called(*args: Any, **kwargs: Any) -> None:
-            # An exception ends the loss at its call of the model, since the model has no output yet.
+            # An exception keeps the loss from going on after the call, as the model has no output yet.
             raise _Called(args, kwargs)
 
         try:
@@ -47,17 +47,17 @@ class Passes:
         return hidden, further
 
     def forward(self, stage: Stage, state: Tensor, further: Any) -> Tensor:
-        """Return a stage's output."""
+        """Return the output of a stage of blocks."""
         with torch.no_grad(), self.step.context(), self._repeatable([block for _, block in stage.blocks]):
             return self._blocks(stage, state, further)
 
     def first(self, batch: Any) -> tuple[Tensor, Any]:
-        """Return the first stage's output and the blocks' further arguments."""
+        """Return the first stage's output, and the other arguments of blocks."""
         with torch.no_grad(), self.step.context(), self._repeatable(self.model.parts_before):
             return self.begin(batch)
 
     def score(self, state: Tensor, batch: Any) -> tuple[Tensor, Tensor]:
-        """Return the sum of losses and the targets, from the last stage's input."""
+        """Return the sum of losses and the number of targets, from the last stage's input."""
         with self.step.context(), self._resumed(state):
             return self.step.evaluate(batch)  # type: ignore[no-any-return]
 
@@ -74,7 +74,7 @@ class Passes:
         state = state.detach().requires_grad_()
         with self._tracing(planes):
             out = self._blocks(stage, state, further)
-        # A stage's autograd graph ends at its input, whose gradient is handed to the stage before as a tensor.
+        # Autograd's graph of a stage ends at its input, whose gradient is passed to the stage before as a tensor.
         out.backward(gradient)
         return _gradient_of(state)
 
@@ -92,18 +92,19 @@ class Passes:
 
     @contextmanager
     def _tracing(self, planes: Sequence[Plane]) -> Iterator[None]:
-        """Prepare for a forward pass in the block whose gradient is taken afterwards."""
+        """In the block a forward pass can run whose gradient is computed afterwards."""
         with torch.enable_grad(), unlinked(planes), self.step.context():
             yield
 
     @contextmanager
     def _repeatable(self, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Require that modules that run in the block compute the same when they run again for their gradient.
+        """In the block modules run that will run again for their gradient and must compute the same then.
 
         Raises:
             UsageError: a module drew a random number or wrote a buffer.
         """
-        # Their state is compared afterwards: a dropout of rate 0 is allowed, and a buffer that is only read.
+        # States are compared instead of refusing such modules, as a dropout may have rate 0 and a buffer may only be
+        # read.
         draws, buffers = self._draws(), _written(modules)
         yield
         for before, after in zip(draws, self._draws(), strict=True):
@@ -126,7 +127,7 @@ class Passes:
 
     @contextmanager
     def _forward(self, instead: Callable[..., Any]) -> Iterator[None]:
-        """Let the model call this function instead of its forward pass in the block."""
+        """In the block a call of the model runs `instead`."""
         model = self.step.model
         model.forward = instead
         try:
@@ -136,7 +137,7 @@ class Passes:
 
     @contextmanager
     def _resumed(self, hidden: Tensor) -> Iterator[None]:
-        """Let the model go on from its blocks' output in the block."""
+        """In the block a call of the model returns its output from the last block's output `hidden`."""
         calls = 0
 
         def ended(*args: Any, **kwargs: Any) -> Any:
@@ -156,11 +157,11 @@ class Passes:
 
 
 def _written(modules: Sequence[nn.Module]) -> dict[str, tuple[int, int]]:
-    """Return each buffer's identity and its version: a buffer may be replaced, or written in place."""
+    """Return each buffer's identity and version; one of them changes if the buffer is replaced or written in place."""
     named = (entry for module in modules for entry in module.named_buffers())
     return {name: (id(buffer), buffer._version) for name, buffer in named}
 
 
 def _gradient_of(state: Tensor) -> Tensor:
-    # A micro-batch without targets has no gradient, but the stage before expects one.
+    # A micro-batch without targets gives no gradient, but the stage before expects one.
     return torch.zeros_like(state) if state.grad is None else state.grad

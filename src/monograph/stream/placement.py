@@ -1,4 +1,4 @@
-"""The places of a streamed model's buffers, and the allocation of memory in them."""
+"""Say where the buffers of a streamed model live, and allocate memory there."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Placement:
 
     Attributes:
         device: the device that computes.
-        when: weights are updated. "sweep": after the backward pass, stage by stage. "next forward": before each stage's
-            next forward pass, while the stage before computes; the numbers are the same. "backward": as soon as a
-            stage's gradient is complete, so that gradients are never stored; only without clipping, and gradients that
-            are not finite are refused stage by stage.
-        where: weights are updated. "device": all buffers that an update reads are copied there and back. "host": a
-            plane whose buffers all live on the host is updated there, as soon as its gradient and the decision on it
-            have arrived, while the device computes, until it needs the weights; a plane that keeps a buffer on the
+        when: when weights are updated. "sweep": after the backward pass, stage by stage. "next forward": before each
+            stage's next forward pass, while the stage before it computes; the numbers are the same. "backward": as soon
+            as a stage's gradient is complete, which is then not kept; this needs training without clipping, and a
+            gradient that is not finite is refused stage by stage.
+        where: where weights are updated. "device": all buffers that an update needs are copied there and back. "host":
+            a plane whose buffers are all off the device is updated on the host, once its gradient and the decision on
+            the update have come, while the device computes until it needs the weights; a plane that has a buffer on the
             device is updated on the device.
-        blocks_per_stage: blocks that are fetched, run and updated at once.
-        offload: whether the activations between stages are kept on the host, so that the device's memory does not
-            grow with the depth.
+        blocks_per_stage: blocks that are fetched, run and updated together.
+        offload: whether the inputs of stages are kept on the host, so that the device's memory does not grow with the
+            depth.
         on_device: buffers that stay on the device, as (stage, name of the buffer); their bytes never cross the link.
-        on_disk: names of buffers that lie in files, mapped into memory, wherever they are not on the device.
+        on_disk: names of buffers that lie in files, mapped into memory, unless they are on the device.
         folder: the folder of these files, which vanish with the process.
 
-    Buffers are called "weights", "rest" (the low halves of split weights), "gradient", and by their names in a
-    checkpoint "exp_avg", "exp_avg_sq", "momentum_buffer", "ema", with 8-bit moments also `<name>_scale`. Stage 0 is the
-    parts before the blocks.
+    Buffers are named "weights", "rest" (the low halves of split weights), "gradient", and as in a checkpoint "exp_avg",
+    "exp_avg_sq", "momentum_buffer" and "ema", with 8-bit moments also `<name>_scale`. Stages are numbered from 0, the
+    stage before the blocks.
 
     Raises:
         UsageError: a value has no meaning.
@@ -63,7 +63,7 @@ class Placement:
     folder: Path | None = None
 
     def __post_init__(self) -> None:
-        """Refuse values without a meaning."""
+        """Refuse values that have no meaning."""
         buffers = ", ".join(BUFFERS)
         expected = {
             "device": (isinstance(self.device, torch.device), "a torch.device(...)"),
@@ -81,8 +81,8 @@ class Placement:
             raise UsageError(f"Placement: device = {self.device}: torch finds no GPU; use torch.device('cpu')")
 
     def home(self, stage: int, name: str) -> Home:
-        """Return the kind of memory of a stage's buffer."""
-        # The device has precedence: a buffer that fits there would only be slower in a file.
+        """Return where a stage's buffer of that name lives."""
+        # The device has precedence, as a buffer in a file would only be slower.
         if (stage, name) in self.on_device:
             return Home.DEVICE
         return Home.DISK if name in self.on_disk else Home.HOST
@@ -99,25 +99,23 @@ def _is_of_a_stage(given: object) -> bool:
 
 
 def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tensor:
-    """Return a copy of a tensor in the given kind of memory.
+    """Return the tensor's values at their home, in new memory.
 
     Raises:
         DiskFull: a file does not fit.
-        InputRefused: the host lacks memory that a GPU can copy from, or the folder cannot hold a file.
+        InputRefused: the host has not enough memory that a GPU can copy from, or the folder cannot hold a file.
     """
     if home == Home.DEVICE:
-        # A copy in any case: on a CPU the tensor would otherwise share its memory.
+        # It is copied in any case: on a CPU it would share the host's memory otherwise.
         return tensor.to(placement.device, copy=True)
-    if home == Home.DISK:
-        placed = _mapped(tensor, label, placement.folder)
-    else:
-        placed = on_host(tensor, label, placement.device)
-    return placed.copy_(tensor)
+    on_disk = home == Home.DISK
+    memory = _mapped(tensor, label, placement.folder) if on_disk else on_host(tensor, label, placement.device)
+    return memory.copy_(tensor)
 
 
 def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
-    """Map a file without a name. Its blocks are allocated now, because a full disk later would end the process."""
-    size = like.numel() * like.element_size()
+    """Return memory in a file without a name, whose blocks are allocated now, as a full disk later would be fatal."""
+    size = like.nbytes
     try:
         handle, path = tempfile.mkstemp(prefix="monograph-", suffix=".plane", dir=folder)
     except OSError as error:
@@ -138,26 +136,26 @@ def _mapped(like: Tensor, label: str, folder: Path | None) -> Tensor:
 
 
 # ── page-locked memory ──────────────────────────────────────────────────────────────────────────
-# A copy between a GPU and other memory of the host is staged through a small buffer, and the host waits for it.
-# torch's own allocator of page-locked memory rounds up to a power of two (pytorch/pytorch#95823), which for most planes
-# wastes a third of the host's memory; so pages are mapped at their size, and locked once.
+# A copy between a GPU and the host's other memory goes through a small buffer, and the host waits for it. torch's own
+# allocator of page-locked memory rounds sizes up to a power of two (pytorch/pytorch#95823), which for most planes
+# wastes a third of the host's memory. So pages are mapped at their exact size and locked once.
 
 
 class _Locked(mmap.mmap):
-    """Anonymous pages that are locked for as long as they are referenced."""
+    """Anonymous pages that are locked as long as an object refers to them."""
 
     address = 0
 
     def __del__(self) -> None:
-        if self.address:  # before unmapping, or the driver would take the next pages at this address for locked
-            _runtime().cudaHostUnregister(self.address)
+        if self.address:  # unlocked before they are unmapped, or the driver would take later pages there for these
+            torch.cuda.cudart().cudaHostUnregister(self.address)
 
 
 def on_host(like: Tensor, label: str, device: torch.device) -> Tensor:
-    """Return host memory for a tensor's elements, from which a device copies without staging.
+    """Return host memory of a tensor's shape and dtype, page-locked if `device` is a GPU.
 
-    Arguments and errors are those of `pinned`. For a device that is no GPU it is ordinary memory, for the meta device
-    a meta tensor.
+    For another device it is ordinary memory; for the meta device it is on the meta device, too. Arguments and errors
+    are those of `pinned`.
     """
     if device.type == "cuda":
         return pinned(like, label)
@@ -165,16 +163,16 @@ def on_host(like: Tensor, label: str, device: torch.device) -> Tensor:
 
 
 def pinned(like: Tensor, label: str) -> Tensor:
-    """Return page-locked memory for a tensor's elements, rounded up to whole pages and filled with zeros.
+    """Return page-locked memory of a tensor's shape and dtype, filled with zeros; its size is rounded up to pages.
 
     Args:
-        like: gives shape and dtype.
-        label: the memory's purpose, for messages.
+        like: a tensor with the shape and dtype.
+        label: what the memory is for, in messages.
 
     Raises:
-        InputRefused: the system has no more memory, or its limit on locked memory is too low.
+        InputRefused: the system has no more memory, or does not allow so much to be locked.
     """
-    size = like.numel() * like.element_size()
+    size = like.nbytes
     length = max(1, math.ceil(size / mmap.PAGESIZE)) * mmap.PAGESIZE
     try:
         pages = _Locked(-1, length, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -184,7 +182,7 @@ def pinned(like: Tensor, label: str) -> Tensor:
             "(on the device, or on disk), or in fewer bits"
         ) from error
     whole = torch.frombuffer(pages, dtype=torch.uint8)
-    error_code = int(_runtime().cudaHostRegister(whole.data_ptr(), length, 0))
+    error_code = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), length, 0))
     if error_code:
         raise InputRefused(_refused(label, length, error_code))
     pages.address = whole.data_ptr()
@@ -198,7 +196,3 @@ def _refused(label: str, length: int, error_code: int) -> str:
         f"{label}: {length:,} bytes of the host's memory cannot be locked (CUDA error {error_code}); ulimit -l allows "
         f"{allowed}: raise it, give the container more memory, or keep fewer buffers on the host"
     )
-
-
-def _runtime() -> Any:
-    return torch.cuda.cudart()

@@ -1,66 +1,65 @@
-"""Slots: device memory into which one stage after another is copied, and which the model's parameters then view."""
+"""Hold stages in slots: device memory that one stage after another is copied to, for the model's parameters to use."""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from monograph.optim import unlinked
 from monograph.stream.lanes import Home, Lanes, Space
 from monograph.stream.store import GRADIENT, WEIGHTS, Stage, Stored
 
 Key = Hashable
-BLOCK_SLOTS = 2  # shared in turn by all stages of blocks
+BLOCK_SLOTS = 2  # stages of blocks take turns in this many slots
 
 
 class DeviceBuffer:
-    """Device memory for tensors by name. Each has memory of its own, since a graph would copy inputs that overlap.
+    """Device memory for tensors by name, which do not share memory, as a graph would copy inputs that overlap.
 
     Attributes:
-        space: all of the memory, for the lanes.
+        space: all of this memory, for the lanes.
     """
 
     def __init__(self, name: str, held_in_turn: Iterable[Mapping[Key, Tensor]], device: torch.device):
-        """Allocate enough memory for any one of these sets of tensors."""
+        """Allocate enough memory to hold each of these sets of tensors, one set at a time."""
         self.space = Space(name, Home.DEVICE)
         sizes: dict[tuple[Key, torch.dtype], int] = {}
         for tensors in held_in_turn:
             for key, tensor in tensors.items():
-                # By dtype as well: weights of one kind are bf16 where they are split, and fp32 elsewhere.
+                # The dtype is a part of the key, as weights of one kind are bf16 where they are split, else fp32.
                 at = key, tensor.dtype
                 sizes[at] = max(sizes.get(at, 0), tensor.numel())
         self._memory = {at: torch.zeros(size, dtype=at[1], device=device) for at, size in sizes.items()}
 
     @property
     def size_bytes(self) -> int:
-        """Return the bytes allocated."""
-        return sum(memory.numel() * memory.element_size() for memory in self._memory.values())
+        """Return its bytes."""
+        return sum(memory.nbytes for memory in self._memory.values())
 
     def take(self, tensors: Mapping[Key, Tensor]) -> dict[Key, Tensor]:
-        """Return views of the memory for one set of tensors."""
+        """Return the memory for one set of tensors."""
         return {key: self._memory[key, tensor.dtype][: tensor.numel()] for key, tensor in tensors.items()}
 
 
 def traveling(stage: Stage, name: str) -> dict[Key, Tensor]:
     """Return the stage's buffers of a name that do not live on the device, by their plane's number.
 
-    So planes of one kind share memory, as do an embedding's and the head's.
+    By this key planes of one kind share memory, and so do embedding and head.
     """
     buffers = {stored.plane.number: stored.buffers[name] for stored in stage.stored}
     return {at: buffer.tensor for at, buffer in buffers.items() if buffer.space.home != Home.DEVICE}
 
 
 class Slot:
-    """Device memory for the weights and gradients of one stage at a time.
+    """Device memory for the weights and gradients of one stage.
 
     Attributes:
-        weights: the memory of the weights.
-        gradients: the memory of the gradients.
-        holds: the stage whose weights are in the slot, and their version.
+        weights: the memory for weights.
+        gradients: the memory for gradients.
+        holds: the stage whose weights are there, and the version of these.
     """
 
     def __init__(self, name: str, stages: list[Stage], device: torch.device):
@@ -75,12 +74,12 @@ class StageOnDevice:
 
     Attributes:
         stage: the stage.
-        slot: the slot that holds it.
-        planes: its planes in the slot: the parameters' weights and gradients.
+        slot: its slot.
+        planes: its planes with weights and gradients on the device.
     """
 
     def __init__(self, stage: Stage, slot: Slot):
-        """Make views of the slot; nothing is copied."""
+        """Make planes of the slot's memory; nothing is copied."""
         self.stage, self.slot = stage, slot
         weights, gradients = (
             room.take(traveling(stage, name)) for room, name in ((slot.weights, WEIGHTS), (slot.gradients, GRADIENT))
@@ -117,8 +116,7 @@ class StageOnDevice:
 
     @contextmanager
     def parameters(self) -> Iterator[None]:
-        """Let the model's parameters view the slot in the block."""
-        # Only while the stage runs: outside of the block they view the host's buffers, as all other code expects.
+        """In the block the model's parameters are the weights on the device, elsewhere those at home."""
         before = [slot.parameter.data for plane in self.planes for slot in plane.slots]
         for plane in self.planes:
             plane.hold(plane.param)
@@ -130,27 +128,23 @@ class StageOnDevice:
                 parameter.data = data
 
     def link(self) -> None:
-        """Let backward passes add to the slot's gradients."""
+        """Make the backward pass add gradients to those in the slot."""
         for plane in self.planes:
             plane.link()
 
-    def unlinked(self) -> AbstractContextManager[None]:
-        """See `monograph.optim.planes.unlinked`."""
-        return unlinked(self.planes)
-
 
 class Slots:
-    """The slots of a model, and the stage in each.
+    """The slots of a model, and the stages in them.
 
-    Stages of blocks share two slots in turn. The parts before and those after the blocks share one, unless they share
-    weights: then each has a slot, and the first keeps its own during the whole walk.
+    Stages of blocks take turns in two slots. The first and the last stage take turns in a third one, unless they share
+    weights: then each has a slot of its own, and the first stage stays in its slot.
     """
 
     def __init__(self, stages: list[Stage], tied: bool, lanes: Lanes, device: torch.device):
-        """Allocate the slots."""
+        """Allocate the memory."""
         self.lanes = lanes
         first, *middle, last = stages
-        # The last stage of a tied model reads weights of the first, so both are on the device at once.
+        # The last stage of a tied model reads weights of the first, so both are needed at once.
         ends = [[first], [last]] if tied else [[first, last]]
         self.pools = [[Slot(f"slot of ends {n}", those, device)] for n, those in enumerate(ends)]
         self.pools.append([Slot(f"slot {number}", middle, device) for number in range(min(BLOCK_SLOTS, len(middle)))])
@@ -164,7 +158,7 @@ class Slots:
         return sum(slot.weights.size_bytes + slot.gradients.size_bytes for slot in every)
 
     def fetch(self, stage: Stage) -> StageOnDevice:
-        """Return the stage with its weights in a slot; they are copied only if no slot has them."""
+        """Return the stage with its current weights in a slot; they are copied unless they are there already."""
         here = self.claim(stage)
         if here.slot.holds != (stage, stage.version):
             here.fetch(self.lanes, stage.stored)
@@ -172,10 +166,10 @@ class Slots:
         return here
 
     def claim(self, stage: Stage) -> StageOnDevice:
-        """Return the stage with a slot of its own, whatever the slot holds."""
-        # A stage that is in a slot keeps it, or its weights would be fetched a second time.
+        """Return the stage in a slot, whatever weights are in it."""
+        # A stage that is in a slot already keeps it, or its weights would be fetched a second time.
         pool = self._pool[stage]
         slot = next((slot for slot in pool if slot.holds and slot.holds[0] is stage), pool[0])
         pool.remove(slot)
-        pool.append(slot)  # so that the slot longest unused comes first
+        pool.append(slot)  # the slot used longest ago is first
         return StageOnDevice(stage, slot)

@@ -1,8 +1,8 @@
-"""The store: a model cut into stages, each with its planes, and the place of every buffer.
+"""Store a model in stages, each with its planes, whose buffers live where the placement says.
 
-A stage is some consecutive blocks, or the parts before or after the blocks. It is the unit in which weights are
-fetched, forward passes recomputed, and updates made. Weights of linear layers that compute in bf16 are kept as `split`
-returns them: of their 4 bytes 2 cross the link. The others (gains, embedding, head) cross whole.
+A stage is some consecutive blocks, or the parts before or after the blocks; it is fetched, recomputed and updated as a
+whole. Weights of linear layers that are computed with in bf16 are split into two halves (`split`) of 2 bytes each, of
+which one crosses the link for a pass. Other weights (gains, embedding and head) cross it as they are.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from monograph.stream.lanes import Home, Space
 from monograph.stream.placement import Placement, on_host, place
 
 WEIGHTS, REST, GRADIENT = "weights", "rest", "gradient"
-AT_ONCE = 2**22  # elements that are rounded or split at a time, which takes several copies of them
-TURNS = 2  # memories for gradients on the host, shared in turn by stages that are updated there meanwhile
+AT_ONCE = 2**22  # elements that are rounded or split at once, which takes some copies of them
+TURNS = 2  # sets of host memory in which stages' gradients take turns, where stages are updated in the backward pass
 
 
 class Staged(Protocol):
     """A module that can be trained stage by stage; `monograph.Llama` is one.
 
-    `forward(x)` equals `begin(x)`, all blocks one after another, then `end`.
+    `forward(x)` equals `end` of the output of all blocks, one after another, on `begin(x)`.
     """
 
-    parts_before: Sequence[nn.Module]  # with the parameters that `begin` reads
-    parts_after: Sequence[nn.Module]  # with the parameters that `end` and the loss read
+    parts_before: Sequence[nn.Module]  # modules whose parameters `begin` reads
+    parts_after: Sequence[nn.Module]  # modules whose parameters `end` and the loss read
 
     def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, Sequence[tuple[object, ...]]]:
-        """Return the first block's input, and for each block its arguments after the hidden states."""
+        """Return the first block's input, and for each block its arguments after that of the block before."""
         ...
 
     def end(self, hidden: Tensor) -> Tensor:
-        """Return the module's output from the last block's."""
+        """Return the module's output from the last block's output."""
         ...
 
 
 class Buffer(NamedTuple):
-    """One buffer of a plane: its memory, and its space for the lanes."""
+    """One buffer of a plane: its memory, and the space that the lanes know it by."""
 
     tensor: Tensor
     space: Space
@@ -55,11 +55,11 @@ class Stored:
     """A plane of one stage.
 
     Attributes:
-        plane: the plane on the host; its tensors are those of `buffers`, and the model's parameters view them.
-        start: index of its first element in the model's plane of that number.
-        buffers: by name: "weights", "rest" if they are split, "gradient", and the optimizer's.
-        splits: whether `weights` are bf16 and `rest` has the lower bits of fp32.
-        on_host: whether the plane is updated on the host.
+        plane: the plane, whose tensors are those of `buffers`; the model's parameters are views of it.
+        start: index of its first element in the resident engine's plane of the same number.
+        buffers: its buffers by name: "weights", "rest" if weights are split, "gradient", and the optimizer's.
+        splits: whether "weights" are the high halves, in bf16, and "rest" the low halves of fp32 weights.
+        on_host: whether it is updated on the host.
     """
 
     plane: Plane
@@ -69,12 +69,12 @@ class Stored:
     on_host: bool
 
     def master(self) -> Tensor:
-        """Return the fp32 (or fp64) weights: a copy if they are split, else the live ones."""
+        """Return the fp32 (or fp64) weights: a copy if they are split, else the weights themselves."""
         weights = self.buffers[WEIGHTS].tensor
         return join(weights, self.buffers[REST].tensor) if self.splits else weights
 
     def set_master(self, master: Tensor) -> None:
-        """Take over weights [size]."""
+        """Take over the weights `master` [size]."""
         if self.splits:
             hi, lo = split(splittable(master))
             self.buffers[REST].tensor.copy_(lo)
@@ -90,14 +90,14 @@ class Stored:
 
 @dataclass(eq=False)
 class Stage:
-    """Some consecutive blocks, or the parts before or after all blocks.
+    """Some consecutive blocks of a model, or the parts before or after the blocks.
 
     Attributes:
-        name: its name in messages.
+        name: a name for messages.
         index: its index among the stages.
-        blocks: the blocks with their indices in the model; empty for the first and the last stage.
+        blocks: its blocks, each with its index among the model's blocks; empty in the first and the last stage.
         stored: its planes.
-        version: number of changes of its weights.
+        version: the number of times that its weights were changed.
     """
 
     name: str
@@ -108,7 +108,7 @@ class Stage:
 
     @property
     def slots(self) -> Iterator[nn.Parameter]:
-        """Yield its parameters."""
+        """Return its parameters."""
         return (slot.parameter for stored in self.stored for slot in stored.plane.slots)
 
 
@@ -117,7 +117,7 @@ class Store:
     """All stages of a model.
 
     Attributes:
-        stages: the parts before the blocks, the stages of blocks, the parts after the blocks.
+        stages: the stages in order, from the parts before the blocks to the parts after them.
         tied: whether the last stage reads weights of the first.
     """
 
@@ -126,26 +126,26 @@ class Store:
 
     @property
     def stored(self) -> Iterator[Stored]:
-        """Yield the planes of all stages."""
+        """Return the planes of all stages."""
         return (stored for stage in self.stages for stored in stage.stored)
 
     def bytes_at(self) -> dict[Home, int]:
-        """Return the bytes in each kind of memory; memory that stages share counts once."""
+        """Return the bytes of buffers by home; memory that stages share counts once."""
         sizes = dict.fromkeys(Home, 0)
         seen: dict[int, int] = {}
         for tensor, space in (buffer for stored in self.stored for buffer in stored.buffers.values()):
             if not tensor.is_meta:
-                before, size = seen.get(tensor.data_ptr(), 0), tensor.numel() * tensor.element_size()
+                before, size = seen.get(tensor.data_ptr(), 0), tensor.nbytes
                 seen[tensor.data_ptr()] = max(before, size)
                 sizes[space.home] += max(0, size - before)
         return sizes
 
 
 def staged(module: nn.Module) -> Staged:
-    """Return the module, typed as one with stages.
+    """Return the module, typed as one that can be trained in stages.
 
     Raises:
-        UsageError: it has no stages.
+        UsageError: it cannot.
     """
     if missing := [name for name in ("begin", "end", "parts_before", "parts_after") if not hasattr(module, name)]:
         raise UsageError(
@@ -160,24 +160,24 @@ def staged(module: nn.Module) -> Staged:
     return cast(Staged, module)
 
 
-def stored(  # noqa: PLR0913 - the parts of a store
+def stored(  # noqa: PLR0913 - a store is made of all these
     module: nn.Module, kinds: Mapping[str, Kind], optim: Optimizer, *, rounds: bool, placement: Placement
 ) -> Store:
-    """Move a module's parameters into stages; afterwards they are views of the stored buffers.
+    """Move a module's parameters into stages; afterwards they are views of the stored weights.
 
     Args:
-        module: the module, on the host, with its weights.
-        kinds: each parameter's kind of update, by name.
-        optim: the optimizer; its buffers have the same initial values as on a device.
-        rounds: whether the arithmetic rounds weights to bf16.
-        placement: the places of buffers.
+        module: a module on the host, with its weights.
+        kinds: how each of its parameters is updated, by name.
+        optim: the optimizer, which initialises its buffers as in the resident engine.
+        rounds: whether weights are computed with in bf16.
+        placement: where buffers live.
 
     Raises:
         UsageError: the module cannot be run in stages.
         InputRefused: memory or disk cannot hold it.
     """
     parts = staged(module)
-    # By identity: a tied parameter counts once, in the first stage that has it.
+    # Parameters are told apart by identity: a tied parameter is one, and belongs to the first stage that has it.
     names = {id(p): name for name, p in trainable(module).items()}
     linear = {id(m.weight) for block in blocks(module).values() for m in block.modules() if isinstance(m, nn.Linear)}
     # Planes have the numbers and starts of the resident engine's, on which stochastic rounding depends.
@@ -196,12 +196,12 @@ def stored(  # noqa: PLR0913 - the parts of a store
             reached[plane.kind] += plane.param.numel()
             for part in plane.param.split(AT_ONCE) if rounds and not plane.param.is_meta else ():
                 part.copy_(splittable(part))
-            # A read-only zero, expanded, which takes no memory; `_kept` allocates the gradients that are stored.
+            # The gradient is one zero for now, seen as many times as needed; `_kept` makes the real one.
             plane.grad = plane.grad.new_zeros(()).expand_as(plane.grad)
             plane.hold(plane.param)
             initialise(plane, optim)
-            # Autocast rounds the weights of linear layers for its products. Embeddings, which are looked up, and
-            # weights that compute in fp32 need all of their bits in each pass, so splitting them would save nothing.
+            # Autocast rounds the weights of linear layers for its products. Other weights are looked up or computed
+            # with in fp32, and need all of their bits in each pass, so that splitting would save nothing.
             splits = rounds and all(id(slot.parameter) in linear for slot in plane.slots)
             stage.stored.append(_kept(stage, plane, start, splits, placement))
         store.stages.append(stage)
@@ -219,6 +219,7 @@ def stored(  # noqa: PLR0913 - the parts of a store
 def _stages(
     module: nn.Module, parts: Staged, blocks_per_stage: int
 ) -> Iterator[tuple[str, list[tuple[int, nn.Module]], Sequence[nn.Module]]]:
+    """Yield for each stage its name, its blocks with their indices, and the modules that have its parameters."""
     yield "before the blocks", [], parts.parts_before
     of_model = list(blocks(module).values())
     for begin in range(0, len(of_model), blocks_per_stage):
@@ -229,16 +230,16 @@ def _stages(
 
 
 def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Placement) -> Stored:
-    """Move a plane's buffers to their places; the parameters become views of the new buffers.
+    """Move a plane's buffers to their homes; the parameters become views of the new weights.
 
-    Each old buffer is freed before the next one is moved, so at most a stage is in memory twice.
+    Buffers are moved one by one, and the old one is freed before the next, so that no more than a stage exists twice.
     """
     homes: dict[str, Home] = {}
     buffers: dict[str, Buffer] = {}
 
     def put(name: str, tensor: Tensor) -> Tensor:
         home = placement.home(stage.index, name)
-        if name == GRADIENT and placement.when == "backward":  # in a slot only, or shared: see `_take_turns`
+        if name == GRADIENT and placement.when == "backward":  # it is only in a slot, or in a set of `_take_turns`
             home, tensor = Home.HOST, tensor.to("meta")
         label = f"{stage.name}, plane {plane.number}, {name}"
         here = tensor if tensor.is_meta else place(tensor, home, label, placement)
@@ -254,13 +255,13 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
     plane.param = put(WEIGHTS, hi if splits else plane.param)
     buffers = {name: buffers[name] for name in (WEIGHTS, GRADIENT, *plane.state, REST) if name in buffers}
     plane.hold(plane.param)
-    # With one buffer on the device the update is made there: else it would cross the link twice for each update.
+    # A plane with a buffer on the device is updated there, as the buffer would have to come to the host and go back.
     stays = placement.where == "host" and Home.DEVICE not in homes.values()
     return Stored(plane, buffers, start, splits, stays)
 
 
 def _halves(param: Tensor) -> tuple[Tensor, Tensor]:
-    """Split a parameter in stretches, as a split of the whole plane at once would need several copies of it."""
+    """Split a plane part by part, as splitting all of it at once would take several copies of it."""
     if param.is_meta:
         return torch.empty_like(param, dtype=torch.bfloat16), torch.empty_like(param, dtype=torch.int16)
     hi, lo = zip(*map(split, param.split(AT_ONCE)), strict=True)
@@ -268,9 +269,9 @@ def _halves(param: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _take_turns(stages: Sequence[Stage], placement: Placement) -> None:
-    """Let stages that are updated on the host in the backward pass share TURNS memories for gradients, in turn.
+    """Give planes that the host updates in the backward pass memory for gradients, the same in every TURNS-th stage.
 
-    So the next stage's gradient can arrive while one stage is updated, and no more are ever stored.
+    So the next stage's gradient can come while a stage is updated, and the host holds only TURNS sets.
     """
     for turn in range(TURNS):
         those = [stored for stage in stages[turn::TURNS] for stored in stage.stored if stored.on_host]

@@ -1,4 +1,4 @@
-"""Decides when and where the stages of a walk are updated: on the device, between other work, or on the host."""
+"""Decide when and where the stages of a walk are updated: on the device between its other work, or on the host."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from monograph.stream.store import GRADIENT, Stage, Store
 
 
 class Updates:
-    """Decides on updates and makes them.
+    """The updates of a walk's stages.
 
     Attributes:
         in_backward: whether stages are updated in the backward pass.
-        host_update: makes the updates on the host.
-        waiting: stages whose update on the device is still due, before the next forward pass or the next update.
-        repeatable: whether a window that failed can be tried again, because no weight was updated by its gradient.
-        failed: the error that left some weights updated and others not, after which nothing can go on.
+        host_update: the updates on the host.
+        waiting: stages with planes that are still to be updated on the device, before the next forward pass or update.
+        repeatable: whether a window that failed can be tried again, as no weight was updated by its gradient yet.
+        failed: the error that left some weights updated and others not; nothing can be trained or saved after it.
     """
 
     def __init__(self, step: Step, store: Store, lanes: Lanes, placement: Placement):
-        """Allocate memory; `step` makes decisions and updates."""
+        """Allocate memory for updates of `step`."""
         self.step, self.store, self.lanes, self.placement = step, store, lanes, placement
         self.in_backward = placement.when == "backward"
         tensors = [to_fetch(chunk, gradient=not self.in_backward) for stage in store.stages for chunk in chunks(stage)]
@@ -55,15 +55,15 @@ class Updates:
         return sum(buffer.size_bytes for buffer in self.staging_buffers.buffers)
 
     def measure(self, here: StageOnDevice) -> None:
-        """Sum the squares of the stage's complete gradient."""
+        """Compute the squared norms of the stage's gradient, which is complete."""
         for at, (stored, plane) in enumerate(zip(here.stage.stored, here.planes, strict=True)):
-            # Keys are in the order of the resident engine's planes and parts: the bits of their sum depend on it.
+            # Keys sort in the order of the resident engine's planes and parts, as the bits of a sum depend on it.
             key = stored.plane.number, here.stage.index, at
             square = functools.partial(self.step.squares, plane, plane.grad)
             self._squares[key] = self.lanes.compute(square, here.writes)
 
     def store_gradients(self, here: StageOnDevice) -> None:
-        """Copy the stage's gradient to the host, unless the device uses it at once."""
+        """Copy the stage's gradient home, unless it is about to be updated on the device."""
         for stored, plane in zip(here.stage.stored, here.planes, strict=True):
             home = stored.buffers[GRADIENT]
             if home.space.home != Home.DEVICE and (stored.on_host or not self.in_backward):
@@ -72,18 +72,18 @@ class Updates:
     # ── after the backward pass ─────────────────────────────────────────────────────────────────
 
     def decide(self, *, fresh: bool) -> Tensor:
-        """Clip the gradient, and apply it now or at the stages' turns; return the norm before clipping.
+        """Clip the accumulated gradient and apply it, now or when it is time; return its norm before clipping.
 
-        `fresh`: no gradient was added, so nothing is applied.
+        If `fresh`, there is no gradient, and nothing is applied.
         """
         self.flush()  # the last update, if no forward pass has followed it
         squares = [square for key in sorted(self._squares) for square in self._squares[key]]
         if fresh:
-            squares = [torch.zeros_like(self.step.loss_sum)]  # no window was added
+            squares = [torch.zeros_like(self.step.loss_sum)]  # without a window there is no gradient
         applied = self.step.applied.clone()
         grad_norm, scale, accepted = self.lanes.compute(lambda: self.step.decide(squares))
         if self.in_backward:
-            self.step.applied.copy_(applied)  # the update was counted when its first stage was made
+            self.step.applied.copy_(applied)  # the update was counted already, by `decide_by_losses`
             return grad_norm  # type: ignore[no-any-return]
         self._decided = scale, accepted
         self._update_on_host(self.store.stages, scale, accepted)
@@ -93,21 +93,21 @@ class Updates:
         return grad_norm  # type: ignore[no-any-return]
 
     def flush(self) -> None:
-        """Make the updates that are due before the next forward pass."""
+        """Make all updates that are still waiting."""
         self.finish_begun()
         for stage in list(self.waiting):
             self.begin(stage)
             self.finish_begun()
 
     def begin(self, stage: Stage, into: StageOnDevice | None = None) -> None:
-        """Begin a stage's due update; its weights are needed in the slot afterwards."""
+        """Begin the update of a stage that waits; its weights are also copied to the slot `into`, if given."""
         assert self._decided is not None
         self._begin(ChunkedUpdate(stage, self.staging_buffers), *self._decided, into)
 
     # ── in the backward pass ────────────────────────────────────────────────────────────────────
 
     def decide_by_losses(self) -> None:
-        """Decide from the losses, before the backward pass, whether and by which factor gradients are applied."""
+        """Decide from the losses alone whether and by which factor gradients are applied in the backward pass."""
         step = self.step
         scale = step.unscaled()
         accepted = step.accepts(torch.zeros_like(scale))  # no norm is known yet
@@ -120,7 +120,7 @@ class Updates:
         scale, accepted = self._decided
         stage = here.stage
         own = [square for key, squares in self._squares.items() if key[1] == stage.index for square in squares]
-        # The total norm is not known yet; a stage whose own gradient is not finite is skipped alone.
+        # The norm over all stages is not known yet, so a stage is refused if its own gradient is not finite.
         accepted = accepted & (torch.stack(own).sum().sqrt() * scale <= self.step.largest)
         self._update_on_host([stage], scale, accepted)
         if any(chunks(stage)):
@@ -129,14 +129,14 @@ class Updates:
     # ── on the host ─────────────────────────────────────────────────────────────────────────────
 
     def _update_on_host(self, stages: list[Stage], scale: Tensor, accepted: Tensor) -> None:
-        # A copy of each decision costs latency, so it is made only if a plane is updated on the host.
+        # The copy of a decision costs latency, so it is made only for stages that need it.
         if any(stored.on_host for stage in stages for stored in stage.stored):
             decision = self.host_update.send(stages[0].index, scale, accepted)
             for stage in stages:
                 self.host_update.update(stage, decision)
 
     def update_part(self, plane: Plane, rest: Tensor | None, total: Tensor, scale: Tensor, accepted: Tensor) -> None:
-        """Update a part of a plane; split weights are joined first, and split again."""
+        """Update a part of a plane; split weights are joined before and split again afterwards."""
         if rest is None:
             self.step.update_plane(plane, total, scale, accepted)
             return
@@ -146,10 +146,10 @@ class Updates:
         plane.param.copy_(hi)
         rest.copy_(lo)
 
-    # ── on the device, between what else is computed ────────────────────────────────────────────
+    # ── on the device, between its other work ───────────────────────────────────────────────────
 
     def _begin(self, begun: ChunkedUpdate, scale: Tensor, accepted: Tensor, into: StageOnDevice | None = None) -> None:
-        """Begin an update, whose chunks are made between the computations that follow; one update at a time."""
+        """Begin an update, whose chunks are updated between later computations; one update is under way at a time."""
         self.finish_begun()
         begun.begin()
         self._begun = begun, begun.work(self.update_part, scale, accepted, into)
@@ -158,11 +158,11 @@ class Updates:
         """Update the chunks that are due after one of `micro_batches` micro-batches."""
         begun, work = self._begun or (None, iter(()))
         if begun:
-            # Rounded up, so that the update is done with the stage's last micro-batch.
+            # The number is rounded up, so that the update is done with the stage's last micro-batch.
             self._make(islice(work, -(-begun.count // micro_batches)))
 
     def finish_begun(self) -> None:
-        """Finish the update that was begun."""
+        """Finish the update that is under way."""
         begun, work = self._begun or (None, iter(()))
         self._make(work)
         if begun and begun.stage in self.waiting:
@@ -170,8 +170,10 @@ class Updates:
         self._begun = None
 
     def _make(self, work: Iterable[None]) -> None:
-        """Update chunks; after a failure nothing can be read or saved any more, as the model is half updated."""
-        # A caller that catches the error and goes on would train, or save, a mixture of two updates.
+        """Update chunks; after a failure every later call fails too.
+
+        The weights are then half updated, and whoever went on would train or save a mixture of two updates.
+        """
         if self.failed:
             raise self.failed
         try:

@@ -1,8 +1,8 @@
-"""The walk: for each stage, for each micro-batch: forward, backward and the update, with the next stage under way.
+"""Walk over the stages, each with all micro-batches: forward, backward and the update, while the next stage is fetched.
 
-All micro-batches of a window pass through a stage before the next stage begins, so weights cross the link once in each
-pass of an update, however many micro-batches it has. The forward pass keeps only the activations between stages; in the
-backward pass a stage recomputes what its gradient needs.
+All micro-batches of a window go through a stage before the next stage, so weights cross the link once in each direction
+of an update, however many micro-batches there are. The forward pass keeps only the inputs of stages; in the backward
+pass a stage computes again what its gradient needs.
 """
 
 from __future__ import annotations
@@ -29,27 +29,27 @@ Observe = Callable[[Sequence[Plane]], None]
 
 
 class Walk:
-    """Takes micro-batches through the stages of a model and back.
+    """The walk of micro-batches through the stages of a model and back.
 
     Attributes:
         store: the stages.
-        lanes: order copies and computations.
-        slots: the device memory of stages.
-        boundaries: the activations between stages.
-        updates: the updates of the stages.
+        lanes: the lanes that copy and compute.
+        slots: the device memory for stages.
+        boundaries: the inputs of stages.
+        updates: the updates of stages.
         fresh: whether no gradient was added since the last update.
     """
 
     def __init__(self, step: Step, store: Store, lanes: Lanes, placement: Placement):
-        """Allocate the device's memory; `step` gives loss, context and update."""
+        """Allocate the device's memory; loss, context and update are those of `step`."""
         self.step, self.store, self.lanes, self.placement = step, store, lanes, placement
         self.passes = Passes(step)
         self.slots = Slots(store.stages, store.tied, lanes, placement.device)
         self.boundaries = Boundaries(lanes, placement.device, offloaded=placement.offload, last=len(store.stages) - 1)
         self.updates = Updates(step, store, lanes, placement)
-        # The host's gradients are not zeroed: a slot's are, when they are first added to.
+        # Gradients at home need no zeros then: a slot's gradients are set to zero before they are first added to.
         self.fresh = True
-        lanes.finish()  # the lanes know of no work on this memory and the planes so far
+        lanes.finish()  # no lane knows of the work that made this memory and the planes
 
     @property
     def device_bytes(self) -> int:
@@ -63,7 +63,8 @@ class Walk:
 
         Args:
             batches: the micro-batches of one window.
-            observe: called with each stage's planes on the device when its gradient is complete; no update is made.
+            observe: a function that is called with each stage's planes on the device once its gradient is complete;
+                no update is made then.
         """
         updates = self.updates
         if updates.waiting and observe:
@@ -73,7 +74,7 @@ class Walk:
         first, *middle, last = self.store.stages
         gradients: list[Any] = [None for _ in batches]
         in_backward = updates.in_backward and observe is None
-        # The last stage first, as the gradients of all others follow from its own.
+        # The last stage comes first, as all other gradients are computed from its gradient.
         for here in self._visits([last, *reversed(middle), first], back=len(batches)):
             self._prepare_gradients(here)
             for g, batch in enumerate(batches):
@@ -92,7 +93,7 @@ class Walk:
         self.fresh = False
 
     def evaluate(self, batches: Sequence[Any]) -> list[tuple[Tensor, Tensor]]:
-        """Return the sum of losses and the targets of each micro-batch."""
+        """Return the sum of losses and the number of targets of each micro-batch."""
         self._forward(batches, keep=False)
         last = self.store.stages[-1]
         here, scores = self._next(last, back=0)(), []
@@ -102,7 +103,7 @@ class Walk:
         return scores
 
     def _forward(self, batches: Sequence[Any], *, keep: bool) -> list[Any]:
-        """Run every stage but the last forward; return the further arguments of each micro-batch's blocks."""
+        """Run all stages but the last forward; return for each micro-batch the other arguments of its blocks."""
         further: list[Any] = [None for _ in batches]
         self.updates.finish_begun()
         self.boundaries.clear()
@@ -137,26 +138,26 @@ class Walk:
         gradients[g] = self._compute(here, work, [space], backward=True)
 
     def _visits(self, order: Sequence[Stage], back: int = 0) -> Iterator[StageOnDevice]:
-        """Yield the stages on the device one after another, while the next one is fetched.
+        """Yield the stages on the device, one after another, while the next one is fetched.
 
-        In the backward pass the inputs of `back` micro-batches are fetched, too.
+        In a backward pass the inputs of `back` micro-batches are fetched as well.
         """
         ready = self._next(order[0], back)()
         for _, following in pairwise([*order, None]):
-            # Requested before this stage computes, so that it is copied meanwhile.
+            # It is requested before this stage computes, so that it comes meanwhile.
             coming = self._next(following, back) if following else None
             yield ready
             if coming is not None:
                 ready = coming()
 
     def _next(self, stage: Stage, back: int) -> Callable[[], StageOnDevice]:
-        """Start to fetch or update a stage's weights; return a function that returns the stage on the device."""
+        """Begin to fetch a stage's weights, or to update it; return a function that returns the stage on the device."""
         if back:
             self.boundaries.fetch(stage.index, back)
         if stage not in self.updates.waiting:
             here = self.slots.fetch(stage)
             return lambda: here
-        # Weights that are updated on the device go from there to the slot, without a second trip over the link.
+        # Weights that are updated on the device first go from there to the slot, instead of crossing the link again.
         into = self.slots.claim(stage)
         self.updates.begin(stage, into)
         return lambda: self._finished(into)
@@ -168,14 +169,14 @@ class Walk:
     def _compute(
         self, here: StageOnDevice, call: Callable[[], Any], also_reads: Sequence[Space] = (), *, backward: bool = False
     ) -> Any:
-        """Run with the model's parameters viewing the stage's weights, and those that it shares with another stage."""
+        """Run a call while the model's parameters are the stage's weights on the device, shared ones included."""
         needed = self._needed(here)
         work = functools.partial(self.bound, needed, call, backward)
         reads = [*also_reads, *(space for stage in needed for space in stage.reads)]
         return self.lanes.compute(work, reads, [s for stage in needed for s in stage.writes] if backward else ())
 
     def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], Any], backward: bool) -> Any:
-        """Call with the model's parameters viewing the slots, and their gradients, too, if `backward`."""
+        """Run a call while the model's parameters are in the slots, and their gradients, too, if `backward`."""
         with ExitStack() as stack:
             for stage in needed:
                 stack.enter_context(stage.parameters())
@@ -185,36 +186,32 @@ class Walk:
 
     def _needed(self, here: StageOnDevice) -> list[StageOnDevice]:
         first, last = self.store.stages[0], self.store.stages[-1]
-        # Tied weights lie in the first stage's slot, and both stages add to one gradient there.
+        # Tied weights lie in the first stage's slot, where both stages add to one gradient.
         return [here, self.slots.fetch(first)] if self.store.tied and here.stage is last else [here]
 
     # ── gradients ───────────────────────────────────────────────────────────────────────────────
 
     def _prepare_gradients(self, here: StageOnDevice) -> None:
-        """Set the slot's gradients to zero, or to the sums of earlier windows."""
+        """Set the slot's gradients to zero, or to the sum of earlier windows."""
         if self.store.tied and here.stage is self.store.stages[0]:
-            return  # done when they were first needed
+            return  # the last stage, which adds to the same gradients, has done it
         for stage in self._needed(here):
             for stored, plane in zip(stage.stage.stored, stage.planes, strict=True):
                 home = stored.buffers[GRADIENT]
                 if self.fresh:
                     self.lanes.compute(plane.grad.zero_, writes=stage.writes)
-                # A second window of an update adds to the sums that the first one left on the host.
+                # A second window of the same update adds to the gradient that the first one left at home.
                 elif home.space.home != Home.DEVICE:
                     self.lanes.copy(plane.grad, home.tensor, stage.slot.gradients.space, home.space)
 
     # ── updates ─────────────────────────────────────────────────────────────────────────────────
 
     def update(self) -> Tensor:
-        """Clip and apply the gradient; return its norm before clipping."""
+        """Clip and apply the accumulated gradient; return its norm before clipping."""
         grad_norm = self.updates.decide(fresh=self.fresh)
         self.fresh = True
         return grad_norm
 
-    def flush(self) -> None:
-        """See `Updates.flush`."""
-        self.updates.flush()
-
     def discard(self) -> None:
-        """Discard the gradient added since the last update."""
+        """Forget the gradient that was added since the last update."""
         self.fresh = True
