@@ -23,7 +23,7 @@ from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
-from monograph.predict.flops import flops_per_token, mfu
+from monograph.predict.roofline import flops_per_token, mfu
 from monograph.resident import Resident
 
 ROUND_S = 0.5  # a round repeats quick steps for this long
@@ -127,7 +127,7 @@ def waits(run: Callable[[], object], device: torch.device) -> dict[str, int] | N
 
 
 def rates(shape: Shape, dtype: str, tokens_per_s: float) -> dict[str, float | None]:
-    """Raw FLOP/s by the formula of `predict.flops`, and its share of the card's datasheet rate where there is one."""
+    """Raw FLOP/s by the formula of `predict.roofline`, and its share of the card's datasheet rate where there is one."""
     per_token = flops_per_token(shape.config, shape.length)
     peak = describe().peak_flops.get(dtype)
     return {

@@ -23,7 +23,7 @@ from systems import Shape, sizes
 
 from monograph.device import clock, default_device, describe, measured_matmul_flops
 from monograph.model.config import LlamaConfig
-from monograph.predict.flops import flops_per_token, mfu
+from monograph.predict.roofline import flops_per_token, mfu
 
 SHORTEST_CASE_S = 15.0  # with less time left, a case is not begun
 SHAPES = {

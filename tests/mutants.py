@@ -55,7 +55,7 @@ ROOMS = {
         ("test_optim.py", "test_muon.py", "test_narrow.py"),
     ),
     "ops": Room(
-        ("ops/attention.py", "ops/cached_attention.py", "ops/cross_entropy.py", "ops/philox.py", "ops/rms_norm.py",
+        ("ops/attention.py", "ops/cross_entropy.py", "ops/philox.py", "ops/rms_norm.py",
          "ops/token_rows.py"),
         ("ops/test_rms_norm.py", "ops/test_cached_attention.py", "ops/test_cross_entropy.py", "ops/test_token_rows.py",
          "ops/test_attention.py", "ops/test_attention_kernels.py", "decode/test_reproducible.py"),

@@ -48,7 +48,7 @@ _HOME = {
     "generate": "decode",
     "Sampling": "decode",
     "plan": "planner",
-    "flops": "predict.flops:flops_per_token",
+    "flops": "predict.roofline:flops_per_token",
     "profile": "profiling.profiler",
     "save_checkpoint": "loop",
     "load_checkpoint": "loop",

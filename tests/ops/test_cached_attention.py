@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from monograph.ops.attention import attention
-from monograph.ops.cached_attention import BLOCK, cached_attention
+from monograph.ops.attention import BLOCK, attention, cached_attention
 from numerics import error_within
 
 

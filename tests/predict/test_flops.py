@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import monograph
 from monograph.model.config import LlamaConfig
-from monograph.predict.flops import flops_per_token, matmul_parameters, mfu, training_flops
+from monograph.predict.roofline import flops_per_token, matmul_parameters, mfu, training_flops
 
 
 def config(**sizes: Any) -> LlamaConfig:

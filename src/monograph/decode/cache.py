@@ -17,7 +17,7 @@ from torch import Tensor
 
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.cached_attention import BLOCK, cached_attention
+from monograph.ops.attention import BLOCK, cached_attention
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 

@@ -21,14 +21,13 @@ from monograph.decode.candidates import Truncation
 from monograph.decode.knobs import Chain, knobs_of, new_knobs, write_row
 from monograph.decode.penalties import first_counts
 from monograph.decode.sampling import Sampling
-from monograph.decode.state import HAS_TOKEN, MAX_STOP_IDS, Outbox, State, Status, decoded
-from monograph.decode.step import DecodeStep
+from monograph.decode.step import HAS_TOKEN, MAX_STOP_IDS, DecodeStep, Outbox, State, Status, decoded
 from monograph.device import clock
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
 from monograph.graph.replay import CudaGraphs, Replays
 from monograph.model.llama import Llama
-from monograph.ops.cached_attention import BLOCK
+from monograph.ops.attention import BLOCK
 
 Finish = Literal["stop", "length", "not_finite", "nothing_allowed"]
 

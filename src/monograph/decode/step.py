@@ -3,14 +3,20 @@
     hidden = model(token, position, cache)      logits = head(hidden)        allowed = automaton's mask
     token' = draw(chain(logits, allowed))       status' = stop rules         ring line = token' + status' * 2^24
 
-The same function runs eagerly, compiled and replayed as a CUDA graph. The host reads nothing here.
+The same function runs eagerly, compiled and replayed as a CUDA graph. The host reads nothing here. Each step writes its
+results to one line of each ring of `State`. The lines of a block of steps go to the host in one copy for each ring, and
+the host waits for it only when it reads them (`Outbox`).
 
-Shape suffixes: B rows, V vocabulary, M stop ids, D hidden size; 1 broadcasts.
+Shape suffixes: B rows, V vocabulary, M stop ids, T positions of a row, R lines of a ring, N log-probabilities, D hidden
+size; 1 broadcasts.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
 
 import torch
 from torch import Tensor
@@ -18,10 +24,225 @@ from torch import Tensor
 from monograph.decode.automata import Tables, advance, allowed, stopped
 from monograph.decode.cache import KVCache
 from monograph.decode.candidates import Truncation
-from monograph.decode.chain import OK, Drawn, Rows, log_probabilities, sample
+from monograph.decode.chain import OK, Drawn, LogProbabilities, Rows, log_probabilities, sample
 from monograph.decode.knobs import Chain
-from monograph.decode.state import State, Status
+from monograph.decode.penalties import COUNTS, Past, count_drawn
 from monograph.model.llama import Llama
+
+TOKEN_BITS = 24  # a code's lowest bits are the token, those above them the status
+MAX_STOP_IDS = 16  # of one row
+
+
+class Status(IntEnum):
+    """The status of a row.
+
+    Attributes:
+        FREE: it has had no request yet.
+        RUNNING: it draws a token at every step.
+        STOP: it drew a stop id, a token that completes a stop string, or one after which only an end token may come.
+        LENGTH: it drew as many tokens as it may.
+        NOT_FINITE: its logits have a NaN or +inf.
+        NOTHING_ALLOWED: no token was left to draw.
+        UNDECIDED: the fast truncation could not decide which tokens may be drawn; the row waits for the exact one.
+    """
+
+    FREE = 0
+    RUNNING = 1
+    STOP = 2
+    LENGTH = 3
+    NOT_FINITE = 4
+    NOTHING_ALLOWED = 5
+    UNDECIDED = 6
+
+
+HAS_TOKEN = (Status.RUNNING, Status.STOP, Status.LENGTH)
+
+
+@dataclass
+class State:
+    """The state of all rows; int64 unless stated otherwise.
+
+    Tensors that may be None are None if the chain does not need them.
+
+    Attributes:
+        token_B: the last token, which the next step reads.
+        position_B: the last token's position.
+        seed_B: the seed of the row's draws.
+        generated_B: tokens drawn so far.
+        limit_B: most tokens that may be drawn.
+        status_B: a `Status`.
+        stop_ids_BM: ids that end the row, padded with -1.
+        constraint_B: int32, the state of the automaton of allowed texts.
+        stopping_B: int32, the state of the automaton of stop strings.
+        counts_BV: int32, how often each id was drawn (`Rows`).
+        prompt_BV: whether an id is in the prompt, bool, or how often, int32 (`Rows`).
+        past: the ids that were written.
+        mu_B: fp32, the surprise in bits that mirostat allows.
+        line_1: the next line of the rings.
+        ring_RB: int32, the code of each step for the host, token + status * 2^24.
+        values_RBN: fp32, log-probabilities: of the drawn token, then of the likeliest; first under the raw logits, then
+            under the distribution drawn from.
+        ids_RBN: int32, the likeliest ids, in the same order.
+    """
+
+    token_B: Tensor
+    position_B: Tensor
+    seed_B: Tensor
+    generated_B: Tensor
+    limit_B: Tensor
+    status_B: Tensor
+    stop_ids_BM: Tensor
+    constraint_B: Tensor
+    stopping_B: Tensor
+    counts_BV: Tensor | None
+    prompt_BV: Tensor | None
+    past: Past | None
+    mu_B: Tensor
+    line_1: Tensor
+    ring_RB: Tensor
+    values_RBN: Tensor | None
+    ids_RBN: Tensor | None
+
+    @classmethod
+    def allocate(cls, rows: int, slots: int, vocabulary: int, lines: int, chain: Chain, device: torch.device) -> State:
+        """Allocate the state of rows that are all free."""
+        n = chain.logprobs
+
+        def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=device)
+
+        return cls(
+            token_B=zeros(rows),
+            position_B=zeros(rows),
+            seed_B=zeros(rows),
+            generated_B=zeros(rows),
+            limit_B=zeros(rows),
+            status_B=zeros(rows),
+            stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
+            constraint_B=zeros(rows, dtype=torch.int32),
+            stopping_B=zeros(rows, dtype=torch.int32),
+            counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if chain.reads_counts else None,
+            # A window of the last n tokens drops the prompt's ids one by one, so it needs their number.
+            prompt_BV=zeros(rows, vocabulary, dtype=COUNTS if "last_n" in chain.stages else torch.bool)
+            if chain.reads_prompt
+            else None,
+            past=Past(
+                zeros(rows, slots, dtype=torch.int32),
+                zeros(rows, slots, dtype=torch.int32),
+                zeros(rows, vocabulary, dtype=torch.bool),
+            )
+            if chain.reads_history
+            else None,
+            mu_B=zeros(rows, dtype=torch.float32),
+            line_1=zeros(1),
+            ring_RB=zeros(lines, rows, dtype=torch.int32),
+            values_RBN=None if n is None else zeros(lines, rows, 2 * (1 + n), dtype=torch.float32),
+            ids_RBN=None if n is None else zeros(lines, rows, 2 * n, dtype=torch.int32),
+        )
+
+    @property
+    def rings(self) -> list[Tensor]:
+        """The tensors that the host reads."""
+        return [ring for ring in (self.ring_RB, self.values_RBN, self.ids_RBN) if ring is not None]
+
+    def report(self, raw: LogProbabilities, drawn: LogProbabilities) -> None:
+        """Write a step's log-probabilities, raw and of the distribution drawn from, to the line that `write` fills."""
+        if self.values_RBN is not None and self.ids_RBN is not None:
+            values_BN = torch.cat([raw.chosen_B[:, None], raw.values_BN, drawn.chosen_B[:, None], drawn.values_BN], 1)
+            ids_BN = torch.cat([raw.ids_BN, drawn.ids_BN], dim=1)
+            # `line_1` is a tensor, as a replayed graph would write to the line of the capture if it were a number.
+            self.values_RBN.index_copy_(0, self.line_1, values_BN[None])
+            self.ids_RBN.index_copy_(0, self.line_1, ids_BN[None].to(torch.int32))
+
+    def write(self, moved_B: Tensor, status_B: Tensor) -> None:
+        """Write the step's codes to the ring and take the new statuses; `moved_B` are the rows that drew a token."""
+        # All is in place: a captured graph reads and writes these addresses at every replay.
+        self.generated_B += moved_B
+        self.position_B += moved_B
+        self.status_B.copy_(status_B)
+        if self.counts_BV is not None:
+            count_drawn(self.counts_BV, self.token_B, moved_B)
+        # This comes after the position has moved, as `past` takes the position of the new token.
+        if self.past is not None:
+            self.past.add(self.token_B, self.position_B, moved_B)
+        # One number holds token and status, so that fewer bytes go to the host.
+        codes_B = self.token_B + (status_B << TOKEN_BITS)
+        self.ring_RB.index_copy_(0, self.line_1, codes_B[None].to(torch.int32))
+        self.line_1 += 1
+
+    def forget(self, moved_B: Tensor, knobs: Mapping[str, Tensor]) -> None:
+        """Subtract the token that leaves the window of the last n tokens from the counts, in place.
+
+        Args:
+            moved_B: the rows that drew a token; `write` has added it.
+            knobs: "penalty_last_n" n, below 0 for all tokens, and "counts_prompt", [B] each.
+        """
+        assert self.counts_BV is not None and self.past is not None
+        n_B, history_BT = knobs["penalty_last_n"], self.past.history_BT
+        place_B = self.position_B - n_B
+        gone_B = moved_B & (n_B > 0) & (place_B >= 0)
+        token_B = history_BT.gather(-1, place_B.clamp(min=0, max=history_BT.shape[1] - 1)[:, None])[:, 0].long()
+        # A token of the prompt is in the prompt's counts, and in the other counts only with "counts_prompt".
+        of_prompt_B = place_B <= self.position_B - self.generated_B
+        counted_B = ~of_prompt_B | (knobs["counts_prompt"] > 0)
+        for counts_BV, left_B in ((self.counts_BV, counted_B), (self.prompt_BV, of_prompt_B)):
+            if counts_BV is not None:
+                counts_BV.scatter_add_(-1, token_B[:, None], -(gone_B & left_B)[:, None].to(counts_BV.dtype))
+
+
+def decoded(code: int) -> tuple[int, Status]:
+    """Return a code's token and status."""
+    return code & ((1 << TOKEN_BITS) - 1), Status(code >> TOKEN_BITS)
+
+
+class Outbox:
+    """The way of the rings' lines to the host; of the two halves of a ring the host reads one, the device writes one.
+
+    Attributes:
+        lines: lines of half a ring.
+        bytes_out: bytes that were copied to the host.
+    """
+
+    def __init__(self, rings: Sequence[Tensor]) -> None:
+        """Take the rings, [R, ...] each, with R even."""
+        self._rings, self._half = [ring.unflatten(0, (2, -1)) for ring in rings], 0
+        self.lines = self._rings[0].shape[1]
+        self.bytes_out = 0
+        cuda = rings[0].is_cuda
+        # Page-locked, since the host would wait for a copy to other memory.
+        self._host = [torch.empty_like(ring, device="cpu", pin_memory=cuda) for ring in self._rings]
+        self._stream = torch.cuda.Stream(rings[0].device) if cuda else None
+        self._events = [torch.cuda.Event() for _ in range(2)] if cuda else []
+
+    def begin(self, line_1: Tensor) -> None:
+        """Point the device at the half that the next block writes."""
+        line_1.fill_(self._half * self.lines)
+
+    def send(self, steps: int) -> int:
+        """Start to copy the lines of a block of steps to the host; return the number of its half, for `read`."""
+        half, self._half = self._half, 1 - self._half
+        pairs = [(ring[half, :steps], host[half, :steps]) for ring, host in zip(self._rings, self._host, strict=True)]
+        self.bytes_out += sum(source.nbytes for source, _ in pairs)
+        if self._stream is None:
+            for source, target in pairs:
+                target.copy_(source)
+            return half
+        device = self._rings[0].device
+        # On a separate stream, so that the next block runs while this one's lines are copied.
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for source, target in pairs:
+                target.copy_(source, non_blocking=True)
+            self._events[half].record()
+        # The next block writes the other half, whose lines have to be copied before.
+        torch.cuda.current_stream(device).wait_event(self._events[1 - half])
+        return half
+
+    def read(self, half: int, steps: int) -> list[Tensor]:
+        """Return a block's lines, [steps, ...] on the host, which are valid until the block after the next is sent."""
+        if self._events:
+            self._events[half].synchronize()
+        return [host[half, :steps] for host in self._host]
 
 
 class DecodeStep:

@@ -12,9 +12,8 @@ from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW, Optimizer
 from monograph.predict.estimate import estimate_bytes, trained_adapters
-from monograph.predict.flops import flops_per_token, mfu
 from monograph.predict.footprint import Compile, Work
-from monograph.predict.roofline import update_time
+from monograph.predict.roofline import flops_per_token, mfu, update_time
 from monograph.step import Clip
 
 Ways = tuple[str, Compile, str | float]  # precision, compile scope, recomputation

@@ -22,7 +22,7 @@ from monograph.graph.inspect import modes_kept
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.planner.defaults import most_updates, updates_for
-from monograph.predict.flops import flops_per_token, mfu
+from monograph.predict.roofline import flops_per_token, mfu
 from monograph.profiling.memory import reset_peak_memory
 from monograph.report.quantities import counted, duration, memory
 from monograph.report.run_report import write_report
