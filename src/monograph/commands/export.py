@@ -8,7 +8,7 @@ from monograph.model.adapter import save_adapter
 from monograph.run.models import check, load_to_export, save
 from monograph.terminal import shell_words, warn
 
-ADAPTER = "adapter"  # written next to the merged model
+ADAPTER = "adapter"  # the folder of the adapters alone, inside the merged model's folder
 _NEXT = {
     "hf": "a Hugging Face folder; transformers loads it with AutoModelForCausalLM.from_pretrained({folder!r})",
     "gguf": "a GGUF file for llama.cpp, and a Modelfile: ollama create NAME -f {modelfile}",

@@ -1,4 +1,4 @@
-"""`monograph plan`: predict what fits, how fast it would go and why, before training and without the device."""
+"""`monograph plan`: predict which ways to train fit a device, how fast they are and why, without that device."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SHADES = {
 def run(
     settings: Settings, *, device: str | None, device_memory: str | None, host_memory: str | None, json: bool
 ) -> int:
-    """Print the choice, its memory by origin and the alternatives; with `json` the same as one object."""
+    """Print the chosen way, its memory by origin and the alternatives; with `json`, print them as one object too."""
     require_one_device(settings, "plan")
     memory_bytes = None if device_memory is None else memory_size("--device-memory", device_memory)
     target = describe() if device is None else named(device)
@@ -70,10 +70,10 @@ def run(
 
 
 def memory_size(flag: str, text: str) -> int:
-    """Return the bytes that a text such as "24GiB" or "80 GB" means.
+    """Return the number of bytes that a text such as "24GiB" or "80 GB" means.
 
     Raises:
-        UsageError: it is not a number with a unit, or no device has so much.
+        UsageError: the text is not a number with a unit, or the size is not from 64 MiB to 4 TiB.
     """
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([mgt]i?b)", text.strip().lower())
     if match is None:
@@ -156,7 +156,7 @@ def _line(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
 
 
 def _bar(by_origin: Mapping[str, int], limit: int) -> str:
-    """Draw each origin's share of the limit in letters, free memory in dots, and the excess after the bar's end."""
+    """Return a bar with each origin's share of the limit in letters, free memory as dots, any excess after its end."""
     total = max(limit, sum(by_origin.values()))
     edges = [0.0]
     for size in by_origin.values():

@@ -34,7 +34,7 @@ from monograph.session.warmup import fix_length, measure_memory, prepare
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import entries, exists
 
-CURVE_ROWS = 64  # held-out rows for a point of the curve; the last point uses all
+CURVE_ROWS = 64  # held-out rows scored for a point of the curve; the last point uses all
 
 
 def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str | None, json: bool) -> int:
@@ -43,7 +43,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
         raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     settings, from_ = recorded.model_given(settings, from_)
-    if not (resume or from_):  # a resumed run's own settings say more
+    if not (resume or from_):  # otherwise settings recorded by a run come first; `_open` checks the result
         require_possible(settings, describe())
     world = ranks.meet(settings, resumed=resume is not None)
     progress = ranks.progress_of(world)
@@ -136,7 +136,7 @@ def _taken_up(session: Session, progress: Progress) -> bool:
 
 
 def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
-    """Keep the text of standard input in the run's folder: resume, evaluation and branches read it there again."""
+    """Keep the text of standard input in the run's folder, where resume, evaluation and branches read it again."""
     source = plan.reading["source"]
     named = [source] if isinstance(source, str) else source
     if "-" not in named:
@@ -171,7 +171,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             stopping, asked, lost, skipping = session.world.any(
                 stop.requested is not None, stop.save_requested, log.is_lost, log.streak > 0
             )
-            # A run goes back to what was saved before updates were skipped.
+            # No checkpoint is due while updates are skipped, so that `go_back` finds one from before them.
             due = done % plan.save_every == 0 and not skipping
             saving = due or stopping or asked or last
             if lost or (saving and session.non_finite()):
