@@ -1,4 +1,4 @@
-"""Manage a run as a person meets it: folder, lock, metrics, the signals that stop it, and progress on screen."""
+"""Manage a run outside of its training: folder, lock, metrics, models, signals that stop it, progress on screen."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ _CURVE_STYLES = {"scale": "dim", "curve": "cyan", "level": "dim", "name": ""}
 
 
 class Progress:
-    """Reports on a run, from its first line to its last, and is never silent for long.
+    """The display of a run on standard error, from its first line to its last; it is never silent for long.
 
         progress = Progress()
         progress.line("data", "Python's standard library, 612 files, 10.1 MB")
@@ -31,8 +31,8 @@ class Progress:
         with progress.training(updates=1465, tokens=3_000_000, yardsticks={...}) as block:
             block.update(index, loss=4.9, tokens=450_000, tokens_per_s=15_800, memory_bytes=236_000_000)
 
-    Terminal: the current stage or block is redrawn in place twice a second. Elsewhere: plain lines at changes and, in
-    between, one every 10 s.
+    On a terminal the current stage or block is redrawn in place twice a second. Elsewhere a plain line is printed at
+    each change and, in between, every 10 s.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -44,7 +44,7 @@ class Progress:
         self.screen.print(*(Text(row, style="bold") for row in rows), Text(""))
 
     def line(self, label: str, *texts: str) -> None:
-        """Print each of `texts` on its own line, wrapped, after `label` in its column."""
+        """Print `label` in its column and each of `texts` on a line of its own next to it, wrapped."""
         width = self.screen.width - LABEL_WIDTH
         wrapped = [row for text in texts for row in textwrap.wrap(text, width, drop_whitespace=True) or [""]]
         self.screen.print(*(_labelled(label if i == 0 else "", row) for i, row in enumerate(wrapped)))
@@ -55,7 +55,7 @@ class Progress:
 
     @contextmanager
     def stage(self, label: str, text: str) -> Iterator[Stage]:
-        """Show a stage of work: its elapsed time ticks while it runs, and its line with the time stays."""
+        """Show a stage of work with its elapsed time while it runs; its line with the time stays on the screen."""
         stage = Stage(label, text)
         try:
             with self.screen.live(lambda: [stage.running()], stage.running):
@@ -67,12 +67,17 @@ class Progress:
             self.screen.print(*stage.ended(self.screen.width))
 
     def training(self, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int = 0) -> TrainingBlock:
-        """Return the block of a run of `updates` updates and `tokens` tokens that goes on from update `start`."""
+        """Return the block for a run of `updates` updates and `tokens` tokens that goes on from update `start`."""
         return TrainingBlock(self.screen, updates, tokens, yardsticks, start)
 
 
 class Stage:
-    """A running stage. `result`, set by the caller, is shown after the time; `report` is the data room's callback."""
+    """A running stage of work.
+
+    Attributes:
+        label: the word in the left column; text: what the stage does.
+        result: the text shown after the time; the caller sets it.
+    """
 
     def __init__(self, label: str, text: str) -> None:
         self.label, self.text, self.result = label, text, ""
@@ -80,7 +85,7 @@ class Stage:
         self._detail = ""
 
     def report(self, what: str, done: int, total: int | None = None) -> None:
-        """Report how far the work inside the stage is."""
+        """Show how far the work is, as in "file 3 of 10"; a `monograph.data.progress.Progress` callback."""
         self._detail = f"   {what} {done:,}" + (f" of {total:,}" if total else "")
 
     def running(self) -> Text:
@@ -89,7 +94,7 @@ class Stage:
         return _labelled(self.label, f"{self.text}{self._detail}   {elapsed}")
 
     def ended(self, width: int) -> list[Text]:
-        """Return the line or lines that stay, for a screen of `width` characters."""
+        """Return the lines that stay after the stage, for a screen of `width` characters."""
         time = quantities.duration(monotonic() - self._start_s)
         room = min(_TIME_COLUMN, width) - LABEL_WIDTH
         *rows, last = textwrap.wrap(self.text, room - len(time) - 5) or [""]
@@ -104,7 +109,7 @@ class Stage:
 class TrainingBlock:
     """A context manager that shows a run's bar, its held-out curve among the yardsticks, and its samples.
 
-    On a terminal it is redrawn in place and its last state stays. Elsewhere there is a line of figures now and then,
+    On a terminal it is redrawn in place, and its last state stays. Elsewhere it prints a line of figures every SPEAK_S,
     samples as they come, and the curve at the end.
     """
 
@@ -144,11 +149,11 @@ class TrainingBlock:
         self._note = text
 
     def held_out(self, tokens: int, bits_per_byte: float) -> None:
-        """Add a point to the curve; after a resume, also the earlier ones."""
+        """Add a point to the curve; after a resume the caller adds the earlier points, too."""
         self._held_out.append((tokens, bits_per_byte))
 
     def sample(self, share: float, text: str) -> None:
-        """Show what the model writes after `share` (0 to 1) of the run."""
+        """Show a text that the model wrote after `share` (0 to 1) of the run."""
         self._samples.append((share, text))
         if not self._screen.is_live:
             self._screen.print(self._sample_line(share, text))
@@ -204,9 +209,9 @@ def _labelled(label: str, text: str) -> Text:
 
 
 class SweepDisplay:
-    """A context manager for a sweep's bar and table: redrawn in place on a terminal, elsewhere occasional lines.
+    """A context manager that shows a sweep's bar and table, redrawn in place on a terminal, else as occasional lines.
 
-    Work is counted in updates of one member; `table` returns the current lines, and is called only after `retell`.
+    Work is counted in updates of single members. `table` returns the table's lines; it is called again at `retell`.
     """
 
     def __init__(self, screen: Screen, work: int, table: Callable[[], Sequence[str]], done: int = 0) -> None:
@@ -226,11 +231,11 @@ class SweepDisplay:
         self._live.__exit__(kind, error, trace)
 
     def update(self, done: int, figures: str) -> None:
-        """Report that `done` units of the work are finished; cheap enough for every update."""
+        """Report that `done` units of work are finished; cheap enough for every update."""
         self._done, self._figures = done, figures
 
     def retell(self) -> None:
-        """Report that the table changed."""
+        """Report that the table has changed."""
         self._lines = list(self._table())
 
     def note(self, text: str) -> None:
