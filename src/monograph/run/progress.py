@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from types import TracebackType
-from typing import TextIO
+from typing import Any, Self, TextIO
 
 from rich.text import Text
 
@@ -106,7 +105,60 @@ class Stage:
         return [_labelled(self.label if i == 0 else "", row) for i, row in enumerate(rows)]
 
 
-class TrainingBlock:
+class _Display:
+    """A context manager that shows a bar with figures and a note, redrawn in place on a terminal.
+
+    Args:
+        screen: the screen to print on.
+        work: the number of units of work in all.
+        start: the number of units that were done before.
+    """
+
+    def __init__(self, screen: Screen, work: int, start: int) -> None:
+        self._screen, self._work, self._start, self._done = screen, work, start, start
+        self._figures = self._note = ""
+        self._since_s = monotonic()
+        self._live = screen.live(self._region, self._spoken)
+
+    def __enter__(self) -> Self:
+        self._since_s = monotonic()
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._live.__exit__(*raised)
+
+    def note(self, text: str) -> None:
+        """Show a line under the bar, such as what limits the speed."""
+        self._note = text
+
+    def _region(self) -> list[Text]:
+        return [self._bar(), *([Text(f"  {self._note}", style="dim")] if self._note else [])]
+
+    def _bar(self) -> Text:
+        head, tail = self._head(), f" {self._progress()}"
+        room = max(0, self._screen.width - len(head) - len(tail))
+        filled = round(min(1.0, self._done / self._work) * room)
+        return Text.assemble(head, ("━" * filled, "cyan"), ("─" * (room - filled), "dim"), tail)
+
+    def _spoken(self) -> Text:
+        return Text(self._head() + self._progress())
+
+    def _head(self) -> str:
+        return "  "
+
+    def _progress(self) -> str:
+        share = f"{100 * self._done / self._work:>3.0f} %"
+        return "   ".join(filter(None, [share, self._figures, self._time()]))
+
+    def _time(self) -> str:
+        elapsed_s, done = monotonic() - self._since_s, self._done - self._start
+        if not done or self._done >= self._work:
+            return quantities.clock_time(elapsed_s)
+        return f"{quantities.clock_time(elapsed_s / done * (self._work - self._done))} left"
+
+
+class TrainingBlock(_Display):
     """A context manager that shows a run's bar, its held-out curve among the yardsticks, and its samples.
 
     On a terminal it is redrawn in place, and its last state stays. Elsewhere it prints a line of figures every SPEAK_S,
@@ -114,23 +166,13 @@ class TrainingBlock:
     """
 
     def __init__(self, screen: Screen, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int) -> None:
-        self._screen, self._updates, self._tokens, self._yardsticks = screen, updates, tokens, yardsticks
-        self._start, self._index, self._start_s = start, start, monotonic()
-        self._figures = ""
-        self._note = ""
+        super().__init__(screen, updates, start)
+        self._tokens, self._yardsticks = tokens, yardsticks
         self._held_out: list[tuple[float, float]] = []
         self._samples: list[tuple[float, str]] = []
-        self._live = screen.live(self._region, self._spoken)
 
-    def __enter__(self) -> TrainingBlock:
-        self._start_s = monotonic()
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
         self._screen.print(*(self._region() if self._screen.is_live else [self._spoken(), *self._curve()]))
 
     def update(
@@ -142,11 +184,7 @@ class TrainingBlock:
             parts.append(quantities.memory(memory_bytes))
         if skipped:
             parts.append(f"{skipped} skipped")
-        self._index, self._figures = index, "   ".join(parts)
-
-    def note(self, text: str) -> None:
-        """Show a line under the bar, such as what limits the speed."""
-        self._note = text
+        self._done, self._figures = index, "   ".join(parts)
 
     def held_out(self, tokens: int, bits_per_byte: float) -> None:
         """Add a point to the curve; after a resume the caller adds the earlier points, too."""
@@ -159,32 +197,20 @@ class TrainingBlock:
             self._screen.print(self._sample_line(share, text))
 
     def _region(self) -> list[Text]:
-        note = [Text(f"  {self._note}", style="dim")] if self._note else []
+        above = super()._region()
         samples = [self._sample_line(share, text) for share, text in self._samples]
-        spare_rows = self._screen.height - len(samples) - len(note) - 4
-        return [self._bar(self._screen.width), *note, *self._curve(spare_rows), *samples]
-
-    def _bar(self, width: int) -> Text:
-        head, tail = self._position(), f" {self._progress()}"
-        room = max(0, width - len(head) - len(tail))
-        filled = round(min(1.0, self._index / self._updates) * room)
-        return Text.assemble(head, ("━" * filled, "cyan"), ("─" * (room - filled), "dim"), tail)
+        spare_rows = self._screen.height - len(samples) - len(above) - 3
+        return [*above, *self._curve(spare_rows), *samples]
 
     def _spoken(self) -> Text:
         held_out = f"   held out {self._held_out[-1][1]:.2f}" if self._held_out else ""
-        return Text(self._position() + self._progress() + held_out)
+        return super()._spoken().append(held_out)
 
-    def _position(self) -> str:
-        return f"  update {self._index:>{len(str(self._updates))}}/{self._updates} "
-
-    def _progress(self) -> str:
-        return "   ".join(filter(None, [f"{100 * self._index / self._updates:>3.0f} %", self._figures, self._time()]))
+    def _head(self) -> str:
+        return f"  update {self._done:>{len(str(self._work))}}/{self._work} "
 
     def _time(self) -> str:
-        elapsed_s, done = monotonic() - self._start_s, self._index - self._start
-        if done == 0 or self._index == self._updates:
-            return f"{quantities.clock_time(elapsed_s)} so far" if done == 0 else quantities.clock_time(elapsed_s)
-        return f"{quantities.clock_time(elapsed_s / done * (self._updates - self._index))} left"
+        return super()._time() + (" so far" if self._done == self._start else "")
 
     def _curve(self, spare_rows: int = _CURVE_ROWS) -> list[Text]:
         rows = min(_CURVE_ROWS, spare_rows)
@@ -208,27 +234,15 @@ def _labelled(label: str, text: str) -> Text:
     return Text.assemble((label.ljust(LABEL_WIDTH), _LABEL_STYLES.get(label, "bold")), text)
 
 
-class SweepDisplay:
+class SweepDisplay(_Display):
     """A context manager that shows a sweep's bar and table, redrawn in place on a terminal, else as occasional lines.
 
     Work is counted in updates of single members. `table` returns the table's lines; it is called again at `retell`.
     """
 
     def __init__(self, screen: Screen, work: int, table: Callable[[], Sequence[str]], done: int = 0) -> None:
-        self._screen, self._work, self._table, self._done, self._began = screen, max(1, work), table, done, done
-        self._figures, self._note, self._lines = "", "", list(table())
-        self._since_s = monotonic()
-        self._live = screen.live(self._region, self._spoken)
-
-    def __enter__(self) -> SweepDisplay:
-        self._since_s = monotonic()
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
+        super().__init__(screen, max(1, work), done)
+        self._table, self._lines = table, list(table())
 
     def update(self, done: int, figures: str) -> None:
         """Report that `done` units of work are finished; cheap enough for every update."""
@@ -240,32 +254,12 @@ class SweepDisplay:
 
     def note(self, text: str) -> None:
         """Show a line under the bar."""
-        self._note = text
+        super().note(text)
         if not self._screen.is_live:
             self._screen.print(Text(f"  {text}"))
 
     def _region(self) -> list[Text]:
-        note = [Text(f"  {self._note}", style="dim")] if self._note else []
-        room = max(2, self._screen.height - 3 - len(note))
+        above = super()._region()
+        room = max(2, self._screen.height - 2 - len(above))
         shown = self._lines if len(self._lines) <= room else [*self._lines[: room - 1], "..."]
-        rows = [Text(f"  {line}", style="dim" if number == 0 else "") for number, line in enumerate(shown)]
-        return [self._bar(self._screen.width), *note, *rows]
-
-    def _bar(self, width: int) -> Text:
-        tail = f" {self._progress()}"
-        room = max(0, width - len(tail) - 2)
-        filled = round(min(1.0, self._done / self._work) * room)
-        return Text.assemble("  ", ("━" * filled, "cyan"), ("─" * (room - filled), "dim"), tail)
-
-    def _spoken(self) -> Text:
-        return Text(f"  {self._progress()}")
-
-    def _progress(self) -> str:
-        share = f"{100 * self._done / self._work:>3.0f} %"
-        return "   ".join(filter(None, [share, self._figures, self._time()]))
-
-    def _time(self) -> str:
-        spent, done = monotonic() - self._since_s, self._done - self._began
-        if not done or self._done >= self._work:
-            return quantities.clock_time(spent)
-        return f"{quantities.clock_time(spent / done * (self._work - self._done))} left"
+        return [*above, *(Text(f"  {line}", style="dim" if number == 0 else "") for number, line in enumerate(shown))]

@@ -124,7 +124,7 @@ class SweepProgress:
         """Return the live bar and table."""
         per_member = {member.index: updates for _, updates, members in self.batches for member in members}
         self.done = sum(updates for index, updates in per_member.items() if self.outcomes[index].over)
-        return SweepDisplay(self.progress.screen, max(1, sum(per_member.values())), self.table, self.done)
+        return SweepDisplay(self.progress.screen, sum(per_member.values()), self.table, self.done)
 
     def table(self) -> list[str]:
         """Return the table of results so far."""
