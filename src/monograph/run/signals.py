@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from monograph.terminal import takes_escapes
@@ -45,9 +45,7 @@ class StopSignal:
         self._former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._save)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 
