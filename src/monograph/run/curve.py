@@ -41,20 +41,6 @@ _BRAILLE_BIT = {
 }  # fmt: skip
 
 
-def braille_curve(
-    xs: Sequence[float],
-    ys: Sequence[float],
-    width: int,
-    height: int,
-    yardsticks: Mapping[str, float],
-    x_end: float | None = None,
-    cells: Cells = BRAILLE,
-) -> list[str]:
-    """Return the text of `curve_pieces`: `height` rows of plot and one of x labels, each at most `width` characters."""
-    rows = curve_pieces(xs, ys, width, height, yardsticks, x_end, cells)
-    return ["".join(text for _, text in row).rstrip() for row in rows]
-
-
 def curve_pieces(
     xs: Sequence[float],
     ys: Sequence[float],
