@@ -271,12 +271,6 @@ def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
         InputRefused: a tensor is missing, left over or of another shape.
     """
     own = kept_state(model)
-    _require_fit(own, tensors)
-    for name, tensor in own.items():
-        write(tensor.detach(), tensors[name])
-
-
-def _require_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     if odd := sorted(own.keys() ^ tensors.keys()):
         raise InputRefused(f"the saved model does not fit: {odd[0]} is {'missing' if odd[0] in own else 'unknown'}")
     for name, tensor in own.items():
@@ -284,6 +278,8 @@ def _require_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> No
             raise InputRefused(
                 f"the saved model does not fit: {name} is {list(tensors[name].shape)}, not {list(tensor.shape)}"
             )
+    for name, tensor in own.items():
+        write(tensor.detach(), tensors[name])
 
 
 def save(
