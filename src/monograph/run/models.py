@@ -243,23 +243,24 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
     Raises:
         InputRefused: a file is damaged or was replaced; the message says where to find a copy.
     """
-    recorded, beside = state.get("tokenizer"), state.get("tokenizer_files")
+    recorded, recorded_files = state.get("tokenizer"), state.get("tokenizer_files")
     try:
         own = hashlib.sha256((contents(run.tokenizer, MAX_FILE_BYTES) or b"").rstrip()).hexdigest() == recorded
         tokenizer = Tokenizer.from_file(run.tokenizer, trusted=own)
-        found = tokenizer.digest
-        if recorded not in (None, found):
-            raise InputRefused(f"{run.tokenizer}: expected content of sha256 {recorded}, found {found}")
+        if recorded not in (None, tokenizer.digest):
+            raise InputRefused(f"{run.tokenizer}: expected content of sha256 {recorded}, found {tokenizer.digest}")
     except InputRefused as error:
         fault = str(error).rpartition("; ")[0] or str(error)
         copy = f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
         raise InputRefused(f"{fault}; put it back: {copy}") from None
-    for name in [] if beside is None else sorted({*beside, tokenizer_config.CONFIG}):
-        expected, there = (files.get(name, "nothing") for files in (beside or {}, tokenizer.config.digests))
+    if recorded_files is None:  # the checkpoint is from before these files were recorded
+        return tokenizer
+    for name in sorted({*recorded_files, tokenizer_config.CONFIG}):
+        expected, there = (files.get(name, "nothing") for files in (recorded_files, tokenizer.config.digests))
         if expected != there:
-            lacks = f"{run.folder / name}: expected content of sha256 {expected}, found {there}"
             raise InputRefused(
-                f"{lacks}; put it back as the run wrote it: a branch or an export of the run has it, too"
+                f"{run.folder / name}: expected content of sha256 {expected}, found {there}; put it back as the run "
+                "wrote it: a branch or an export of the run has it, too"
             )
     return tokenizer
 
