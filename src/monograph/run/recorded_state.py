@@ -28,7 +28,6 @@ from monograph.storage.reading import entries
 MOST_TOKENS = 2**24  # of a tokenizer, since a row of weights is made for each
 MOST = 10**15  # of updates, tokens, rows and bytes; no run has more, and a larger number would mean endless work
 _MOST_SHOWN = 60
-_STRICT = ConfigDict(strict=True)
 
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -43,8 +42,13 @@ Place = Annotated[Int, Field(ge=0, le=624)]
 _FROM_LIST = Field(strict=False)  # JSON has no tuples; the items stay strict
 
 
-class _Counters(BaseModel):
-    model_config = _STRICT
+class Strict(BaseModel):
+    """The base of records from JSON files, which converts no value to another type."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Counters(Strict):
     index: Natural
     applied: Natural
     tokens: Natural
@@ -54,23 +58,20 @@ class _Counters(BaseModel):
     recent: list[list[FiniteFloat]] = []
 
 
-class _Position(BaseModel):
-    model_config = _STRICT
+class _Position(Strict):
     seed: Seed
     rows: Natural
     skip: list[Pair] = []
 
 
-class _Generators(BaseModel):
-    model_config = _STRICT
+class _Generators(Strict):
     python: Annotated[tuple[Int, list[Int], Float | None], _FROM_LIST]
     numpy: Annotated[tuple[Literal["MT19937"], Words, Place, Int, Float], _FROM_LIST]  # unchecked by numpy
     torch: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
     cuda: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None
 
 
-class _Recipe(BaseModel):
-    model_config = _STRICT
+class _Recipe(Strict):
     init: Text | None
     preset: Text
     sizes: dict[str, bool | Natural]
@@ -82,15 +83,13 @@ class _Recipe(BaseModel):
     vocabulary: Pair | None = None
 
 
-class _Versions(BaseModel):
-    model_config = _STRICT
+class _Versions(Strict):
     monograph: str
     torch: str
     python: str
 
 
-class _State(BaseModel):
-    model_config = _STRICT
+class _State(Strict):
     engine: _Counters
     data: _Position
     random: _Generators

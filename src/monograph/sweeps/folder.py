@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from monograph.config import Settings
 from monograph.config import load as load_settings
@@ -19,7 +19,7 @@ from monograph.config.axes import SEED, Point
 from monograph.config.settings import KEYS
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
-from monograph.run.recorded_state import Natural, Seconds
+from monograph.run.recorded_state import Natural, Seconds, Strict
 from monograph.run.run_index import SWEEP, runs_in
 from monograph.run.writing import write_whole
 from monograph.session.recorded import run_settings, write_config
@@ -33,17 +33,15 @@ SCHEMA = "monograph.sweep/1"
 DEFAULT_TOKENS = 100_000
 
 
-class _Group(BaseModel):
-    model_config = ConfigDict(strict=True)
+class _Group(Strict):
     rounds: list[Annotated[int, Field(ge=1)]]
     updates: Natural
     why: str
 
 
-class _Record(BaseModel):
+class _Record(Strict):
     """The entries of sweep.json that commands rely on, with their types."""
 
-    model_config = ConfigDict(strict=True)
     asked: str
     points: Annotated[list[dict[Literal[tuple(KEYS)], Any]], Field(min_length=1)]  # type: ignore[valid-type]
     settings: str | None = None
