@@ -253,7 +253,7 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
         fault = str(error).rpartition("; ")[0] or str(error)
         copy = f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
         raise InputRefused(f"{fault}; put it back: {copy}") from None
-    if recorded_files is None:  # the checkpoint is from before these files were recorded
+    if recorded_files is None:  # no checkpoint, or one from before these files were recorded
         return tokenizer
     for name in sorted({*recorded_files, tokenizer_config.CONFIG}):
         expected, there = (files.get(name, "nothing") for files in (recorded_files, tokenizer.config.digests))
