@@ -65,11 +65,6 @@ class MetricsLog:
         loss = self.last.get("train_loss")
         return self.streak > 0 and (loss is None or not math.isfinite(loss) or 2 * self.streak >= updates)
 
-    def note(self, row: dict[str, Any]) -> None:
-        """Write a row for an evaluation or a sample rather than for an update."""
-        self.flush()
-        self.run.log(row)
-
 
 class MetricsLogs:
     """The logs of models that train at once, whose tensors are read from the device together.
