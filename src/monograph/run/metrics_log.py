@@ -30,18 +30,16 @@ class MetricsLog:
     def add(self, update: Update, extra: dict[str, Any]) -> bool:
         """Add an update with extra values for its row; return whether the rows were written now."""
         self.pending.append((update, extra))
-        if len(self.pending) < self.every:
-            return False
-        self.flush()
-        return True
+        if len(self.pending) >= self.every:
+            self.flush()
+        return not self.pending
 
     def flush(self) -> None:
         """Write the pending rows. Only here does the training loop read tensors."""
         if not self.pending:
             return
-        self.write(
-            [member[0] for member in numbers([update for update, _ in self.pending])], [e for _, e in self.pending]
-        )
+        rows = [members[0] for members in numbers([update for update, _ in self.pending])]
+        self.write(rows, [extra for _, extra in self.pending])
         self.pending.clear()
 
     @property
