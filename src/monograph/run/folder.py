@@ -80,7 +80,6 @@ class Run:
         self.folder, self.at = folder, at
         self.config = folder / "config.toml"
         self.checkpoints = folder / "checkpoints"
-        self.figures = folder / "figures"
         self.report = folder / "report.html"
         self.tokenizer = folder / "tokenizer.json"
         self.metrics = folder / "metrics.jsonl"
