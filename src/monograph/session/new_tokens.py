@@ -10,7 +10,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.report.quantities import counted
 from monograph.run.base import Vocabulary, compared, own_file, tokenizer_named, tokenizer_of
-from monograph.run.recipe import Recipe
+from monograph.run.trust import code_file
 from monograph.text.tokenizer import Tokenizer
 
 AUTO = "auto"
@@ -74,7 +74,7 @@ def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> New
     if tokenizer is None:
         file = str(tokenizer_of(init)) if named == AUTO else named
         tokenizer = Tokenizer.bytes() if file == "bytes" else Tokenizer.from_file(file)
-    vocabulary = None if _is_function(base) else compared(tokenizer, base)
+    vocabulary = None if code_file(base) else compared(tokenizer, base)
     stored = read_adapter(adapter).lora.tokens if adapter else None
     return NewTokens(tokenizer, vocabulary, _listed(settings, tokenizer), stored)
 
@@ -100,7 +100,7 @@ def require_tokens(settings: Settings) -> None:
         InputRefused, UsageError: see `new_tokens_of`.
     """
     init, named = settings.model.init, settings.data.tokenizer
-    its_own = init is not None and not _is_function(init) and str(own_file(init)) == named
+    its_own = init is not None and not code_file(init) and str(own_file(init)) == named
     if not its_own or settings.lora.tokens is not None:
         new_tokens_of(settings)
 
@@ -141,10 +141,6 @@ def _some(tokens: NewTokens, ids: Sequence[int]) -> str:
     texts = tokens.tokenizer.texts()
     more = f" and {len(ids) - MOST_SHOWN} more" if len(ids) > MOST_SHOWN else ""
     return ", ".join(texts[index] for index in ids[:MOST_SHOWN]) + more
-
-
-def _is_function(init: str) -> bool:
-    return Recipe(init, AUTO, {}, 0).file is not None
 
 
 def _listed(settings: Settings, tokenizer: Tokenizer) -> tuple[int, ...]:
