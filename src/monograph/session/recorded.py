@@ -175,23 +175,22 @@ def settings_of(run: Run, given: Settings) -> Settings:
     own = run_settings(run, runs_code=not isinstance(run, Follower))  # rank 0 answers for all
     for key, value in given.pinned().items():
         mine = own.values()[key]
-        if value in (mine, "auto"):
-            continue
-        if key == "train.memory":
-            own = own.resolve(_moved(str(value), own), given.origins[key])
-            continue
-        if key == "train.parallel":  # more or fewer ranks make the same updates
-            own = own.resolve({key: value}, given.origins[key])
-            continue
-        if key == "optim.transfer" and _same_transfer(value, mine):
-            continue
         if (
-            key == "train.tokens"
-            and defaults.updates_of(int(value), int(own.train.tokens_per_update)) == own.train.updates
+            value in (mine, "auto")
+            or (key == "optim.transfer" and _same_transfer(value, mine))
+            or (
+                key == "train.tokens"
+                and own.train.updates == defaults.updates_of(value, int(own.train.tokens_per_update))
+            )
+            # The minutes in a TOML file have become the run's updates.
+            or (key == "train.minutes" and given.origins[key] != "command line")
         ):
             continue
-        if key == "train.minutes" and given.origins[key] != "command line":
-            continue  # the minutes in a TOML file have become the run's updates
+        if key in ("train.memory", "train.parallel"):  # the updates stay the same
+            # A streamed run has no graph of the whole step.
+            split = value == "stream" and own.train.compile == "whole"
+            own = own.resolve({key: value} | ({"train.compile": "blocks"} if split else {}), given.origins[key])
+            continue
         if key in EXCLUSIVE[0]:
             epochs, updates = own.train.epochs, own.train.updates
             mine = counted(epochs, "epoch") if epochs else counted(updates or 0, "update")
@@ -200,12 +199,6 @@ def settings_of(run: Run, given: Settings) -> Settings:
             f"leave it out, or start a new run with --from {shell_words(run.handle)}"
         )
     return own
-
-
-def _moved(memory: str, own: Settings) -> dict[str, Any]:
-    """Return the changed settings for weights in another memory; a streamed run has no graph of the whole step."""
-    whole = memory == "stream" and own.train.compile == "whole"
-    return {"train.memory": memory} | ({"train.compile": "blocks"} if whole else {})
 
 
 def parent_named(name: str) -> tuple[Run, int | None]:
