@@ -285,16 +285,9 @@ class Reporter:
         bits = self.held_out.bits_per_byte if self.held_out else None
         if bits is None:
             return f"   held-out loss {self.held_out.loss:.4g}" if self.held_out else ""
-        below = [
-            f"{name} {value:.2f}"
-            for name, value in sorted(self.yardsticks.items(), key=lambda y: -y[1])
-            if bits < value
-        ]
-        above = [
-            f"{name} {value:.2f}"
-            for name, value in sorted(self.yardsticks.items(), key=lambda y: -y[1])
-            if bits >= value
-        ]
+        ranked = sorted(self.yardsticks.items(), key=lambda item: -item[1])
+        below = [f"{name} {value:.2f}" for name, value in ranked if bits < value]
+        above = [f"{name} {value:.2f}" for name, value in ranked if bits >= value]
         text = f"   held-out {bits:.2f} bits/byte" + (" of averaged weights" if self.averaged else "")
         text += f"   below {', '.join(below)}" if below else ""
         return text + (f"; next: {above[0]} (train longer: --minutes)" if above else "")
