@@ -222,11 +222,10 @@ class Reporter:
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
         promised = ""
-        if session.budget_s:
-            ended = session.plan.updates >= most_updates(
-                session.corpus.train.per_epoch, session.batches.rows_per_window
-            )  # the text's epochs ended the run, not the time
-            promised = f" ({duration(session.budget_s)} {'allowed' if ended else 'promised'})"
+        if session.budget_s:  # where the text's epochs ended the run, the time was only allowed
+            most = most_updates(session.corpus.train.per_epoch, session.batches.rows_per_window)
+            kind = "allowed" if session.plan.updates >= most else "promised"
+            promised = f" ({duration(session.budget_s)} {kind})"
         progress.line("done", f"{trained} of training{promised}{self._standing()}")
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
@@ -277,14 +276,15 @@ class Reporter:
         }
 
     def _standing(self) -> str:
-        if self.held_out and self.session.corpus.stats.conversations:
+        if not self.held_out:
+            return ""
+        if self.session.corpus.stats.conversations:
             before = [row["eval_loss"] for row in self.session.run.rows() if row.get("eval_loss") and not row["update"]]
-            return f"   loss of held-out answers {self.held_out.loss:.3f}" + (
-                f", {before[0]:.3f} before" if before else ""
-            )
-        bits = self.held_out.bits_per_byte if self.held_out else None
+            compared = f", {before[0]:.3f} before" if before else ""
+            return f"   loss of held-out answers {self.held_out.loss:.3f}{compared}"
+        bits = self.held_out.bits_per_byte
         if bits is None:
-            return f"   held-out loss {self.held_out.loss:.4g}" if self.held_out else ""
+            return f"   held-out loss {self.held_out.loss:.4g}"
         ranked = sorted(self.yardsticks.items(), key=lambda item: -item[1])
         below = [f"{name} {value:.2f}" for name, value in ranked if bits < value]
         above = [f"{name} {value:.2f}" for name, value in ranked if bits >= value]
