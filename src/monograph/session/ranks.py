@@ -136,7 +136,8 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
     """
     folder, goes_on = "", resume is not None
     if world.leads:
-        known = out or world.recall("run")
+        recalled = world.recall("run")
+        known = out or (Path(recalled) if recalled else None)
         if resume:
             run = Run.open(resume)
             if run.at is not None:
@@ -146,10 +147,10 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
                 )
         elif world.again and known is None:
             raise UsageError("the ranks were started again: name the run's folder with --out, which a restart goes on")
-        elif world.again and Run(Path(str(known))).begun:
-            run, goes_on = Run(Path(str(known))), True
+        elif world.again and known and Run(known).begun:
+            run, goes_on = Run(known), True
         else:
-            run = Run.create(Path(known) if known else None)
+            run = Run.create(known)
         folder = str(run.folder if world.alone else run.folder.absolute())
         world.remember("run", folder)
     folder, goes_on = world.agreed([folder, goes_on])
