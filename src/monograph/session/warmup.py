@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 
-from torch import Tensor, nn
+from torch import nn
 
 from monograph.device import clock, compiler_obstacle, describe, synchronize
 from monograph.distributed.world import World
@@ -138,11 +138,8 @@ def peak_bytes(session: Session) -> int:
         return live.peak_bytes + sum(engine.ledger()["device"].values())
     flat = [value for plane in engine.step.planes for value in (plane.param, plane.grad, *plane.state.values())]
     frozen = [weight for weight in engine.model.parameters() if not weight.requires_grad]
-    return live.peak_bytes + _bytes([*frozen, *engine.model.buffers(), *flat, *window.values()])
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    kept = [*frozen, *engine.model.buffers(), *flat, *window.values()]
+    return live.peak_bytes + sum(tensor.nbytes for tensor in kept)
 
 
 def remember(session: Session, seconds: float) -> None:
