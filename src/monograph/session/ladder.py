@@ -152,12 +152,11 @@ def _apart(step: Step) -> list[Plane]:
     return made
 
 
-def _but_the_update(step: Step, scope: str) -> list[tuple[Any, str]]:
-    return [(step, "forward"), (step, "evaluate")] if scope == "whole" else []
-
-
 # The layout of a step as one writes it by hand, which updates each parameter by separate operators outside of graphs.
-UNFUSED = Layout(planes=_apart, captured=_but_the_update)
+UNFUSED = Layout(
+    planes=_apart,
+    captured=lambda step, scope: [(step, "forward"), (step, "evaluate")] if scope == "whole" else [],
+)
 
 
 def unfuse(engine: Engine) -> None:
