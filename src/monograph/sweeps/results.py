@@ -12,7 +12,6 @@ import torch
 from monograph.config.axes import SEED
 from monograph.data.corpus import Corpus
 from monograph.device import compiler_obstacle, default_device, describe
-from monograph.engine import Engine
 from monograph.errors import InputRefused
 from monograph.evaluation.significance import Setting, Table, tabulate, written
 from monograph.loop import train
@@ -222,13 +221,10 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
     text = open_corpus(plan.reading, progress)
     compiled = plan.compile != "none" and (default_device().type == "cuda" or not compiler_obstacle())
     alone = losses(plan, text, len(member), progress, compiled=compiled)
-    if compiled:
-        other = losses(plan, text, len(member), progress, compiled=False)
-    else:
+    if not compiled:
         half = {"train.micro_batch": max(1, plan.micro_batch // 2)}
-        other = losses(
-            resolve(plan.settings.resolve(half, "verify"), describe()), text, len(member), progress, compiled=False
-        )
+        plan = resolve(plan.settings.resolve(half, "verify"), describe())
+    other = losses(plan, text, len(member), progress, compiled=False)
     difference, bound = largest(member, alone), FACTOR * largest(alone, other)
     equal = difference <= bound
     progress.line(
@@ -262,14 +258,10 @@ def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compil
             first = text.batches(size, seed=seed)
             engine.capture(next(first), scope="blocks" if built.plan.compile == "blocks" else "whole")
             first.close()
-        losses = _trained(engine, batches, updates, stage.report)
+        on_device = []
+        for update in train(engine, batches, updates):
+            on_device.append(update.loss)
+            stage.report("update", update.index + 1, updates)
+        values: list[float] = torch.stack(on_device).tolist()
     batches.close()
-    return losses
-
-
-def _trained(engine: Engine, batches: Any, updates: int, report: Any) -> list[float]:
-    losses = []
-    for update in train(engine, batches, updates):
-        losses.append(update.loss)
-        report("update", update.index + 1, updates)
-    return [float(loss) for loss in torch.stack(losses).tolist()]
+    return values
