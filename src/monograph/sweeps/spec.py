@@ -248,13 +248,9 @@ def narrow(settings: Settings, config: LlamaConfig) -> Settings:
     """
     transfer = transfer_of(settings, config)
     assert transfer is not None
-    base = transfer.base
-    sizes = {
-        name: getattr(base, name)
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    }
-    narrow = {f"model.{name}": size for name, size in sizes.items()}
-    return settings.resolve({**narrow, "optim.transfer": "none"}, f"the proxy of {config.hidden_size}")
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes = {f"model.{name}": getattr(transfer.base, name) for name in names}
+    return settings.resolve({**sizes, "optim.transfer": "none"}, f"the proxy of {config.hidden_size}")
 
 
 def carried(settings: Settings, proxy: Settings, updates: int, proxy_updates: int) -> list[str]:
