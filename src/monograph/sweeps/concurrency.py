@@ -324,15 +324,11 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) ->
         longer = duration(least_tokens * per_token_s + evaluations_s)
         progress.line("time", f"{longer} instead of {minutes:g} min: what a rate can be judged by")
         tokens = least_tokens
-    counts = []
-    for timing in timings:
-        counts.append(
-            _given(timing)
-            or defaults.updates_for(
-                tokens, _size(timing), defaults.most_updates(timing.text.train.per_epoch, timing.group.plan.rows)
-            )
-        )
-    return counts
+    most = [defaults.most_updates(timing.text.train.per_epoch, timing.group.plan.rows) for timing in timings]
+    return [
+        _given(timing) or defaults.updates_for(tokens, _size(timing), limit)
+        for timing, limit in zip(timings, most, strict=True)
+    ]
 
 
 def _given(timing: Timing) -> int:

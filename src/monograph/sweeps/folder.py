@@ -189,9 +189,9 @@ class Sweep:
         table = csv.writer(text, lineterminator="\n")
         table.writerow(["member", *knobs, *results])
         for index, member in enumerate(members):
-            own = [member["knobs"].get(key) for key in knobs]
-            table.writerow([index, *(" ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in own),
-                            *(member[key] for key in results)])  # fmt: skip
+            values = [member["knobs"].get(key) for key in knobs]
+            cells = [" ".join(map(str, value)) if isinstance(value, list | tuple) else value for value in values]
+            table.writerow([index, *cells, *(member[key] for key in results)])
         write_whole(path, text.getvalue())
         return path
 
