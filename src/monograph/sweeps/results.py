@@ -65,26 +65,21 @@ class Outcome:
 def outcome(sweep: Sweep, member: Member) -> Outcome:
     """Return a member's results, read from its run; raises InputRefused if its metrics are damaged."""
     run = sweep.member(member.index)
-    rows = run.rows()
-    if finished(run):  # for the others `Session.restore` requires the metrics
+    rows, ended = run.rows(), finished(run)
+    if ended:  # for the others `Session.restore` requires the metrics
         recorded_state.require_metrics(run)
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
     evaluation: dict[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
-    return Outcome(member, run, rows, diverged, evaluation, finished(run))
+    return Outcome(member, run, rows, diverged, evaluation, ended)
 
 
 def compared(outcomes: Sequence[Outcome]) -> Table:
     """Return the settings compared by bits per byte, or by the loss in nats if some score has no bits per byte."""
-    key, unit = scored_by(outcomes)
+    scored = [outcome.evaluation for outcome in outcomes if outcome.evaluation]
+    in_bits = all(evaluation.get(BITS) is not None for evaluation in scored)
+    key, unit = (BITS, "bits/byte") if in_bits else (NATS, "nats")
     values = [outcome.score(key) for outcome in outcomes]
     return tabulate(values, [outcome.member.knobs for outcome in outcomes], SEED, unit)
-
-
-def scored_by(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """Return the key of the score that settings are compared by, and its unit."""
-    there = [outcome.evaluation for outcome in outcomes if outcome.evaluation]
-    in_bits = all(evaluation.get(BITS) is not None for evaluation in there)
-    return (BITS, "bits/byte") if in_bits else (NATS, "nats")
 
 
 def lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
