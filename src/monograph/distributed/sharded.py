@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -158,12 +159,11 @@ def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
 
 def hollow(model: nn.Module) -> nn.Module:
     """Return a copy of a module whose parameters have shapes but no values."""
-    empty = {id(p): nn.Parameter(_without_numbers(p), p.requires_grad) for p in model.parameters()}
-    return copy.deepcopy(model, dict(empty))
-
-
-def _without_numbers(parameter: Tensor) -> Tensor:
-    return torch.empty(parameter.shape, dtype=kept_dtype(parameter), device="meta")
+    empty: dict[int, Any] = {}
+    for weight in model.parameters():
+        numbers = torch.empty(weight.shape, dtype=kept_dtype(weight), device="meta")
+        empty[id(weight)] = nn.Parameter(numbers, weight.requires_grad)
+    return copy.deepcopy(model, empty)
 
 
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────
@@ -224,14 +224,14 @@ def rows_planes(model: nn.Module, kinds: Mapping[str, Kind]) -> list[RowsPlane]:
     Its `number` and `start` say which plane of a single process holds these elements, and where they begin in it.
     """
     numbers: dict[Kind, int] = {}
-    reached: dict[Kind, int] = {}
+    reached = Counter[Kind]()  # elements so far of each kind
     made = []
     for name, parameter in trainable(model).items():
         sharded, kind = parameter, kinds[name]
         assert isinstance(sharded, DTensor)
         rows = rows_of(sharded.device_mesh.get_local_rank(), sharded.device_mesh.size(), len(parameter))
-        before = reached.get(kind, 0) + rows.start * math.prod(parameter.shape[1:])
-        reached[kind] = reached.get(kind, 0) + parameter.numel()
+        before = reached[kind] + rows.start * math.prod(parameter.shape[1:])
+        reached[kind] += parameter.numel()
         local = sharded.to_local().detach().view(-1)
         start = torch.tensor(before, device=local.device)
         number = numbers.setdefault(kind, len(numbers))

@@ -65,12 +65,12 @@ class Outcome:
 def outcome(sweep: Sweep, member: Member) -> Outcome:
     """Return a member's results, read from its run; raises InputRefused if its metrics are damaged."""
     run = sweep.member(member.index)
-    rows, ended = run.rows(), finished(run)
-    if ended:  # for the others `Session.restore` requires the metrics
+    rows, final = run.rows(), finished(run)
+    if final:  # for the others `Session.restore` requires the metrics
         recorded_state.require_metrics(run)
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
     evaluation: dict[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
-    return Outcome(member, run, rows, diverged, evaluation, ended)
+    return Outcome(member, run, rows, diverged, evaluation, final)
 
 
 def compared(outcomes: Sequence[Outcome]) -> Table:
