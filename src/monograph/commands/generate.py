@@ -315,19 +315,16 @@ def _print_json(written: Generation) -> int:
                 done.append(piece.completion)
     seconds, tokens = clock() - began, max(1, written.tokens)
     generator = written.generator
-    print(
-        jsonlib.dumps(
-            {
-                "schema": "monograph.generate/1",
-                "completions": [_shown(completion) for completion in done],
-                "tokens_per_s": written.tokens / max(seconds, 1e-9),
-                "prefill_s": generator.prefill_s,
-                "graphs": generator.replays.variants,
-                "host_syncs_per_token": generator.blocks_read / tokens,
-                "device_to_host_bytes_per_token": generator.outbox.bytes_out / tokens,
-            }
-        )
-    )
+    result = {
+        "schema": "monograph.generate/1",
+        "completions": [_shown(completion) for completion in done],
+        "tokens_per_s": written.tokens / max(seconds, 1e-9),
+        "prefill_s": generator.prefill_s,
+        "graphs": generator.replays.variants,
+        "host_syncs_per_token": generator.blocks_read / tokens,
+        "device_to_host_bytes_per_token": generator.outbox.bytes_out / tokens,
+    }
+    print(jsonlib.dumps(result))
     return 0
 
 
