@@ -5,6 +5,7 @@ from __future__ import annotations
 import json as jsonlib
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +99,7 @@ def _open(plan: Plan, folder: Path, progress: Progress) -> Session:
     session = open_session(Run(folder), plan, text, default_device(), progress)
     if isinstance(session.engine, Streamed):
         raise UsageError("train.memory = stream: profile watches a model that lives on the device")
-    session.engine.step.announce = lambda line: progress.line("note", line)
+    session.engine.step.announce = partial(progress.line, "note")
     prepare(session, progress)
     return session
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from monograph import __version__, checkpointing, compat
@@ -51,11 +52,10 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     repeatable(default_device())
     parent = recorded.parent_named(from_) if from_ and world.leads else None
     folder, resumed = ranks.folder_of(world, out, resume)
-
-    def unbegun() -> bool:
-        return not resumed and not exists(folder.checkpoints)
-
-    with folder.lock(new=not resumed), ranks.one_end(world, folder, unbegun):
+    with (
+        folder.lock(new=not resumed),
+        ranks.one_end(world, folder, unbegun=lambda: not resumed and not exists(folder.checkpoints)),
+    ):
         if resumed:
             if world.leads:
                 checkpointing.remove_leftovers(folder.checkpoints)
@@ -104,8 +104,8 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
     session = open_session(folder, plan, text, default_device(), progress, world)
     if world.leads and not exists(folder.tokenizer):
         writing.write_tokenizer(folder, session.corpus.tokenizer)
-    session.engine.announce = lambda line: progress.line("memory", line)
-    session.engine.step.announce = lambda line: progress.line("note", line)
+    session.engine.announce = partial(progress.line, "memory")
+    session.engine.step.announce = partial(progress.line, "note")
     resumed = _taken_up(session, progress)
     prepare(session, progress)
     if not resumed:
@@ -118,15 +118,11 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
 
 def _taken_up(session: Session, progress: Progress) -> bool:
     """Resume from the run's newest checkpoint, or begin from another run's weights; return whether the run resumes."""
-    world, folder = session.world, session.run
-
-    def warn(line: str) -> None:
-        progress.line("warning", line)
-
+    world, folder, warn = session.world, session.run, partial(progress.line, "warning")
     if resumed := world.agreed(folder.metrics_offset > 0 or bool(entries(folder.checkpoints, "step-"))):
         session.restore(newest(world, folder.checkpoints, warn), progress)
         if world.leads and writing.mended_tokenizer(folder, session.corpus.tokenizer):
-            progress.line("warning", f"{folder.tokenizer}: was damaged, and is written again")
+            warn(f"{folder.tokenizer}: was damaged, and is written again")
         progress.line("resume", f"{folder.folder} from update {session.engine.index} of {session.updates}")
     elif parent := writing.recorded_parent(folder):
         begun = newest(world, parent[0].checkpoints, warn, at=parent[1])
