@@ -52,16 +52,12 @@ def require_together(settings: Settings) -> None:
     train = settings.train
     if (train.remat, train.compile) == ("offload", "whole"):
         raise UsageError("train.remat = offload crosses between graphs: with it train.compile is blocks or none")
-    if train.memory == "stream" and (train.compile == "whole" or train.remat == "offload"):
-        key, instead = (
-            ("compile", "blocks or none")
-            if train.compile == "whole"
-            else ("remat", "none, full, pointwise or a number")
-        )
-        raise UsageError(
-            f"train.memory = stream brings one stage after another to the device: with it train.{key} is {instead}, "
-            f"not {train.compile if key == 'compile' else train.remat}"
-        )
+    if train.memory == "stream":
+        staged = "train.memory = stream brings one stage after another to the device: with it"
+        if train.compile == "whole":
+            raise UsageError(f"{staged} train.compile is blocks or none, not whole")
+        if train.remat == "offload":
+            raise UsageError(f"{staged} train.remat is none, full, pointwise or a number, not offload")
     require_with_lora(settings)
     require_with_ranks(settings)
     name, precision = settings.optim.name, train.precision
