@@ -78,7 +78,9 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     length = settings.data.sequence_length
     settings, recipe, shape = _with_model(settings, length, shape_alone)
     train, lora = settings.train, lora_of(settings)
-    name = _optimizer_name(settings.optim.name, train.parallel, fresh=recipe.init is None)
+    name = settings.optim.name
+    if name == "auto":  # fsdp shards rows, and Muon needs whole matrices
+        name = "adamw" if train.parallel == "fsdp" else defaults.optimizer(fresh=recipe.init is None)
     update_rule = _update_rule(settings, recipe, name, adapted=lora is not None)
     schedule, _, final = settings.optim.schedule.partition(":")
     per_update = int(train.tokens_per_update)
@@ -172,12 +174,6 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
         return WidthTransfer(config, narrowed(config, None if value == WIDTH else int(value.removeprefix(f"{WIDTH}:"))))
     except UsageError as error:
         raise UsageError(f"{origin}: optim.transfer = {value}: {error}") from None
-
-
-def _optimizer_name(given: str, parallel: str, *, fresh: bool) -> str:
-    if given != "auto":
-        return given
-    return "adamw" if parallel == "fsdp" else defaults.optimizer(fresh=fresh)
 
 
 def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool) -> Optimizer:
