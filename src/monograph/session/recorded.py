@@ -59,9 +59,7 @@ def run_settings(
     if expected is not None and not settings.has_fingerprint(expected):
         raise _changed(run, expected, settings.fingerprint)
     if runs_code:
-        recipe = state.get("recipe")
-        trained_with = recipe.get("sha256") if isinstance(recipe, dict) else None
-        require_trusted(run.config, [settings.model.init, *inits], trained_with)
+        require_trusted(run.config, [settings.model.init, *inits], state.get("recipe", {}).get("sha256"))
     return settings
 
 
