@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from monograph.errors import InputRefused
 from monograph.graph.inspect import unique_state
@@ -133,14 +133,11 @@ def digest(module: nn.Module) -> str:
     """Return the hex SHA-256 of a base's names, shapes and numbers in fp32, so that a bf16 copy has the same digest."""
     sha256 = hashlib.sha256()
     for name, tensor in sorted(unique_state(module).items()):
+        narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
+        numbers = (tensor.detach().float() if narrow else tensor.detach()).contiguous()
         sha256.update(f"{name} {list(tensor.shape)} ".encode())
-        sha256.update(_bytes(tensor))
+        sha256.update(numbers.reshape(-1).view(torch.uint8).numpy().data)
     return sha256.hexdigest()
-
-
-def _bytes(tensor: Tensor) -> memoryview:
-    wide = tensor.detach().float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.detach()
-    return wide.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def require_base_of(adapter: Adapter, base_sha256: str) -> None:

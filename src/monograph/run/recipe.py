@@ -111,12 +111,9 @@ class Recipe(NamedTuple):
 
 def lora_of(saved: Mapping[str, Any]) -> Lora:
     """Return the adapters' options that a recipe records."""
-    targets = saved["targets"]
-    changed = {
-        "targets": targets if isinstance(targets, str) else tuple(targets),
-        "tokens": tuple(saved.get("tokens", ())),
-    }
-    return Lora(**{**saved, **changed})
+    targets, tokens = saved["targets"], tuple(saved.get("tokens", ()))
+    targets = targets if isinstance(targets, str) else tuple(targets)
+    return Lora(**{**saved, "targets": targets, "tokens": tokens})
 
 
 def require_same_file(recipe: Recipe, run: Run) -> None:
