@@ -28,6 +28,9 @@ from monograph.storage.cache_dir import cache_root, calibration_file
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SMALLEST, _LARGEST = 2**26, 2**42
 BAR = 60  # characters
+_HEADS: tuple[str, ...] = (
+    "micro-batch", "precision", "graph", "recomputed", "streamed", "memory", "tok/s", "MFU", "",
+)  # fmt: skip
 _SHADES = {
     "weights": "W", "gradients": "G", "moments": "M", "activations": "a", "loss head": "h", "workspace": "w",
     "slots": "s", "desks": "d", "boundaries": "b",
@@ -128,10 +131,7 @@ def _show(plan: Plan, config: LlamaConfig, tokens_per_update: int, updates: int 
         for tier, text in describe_tiers(best):
             print(f"{tier:8} {text}")
     print()
-    lines: list[tuple[str, ...]] = [
-        ("micro-batch", "precision", "graph", "recomputed", "streamed", "memory", "tok/s", "MFU", "")
-    ]
-    lines += [_line(candidate, chosen=candidate is plan.chosen) for candidate in plan.candidates]
+    lines = [_HEADS, *(_line(candidate, chosen=candidate is plan.chosen) for candidate in plan.candidates)]
     if not any(isinstance(candidate, StreamCandidate) for candidate in plan.candidates):
         lines = [(*line[:4], *line[5:]) for line in lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -191,9 +191,7 @@ def _entry(candidate: Candidate, updates: int | None) -> dict[str, Any]:
         "precision": work.precision,
         "compile": work.compile,
         "peak_memory_bytes": candidate.peak_memory_bytes,
-        "memory_by_origin": None
-        if origins is None
-        else {f"{k.replace(' ', '_')}_bytes": v for k, v in origins.items()},
+        "memory_by_origin": None if origins is None else _in_bytes(origins),
         "calibrated_bytes": candidate.residual_bytes,
         "update_s": candidate.update_s,
         "wall_s": candidate.update_s * updates if updates else None,
@@ -201,6 +199,11 @@ def _entry(candidate: Candidate, updates: int | None) -> dict[str, Any]:
         "mfu": candidate.mfu,
         "why": candidate.why or None,
     } | (_stream_entry(candidate) if isinstance(candidate, StreamCandidate) else {})
+
+
+def _in_bytes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return sizes under keys that end with their unit."""
+    return {f"{name.replace(' ', '_')}_bytes": size for name, size in sizes.items()}
 
 
 def _stream_entry(candidate: StreamCandidate) -> dict[str, Any]:
@@ -214,9 +217,7 @@ def _stream_entry(candidate: StreamCandidate) -> dict[str, Any]:
             "on_device_share": candidate.device_share,
             "on_disk": sorted(placement.on_disk),
         },
-        "bytes_by_tier": {
-            tier: {f"{k.replace(' ', '_')}_bytes": v for k, v in of.items()} for tier, of in candidate.tiers.items()
-        },
+        "bytes_by_tier": {tier: _in_bytes(sizes) for tier, sizes in candidate.tiers.items()},
         "disk_moved_bytes": candidate.disk_moved_bytes,
         "bottleneck": candidate.bottleneck,
     }
