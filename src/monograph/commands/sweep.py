@@ -47,7 +47,7 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
         ranks.one_end(world, sweep.run, lambda: "groups" not in sweep.record),
     ):
         state = SweepProgress(sweep, progress, world)
-        if not world.agreed(state.over):
+        if not world.agreed(state.all_over(state.members)):
             _train(state, progress)
             world.gather()
         code = _told(state, verify, progress, json) if world.leads else 0

@@ -102,11 +102,6 @@ class Windows:
         self._sources = list(by_seed.values())
         self._which = [list(by_seed).index(session.plan.seed) for session in sessions]
 
-    @property
-    def each(self) -> bool:
-        """Return whether windows have a member axis."""
-        return len(self._sources) > 1
-
     def __iter__(self) -> Iterator[Batch]:
         return self
 
@@ -247,8 +242,7 @@ def batch_of(
         own: Any = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
         plan = built.plan
         batches = text.batches(plan.tokens_per_update, seed=plan.seed, pin=engine.step.device.type == "cuda")
-        session = Session(run, plan, text, own, batches)
-        sessions.append(session)
+        sessions.append(Session(run, plan, text, own, batches))
     return MemberBatch(list(members), engine, sessions, Windows(sessions))
 
 

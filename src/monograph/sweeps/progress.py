@@ -60,11 +60,6 @@ class SweepProgress:
         return batches[self.world.rank :: self.world.size]
 
     @property
-    def over(self) -> bool:
-        """Return whether every member has finished or diverged."""
-        return all(outcome.over for outcome in self.outcomes)
-
-    @property
     def spent_s(self) -> float:
         """Return the seconds spent so far, over all processes."""
         earlier: float = self.sweep.record.get("elapsed_s", 0.0)
@@ -134,7 +129,7 @@ class SweepProgress:
         return {outcome.member.index: outcome.diverged for outcome in self.outcomes if outcome.diverged is not None}
 
     def all_over(self, members: Sequence[Member]) -> bool:
-        """Return whether none of these members is left to train."""
+        """Return whether each of these members has finished or diverged."""
         return all(self.outcomes[member.index].over for member in members)
 
     def ended(self, members: Sequence[Member]) -> dict[int, int]:
