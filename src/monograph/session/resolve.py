@@ -78,7 +78,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     length = settings.data.sequence_length
     settings, recipe, shape = _with_model(settings, length, shape_alone)
     train, lora = settings.train, lora_of(settings)
-    name = settings.optim.name
+    name: str = settings.optim.name
     if name == "auto":  # fsdp shards rows, and Muon needs whole matrices
         name = "adamw" if train.parallel == "fsdp" else defaults.optimizer(fresh=recipe.init is None)
     update_rule = _update_rule(settings, recipe, name, adapted=lora is not None)
