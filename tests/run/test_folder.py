@@ -19,7 +19,7 @@ import pytest
 import monograph
 from modes import binding_modes
 from monograph.errors import InputRefused, RunInUse, Unreadable
-from monograph.run import Run
+from monograph.run.folder import Run
 from monograph.run.run_index import wait_until_free
 
 SOURCE = Path(monograph.__file__).parents[1]
@@ -46,7 +46,7 @@ def running(script: str, *arguments: str) -> Iterator[subprocess.Popen[str]]:
 
 HOLD = """
 import sys, time
-from monograph.run import Run
+from monograph.run.folder import Run
 with Run.open(sys.argv[1]).lock():
     print("ready", flush=True)
     time.sleep(60)
@@ -201,7 +201,7 @@ def test_a_forked_child_does_not_keep_its_dead_parents_lock(tmp_path: Path) -> N
     run = Run.create(tmp_path / "a")
     script = """
 import os, sys, time
-from monograph.run import Run
+from monograph.run.folder import Run
 with Run.open(sys.argv[1]).lock():
     if os.fork() == 0:
         print("ready", flush=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from monograph.errors import DiskFull, InputRefused
-from monograph.run import Run
+from monograph.run.folder import Run
 
 
 def test_rows_come_back_and_the_file_is_json_whatever_the_numbers(tmp_path: Path) -> None:

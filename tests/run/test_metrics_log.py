@@ -47,13 +47,6 @@ def test_rows_are_written_every_so_often_and_at_a_flush(run: Run) -> None:
     assert len(run.rows()) == 7
 
 
-def test_a_note_comes_after_the_updates_before_it(run: Run) -> None:
-    journal = MetricsLog(run, every=9)
-    journal.add(update(0), {})
-    journal.note({"update": 1, "eval_loss": 2.0})
-    assert ["train_loss" in row for row in run.rows()] == [True, False]
-
-
 def test_a_loss_that_is_not_finite_is_json_all_the_same(run: Run) -> None:
     MetricsLog(run, every=1).add(update(0, skipped=1, loss=float("nan")), {})
     row = json.loads(run.metrics.read_text())

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from monograph.run import Progress, screen
-from monograph.run.progress import SweepDisplay
+from monograph.run import screen
+from monograph.run.progress import Progress, SweepDisplay
 
 YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97}
 COLOUR = re.compile(r"\x1b\[[\d;]*m")

@@ -12,7 +12,7 @@ import pytest
 
 import monograph
 from clocks import HANG_S
-from monograph.run import StopSignal
+from monograph.run.signals import StopSignal
 
 SOURCE = Path(monograph.__file__).parents[1]
 
@@ -72,7 +72,7 @@ def test_what_nohup_ignores_stays_ignored() -> None:
 def test_a_further_ctrl_c_leaves_at_once_with_130(first: str) -> None:
     result = run_script(f"""
 import os, signal
-from monograph.run import StopSignal
+from monograph.run.signals import StopSignal
 with StopSignal() as stop:
     os.kill(os.getpid(), signal.{first})
     try:

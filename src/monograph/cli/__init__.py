@@ -1,4 +1,4 @@
-"""The command line: arguments in, one command called, one exit code out. No arithmetic; no torch before a command."""
+"""Parse the command line, run one command and exit with its code. Only a command imports torch."""
 
 from __future__ import annotations
 
@@ -35,22 +35,22 @@ from monograph.storage.reading import is_file
 
 __all__ = ["app", "main"]
 
-# A launcher ends all processes with the first that ends: so long one that has nothing to say waits for that.
+# A launcher ends all processes as soon as one ends. A process with nothing to report waits this long to be ended.
 SILENT_S = 30.0
-# Errors of the system about a file or folder that are nobody's mistake in the code.
+# Errors of the operating system about a file or folder that are not bugs in the code.
 _REFUSED = {errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR}
-# What a shell's unset variable would leave empty, and be taken for something else than was meant.
+# Options that name a place. An unset shell variable leaves their value empty, which would mean another place.
 _NAMES_A_PLACE = {"--from", "--resume", "--out", "--to", "--data", "--prompts", "--json-schema"}
-# Whichever release of typer (with its own click, or on top of click): the base of all "wrong command line" exceptions.
+# The base of all exceptions for a wrong command line, in every release of typer, with its own click or without.
 _BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 
 
 def main(arguments: list[str] | None = None) -> NoReturn:
-    """Run the command that `arguments` (default: the process's) name, and exit with the contract's code."""
+    """Run the command that `arguments` name (default: this process's) and exit with a code of docs/errors.md."""
     given = sys.argv[1:] if arguments is None else arguments
     terminal.guard()
     # OpenMP threads that wait by spinning make a step up to 20 times slower as soon as anything else runs on a core
-    # (docs/log.md). libgomp reads this when torch is imported, which is later.
+    # (docs/log.md). libgomp reads the variable when torch is imported, which happens later.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         _require_surroundings(given)
@@ -70,20 +70,20 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         what, code = ("terminated", 143) if isinstance(interrupt, interrupts.Terminated) else ("interrupted", 130)
         _fail("; ".join([what, *interrupt.args]), code)
     except BrokenPipeError:
-        # Whoever read stdout went away (`| head`): no error, and 141 is what a shell shows for an end by SIGPIPE.
+        # The reader of stdout has gone (`| head`), which is no error. A shell shows 141 for an end by SIGPIPE.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 141
-    except BaseException as error:  # a module of the user's may raise anything, SystemExit(0) too
+    except BaseException as error:  # a user's module may raise anything, even SystemExit(0)
         code = _unforeseen(error, given)
     sys.exit(code)
 
 
 def _require_surroundings(arguments: list[str]) -> None:
-    """Refuse an environment in which no library below could work.
+    """Refuse arguments and an environment that no library below could work with.
 
     Raises:
-        InputRefused: the working folder is gone, or it, an argument or a setting of the environment is not UTF-8.
-        UsageError: an option that names a place is given nothing.
+        InputRefused: the working folder is gone, or its name, an argument or a MONOGRAPH_ variable is not UTF-8.
+        UsageError: an option that names a place has an empty value.
     """
     try:
         told = {"the working folder": os.getcwd()} | {f"argument {i}": text for i, text in enumerate(arguments, 1)}
@@ -99,32 +99,32 @@ def _require_surroundings(arguments: list[str]) -> None:
 
 
 def _follows() -> bool:
-    """Return whether a launcher started several processes like this one, and another is the first of them."""
+    """Return whether a launcher started several processes and this one is not rank 0."""
     return launched() > 1 and os.environ.get("RANK", "0") != "0"
 
 
 @cache
 def command_tree() -> Any:
-    """Return every command with its options, from the types of the functions behind them."""
+    """Return all commands with their options, which typer derives from the functions' types."""
     return typer.main.get_command(app)
 
 
 def _run(arguments: list[str]) -> int:
-    """Run one command and pass on its exceptions; typer's `main` would turn some of them into exit codes of its own."""
+    """Run one command and return its exit code. Typer's own `main` would turn some exceptions into its own codes."""
     command = command_tree()
     try:
         with command.make_context("monograph", list(arguments)) as context:
             return command.invoke(context) or 0
     except typer.Exit as exit_:
         return exit_.exit_code
-    except MonographError as error:  # which a user's module may raise, too
+    except MonographError as error:  # a user's module may raise one, too
         if refused := _refused_by_others(error):
             raise refused from error
         raise
 
 
 def _refused_by_others(error: BaseException) -> InputRefused | None:
-    if "torch" not in sys.modules:  # without which there is no module
+    if "torch" not in sys.modules:  # no user's module can run without torch, and importing it takes seconds
         return None
     from monograph.graph.trial import refused_by_others
 
@@ -132,7 +132,7 @@ def _refused_by_others(error: BaseException) -> InputRefused | None:
 
 
 def _with_resume_value(arguments: list[str]) -> list[str]:
-    """Read `--resume` without a run as `--resume last`; typer has no options whose value may be left out."""
+    """Insert "last" after a `--resume` that names no run, since typer has no options with an optional value."""
     if "--resume" not in arguments:
         return arguments
     position = arguments.index("--resume") + 1
@@ -151,14 +151,21 @@ def _wrong_arguments(error: Any) -> str:
 
 
 def _end(message: str, code: int, told: bool, at_last: bool = False) -> int:
-    """Report an error, unless another process has `told` it: then this one waits, and reports only `at_last`."""
+    """Print the error and return its exit code.
+
+    Args:
+        message: the error's text.
+        code: the exit code.
+        told: whether another process reports this error; this one then waits to be ended by the launcher.
+        at_last: whether this process prints the error after that wait; otherwise it stays silent.
+    """
     if told:
         time.sleep(SILENT_S)
     return _fail(message, code) if at_last or not told else code
 
 
 def _fail(message: str, code: int) -> int:
-    """Print one line on stderr, its first word red on a terminal."""
+    """Print an error as one line on stderr, its first word red on a terminal; return the exit code."""
     label = "\033[31merror:\033[0m" if terminal.takes_colour(sys.stderr) else "error:"
     _say(f"{label} {terminal.one_line(message)}\n")
     return code
@@ -170,14 +177,17 @@ def _say(text: str) -> None:
 
 
 def _unforeseen(error: BaseException, arguments: list[str]) -> int:
-    """Report an error that no room foresaw: a user's module's, the system's about a file, or a bug of ours."""
+    """Report an exception that no room handles, and return the exit code.
+
+    It is an error of a user's module, of the operating system or of memory; anything else is a bug of Monograph.
+    """
     if os.environ.get("MONOGRAPH_DEBUG"):
         traceback.print_exc()
     if refused := _refused_by_others(error):
         return _end(str(refused), refused.exit_code, told=_follows())
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
         verb = "read or write" if error.errno == errno.EIO else "write"
-        # A stream names no file, and what is written to without a name is a stream.
+        # An error of a stream names no file, and standard output is the only stream that is written to.
         return _fail(f"cannot {verb} {error.filename or 'standard output'}: {error.strerror}", DiskFull.exit_code)
     if isinstance(error, PermissionError):
         return _fail(f"no permission for {error.filename or 'a file'}", InputRefused.exit_code)

@@ -1,4 +1,4 @@
-"""The commands with their arguments, options and help; a command is imported when it is called."""
+"""Declare each command with its arguments, options and help. A command's code is imported when it is called."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from monograph.errors import UsageError
 if TYPE_CHECKING:
     from monograph.config import Settings
 
-# Of paths: `readable=False` leaves it to the command to read them. By default a file that the system fails to look at
-# is refused as if its name were wrong.
+# Options of paths have `readable=False`, so that the command reads them. By default typer would refuse a file that
+# the system fails to look at as if its name were wrong.
 app = typer.Typer(
     name="monograph",
     help="Train and sample language models on the one GPU you have (or on none).",
@@ -52,7 +52,7 @@ TrustCode = Annotated[
     bool, typer.Option("--trust-code", help="run the Python file that a run names, also one from elsewhere")
 ]
 Json = Annotated[bool, typer.Option("--json", help="end stdout with one JSON object")]
-SHARED = (None, "train", "sweep")  # what several processes do together
+SHARED = (None, "train", "sweep")  # commands that several processes run together; None is `monograph` alone
 
 
 @app.callback(invoke_without_command=True)
@@ -68,7 +68,7 @@ def _monograph(
 
 
 def launched() -> int:
-    """Return the number of processes of this command that a launcher such as torchrun has started."""
+    """Return how many processes of this command a launcher such as torchrun has started."""
     size = os.environ.get("WORLD_SIZE", "")
     return int(size) if size.isdecimal() and "MASTER_ADDR" in os.environ else 1
 
@@ -319,7 +319,13 @@ def _trust(said: bool) -> None:
 
 
 def _settings(arguments: list[str] | None, flags: dict[str, float] | None = None, runs_code: bool = False) -> Settings:
-    """Return the settings that the arguments give; `runs_code`: the command may run the Python file that they name."""
+    """Return the settings that the arguments and flags give.
+
+    Args:
+        arguments: a TOML file, KEY=VALUE pairs and text, in any order.
+        flags: values of options that stand for a key.
+        runs_code: whether the command may run the Python file that the settings name.
+    """
     from monograph.config import classify, load
 
     toml, overrides = classify(arguments or [])

@@ -1,1 +1,1 @@
-"""Run each command from its own file, readable from top to bottom. No arithmetic of training lives here."""
+"""The commands, each in its own file that reads from top to bottom. No arithmetic of training is here."""

@@ -30,7 +30,7 @@ from monograph.text.tokenizer import Tokenizer
 
 
 def run(run: str | None, *, json: bool) -> int:
-    """Print the facts, one a line; with `json`, as numbers whose names have their units."""
+    """Print one fact a line, then raise the first fault; with `json`, also print one object with units in its keys."""
     if run is None:
         facts, lines, error = *_machine(), None
     elif not names_run(run) and is_folder(run):
@@ -93,7 +93,10 @@ def _disk(disk: Disk) -> str:
 
 
 def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Verify the files that later commands rely on: the report is redrawn from them, and text is hashed when read."""
+    """Verify the files that later commands rely on.
+
+    The report can be drawn again from them, and a text's hash is verified when the text is read.
+    """
 
     def metrics() -> str | None:
         folder.rows()
@@ -113,7 +116,7 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     folders = entries(folder.checkpoints, "step-")
     checkpoints = {path.name: _fault(partial(verified, path)) for path in folders}
     if any(fault and not is_folder(folder.checkpoints / name) for name, fault in checkpoints.items()):
-        return _run(folder)  # the run goes on meanwhile, and has newer ones
+        return _run(folder)  # the run is still training, and has replaced a checkpoint that was listed above
     sound = [path for path in folders if checkpoints[path.name] is None]
     files = {
         "run.lock": _fault(lock),
@@ -126,7 +129,7 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     tables = {"files": files, "checkpoints": checkpoints}
     faults = files | checkpoints
     lines = {name: _said(fault) for name, fault in faults.items()}
-    # This fault comes first: while a file is unread, it is unknown whether a checkpoint is sound.
+    # An unreadable file is reported first: while it is unread, it is unknown whether a checkpoint is sound.
     error: MonographError | None = next((fault for fault in faults.values() if isinstance(fault, Unreadable)), None)
     damaged = [name for name, line in lines.items() if line != "sound"]
     if not sound and not error:
@@ -143,7 +146,7 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
 
 
 def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Verify a model's folder against what it says about itself; without digests, a changed number goes unnoticed."""
+    """Verify the files of a model's folder. It has no digests, so a changed finite weight goes unnoticed."""
     files = {
         "weights": _fault(lambda: require_all_finite(load_to_export(folder)[0], folder)),
         "tokenizer.json": _fault(lambda: Tokenizer.from_file(tokenizer_of(folder))),
@@ -155,7 +158,7 @@ def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError
 
 
 def _fault(read: Callable[[], object], recorded: str | None = None) -> MonographError | None:
-    """Return what is wrong with a file: the error of reading it, or that its digest is not the recorded one."""
+    """Return the error of reading a file, or one that says that its digest is not the recorded one; None if sound."""
     try:
         content = read()
     except MonographError as error:

@@ -33,13 +33,13 @@ from monograph.terminal import warn
 
 @dataclass(frozen=True)
 class _Side:
-    """A run, a model's folder, or a sweep's best setting with all its seeds; it evaluates as an engine does.
+    """One of the compared: a run, a model's folder, or a sweep's best setting with all its seeds.
 
     Attributes:
         name: the name that the user gave.
         subjects: a model for each seed.
-        knobs: the settings of the seeds, if there are several.
-        tokens_per_s: speed of training; None where it was not measured, or where others trained at the same time.
+        knobs: the seed of each model, if there are several models.
+        tokens_per_s: the training speed; None if it was not measured, or if other members trained at the same time.
     """
 
     name: str
@@ -54,7 +54,7 @@ class _Side:
 
     @property
     def is_run(self) -> bool:
-        """Return whether it was trained here, and so records how it reads and what it held out."""
+        """Return whether this is a run, which records how it reads text and what text it held out."""
         return bool(self.subjects[0].own_text)
 
     @property
@@ -63,20 +63,20 @@ class _Side:
         return parameter_count(self.members[0])
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return (sum of losses, targets) of every seed, [N]."""
+        """Return the sum of losses and the number of targets for each of N seeds, both [N], as an engine does."""
         sums = [subject.evaluate(batch) for subject in self.subjects]
         return torch.stack([total for total, _ in sums]), torch.stack([size for _, size in sums])
 
 
 @dataclass(frozen=True)
 class _Result:
-    """The measurements.
+    """The measurements of all sides.
 
     Attributes:
-        scores: for each side, bits per byte or the share of questions answered right.
-        comparisons: of every side except the first with the first.
-        documents: number of documents of the text; 0 for questions.
-        accuracies: accuracy of each side's first model; empty for text.
+        scores: for each side, bits per byte or the share of questions answered correctly.
+        comparisons: the comparison of every other side with the first.
+        documents: the number of the text's documents; 0 for questions.
+        accuracies: the accuracy of each side's first model; empty for text.
     """
 
     scores: list[float]
@@ -128,7 +128,7 @@ def _side(name: str) -> _Side:
 
 
 def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], report: Report) -> _Result:
-    """Measure bits per byte on the same text."""
+    """Measure every side's bits per byte on the same text."""
     first = sides[0]
     if first.subjects[0].strange and not data:
         warn(first.subjects[0].strange)
@@ -147,7 +147,7 @@ def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], repo
 def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -> Rows:
     """Return the given text, or the first side's held-out text, in rows of this side's tokenizer."""
     subject, own = side.subjects[0], first.subjects[0].own_text
-    # A folder records no way of reading: it reads as the runs do, as far as it has positions.
+    # A folder does not record how to read text: it reads as the runs do, in rows no longer than it has positions.
     shortest = min(int(config["sequence_length"]) for config in (subject.reading, reading) if config)
     how = subject.reading if side.is_run else reading | {"sequence_length": shortest}
     if data:
@@ -163,7 +163,7 @@ def _rows(side: _Side, first: _Side, data: list[str], reading: dict[str, Any]) -
 
 
 def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) -> _Result:
-    """Measure the share of questions that are answered right."""
+    """Measure the share of questions that each side answers correctly."""
     questions = read_questions(data)
     answers: list[dict[Hashable, list[Answer]]] = []
     accuracies = []

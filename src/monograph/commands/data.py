@@ -16,7 +16,7 @@ from monograph.terminal import own, takes_colour
 
 
 def show(settings: Settings, *, row: int | None) -> int:
-    """Show a packed row decoded, with its trained tokens marked; without a number, the corpus in figures and row 0."""
+    """Print a packed row as text, its trained tokens marked; without a number, print the corpus's size and row 0."""
     plan = resolve(settings, describe())
     corpus = open_corpus(plan.reading, Progress())
     if row is None:
@@ -50,7 +50,7 @@ def _chats(corpus: Corpus) -> str:
 
 
 def build(settings: Settings) -> int:
-    """Tokenise and cache the text, and say where."""
+    """Tokenise and cache the text, and print the folder."""
     corpus = open_corpus(resolve(settings, describe()).reading, Progress())
     print(f"{corpus.folder}: {corpus.stats.tokens:,} tokens, fingerprint {corpus.fingerprint[:16]}")
     return 0

@@ -17,7 +17,7 @@ from monograph.session.evaluated_model import EvaluatedModel, answered, of_folde
 from monograph.session.reporting import standard_json
 from monograph.terminal import warn
 
-# The keys that --json prints, null where not measured.
+# The keys that --json prints; the value is null where a score was not measured.
 TEXT = ("bits_per_byte", "perplexity", "loss", "tokens")
 QUESTIONS = tuple(key for key in Accuracy._fields if key != "cut")
 

@@ -8,11 +8,7 @@ from monograph.model.adapter import save_adapter
 from monograph.run.models import check, load_to_export, save
 from monograph.terminal import shell_words, warn
 
-ADAPTER = "adapter"  # written next to the merged model
-_NEXT = {
-    "hf": "a Hugging Face folder; transformers loads it with AutoModelForCausalLM.from_pretrained({folder!r})",
-    "gguf": "a GGUF file for llama.cpp, and a Modelfile: ollama create NAME -f {modelfile}",
-}
+ADAPTER = "adapter"  # the folder of the adapters alone, inside the merged model's folder
 
 
 def run(run: str, *, to: Path, format: str, dtype: str | None) -> int:
@@ -20,8 +16,13 @@ def run(run: str, *, to: Path, format: str, dtype: str | None) -> int:
     check(format, dtype)
     model, tokenizer, adapters = load_to_export(run, warn)
     save(model, to, tokenizer, format, dtype, warn)
-    if adapters and format == "hf":
+    if format == "gguf":
+        modelfile = shell_words(to / "Modelfile")
+        print(f"{to}: a GGUF file for llama.cpp, and a Modelfile: ollama create NAME -f {modelfile}")
+        return 0
+    if adapters:
         save_adapter(adapters, to / ADAPTER)
         print(f"{to / ADAPTER}: the adapters alone, for PEFT and for model.init")
-    print(f"{to}: {_NEXT[format].format(folder=str(to), modelfile=shell_words(to / 'Modelfile'))}")
+    call = f"AutoModelForCausalLM.from_pretrained({str(to)!r})"
+    print(f"{to}: a Hugging Face folder; transformers loads it with {call}")
     return 0

@@ -34,11 +34,11 @@ _PIECE_BYTES = 1 << 20
 _EXPECTED = {int: "a whole number", float: "a number", str: "a text"}
 _KINDS = {name: type(value) if value is not None else int for name, value in vars(Sampling()).items()}
 LARGEST_SCHEMA_BYTES, LARGEST_PROMPTS_BYTES = 1 << 20, 1 << 28
-_PIPES = Path("/dev/fd")  # the folder where a shell puts its <(command)
+_PIPES = Path("/dev/fd")  # the folder of the pipes that a shell makes for <(command)
 
 
 def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
-    """Return the `Sampling` of the flags and of --sampler KEY=VALUE; a value that is neither number nor text is JSON.
+    """Return the `Sampling` that flags and --sampler KEY=VALUE give; a value that is no number or text is JSON.
 
     Raises:
         UsageError: a key is unknown, given twice or has its own flag, or a value is impossible.
@@ -65,17 +65,16 @@ def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
 def prompts_of(
     path: Path, chat: bool, sampling: Sampling, vocabulary: int
 ) -> Iterator[tuple[str | list[Message], Sampling]]:
-    """Yield the prompts of a file: one per line, or in JSON lines the key `prompt`, or `messages` in a chat.
+    """Yield each prompt of a file with its options: a line, or a JSON line's key `prompt` or, in a chat, `messages`.
 
-    A file holds JSON lines if its name says so, or if it begins with an object that has one of these keys.
-
-    The other keys of a record are options of `Sampling` that replace those of the command line, except `order`, which
-    all texts share.
+    A file holds JSON lines if its name ends with .jsonl, or if it begins with an object that has one of these keys. The
+    object's other keys are options of `Sampling` that replace those of the command line, except `order`, which all
+    texts share.
 
     Raises:
         InputRefused: the file cannot be read, or a line has no prompt, an unknown key or an impossible value.
     """
-    # Not by `splitlines`: JSON may hold other line separators as they are.
+    # `splitlines` would also split at other line separators, which JSON may hold unescaped.
     lines = _text_of(path, "--prompts", LARGEST_PROMPTS_BYTES).replace("\r\n", "\n").split("\n")
     messages_too = ', or "messages", a list of objects with "role" and "content", texts'
     expected = 'expected an object with "prompt", a text' + (messages_too if chat else "")
@@ -115,7 +114,7 @@ def _is_record(line: str) -> bool:
 
 
 def _sampling(first: Sampling, values: dict[str, Any]) -> Sampling:
-    """Return the options with values replaced; the keys of `logit_bias` are texts, as in JSON."""
+    """Return the options with values replaced; the keys of `logit_bias` are strings here, as in JSON."""
     bias = values.get("logit_bias")
     if isinstance(bias, dict):
         ids = {int(key) if re.fullmatch("0|[1-9][0-9]{0,17}", key) else key: value for key, value in bias.items()}
@@ -131,23 +130,23 @@ def schema_text(path: Path) -> str:
     """Return the text of a JSON schema's file.
 
     Raises:
-        InputRefused: it cannot be read, is larger than 1 MiB, or is not UTF-8.
+        InputRefused: the file cannot be read, is larger than 1 MiB, or is not UTF-8.
     """
     return _text_of(path, "--json-schema", LARGEST_SCHEMA_BYTES)
 
 
 def _is_message(value: Any) -> bool:
-    """Return whether it is a role with its content: a text, or the parts or calls that some templates accept."""
+    """Return whether a value is a chat message: a role with a text, a list of parts, or tool calls."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
         return False
     return isinstance(value.get("content"), str | list) or "tool_calls" in value
 
 
 def _text_of(path: Path, flag: str, most_bytes: int) -> str:
-    """Return a file's text, or that of standard input for "-".
+    """Return the text of a file, or of standard input for "-".
 
     Raises:
-        InputRefused: it cannot be read, is larger than `most_bytes`, or is not UTF-8.
+        InputRefused: the text cannot be read, is larger than `most_bytes`, or is not UTF-8.
     """
     try:
         if path == Path("-"):
@@ -167,17 +166,17 @@ def _text_of(path: Path, flag: str, most_bytes: int) -> str:
 
 
 def _at_most(file: BinaryIO, most_bytes: int) -> bytes:
-    """Read so many bytes or a little more; a plain `read` would reserve memory for the whole limit."""
+    """Read about `most_bytes`, rounded up to whole pieces. A single `read` would allocate the whole limit."""
     pieces = iter(lambda: file.read(_PIECE_BYTES), b"")
     return b"".join(itertools.islice(pieces, -(-most_bytes // _PIECE_BYTES)))
 
 
 class Asked(NamedTuple):
-    """The command line's choices in addition to the model and the prompts.
+    """The command line's options, without the model and the prompts.
 
     Attributes:
-        numbers: options of `Sampling`.
-        pairs: KEY=VALUE for the rest of them.
+        numbers: the options of `Sampling` that have a flag.
+        pairs: KEY=VALUE for its other options.
         n: number of continuations of each prompt.
         max_tokens: largest number of tokens of a continuation.
         stop: strings that end a text.
@@ -207,7 +206,7 @@ class Model(NamedTuple):
     asked: Asked
 
     def write(self, prompts: Sequence[str | Sequence[int]], samplings: Sequence[Sampling] | None = None) -> Generation:
-        """Begin to continue prompts, each with its own sampling if they are given."""
+        """Begin to continue the prompts, each with its own sampling if `samplings` are given."""
         return decode(
             self.model,
             self.tokenizer,
@@ -220,7 +219,7 @@ class Model(NamedTuple):
         )
 
     def question(self, messages: Sequence[Message]) -> list[int]:
-        """Return a chat's ids up to where the answer begins."""
+        """Return the ids of a chat up to where the model's answer begins."""
         return chat_ids(self.tokenizer, messages, add_generation_prompt=True)
 
 
@@ -240,7 +239,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     for kind, value in limits.items():
         wanted = schema_text(value) if isinstance(value, Path) else value
         for lost in map(tokenizer.loss, wanted if kind == "choices" else ()):
-            if lost:  # the remaining choices alone would be a different question
+            if lost:  # leaving this choice out would ask a different question
                 raise InputRefused(f"--choice: {lost}")
         begun = [prompt for prompt, _ in given] or ["." if asked.chat else ""]
         limit = constraint(kind, wanted, tokenizer.pieces, ends, _lead(model, begun))
@@ -262,7 +261,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
 
 
 def _lead(model: Model, given: Sequence[str | list[Message]]) -> bytes:
-    """Return the bytes that the tokenizer puts before the text written after the prompts."""
+    """Return the bytes that the tokenizer puts before a text that follows the prompts."""
     asked = [_ids(model, prompt) for prompt in given] if model.tokenizer.strips else []
     encode, lead = model.tokenizer.encode, model.tokenizer.lead
     leads = {lead(encode(prompt) if isinstance(prompt, str) else prompt) for prompt in asked}
@@ -278,9 +277,12 @@ def _ids(model: Model, prompt: str | list[Message]) -> str | list[int]:
 
 
 def _print_text(written: Generation, head: Callable[[int], str], limited: bool) -> list[Completion]:
-    """Print each completion after its prompt as it comes, separated by empty lines.
+    """Print each completion after its prompt while it is written, with empty lines between; return the completions.
 
-    `limited` says that a constraint limits the text, so that its end by length is worth a note.
+    Args:
+        written: the texts that are being written.
+        head: returns the text printed before a completion, by the completion's number.
+        limited: whether a constraint limits the texts; a warning then says that a text was cut before it satisfied it.
     """
     done: list[Completion] = []
     shown = -1
@@ -313,19 +315,16 @@ def _print_json(written: Generation) -> int:
                 done.append(piece.completion)
     seconds, tokens = clock() - began, max(1, written.tokens)
     generator = written.generator
-    print(
-        jsonlib.dumps(
-            {
-                "schema": "monograph.generate/1",
-                "completions": [_shown(completion) for completion in done],
-                "tokens_per_s": written.tokens / max(seconds, 1e-9),
-                "prefill_s": generator.prefill_s,
-                "graphs": generator.replays.variants,
-                "host_syncs_per_token": generator.blocks_read / tokens,
-                "device_to_host_bytes_per_token": generator.outbox.bytes_out / tokens,
-            }
-        )
-    )
+    result = {
+        "schema": "monograph.generate/1",
+        "completions": [_shown(completion) for completion in done],
+        "tokens_per_s": written.tokens / max(seconds, 1e-9),
+        "prefill_s": generator.prefill_s,
+        "graphs": generator.replays.variants,
+        "host_syncs_per_token": generator.blocks_read / tokens,
+        "device_to_host_bytes_per_token": generator.outbox.bytes_out / tokens,
+    }
+    print(jsonlib.dumps(result))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`monograph profile --ladder`: measure what each usual remedy is worth for this model on this machine, in turn."""
+"""`monograph profile --ladder`: measure what each usual way to save time or memory is worth, one after another."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHOWN = ("rung", "tokens/s", "speed", "peak memory", "memory", "loss", "compilin
 
 
 def run(settings: Settings, *, out: Path | None, json: bool) -> int:
-    """Climb rung by rung, as `train` would train, and print what each was worth; no run is written."""
+    """Train and measure one rung after another, as `train` would, and print the gains; no run is written."""
     began = clock()
     with results_folder(out, DEFAULT_ROOT) as folder:
         progress = started()
@@ -40,7 +40,7 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
 
 
 class Climb(NamedTuple):
-    """A rung, the one it was compared with ("" for the first), and what was measured or why nothing was."""
+    """A rung, the name of the rung it is compared with ("" for the first), and its measurements or its obstacle."""
 
     rung: Rung
     over: str
@@ -84,7 +84,7 @@ def _object(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[str, Any
 
 
 def measured(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
-    """Return the rungs as the JSON has them; ratios are of tokens per second, of the "wall" clock or of "cpu" time."""
+    """Return the rungs as JSON objects; ratios of speed are of tokens per second of "wall" or of "cpu" time."""
     rungs = dict[str, dict[str, Any]]()
     for rung, over, what in climbed:
         rungs[rung.name] = {"rung": rung.name, "change": rung.change, "over": over or None, **_measured(what)}

@@ -1,4 +1,4 @@
-"""`monograph plan`: predict what fits, how fast it would go and why, before training and without the device."""
+"""`monograph plan`: predict which ways to train fit a device, how fast they are and why, without that device."""
 
 from __future__ import annotations
 
@@ -28,6 +28,9 @@ from monograph.storage.cache_dir import cache_root, calibration_file
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SMALLEST, _LARGEST = 2**26, 2**42
 BAR = 60  # characters
+_HEADS: tuple[str, ...] = (
+    "micro-batch", "precision", "graph", "recomputed", "streamed", "memory", "tok/s", "MFU", "",
+)  # fmt: skip
 _SHADES = {
     "weights": "W", "gradients": "G", "moments": "M", "activations": "a", "loss head": "h", "workspace": "w",
     "slots": "s", "desks": "d", "boundaries": "b",
@@ -37,7 +40,7 @@ _SHADES = {
 def run(
     settings: Settings, *, device: str | None, device_memory: str | None, host_memory: str | None, json: bool
 ) -> int:
-    """Print the choice, its memory by origin and the alternatives; with `json` the same as one object."""
+    """Print the chosen way, its memory by origin and the alternatives; with `json`, print them as one object too."""
     require_one_device(settings, "plan")
     memory_bytes = None if device_memory is None else memory_size("--device-memory", device_memory)
     target = describe() if device is None else named(device)
@@ -70,10 +73,10 @@ def run(
 
 
 def memory_size(flag: str, text: str) -> int:
-    """Return the bytes that a text such as "24GiB" or "80 GB" means.
+    """Return the number of bytes that a text such as "24GiB" or "80 GB" means.
 
     Raises:
-        UsageError: it is not a number with a unit, or no device has so much.
+        UsageError: the text is not a number with a unit, or the size is not from 64 MiB to 4 TiB.
     """
     match = re.fullmatch(r"(\d{1,9}(?:\.\d{1,9})?)\s*([mgt]i?b)", text.strip().lower())
     if match is None:
@@ -128,10 +131,7 @@ def _show(plan: Plan, config: LlamaConfig, tokens_per_update: int, updates: int 
         for tier, text in describe_tiers(best):
             print(f"{tier:8} {text}")
     print()
-    lines: list[tuple[str, ...]] = [
-        ("micro-batch", "precision", "graph", "recomputed", "streamed", "memory", "tok/s", "MFU", "")
-    ]
-    lines += [_line(candidate, chosen=candidate is plan.chosen) for candidate in plan.candidates]
+    lines = [_HEADS, *(_line(candidate, chosen=candidate is plan.chosen) for candidate in plan.candidates)]
     if not any(isinstance(candidate, StreamCandidate) for candidate in plan.candidates):
         lines = [(*line[:4], *line[5:]) for line in lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
@@ -156,7 +156,7 @@ def _line(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
 
 
 def _bar(by_origin: Mapping[str, int], limit: int) -> str:
-    """Draw each origin's share of the limit in letters, free memory in dots, and the excess after the bar's end."""
+    """Return a bar with each origin's share of the limit in letters, free memory as dots, any excess after its end."""
     total = max(limit, sum(by_origin.values()))
     edges = [0.0]
     for size in by_origin.values():
@@ -191,9 +191,7 @@ def _entry(candidate: Candidate, updates: int | None) -> dict[str, Any]:
         "precision": work.precision,
         "compile": work.compile,
         "peak_memory_bytes": candidate.peak_memory_bytes,
-        "memory_by_origin": None
-        if origins is None
-        else {f"{k.replace(' ', '_')}_bytes": v for k, v in origins.items()},
+        "memory_by_origin": None if origins is None else _in_bytes(origins),
         "calibrated_bytes": candidate.residual_bytes,
         "update_s": candidate.update_s,
         "wall_s": candidate.update_s * updates if updates else None,
@@ -201,6 +199,11 @@ def _entry(candidate: Candidate, updates: int | None) -> dict[str, Any]:
         "mfu": candidate.mfu,
         "why": candidate.why or None,
     } | (_stream_entry(candidate) if isinstance(candidate, StreamCandidate) else {})
+
+
+def _in_bytes(sizes: Mapping[str, int]) -> dict[str, int]:
+    """Return sizes under keys that end with their unit."""
+    return {f"{name.replace(' ', '_')}_bytes": size for name, size in sizes.items()}
 
 
 def _stream_entry(candidate: StreamCandidate) -> dict[str, Any]:
@@ -214,9 +217,7 @@ def _stream_entry(candidate: StreamCandidate) -> dict[str, Any]:
             "on_device_share": candidate.device_share,
             "on_disk": sorted(placement.on_disk),
         },
-        "bytes_by_tier": {
-            tier: {f"{k.replace(' ', '_')}_bytes": v for k, v in of.items()} for tier, of in candidate.tiers.items()
-        },
+        "bytes_by_tier": {tier: _in_bytes(sizes) for tier, sizes in candidate.tiers.items()},
         "disk_moved_bytes": candidate.disk_moved_bytes,
         "bottleneck": candidate.bottleneck,
     }

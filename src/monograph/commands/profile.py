@@ -1,10 +1,11 @@
-"""`monograph profile`: watch a few updates of a run that is not kept; show where time goes and what to change."""
+"""`monograph profile`: trace a few updates of a run that is not kept; show where time goes and what to change."""
 
 from __future__ import annotations
 
 import json as jsonlib
 import os
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ TRACE, PICTURE, REPORT = "trace.json", "profile.svg", "report.html"
 
 
 def run(settings: Settings, *, out: Path | None, json: bool) -> int:
-    """Open the session as `train` does, watch a few updates, and print what was seen; no run is written."""
+    """Open the session as `train` does, trace a few updates and print the result; no run is written."""
     with results_folder(out, DEFAULT_ROOT) as folder:
         progress = started()
         session = _open(planned(settings, progress), folder, progress)
@@ -54,7 +55,7 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
 
 
 def started() -> Progress:
-    """Set up this process to measure as `train` computes, and name the device."""
+    """Set up this process to compute as `train` does, print the device and return the display."""
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     compat.quiet_profiler()
     progress = Progress()
@@ -64,17 +65,17 @@ def started() -> Progress:
 
 
 def warn_if_busy(progress: Progress) -> None:
-    """Warn if other programs wanted more than a core of this machine."""
+    """Warn if other programs use more than one core of this machine."""
     load, cores = os.getloadavg()[0], describe().cores
     if load > cores + 1:
         progress.line("warning", f"load {load:.0f} on {counted(cores, 'core')}: what others took is in the time")
 
 
 def planned(settings: Settings, progress: Progress) -> Plan:
-    """Return the plan of a run on a text that can be read again.
+    """Return the plan of a run whose text can be read again.
 
     Raises:
-        UsageError: the text comes from standard input, or this machine cannot do what is asked.
+        UsageError: the text comes from standard input or is a run, or this machine cannot train as asked.
     """
     require_one_device(settings, "profile")
     require_possible(settings, describe())
@@ -98,7 +99,7 @@ def _open(plan: Plan, folder: Path, progress: Progress) -> Session:
     session = open_session(Run(folder), plan, text, default_device(), progress)
     if isinstance(session.engine, Streamed):
         raise UsageError("train.memory = stream: profile watches a model that lives on the device")
-    session.engine.step.announce = lambda line: progress.line("note", line)
+    session.engine.step.announce = partial(progress.line, "note")
     prepare(session, progress)
     return session
 

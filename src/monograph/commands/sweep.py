@@ -27,11 +27,11 @@ from monograph.sweeps.folder import Sweep
 from monograph.sweeps.progress import SweepProgress
 from monograph.sweeps.results import verify as verified
 
-EVERY = 10  # updates between reads of their numbers
+EVERY = 10  # updates between two reads of losses from the device
 
 
 def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, out: Path | None, json: bool) -> int:
-    """Train the members or resume them, and compare them; see the command line's help."""
+    """Train or resume the members and compare them; see the command line's help."""
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     world = World(place(srun=True), lambda line: Progress().line("note", line))
     progress = ranks.progress_of(world)
@@ -47,7 +47,7 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
         ranks.one_end(world, sweep.run, lambda: "groups" not in sweep.record),
     ):
         state = SweepProgress(sweep, progress, world)
-        if not world.agreed(state.over):
+        if not world.agreed(state.all_over(state.members)):
             _train(state, progress)
             world.gather()
         code = _told(state, verify, progress, json) if world.leads else 0
@@ -59,7 +59,7 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
 def _sweep_of(
     world: World, arguments: Sequence[str], samples: int | None, verify: int | None, out: Path | None
 ) -> Sweep:
-    """Return the sweep that is asked for, new or resumed, even where the launcher started its ranks again."""
+    """Return the new or resumed sweep that the command line names, even if the launcher restarted the ranks."""
     known = world.recall("sweep") if world.again else None
     out = Path(known) if known else out
     if spec.continued(out, arguments, samples) or (verify is not None and not arguments):
@@ -94,7 +94,7 @@ def _require_member(verify: int | None, members: int) -> None:
 
 def _train(state: SweepProgress, progress: Progress) -> None:
     with state.world.first():
-        if not state.world.leads:  # the leading rank has decided who trains with whom
+        if not state.world.leads:  # rank 0 has decided which members train at once, and written it
             state.sweep.record |= Sweep.open(state.sweep.run.folder).record
         state.prepare(default_device(), describe())
     with state.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from monograph import __version__, checkpointing, compat
@@ -34,7 +35,7 @@ from monograph.session.warmup import fix_length, measure_memory, prepare
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import entries, exists
 
-CURVE_ROWS = 64  # held-out rows for a point of the curve; the last point uses all
+CURVE_ROWS = 64  # held-out rows scored for a point of the curve; the last point uses all
 
 
 def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str | None, json: bool) -> int:
@@ -43,7 +44,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
         raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     settings, from_ = recorded.model_given(settings, from_)
-    if not (resume or from_):  # a resumed run's own settings say more
+    if not (resume or from_):  # otherwise settings recorded by a run come first; `_open` checks the result
         require_possible(settings, describe())
     world = ranks.meet(settings, resumed=resume is not None)
     progress = ranks.progress_of(world)
@@ -51,11 +52,10 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     repeatable(default_device())
     parent = recorded.parent_named(from_) if from_ and world.leads else None
     folder, resumed = ranks.folder_of(world, out, resume)
-
-    def unbegun() -> bool:
-        return not resumed and not exists(folder.checkpoints)
-
-    with folder.lock(new=not resumed), ranks.one_end(world, folder, unbegun):
+    with (
+        folder.lock(new=not resumed),
+        ranks.one_end(world, folder, unbegun=lambda: not resumed and not exists(folder.checkpoints)),
+    ):
         if resumed:
             if world.leads:
                 checkpointing.remove_leftovers(folder.checkpoints)
@@ -104,8 +104,8 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
     session = open_session(folder, plan, text, default_device(), progress, world)
     if world.leads and not exists(folder.tokenizer):
         writing.write_tokenizer(folder, session.corpus.tokenizer)
-    session.engine.announce = lambda line: progress.line("memory", line)
-    session.engine.step.announce = lambda line: progress.line("note", line)
+    session.engine.announce = partial(progress.line, "memory")
+    session.engine.step.announce = partial(progress.line, "note")
     resumed = _taken_up(session, progress)
     prepare(session, progress)
     if not resumed:
@@ -118,15 +118,11 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
 
 def _taken_up(session: Session, progress: Progress) -> bool:
     """Resume from the run's newest checkpoint, or begin from another run's weights; return whether the run resumes."""
-    world, folder = session.world, session.run
-
-    def warn(line: str) -> None:
-        progress.line("warning", line)
-
+    world, folder, warn = session.world, session.run, partial(progress.line, "warning")
     if resumed := world.agreed(folder.metrics_offset > 0 or bool(entries(folder.checkpoints, "step-"))):
         session.restore(newest(world, folder.checkpoints, warn), progress)
         if world.leads and writing.mended_tokenizer(folder, session.corpus.tokenizer):
-            progress.line("warning", f"{folder.tokenizer}: was damaged, and is written again")
+            warn(f"{folder.tokenizer}: was damaged, and is written again")
         progress.line("resume", f"{folder.folder} from update {session.engine.index} of {session.updates}")
     elif parent := writing.recorded_parent(folder):
         begun = newest(world, parent[0].checkpoints, warn, at=parent[1])
@@ -136,7 +132,7 @@ def _taken_up(session: Session, progress: Progress) -> bool:
 
 
 def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
-    """Keep the text of standard input in the run's folder: resume, evaluation and branches read it there again."""
+    """Keep the text of standard input in the run's folder, where resume, evaluation and branches read it again."""
     source = plan.reading["source"]
     named = [source] if isinstance(source, str) else source
     if "-" not in named:
@@ -171,7 +167,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             stopping, asked, lost, skipping = session.world.any(
                 stop.requested is not None, stop.save_requested, log.is_lost, log.streak > 0
             )
-            # A run goes back to what was saved before updates were skipped.
+            # No checkpoint is due while updates are skipped, so that `go_back` finds one from before them.
             due = done % plan.save_every == 0 and not skipping
             saving = due or stopping or asked or last
             if lost or (saving and session.non_finite()):

@@ -1,3 +1,3 @@
-"""Trains one run on several devices, a process for each: PyTorch's DDP and FSDP2 around the same step and engine."""
+"""Train one run on several devices, with a process for each, by PyTorch's DDP or FSDP2 around the usual step."""
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Writes one checkpoint from all ranks: each writes its rows at their place in the files that one process would write.
+"""Write one checkpoint from all ranks: each writes its rows to their place in the files that one process would write.
 
-    bytes [begin + first row x row bytes, begin + last row x row bytes) of each tensor that ranks share out
+    bytes [begin + first row x row bytes, begin + end row x row bytes) of each sharded tensor
 
-The rows of a tensor follow one another in a safetensors file, so no tensor is ever whole anywhere, and nothing is
+The rows of a tensor follow one another in a safetensors file, so no rank assembles a whole tensor, and nothing is
 converted afterwards. All ranks must see the same folder.
 """
 
@@ -29,7 +29,7 @@ from monograph.storage import blocks, tensor_layout
 def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> None:
     """Save the state that all ranks hold together; a collective. See `monograph.checkpointing.save`.
 
-    Rank 0 writes the tensors that are not shared out. Where a rank cannot write, the checkpoint does not appear.
+    Rank 0 writes the tensors that are not sharded. If a rank cannot write, no checkpoint appears.
 
     Raises:
         DiskFull: on the rank that could not write.
@@ -62,7 +62,7 @@ def newest(
     """Load on every rank the checkpoint that `monograph.checkpointing.newest` chooses on rank 0; a collective.
 
     Raises:
-        NoValidCheckpoint: rank 0 has none; raised on every rank.
+        NoValidCheckpoint: rank 0 finds none; raised on every rank.
     """
     own, fault = None, ""
     if world.leads:
@@ -84,15 +84,15 @@ def not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
 
 
 def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]:
-    """Write a file together; return the digest of each of its blocks.
+    """Write a file together with the other ranks; return the hex digest of each of its blocks.
 
     Args:
         world: the ranks.
         path: the file, in a folder that rank 0 has made.
-        tensors: the tensors by name.
+        tensors: the file's tensors by name.
 
     Raises:
-        OSError: naming the path.
+        OSError: writing failed; its `filename` is the path.
     """
     length, pieces = tensor_layout.encode(tensors)
     prefix = next(pieces)
@@ -106,7 +106,7 @@ def _write(world: World, path: Path, tensors: Mapping[str, Tensor]) -> list[str]
                 blocks.write_at(file.fileno(), piece, start)
             os.fsync(file.fileno())
             world.wait()
-            # Several ranks may share a block: the one that hashes it reads what all of them wrote.
+            # Several ranks may have written parts of a block, so it is hashed from the file once all have written.
             count = -(-length // blocks.BLOCK_BYTES)
             digests = torch.zeros(count, 32, dtype=torch.uint8)
             for index in range(world.rank, count, world.size):

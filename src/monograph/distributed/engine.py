@@ -1,10 +1,10 @@
-"""Engines of one rank among several, whose gradients DDP or FSDP2 adds to the others'.
+"""Engines of one rank among several, whose gradients DDP or FSDP2 sums over the ranks.
 
     gradient = sum over ranks of d/dp (1 / N  sum of the rank's losses),   N = targets of all ranks
 
-which is the gradient of one process with all micro-batches. Both of torch's engines would average a loss that is
-multiplied by the number of ranks: in fp16 that factor overflows sooner, and rounds subnormals differently. So they
-are told to add instead. A window's micro-batches go to ranks in turn.
+which is the gradient of one process with all micro-batches. By default both of torch's engines average gradients, so
+the loss would have to be multiplied by the number of ranks: in fp16 that factor overflows sooner, and rounds
+subnormals differently. So they are set to sum instead. A window's micro-batches go to the ranks in turn.
 """
 
 from __future__ import annotations
@@ -32,10 +32,11 @@ T = TypeVar("T")
 
 
 class RankEngine(Engine):
-    """An engine that takes its share of a window's micro-batches, as many as every other rank.
+    """An engine that computes its share of a window's micro-batches, as many as every other rank.
 
-    Every rank is given the same windows. Its micro-batches are the window's r-th, (r + W)-th and so on, plus one that
-    has no targets where others get one more; so the rows of an update do not depend on the number of ranks.
+    Every rank reads the same windows. Rank r of W computes the window's micro-batches r, r + W and so on. A rank that
+    would have one fewer than others adds one without targets. So the rows of an update do not depend on the number of
+    ranks.
     """
 
     world: World
@@ -55,7 +56,7 @@ class RankEngine(Engine):
             yield from super()._micro_batches(self._filled(own, size))
 
     def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
-        # The micro-batch cannot be halved: the other ranks wait for this one's gradients.
+        # A rank cannot halve its micro-batch alone, since the other ranks wait for its gradients.
         try:
             return work()
         except RuntimeError as error:
@@ -74,13 +75,13 @@ def total(step: Step) -> None:
 
 
 def seed(world: World, step: Step, unit: int) -> None:
-    """Seed what a module draws (dropout) by the micro-batch, whichever rank computes it and however many there are."""
+    """Seed torch's generator (for dropout) by the micro-batch's number, so that the number of ranks does not matter."""
     torch.manual_seed(hash((step.optim.seed, step.index, unit * world.size + world.rank)) & LOW32)
 
 
 @final
 class Replicated(RankEngine):
-    """Trains one module on all ranks, each of which holds all of it (DDP): the gradient is that of one process.
+    """The engine of a module that every rank holds whole (DDP); the gradient is that of one process.
 
     Attributes:
         joining: returns the context of a micro-batch; its argument says whether it is the window's last.
@@ -90,26 +91,26 @@ class Replicated(RankEngine):
         """Build the step on the module's device.
 
         Args:
-            model: the same on every rank.
+            model: the module, equal on every rank.
             world: the ranks.
-            micro_batch: rows per micro-batch; None: an even share of the window.
-            others: the arguments of `Resident`.
+            micro_batch: rows of a micro-batch; None: an even share of the window.
+            others: further arguments of `Step`.
         """
         self.world = world
         layout = Layout(accumulate=self._accumulate, complete=total)
         step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
         step.recorder = None  # a replayed micro-step would contain collectives
         compat.one_graph_under_ddp()
-        # gradient_as_bucket_view stays off: gradients are views of the planes already.
+        # gradient_as_bucket_view stays off, because gradients are views of the planes already.
         self.parallel = DistributedDataParallel(_Whole(step))
-        # A lambda is needed because torch refuses annotations that are text.
+        # This is a lambda because torch refuses a hook whose annotations are strings, as all are in this file.
         self.parallel.register_comm_hook(None, lambda _, bucket: world.summing(bucket.buffer()))
         # Gradients are summed over ranks all at once, with the window's last micro-batch.
         self.joining: Callable[[bool], AbstractContextManager[None]] = lambda last: (
             nullcontext() if last else self.parallel.no_sync()
         )
-        # DDP rebuilds its buckets after a process's first pass, and more than two ranks' numbers are then added in
-        # another order. That pass is made before the first update, so restarted ranks get the same bits.
+        # After its first backward pass DDP rebuilds its buckets, so that the gradients of more than two ranks are
+        # summed in another order. This pass, made before the first update, gives restarted ranks the same bits.
         self.parallel(None, step.loss_factor).backward()
         super().__init__(lambda: step, micro_batch)
 
@@ -121,19 +122,19 @@ class Replicated(RankEngine):
                 with unlinked(step.planes), step.context():
                     loss, loss_sum, count = self.parallel(batch, step.loss_factor)
                 if not step.differentiate(loss, loss_sum, count):
-                    # The others wait for this rank's gradient, even if it is all zeros.
+                    # The other ranks wait for this rank's gradient, even if it is all zeros.
                     self.parallel.module(None, step.loss_factor).backward()
 
 
 @final
 class Sharded(RankEngine):
-    """Trains one module on all ranks, each of which holds some rows of every parameter (FSDP2).
+    """The engine of a module of which every rank holds some rows of each parameter (FSDP2).
 
-    The tensors of its state are parts of whole ones (`torch.distributed.tensor.DTensor`).
+    The tensors of its state are sharded (`torch.distributed.tensor.DTensor`).
 
     Attributes:
         joining: returns the context of a micro-batch; its argument says whether it is the window's last.
-        shards: the module with its loss, whose parameters torch gathers and scatters.
+        shards: the layout of the sharded parameters.
     """
 
     def __init__(self, model: nn.Module, *, world: World, micro_batch: int | None = None, **others: Any):
@@ -167,7 +168,7 @@ class Sharded(RankEngine):
 
 
 class _Whole(nn.Module):
-    """Forward pass and loss of a step as one module; without a batch, a zero that depends on every parameter."""
+    """The forward pass and loss of a step as one module; without a batch, a zero that depends on every parameter."""
 
     def __init__(self, step: Step):
         super().__init__()
@@ -176,7 +177,7 @@ class _Whole(nn.Module):
 
     def forward(self, batch: Any, loss_factor: Tensor) -> Tensor | tuple[Tensor, Tensor, Tensor]:
         if batch is None:
-            # Gradients come from the last parameter to the first, about as those of a real pass do.
+            # The gradients come from the last parameter to the first, about as in a real backward pass.
             return torch.cat([weight.flatten()[:0] for weight in self.parameters() if weight.requires_grad]).sum()
         step: Step = self.__dict__["step"]
         return step.forward(batch, loss_factor)

@@ -1,6 +1,6 @@
-"""FSDP2: every rank holds some rows of each parameter, gradient and optimizer state, and gathers one block at a time.
+"""Shard a model by FSDP2: a rank holds some rows of each parameter, gradient and moment, and gathers block by block.
 
-Shapes: a parameter [n, ...] has rows 0 .. n - 1; W ranks have ceil(n / W) each, in order, the last ones fewer or
+Shapes: a parameter [n, ...] has rows 0 .. n - 1; each of W ranks has ceil(n / W), in order, the last ones fewer or
 none.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -32,26 +33,26 @@ from monograph.optim import Kind, Muon, Plane, trainable
 from monograph.optim.planes import Slot
 from monograph.step import Layout, Step
 
-ROOM = 0.5  # share of the free memory that a model assembled next to its shards may take
+ROOM = 0.5  # share of the device's free memory that a whole copy of the model may take in addition to the shards
 
 
 class Shards:
-    """A layout whose planes are rows: the update is elementwise, so each rank updates its own rows.
+    """The layout of a step whose planes are a rank's rows; an elementwise update needs no others.
 
     Attributes:
-        root: forward pass and loss as the module that FSDP2 gathers and scatters for.
-        names: names of the model's tensors, as one process has them.
+        root: the forward pass and loss as one module, whose parameters FSDP2 gathers and whose gradients it scatters.
+        names: the names of the model's tensors, as in one process.
     """
 
     root: FSDPModule
     names: list[str]
 
     def __init__(self, world: World):
-        """Note the ranks; nothing is shared out until a step asks for its planes."""
+        """Store the ranks; nothing is sharded until a step asks for its planes."""
         self.world = world
 
     def layout(self, **others: Any) -> Layout:
-        """Return the layout; `others` are its fields that do not concern rows."""
+        """Return the layout; `others` are the fields that do not depend on sharding."""
         return Layout(
             planes=self._planes,
             captured=lambda step, scope: (
@@ -66,19 +67,19 @@ class Shards:
         )
 
     def _planes(self, step: Step) -> list[Plane]:
-        """Give each rank its rows, block by block, and return planes of them."""
+        """Shard the model block by block and return planes of this rank's rows."""
         require_rows(step)
         kinds, model = step.optim.kinds(step.model), step.model
         self.names, self._empty = list(kept_state(model)), hollow(model)
         mesh = init_device_mesh(default_device().type, (self.world.size,))
-        # Mapped weights are read from their file one block at a time, and a rank keeps its rows of each.
+        # Mapped weights are read from their file one block at a time, and a rank keeps only its rows.
         for block in blocks(model).values():
             fully_shard(materialize_(block), mesh=mesh)
         self.root = fully_shard(_Summed(step), mesh=mesh)  # type: ignore[assignment]
         for module in self.root.modules():  # type: ignore[attr-defined]
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
-                module.set_force_sum_reduction_for_comms(True)  # gloo cannot multiply on the way
+                module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
         return [step.begun(plane) for plane in rows_planes(model, kinds)]
 
     def _of_all_ranks(self, squares: Sequence[Tensor]) -> Tensor:
@@ -89,18 +90,18 @@ class Shards:
         try:
             return Layout().score(step, batches)
         finally:
-            self.root.reshard()  # otherwise, without a backward pass, the root's parameters stay whole
+            self.root.reshard()  # without a backward pass the root's parameters would stay gathered
 
     def _weights(self, step: Step) -> dict[str, Tensor]:
-        """Return the model's tensors by the names that one process has; parameters are parts of whole tensors."""
+        """Return the model's tensors by the names that they have in one process; parameters are sharded."""
         state = step.model.state_dict()
         return {name: state[name] for name in self.names}
 
     @contextmanager
     def _assembled(self, step: Step) -> Iterator[nn.Module]:
-        """Yield a copy of the model with all weights on rank 0 and without values elsewhere; a collective.
+        """Yield a copy of the model, with all weights on rank 0 and without values on the others; a collective.
 
-        It is on the host where the device has no room for it.
+        The copy is on the host if the device has no room for it.
         """
         whole, own = copy.deepcopy(self._empty), step.model.state_dict()
         needed = sum(parameter.nbytes for parameter in whole.parameters())
@@ -120,8 +121,8 @@ def require_rows(step: Any) -> None:
     """Refuse a step that cannot be trained by rows.
 
     Raises:
-        UsageError: an optimizer that needs whole matrices or blocks of numbers, a policy of recomputation that needs a
-            copy of the model, adapters, or a parameter without rows.
+        UsageError: the optimizer needs whole matrices or blocks of numbers, the recomputation policy needs a copy of
+            the model, or there are adapters or a parameter without rows.
     """
     if isinstance(step.optim, Muon):
         raise UsageError("optim.name = muon needs whole matrices, of which fsdp has rows: take adamw, or ddp")
@@ -149,7 +150,7 @@ class _Summed(nn.Module):
 
 
 def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
-    """Put a parameter in the place of another, everywhere that it is tied."""
+    """Replace a parameter of a module in every place that shares it (tied weights)."""
     for owner in module.modules():
         for name, held in owner._parameters.items():
             if held is old:
@@ -158,25 +159,24 @@ def _replace(module: nn.Module, old: nn.Parameter, new: nn.Parameter) -> None:
 
 def hollow(model: nn.Module) -> nn.Module:
     """Return a copy of a module whose parameters have shapes but no values."""
-    empty = {id(p): nn.Parameter(_without_numbers(p), p.requires_grad) for p in model.parameters()}
-    return copy.deepcopy(model, dict(empty))
-
-
-def _without_numbers(parameter: Tensor) -> Tensor:
-    return torch.empty(parameter.shape, dtype=kept_dtype(parameter), device="meta")
+    empty: dict[int, Any] = {}
+    for weight in model.parameters():
+        numbers = torch.empty(weight.shape, dtype=kept_dtype(weight), device="meta")
+        empty[id(weight)] = nn.Parameter(numbers, weight.requires_grad)
+    return copy.deepcopy(model, empty)
 
 
 # ── rows ────────────────────────────────────────────────────────────────────────────────────────
 
 
 def rows_of(rank: int, size: int, rows: int) -> slice:
-    """Return the slice of rows that a rank among `size` has."""
+    """Return the slice of a parameter's rows that one of `size` ranks holds."""
     share = -(-rows // size)
     return slice(min(rank * share, rows), min((rank + 1) * share, rows))
 
 
 def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
-    """Return this rank's rows as a part of a tensor of the shape of `whole`."""
+    """Return this rank's rows as the local part of a DTensor of the shape of `whole`."""
     shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
     return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
 
@@ -193,7 +193,7 @@ class OwnRows(Mapping[str, Tensor]):
     """Whole tensors by name, each cut to this rank's rows when it is asked for."""
 
     def __init__(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]):
-        """Cut `tensors` as those of `like` are."""
+        """Shard `tensors` as those of the same name in `like` are."""
         self._tensors, self._like = tensors, like
 
     def __iter__(self) -> Iterator[str]:
@@ -209,29 +209,29 @@ class OwnRows(Mapping[str, Tensor]):
 
 @dataclass
 class RowsPlane(Plane):
-    """A plane of the rows that this rank has of one parameter: FSDP2 owns the memory of the weights."""
+    """A plane of this rank's rows of one parameter. It holds one parameter because FSDP2 owns the weights' memory."""
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield views as `Plane.views` does; each is a part of a tensor in the parameter's shape."""
+        """Yield views as `Plane.views` does, as DTensors in the parameter's shape."""
         [(name, parameter, _)] = self.slots
         local: Any = parameter
         yield name, of_rows(flat.view(local.to_local().shape), local.device_mesh, parameter)
 
 
 def rows_planes(model: nn.Module, kinds: Mapping[str, Kind]) -> list[RowsPlane]:
-    """Make a plane for each trainable parameter of a module that is sharded.
+    """Make a plane for each trainable parameter of a sharded module.
 
-    `number` and `start` say where its elements lie in one process's planes.
+    Its `number` and `start` say which plane of a single process holds these elements, and where they begin in it.
     """
     numbers: dict[Kind, int] = {}
-    reached: dict[Kind, int] = {}
+    reached = Counter[Kind]()  # elements so far of each kind
     made = []
     for name, parameter in trainable(model).items():
         sharded, kind = parameter, kinds[name]
         assert isinstance(sharded, DTensor)
         rows = rows_of(sharded.device_mesh.get_local_rank(), sharded.device_mesh.size(), len(parameter))
-        before = reached.get(kind, 0) + rows.start * math.prod(parameter.shape[1:])
-        reached[kind] = reached.get(kind, 0) + parameter.numel()
+        before = reached[kind] + rows.start * math.prod(parameter.shape[1:])
+        reached[kind] += parameter.numel()
         local = sharded.to_local().detach().view(-1)
         start = torch.tensor(before, device=local.device)
         number = numbers.setdefault(kind, len(numbers))

@@ -1,4 +1,4 @@
-"""The processes that train one run together: who they are, what they agree on, what they sum."""
+"""Connect the processes (ranks) that train one run together: they meet, agree on values and sum tensors."""
 
 from __future__ import annotations
 
@@ -20,12 +20,13 @@ from torch import Tensor
 from monograph.errors import PeerLost, UsageError
 from monograph.storage.reading import entries
 
-# A rank waits so long for work that rank 0 does alone, such as reading a text; the launcher notices a dead rank 0.
+# The longest that a rank waits for work that rank 0 does alone, such as reading a text. A launcher ends the others if
+# rank 0 dies, so this limit need not be short.
 PATIENCE = timedelta(days=7)
-# Ranks wait so long for one that does not come, and report it after the second time.
+# The longest that ranks wait for each other at the start, and the interval at which rank 0 names the absent ones.
 COMING, SAYING, POLL_S = timedelta(minutes=10), timedelta(seconds=15), 0.05
 FINISHING_S = 60.0
-PORTS = 20_000  # where SLURM names no port: the first of 10,000, which systems do not use for outgoing connections
+PORTS = 20_000  # the first of 10,000 ports used where SLURM names none; systems use others for outgoing connections
 
 
 @dataclass(frozen=True)
@@ -33,9 +34,10 @@ class Place:
     """The place of a process among the others, as its launcher gives it.
 
     Attributes:
-        rank: its number among all; size: how many there are; local: its number on its machine.
-        attempt: how often the launcher has restarted all of them; again: whether it or SLURM has.
-        host, port: where rank 0's machine listens; shared: whether the launcher listens there for all attempts.
+        rank: the process's number among all processes; size: the number of processes; local: its number on its machine.
+        attempt: how often the launcher has restarted all processes; again: whether the launcher or SLURM has.
+        host, port: the address of the store where the processes meet; shared: whether the launcher itself holds that
+            store, for all attempts.
     """
 
     rank: int = 0
@@ -53,7 +55,7 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
 
     Args:
         environment: the variables.
-        srun: whether tasks that srun started are ranks; they may also be independent runs.
+        srun: whether tasks started by srun are ranks; otherwise they are taken for independent runs.
 
     Raises:
         UsageError: there are several machines, and a restart would read the addresses of the previous attempt.
@@ -91,20 +93,20 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
 
 
 def first_host(nodes: str) -> str:
-    """Return the first of the machines that SLURM lists as `gpu[03-05,9],big1`."""
+    """Return the name of the first machine in SLURM's list, such as gpu03 for `gpu[03-05,9],big1`."""
     name, numbers = re.match(r"([^\[,]+)(?:\[([0-9]+))?", nodes).groups()  # type: ignore[union-attr]
     return f"{name}{numbers or ''}"
 
 
 class World:
-    """All processes of a run, and this one's place among them; alone, every method is the identity."""
+    """All processes of a run, and this one's place among them. For a single process every method is the identity."""
 
     def __init__(self, own: Place | None = None, say: Callable[[str], None] = lambda line: None):
         """Meet the other processes.
 
         Args:
-            own: this process's place, None where it is alone.
-            say: called with the lines that rank 0 reports while it waits.
+            own: this process's place; None for a single process.
+            say: called on rank 0 with lines to print while it waits.
 
         Raises:
             PeerLost: some processes did not come.
@@ -122,7 +124,8 @@ class World:
         except dist.DistNetworkError as error:
             reason = str(error).split(". ")[0]
             raise PeerLost(f"rank {own.rank}: nobody was met at {own.host}:{own.port}: {reason}") from error
-        # torchrun's store outlives an attempt, and so do addresses of processes that are gone (docs/log.md).
+        # torchrun's store outlives an attempt and keeps addresses of processes that are gone (docs/log.md), so each
+        # attempt has its own prefix.
         self._of_attempt = dist.PrefixStore(f"monograph/{own.attempt}", self.store)
         self._meet(say)
         backend = "gloo"
@@ -136,7 +139,7 @@ class World:
         here = [f"there/{rank}" for rank in range(self.size)]
         self._of_attempt.set(here[self.rank], "")
         began = said = time.monotonic()
-        while not self._of_attempt.check(here):  # poll, as torch prints its own lines when a wait for a key times out
+        while not self._of_attempt.check(here):  # polled, since torch prints lines of its own when a wait times out
             now = time.monotonic()
             absent = [str(rank) for rank, key in enumerate(here) if not self._of_attempt.check([key])]
             if now - began > COMING.total_seconds():
@@ -152,7 +155,7 @@ class World:
         return self.rank == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """Return the sum over ranks of a tensor, a new one; every rank gives the same shape and dtype; a collective."""
+        """Return a new tensor, the sum over ranks of tensors of the same shape and dtype; a collective."""
         if self.alone:
             return tensor
         total = tensor.clone()
@@ -171,11 +174,11 @@ class World:
         return [count > 0 for count in self.sum(torch.tensor([int(flag) for flag in flags])).tolist()]
 
     def number(self, value: int) -> int:
-        """Return rank 0's whole number, on all ranks; a collective, so that it fails where a rank is gone."""
+        """Return rank 0's whole number on all ranks; a collective, so that it fails if a rank is gone."""
         return int(self.sum(torch.tensor(value if self.leads else 0)))
 
     def agreed(self, value: Any) -> Any:
-        """Return rank 0's value, on all ranks, as JSON gives it back, however long the others wait for it."""
+        """Return rank 0's value, after a round trip through JSON, on all ranks; they wait for it up to PATIENCE."""
         if self.alone:
             return value
         self._asked += 1
@@ -206,7 +209,7 @@ class World:
             self.agreed(None)
 
     def gather(self) -> None:
-        """Make rank 0 wait, however long it takes, until every other rank has come here."""
+        """Make rank 0 wait, up to PATIENCE, until every other rank has called this."""
         if self.leads:
             self._wait_for(*(f"here/{rank}" for rank in range(1, self.size)))
         else:
@@ -217,12 +220,12 @@ class World:
             self._of_attempt.wait([*keys], PATIENCE)
 
     def wait(self) -> None:
-        """Wait until all ranks have come here."""
+        """Wait until all ranks have called this."""
         if not self.alone:
             dist.barrier()
 
     def leave(self) -> None:
-        """Leave together: a rank that ended earlier would leave the others waiting."""
+        """Leave together with all ranks, since a rank that ended earlier would leave the others waiting."""
         if not self.alone:
             dist.barrier()
             dist.destroy_process_group()
@@ -230,28 +233,28 @@ class World:
 
 
 def _let_gloo_finish() -> None:
-    """Wait until no thread of gloo runs any more, on Linux, or until FINISHING_S have passed on an overloaded machine.
+    """Wait until no thread of gloo runs any more, but at most FINISHING_S, for overloaded machines; Linux only.
 
-    Python aborts a process that ends while such a thread still lets go of a tensor
-    (https://github.com/pytorch/pytorch/issues/190489). The group's own end waits for its threads, but torch's caches of
-    sharded tensors keep the group alive.
+    Python aborts a process that ends while such a thread still frees a tensor
+    (https://github.com/pytorch/pytorch/issues/190489). Destroying the group waits for its threads, but torch's caches
+    of sharded tensors keep the group alive.
     """
     until = time.monotonic() + FINISHING_S
     while time.monotonic() < until:
-        time.sleep(POLL_S)  # this frees Python's lock, for which such a thread may be waiting
+        time.sleep(POLL_S)  # releases Python's global lock, for which such a thread may be waiting
         if not any(_is_gloo_running(task) for task in entries("/proc/self/task")):
             return
 
 
 def _is_gloo_running(task: Path) -> bool:
-    with suppress(OSError):  # it has just ended
+    with suppress(OSError):  # the thread has just ended
         status = (task / "status").read_text()
         return "\tpt_gloo_runloop\n" in status and "\nState:\tR" in status
     return False
 
 
 def lost(error: BaseException | None) -> bool:
-    """Return whether an error, or what it was made from, says that another process cannot be reached."""
+    """Return whether an error, or one of its causes, says that another process cannot be reached."""
     if error is None:
         return False
     said = isinstance(error, RuntimeError) and ("gloo" in str(error).lower() or "NCCL" in str(error))

@@ -1,4 +1,4 @@
-"""Find the model that a run begins from again, and compare it: weights for adapters, tokens for a tokenizer.
+"""Compare the model that a run begins from: its weights with those of adapters, its tokens with a tokenizer's.
 
 Shapes: V rows of the model's embedding.
 """
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from monograph.errors import InputRefused
 from monograph.graph.inspect import unique_state
@@ -28,18 +28,18 @@ LONGEST = 40  # characters of a token in a message
 
 
 class Vocabulary(NamedTuple):
-    """The number of tokens, in a model's tokenizer and in the one used with it.
+    """The number of tokens in a model's tokenizer and in the tokenizer that is used with the model.
 
     Attributes:
-        own: in the tokenizer of the model; None if it has none.
-        all: in the tokenizer that is used with it, whose first tokens are the same.
+        own: tokens of the model's tokenizer; None if it has none.
+        all: tokens of the tokenizer that is used, whose first tokens are the same.
     """
 
     own: int | None
     all: int
 
     def new(self, rows: int) -> range:
-        """Return the ids that a model of V rows was not trained with; if nobody knows, those that it has no row for."""
+        """Return the ids that a model of V rows was not trained with; if that is unknown, the ids without a row."""
         return range(min(rows if self.own is None else self.own, rows), self.all)
 
 
@@ -67,7 +67,7 @@ def tokenizer_named(name: str) -> str:
 
 
 def own_file(folder: str | Path) -> Path | None:
-    """Return the tokenizer.json that belongs to weights themselves; None where there is none."""
+    """Return the path of the tokenizer.json that belongs to a model's weights; None if a folder has none."""
     run = run_named(folder)
     return run.tokenizer if run else hub.tokenizer_file(Path(folder).parent if is_weight_file(folder) else folder)
 
@@ -123,28 +123,25 @@ def _shown(text: str) -> str:
 
 
 def recorded(lora: Lora) -> dict[str, Any]:
-    """Return the adapters' options as JSON values."""
+    """Return the adapters' options as JSON values, for a recipe."""
     values = {**vars(lora), "targets": lora.targets if isinstance(lora.targets, str) else list(lora.targets)}
     tokens = {"tokens": list(values.pop("tokens"))}
     return values | (tokens if lora.tokens else {})  # runs from before rows of tokens were trained lack them
 
 
 def digest(module: nn.Module) -> str:
-    """Return the hex SHA-256 of a base's weights: of names, shapes and numbers, which are the same in bf16 and fp32."""
+    """Return the hex SHA-256 of a base's names, shapes and numbers in fp32, so that a bf16 copy has the same digest."""
     sha256 = hashlib.sha256()
     for name, tensor in sorted(unique_state(module).items()):
+        narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
+        numbers = (tensor.detach().float() if narrow else tensor.detach()).contiguous()
         sha256.update(f"{name} {list(tensor.shape)} ".encode())
-        sha256.update(_bytes(tensor))
+        sha256.update(numbers.reshape(-1).view(torch.uint8).numpy().data)
     return sha256.hexdigest()
 
 
-def _bytes(tensor: Tensor) -> memoryview:
-    wide = tensor.detach().float() if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor.detach()
-    return wide.contiguous().reshape(-1).view(torch.uint8).numpy().data
-
-
 def require_base_of(adapter: Adapter, base_sha256: str) -> None:
-    """Refuse a base whose weights are not those that a stored adapter was trained with, if the adapter records these.
+    """Refuse a base whose weights differ from those that a stored adapter records, if it records any.
 
     Raises:
         InputRefused: the base has other weights.
@@ -157,7 +154,7 @@ def require_base_of(adapter: Adapter, base_sha256: str) -> None:
 
 
 def require_base(found: str | None, wanted: str | None, init: str | None, folder: Path) -> None:
-    """Refuse a base that differs from the one that a run's adapters were trained with.
+    """Refuse a base whose digest differs from that of the base that a run's adapters were trained on.
 
     Raises:
         InputRefused: the base differs.

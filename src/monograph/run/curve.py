@@ -1,6 +1,6 @@
-"""Draw a curve with text: in Braille cells where the terminal has them, in ASCII otherwise.
+"""Draw a curve as text, in Braille or in ASCII characters.
 
-A cell is one character; a dot is a part of a cell, 2 x 4 of them in a Braille cell (Unicode block U+2800).
+A cell is one character. A dot is a part of a cell; a Braille cell (Unicode block U+2800) has 2 x 4 dots.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from monograph.report import quantities
 Dot = tuple[int, int]  # (column, row)
 Piece = tuple[str, str]  # (role, text)
 
-SCALE_WIDTH = 6  # "4.0 " before the plot
-YARDSTICK_WIDTH = 18  # "  order 6 1.87" after it
+SCALE_WIDTH = 6  # characters before the plot, such as "4.0 "
+YARDSTICK_WIDTH = 18  # characters after it, such as "  order 6 1.87"
 
 
 @dataclass(frozen=True)
 class Cells:
-    """The set of characters: dots across and down a cell, and the character for a set of lit dots."""
+    """A set of characters to draw with: the number of dots across and down a cell, and the character for lit dots."""
 
     across: int
     down: int
@@ -41,20 +41,6 @@ _BRAILLE_BIT = {
 }  # fmt: skip
 
 
-def braille_curve(
-    xs: Sequence[float],
-    ys: Sequence[float],
-    width: int,
-    height: int,
-    yardsticks: Mapping[str, float],
-    x_end: float | None = None,
-    cells: Cells = BRAILLE,
-) -> list[str]:
-    """Return the text of `curve_pieces`: `height` rows of plot and one of x labels, each at most `width` characters."""
-    rows = curve_pieces(xs, ys, width, height, yardsticks, x_end, cells)
-    return ["".join(text for _, text in row).rstrip() for row in rows]
-
-
 def curve_pieces(
     xs: Sequence[float],
     ys: Sequence[float],
@@ -64,12 +50,12 @@ def curve_pieces(
     x_end: float | None = None,
     cells: Cells = BRAILLE,
 ) -> list[list[Piece]]:
-    """Return the plot's rows in pieces (role, text), for a terminal to colour "scale", "curve", "level" and "name".
+    """Return the plot's rows as pieces (role, text); the roles to colour are "scale", "curve", "level" and "name".
 
     Points (xs, ys), ascending in x, are joined; x runs from 0 to `x_end` (default: the last x). Each yardstick is a
-    dotted level with its name and value at the right, a row off where two would collide. The scale covers the
-    yardsticks and the curve's end: values above 2.2 times the last one are drawn on the upper edge, since the steep
-    start would flatten the rest. Values that are not finite are left out.
+    dotted level with its name and value at the right, a row off if two would collide. The scale covers the yardsticks
+    and the curve's end. Values above 2.2 times the last one are drawn on the upper edge, since the steep start would
+    flatten the rest. Values that are not finite are left out.
     """
     points = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
     values = [y for _, y in points] + list(yardsticks.values())
@@ -78,7 +64,7 @@ def curve_pieces(
     high = max([reach, *yardsticks.values()])
     margin = max(0.04 * (high - low), 0.02)
     columns = width - SCALE_WIDTH - YARDSTICK_WIDTH
-    right = x_end or (points[-1][0] if points else 0.0) or 1.0  # a run without tokens so far still has an axis
+    right = x_end or (points[-1][0] if points else 0.0) or 1.0  # before the first token, too, there is an axis
     grid = _Grid(cells, columns, height, low - margin, high + margin, right)
     curve = grid.by_cell(grid.joined(points))
     levels = grid.by_cell(dot for level in yardsticks.values() for dot in grid.dotted(level))
@@ -86,7 +72,7 @@ def curve_pieces(
     rows: list[list[Piece]] = []
     for row in range(height):
         pieces: list[Piece] = [("scale", f"{scale.get(row, ''):>{SCALE_WIDTH - 1}} ")]
-        for column in range(columns):  # the curve hides the level: two lines in a cell are illegible
+        for column in range(columns):  # the curve hides a level, since two lines in a cell are illegible
             role, lit = ("curve", curve) if (column, row) in curve else ("level", levels)
             dots = lit.get((column, row))
             pieces.append((role, cells.character(dots) if dots else " "))
@@ -96,7 +82,7 @@ def curve_pieces(
 
 @dataclass(frozen=True)
 class _Grid:
-    """Maps values to dots; dot (0, 0) is the upper left one; `rows` and `columns` count cells."""
+    """The map from values to dots; dot (0, 0) is the upper left one; `rows` and `columns` count cells."""
 
     cells: Cells
     columns: int
@@ -115,7 +101,7 @@ class _Grid:
         return self.dot(0, y)[1] // self.cells.down
 
     def by_cell(self, dots: Iterable[Dot]) -> dict[Dot, set[Dot]]:
-        """Return the dots inside each cell (column, row) that has any, counted from the cell's own corner."""
+        """Group dots by cell (column, row); a dot's position is then relative to its cell."""
         cells: dict[Dot, set[Dot]] = {}
         for column, row in dots:
             across, down = divmod(column, self.cells.across), divmod(row, self.cells.down)
@@ -139,7 +125,7 @@ class _Grid:
         return dots
 
     def scale_labels(self) -> dict[int, str]:
-        """Return y labels by cell row: multiples of the finest of 0.1, 0.2, 0.5, ... that leaves a row between two."""
+        """Return y labels by cell row, at multiples of the finest of 0.1, 0.2, 0.5, ... that leaves a row between."""
         rows_per_unit = self.rows / (self.high - self.low)
         step = next((step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if step * rows_per_unit >= 2), None)
         if step is None:
@@ -149,7 +135,7 @@ class _Grid:
 
 
 def _spread_names(yardsticks: Mapping[str, float], grid: _Grid) -> dict[int, str]:
-    """Return a row for every yardstick's label: its own, or the nearest free one above it, or else below it."""
+    """Return the yardsticks' labels by row: each in its own row, or the nearest free one above, or else below."""
     taken: dict[int, str] = {}
     for name, value in sorted(yardsticks.items(), key=lambda item: item[1]):
         wanted = grid.cell_row(value)
@@ -161,7 +147,7 @@ def _spread_names(yardsticks: Mapping[str, float], grid: _Grid) -> dict[int, str
 
 
 def _x_labels(x_end: float, columns: int) -> str:
-    """Return the quarters of the x axis, each ending below its place, as many as leave a gap between two."""
+    """Return the labels of the x axis's quarters, each ending at its place, as far as gaps remain between them."""
     line = f"{quantities.count(x_end)} tokens".rjust(columns)
     for quarter in (3, 2, 1):
         label, end = quantities.count(x_end * quarter / 4), columns * quarter // 4

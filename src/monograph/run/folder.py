@@ -1,7 +1,8 @@
-"""Handle run folders: created without races, locked while in use, with metrics as one JSON object per line.
+"""Manage run folders: create them without races, lock them while in use, and log metrics as one JSON object a line.
 
-`run.lock` makes a folder a run: a JSON record with the run's serial number and the present or last holder of the lock.
-A run has begun once `config.toml` exists; before that it holds nothing worth keeping and counts as empty.
+A folder with a `run.lock` is a run: the file is a JSON record with the run's serial number and the current or last
+holder of the lock. A run has begun once `config.toml` exists; before that it has nothing worth keeping and counts as
+empty.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _BEFORE_IT_BEGAN = {
 _RECORD = b'{"serial": '  # the first bytes of run.lock
 
 _NUMBERS = ("train_loss", "grad_norm", "tokens_per_s", "wall_s", "eval_loss", "eval_bits_per_byte", "share")
-# What a row may hold where a command relies on it.
+# The entries of a row that commands rely on, with their types.
 _Row = create_model(
     "_Row",
     __config__=ConfigDict(strict=True),
@@ -53,8 +54,8 @@ _Row = create_model(
     sample=(str, ""),
 )
 
-# Descriptors of the locks that this process holds. A forked child inherits them, and so the locks, which would then
-# outlive this process.
+# Descriptors of the locks that this process holds. A forked child inherits them, and the locks would
+# outlive this process unless the child closed them.
 _held: set[int] = set()
 
 
@@ -68,17 +69,17 @@ os.register_at_fork(after_in_child=_forget_inherited_locks)
 
 
 class Run:
-    """A run's folder. Make one with `create`, find one with `open`; `lock` it before writing anything.
+    """A run's folder. `create` makes one and `open` finds one; `lock` it before writing anything.
 
-    `at` is the update of the checkpoint whose folder named the run; None if the run's folder did: then the newest is
-    meant.
+    Attributes:
+        folder: the run's folder.
+        at: the update of the checkpoint by whose folder the run was named; None means the newest checkpoint.
     """
 
     def __init__(self, folder: Path, at: int | None = None) -> None:
         self.folder, self.at = folder, at
         self.config = folder / "config.toml"
         self.checkpoints = folder / "checkpoints"
-        self.figures = folder / "figures"
         self.report = folder / "report.html"
         self.tokenizer = folder / "tokenizer.json"
         self.metrics = folder / "metrics.jsonl"
@@ -110,9 +111,8 @@ class Run:
     def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT) -> Run:
         """Return the run at path `name`; "last" is the newest begun run in `root`, and "last/..." a path inside it.
 
-        The folder of one of its checkpoints names the run as it was then, `Run.at`. The newest run has the highest
-        serial number, which does not depend on the clock. Raises InputRefused, also for a sweep, of which one run must
-        be named.
+        The folder of a checkpoint names the run at that update, `Run.at`. The newest run has the highest serial number,
+        which does not depend on the clock. Raises InputRefused, also for a sweep, of which one run must be named.
         """
         name = placed(Path(name))
         folder, at = cls.located(name, root), checkpoint_named(name)
@@ -123,7 +123,7 @@ class Run:
 
     @staticmethod
     def located(name: str | Path, root: str | Path = DEFAULT_ROOT) -> Path:
-        """Return the folder of the run or sweep of that name; see `open`. Raises InputRefused."""
+        """Return the folder of the run or sweep called `name`; see `open`. Raises InputRefused."""
         first, *inner = Path(name).parts or (".",)
         folder = placed(Path(name))
         if first == "last":
@@ -146,28 +146,28 @@ class Run:
 
     @property
     def named(self) -> Path:
-        """Return the folder that names it: the run's, or that of the checkpoint of update `at`."""
+        """Return the folder that names this run: its own, or that of the checkpoint of update `at`."""
         return self.folder if self.at is None else self.checkpoints / f"step-{self.at:08d}"
 
     @property
     def begun(self) -> bool:
-        """Return whether its settings are written: from then on it can be resumed."""
+        """Return whether the run's settings are written; from then on it can be resumed."""
         return is_file(self.config)
 
     @property
     def handle(self) -> str:
         """Return this run's name on a command line: "last" while it is the newest in ./runs, otherwise its path."""
-        with suppress(Unreadable):  # of the file that says which run is the newest
+        with suppress(Unreadable):  # if a run.lock cannot be read, the newest run is unknown
             runs = runs_in(DEFAULT_ROOT)
             return "last" if runs and without_links(runs[-1]) == without_links(self.folder) else str(self.folder)
         return str(self.folder)
 
     @contextmanager
     def lock(self, new: bool = False) -> Iterator[None]:
-        """Hold the run for the `with` block; the kernel frees it when the process ends, however it ends (flock(2)).
+        """Hold the run's lock for the `with` block; the kernel frees it however the process ends (flock(2)).
 
         Raises RunInUse, which names the process and host that hold it, and InputRefused for a `new` run that another
-        process began after it was created here.
+        process has begun since it was created here.
         """
         with _exclusive(self.lock_file) as descriptor:
             if new and self.begun:
@@ -176,10 +176,10 @@ class Run:
             yield
 
     def _sign(self, descriptor: int, number: int) -> None:
-        """Write the run's number and the holder into its lock.
+        """Write the run's number and the holder into run.lock.
 
-        Bytes that are there already are not written again, so that not even a power cut takes the number; leftover
-        bytes are cut off last, so that a reader never finds the file empty.
+        Equal bytes at the beginning are not written again, so that even a power cut cannot lose the number. Leftover
+        bytes at the end are cut off last, so that a reader never sees an empty file.
         """
         holder = {"serial": number, "pid": os.getpid(), "host": socket.gethostname()}
         content = json.dumps(holder).encode()
@@ -191,9 +191,9 @@ class Run:
             os.fsync(descriptor)
 
     def log(self, *rows: Mapping[str, Any]) -> None:
-        """Append each row to metrics.jsonl as one line; the kernel has it when this returns, so a kill keeps it.
+        """Append each row to metrics.jsonl as one line; a kill after this returns does not lose it.
 
-        NaN and infinities are written as null, since JSON has neither. Raises DiskFull, leaving no half line behind.
+        NaN and infinities are written as null, since JSON has neither. Raises DiskFull and then leaves no partial line.
         """
         lines = (json.dumps(_finite(row), allow_nan=False, separators=(", ", ": ")) for row in rows)
         content = "".join(f"{line}\n" for line in lines).encode()
@@ -211,13 +211,13 @@ class Run:
                 os.close(descriptor)
 
     def rows(self) -> list[dict[str, Any]]:
-        """Return the rows so far, except a last line that was cut off; raises InputRefused where one is damaged."""
+        """Return the rows so far, without a last line that was cut off; raises InputRefused if one is damaged."""
         content = self._metrics()
         return self._parsed(content[: content.rfind(b"\n") + 1])
 
     def _metrics(self) -> bytes:
         try:
-            return read_input(self.metrics, None)  # of any length, or a run that wrote it could not go on
+            return read_input(self.metrics, None)  # without a limit, since a long run's metrics must stay readable
         except FileNotFoundError:
             return b""
         except OSError as error:
@@ -240,25 +240,25 @@ class Run:
         return entry.st_size if entry else 0
 
     def sync_metrics(self) -> int:
-        """Make the rows logged so far survive a power failure; return `metrics_offset`. Call before a checkpoint."""
+        """Flush the rows to disk, so that a power cut keeps them, before a checkpoint; return `metrics_offset`."""
         if exists(self.metrics):
             with explained(self.metrics), open_input(self.metrics) as file:
                 os.fsync(file.fileno())
         return self.metrics_offset
 
     def metrics_digest(self, offset: int | None = None) -> str:
-        """Return the hex sha256 of the rows before byte `offset`, or of all rows without it."""
+        """Return the hex SHA-256 of the rows before byte `offset`, or of all rows if it is None."""
         return hashlib.sha256(self._metrics()[:offset]).hexdigest()
 
     def truncate_metrics(self, offset: int, sha256: str | None = None) -> None:
-        """Drop the rows after byte `offset`, as `require_metrics` allows."""
+        """Drop the rows after byte `offset`; raises what `require_metrics` does."""
         self.require_metrics(offset, sha256)
         if exists(self.metrics):
             with explained(self.metrics):
                 os.truncate(self.metrics, offset)
 
     def require_metrics(self, offset: int, sha256: str | None) -> None:
-        """Raise InputRefused if a row before byte `offset` is missing or damaged, or their digest is another one."""
+        """Raise InputRefused if a row before byte `offset` is missing or damaged, or the rows' digest differs."""
         instead = "put the file back, or start a new run from this one with --from"
         if self.metrics_offset < offset:
             raise InputRefused(
@@ -274,7 +274,7 @@ class Run:
 
 @contextmanager
 def _exclusive(lock_file: Path) -> Iterator[int]:
-    """Yield the lock file's descriptor, held for the `with` block; raises RunInUse."""
+    """Lock a file for the `with` block and yield its descriptor; raises RunInUse."""
     with explained(lock_file):
         descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o666)
     _held.add(descriptor)
@@ -286,14 +286,14 @@ def _exclusive(lock_file: Path) -> Iterator[int]:
                 raise _in_use(lock_file.parent) from None
         yield descriptor
     finally:
-        if descriptor in _held:  # a forked child has closed its copy already
+        if descriptor in _held:  # in a forked child it is closed already
             _held.remove(descriptor)
             os.close(descriptor)
 
 
 @contextmanager
 def explained(path: Path) -> Iterator[None]:
-    """Turn the system's refusal to write `path` into an error that a person can act on."""
+    """Turn the system's error in writing `path` into one that says what the user can do."""
     try:
         yield
     except OSError as error:
@@ -328,14 +328,14 @@ def _claim_given_folder(folder: Path) -> Path:
 
 
 def _is_as_good_as_empty(folder: Path) -> bool:
-    """Return whether `folder` holds only what a run leaves that was killed before it began."""
+    """Return whether `folder` holds only files of a run that was killed before it began."""
     record = contents(folder / "run.lock")
-    ours = record is not None and _RECORD.startswith(record.rstrip(b"\0")[: len(_RECORD)])  # perhaps cut off
+    ours = record is not None and _RECORD.startswith(record.rstrip(b"\0")[: len(_RECORD)])  # it may be cut off
     return ours and {path.name for path in entries(folder)} <= _BEFORE_IT_BEGAN
 
 
 def _drop_text(folder: Path) -> None:
-    """Remove standard input's text that a run kept before it was killed unbegun; the lock shows whether it lives."""
+    """Remove the text of standard input from a run that was killed before it began, which a free lock shows."""
     run = Run(folder)
     with suppress(RunInUse, InputRefused, Unreadable, OSError):
         if exists(folder / "stdin") and not run.begun:
@@ -373,7 +373,7 @@ def _write_all(descriptor: int, content: bytes) -> None:
 
 
 class Follower(Run):
-    """A run that this process reads and never writes."""
+    """A run in a process other than rank 0, which reads the run and never writes it."""
 
     @contextmanager
     def lock(self, new: bool = False) -> Iterator[None]:

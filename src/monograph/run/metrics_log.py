@@ -12,15 +12,14 @@ import torch
 from monograph.run.folder import Run
 from monograph.step import Update
 
-# So many skipped updates in a row are no accident.
-PATIENCE = 20
+PATIENCE = 20  # so many skipped updates in a row are no accident
 
 
 class MetricsLog:
-    """Collects updates and writes them every `every` updates, so that it waits for the device only that often."""
+    """The log of one run's updates. It writes after every `every` updates and so waits for the device only then."""
 
     def __init__(self, run: Run, every: int):
-        """Open the log of `run`, and read back the metrics that a resumed run has already."""
+        """Open the log of `run` and read the metrics that a resumed run has already."""
         self.run, self.every = run, every
         self.pending: list[tuple[Update, dict[str, Any]]] = []
         rows = [row for row in run.rows() if "skipped" in row]
@@ -29,20 +28,18 @@ class MetricsLog:
         self.streak = sum(1 for _ in itertools.takewhile(lambda row: row["skipped"], reversed(rows)))
 
     def add(self, update: Update, extra: dict[str, Any]) -> bool:
-        """Note an update; return whether the rows were written now."""
+        """Add an update with extra values for its row; return whether the rows were written now."""
         self.pending.append((update, extra))
-        if len(self.pending) < self.every:
-            return False
-        self.flush()
-        return True
+        if len(self.pending) >= self.every:
+            self.flush()
+        return not self.pending
 
     def flush(self) -> None:
-        """Write pending rows: the one place where the training loop reads tensors."""
+        """Write the pending rows. Only here does the training loop read tensors."""
         if not self.pending:
             return
-        self.write(
-            [member[0] for member in numbers([update for update, _ in self.pending])], [e for _, e in self.pending]
-        )
+        rows = [members[0] for members in numbers([update for update, _ in self.pending])]
+        self.write(rows, [extra for _, extra in self.pending])
         self.pending.clear()
 
     @property
@@ -51,7 +48,7 @@ class MetricsLog:
         return self.streak >= PATIENCE
 
     def write(self, rows: Sequence[dict[str, Any]], extras: Sequence[dict[str, Any]]) -> None:
-        """Write rows of updates, whose `skipped` counts since the start, with the extra values of each."""
+        """Write rows of updates with extra values for each; their `skipped` is the count since the run's start."""
         written = []
         for row, extra in zip(rows, extras, strict=True):
             was_skipped = row["skipped"] > self.skipped
@@ -62,34 +59,33 @@ class MetricsLog:
         self.run.log(*written)
 
     def has_lost(self, updates: int) -> bool:
-        """Return whether a run that ends now, after `updates` updates, ends without learning."""
+        """Return whether a run of `updates` updates ends skipping them, by a non-finite loss or for half of the run."""
         loss = self.last.get("train_loss")
         return self.streak > 0 and (loss is None or not math.isfinite(loss) or 2 * self.streak >= updates)
 
-    def note(self, row: dict[str, Any]) -> None:
-        """Write a row for an evaluation or a sample rather than for an update."""
-        self.flush()
-        self.run.log(row)
-
 
 class MetricsLogs:
-    """The logs of models that train at once: their tensors are read together."""
+    """The logs of models that train at once, whose tensors are read from the device together.
+
+    Attributes:
+        ended: the update after which each diverged member learned nothing more, by the member's place.
+    """
 
     def __init__(self, runs: Sequence[Run], every: int):
-        """Open the logs of `runs`, in the order of the members; see `MetricsLog`. `ended` is read back too."""
+        """Open the logs of `runs`, in the order of the members; see `MetricsLog`."""
         self.logs, self.every = [MetricsLog(run, every) for run in runs], every
         self.pending: list[tuple[Update, dict[str, Any]]] = []
         self.ended = {i: row["diverged"] for i, run in enumerate(runs) for row in run.rows() if "diverged" in row}
 
     def add(self, update: Update, extra: dict[str, Any]) -> bool:
-        """Note an update; return whether the rows were written now."""
+        """Add an update with extra values for its rows; return whether the rows were written now."""
         self.pending.append((update, extra))
         if len(self.pending) >= self.every:
             self.flush()
         return not self.pending
 
     def flush(self) -> None:
-        """Write pending rows, except for members that have ended."""
+        """Write the pending rows of all members that have not ended."""
         if not self.pending:
             return
         rows, extras = numbers([update for update, _ in self.pending]), [extra for _, extra in self.pending]
@@ -99,13 +95,13 @@ class MetricsLogs:
                 log.write([members[index] for members in rows], extras)
 
     def diverged(self, of: int | None = None) -> list[int]:
-        """Return members with too many non-finite updates in a row, each once; no more of their rows are written.
+        """Return the members that have diverged since the last call, by too many skipped updates in a row.
 
-        `ended` holds the update after which each of them learned nothing more.
+        They are recorded in `ended` and in their metrics, and no more rows of updates are written for them.
 
         Args:
-            of: the number of updates, at the end of a run. As no further update will come, members whose loss is not
-                finite or that learned nothing in at least half of the run count as diverged, too.
+            of: the run's number of updates if it ends now. Then members whose loss is not finite, or whose updates were
+                skipped in at least the last half of the run, count as diverged, too.
         """
         going = [i for i in range(len(self.logs)) if i not in self.ended]
         lost = [i for i in going if self.logs[i].is_lost or (of and self.logs[i].has_lost(of))]
@@ -117,7 +113,7 @@ class MetricsLogs:
 
 
 def numbers(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
-    """Return what each update did to each member, in one read of the device; an engine of one model has one member."""
+    """Return a row for each update and member, by one read of the device; an engine of one model has one member."""
     columns = [
         torch.stack([torch.atleast_1d(value).double() for value in (u.loss, u.grad_norm, u.tokens, u.skipped)])
         for u in updates

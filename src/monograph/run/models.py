@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Trained(NamedTuple):
-    """A run's newest model: module, loss, tokenizer, the rest of the saved state, and whether these are averaged."""
+    """A run's newest model with its loss, tokenizer and checkpoint's state, and whether its weights are averaged."""
 
     model: nn.Module
     loss: Loss
@@ -52,8 +52,8 @@ class Trained(NamedTuple):
 def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
     """Return the module that a run starts from, and its loss.
 
-    Weights of a folder or file are mapped and become fp32 (`monograph.graph.mmap_weights`); `materialize_` later reads
-    those that are not in a plane, narrower or quantised by then.
+    Weights of a folder or file are mapped as fp32 (`monograph.graph.mmap_weights`); `materialize_` later reads those
+    that no plane has read, which are narrower or quantised by then.
 
     Raises:
         InputRefused: the folder or file cannot be used, or the sizes do not fit together.
@@ -72,8 +72,8 @@ def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
 def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) -> tuple[Llama, Tokenizer]:
     """Load a language model and its tokenizer from a run ("last" or a folder), a Hugging Face folder or a weight file.
 
-    From a run it takes the newest checkpoint that passes verification, or the one whose folder is named, and the
-    average of its weights if the run kept one (`optim.ema`). A file of torch.save has its tokenizer.json in its folder.
+    The model of a run is its newest checkpoint that passes verification, or the checkpoint whose folder is named, with
+    averaged weights if the run kept an average (`optim.ema`). The tokenizer.json of a weight file is in its folder.
     Nothing is fetched from the network.
 
     Raises:
@@ -90,7 +90,7 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
 
 
 def require_all_finite(model: nn.Module, folder: str | Path) -> None:
-    """Refuse a folder's model that has NaN or an infinity in any weight. Raises InputRefused for the first of them."""
+    """Refuse a model with NaN or an infinity in a weight; raises InputRefused, which names the first such weight."""
     for name, weight in model.named_parameters():
         require_finite(weight, f"{folder}: {name}")
 
@@ -98,11 +98,10 @@ def require_all_finite(model: nn.Module, folder: str | Path) -> None:
 def load_to_export(
     folder: str | Path, warn: Callable[[str], None] = lambda line: None
 ) -> tuple[Llama, Tokenizer, Packed | None]:
-    """Load a model for `save`, weights still in their files and adapters unmerged, and the adapters that a run trained.
+    """Load a model for `save`, with weights still in their files and adapters unmerged, and a run's trained adapters.
 
     Raises:
-        InputRefused: as in `load`.
-        NoValidCheckpoint: as in `load`.
+        InputRefused, NoValidCheckpoint: see `load`.
     """
     run = run_named(folder)
     if run is None:
@@ -118,7 +117,7 @@ def load_to_export(
 
 
 def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Llama, LlamaConfig]:
-    """Return a run's model, with adapters on its base if it has some, and the shape of the base as it is stored."""
+    """Return a run's model, with its adapters unmerged if it has any, and the shape of the stored base."""
     config = checkpoint.state["model_config"]
     if config is None:
         init = checkpoint.state["recipe"]["init"]
@@ -150,13 +149,13 @@ def _restored(run: Run, checkpoint: Checkpoint) -> Llama:
 
 
 def _merged(model: Llama) -> Llama:
-    """Return the model with its adapters merged, to be trained whole."""
+    """Return the model with its adapters merged and all weights trainable."""
     merge(model)
     return model.requires_grad_(True)
 
 
 def _one_dtype(init: str) -> torch.dtype | None:
-    """Return None if a model's weights are stored in one dtype, else fp32; fp32 for a run, as when it was a base."""
+    """Return None if a model's weights are stored in one dtype, else fp32, as for a run."""
     if run_named(init):
         return torch.float32  # merged in fewer bits, its adapters would give other weights
     if is_weight_file(init):
@@ -191,16 +190,16 @@ def _load(
 
 
 def load_trained(run: Run, warn: Callable[[str], None], precision: Precision | None = None) -> Trained:
-    """Load a run's newest sound model of any kind; a module from a Python file is built anew by that file.
+    """Load a run's newest sound model of any kind; a module from a Python file is built again by that file.
 
     Args:
         run: the run.
-        warn: called with each line that a person should read.
-        precision: the precision in which a model with adapters will compute; if it has 16 bits, its base is kept in
-            them.
+        warn: called with each line that the user should read.
+        precision: the precision in which a model with adapters will compute; a base in a 16-bit precision is kept in 16
+            bits.
 
     Raises:
-        InputRefused: the file changed since, or its module does not take the weights.
+        InputRefused: the Python file has changed, or its module does not fit the weights.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
     checkpoint = recorded_state.newest(run, warn)
@@ -222,13 +221,13 @@ def load_trained(run: Run, warn: Callable[[str], None], precision: Precision | N
 
 
 def weights_of(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return a checkpoint's tensors of the model by name, averaged ones where the run kept an average."""
+    """Return a checkpoint's tensors of the model by name, averaged if the run kept an average."""
     average = averages(checkpoint)
     return {name: average[name] if name in average else checkpoint.model[name] for name in checkpoint.model}
 
 
 def averages(checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """Return the averaged weights by the parameters' names; none for a run that kept no average."""
+    """Return the averaged weights by the parameters' names; an empty mapping for a run that kept no average."""
     kept = [name for name in checkpoint.optimizer if name.startswith("ema.")]
     return {name.removeprefix("ema."): checkpoint.optimizer[name] for name in kept}
 
@@ -238,46 +237,41 @@ def own_tokenizer(run: Run, state: Mapping[str, Any]) -> Tokenizer:
 
     Args:
         run: the run.
-        state: the state of its checkpoint, which records the digests of the tokenizer and of the files next to it;
-            empty where there is none. A chat template may be added to a run without one.
+        state: the state of the run's checkpoint, which records the digests of the tokenizer and of the files next to
+            it; empty if there is no checkpoint. The user may add a chat template to a run without one.
 
     Raises:
-        InputRefused: a file is damaged or another one; the message says where to find a copy.
+        InputRefused: a file is damaged or was replaced; the message says where to find a copy.
     """
-    recorded, beside = state.get("tokenizer"), state.get("tokenizer_files")
+    recorded, recorded_files = state.get("tokenizer"), state.get("tokenizer_files")
     try:
         own = hashlib.sha256((contents(run.tokenizer, MAX_FILE_BYTES) or b"").rstrip()).hexdigest() == recorded
         tokenizer = Tokenizer.from_file(run.tokenizer, trusted=own)
-        found = tokenizer.digest
-        if recorded not in (None, found):
-            raise InputRefused(f"{run.tokenizer}: expected content of sha256 {recorded}, found {found}")
+        if recorded not in (None, tokenizer.digest):
+            raise InputRefused(f"{run.tokenizer}: expected content of sha256 {recorded}, found {tokenizer.digest}")
     except InputRefused as error:
         fault = str(error).rpartition("; ")[0] or str(error)
         copy = f"the folder that `monograph data build {shell_words(run.config)}` prints has a copy"
         raise InputRefused(f"{fault}; put it back: {copy}") from None
-    for name in [] if beside is None else sorted({*beside, tokenizer_config.CONFIG}):
-        expected, there = (files.get(name, "nothing") for files in (beside or {}, tokenizer.config.digests))
+    if recorded_files is None:  # no checkpoint, or one from before these files were recorded
+        return tokenizer
+    for name in sorted({*recorded_files, tokenizer_config.CONFIG}):
+        expected, there = (files.get(name, "nothing") for files in (recorded_files, tokenizer.config.digests))
         if expected != there:
-            lacks = f"{run.folder / name}: expected content of sha256 {expected}, found {there}"
             raise InputRefused(
-                f"{lacks}; put it back as the run wrote it: a branch or an export of the run has it, too"
+                f"{run.folder / name}: expected content of sha256 {expected}, found {there}; put it back as the run "
+                "wrote it: a branch or an export of the run has it, too"
             )
     return tokenizer
 
 
 def load_weights(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Copy saved tensors into a module, by name; tied weights are stored once.
+    """Copy saved tensors into a module by name; tied weights are stored once.
 
     Raises:
         InputRefused: a tensor is missing, left over or of another shape.
     """
     own = kept_state(model)
-    _require_fit(own, tensors)
-    for name, tensor in own.items():
-        write(tensor.detach(), tensors[name])
-
-
-def _require_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> None:
     if odd := sorted(own.keys() ^ tensors.keys()):
         raise InputRefused(f"the saved model does not fit: {odd[0]} is {'missing' if odd[0] in own else 'unknown'}")
     for name, tensor in own.items():
@@ -285,6 +279,8 @@ def _require_fit(own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> No
             raise InputRefused(
                 f"the saved model does not fit: {name} is {list(tensors[name].shape)}, not {list(tensor.shape)}"
             )
+    for name, tensor in own.items():
+        write(tensor.detach(), tensors[name])
 
 
 def save(
@@ -298,8 +294,8 @@ def save(
     """Write a model for other tools: `hub.save_model` for "hf", `gguf.save_gguf` for "gguf".
 
     Raises:
-        UsageError: an unknown format or dtype, or a missing package.
-        InputRefused: the folder exists and holds something, or the format cannot express the model.
+        UsageError: an unknown format or dtype, a missing package, or a module that is not a Llama in full precision.
+        InputRefused: the folder is not empty, or the format cannot express the model.
         DiskFull: there is no space left; nothing of this export remains.
     """
     check(format, dtype)
@@ -322,7 +318,7 @@ def save(
 
 
 def check(format: str, dtype: str | None) -> None:
-    """Refuse, before anything is loaded, a format or dtype in which no model can be written.
+    """Refuse a format or dtype in which no model can be written, before anything is loaded.
 
     Raises:
         UsageError: an unknown format or dtype, or a missing package.

@@ -6,8 +6,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from time import monotonic
-from types import TracebackType
-from typing import TextIO
+from typing import Any, Self, TextIO
 
 from rich.text import Text
 
@@ -23,7 +22,7 @@ _CURVE_STYLES = {"scale": "dim", "curve": "cyan", "level": "dim", "name": ""}
 
 
 class Progress:
-    """Reports on a run, from its first line to its last, and is never silent for long.
+    """The display of a run on standard error, from its first line to its last; it is never silent for long.
 
         progress = Progress()
         progress.line("data", "Python's standard library, 612 files, 10.1 MB")
@@ -31,8 +30,8 @@ class Progress:
         with progress.training(updates=1465, tokens=3_000_000, yardsticks={...}) as block:
             block.update(index, loss=4.9, tokens=450_000, tokens_per_s=15_800, memory_bytes=236_000_000)
 
-    Terminal: the current stage or block is redrawn in place twice a second. Elsewhere: plain lines at changes and, in
-    between, one every 10 s.
+    On a terminal the current stage or block is redrawn in place twice a second. Elsewhere a plain line is printed at
+    each change and, in between, every 10 s.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -44,7 +43,7 @@ class Progress:
         self.screen.print(*(Text(row, style="bold") for row in rows), Text(""))
 
     def line(self, label: str, *texts: str) -> None:
-        """Print each of `texts` on its own line, wrapped, after `label` in its column."""
+        """Print `label` in its column and each of `texts` on a line of its own next to it, wrapped."""
         width = self.screen.width - LABEL_WIDTH
         wrapped = [row for text in texts for row in textwrap.wrap(text, width, drop_whitespace=True) or [""]]
         self.screen.print(*(_labelled(label if i == 0 else "", row) for i, row in enumerate(wrapped)))
@@ -55,7 +54,7 @@ class Progress:
 
     @contextmanager
     def stage(self, label: str, text: str) -> Iterator[Stage]:
-        """Show a stage of work: its elapsed time ticks while it runs, and its line with the time stays."""
+        """Show a stage of work with its elapsed time while it runs; its line with the time stays on the screen."""
         stage = Stage(label, text)
         try:
             with self.screen.live(lambda: [stage.running()], stage.running):
@@ -67,12 +66,17 @@ class Progress:
             self.screen.print(*stage.ended(self.screen.width))
 
     def training(self, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int = 0) -> TrainingBlock:
-        """Return the block of a run of `updates` updates and `tokens` tokens that goes on from update `start`."""
+        """Return the block for a run of `updates` updates and `tokens` tokens that goes on from update `start`."""
         return TrainingBlock(self.screen, updates, tokens, yardsticks, start)
 
 
 class Stage:
-    """A running stage. `result`, set by the caller, is shown after the time; `report` is the data room's callback."""
+    """A running stage of work.
+
+    Attributes:
+        label: the word in the left column; text: what the stage does.
+        result: the text shown after the time; the caller sets it.
+    """
 
     def __init__(self, label: str, text: str) -> None:
         self.label, self.text, self.result = label, text, ""
@@ -80,7 +84,7 @@ class Stage:
         self._detail = ""
 
     def report(self, what: str, done: int, total: int | None = None) -> None:
-        """Report how far the work inside the stage is."""
+        """Show how far the work is, as in "file 3 of 10"; a `monograph.data.progress.Progress` callback."""
         self._detail = f"   {what} {done:,}" + (f" of {total:,}" if total else "")
 
     def running(self) -> Text:
@@ -89,7 +93,7 @@ class Stage:
         return _labelled(self.label, f"{self.text}{self._detail}   {elapsed}")
 
     def ended(self, width: int) -> list[Text]:
-        """Return the line or lines that stay, for a screen of `width` characters."""
+        """Return the lines that stay after the stage, for a screen of `width` characters."""
         time = quantities.duration(monotonic() - self._start_s)
         room = min(_TIME_COLUMN, width) - LABEL_WIDTH
         *rows, last = textwrap.wrap(self.text, room - len(time) - 5) or [""]
@@ -101,31 +105,74 @@ class Stage:
         return [_labelled(self.label if i == 0 else "", row) for i, row in enumerate(rows)]
 
 
-class TrainingBlock:
+class _Display:
+    """A context manager that shows a bar with figures and a note, redrawn in place on a terminal.
+
+    Args:
+        screen: the screen to print on.
+        work: the number of units of work in all.
+        start: the number of units that were done before.
+    """
+
+    def __init__(self, screen: Screen, work: int, start: int) -> None:
+        self._screen, self._work, self._start, self._done = screen, work, start, start
+        self._figures = self._note = ""
+        self._since_s = monotonic()
+        self._live = screen.live(self._region, self._spoken)
+
+    def __enter__(self) -> Self:
+        self._since_s = monotonic()
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._live.__exit__(*raised)
+
+    def note(self, text: str) -> None:
+        """Show a line under the bar, such as what limits the speed."""
+        self._note = text
+
+    def _region(self) -> list[Text]:
+        return [self._bar(), *([Text(f"  {self._note}", style="dim")] if self._note else [])]
+
+    def _bar(self) -> Text:
+        head, tail = self._head(), f" {self._progress()}"
+        room = max(0, self._screen.width - len(head) - len(tail))
+        filled = round(min(1.0, self._done / self._work) * room)
+        return Text.assemble(head, ("━" * filled, "cyan"), ("─" * (room - filled), "dim"), tail)
+
+    def _spoken(self) -> Text:
+        return Text(self._head() + self._progress())
+
+    def _head(self) -> str:
+        return "  "
+
+    def _progress(self) -> str:
+        share = f"{100 * self._done / self._work:>3.0f} %"
+        return "   ".join(filter(None, [share, self._figures, self._time()]))
+
+    def _time(self) -> str:
+        elapsed_s, done = monotonic() - self._since_s, self._done - self._start
+        if not done or self._done >= self._work:
+            return quantities.clock_time(elapsed_s)
+        return f"{quantities.clock_time(elapsed_s / done * (self._work - self._done))} left"
+
+
+class TrainingBlock(_Display):
     """A context manager that shows a run's bar, its held-out curve among the yardsticks, and its samples.
 
-    On a terminal it is redrawn in place and its last state stays. Elsewhere there is a line of figures now and then,
+    On a terminal it is redrawn in place, and its last state stays. Elsewhere it prints a line of figures every SPEAK_S,
     samples as they come, and the curve at the end.
     """
 
     def __init__(self, screen: Screen, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int) -> None:
-        self._screen, self._updates, self._tokens, self._yardsticks = screen, updates, tokens, yardsticks
-        self._start, self._index, self._start_s = start, start, monotonic()
-        self._figures = ""
-        self._note = ""
+        super().__init__(screen, updates, start)
+        self._tokens, self._yardsticks = tokens, yardsticks
         self._held_out: list[tuple[float, float]] = []
         self._samples: list[tuple[float, str]] = []
-        self._live = screen.live(self._region, self._spoken)
 
-    def __enter__(self) -> TrainingBlock:
-        self._start_s = monotonic()
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
         self._screen.print(*(self._region() if self._screen.is_live else [self._spoken(), *self._curve()]))
 
     def update(
@@ -137,49 +184,33 @@ class TrainingBlock:
             parts.append(quantities.memory(memory_bytes))
         if skipped:
             parts.append(f"{skipped} skipped")
-        self._index, self._figures = index, "   ".join(parts)
-
-    def note(self, text: str) -> None:
-        """Show a line under the bar, such as what limits the speed."""
-        self._note = text
+        self._done, self._figures = index, "   ".join(parts)
 
     def held_out(self, tokens: int, bits_per_byte: float) -> None:
-        """Add a point to the curve; after a resume, also the earlier ones."""
+        """Add a point to the curve; after a resume the caller adds the earlier points, too."""
         self._held_out.append((tokens, bits_per_byte))
 
     def sample(self, share: float, text: str) -> None:
-        """Show what the model writes after `share` (0 to 1) of the run."""
+        """Show a text that the model wrote after `share` (0 to 1) of the run."""
         self._samples.append((share, text))
         if not self._screen.is_live:
             self._screen.print(self._sample_line(share, text))
 
     def _region(self) -> list[Text]:
-        note = [Text(f"  {self._note}", style="dim")] if self._note else []
+        above = super()._region()
         samples = [self._sample_line(share, text) for share, text in self._samples]
-        spare_rows = self._screen.height - len(samples) - len(note) - 4
-        return [self._bar(self._screen.width), *note, *self._curve(spare_rows), *samples]
-
-    def _bar(self, width: int) -> Text:
-        head, tail = self._position(), f" {self._progress()}"
-        room = max(0, width - len(head) - len(tail))
-        filled = round(min(1.0, self._index / self._updates) * room)
-        return Text.assemble(head, ("━" * filled, "cyan"), ("─" * (room - filled), "dim"), tail)
+        spare_rows = self._screen.height - len(samples) - len(above) - 3
+        return [*above, *self._curve(spare_rows), *samples]
 
     def _spoken(self) -> Text:
         held_out = f"   held out {self._held_out[-1][1]:.2f}" if self._held_out else ""
-        return Text(self._position() + self._progress() + held_out)
+        return super()._spoken().append(held_out)
 
-    def _position(self) -> str:
-        return f"  update {self._index:>{len(str(self._updates))}}/{self._updates} "
-
-    def _progress(self) -> str:
-        return "   ".join(filter(None, [f"{100 * self._index / self._updates:>3.0f} %", self._figures, self._time()]))
+    def _head(self) -> str:
+        return f"  update {self._done:>{len(str(self._work))}}/{self._work} "
 
     def _time(self) -> str:
-        elapsed_s, done = monotonic() - self._start_s, self._index - self._start
-        if done == 0 or self._index == self._updates:
-            return f"{quantities.clock_time(elapsed_s)} so far" if done == 0 else quantities.clock_time(elapsed_s)
-        return f"{quantities.clock_time(elapsed_s / done * (self._updates - self._index))} left"
+        return super()._time() + (" so far" if self._done == self._start else "")
 
     def _curve(self, spare_rows: int = _CURVE_ROWS) -> list[Text]:
         rows = min(_CURVE_ROWS, spare_rows)
@@ -203,64 +234,32 @@ def _labelled(label: str, text: str) -> Text:
     return Text.assemble((label.ljust(LABEL_WIDTH), _LABEL_STYLES.get(label, "bold")), text)
 
 
-class SweepDisplay:
-    """A context manager for a sweep's bar and table: redrawn in place on a terminal, elsewhere occasional lines.
+class SweepDisplay(_Display):
+    """A context manager that shows a sweep's bar and table, redrawn in place on a terminal, else as occasional lines.
 
-    Work is counted in updates of one member; `table` returns the current lines, and is called only after `retell`.
+    Work is counted in updates of single members. `table` returns the table's lines; it is called again at `retell`.
     """
 
     def __init__(self, screen: Screen, work: int, table: Callable[[], Sequence[str]], done: int = 0) -> None:
-        self._screen, self._work, self._table, self._done, self._began = screen, max(1, work), table, done, done
-        self._figures, self._note, self._lines = "", "", list(table())
-        self._since_s = monotonic()
-        self._live = screen.live(self._region, self._spoken)
-
-    def __enter__(self) -> SweepDisplay:
-        self._since_s = monotonic()
-        self._live.__enter__()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._live.__exit__(kind, error, trace)
+        super().__init__(screen, max(1, work), done)
+        self._table, self._lines = table, list(table())
 
     def update(self, done: int, figures: str) -> None:
-        """Report that `done` units of the work are finished; cheap enough for every update."""
+        """Report that `done` units of work are finished; cheap enough for every update."""
         self._done, self._figures = done, figures
 
     def retell(self) -> None:
-        """Report that the table changed."""
+        """Report that the table has changed."""
         self._lines = list(self._table())
 
     def note(self, text: str) -> None:
         """Show a line under the bar."""
-        self._note = text
+        super().note(text)
         if not self._screen.is_live:
             self._screen.print(Text(f"  {text}"))
 
     def _region(self) -> list[Text]:
-        note = [Text(f"  {self._note}", style="dim")] if self._note else []
-        room = max(2, self._screen.height - 3 - len(note))
+        above = super()._region()
+        room = max(2, self._screen.height - 2 - len(above))
         shown = self._lines if len(self._lines) <= room else [*self._lines[: room - 1], "..."]
-        rows = [Text(f"  {line}", style="dim" if number == 0 else "") for number, line in enumerate(shown)]
-        return [self._bar(self._screen.width), *note, *rows]
-
-    def _bar(self, width: int) -> Text:
-        tail = f" {self._progress()}"
-        room = max(0, width - len(tail) - 2)
-        filled = round(min(1.0, self._done / self._work) * room)
-        return Text.assemble("  ", ("━" * filled, "cyan"), ("─" * (room - filled), "dim"), tail)
-
-    def _spoken(self) -> Text:
-        return Text(f"  {self._progress()}")
-
-    def _progress(self) -> str:
-        share = f"{100 * self._done / self._work:>3.0f} %"
-        return "   ".join(filter(None, [share, self._figures, self._time()]))
-
-    def _time(self) -> str:
-        spent, done = monotonic() - self._since_s, self._done - self._began
-        if not done or self._done >= self._work:
-            return quantities.clock_time(spent)
-        return f"{quantities.clock_time(spent / done * (self._work - self._done))} left"
+        return [*above, *(Text(f"  {line}", style="dim" if number == 0 else "") for number, line in enumerate(shown))]

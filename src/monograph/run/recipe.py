@@ -1,4 +1,4 @@
-"""Record what a module is built from in a checkpoint: a shape, a folder, a Python file, an adapter."""
+"""Describe what a module is built from (a shape, a folder, a Python file, an adapter), as checkpoints record it."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ from monograph.run.trust import MOST_CODE_BYTES, code_digest, code_file, require
 from monograph.storage.reading import is_file, is_folder, read_input, without_links
 
 _SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "config")  # entries that older checkpoints lack
-SHAPE_OF_SIZES = "micro"  # the preset whose rope, head and initialisation a shape given by its sizes alone takes
+SHAPE_OF_SIZES = "micro"  # the preset that gives rope, head and initialisation to a shape given by sizes alone
 
 
 class Recipe(NamedTuple):
     """The inputs from which a module is built, as a checkpoint records them.
 
     Attributes:
-        init: None for a fresh Llama; "file.py:function" for any module; else a Hugging Face folder, a file of
-            torch.save or a run to start from.
-        preset: the name of a fresh Llama's shape; "auto" if `sizes` give it whole.
-        sizes: sizes by their Hugging Face names, which override the preset's, are offered to `function`, and complete a
-            file of torch.save.
-        seed: seed of fresh weights, for torch's generator and for `function` if it takes a `seed`.
-        sha256: digest of the file that holds the function; None where there is none.
-        lora: the adapters that are trained next to the module; None if the module itself is trained.
+        init: None for a new Llama; "file.py:function" for any module; else a Hugging Face folder, a file of torch.save
+            or a run to start from.
+        preset: the name of a new Llama's shape; "auto" if `sizes` give the whole shape.
+        sizes: sizes by their Hugging Face names. They override the preset's, are passed to `function` if it takes them,
+            and complete a file of torch.save.
+        seed: seed of new weights, for torch's generator and for `function` if it takes a `seed`.
+        sha256: digest of the file that holds the function; None if there is no such file.
+        lora: the options of adapters that are trained on frozen weights; None if the module itself is trained.
         adapter: the folder of a stored adapter to begin from; `init` is then its base.
         base_sha256: digest of the frozen weights as they are stored, if there are adapters.
         vocabulary: (first id that the weights of `init` were not trained with, number of tokens), if rows were added
@@ -64,11 +64,11 @@ class Recipe(NamedTuple):
 
     @classmethod
     def recorded(cls, saved: Mapping[str, Any], run: Run) -> Recipe:
-        """Return the recipe that a run's checkpoint recorded; `monograph.run.recorded_state` has checked it."""
+        """Return the recipe in a run's checkpoint, which `monograph.run.recorded_state` has checked before."""
         return cls(**{name: saved[name] for name in cls._fields if name in saved} | {"config": run.config})
 
     def entries(self) -> dict[str, Any]:
-        """Return what a checkpoint records; without adapters, the same as before adapters existed."""
+        """Return the recipe as a checkpoint records it; without adapters, it is the same as before adapters existed."""
         values = self._replace(config=None)._asdict()
         return {key: value for key, value in values.items() if value is not None or key not in _SINCE_ADAPTERS}
 
@@ -80,10 +80,8 @@ class Recipe(NamedTuple):
     def checked(self) -> Recipe:
         """Return this recipe with the digest of its file, or with the base of its adapter.
 
-        What can be seen to be wrong before any text is read is refused here.
-
         Raises:
-            InputRefused: sizes do not fit together, or a folder or file cannot be used.
+            InputRefused: sizes do not fit together, or a folder or file cannot be used, as far as its headers show.
         """
         if self.init and adapter.is_adapter(self.init):
             stored = adapter.read_adapter(self.init)
@@ -101,23 +99,21 @@ class Recipe(NamedTuple):
         return self
 
     def shape(self, **defaults: Any) -> LlamaConfig:
-        """Return the shape of a fresh Llama; `defaults` are sizes that the recipe leaves open."""
+        """Return the shape of a new Llama; `defaults` are the sizes that the recipe leaves open."""
         sizes = defaults | self.sizes
         if self.preset != "auto":
             return LlamaConfig.preset(self.preset, **sizes)
-        # The first Llama has as many key-value heads as heads, and a feed-forward layer of 8/3 of the width.
+        # As in the first Llama, there are as many key-value heads as heads, and the feed-forward layer has 8/3 of the
+        # width, rounded up to a multiple of 8.
         wide = -(-8 * sizes["hidden_size"] // 3 // 8) * 8
         return LlamaConfig.preset(SHAPE_OF_SIZES, **({"num_key_value_heads": 0, "intermediate_size": wide} | sizes))
 
 
 def lora_of(saved: Mapping[str, Any]) -> Lora:
-    """Return the adapters that a recipe records."""
-    targets = saved["targets"]
-    changed = {
-        "targets": targets if isinstance(targets, str) else tuple(targets),
-        "tokens": tuple(saved.get("tokens", ())),
-    }
-    return Lora(**{**saved, **changed})
+    """Return the adapters' options that a recipe records."""
+    targets, tokens = saved["targets"], tuple(saved.get("tokens", ()))
+    targets = targets if isinstance(targets, str) else tuple(targets)
+    return Lora(**{**saved, "targets": targets, "tokens": tokens})
 
 
 def require_same_file(recipe: Recipe, run: Run) -> None:
@@ -134,7 +130,7 @@ def require_same_file(recipe: Recipe, run: Run) -> None:
 
 
 def run_named(folder: str | Path) -> Run | None:
-    """Return the run of that name, or None for a folder that is not a run."""
+    """Return the run that a folder or `last` names, or None for any other folder."""
     return Run.open(folder) if names_run(folder) else None
 
 
@@ -147,19 +143,19 @@ def names_run(folder: str | Path) -> bool:
 
 
 def shape_in(folder: str) -> LlamaConfig | None:
-    """Return the shape in a Hugging Face folder's config.json; None for anything else, which only loading tells."""
+    """Return the shape in a Hugging Face folder's config.json; None for a model whose shape only loading tells."""
     if folder.endswith(".py") or ".py:" in folder or is_weight_file(folder) or run_named(folder):
         return None
     return hub.read_config(folder) if is_folder(folder) else None
 
 
 def is_weight_file(name: str | Path) -> bool:
-    """Return whether a name is that of a file of torch.save, existing or not, and neither a run nor a folder."""
+    """Return whether a name, by its ending, is that of a file of torch.save, existing or not, and not a folder."""
     return str(name).endswith(WEIGHT_FILES) and not is_folder(name)
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """Runs the program that has a digest. Python's own would take what lies compiled in __pycache__, unread."""
+    """A loader that compiles only the file with the digest. Python's own would trust compiled code in __pycache__."""
 
     digest = ""
 
@@ -175,8 +171,8 @@ def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
     """Return the module that a Python file's function builds, and the file's loss or else the loss of tokens.
 
     Raises:
-        InputRefused: the file or the function cannot be used, or it returns no such module; or a run names the file,
-            and this user does not vouch for that run.
+        InputRefused: the file or the function cannot be used or returns no usable module, or a run names the file and
+            this user does not trust that run.
     """
     where, function_name = f"model.init = {recipe.init!r}", (recipe.init or "").partition(":")[2]
     digest = code_digest(str(recipe.init))
@@ -215,6 +211,6 @@ def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
         )
     loss = getattr(module, "loss", token_loss)
     if not hasattr(loss, "fill"):
-        with suppress(AttributeError):  # a loss that takes no attributes keeps its short micro-batches
+        with suppress(AttributeError):  # a loss that takes no attributes has short micro-batches, not filled ones
             loss.fill = token_loss.fill  # the content of rows without targets
     return unwrap_(built), loss

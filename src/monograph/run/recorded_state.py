@@ -1,6 +1,6 @@
-"""Check what a run's checkpoint records next to its tensors, and set random generators to what it records.
+"""Check the state that a run's checkpoint records next to its tensors, and set random generators to it.
 
-The digests of a checkpoint show that its bytes are those that were written, but anybody can write bytes and their
+The digests of a checkpoint show that its bytes are those that were written, but anybody can write bytes and matching
 digests. So each reader of a run checks the types, the ranges and whether the parts agree, before it uses any of them.
 """
 
@@ -25,10 +25,9 @@ from monograph.run.folder import Run
 from monograph.run.recipe import lora_of
 from monograph.storage.reading import entries
 
-MOST_TOKENS = 2**24  # of a tokenizer; a row of weights is made for each
-MOST = 10**15  # of updates, tokens, rows and bytes: more than any run sees, so that no number asks for endless work
+MOST_TOKENS = 2**24  # of a tokenizer, since a row of weights is made for each
+MOST = 10**15  # of updates, tokens, rows and bytes; no run has more, and a larger number would mean endless work
 _MOST_SHOWN = 60
-_STRICT = ConfigDict(strict=True)
 
 Natural = Annotated[int, Field(ge=0, le=MOST)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -43,8 +42,13 @@ Place = Annotated[Int, Field(ge=0, le=624)]
 _FROM_LIST = Field(strict=False)  # JSON has no tuples; the items stay strict
 
 
-class _Counters(BaseModel):
-    model_config = _STRICT
+class Strict(BaseModel):
+    """The base of records from JSON files, which converts no value to another type."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Counters(Strict):
     index: Natural
     applied: Natural
     tokens: Natural
@@ -54,23 +58,20 @@ class _Counters(BaseModel):
     recent: list[list[FiniteFloat]] = []
 
 
-class _Position(BaseModel):
-    model_config = _STRICT
+class _Position(Strict):
     seed: Seed
     rows: Natural
     skip: list[Pair] = []
 
 
-class _Generators(BaseModel):
-    model_config = _STRICT
+class _Generators(Strict):
     python: Annotated[tuple[Int, list[Int], Float | None], _FROM_LIST]
-    numpy: Annotated[tuple[Literal["MT19937"], Words, Place, Int, Float], _FROM_LIST]  # numpy checks neither
+    numpy: Annotated[tuple[Literal["MT19937"], Words, Place, Int, Float], _FROM_LIST]  # unchecked by numpy
     torch: Annotated[str, Field(pattern="^([0-9a-f]{2})*$")]
     cuda: Annotated[str, Field(pattern="^[0-9a-f]{32}$")] | None
 
 
-class _Recipe(BaseModel):
-    model_config = _STRICT
+class _Recipe(Strict):
     init: Text | None
     preset: Text
     sizes: dict[str, bool | Natural]
@@ -82,15 +83,13 @@ class _Recipe(BaseModel):
     vocabulary: Pair | None = None
 
 
-class _Versions(BaseModel):
-    model_config = _STRICT
+class _Versions(Strict):
     monograph: str
     torch: str
     python: str
 
 
-class _State(BaseModel):
-    model_config = _STRICT
+class _State(Strict):
     engine: _Counters
     data: _Position
     random: _Generators
@@ -112,7 +111,7 @@ class _State(BaseModel):
 
 
 def newest(run: Run, warn: Callable[[str], None]) -> Checkpoint:
-    """Load a run's newest checkpoint that passes verification, or the one that names it, and require its state.
+    """Load a run's newest checkpoint that passes verification, or the one of `run.at`, and check its state.
 
     Raises:
         InputRefused: the state is not one that a run records; see `require`.
@@ -124,11 +123,11 @@ def newest(run: Run, warn: Callable[[str], None]) -> Checkpoint:
 
 
 def state_in(folder: Path, run: Run) -> dict[str, Any]:
-    """Return the state in the folder of one of a run's checkpoints.
+    """Return the checked state in the folder of one of a run's checkpoints.
 
     Raises:
         CheckpointDamaged: see `checkpointing.verify`.
-        InputRefused: as `require`.
+        InputRefused: see `require`.
     """
     update, state = checkpointing.load_state(folder)
     require(state, update, run)
@@ -136,7 +135,7 @@ def state_in(folder: Path, run: Run) -> dict[str, Any]:
 
 
 def require_metrics(run: Run) -> None:
-    """Require the metrics that the newest sound checkpoint of a run vouches for; raises InputRefused."""
+    """Require the metrics whose digest the newest sound checkpoint of a run records; raises InputRefused."""
     for folder in reversed(entries(run.checkpoints, "step-")):
         with suppress(CheckpointDamaged):
             state = state_in(folder, run)
@@ -148,7 +147,7 @@ def require(state: Mapping[str, Any], update: int, run: Run) -> None:
     """Require that a checkpoint's state has the entries, types and ranges of one that a run records.
 
     Raises:
-        InputRefused: it has not; the message names the file, the entry and its value, and what was expected.
+        InputRefused: an entry is wrong; the message names the file, the entry and its value, and what was expected.
     """
     folder = run.checkpoints / f"step-{update:08d}"
     try:
@@ -210,7 +209,7 @@ def _shown(value: object) -> str:
 
 
 def set_generators(saved: Mapping[str, Any], python: Any, numpy: Any, own: torch.Generator) -> None:
-    """Set generators of Python, NumPy and torch to a recorded state: global ones, or others of their kinds."""
+    """Set generators of Python, NumPy and torch, global or not, to a recorded state."""
     version, words, gauss = saved["python"]
     python.setstate((version, tuple(words), gauss))
     kind, keys, position, has_gauss, cached = saved["numpy"]
@@ -219,5 +218,5 @@ def set_generators(saved: Mapping[str, Any], python: Any, numpy: Any, own: torch
 
 
 def tensor_of(text: str) -> torch.Tensor:
-    """Return the bytes that a text of hexadecimal digits stands for, as a tensor of uint8."""
+    """Return the bytes written as hexadecimal digits as a uint8 tensor."""
     return torch.tensor(list(bytes.fromhex(text)), dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""List the runs of a folder in the order in which they were made, and read their run.lock."""
+"""List the runs of a folder in the order of their creation, and read their run.lock."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from typing import Any
 from monograph.errors import Unreadable
 from monograph.storage.reading import contents, entries, is_file, is_folder, open_input, parse_json, without_links
 
-CONFIG = "config.toml"  # makes a claimed folder a run that has begun
-SWEEP = "sweep.json"  # makes a run's folder a sweep's
+CONFIG = "config.toml"  # a folder with this file is a run that has begun
+SWEEP = "sweep.json"  # a run's folder with this file is a sweep's
 POLL_S = 0.1
 _CHECKPOINT = re.compile(r"step-([0-9]{8,18})")
 _SERIAL = re.compile(rb'\{"serial": (\d{1,18})[,}]')
@@ -28,21 +28,22 @@ def checkpoint_named(path: Path) -> int | None:
 
 
 def placed(path: Path) -> Path:
-    """Return the path, resolved only if the result names a checkpoint: it is a link to one, or `.` inside one."""
+    """Return the path, resolved only if that names a checkpoint: the path is a link to one, or `.` inside one."""
     if checkpoint_named(path) is None and is_folder(path) and checkpoint_named(without_links(path)) is not None:
         return without_links(path)
     return path
 
 
 def runs_in(root: Path) -> list[Path]:
-    """Return the folders of `root` that are runs which have begun, oldest first."""
+    """Return the folders of `root` that are runs and have begun, oldest first."""
     return [folder for folder in locked_in(root) if is_file(folder / CONFIG)]
 
 
 def locked_in(root: Path) -> list[Path]:
-    """Return the folders of `root` that have a lock, oldest first, and by name if created at the same moment.
+    """Return the folders of `root` that have a run.lock, oldest first; those of equal number by name.
 
-    Folders that this user may not read are left out. Raises Unreadable for other failures: the newest is then unknown.
+    Folders that this user may not read are left out. Raises Unreadable for other failures, since the newest run is then
+    unknown.
     """
     folders = []
     for folder in entries(root):
@@ -61,16 +62,16 @@ def _natural(name: str) -> list[tuple[int, str]]:
 
 
 def serial(folder: Path) -> int:
-    """Return a run's number, from 1, in the order of creation within its folder; 0 if its run.lock does not say.
+    """Return a run's number, which counts from 1 in the order of creation in a folder; 0 if run.lock has none.
 
-    Each process rewrites what follows the number, so it may be cut off. Raises Unreadable.
+    Each process rewrites the text after the number, so that may be cut off. Raises Unreadable.
     """
     match = _SERIAL.match(contents(folder / "run.lock") or b"")
     return int(match[1]) if match else 0
 
 
 def record(folder: Path) -> dict[str, Any]:
-    """Return the record in run.lock; empty where it is damaged or another process is still writing it.
+    """Return the record in run.lock; empty if it is damaged or another process is still writing it.
 
     Raises Unreadable.
     """
@@ -78,7 +79,7 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 def wait_until_free(folder: Path, limit_s: float) -> None:
-    """Wait until no other process holds the run, at most `limit_s` seconds."""
+    """Wait until no other process holds the run's lock, at most `limit_s` seconds."""
     end = time.monotonic() + limit_s
     with suppress(OSError, Unreadable), open_input(folder / "run.lock") as file:
         while time.monotonic() < end:
@@ -91,7 +92,7 @@ def wait_until_free(folder: Path, limit_s: float) -> None:
 
 
 def parsed(text: bytes) -> dict[str, Any]:
-    """Return the JSON object in a text; empty where it holds none."""
+    """Return the JSON object in a text; an empty one if the text is no JSON object."""
     with suppress(ValueError, RecursionError):
         value = parse_json(text)
         return value if isinstance(value, dict) else {}

@@ -1,4 +1,4 @@
-"""Show progress on a terminal, with a region redrawn in place, or on anything else, as plain lines."""
+"""Show progress on a terminal, in a region that is redrawn in place, or as plain lines on any other stream."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from rich.text import Text
 from monograph.terminal import is_terminal, own, takes_colour, takes_escapes, visible
 
 WIDTH = 100  # longest line, in characters
-NARROWEST = 40  # a printed line is never cut shorter; a narrower terminal breaks it
-REDRAW_S = 0.5  # interval on a terminal
-SPEAK_S = 10.0  # elsewhere: print at least a line, and between stages at most one, this often
+NARROWEST = 40  # printed lines are not cut below this; a narrower terminal wraps them
+REDRAW_S = 0.5  # interval of redrawing on a terminal
+SPEAK_S = 10.0  # elsewhere, the interval after which a line is printed if nothing else was
 
-# ASCII for a stream that is not UTF-8; any other character that it cannot show becomes "?"
+# ASCII for a stream that is not UTF-8; any other character that its encoding lacks becomes "?"
 _ASCII = str.maketrans(
     {"━": "=", "─": "-", "·": "-", "…": "~", "⏎": "\\", "−": "-", "→": "->", "≤": "<=", "≥": ">=", "×": "x", "±": "+-"}
 )
 
 
 class _Stream:
-    """A text stream that shows what its encoding allows, and falls silent once it is gone.
+    """A text stream that replaces characters its encoding lacks, and drops all output once a write has failed.
 
     A closed terminal, or a pipe that nobody reads, must not end a run after hours of work.
     """
@@ -66,9 +66,9 @@ class _Stream:
 
 
 class Screen:
-    """Prints lines to `stream` (default: standard error) and keeps one region live below them.
+    """The lines printed to `stream` (default: standard error), with one live region below them.
 
-    Where the stream takes no escapes, lines are plain, without colour or redrawing; NO_COLOR only turns colour off.
+    Without support for escape sequences, lines are plain, without colour or redrawing. NO_COLOR only turns colour off.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -90,16 +90,16 @@ class Screen:
 
     @property
     def width(self) -> int:
-        """Return how many characters fit a line: one less than the terminal has, as some wrap after the last one."""
+        """Return how many characters fit a line: one less than the terminal has, as some wrap after the last."""
         return max(NARROWEST, min(WIDTH, self._console.width - 1)) if self._is_terminal else WIDTH
 
     @property
     def height(self) -> int:
-        """Return the number of the terminal's lines."""
+        """Return the terminal's number of lines."""
         return self._console.height
 
     def print(self, *lines: Text) -> None:
-        """Write `lines` above the live region, each cut at `width`."""
+        """Write `lines` above the live region, each cut to `width` characters."""
         for line in _fitted(lines, self.width):
             self._console.print(line)
         self._stream.flush()
@@ -109,15 +109,15 @@ class Screen:
     def live(self, region: Callable[[], list[Text]], status: Callable[[], Text]) -> Iterator[None]:
         """Keep `region()` on the terminal during the `with` block, or print `status()` after SPEAK_S of silence.
 
-        Both are called from a separate thread, so progress shows while the main one is busy; the region vanishes at the
-        end. Other text sent to standard error appears above it.
+        Both are called from another thread, so that progress shows while the main thread is busy. The region vanishes
+        at the end. Any other text written to standard error appears above it.
         """
         if not self.is_live:
             with _every(REDRAW_S, lambda: self._speak(status)):
                 yield
             return
         view = Live(
-            # Wrapped lines would take more rows than are redrawn, so a narrow terminal has its lines cut here.
+            # Wrapped lines would take more rows than are redrawn, so lines are cut even on a narrow terminal.
             get_renderable=lambda: Text("\n").join(_fitted(region(), max(1, min(self.width, self._console.width - 1)))),
             console=self._console,
             auto_refresh=False,
@@ -135,7 +135,7 @@ class Screen:
 
 
 class _Above(FileProxy):
-    """Standard error while a region is live below it."""
+    """The standard error stream while a region is live below it; it writes above the region."""
 
     def write(self, text: str) -> int:
         return self.own(visible(text))
@@ -145,7 +145,7 @@ class _Above(FileProxy):
 
 
 def _fitted(lines: Sequence[Text], width: int) -> list[Text]:
-    # A line that must be escaped loses its colours, because they refer to character positions.
+    # A line with escaped characters loses its colours, because they refer to character positions.
     fitted = [line if visible(line.plain) == line.plain else Text(visible(line.plain), line.style) for line in lines]
     for line in fitted:
         line.truncate(width, overflow="ellipsis")
@@ -153,7 +153,7 @@ def _fitted(lines: Sequence[Text], width: int) -> list[Text]:
 
 
 def shown(text: str) -> str:
-    """Return `text` from a model or a file on one line, with its line ends as signs."""
+    """Return `text` from a model or a file as one line, in which each line end is a sign."""
     return visible(text.expandtabs(4).replace("\n", "⏎"))
 
 

@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 from monograph.terminal import takes_escapes
@@ -15,7 +15,7 @@ _STOP = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class StopSignal:
-    """Sets flags on signals while its `with` block runs; the loop reads them between updates.
+    """The flags that signals set while its `with` block runs; the training loop reads them between updates.
 
         with StopSignal() as stop:
             for update in train(...):
@@ -25,10 +25,10 @@ class StopSignal:
     requested: the name of the first SIGINT, SIGTERM or SIGHUP; None until one arrives.
     save_requested: whether SIGUSR1 arrived; the loop sets it back once it has saved.
 
-    A SIGINT after the first stop signal ends the process at once with exit code 130: nothing is lost, because a save
-    appears under its name only when complete. `on_request(name)` runs at the first stop signal, between two bytecodes
-    of the main thread's work, so it should only print. The former handlers return when the block ends. Only the main
-    thread may enter, since Python runs signal(2) handlers there.
+    A SIGINT after the first stop signal ends the process at once with exit code 130. Nothing is lost, because a
+    checkpoint gets its name only once it is complete. `on_request(name)` runs at the first stop signal, between two
+    bytecodes of the main thread's work, so it should only print. The former handlers are restored when the block ends.
+    Only the main thread may enter the block, since Python runs signal handlers there.
     """
 
     def __init__(self, on_request: Callable[[str], None] | None = None) -> None:
@@ -39,15 +39,13 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         for number in _STOP:
-            # What nohup or a shell's & made this process ignore stays ignored
+            # A signal that nohup or a shell's & made this process ignore stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 self._former[number] = signal.signal(number, self._stop)
         self._former[signal.SIGUSR1] = signal.signal(signal.SIGUSR1, self._save)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         for number, handler in self._former.items():
             signal.signal(number, handler)
 
@@ -58,7 +56,7 @@ class StopSignal:
                 self._on_request(self.requested)
         elif number == signal.SIGINT:
             if takes_escapes(sys.stderr):
-                os.write(sys.stderr.fileno(), b"\x1b[?25h\x1b[0m\n")  # show the cursor, end colours: nothing else will
+                os.write(sys.stderr.fileno(), b"\x1b[?25h\x1b[0m\n")  # show the cursor, end colours
             os._exit(130)
 
     def _save(self, number: int, frame: FrameType | None) -> None:

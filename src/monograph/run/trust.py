@@ -5,9 +5,9 @@ only this user can read:
 
     mark = HMAC-SHA256(secret, text, [(model.init, path of its file, SHA-256 of the file), ...])
 
-So a mark proves nothing if it is copied to another run, or if its file was replaced or moved alone; a run that is
-moved as a whole keeps its own. Where no secret can be stored, this process makes a temporary one: training goes on, and
-a later command asks.
+So a mark is invalid if it is copied to another run, or if the Python file was replaced or moved alone. A run that is
+moved as a whole keeps a valid mark. If no secret can be stored, this process makes a temporary one: training goes on,
+and a later command asks the user.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from monograph.storage.cache_dir import state_root
 from monograph.storage.reading import contents, exists, read_input, readable, status, without_links
 
 OPTION = "--trust-code"
-MOST_CODE_BYTES = 16 * 1024 * 1024  # longer than any program that a person writes; a sparse file may be huge
+MOST_CODE_BYTES = 16 * 1024 * 1024  # more than any program that a person writes; a sparse file could fill the memory
 _SECRET_BYTES = 32
 _MARK = "# mark "
-_by_word: set[str] = set()  # holds OPTION once a person has given it to this process
+_by_word: set[str] = set()  # contains OPTION once the user has given it to this process
 
 
 def trust_code() -> None:
-    """Let this process run the code that any run names, as the person said with --trust-code."""
+    """Allow this process to run the code that any run names, since the user gave --trust-code."""
     _by_word.add(OPTION)
 
 
 def carries_mark(toml: Path) -> bool:
-    """Return whether the file's text says that some user's run wrote it."""
+    """Return whether a TOML file has any user's mark, valid or not, and so was written by a run."""
     return f"\n{_MARK}".encode() in (contents(toml) or b"")
 
 
 def code_file(init: str | None) -> Path | None:
-    """Return the Python file that `model.init` names; None where it names something else or nothing.
+    """Return the Python file that `model.init` names; None if it names something else or nothing.
 
-    A folder may be called x.py:y and be an adapter's base, so a name that exists as a whole is not code.
+    A folder may be called x.py:y and be an adapter's base, so a name that exists as a path is not code.
     """
     file = (init or "").partition(":")[0]
     return Path(file) if file.endswith(".py") and file != init and status(init or "", follow=False) is None else None
@@ -57,7 +57,7 @@ def code_digest(init: str) -> str:
     """Return the hex SHA-256 of the Python file that `model.init` names.
 
     Raises:
-        InputRefused: it cannot be read, or is not a file of a program's size.
+        InputRefused: the file cannot be read, or is larger than MOST_CODE_BYTES.
     """
     file, where = code_file(init) or Path(init), f"model.init = {init!r}"
     try:
@@ -69,7 +69,7 @@ def code_digest(init: str) -> str:
 
 
 def marked(text: str, inits: Collection[str | None]) -> str:
-    """Return the text of a config.toml with this user's mark; without one if the code that it names cannot be read.
+    """Return the text of a config.toml with this user's mark, or without a mark if the code cannot be read.
 
     Args:
         text: the settings as TOML.
@@ -81,7 +81,7 @@ def marked(text: str, inits: Collection[str | None]) -> str:
 
 
 def is_ours(config: Path, inits: Collection[str | None]) -> bool:
-    """Return whether this user wrote that config.toml on this machine, with that code as it is now; see `marked`."""
+    """Return whether this user wrote that config.toml on this machine and the code is unchanged; see `marked`."""
     try:
         text, _, mark = read_input(config).decode().rpartition(_MARK)
         return hmac.compare_digest(mark.strip().encode(), _mark(text, inits).encode())
@@ -95,7 +95,7 @@ def require_trusted(config: Path, inits: Collection[str | None], sha256: object 
     Args:
         config: the run's config.toml.
         inits: every `model.init` that the run names, in any of its files.
-        sha256: the digest of the file that the run records, if it does.
+        sha256: the digest of the Python file that the run records; None if it records none.
 
     Raises:
         InputRefused: the code is not trusted; the message names the file that would run.
@@ -116,7 +116,7 @@ def require_trusted(config: Path, inits: Collection[str | None], sha256: object 
 
 
 def _code(inits: Collection[str | None]) -> list[tuple[str, str, str]]:
-    """Return (model.init, path, digest) of each of them that names a Python file."""
+    """Return (model.init, path, digest) for each `model.init` that names a Python file."""
     named = {init: file for init in inits if init and (file := code_file(init))}
     return sorted((init, str(without_links(file)), code_digest(init)) for init, file in named.items())
 
@@ -127,11 +127,11 @@ def _mark(text: str, inits: Collection[str | None], create: bool = False) -> str
 
 
 def _secret(folder: Path, create: bool) -> bytes:
-    """Return this user's secret in the folder, or this process's if it cannot be kept or others could know it."""
+    """Return this user's secret in the folder, or one for this process if it cannot be stored or kept private."""
     try:
         return _kept_secret(folder / f"secret-{os.geteuid()}", create)  # people may share the folder
     except Unreadable as error:
-        if error.errno not in (errno.EACCES, errno.EPERM):  # a secret is there, and a new one would replace it
+        if error.errno not in (errno.EACCES, errno.EPERM):  # a secret may be there, which a new one would replace
             raise
         return _of_this_process()
 

@@ -1,4 +1,4 @@
-"""Write files of a run's folder and folders of results, each as a whole or not at all."""
+"""Write files of a run's folder, and folders of results, each whole or not at all."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from monograph.text.tokenizer import Tokenizer
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or leave the former one, whatever happens; raises DiskFull."""
+    """Write a file so that a crash leaves either the old or the new content; raises DiskFull."""
     partial = path.with_suffix(".partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -33,14 +33,14 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
-    """Write tokenizer.json and the files that belong to it, each whole or not at all, tokenizer.json last."""
+    """Write tokenizer.json and the files next to it, each whole or not at all; tokenizer.json comes last."""
     for name, text in tokenizer.config.files().items():
         write_whole(run.folder / name, text)
     write_whole(run.tokenizer, tokenizer.to_json() + "\n")
 
 
 def mended_tokenizer(run: Run, tokenizer: Tokenizer) -> bool:
-    """Write the tokenizer of a run's text again if the run's file is not the same; return whether it was written."""
+    """Write the tokenizer of a run's text again if the run's file differs from it; return whether it was written."""
     with suppress(InputRefused):
         if Tokenizer.from_file(run.tokenizer).digest == tokenizer.digest:
             return False
@@ -49,12 +49,12 @@ def mended_tokenizer(run: Run, tokenizer: Tokenizer) -> bool:
 
 
 def record_parent(run: Run, parent: Run, at: int | None) -> None:
-    """Record where a run branches from, for a process that goes on before its first checkpoint."""
+    """Record where a run branches from, for a process that resumes it before its first checkpoint."""
     write_whole(run.parent_file, json.dumps({"run": str(without_links(parent.folder)), "update": at}))
 
 
 def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
-    """Return what `record_parent` wrote; None for a run that branches from none. Raises InputRefused if damaged."""
+    """Return the parent that `record_parent` wrote, or None if there is none. Raises InputRefused if damaged."""
     content = contents(run.parent_file)
     if content is None:
         return None
@@ -68,7 +68,7 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
 
 
 def discard(run: Run) -> None:
-    """Remove a new run that never began, so that `last` still names the last one that did."""
+    """Remove the folder of a new run that never began, so that `last` still names the newest one that did."""
     others = [run.folder / name for name in (*tokenizer_config.NAMES, "stdin", SWEEP)]
     written = [run.config, run.parent_file, run.tokenizer, *others, run.lock_file]
     for path in [*written, *(entry for entry in entries(run.folder) if entry.suffix == ".partial")]:
@@ -79,7 +79,7 @@ def discard(run: Run) -> None:
 
 @contextmanager
 def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
-    """Yield a folder for the block to fill: `out`, or `root`/YYYY-MM-DD-HHMM; none is left if the block fails.
+    """Yield a folder for the block to fill: `out`, or `root`/YYYY-MM-DD-HHMM. If the block fails, remove the folder.
 
     Raises:
         InputRefused: `out` is a file, holds something, or cannot be made.
@@ -96,7 +96,7 @@ def results_folder(out: Path | None, root: Path) -> Iterator[Path]:
         with taken_back():
             yield folder
     except BaseException:
-        with suppress(OSError):  # another program may have put something there meanwhile
+        with suppress(OSError):  # another program may have put something there in the meantime
             for file in folder.iterdir():
                 file.unlink()
             for made in [*([folder] if out is None else []), *new]:

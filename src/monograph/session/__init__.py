@@ -1,1 +1,1 @@
-"""Make a training run from settings or a checkpoint, report its progress, and sum it up at its end."""
+"""Make a training run from settings or a checkpoint, report on it while it trains, and summarise it at its end."""

@@ -1,4 +1,4 @@
-"""Decide the adapters of a run: read what its settings say about them and fill in what they leave open."""
+"""Decide the adapters of a run from its settings and, where these are open, from usual values or a stored adapter."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from monograph.model.adapter import is_adapter, read_adapter
 from monograph.storage.reading import exists, without_links
 
 FIXED = ("lora.rank", "lora.alpha", "lora.targets", "lora.dropout", "lora.base")
-KEYS = (*FIXED, "lora.tokens")  # which of them are new is known once the text's tokenizer is
+KEYS = (*FIXED, "lora.tokens")  # new tokens are known only once the text's tokenizer is, so these are not fixed early
 USUAL = Lora()
 RANK = f"lora.rank = {USUAL.rank}"
 
 
 def lora_of(settings: Settings, tokens: tuple[int, ...] = ()) -> Lora | None:
-    """Return the adapters that the settings ask for, with the usual values for open ones; None without adapters.
+    """Return the adapters that the settings ask for, with usual values for open keys; None without adapters.
 
     Args:
-        settings: the run's.
-        tokens: ids whose rows are trained together with the adapters.
+        settings: the run's settings.
+        tokens: ids of the tokens whose rows are trained together with the adapters.
     """
     asked = settings.lora
     if asked.rank is None:
@@ -39,10 +39,10 @@ def lora_of(settings: Settings, tokens: tuple[int, ...] = ()) -> Lora | None:
 
 
 def fixed_lora(settings: Settings) -> dict[str, Any]:
-    """Return the [lora] keys that the settings leave open, and the base's place; nothing for a run without adapters.
+    """Return values for all [lora] keys in FIXED and the base's full path; an empty mapping without adapters.
 
     Raises:
-        UsageError: there is no base or no rank, or the adapters differ from the stored ones they are to begin from.
+        UsageError: there is no base or no rank, or the adapters differ from the stored ones that they begin from.
     """
     init, given = settings.model.init, {key: settings.origins[key] for key in KEYS if key in settings.origins}
     if init and is_adapter(init):

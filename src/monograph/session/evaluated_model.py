@@ -1,4 +1,4 @@
-"""Load what is evaluated: a trained model, its precision and tokenizer, and the text held out of its training."""
+"""Load a model to evaluate, with its precision and tokenizer and, for a run, the text held out of its training."""
 
 from __future__ import annotations
 
@@ -29,27 +29,37 @@ _READING = ("sequence_length", "packing", "text_key", "bad_records", "answers", 
 
 @dataclass(frozen=True)
 class EvaluatedModel:
-    """A model with its precision and its tokenizer; if it comes from a run, also the text that was held out."""
+    """A model with its precision and its tokenizer; if it comes from a run, also the text that was held out.
+
+    Attributes:
+        module: the model; loss: its loss; tokenizer: its tokenizer.
+        precision: the precision in which it is evaluated, the run's own.
+        reading: the arguments of `corpus` that say how to read any text.
+        averaged: whether the weights are averages.
+        own_text: the further arguments of `corpus` that name the run's text, for use without --data.
+        fingerprint: the fingerprint of the run's text at training.
+        strange: a warning to print before `own_text` is read; empty if the text is the user's own.
+    """
 
     module: nn.Module
     loss: Loss
     tokenizer: Tokenizer
     precision: Precision
-    reading: dict[str, Any]  # arguments of `corpus`
+    reading: dict[str, Any]
     averaged: bool = False
-    own_text: dict[str, Any] = field(default_factory=dict)  # further arguments, used where no --data is given
+    own_text: dict[str, Any] = field(default_factory=dict)
     fingerprint: str = ""
-    strange: str = ""  # a warning shown before `own_text` is read; empty if the text is the user's own
+    strange: str = ""
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Return (sum of losses, number of targets), computed uncompiled and in the run's own precision."""
+        """Return (sum of losses, number of targets) of a batch, computed uncompiled in this model's precision."""
         with self.precision.context(default_device().type):
             return self.loss(self.module, {name: tensor.to(default_device()) for name, tensor in batch.items()})
 
 
 def require_finite(loss: float, name: str, text: str) -> None:
-    """Refuse a loss that is NaN or infinite, since it cannot be compared or ranked.
+    """Refuse a loss that is NaN or infinite, since it cannot be compared.
 
     Raises:
         InputRefused: the loss is NaN or infinite.
@@ -87,10 +97,10 @@ def of_folder(folder: str, warn: Callable[[str], None]) -> EvaluatedModel:
 def answered(
     subject: EvaluatedModel, questions: list[Question], chat: bool, report: Progress, warn: Callable[[str], None]
 ) -> tuple[list[Answer], Accuracy]:
-    """Return a model's answers and its accuracy; see `evaluation.choose`.
+    """Return a model's answers and its accuracy; see `evaluation.choices.choose`.
 
     Raises:
-        InputRefused: the model is not a Llama, so nothing says how it goes on from a question.
+        InputRefused: the model is not a Llama, so it is unknown how to score continuations of a question.
     """
     if not isinstance(subject.module, Llama):
         raise InputRefused("the run holds a module of its own, which does not say what follows a question: give a text")

@@ -1,4 +1,4 @@
-"""Climb a ladder: train one model on one text in several ways, each of which differs from another in one thing."""
+"""Measure a ladder of ways to train one model on one text, each of which changes one thing in another."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ from monograph.session.setup import build_run, open_corpus, open_session
 from monograph.session.warmup import calibrate, peak_bytes, prepare
 from monograph.step import Layout, Step
 
-FEWER = 4  # the rows of an accumulated micro-batch are divided by this
+FEWER = 4  # the rung "accumulation" divides the rows of a micro-batch by this
 ADAPTER_RANK = 16
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train; the defaults are those of the first rung."""
+    """One way to train; the defaults are the first rung's way."""
 
     captured: bool = False
     fused: bool = False
@@ -56,13 +56,13 @@ class Way:
 
 
 class Rung(NamedTuple):
-    """One change to the way of training.
+    """One change to a way of training.
 
     Attributes:
         name: the rung's name.
         change: the change in a few words.
-        fields: the fields of `Way` that it sets.
-        over: the rung whose way is changed; None means the last rung before it that was climbed and has None itself.
+        fields: the fields of `Way` that the change sets.
+        over: the rung whose way is changed; None: the last measured rung before this one whose `over` is also None.
     """
 
     name: str
@@ -75,7 +75,7 @@ class Rung(NamedTuple):
         return replace(way, **self.fields)
 
 
-# The first ones make training faster, each on top of the one before; the others save memory, each by itself.
+# The first rungs make training faster, each on top of the one before; the others save memory, each by itself.
 RUNGS = (
     Rung("eager", "fp32, dense logits, one parameter updated after another", {}),
     Rung("compiled", "train.compile, of the forward and the backward pass alone", {"captured": True}),
@@ -98,16 +98,16 @@ class Climbed:
     """The measurements of a rung.
 
     Attributes:
-        seconds: of each timed update; cpu_seconds: CPU time of this process on all cores, so that other programs do not
-            count.
+        seconds: the seconds of each timed update; cpu_seconds: this process's CPU time on all cores, which does not
+            count other programs.
         tokens: mean number of targets of an update.
         micro_batch: rows of a micro-batch.
         micro_steps: micro-batches of an update.
         peak_memory_bytes: bytes of tensors at the peak of an update, with weights, gradients and optimizer state.
         train_loss: nats per token, averaged over the last quarter of the updates.
-        held_out: scores after the last update, on the same rows for each rung; None where nothing is held out.
+        held_out: scores after the last update, on the same rows for every rung; None if no text is held out.
         compile_s: seconds spent on tracing and compiling.
-        notes: lines that the planner or the trainer announced.
+        notes: lines that the engine and its step announced.
     """
 
     seconds: tuple[float, ...]
@@ -143,7 +143,7 @@ class Climbed:
 
 
 def _apart(step: Step) -> list[Plane]:
-    """Put each parameter into a plane by itself."""
+    """Return a plane for each parameter."""
     kinds, made = step.optim.kinds(step.model), list[Plane]()
     for name, parameter in trainable(step.model).items():
         [plane] = planes({name: parameter}, kinds, step.optim.state)
@@ -152,16 +152,15 @@ def _apart(step: Step) -> list[Plane]:
     return made
 
 
-def _but_the_update(step: Step, scope: str) -> list[tuple[Any, str]]:
-    return [(step, "forward"), (step, "evaluate")] if scope == "whole" else []
-
-
-# A step as one writes it by hand: each parameter is updated by separate operators, which no graph holds.
-UNFUSED = Layout(planes=_apart, captured=_but_the_update)
+# The layout of a step as one writes it by hand, which updates each parameter by separate operators outside of graphs.
+UNFUSED = Layout(
+    planes=_apart,
+    captured=lambda step, scope: [(step, "forward"), (step, "evaluate")] if scope == "whole" else [],
+)
 
 
 def unfuse(engine: Engine) -> None:
-    """Give an engine that is not captured yet a loss that makes all logits at once and an unfused update."""
+    """Give an engine that is not captured yet a loss that computes all logits at once, and an unfused update."""
     step = engine.step
     loss = TokenLoss("reference") if isinstance(step.loss, TokenLoss) else step.loss
     engine.step = Step(
@@ -171,24 +170,25 @@ def unfuse(engine: Engine) -> None:
 
 
 RUNG_S = 20.0  # training time of the first rung; the others train on as many tokens
-LEAST, MOST, WARM = 8, 1000, 2  # bounds of a rung's updates, and how many of them are not timed
+LEAST, MOST, WARM = 8, 1000, 2  # bounds of a rung's updates, and how many of the first are not timed
 HELD_OUT_ROWS = 64
 GRAPHS = ("whole", "blocks")
-# The settings in which the rungs differ.
+# The settings that rungs change, with the values from which the ladder's plan is made.
 OWN = {"train.compile": "auto", "train.precision": "auto", "train.remat": "auto", "data.packing": "packed"}
 
 
 @dataclass
 class Ladder:
-    """The rungs for one model on one text.
+    """The measurement of all rungs for one model on one text.
 
     Attributes:
-        plan: every value decided, except what rungs change and how long they are.
-        texts: the same text with its documents "packed" into rows, or "padded", with a row for each.
-        params: number of the model's parameters.
+        plan: the plan that all rungs share, with every value decided except those that rungs change and the length.
+        texts: the corpus with documents "packed" into rows, and "padded", with a row for each document.
+        params: the number of the model's parameters.
         folder: the ladder's folder; no rung writes into it.
-        most: most updates of a rung; None where the settings name none.
-        updates: updates of each rung, fixed by the time that the first climbed one takes.
+        most: the most updates of a rung; None if the settings give none.
+        updates: the number of updates of each rung, set by the time that the first measured rung takes.
+        machine: the device.
     """
 
     plan: Plan
@@ -201,10 +201,10 @@ class Ladder:
 
     @classmethod
     def of(cls, plan: Plan, folder: Path, progress: Progress) -> Ladder:
-        """Read the text in both forms and let the planner decide what is open.
+        """Read the text in both forms and let the planner decide the open values.
 
         Raises:
-            UsageError: settings that no rung can have.
+            UsageError: the settings have values that no rung can have.
         """
         if plan.optimizer.endswith(":all-bf16"):
             raise UsageError(f"optim.name = {plan.optimizer} keeps no fp32 weights, and a ladder begins in fp32")
@@ -217,13 +217,13 @@ class Ladder:
         built = build_run(resolve(settings, machine), texts["packed"], machine)
         if built.plan.memory == "stream":
             raise UsageError("train.memory = stream: a ladder is of a model that lives on the device")
-        # What one graph holds is not left to the plan, which knows how fast earlier runs were.
+        # The scope is not the plan's, which depends on how fast earlier runs were.
         scope = scope if scope in GRAPHS else defaults.scopes(len(blocks(built.model)))[0]
         fixed = replace(built.plan, compile=scope)
         return cls(fixed, texts, parameter_count(built.model), folder, plan.updates or None, machine=machine)
 
     def plan_of(self, way: Way) -> Plan:
-        """Return the plan of a way; padded updates have more rows, so that all updates have as many tokens."""
+        """Return the plan of a way; padded updates have more rows, so that they have as many tokens as packed ones."""
         rows, scope = self.plan.rows, self.plan.compile
         micro = min(self.plan.micro_batch, rows)
         if way.packing == "padded":
@@ -245,7 +245,7 @@ class Ladder:
         return resolve(self.plan.settings.resolve(fixed, "ladder"), self.machine)
 
     def obstacle(self, way: Way, rung: Rung) -> str | None:
-        """Return why this machine or text cannot climb the rung; None if no reason is known."""
+        """Return why the rung cannot be measured on this machine or text; None if no reason is known."""
         plan, on_cpu = self.plan, self.machine.type == "cpu"
         hinders: dict[str, tuple[bool, str | None]] = {
             "compiled": (on_cpu, compiler_obstacle()),
@@ -273,7 +273,7 @@ class Ladder:
             The way that the next rung starts from, and the measurements or the reason why there are none.
 
         Raises:
-            UsageError, InputRefused, OutOfDeviceMemory: the first rung cannot be climbed.
+            UsageError, InputRefused, OutOfDeviceMemory: the first rung cannot be measured.
         """
         way = rung.after(before)
         if obstacle := self.obstacle(way, rung):
@@ -345,7 +345,7 @@ class Ladder:
         return climbed
 
     def _scored(self, engine: Engine) -> Evaluation | None:
-        """Score the same held-out rows for every rung, by the model without its graphs."""
+        """Return the scores of the held-out rows that all rungs score, computed without graphs."""
         rows = self.texts["packed"].held_out
         if not len(rows):
             return None

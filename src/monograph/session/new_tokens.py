@@ -1,4 +1,4 @@
-"""Find the tokens that a base never saw, decide which of their rows adapters train, and tell the user."""
+"""Find the tokens that a base was not trained with, decide which tokens' rows are trained, and tell the user."""
 
 from __future__ import annotations
 
@@ -10,21 +10,22 @@ from monograph.errors import InputRefused, UsageError
 from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.report.quantities import counted
 from monograph.run.base import Vocabulary, compared, own_file, tokenizer_named, tokenizer_of
-from monograph.run.recipe import Recipe
+from monograph.run.trust import code_file
 from monograph.text.tokenizer import Tokenizer
 
 AUTO = "auto"
-MOST_SHOWN = 6  # tokens
+MOST_SHOWN = 6  # tokens named in a line
 
 
 class NewTokens(NamedTuple):
     """The tokens of a run that begins from an existing model.
 
     Attributes:
-        tokenizer: the run's.
-        vocabulary: how it compares with the model's; None where a function builds a model for any number of tokens.
+        tokenizer: the run's tokenizer.
+        vocabulary: the sizes of the model's tokenizer and the run's; None for a model that a Python function builds,
+            for any number of tokens.
         listed: ids that `lora.tokens` names.
-        stored: ids whose rows a stored adapter has, None where the run begins from none.
+        stored: ids whose rows a stored adapter has; None if the run begins from no stored adapter.
     """
 
     tokenizer: Tokenizer
@@ -33,14 +34,14 @@ class NewTokens(NamedTuple):
     stored: tuple[int, ...] | None
 
     def new(self, rows: int) -> range:
-        """Return the ids beyond the `rows` that the model was trained with."""
+        """Return the ids that a model with `rows` rows was not trained with."""
         return self.vocabulary.new(rows) if self.vocabulary else range(0)
 
     def trained(self, rows: int) -> tuple[int, ...]:
-        """Return the ids whose rows are trained next to adapters: all new and all listed ones, or a stored adapter's.
+        """Return the ids whose rows are trained together with adapters: new and listed ones, or a stored adapter's.
 
         Raises:
-            InputRefused: a stored adapter has none for a new token.
+            InputRefused: a stored adapter has no row for a new token.
         """
         new = self.new(rows)
         if self.stored is None:
@@ -54,15 +55,16 @@ class NewTokens(NamedTuple):
 
 
 def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> NewTokens | None:
-    """Compare a run's tokens with those of the model that it begins from; None for a new model.
+    """Compare a run's tokens with those of the model that it begins from; return None for a new model.
 
     Args:
-        settings: the run's.
-        tokenizer: the text's; None means the settings' one, of which nothing is known if it is still to be trained.
+        settings: the run's settings.
+        tokenizer: the text's tokenizer; None means the one that the settings name. If that is still to be trained, its
+            tokens are unknown, and the function returns None.
 
     Raises:
-        InputRefused: it differs from the model's (the first such id is named), or it cannot be read.
-        UsageError: `lora.tokens` names something that is not a single token.
+        InputRefused: the tokenizer differs from the model's (the first such id is named), or cannot be read.
+        UsageError: `lora.tokens` names a text that is not a single token.
     """
     init, named = settings.model.init, tokenizer_named(settings.data.tokenizer)
     if init is None or (tokenizer is None and named.startswith("bpe:")):
@@ -72,16 +74,16 @@ def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> New
     if tokenizer is None:
         file = str(tokenizer_of(init)) if named == AUTO else named
         tokenizer = Tokenizer.bytes() if file == "bytes" else Tokenizer.from_file(file)
-    vocabulary = None if _is_function(base) else compared(tokenizer, base)
+    vocabulary = None if code_file(base) else compared(tokenizer, base)
     stored = read_adapter(adapter).lora.tokens if adapter else None
     return NewTokens(tokenizer, vocabulary, _listed(settings, tokenizer), stored)
 
 
 def planned_tokens(settings: Settings) -> NewTokens | None:
-    """Compare them for a plan, which needs no tokenizer: a file that is missing or refused leaves them unknown.
+    """Return `new_tokens_of` for a plan, which needs no tokenizer: None if the model's own is missing or refused.
 
     Raises:
-        InputRefused, UsageError: as `new_tokens_of`, for a tokenizer that the settings name.
+        InputRefused, UsageError: see `new_tokens_of`, for a tokenizer that the settings name.
     """
     try:
         return new_tokens_of(settings)
@@ -92,13 +94,13 @@ def planned_tokens(settings: Settings) -> NewTokens | None:
 
 
 def require_tokens(settings: Settings) -> None:
-    """Refuse, before any text is read, a tokenizer that is not the base's and names that are not tokens.
+    """Refuse, before any text is read, a tokenizer that does not fit the base, and listed texts that are not tokens.
 
     Raises:
-        InputRefused, UsageError: as `new_tokens_of`.
+        InputRefused, UsageError: see `new_tokens_of`.
     """
     init, named = settings.model.init, settings.data.tokenizer
-    its_own = init is not None and not _is_function(init) and str(own_file(init)) == named
+    its_own = init is not None and not code_file(init) and str(own_file(init)) == named
     if not its_own or settings.lora.tokens is not None:
         new_tokens_of(settings)
 
@@ -107,8 +109,8 @@ def require_no_new(settings: Settings, parent: str) -> None:
     """Refuse a tokenizer with which a run cannot go on from another run's weights and optimizer state.
 
     Raises:
-        InputRefused: it differs from the parent's; the first such id is named.
-        UsageError: it has more tokens.
+        InputRefused: the tokenizer differs from the parent's; the first such id is named.
+        UsageError: the tokenizer has more tokens than the parent's.
     """
     tokens = new_tokens_of(settings.resolve({"model.init": parent}, "--from"))
     if tokens and tokens.vocabulary and (new := tokens.vocabulary.new(tokens.vocabulary.all)):
@@ -119,7 +121,7 @@ def require_no_new(settings: Settings, parent: str) -> None:
 
 
 def token_notes(settings: Settings, tokens: NewTokens | None, rows: int) -> tuple[str, ...]:
-    """Return the lines on tokens that `train` and `plan` print for a base of `rows` rows; usually none."""
+    """Return the lines on tokens that `train` and `plan` print for a base with `rows` rows; usually none."""
     if tokens is None:
         return ()
     lines, new, adapted = list[str](), tokens.new(rows), settings.lora.rank is not None or tokens.stored is not None
@@ -139,10 +141,6 @@ def _some(tokens: NewTokens, ids: Sequence[int]) -> str:
     texts = tokens.tokenizer.texts()
     more = f" and {len(ids) - MOST_SHOWN} more" if len(ids) > MOST_SHOWN else ""
     return ", ".join(texts[index] for index in ids[:MOST_SHOWN]) + more
-
-
-def _is_function(init: str) -> bool:
-    return Recipe(init, AUTO, {}, 0).file is not None
 
 
 def _listed(settings: Settings, tokenizer: Tokenizer) -> tuple[int, ...]:

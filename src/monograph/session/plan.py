@@ -1,4 +1,4 @@
-"""Hold a run's plan: its settings with every "auto" decided, as plain numbers and names."""
+"""The plan of a run: its settings with every "auto" decided, as plain numbers and names."""
 
 from __future__ import annotations
 
@@ -21,29 +21,31 @@ from monograph.transfer import WidthTransfer
 
 @dataclass(frozen=True)
 class Plan:
-    """The decided values of a run. `monograph.session.resolve.resolve` decides them; trainers read them here.
+    """The values that decide what a run does. `monograph.session.resolve.resolve` sets them; other code reads them.
 
     Attributes:
-        settings: the settings that config.toml records; an "auto" is recorded once nothing can change it any more.
-        recipe: the checked recipe that the model is built from.
+        settings: the settings that config.toml records; a decided "auto" is recorded once nothing can change it.
+        recipe: the checked recipe from which the model is built.
         reading: the arguments of `monograph.corpus`.
         seed: seed of the weights and of the order of rows.
         tokens_per_update: tokens of an update.
-        minutes: that the training may take, if neither updates nor epochs are given; `minutes_given`: by a person.
-        epochs: passes over the text; None where another key says how long the run is.
-        optimizer: the optimizer's name, with the bits of its state.
+        minutes: minutes of training, used if neither updates nor epochs are given; minutes_given: whether the user gave
+            them.
+        epochs: passes over the text; None if another key gives the run's length.
+        optimizer: the optimizer's name, with the format of its state.
         update_rule: the optimizer itself; once the model's shape is known, with the changes of width transfer.
-        clip: the largest gradient norm.
+        clip: the clipping of the gradient norm; None without clipping.
         averaged: whether an average of the weights is kept and scored.
-        schedule_name: the schedule of the learning rate; `final`: the share of the peak rate that it falls to.
+        schedule_name: the learning rate's schedule; final: the share of the peak rate that it falls to.
         precision: the precision of the arithmetic.
         parallel: how several devices share the work.
         keep: how many of the newest checkpoints stay.
         micro_batch: rows that one device computes at once; 0 until the model's shape is known.
-        compile: the scope of one graph; `remat`: what is recomputed; `memory`: where weights live; "auto" until then.
+        compile: the scope of a graph; remat: what is recomputed; memory: where weights live. Each may be "auto" until
+            the model's shape is known.
         transfer: the rule by which rates are carried to this width; None without width transfer.
-        expected: the planner's expectation; None where it was not asked.
-        updates: updates of the whole run, 0 until known; with it `warmup_updates`, `eval_every` and `save_every`.
+        expected: the planner's prediction; None if the planner was not asked.
+        updates: updates of the whole run, 0 until known; warmup_updates, eval_every and save_every depend on it.
     """
 
     settings: Settings
@@ -86,7 +88,7 @@ class Plan:
 
     @property
     def placement(self) -> Placement | None:
-        """Return where the buffers of a streamed model live; None if it is not streamed."""
+        """Return where the buffers of a streamed model live; None for a model that is not streamed."""
         return self.expected.placement if isinstance(self.expected, StreamCandidate) else None
 
     def schedule(self, updates: int) -> Schedule:
@@ -98,12 +100,12 @@ class Plan:
 
 
 class Shape(NamedTuple):
-    """The shape of a run's model, known once the text is read.
+    """The facts about a run's model that are known once the text is read.
 
     Attributes:
-        config: the shape, with a row for each token; None for a module that is not a Llama.
-        tokens: ids whose rows are trained together with adapters.
-        ranks: processes that train it together.
+        config: the model's shape, with a row for each token; None for a module that is not a Llama.
+        tokens: ids of the tokens whose rows are trained together with adapters.
+        ranks: number of processes that train the model together.
         like: the plan of another run of the same shape, whose choices are taken over.
     """
 
@@ -114,7 +116,7 @@ class Shape(NamedTuple):
 
 
 class Length(NamedTuple):
-    """The number of updates of a run, once that is known, and the default interval of its evaluations."""
+    """The number of updates of a run, once that is known, and the default number of its evaluations."""
 
     updates: int
     evaluations: int = EVALUATIONS

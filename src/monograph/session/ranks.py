@@ -1,7 +1,7 @@
 """Let several processes train one run: check how they were started, agree on one folder, and end alike.
 
-Rank 0 decides, prints and writes; the others do the same work and keep silent. All of them see one folder. This file
-also knows how this program was called, so that the commands that it prints work as they stand, in the same folder.
+Rank 0 decides, prints and writes; the others do the same work and print nothing. All ranks see one folder. This file
+also builds the commands that are printed for the user, so that they work unchanged in the same working folder.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from monograph.terminal import shell_words
 
 
 def command(*arguments: str) -> str:
-    """Return a command line that calls this program again; arguments are quoted for the shell where needed."""
+    """Return a command line that calls this program as it was called, with arguments quoted for the shell."""
     return shell_words(*_program(), *arguments)
 
 
 def show(progress: Progress, label: str, *arguments: str) -> None:
-    """Print a command line that calls this program, unbroken and uncut, so that it works as it stands."""
+    """Print a command line that calls this program, on one line and never cut, so that it can be copied."""
     text = command(*arguments)
     if len(text) + LABEL_WIDTH < progress.screen.width:
         progress.line(label, text)
@@ -58,7 +58,7 @@ def _in_one_folder(one: str, other: str) -> bool:
 
 
 def _here(path: str) -> str:
-    """Return the path relative to the current folder if it is inside; links stay, since .venv/bin/python is one."""
+    """Return the path relative to the working folder if it is inside; links stay, since .venv/bin/python is one."""
     near = os.path.relpath(path)
     if near.startswith(os.pardir):
         return path
@@ -66,7 +66,7 @@ def _here(path: str) -> str:
 
 
 ENDED = "exit.json"
-PATIENCE_S = 25.0  # torchrun waits a little longer for what it has told to end
+PATIENCE_S = 25.0  # torchrun waits a little longer for processes that it has told to end
 TORCHRUN = "torchrun --standalone --nproc-per-node {} -m monograph train"
 
 
@@ -74,11 +74,11 @@ def meet(settings: Settings, resumed: bool) -> World:
     """Wait for the ranks of this run and return them once all are there.
 
     Args:
-        settings: as given.
-        resumed: whether an earlier run goes on, whose own settings then decide.
+        settings: the given settings.
+        resumed: whether an earlier run goes on; its own settings are then checked later.
 
     Raises:
-        UsageError: there is one process for `train.parallel`, or several without it.
+        UsageError: `train.parallel` is on for a single process, or off for several.
         PeerLost: some ranks did not come.
     """
     own = place(srun=settings.train.parallel != "none")
@@ -88,7 +88,7 @@ def meet(settings: Settings, resumed: bool) -> World:
 
 
 def require_launched(settings: Settings, own: Place | None) -> None:
-    """Refuse one process where there should be several, and several that would each train the same run.
+    """Refuse a single process if several are needed, and several that would each train the same run.
 
     Raises:
         UsageError: the processes do not fit; the message shows the command.
@@ -123,20 +123,21 @@ def again(world: World, run: Run, parallel: str) -> str:
 
 
 def ranks_said(world: World) -> str:
-    """Return how many ranks there are, for the first line."""
+    """Return the number of ranks as text for the first line; empty for a single process."""
     return "" if world.alone else f", {world.size} ranks"
 
 
 def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, bool]:
-    """Return the run of all ranks and whether it goes on, even where the launcher started the ranks again.
+    """Return the run of all ranks, and whether it goes on; it does, too, if the launcher restarted the ranks.
 
     Raises:
-        UsageError: the ranks were started again, and nothing says which run is theirs.
+        UsageError: the ranks were restarted, and nothing says which run is theirs; or a checkpoint is to be resumed.
         InputRefused: see `Run.create` and `Run.open`.
     """
     folder, goes_on = "", resume is not None
     if world.leads:
-        known = out or world.recall("run")
+        recalled = world.recall("run")
+        known = out or (Path(recalled) if recalled else None)
         if resume:
             run = Run.open(resume)
             if run.at is not None:
@@ -146,10 +147,10 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
                 )
         elif world.again and known is None:
             raise UsageError("the ranks were started again: name the run's folder with --out, which a restart goes on")
-        elif world.again and Run(Path(str(known))).begun:
-            run, goes_on = Run(Path(str(known))), True
+        elif world.again and known and Run(known).begun:
+            run, goes_on = Run(known), True
         else:
-            run = Run.create(Path(known) if known else None)
+            run = Run.create(known)
         folder = str(run.folder if world.alone else run.folder.absolute())
         world.remember("run", folder)
     folder, goes_on = world.agreed([folder, goes_on])
@@ -167,15 +168,15 @@ def agreed(world: World, settings: Settings) -> Settings:
 
 @contextmanager
 def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[None]:
-    """Let one rank report an error of the block, and keep its exit code for a restart that would end with it again.
+    """Make only one rank report an error of the `with` block, and record the error so that a restart ends with it, too.
 
-    A run that an error ended before it began leaves no folder, unless other ranks may write there.
+    If an error ends a single process before its run began, the run's folder is removed.
 
     Raises:
-        KeyboardInterrupt: interrupted; the message has the command that goes on, where there is one.
-        Ended: the attempt before ended with an error that a restart does not mend.
+        KeyboardInterrupt: the block was interrupted; the message has the command that goes on, if there is one.
+        Ended: the attempt before ended with an error that a restart does not fix.
         PeerLost: another rank is gone.
-        InputRefused: a module that is not ours failed, or the run's folder is gone.
+        InputRefused: a user's module failed, or the run's folder is gone.
     """
     _require_not_ended(world, run.folder / ENDED)
     try:
@@ -194,8 +195,8 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[Non
 
 
 def _ending(world: World, run: Run, error: BaseException) -> BaseException:
-    """Return the error with which the run ends, and mark which rank reports it."""
-    if not world.alone and lost(error):  # also inside a module, whose weights other ranks hold
+    """Return the error with which the run ends, and mark whether another rank reports it (`told`)."""
+    if not world.alone and lost(error):  # a user's module, too, may fail to reach the ranks that hold its weights
         peer = PeerLost(f"rank {world.rank}: another rank has ended, or was ended")
         peer.told = not world.leads
         return peer
@@ -218,7 +219,7 @@ def _require_not_ended(world: World, kept: Path) -> None:
     if world.leads and world.attempt:
         with suppress(ValueError):
             before = parse_json(contents(kept) or b"")
-    # A launcher that restarts a run that was only stopped means to go on with it.
+    # A run that was only stopped goes on after a restart.
     before = world.agreed(before if before and before["exit_code"] != Stopped.exit_code else None)
     if world.leads and not before:
         kept.unlink(missing_ok=True)
@@ -229,12 +230,12 @@ def _require_not_ended(world: World, kept: Path) -> None:
 
 
 def _first(kept: Path, error: MonographError) -> bool:
-    """Keep how the run ended; return False if another rank has done so."""
+    """Record how the run ended; return False if another rank has done so already."""
     try:
         with kept.open("x", encoding="utf-8") as file:
             file.write(json.dumps({"exit_code": error.exit_code, "message": str(error)}))
     except FileExistsError:
         return False
-    except OSError:  # the full disk may be the very reason for the end
+    except OSError:  # a full disk may be the reason for the end
         return True
     return True

@@ -1,4 +1,4 @@
-"""Read the settings in a run's config.toml, check them against the run's beginning, resume and branch from them."""
+"""Read the settings in a run's config.toml, check that they are unchanged, and resume or branch from them."""
 
 from __future__ import annotations
 
@@ -28,24 +28,24 @@ from monograph.session.new_tokens import require_no_new
 from monograph.storage.reading import contents, entries, exists, is_file, is_folder, matching, resolved, without_links
 from monograph.terminal import shell_words
 
-# A branched run takes over its parent's settings except its length, what follows from that, and the number of ranks.
+# Settings that a branched run does not take over from its parent: the length, values that depend on it, and the ranks.
 _OF_ONE_RUN = {*EXCLUSIVE[0], "train.eval_every", "train.save_every", "optim.warmup_updates", "train.parallel"}
 
 
 def run_settings(
     run: Run, *, runs_code: bool = True, inits: Sequence[str] = (), recorded: str | None = None
 ) -> Settings:
-    """Return a run's settings; all code that reads a config.toml does so here.
+    """Return a run's settings; all code that reads a run's config.toml does so here.
 
     Args:
-        run: the run, with its folder.
+        run: the run.
         runs_code: whether the caller may run the Python file that the settings name.
-        inits: values of model.init that a sweep names in addition to those of its config.toml.
-        recorded: the fingerprint of the settings, where no checkpoint of the run holds it.
+        inits: values of model.init that a sweep names in addition to that of its config.toml.
+        recorded: the fingerprint of the settings; None: that in the run's newest sound checkpoint.
 
     Raises:
-        InputRefused: the file is not what the run was begun with, or it names code that this user does not vouch for.
-        UsageError: the file is not a configuration, and no checkpoint says what it was.
+        InputRefused: the file has changed since the run was begun, or it names code that this user does not trust.
+        UsageError: the file is not a configuration, and no checkpoint records a fingerprint of it.
     """
     state = _state(run)
     expected = recorded or state.get("settings")
@@ -59,20 +59,18 @@ def run_settings(
     if expected is not None and not settings.has_fingerprint(expected):
         raise _changed(run, expected, settings.fingerprint)
     if runs_code:
-        recipe = state.get("recipe")
-        trained_with = recipe.get("sha256") if isinstance(recipe, dict) else None
-        require_trusted(run.config, [settings.model.init, *inits], trained_with)
+        require_trusted(run.config, [settings.model.init, *inits], state.get("recipe", {}).get("sha256"))
     return settings
 
 
 def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
-    """Hold a TOML file that a person named to the rules of the run that wrote it, or in whose folder it lies.
+    """Check a TOML file that the user named as a run's settings are checked, if a run wrote it or it is in its folder.
 
-    A link is followed, and a stranger may leave out the files that make a folder a run. The note of `strange_text` is
-    printed.
+    Links are followed. A mark in the file counts even outside of a run's folder, since a stranger may have left out the
+    files that make a folder a run. The line of `strange_text` is printed.
 
     Raises:
-        InputRefused: as `run_settings`.
+        InputRefused: see `run_settings`.
     """
     if toml is None or not is_file(toml):
         return
@@ -86,15 +84,15 @@ def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
 
 
 def own_copies(settings: Settings) -> dict[str, Any]:
-    """Return `source` and `tokenizer` of [data] where what a run names is gone, and the run's folder has a copy.
+    """Return `source` and `tokenizer` of [data] with files that are gone replaced by copies in the run's folder.
 
-    A run keeps its tokenizer and the text that it read from standard input; it may have been moved, as may the run that
-    it was begun from.
+    A run keeps its tokenizer and the text that it read from standard input. It may have been moved since, as may the
+    run from which it was begun.
     """
     data = settings.data
     copies: dict[str, Any] = {}
     for key, named, name in (("source", data.source, "stdin"), ("tokenizer", data.tokenizer, "tokenizer.json")):
-        # An origin is the file and its line.
+        # The origin of a value is the file and the line, FILE:LINE.
         run = Run(Path(settings.origins.get(f"data.{key}", "").rpartition(":")[0]).parent)
         items = [named] if isinstance(named, str) else named
         gone = [item for item in items if Path(item).name == name and not exists(item)]
@@ -105,10 +103,10 @@ def own_copies(settings: Settings) -> dict[str, Any]:
 
 
 def require_text(settings: Settings) -> None:
-    """Refuse a run, a checkpoint or a model's folder where text is meant, since none of their files is text.
+    """Refuse a run, a checkpoint or a model's folder as text to train on.
 
     Raises:
-        UsageError: the folder is one of these; the message shows the settings that name it.
+        UsageError: the source is one of these; the message says how to name it instead.
     """
     source = settings.data.source
     for place in [source] if isinstance(source, str) else source:
@@ -120,7 +118,7 @@ def require_text(settings: Settings) -> None:
 
 
 def strange_text(run: Run, settings: Settings) -> str:
-    """Return a line on text outside of a run's folder that this user did not choose; otherwise an empty string."""
+    """Return a warning if another user's run names text outside of its own folder; otherwise an empty string."""
     source, home = settings.data.source, without_links(run.folder)
     places = [weighted(item)[0] for item in ([source] if isinstance(source, str) else source)]
     beyond = [item for item in places if item != "stdlib" and _leads_out(Path(os.path.expanduser(item)), home)]
@@ -130,13 +128,13 @@ def strange_text(run: Run, settings: Settings) -> str:
 
 
 def _leads_out(place: Path, home: Path) -> bool:
-    """Return whether a file, folder or pattern, or a link among its matches, leads out of a folder."""
+    """Return whether a file, a folder, a pattern or a link among its matches leads out of the folder `home`."""
     named = [place, *matching(place), *matching(place / "**")]
     return any(home not in without_links(path).parents for path in named)
 
 
 def _state(run: Run) -> dict[str, Any]:
-    """Return the state of the newest checkpoint that is sound; an empty one for a run without any."""
+    """Return the state of the newest sound checkpoint; an empty mapping if there is none."""
     for folder in reversed(entries(run.checkpoints, "step-")):
         with suppress(CheckpointDamaged):
             return recorded_state.state_in(folder, run)
@@ -151,10 +149,10 @@ def _changed(run: Run, expected: str, found: str) -> InputRefused:
 
 
 def write_config(run: Run, settings: Settings, inits: Sequence[str] = ()) -> None:
-    """Write config.toml whole or not at all, whatever happens, with this user's mark.
+    """Write config.toml, whole or not at all, with this user's mark.
 
     Args:
-        run: its folder.
+        run: the run or the sweep's folder.
         settings: the settings of the run or of the sweep.
         inits: values of model.init that a sweep varies.
     """
@@ -162,11 +160,11 @@ def write_config(run: Run, settings: Settings, inits: Sequence[str] = ()) -> Non
 
 
 def settings_of(run: Run, given: Settings) -> Settings:
-    """Return the run's own settings; what the command line adds to `--resume` must not contradict them.
+    """Return the settings of a run to resume, with those given settings that a resumed run may change.
 
     Raises:
-        UsageError: the command line contradicts them.
-        InputRefused: the run was stopped before its settings were written; or as `run_settings`.
+        UsageError: a given setting contradicts the run's.
+        InputRefused: the run was stopped before its settings were written; or see `run_settings`.
     """
     if not run.begun and not entries(run.checkpoints):
         raise InputRefused(
@@ -175,23 +173,22 @@ def settings_of(run: Run, given: Settings) -> Settings:
     own = run_settings(run, runs_code=not isinstance(run, Follower))  # rank 0 answers for all
     for key, value in given.pinned().items():
         mine = own.values()[key]
-        if value in (mine, "auto"):
-            continue
-        if key == "train.memory":
-            own = own.resolve(_moved(str(value), own), given.origins[key])
-            continue
-        if key == "train.parallel":  # the same updates by more ranks or fewer
-            own = own.resolve({key: value}, given.origins[key])
-            continue
-        if key == "optim.transfer" and _same_transfer(value, mine):
-            continue
         if (
-            key == "train.tokens"
-            and defaults.updates_of(int(value), int(own.train.tokens_per_update)) == own.train.updates
+            value in (mine, "auto")
+            or (key == "optim.transfer" and _same_transfer(value, mine))
+            or (
+                key == "train.tokens"
+                and own.train.updates == defaults.updates_of(value, int(own.train.tokens_per_update))
+            )
+            # The minutes in a TOML file have become the run's updates.
+            or (key == "train.minutes" and given.origins[key] != "command line")
         ):
             continue
-        if key == "train.minutes" and given.origins[key] != "command line":
-            continue  # what the file of settings asked for became updates, once
+        if key in ("train.memory", "train.parallel"):  # the updates stay the same
+            # A streamed run has no graph of the whole step.
+            split = value == "stream" and own.train.compile == "whole"
+            own = own.resolve({key: value} | ({"train.compile": "blocks"} if split else {}), given.origins[key])
+            continue
         if key in EXCLUSIVE[0]:
             epochs, updates = own.train.epochs, own.train.updates
             mine = counted(epochs, "epoch") if epochs else counted(updates or 0, "update")
@@ -202,14 +199,8 @@ def settings_of(run: Run, given: Settings) -> Settings:
     return own
 
 
-def _moved(memory: str, own: Settings) -> dict[str, Any]:
-    """Return the changes for a run that goes on with its weights elsewhere; a stream has no graph of the whole step."""
-    whole = memory == "stream" and own.train.compile == "whole"
-    return {"train.memory": memory} | ({"train.compile": "blocks"} if whole else {})
-
-
 def parent_named(name: str) -> tuple[Run, int | None]:
-    """Return the run, and the update if there is one, that RUN[@UPDATE] names."""
+    """Return the run and the update (None: the newest) that RUN[@UPDATE] names."""
     run, _, update = name.rpartition("@")
     if run and not update.isdecimal() and not exists(name):
         raise UsageError(f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}")
@@ -222,10 +213,10 @@ def parent_named(name: str) -> tuple[Run, int | None]:
 
 
 def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | None]:
-    """Return the settings, and the run that `--from` names; a model's folder becomes model.init, without optimizer.
+    """Return the settings and the run that `--from` names; a model's folder, which is no run, becomes model.init.
 
     Raises:
-        UsageError: model.init is given, too.
+        UsageError: `--from` names a model's folder, and model.init is given, too.
     """
     if name is None or names_run(name) or not is_file(Path(name, "config.json")):
         return settings, name
@@ -235,7 +226,7 @@ def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | N
 
 
 def branched(parent: Run, given: Settings) -> Settings:
-    """Return what a new run takes over from its parent: every setting that was not given, except the run's length."""
+    """Return the settings of a new run: the given ones, and its parent's except those of `_OF_ONE_RUN`."""
     if not parent.begun and not entries(parent.checkpoints):
         raise InputRefused(f"{parent.folder} was stopped before it began: nothing can start from it")
     own = run_settings(parent, runs_code=given.model.init is None)
@@ -255,15 +246,15 @@ def branched(parent: Run, given: Settings) -> Settings:
         require_no_new(given, str(parent.folder))
     taken -= {"optim.transfer"}
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
-    if given.model.init:  # which brings its shape with it
+    if given.model.init:  # that model brings its own shape
         closed |= {key for key in own.values() if key.startswith("model.")}
     kept = {key: value for key, value in own.pinned().items() if key not in closed}
     kept |= {f"data.{key}": copy for key, copy in own_copies(own).items() if f"data.{key}" in kept}
     if "data.tokenizer" not in taken:
-        kept["data.tokenizer"] = str(parent.tokenizer)  # a BPE that is trained anew would give the ids other meanings
+        kept["data.tokenizer"] = str(parent.tokenizer)  # a newly trained BPE would change the meaning of the ids
     return given.resolve(kept, str(parent.config))
 
 
 def _same_transfer(given: str, own: str) -> bool:
-    """Return whether the transfer asked for is the run's own, or "width" without saying from which one."""
+    """Return whether the given transfer is the run's own, or "width" without a base width."""
     return given == own or (given == "width" and own.startswith("width:"))

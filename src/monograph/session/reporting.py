@@ -1,4 +1,4 @@
-"""Show a run while it trains, and write its results: held-out curve, samples, figures, summary, last lines."""
+"""Show a run while it trains and write its results: the held-out curve, samples, figures, summary and last lines."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ from monograph.text.chat import stop_ids
 
 
 def finished(run: Run) -> dict[str, Any] | None:
-    """Return the summary of a run that reached its end; None if it did not, or has lost its last checkpoint since."""
+    """Return the summary of a run that has ended; None if it has not, or if its last checkpoint is gone."""
     last: dict[str, Any] = {}
-    with suppress(InputRefused):  # a damaged row; whoever takes up a checkpoint verifies the rows that stay
+    with suppress(InputRefused):  # a row is damaged; resuming from a checkpoint verifies the rows that stay
         last = next(reversed(run.rows()), {})
     summary: dict[str, Any] | None = last.get("summary")
     if summary and not is_folder(run.checkpoints / f"step-{summary['update']:08d}"):
@@ -46,7 +46,7 @@ def finished(run: Run) -> dict[str, Any] | None:
 
 
 def standard_json(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with null for NaN and infinities, which JSON does not have."""
+    """Return the values with None for NaN and infinities, which JSON does not have."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
 
 
@@ -55,13 +55,13 @@ _SHOWN_CHARS = 40
 
 
 class Opening(NamedTuple):
-    """The beginning of samples.
+    """The prompt of the samples.
 
     Attributes:
-        text: the text shown before the sample.
-        begun: the text or the ids that the model goes on from.
-        stop: ids that end a sample, in addition to the end of a text.
-        arguments: arguments with which `monograph generate` does the same.
+        text: the text shown before a sample.
+        begun: the text or the ids that the model continues.
+        stop: ids that end a sample, in addition to the end-of-text token.
+        arguments: the arguments of `monograph generate` for such a sample.
     """
 
     text: str
@@ -71,15 +71,15 @@ class Opening(NamedTuple):
 
 
 def opening_of(corpus: Corpus, config: LlamaConfig | None) -> Opening:
-    """Return as much of the held-out text, or else of the training text, as leaves a model room to go on."""
+    """Return a prompt from the held-out text, or else from the training text, short enough to be continued."""
     rows = corpus.held_out if len(corpus.held_out) else corpus.train
-    # Half of the positions; where there are two or three, the first token of a document and a written one must fit.
+    # It may fill half of the positions; the first token of a document and a written token must fit in any case.
     room = max(0, min(config.max_position_embeddings // 2, config.max_position_embeddings - 2)) if config else None
     if rows.conversations:
         ids = rows.first_prompt()
         ids = ids if room is None else ids[-max(1, room) :]
         asked = corpus.tokenizer.decode(ids).strip()
-        if len(asked) > _SHOWN_CHARS:  # keep whole words of its end
+        if len(asked) > _SHOWN_CHARS:  # keep the last whole words
             asked = "… " + (asked[-_SHOWN_CHARS:].split(maxsplit=1) or [""])[-1]
         return Opening(f"{asked} ", ids, stop_ids(corpus.tokenizer, config.ends if config else ()), ("--chat",))
     first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
@@ -87,7 +87,7 @@ def opening_of(corpus: Corpus, config: LlamaConfig | None) -> Opening:
     text = STDLIB_PROMPT if python else " ".join(first_line.split(" ")[:4])[:_SHOWN_CHARS]
     text = _shortened(corpus, text, room)
     prompt = _shortened(corpus, "class Cache:", room) if python else text
-    dashes = ("--",) if prompt.startswith("-") else ()  # otherwise it would be taken for an option
+    dashes = ("--",) if prompt.startswith("-") else ()  # otherwise the prompt would be taken for an option
     return Opening(text, text, (), (*dashes, prompt))
 
 
@@ -100,22 +100,22 @@ def _shortened(corpus: Corpus, text: str, room: int | None) -> str:
 SAMPLE_SHARES = (0.15, 0.5, 1.0)
 SAMPLE_TOKENS = 48
 RECENT = 25  # updates whose rate is averaged
-JUDGED_TOKENS = 160  # of each text whose lines are judged at the end
+JUDGED_TOKENS = 160  # of each text whose lines Python's tokenizer judges at the end
 LARGEST_YARDSTICK_BYTES = 64_000_000
-# From this share of the time on, a run that would take more than LATE times as long as it may is shortened; its
-# updates end at END_SHARE, so that the last evaluation and samples have the rest.
+# After COOLING_FROM of the time, a run that would take more than LATE times its time is shortened. Its updates then end
+# at END_SHARE of the time, which leaves the rest for the last evaluation and samples.
 COOLING_FROM, LATE, END_SHARE = 0.7, 1.03, 0.97
 
 
 class Reporter:
-    """Shows one run while it trains, and reports its results at the end."""
+    """The reporter of one run, which shows it while it trains and its results at the end."""
 
     def __init__(self, session: Session, progress: Progress):
-        """Compute or look up the yardsticks, choose the prompt, read back what an earlier process of the run showed."""
+        """Compute or look up the yardsticks, choose the prompt and read the rows of earlier processes of the run."""
         self.session, self.progress = session, progress
         self.rows = session.run.rows()
         self.yardsticks = self._yardsticks()
-        reset_peak_memory(session.engine.step.device)  # the memory that the yardsticks took does not count
+        reset_peak_memory(session.engine.step.device)  # memory of the yardsticks does not count
         self.opening = opening_of(session.corpus, session.model_config)
         self.python = session.corpus.name == "stdlib"
         self.recompiles = 0
@@ -129,7 +129,7 @@ class Reporter:
         return [max(1, round(share * self.session.updates)) for share in SAMPLE_SHARES]
 
     def block(self) -> TrainingBlock:
-        """Return the live block, with what an earlier process of the run showed."""
+        """Return the live block with the points and samples of earlier processes of the run."""
         updates = self.session.updates
         tokens = updates * self.session.plan.tokens_per_update
         block = self.progress.training(updates, tokens, self.yardsticks, start=self.session.engine.index)
@@ -147,13 +147,13 @@ class Reporter:
 
     @property
     def recent_s(self) -> float:
-        """Return the median seconds of the last few updates; 0 before there were any."""
+        """Return the median seconds of the last few updates; 0 before the first."""
         recent = sorted(self.rates)
         return self._tokens / recent[len(recent) // 2] if recent else 0.0
 
     @property
     def _tokens(self) -> float:
-        """Return the tokens of an update: its targets, or with conversations all that could be targets."""
+        """Return the mean number of tokens of an update, without padding."""
         return self.session.corpus.stats.packed_share * self.session.plan.tokens_per_update
 
     def evaluate(self, block: TrainingBlock, update: int, limit: int | None) -> None:
@@ -161,7 +161,7 @@ class Reporter:
         rows = self.session.corpus.held_out
         if len(rows) == 0:
             return
-        # The engine cuts the window into micro-batches; a streamed model then crosses the link once for all of them.
+        # The engine cuts these batches into micro-batches, for all of which a streamed model crosses the link once.
         size = self.session.batches.rows_per_window
         self.held_out = evaluate(self.session.engine, rows, batch_rows=size, limit=limit)
         tokens = int(self.session.engine.step.tokens)
@@ -174,7 +174,7 @@ class Reporter:
             block.held_out(tokens, bits)
 
     def sample(self, block: TrainingBlock, update: int) -> None:
-        """Let a Llama go on from the run's prompt, always with the same random draws."""
+        """Log and show a Llama's continuation of the run's prompt, always with the same random draws."""
         text = next(iter(self._write(1, SAMPLE_TOKENS)), None)
         if text is None:
             return
@@ -183,13 +183,13 @@ class Reporter:
         block.sample(share, sample)
 
     def keep_time(self, update: int) -> None:
-        """Begin the cool-down early if the time would not suffice; decided late, when the machine's speed is known."""
+        """Begin the cool-down early if the time will not suffice, once the machine's speed is known well."""
         if ends := self.session.world.number(self._too_late(update)):
             self.session.shorten(ends)
             self.progress.line("time", f"slower than calibrated: cooling down from update {update}, ending at {ends}")
 
     def _too_late(self, update: int) -> int:
-        """Return after how many updates a run that is too slow ends; 0 if it is fast enough."""
+        """Return the number of updates after which a run that is too slow should end; 0 if it is fast enough."""
         session = self.session
         if session.budget_s is None or session.cooled or session.spent_s < COOLING_FROM * session.budget_s:
             return 0
@@ -212,7 +212,7 @@ class Reporter:
             self.lines = sum(f[0] for f in shares), sum(f[1] for f in shares)
 
     def finish(self) -> dict[str, Any]:
-        """Write the report, print the results and what to type next; return the JSON object of the contract."""
+        """Write the report, print the results and the next commands; return the summary, the object of `--json`."""
         session, progress = self.session, self.progress
         summary, trained = self._summary(), duration(session.spent_s)
         rows = session.run.rows()
@@ -222,11 +222,10 @@ class Reporter:
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
         promised = ""
-        if session.budget_s:
-            ended = session.plan.updates >= most_updates(
-                session.corpus.train.per_epoch, session.batches.rows_per_window
-            )  # the text is what counts, not the time
-            promised = f" ({duration(session.budget_s)} {'allowed' if ended else 'promised'})"
+        if session.budget_s:  # where the text's epochs ended the run, the time was only allowed
+            most = most_updates(session.corpus.train.per_epoch, session.batches.rows_per_window)
+            kind = "allowed" if session.plan.updates >= most else "promised"
+            promised = f" ({duration(session.budget_s)} {kind})"
         progress.line("done", f"{trained} of training{promised}{self._standing()}")
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
@@ -277,44 +276,38 @@ class Reporter:
         }
 
     def _standing(self) -> str:
-        if self.held_out and self.session.corpus.stats.conversations:
+        if not self.held_out:
+            return ""
+        if self.session.corpus.stats.conversations:
             before = [row["eval_loss"] for row in self.session.run.rows() if row.get("eval_loss") and not row["update"]]
-            return f"   loss of held-out answers {self.held_out.loss:.3f}" + (
-                f", {before[0]:.3f} before" if before else ""
-            )
-        bits = self.held_out.bits_per_byte if self.held_out else None
+            compared = f", {before[0]:.3f} before" if before else ""
+            return f"   loss of held-out answers {self.held_out.loss:.3f}{compared}"
+        bits = self.held_out.bits_per_byte
         if bits is None:
-            return f"   held-out loss {self.held_out.loss:.4g}" if self.held_out else ""
-        below = [
-            f"{name} {value:.2f}"
-            for name, value in sorted(self.yardsticks.items(), key=lambda y: -y[1])
-            if bits < value
-        ]
-        above = [
-            f"{name} {value:.2f}"
-            for name, value in sorted(self.yardsticks.items(), key=lambda y: -y[1])
-            if bits >= value
-        ]
+            return f"   held-out loss {self.held_out.loss:.4g}"
+        ranked = sorted(self.yardsticks.items(), key=lambda item: -item[1])
+        below = [f"{name} {value:.2f}" for name, value in ranked if bits < value]
+        above = [f"{name} {value:.2f}" for name, value in ranked if bits >= value]
         text = f"   held-out {bits:.2f} bits/byte" + (" of averaged weights" if self.averaged else "")
         text += f"   below {', '.join(below)}" if below else ""
         return text + (f"; next: {above[0]} (train longer: --minutes)" if above else "")
 
     def _next(self) -> None:
         name = self.session.run.handle
-        longer = ("my_texts/",) if self.python else ("--from", name)  # the user's own text, or more training
+        longer = ("my_texts/",) if self.python else ("--from", name)  # train on the user's own text, or go on
         more: list[tuple[str, ...]] = [("train", *longer, "--minutes", "30")]
         if self._writes:
             more = [("generate", name, *self.opening.arguments), ("export", name, "--to", _free()), *more]
         elif self.held_out:
             more = [("evaluate", name), *more]
-        if self.held_out and name == "last":  # the run that a sweep without arguments takes
+        if self.held_out and name == "last":  # a sweep without arguments takes the newest run
             more = [more[0], ("sweep",), *more[1:]]
         for index, arguments in enumerate(more):
             show(self.progress, "next" if index == 0 else "", *arguments)
 
     @property
     def _writes(self) -> bool:
-        """Return whether the model can go on from a token: a Llama of one position has no room for the next."""
+        """Return whether the model can continue a text; a Llama with one position has no room for a second token."""
         config = self.session.model_config
         return config is not None and config.max_position_embeddings > 1
 
@@ -334,7 +327,7 @@ class Reporter:
 
     def _yardsticks(self) -> dict[str, float]:
         corpus = self.session.corpus
-        # The value of an answer depends on its question, which no compressor is given.
+        # Answers depend on their questions, which a compressor is not given.
         if not len(corpus.held_out) or corpus.stats.conversations or corpus.stats.bytes > LARGEST_YARDSTICK_BYTES:
             return {}
         if not self.session.world.leads:
@@ -346,7 +339,7 @@ class Reporter:
         with self.progress.stage("yardstick", "gzip, xz, trigram and order-6 models of the same files") as stage:
             values = yardsticks(b"".join(corpus.train.texts()), b"".join(corpus.held_out.texts()), stage.report)
             stage.result = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
-        # This is only a cache: where it cannot be kept, the next run computes the yardsticks again.
+        # This file is only a cache: without it, the next run computes the yardsticks again.
         with suppress(OSError):
             kept.write_text(json.dumps(values))
         return values

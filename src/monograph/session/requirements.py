@@ -1,4 +1,4 @@
-"""Refuse settings that exclude one another or do not fit this machine, in one line and before any text is read."""
+"""Refuse settings that exclude one another or do not fit this machine or model."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, gibibytes
 from monograph.session.plan import Plan
 
-LEAST_BYTES = 2  # of a parameter's weight
+LEAST_BYTES = 2  # the least bytes of a parameter, its weight in 16 bits
 
 
 def require_possible(settings: Settings, machine: Device) -> None:
-    """Refuse what this machine has no arithmetic for and choices that exclude one another, before any text is read.
+    """Refuse a precision that this machine lacks and choices that exclude one another, before any text is read.
 
     Raises:
-        UsageError: something is impossible; the message names what to use.
+        UsageError: a choice is impossible; the message names another.
     """
     require_together(settings)
-    if settings.optim.transfer != "none" and settings.optim.lr == "auto":  # the best rate of the base is not known
+    if settings.optim.transfer != "none" and settings.optim.lr == "auto":  # the base's best rate is unknown
         origin = settings.origins.get("optim.transfer", "default")
         raise UsageError(
             f"{origin}: optim.transfer = {settings.optim.transfer} carries a learning rate that was found on a "
@@ -52,16 +52,12 @@ def require_together(settings: Settings) -> None:
     train = settings.train
     if (train.remat, train.compile) == ("offload", "whole"):
         raise UsageError("train.remat = offload crosses between graphs: with it train.compile is blocks or none")
-    if train.memory == "stream" and (train.compile == "whole" or train.remat == "offload"):
-        key, instead = (
-            ("compile", "blocks or none")
-            if train.compile == "whole"
-            else ("remat", "none, full, pointwise or a number")
-        )
-        raise UsageError(
-            f"train.memory = stream brings one stage after another to the device: with it train.{key} is {instead}, "
-            f"not {train.compile if key == 'compile' else train.remat}"
-        )
+    if train.memory == "stream":
+        staged = "train.memory = stream brings one stage after another to the device: with it"
+        if train.compile == "whole":
+            raise UsageError(f"{staged} train.compile is blocks or none, not whole")
+        if train.remat == "offload":
+            raise UsageError(f"{staged} train.remat is none, full, pointwise or a number, not offload")
     require_with_lora(settings)
     require_with_ranks(settings)
     name, precision = settings.optim.name, train.precision
@@ -75,10 +71,10 @@ def require_together(settings: Settings) -> None:
 
 
 def require_with_ranks(settings: Settings) -> None:
-    """Refuse choices that several devices cannot combine.
+    """Refuse choices that do not go with `train.parallel`.
 
     Raises:
-        UsageError: there are such choices; the message names both.
+        UsageError: two choices exclude one another; the message names both.
     """
     train, name = settings.train, settings.optim.name
     if train.parallel == "none":
@@ -109,7 +105,7 @@ def require_with_lora(settings: Settings) -> None:
     """Refuse choices that do not go with adapters.
 
     Raises:
-        UsageError: there are such choices; the message names both.
+        UsageError: two choices exclude one another; the message names both.
     """
     if settings.lora.rank is None and not (settings.model.init and is_adapter(settings.model.init)):
         return
@@ -124,7 +120,7 @@ def require_one_device(settings: Settings, command: str) -> None:
     """Refuse several devices for a command that uses only one.
 
     Raises:
-        UsageError: several are asked for; the message names the command.
+        UsageError: `train.parallel` is on; the message names the command.
     """
     if settings.train.parallel != "none":
         origin = settings.origins.get("train.parallel", "default")
@@ -135,7 +131,7 @@ def require_one_device(settings: Settings, command: str) -> None:
 
 
 def require_positions(length: int, config: LlamaConfig | None) -> None:
-    """Refuse rows longer than the positions of a model of this shape; None means that the shape is not known yet.
+    """Refuse rows that are longer than a model has positions; None means that its shape is not known yet.
 
     Raises:
         InputRefused: the rows are longer; the message names both lengths.
@@ -149,9 +145,12 @@ def require_positions(length: int, config: LlamaConfig | None) -> None:
 
 
 def require_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
-    """Refuse targets that a model of this shape does not have; None means that the shape is not known yet.
+    """Refuse adapters' targets that a model does not have; None means that its shape is not known yet.
 
-    A rank above the shorter side of every target is refused, too: B A gains nothing by it, and has more numbers than W.
+    A rank above the shorter side of every target W is refused, too, since B A then has more numbers than W for no gain.
+
+    Raises:
+        UsageError: the targets do not fit the model.
     """
     if lora is None or config is None:
         return
@@ -163,10 +162,10 @@ def require_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
 
 
 def require_room(settings: Settings, config: LlamaConfig, machine: Device, limits: Limits) -> None:
-    """Refuse a new model whose weights alone exceed all available memory, before any part of it is made.
+    """Refuse a new model whose weights alone exceed all available memory, before any part of it is built.
 
     Raises:
-        OutOfDeviceMemory: the message names the keys that shape the model, the bytes needed and the bytes available.
+        OutOfDeviceMemory: it does; the message names the keys that shape the model and the bytes needed and available.
     """
     needed, device_bytes = LEAST_BYTES * config.parameter_count(), 0 if limits.shared else machine.memory_bytes
     if settings.model.init is None and needed > device_bytes + limits.host_bytes + limits.disk_bytes:
@@ -179,7 +178,7 @@ def require_room(settings: Settings, config: LlamaConfig, machine: Device, limit
 
 
 def notes_on(plan: Plan) -> Iterator[str]:
-    """Yield a line for each setting that means something else than a reader may expect."""
+    """Yield a line for each setting whose effect may differ from what the user expects."""
     if plan.micro_batch > plan.rows:
         yield f"train.micro_batch = {plan.micro_batch}: an update has {plan.rows} rows, so micro-batches of {plan.rows}"
     if plan.parallel == "fsdp" and plan.settings.optim.name == "auto":

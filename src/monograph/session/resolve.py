@@ -1,4 +1,4 @@
-"""Turn the keys of the settings into what a run does: `resolve` is the one place that decides every "auto".
+"""Turn the settings into the plan of a run: `resolve` is the only place that decides an "auto".
 
 A value is decided as soon as its inputs are known: sizes from the settings alone, so that impossible ones are
 refused before any text is read; what fits the device from the model's shape; intervals from the number of updates.
@@ -41,27 +41,27 @@ from monograph.storage.reading import is_file
 from monograph.text.tokenizer import parse
 from monograph.transfer import WidthTransfer, narrowed
 
-ORIGIN = "plan"  # the origin of a value that was decided here
+ORIGIN = "plan"  # the origin of a value that is decided here
 WIDTH = "width"
-# The planner knows these, and chooses among them where the key is "auto"; a CPU has no other memory to go to.
+# The policies among which the planner chooses for "auto"; a CPU has no other memory for the last, "offload".
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
-FP32_BYTES, COPIES = 4, 4  # bytes, and copies of a parameter: weight, gradient, two moments
-RANKING_FLOPS = 1e12  # any value will do where only the order of candidates of one precision matters
-FINAL = 0.05  # share of the peak learning rate that the schedule falls to if optim.schedule names no floor
+FP32_BYTES, COPIES = 4, 4  # bytes of a number, and numbers for a parameter: weight, gradient, two moments
+RANKING_FLOPS = 1e12  # any rate will do, since only the order of candidates of one precision matters
+FINAL = 0.05  # share of the peak learning rate that the schedule falls to if optim.schedule names none
 
 
 def resolve(given: Settings | Plan, machine: Device, *known: Shape | Length, built: bool = True) -> Plan:
-    """Decide what a run does, as far as it can be known.
+    """Return the plan of a run, with every value decided whose inputs are known.
 
     Args:
-        given: the run's settings, or the plan that was made from them before more was known.
-        machine: the device that it trains on.
-        known: the shape of its model, the number of its updates.
-        built: whether its model will be built; if not, a folder that holds config.json and no weights will do.
+        given: the run's settings, or the plan that was made from them before.
+        machine: the device that the run trains on.
+        known: facts that are known now: the model's shape, the number of updates.
+        built: whether the model will be built; if not, a folder with config.json and no weights will do.
 
     Raises:
         InputRefused: a model, a tokenizer or an adapter cannot be used.
-        OutOfDeviceMemory: by the plan nothing fits.
+        OutOfDeviceMemory: nothing fits according to the planner.
         UsageError: choices exclude one another.
     """
     plan = given if isinstance(given, Plan) else _sized(given, machine, built)
@@ -78,7 +78,9 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     length = settings.data.sequence_length
     settings, recipe, shape = _with_model(settings, length, shape_alone)
     train, lora = settings.train, lora_of(settings)
-    name = _optimizer_name(settings.optim.name, train.parallel, fresh=recipe.init is None)
+    name: str = settings.optim.name
+    if name == "auto":  # fsdp shards rows, and Muon needs whole matrices
+        name = "adamw" if train.parallel == "fsdp" else defaults.optimizer(fresh=recipe.init is None)
     update_rule = _update_rule(settings, recipe, name, adapted=lora is not None)
     schedule, _, final = settings.optim.schedule.partition(":")
     per_update = int(train.tokens_per_update)
@@ -121,10 +123,10 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
 def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Settings, Recipe, LlamaConfig | None]:
     """Return the settings with preset, tokenizer, adapters and tokens per update decided, the recipe, and the shape.
 
-    The shape is None where only building the model tells it, or where the model is new.
+    The shape is None for a new model, or if only building the model tells it.
     """
     model, chosen = settings.model, dict[str, Any]()
-    if model.init and (other := run_named(model.init)):  # once this run has begun, `last` names it
+    if model.init and (other := run_named(model.init)):  # record its path: `last` will soon name the new run
         chosen["model.init"] = str(other.named)
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = defaults.DEFAULT.preset
@@ -150,14 +152,14 @@ def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Set
 
 
 def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer | None:
-    """Return the rule by which a model of this shape is trained; None without transfer.
+    """Return the rule that carries rates to a model of this shape; None without width transfer.
 
     Args:
-        settings: the run's.
+        settings: the run's settings.
         config: the model's shape; None if it is not a Llama whose weights are drawn here.
 
     Raises:
-        UsageError: another model asks for transfer, or the width does not keep the shape's ratios.
+        UsageError: transfer is asked for another kind of model, or the width does not keep the shape's ratios.
     """
     value = settings.optim.transfer
     if value == "none":
@@ -174,14 +176,8 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
         raise UsageError(f"{origin}: optim.transfer = {value}: {error}") from None
 
 
-def _optimizer_name(given: str, parallel: str, *, fresh: bool) -> str:
-    if given != "auto":
-        return given
-    return "adamw" if parallel == "fsdp" else defaults.optimizer(fresh=fresh)
-
-
 def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool) -> Optimizer:
-    """Return the optimizer as it is before width transfer changes what it does to a model's tensors."""
+    """Return the optimizer, without the changes of width transfer."""
     optim, (rule, _, state) = settings.optim, name.partition(":")
     return (Muon if rule == "muon" else AdamW)(
         state=state or "fp32",
@@ -205,7 +201,7 @@ def _usual_rate(recipe: Recipe, rule: str, adapted: bool) -> float:
 
 
 def _clip(settings: Settings) -> Clip | None:
-    """Return the clipping: a plain number skips spikes, too; NUMBER:all makes every finite update."""
+    """Return the clipping: a plain number also skips spikes; NUMBER:all makes every finite update."""
     asked = settings.optim.grad_clip
     if isinstance(asked, float):
         return Clip(asked, skip_spikes=True)
@@ -216,9 +212,9 @@ def _clip(settings: Settings) -> Clip | None:
 
 
 def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
-    """Fix micro-batch, recomputation and graph scope: as given, as planned for a Llama, else all rows at once.
+    """Fix micro-batch, recomputation and graph scope: as given, else as planned for a Llama, else all rows at once.
 
-    Nobody knows the needs of another module. With several ranks, one rank's share of the rows is planned.
+    The memory that a module other than a Llama needs is unknown. With several ranks, the share of one rank is planned.
     """
     settings, config, share = plan.settings, shape.config, -(-plan.rows // shape.ranks)
     expected: Candidate | None = None
@@ -227,13 +223,13 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         expected, fixed = shape.like.expected, {key: getattr(shape.like, key) for key in fixed}
     elif config:
         expected = _planned(plan, config, machine, shape)
-        # Where nothing can be compiled the plan assumes eager steps; the trial step says so.
+        # If nothing can be compiled, the plan is for eager steps; the scope stays, and `prepare` prints the reason.
         holds = expected.work.compile
         holds = _scopes(plan.parallel, config)[0] if holds == "none" else holds
         fixed |= {"micro_batch": expected.work.rows, "remat": expected.work.remat, "compile": holds}
     if plan.memory == "stream" or isinstance(expected, StreamCandidate):
         fixed |= {"memory": "stream", "compile": "blocks"}
-    if plan.remat == "offload" or plan.parallel == "fsdp":  # what leaves or reaches the device does so between graphs
+    if plan.remat == "offload" or plan.parallel == "fsdp":  # tensors move between graphs
         fixed["compile"] = "blocks"
     fixed |= {key: getattr(plan, key) for key in fixed if getattr(plan, key) not in (0, "auto")}
     fixed["micro_batch"] = min(fixed["micro_batch"], plan.rows)  # larger micro-batches would be partly empty
@@ -244,19 +240,19 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         settings=settings.resolve(recorded | {f"train.{key}": value for key, value in fixed.items()}, ORIGIN),
         update_rule=transfer.optimizer(plan.update_rule) if transfer else plan.update_rule,
         transfer=transfer,
-        expected=None if plan.parallel == "fsdp" else expected,  # not known when a rank holds some rows of each weight
+        expected=None if plan.parallel == "fsdp" else expected,  # unknown if a rank holds only some rows of each weight
         **fixed | {"micro_batch": min(fixed["micro_batch"], share)},
     )
 
 
 def asked_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()) -> Asked:
-    """Return what is given about training a model of this shape, and the choices that remain with what is built.
+    """Return the planner's input: what is given for training a model of this shape, and the choices that are open.
 
     Args:
-        plan: the run's.
+        plan: the run's plan so far.
         config: the model's shape.
-        machine: the device that it is to train on.
-        tokens: ids whose rows are trained together with adapters.
+        machine: the device to train on.
+        tokens: ids of the tokens whose rows are trained together with adapters.
 
     Raises:
         UsageError: choices exclude one another.
@@ -290,10 +286,10 @@ def _remats(parallel: str, machine: Device) -> tuple[str | float, ...]:
 
 
 def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> Candidate:
-    """Return what `monograph plan` would choose for one rank on this machine.
+    """Return the candidate that `monograph plan` would choose for one rank on this machine.
 
-    DDP has a second copy of the gradients. FSDP2 holds a rank's share of weights, gradients and moments, and two whole
-    blocks; all memory except the share is taken to be free for these.
+    DDP needs memory for a second copy of the gradients. FSDP2 holds a rank's share of weights, gradients and moments,
+    and two whole blocks; all memory except the share is taken to be free for these.
 
     Raises:
         OutOfDeviceMemory: nothing fits; the message names the nearest candidate and by how much it misses.
@@ -312,7 +308,7 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
     limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
     require_room(plan.settings, config, machine, limits)
     if machine.type == "cpu" and memory == "auto":
-        memory = "device"  # there is no other memory to stream from
+        memory = "device"  # a CPU has no other memory to stream from
     answer = planner.streamed_or_resident(replace(asked, scopes=scopes), machine, rates, known, memory, limits)
     too_large = answer.candidates and answer.nearest.peak_memory_bytes > machine.free_memory_bytes
     if not answer.candidates or (answer.chosen is None and too_large):
@@ -341,7 +337,7 @@ def _lasting(plan: Plan, length: Length) -> Plan:
 
 
 def _intervals(settings: Settings, length: Length) -> tuple[int, int, int]:
-    """Return the updates of the warm-up, between evaluations and between checkpoints."""
+    """Return the number of updates of the warm-up, between evaluations and between checkpoints."""
     warmup, train = settings.optim.warmup_updates, settings.train
     checkpoints = defaults.interval(length.updates, defaults.CHECKPOINTS)
     evaluations = defaults.interval(length.updates, length.evaluations)
@@ -356,15 +352,15 @@ def _intervals(settings: Settings, length: Length) -> tuple[int, int, int]:
 
 
 def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
-    """Return the shape that a run will have, without reading text: a BPE gets the size that is asked for.
+    """Return the shape that a run's model will have, without reading text; a BPE is taken to reach its full size.
 
     Args:
-        plan: the run's.
-        tokens: its new tokens, as far as they are known.
+        plan: the run's plan.
+        tokens: the run's new tokens, if they are known.
 
     Raises:
-        UsageError: a user's module, a run or a weight file, whose shape only loading it would tell.
-        InputRefused: a folder holds no model.
+        UsageError: the model is a user's module, a run or a weight file, whose shape only loading tells.
+        InputRefused: the folder holds no model.
     """
     recipe, tokenizer = plan.recipe, str(plan.reading["tokenizer"])
     if init := recipe.init:

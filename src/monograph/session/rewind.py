@@ -1,4 +1,4 @@
-"""Handle a run that computes nothing finite any more: go back and pass over the rows, or end it."""
+"""Handle a run whose updates are skipped one after another: go back and pass over the rows, or end it."""
 
 from __future__ import annotations
 
@@ -16,37 +16,38 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress
 from monograph.session.session import Session
 
-MOST = 3  # times in a row that a run goes back; a fourth divergence is no accident of its data
-BETWEEN = 100  # two rewinds with at least so many updates made between them are not in a row
+MOST = 3  # rewinds in a row; a fourth divergence is not due to a few bad rows
+BETWEEN = 100  # two rewinds with at least this many updates between them are not in a row
 
 
 def windows(session: Session) -> Iterator[Batch]:
-    """Yield a session's windows, from wherever it stands when the next one is asked for."""
+    """Yield a session's windows from `session.batches`, which `go_back` replaces meanwhile."""
     while (window := next(session.batches, None)) is not None:
         yield window
 
 
 def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog:
-    """Take up the last checkpoint from before the non-finite updates, and pass over the rows that led to them.
+    """Restore the last checkpoint from before the skipped updates, and pass over the rows that led to them.
 
     The rows of those updates and of as many before them are passed over, except rows that the checkpoint had seen. The
-    run's state holds them from then on. The metrics go on from the checkpoint's, after a row that records the rewind.
-    Source: PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) went back and passed over rows by hand.
+    run's state records the rows that are passed over. The metrics go on from the checkpoint's, after a row that records
+    the rewind. Source: PaLM (Chowdhery et al. 2022, arXiv 2204.02311, section 5.1) went back and skipped rows by hand.
 
     Args:
-        session: a session whose last updates changed nothing, too many of them for an accident, or whose weights became
-            infinite by something other than an update.
+        session: a session of which too many of the last updates were skipped, or whose weights became non-finite by
+            something other than an update.
         log: the log of these updates.
-        progress: receives the line that reports it.
+        progress: the display that prints a line on it.
 
     Returns:
         The log for the updates from now on.
 
     Raises:
-        Diverged: the run went back `MOST` times in a row, or there is no such checkpoint; says what is not finite.
+        Diverged: the run went back `MOST` times in a row, or there is no such checkpoint; the message says what is not
+            finite.
     """
     log.flush()
-    # A rank that took part in a resume has not seen the updates before it.
+    # Ranks other than 0 have not read the metrics from before a resume, so rank 0's counts hold for all.
     last, streak = session.world.agreed([log.last["update"], max(1, log.streak)])
     skip, end, rows = session.batches.skip, session.batches.rows_consumed, session.batches.rows_per_window
     led_there = end - 2 * streak * rows
@@ -72,7 +73,7 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
 
 
 def in_a_row(stretches: Sequence[tuple[int, int]], rows: int) -> int:
-    """Count the last stretches of rows that follow one another with fewer than `BETWEEN` updates between them."""
+    """Return how many of the last stretches of rows have fewer than `BETWEEN` updates from one to the next."""
     pairs = zip(stretches[::-1], stretches[-2::-1], strict=False)
     return 1 + sum(1 for _ in itertools.takewhile(lambda pair: pair[0][0] - pair[1][1] < BETWEEN * rows, pairs))
 
@@ -99,7 +100,7 @@ def _diverged(session: Session, log: MetricsLog) -> Diverged:
 
 
 def autopsy(session: Session) -> str:
-    """Compute the last window once more without a graph, and return in words what is not finite."""
+    """Compute the last window again without graphs, and return a text that says what is not finite."""
     if not session.world.alone:
         return "one process alone would say where"
     rows = session.batches.rows_per_window

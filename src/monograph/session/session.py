@@ -1,4 +1,4 @@
-"""Hold a training run in memory: data, engine and schedule, with its state on disk, restored bit for bit."""
+"""A training run in memory: its data, engine and schedule, saved to disk and restored bit for bit."""
 
 from __future__ import annotations
 
@@ -52,17 +52,17 @@ class Session:
         corpus: the run's text.
         engine: model and optimizer on the device.
         batches: the windows from the current position on.
-        eager_reason: why nothing was compiled; None if it was.
-        kernel: the attention kernel; None where kernels were not measured, or not yet.
-        world: the ranks that train it together.
-        started_s: when this process began with the run; training_since_s: when it began to train.
+        eager_reason: why nothing was compiled; None if the step was.
+        kernel: the attention kernel; None if kernels were not measured.
+        world: the ranks that train the run together.
+        started_s: the time at which this process began with the run; training_since_s: at which it began to train.
         compile_s: seconds spent on tracing and compiling.
-        peak_bytes: bytes of tensors at the peak of an update, measured after the last one; None where it was not, as on
-            a GPU, which counts them all the while.
+        peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last update; else None, as a
+            GPU counts them all the time.
         elapsed_s: seconds spent in earlier processes of the same run.
-        budget_s: seconds that the training was given; None if it was given updates, tokens or epochs.
-        cooled: [first update, last update] of a cool-down that replaced the schedule because the machine was slower
-            than calibrated; None while the schedule stands.
+        budget_s: seconds of training that the settings allow; None if they give updates, tokens or epochs.
+        cooled: [first update, last update] of a cool-down that replaced the schedule because the machine is slower than
+            calibrated; None if none did.
     """
 
     run: Run
@@ -83,7 +83,7 @@ class Session:
 
     @property
     def updates(self) -> int:
-        """Return the updates of the whole run."""
+        """Return the number of updates of the whole run."""
         return self.cooled[1] if self.cooled else self.plan.updates
 
     @property
@@ -93,12 +93,12 @@ class Session:
 
     @property
     def adapter_params(self) -> int:
-        """Return the number of parameters that are trained next to frozen ones; 0 for a run without adapters."""
+        """Return the number of trained parameters of a run with adapters; 0 for a run without."""
         return 0 if self.plan.recipe.lora is None else sum(plane.param.numel() for plane in self.engine.step.planes)
 
     @property
     def model_config(self) -> LlamaConfig | None:
-        """Return the shape if the model is a Llama, else None."""
+        """Return the model's shape if it is a Llama, else None."""
         return self.engine.model.config if isinstance(self.engine.model, Llama) else None
 
     @property
@@ -108,15 +108,15 @@ class Session:
 
     @property
     def peak_memory_bytes(self) -> int | None:
-        """Return the bytes of tensors at the peak; None where nothing measured it."""
+        """Return the bytes of tensors at the peak; None if that was not measured."""
         device = self.engine.step.device
         return peak_memory_bytes(device) if device.type == "cuda" else self.peak_bytes
 
     def save(self, keep: int = 0) -> None:
-        """Write a checkpoint of this moment; metrics are made durable first.
+        """Write a checkpoint of the current state; metrics are flushed to disk first.
 
         Args:
-            keep: how many checkpoints stay at least, whatever the settings say.
+            keep: the least number of checkpoints that stay, even if the settings keep fewer.
 
         Raises:
             Diverged: a parameter is not finite; nothing is written, and existing checkpoints stay.
@@ -152,15 +152,15 @@ class Session:
         save(self.world, self.run.checkpoints, checkpoint, max(keep, self.plan.keep))
 
     def non_finite(self) -> list[str]:
-        """Return the names of a checkpoint's parameters that are not finite on some rank; no update makes one so."""
+        """Return the names of parameters that are not finite on some rank; an update alone never causes that."""
         state, names = self.engine.state().model, dict(self.engine.model.named_parameters())
         return not_finite(self.world, {name: state[name] for name in names if name in state})
 
     def restore(self, checkpoint: Checkpoint, progress: Progress) -> None:
-        """Take up a checkpoint of this run: weights, optimizer, counters, random numbers, data position, metrics.
+        """Restore a checkpoint of this run: weights, optimizer, counters, random numbers, data position, metrics.
 
         Raises:
-            InputRefused: the data, the settings or the model's file differs from what the run was begun with, or the
+            InputRefused: the data, the settings or the model differs from those that the run was begun with, or the
                 state is not one that a run records.
         """
         recorded_state.require(checkpoint.state, checkpoint.update, self.run)
@@ -197,7 +197,7 @@ class Session:
         self.batches = self.open_batches(data["rows"], data["seed"], data.get("skip", ()))
         self.elapsed_s, self.budget_s, self.cooled = state["elapsed_s"], state["budget_s"], state["cooled"]
         self.plan = replace(self.plan, updates=state["length"])
-        # It was halved where memory ran out; and it was smaller where more ranks than now shared the rows.
+        # The saved one is smaller if memory ran out, or if more ranks than now shared the rows.
         self.engine.micro_batch = min(state["micro_batch"] or self.plan.micro_batch, self.plan.micro_batch)
         self.kernel = state.get("attention")
         self.engine.step.schedule = self.schedule()
@@ -208,37 +208,37 @@ class Session:
         return changed
 
     def adopt(self, checkpoint: Checkpoint) -> None:
-        """Take a checkpoint's weights and optimizer state, and count updates from 0.
+        """Load a checkpoint's weights and optimizer state, and count updates from 0.
 
         Raises:
-            InputRefused: they do not fit this model.
+            InputRefused: the tensors do not fit this model.
         """
         scalars = dict(checkpoint.state["engine"])
         self.engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, scalars))
         self.engine.step.index = 0
 
     def branch(self, checkpoint: Checkpoint, parent: Run) -> None:
-        """Begin from another run's weights and optimizer, without counting its tokens and skipped updates.
+        """Begin from another run's weights and optimizer state; its tokens and skipped updates do not count.
 
         Raises:
             InputRefused: the state is not one that a run records.
         """
         recorded_state.require(checkpoint.state, checkpoint.update, parent)
-        # A run that computed in another precision has no loss scale to hand over.
+        # The state of a run in another precision may lack a loss scale; this run's own then stays.
         scalars = self.engine.state().scalars | checkpoint.state["engine"]
         self.adopt(replace(checkpoint, state={**checkpoint.state, "engine": scalars}))
         self.engine.step.tokens.zero_()
         self.engine.step.skipped.zero_()
 
     def open_batches(self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()) -> Batches:
-        """Return the run's windows from position `rows` on, passing over the stretches in `skip`."""
+        """Return the run's windows from row `rows` on, without the stretches of rows in `skip`."""
         plan, pin = self.plan, self.engine.step.device.type == "cuda"
         seed = plan.seed if seed is None else seed
         return self.corpus.batches(plan.tokens_per_update, seed, rows, plan.epochs, pin, skip)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:
-        """Keep the module's buffers (running means and the like) and random numbers unchanged by the block."""
+        """Restore the module's buffers (running means and the like) and random generators after the `with` block."""
         device = self.engine.step.device
         drawn = random_state(device)
         try:
@@ -248,13 +248,13 @@ class Session:
             restore_random(drawn, device)
 
     def schedule(self) -> Schedule:
-        """Return the learning rate's schedule, with the cool-down if one was begun."""
+        """Return the learning rate's schedule, with the cool-down if one has begun."""
         course = self.plan.schedule(self.plan.updates)
         return cool_down(course, self.cooled[0], self.cooled[1], self.plan.final) if self.cooled else course
 
     def account(self, update: int) -> None:
-        """Record the peak memory by origin, planned and measured, after two updates: nothing new comes after that."""
-        if update == 1:  # only the update has run so far
+        """Log the peak memory by origin, planned and measured, after the second update; later ones need no more."""
+        if update == 1:  # only the update has run so far, without evaluations or samples
             self._remember_memory()
         if update == 2:
             planned = self.plan.expected.by_origin if self.plan.expected else None
@@ -265,9 +265,9 @@ class Session:
             self.run.log({"update": update, "memory": entries})
 
     def _remember_memory(self) -> None:
-        """Remember for later plans how far a GPU's peak is from its trace, if the traced step is the one that ran.
+        """Store a GPU's measured peak and its plan's traced peak for later plans, if the planned step is what ran.
 
-        A captured micro-step holds a memory pool that no plan knows.
+        A captured micro-step is not stored, since it holds a memory pool that no plan knows.
         """
         step, planned = self.engine.step, self.plan.expected
         if planned is None or planned.traced is None or step.device.type != "cuda" or is_replayed(step):
@@ -280,7 +280,7 @@ class Session:
             Calibration(calibration_file()).note_memory(describe(step.device), work, planned.traced, measured)
 
     def shorten(self, updates: int) -> None:
-        """Begin the cool-down now and end after `updates` updates in all; recorded, so that a resume repeats it."""
+        """Begin the cool-down now, to end after `updates` updates in all; checkpoints record it for a resume."""
         self.cooled = [self.engine.index, updates]
         self.engine.step.schedule = self.schedule()
 
@@ -289,12 +289,12 @@ def _versions() -> dict[str, str]:
     return {"monograph": __version__, "torch": torch.__version__, "python": platform.python_version()}
 
 
-# The random generators that a module may draw from (dropout and the like) are part of a run's state. The rows' order, a
-# Llama's weights and samples come from separate generators and need none of this.
+# The random generators that a module may draw from (for dropout and the like) are part of a run's state. The order of
+# rows, a Llama's weights and samples come from other generators, which are seeded anew each time.
 
 
 def seed_all(number: int) -> None:
-    """Seed all of these generators from one number."""
+    """Seed Python's, NumPy's and torch's global generators with one number."""
     random.seed(number)
     np.random.seed(number % 2**32)  # noqa: NPY002 - other people's code uses the legacy generator
     torch.manual_seed(number)
@@ -304,7 +304,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     """Return the state of Python's, NumPy's and torch's generators (on the host and on `device`) as JSON values.
 
     Raises:
-        InputRefused: the model's code has given NumPy another bit generator than its own.
+        InputRefused: the model's code has replaced NumPy's bit generator.
     """
     version, words, gauss = random.getstate()
     numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002

@@ -43,11 +43,11 @@ from monograph.stream import Placement, Streamed
 
 
 def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
-    """Read, tokenise and pack a text of at least a row, and print what a person should know about it.
+    """Read, tokenise and pack a text of at least one row, and print its size and the notes on it.
 
     Args:
-        reading: arguments of `monograph.corpus`.
-        progress: receives the lines.
+        reading: the arguments of `monograph.corpus`.
+        progress: the display that prints the lines.
     """
     named = reading["source"]
     if named == "stdlib":
@@ -80,7 +80,7 @@ def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
 def _conversations(data: Corpus) -> str:
     stats, held = data.stats, data.held_out
     in_all = count(data.train.inputs)
-    # Where a template writes earlier turns differently later on, each answer has its own sequence.
+    # If a template writes earlier turns differently once more follow, each answer has its own sequence.
     sequences = data.train.documents
     rows = f" in {counted(sequences, 'sequence')}" if sequences > stats.conversations else ""
     return (
@@ -91,13 +91,13 @@ def _conversations(data: Corpus) -> str:
 
 
 class BuiltRun(NamedTuple):
-    """A model built from a plan, before an engine has it.
+    """A model built from a plan, before it gets an engine.
 
     Attributes:
-        plan: every value decided except the number of updates and what follows from it.
+        plan: the plan, with every value decided except the number of updates and values that depend on it.
         model: the model, with its weights on the host or still in their files.
-        loss: its loss.
-        notes: lines about its tokens that a person should read.
+        loss: the model's loss.
+        notes: lines about the model's tokens that the user should read.
     """
 
     plan: Plan
@@ -109,7 +109,7 @@ class BuiltRun(NamedTuple):
 def open_session(
     run: Run, plan: Plan, text: Corpus, device: torch.device, progress: Progress, world: World | None = None
 ) -> Session:
-    """Return a run's session at its beginning; with several ranks, rank 0 makes the choices."""
+    """Return a run's session at its beginning; with several ranks, rank 0's plan holds for all."""
     world, machine = world or World(), describe()
     built = build_run(plan, text, machine, device, world.size) if world.leads else None
     settings = agreed(world, (built.plan if built else plan).settings)
@@ -135,24 +135,24 @@ def build_run(
     ranks: int = 1,
     like: Plan | None = None,
 ) -> BuiltRun:
-    """Build the model, and decide what depends on its shape.
+    """Build the model and decide the values that depend on its shape.
 
     Args:
-        plan: the run's, from its settings alone.
-        text: the text that it trains on.
+        plan: the run's plan, from its settings alone.
+        text: the text to train on.
         machine: the device, for the planner.
-        device: where the frozen weights go if it has adapters, each as soon as it is in the form that is kept.
-        ranks: processes that train it together.
+        device: where frozen weights go if there are adapters, each as soon as it has the dtype in which it is kept.
+        ranks: number of processes that train the model together.
         like: the plan of another run of the same shape, whose choices are taken over.
 
     Raises:
-        OutOfDeviceMemory: by the plan nothing fits; raised before anything is built if the shape is known by then.
+        OutOfDeviceMemory: nothing fits according to the plan; raised before anything is built if the shape is known.
         InputRefused: the model does not fit the text.
     """
     recipe, settings = plan.recipe, plan.settings
     if recipe.file:  # the file may have changed while the text was read
         recipe = recipe._replace(sha256=code_digest(str(recipe.init)))
-    # The tensors of a weight file say more than text and row length do.
+    # A weight file's own tensors give these sizes.
     if recipe.adapter or not (recipe.init and is_weight_file(recipe.init)):
         sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.sequence_length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
@@ -186,7 +186,7 @@ def _require_fit(config: LlamaConfig, text: Corpus, length: int) -> None:
 
 
 def _adapt(model: nn.Module, lora: Lora, plan: Plan, device: torch.device | None) -> None:
-    """Put adapters next to a model's weights: new ones, or those of a stored adapter."""
+    """Put adapters on a model's weights: new ones, or those of a stored adapter."""
     start = read_adapter(plan.recipe.adapter) if plan.recipe.adapter else None
     if start:
         require_base_of(start, str(plan.recipe.base_sha256))
@@ -198,10 +198,10 @@ def _shape(model: nn.Module) -> LlamaConfig | None:
 
 
 def make_engine(built: BuiltRun, device: torch.device, world: World | None = None) -> Engine:
-    """Return the engine of a model, with its weights on the device or streamed to it.
+    """Return the engine for a model, with its weights on the device or streamed to it.
 
     Raises:
-        UsageError: there are several ranks, and the module's running statistics would differ between them.
+        UsageError: there are several ranks, and the module has statistics over rows, which would differ between them.
     """
     plan, model = built.plan, built.model
     shared: dict[str, Any] = {
@@ -224,13 +224,13 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
 
 
 def repeatable(device: torch.device) -> None:
-    """Make the same run give the same bits, for this whole process, as resuming requires.
+    """Make this process give the same bits each time, as resuming requires.
 
-    On several CPU threads Inductor adds up an embedding's gradient with atomic additions, in whatever order the threads
-    come; torch's deterministic mode makes it call the ordered kernel, at no measurable cost (docs/log.md). On a GPU the
-    mode costs speed, so the user decides.
+    On several CPU threads Inductor sums an embedding's gradient with atomic additions, whose order varies. In torch's
+    deterministic mode it calls the ordered kernel instead, at no measurable cost (docs/log.md). On a GPU the mode costs
+    speed, so there the user decides.
     """
     if device.type == "cpu":
         torch.use_deterministic_algorithms(True, warn_only=True)
-        # This part of the mode would cost time; the module is a class in disguise, which type checkers do not see.
+        # Filling new memory would cost time. Type checkers do not see that this module is replaced by a class.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]

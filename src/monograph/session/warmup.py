@@ -1,12 +1,12 @@
-"""Prepare the first update: a trial step, the choice of a kernel, the capture, and the length of the run."""
+"""Prepare the first update: make a trial step, choose a kernel, capture the step, and fix the run's length."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import suppress
 
-from torch import Tensor, nn
+from torch import nn
 
 from monograph.device import clock, compiler_obstacle, describe, synchronize
 from monograph.distributed.world import World
@@ -35,7 +35,7 @@ from monograph.stream import Streamed
 
 
 def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
-    """Choose the fastest kernel on the run's shapes for the model's causal attention.
+    """Measure the kernels for the model's causal attention on the run's shapes, and choose the fastest.
 
     A resumed run keeps the kernel that it was begun with, since another one rounds differently, unless this device
     cannot run it. Nothing is measured on a CPU, which has one kernel, nor for packed rows, whose borders another
@@ -61,22 +61,22 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
 
 
 def is_causal(model: Llama, window: Batch) -> bool:
-    """Return whether a layer attends to all earlier positions of a row, without a mask."""
+    """Return whether some layer attends to all earlier positions of a row, without a mask."""
     length, layers = window["tokens"].shape[1], range(model.config.num_hidden_layers)
     unbounded = any((model.config.window(layer) or length) >= length for layer in layers)
     return "segments" not in window and model.attention in ("auto", "sdpa") and unbounded
 
 
 def chosen(times: dict[Kernel, float], before: Kernel | None) -> Kernel:
-    """Return the kernel used before if it can run here, else the fastest one."""
+    """Return the kernel used before if it was timed, and so runs on this device; else the fastest one."""
     return before if before in times else fastest(times)
 
 
-CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine is not taken for its speed
+CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine changes the result little
 
 
 def calibrate(session: Session) -> float:
-    """Return the seconds that an update of the session takes; see `seconds_per_update`."""
+    """Return the seconds of an update of the session; see `seconds_per_update`."""
     engine, window = session.engine, next(session.open_batches(0))
 
     with session.undisturbed():
@@ -84,14 +84,15 @@ def calibrate(session: Session) -> float:
 
 
 def seconds_per_update(engine: Engine, update: Callable[[], object], world: World | None = None) -> float:
-    """Return the undisturbed seconds of an update: the lower quartile of a few that are thrown away.
+    """Return the seconds of an undisturbed update: the lower quartile over a few updates that are thrown away.
 
-    A run that is planned too long cools down in time (`Reporter.keep_time`); one planned too short would waste time.
+    The quartile is low because a run that is planned too long cools down in time (`Reporter.keep_time`), while one that
+    is planned too short would waste time.
 
     Args:
-        engine: its counters stay as they are.
-        update: makes an update that changes no weight, such as one without targets, which the device refuses but
-            computes in full.
+        engine: the engine, whose counters are restored.
+        update: makes an update that changes no weight, such as one without targets, which is computed in full and then
+            not applied.
         world: the ranks that update together; rank 0 decides how often.
     """
     times: list[float] = []
@@ -107,10 +108,10 @@ def seconds_per_update(engine: Engine, update: Callable[[], object], world: Worl
 
 
 def measure_memory(session: Session) -> None:
-    """Measure the memory of an update on a CPU, where nothing counts it while the run goes on.
+    """Measure the memory of an update on a CPU, where it is not counted during the run.
 
-    This comes after the run: an additional update before it could run out of memory, and a failure here costs the
-    figure alone.
+    This is called after the run, since an additional update before could run out of memory. A failure here costs only
+    this figure.
     """
     if session.engine.step.device.type != "cuda":
         with suppress(Exception):
@@ -120,9 +121,9 @@ def measure_memory(session: Session) -> None:
 def peak_bytes(session: Session) -> int:
     """Return the bytes of tensors at the peak of an update: weights, gradients, optimizer state, activations, window.
 
-    On a GPU torch's allocator has counted them since it was last reset. On a CPU its events are recorded in an update
-    of two micro-batches, which is thrown away: libraries and the compiler, which take hundreds of MB of the process,
-    would hide what a technique saves.
+    On a GPU torch's allocator has counted them since the last reset. On a CPU its events are recorded during an update
+    of two micro-batches, which is thrown away. The process's memory is not read instead, since libraries and the
+    compiler take hundreds of MB of it.
     """
     engine = session.engine
     if engine.step.device.type == "cuda":
@@ -137,15 +138,12 @@ def peak_bytes(session: Session) -> int:
         return live.peak_bytes + sum(engine.ledger()["device"].values())
     flat = [value for plane in engine.step.planes for value in (plane.param, plane.grad, *plane.state.values())]
     frozen = [weight for weight in engine.model.parameters() if not weight.requires_grad]
-    return live.peak_bytes + _bytes([*frozen, *engine.model.buffers(), *flat, *window.values()])
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.nbytes for tensor in tensors)
+    kept = [*frozen, *engine.model.buffers(), *flat, *window.values()]
+    return live.peak_bytes + sum(tensor.nbytes for tensor in kept)
 
 
 def remember(session: Session, seconds: float) -> None:
-    """Keep the measured seconds of an update on this machine, so that the next plan knows them."""
+    """Store the measured seconds of an update on this machine for later plans."""
     engine = session.engine
     if not isinstance(engine.model, Llama) or isinstance(engine, Streamed) or not session.world.alone:
         return
@@ -169,7 +167,7 @@ def mixing_rows(model: nn.Module) -> list[str]:
 
 
 def prepare(session: Session, progress: Progress) -> None:
-    """Run one eager trial step, then capture; what cannot be captured trains eagerly, and the reason is said once."""
+    """Run one eager trial step, then capture the step; if that fails, print the reason and train eagerly."""
     with session.undisturbed():
         _prepare(session, progress)
 
@@ -211,7 +209,7 @@ def _prepare(session: Session, progress: Progress) -> None:
 
 
 def fix_length(session: Session, progress: Progress) -> None:
-    """Decide and print the number of updates: as given, as its epochs have, or as its minutes allow."""
+    """Decide and print the number of updates: as given, as the epochs contain, or as the minutes allow."""
     plan, rows, lasting = session.plan, session.batches.rows_per_window, ""
     per_epoch = session.corpus.train.per_epoch
     updates = plan.updates or (-(-plan.epochs * per_epoch // rows) if plan.epochs else 0)

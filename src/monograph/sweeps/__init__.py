@@ -1,1 +1,1 @@
-"""Trains many runs that differ in a few settings: which runs, how many at once, and their results."""
+"""Train many runs that differ in a few settings: define them, choose how many train at once, compare their results."""

@@ -1,4 +1,4 @@
-"""Members that train at once: one engine, a session for each member, and the windows that they read.
+"""Train several members at once: one engine, a session for each member, and the windows that they read.
 
 Shapes: N members, R rows of a window.
 """
@@ -36,14 +36,14 @@ from monograph.session.setup import BuiltRun, build_run, make_engine
 from monograph.storage.reading import entries
 from monograph.sweeps.spec import Member
 
-EVALUATIONS = 6  # evaluations of each member, where the settings give no number
+EVALUATIONS = 6  # evaluations of each member, if the settings give no interval
 
 
 class MemberEngine:
-    """One member of an ensemble as its session sees an engine: its module, its state, and the step of all members.
+    """A stand-in for an engine of one member of an ensemble, which the member's session uses.
 
     Attributes:
-        step: trains all members; all their sessions are at the same update.
+        step: the step of all members; their sessions are always at the same update.
     """
 
     def __init__(self, engine: Ensemble, number: int):
@@ -51,17 +51,17 @@ class MemberEngine:
 
     @property
     def model(self) -> nn.Module:
-        """The member as an ordinary module."""
+        """Return the member as an ordinary module."""
         return self._engine.members[self._number]
 
     @property
     def index(self) -> int:
-        """Number of updates done."""
+        """Return the number of updates done."""
         return self._engine.index
 
     @property
     def micro_batch(self) -> int | None:
-        """Number of rows on the device at once."""
+        """Return the number of rows on the device at once."""
         return self._engine.micro_batch
 
     @micro_batch.setter
@@ -73,10 +73,10 @@ class MemberEngine:
         return self._engine.member_state(self._number)
 
     def load_state(self, state: EngineState) -> None:
-        """Replace weights, moments and counters.
+        """Replace the member's weights, optimizer state and counters.
 
         Raises:
-            InputRefused: they do not fit.
+            InputRefused: the state does not fit the member.
         """
         load_weights(self.model, state.model)
         whole = self._engine.state()
@@ -89,10 +89,10 @@ class MemberEngine:
 
 
 class Windows:
-    """The members' windows: one [R, ...] for all where they have the same seed, else [N, R, ...], one for each."""
+    """The members' windows: [R, ...] shared by all members if they have one seed, else [N, R, ...], one for each."""
 
     def __init__(self, sessions: Sequence[Session]):
-        """Let members of one seed share the reader of their rows."""
+        """Make members of the same seed share one reader of rows."""
         by_seed: dict[int, Batches] = {}
         for session in sessions:
             shared = by_seed.setdefault(session.plan.seed, session.batches)
@@ -101,11 +101,6 @@ class Windows:
                 session.batches = shared
         self._sources = list(by_seed.values())
         self._which = [list(by_seed).index(session.plan.seed) for session in sessions]
-
-    @property
-    def each(self) -> bool:
-        """Return whether windows have a member axis."""
-        return len(self._sources) > 1
 
     def __iter__(self) -> Iterator[Batch]:
         return self
@@ -121,20 +116,20 @@ class Windows:
 
 
 def stacked(windows: Sequence[Batch], which: Sequence[int]) -> Batch:
-    """Return [N, R, ...], the window that each member trains on."""
+    """Stack the members' windows to [N, R, ...]; `which` has the index of each member's window in `windows`."""
     return {name: torch.stack([windows[index][name] for index in which]) for name in windows[0]}
 
 
 @dataclass
 class MemberBatch:
-    """The members of a round with what they need to train.
+    """The members of a round with their engine, sessions and windows.
 
     Attributes:
         members: the round's members, in order.
-        engine: the engine of all of them; an ordinary one for a single member.
-        sessions: a session for each, which saves and records it as any run.
-        windows: the data that they train on.
-        ended: for each diverged member, by its place in the round, the update after which it diverged.
+        engine: the engine of all members; an ordinary one for a single member.
+        sessions: a session for each member, which saves and logs it like any run.
+        windows: the windows that the members train on.
+        ended: the update after which each diverged member did so, by its place in the round.
     """
 
     members: list[Member]
@@ -144,11 +139,11 @@ class MemberBatch:
     ended: dict[int, int] = field(default_factory=dict)
 
     def save(self) -> None:
-        """Save every member that still learns, and change nothing of what it draws next."""
-        # Each keeps its previous checkpoint too, or a crash between two members would leave no update that all have.
+        """Write a checkpoint of every member that still learns; the random numbers that follow stay the same."""
+        # Each member keeps its previous checkpoint too, or a crash between two of them would leave no common update.
         for place, session in enumerate(self.sessions):
             if place not in self.ended:
-                if isinstance(self.engine, Ensemble):  # it draws by seeds and counters of its own
+                if isinstance(self.engine, Ensemble):  # it draws by its own seeds and counters, not from generators
                     seed_all(session.plan.seed)
                 session.save(keep=min(2, len(self.sessions)))
 
@@ -164,9 +159,9 @@ class MemberBatch:
 
 
 def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[BuiltRun]:
-    """Return the members' models, and their settings with every value fixed but those that the run's length decides.
+    """Build the members' models, with plans in which only the values that depend on the run's length are open.
 
-    The planner chooses once, for the first member.
+    The planner is asked once, for the first member; the others take over its choices.
 
     Raises:
         OutOfDeviceMemory: not even one member fits.
@@ -177,7 +172,7 @@ def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[
 
 
 def of_length(made: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
-    """Return the same models, with settings to train for so many updates."""
+    """Return the same models with plans for `updates` updates."""
     length = Length(updates, EVALUATIONS)
     return [one._replace(plan=resolve(one.plan, describe(), length)) for one in made]
 
@@ -187,12 +182,11 @@ def engine_of(made: Sequence[BuiltRun], each: bool, device: torch.device) -> Eng
 
     Args:
         made: one model for each member.
-        each: whether their windows differ.
+        each: whether the members' windows differ.
         device: the device that trains them.
 
     Raises:
-        UsageError: they cannot share one graph.
-        InputRefused: likewise.
+        UsageError, InputRefused: the models cannot share one graph.
     """
     if len(made) == 1:
         return make_engine(made[0], device)
@@ -201,7 +195,7 @@ def engine_of(made: Sequence[BuiltRun], each: bool, device: torch.device) -> Eng
         [materialize_(one.model, device).to(device) for one in made],
         [{"seed": one.plan.seed} for one in made],
         loss=made[0].loss,
-        # The seed is that of stochastic rounding, which an ensemble does not do.
+        # The optimizer's seed is for stochastic rounding, which an ensemble does not do.
         optim=[replace(one.plan.update_rule, seed=0) for one in made],
         clip=plan.clip,
         precision=Precision(plan.precision),
@@ -211,7 +205,7 @@ def engine_of(made: Sequence[BuiltRun], each: bool, device: torch.device) -> Eng
 
 
 def schedule(engine: Engine, made: Sequence[BuiltRun]) -> None:
-    """Give each member the schedule that its settings name; their number of updates is fixed."""
+    """Give each member the schedule of its plan, whose number of updates is known."""
     schedules = [one.plan.schedule(one.plan.updates) for one in made]
     if isinstance(engine, Ensemble):
         engine.stacked.schedules = schedules
@@ -220,10 +214,10 @@ def schedule(engine: Engine, made: Sequence[BuiltRun]) -> None:
 
 
 def refill(engine: Engine, fresh: Engine) -> bool:
-    """Let a captured engine train another model of the same shape from its beginning, as `fresh` would.
+    """Make a captured engine train another model of the same shape from its beginning, as the engine `fresh` would.
 
     Returns:
-        False, with nothing changed, where more than weights and learning rate differ: the rest is fixed in the graph.
+        Whether it was done. It is not if more than weights and learning rate differ, as the graph fixes all the rest.
     """
     old, new = engine.step.optim, fresh.step.optim
     seed = old.seed if old.state == "fp32" else new.seed  # the seed of stochastic rounding
@@ -238,7 +232,7 @@ def refill(engine: Engine, fresh: Engine) -> bool:
 def batch_of(
     members: Sequence[Member], runs: Sequence[Run], made: Sequence[BuiltRun], text: Corpus, engine: Engine
 ) -> MemberBatch:
-    """Return the members' sessions at their runs' beginning; write settings and tokenizers where they are missing."""
+    """Return a round with its sessions at their beginning; write settings and tokenizer of runs that lack them."""
     schedule(engine, made)
     sessions = []
     for number, (run, built) in enumerate(zip(runs, made, strict=True)):
@@ -248,15 +242,14 @@ def batch_of(
         own: Any = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
         plan = built.plan
         batches = text.batches(plan.tokens_per_update, seed=plan.seed, pin=engine.step.device.type == "cuda")
-        session = Session(run, plan, text, own, batches)
-        sessions.append(session)
+        sessions.append(Session(run, plan, text, own, batches))
     return MemberBatch(list(members), engine, sessions, Windows(sessions))
 
 
 def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
-    """Resume the members at the last update that all of them saved and return it; 0 where there is none.
+    """Resume the members at the last update that all of them saved, and return it; 0 if there is none.
 
-    A member that had diverged by then keeps its last checkpoint.
+    A member that had diverged by that update keeps its last checkpoint.
 
     Raises:
         InputRefused: a run is not what it was begun with, or its metrics are damaged.
@@ -269,7 +262,7 @@ def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
     lost = {place: at for place, at in ended.items() if at <= update}
     for place, session in enumerate(batch.sessions):
         session.restore(_checkpoint(session, None if place in lost else update), progress)
-        if place in lost:  # it keeps its place in a window, whose values no longer matter to it
+        if place in lost:  # it keeps its place in the windows, though it no longer trains on them
             session.run.log({"update": update, "diverged": lost[place]})
             session.batches.close()
             session.batches = session.open_batches(update * session.batches.rows_per_window)
@@ -283,7 +276,7 @@ def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
 
 
 def _common(batch: MemberBatch, ended: dict[int, int]) -> int:
-    """Return the newest update of which every member that had not diverged by then has a sound checkpoint."""
+    """Return the newest update at which every member that had not diverged by then has a sound checkpoint; else 0."""
     saved = [
         {int(path.name[5:]) for path in entries(session.run.checkpoints, "step-") if path.name[5:].isdecimal()}
         for session in batch.sessions

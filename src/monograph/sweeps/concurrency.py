@@ -1,9 +1,9 @@
-"""Decides how many members train at once from measured times: of one member, and of a few fused widths.
+"""Decide how many members train at once, from measured times of one member and of a few widths (members in a graph).
 
     T(K) = seconds of one update of K members in one graph; linear between measured widths, a + b·K
-    total(K) = updates · sum over rounds of T(members of the round), and the compiling that is still to do
+    total(K) = updates · sum over rounds of T(members of the round) + seconds of compiling that is still to do
 
-No width is good by itself: where one member fills the device, T(K) is K · T(1) or worse.
+Wider is not always faster: where one member fills the device, T(K) is K · T(1) or worse.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from monograph.session.warmup import seconds_per_update
 from monograph.sweeps.batch import EVALUATIONS, MemberBatch, batch_of, engine_of, models_of, of_length, refill, stacked
 from monograph.sweeps.spec import Group, Member
 
-# How long a wider graph takes is unknown before it is compiled: one is tried only where it could save twice its
-# compile time, so that a disappointment costs at most half as long again as training one after another.
+# The speed of a wider graph is unknown before it is compiled. So it is tried only if it could save twice its compile
+# time: if it then saves nothing, the sweep takes at most half as long again as members one after another.
 WORTH = 2.0
 
 
 class Timed(NamedTuple):
-    """The cost of a width; width 1 is the ordinary engine.
+    """The measured seconds of a width; width 1 is the ordinary engine.
 
     Attributes:
-        update_s: seconds of an update of all its members.
-        compile_s: seconds of tracing and compiling it.
+        update_s: seconds of one update of all its members.
+        compile_s: seconds of tracing and compiling its graph.
     """
 
     update_s: float
@@ -52,9 +52,9 @@ class Width(NamedTuple):
     """The chosen number of members that train at once.
 
     Attributes:
-        members: members at once; 1: one after another.
+        members: the number; 1 means one after another.
         total_s: seconds of the whole training, with the compiling that is still to do.
-        gain: the best fused width's speed over one after another, without compiling.
+        gain: speed of the best width above 1 relative to one after another, without compiling.
         why: the reason, in one line.
     """
 
@@ -65,7 +65,7 @@ class Width(NamedTuple):
 
 
 def rounds(members: int, width: int) -> list[int]:
-    """Return the members of each round: as few rounds as possible, as equal as possible, the larger first."""
+    """Return the number of members of each round: few rounds, of sizes as equal as possible, larger ones first."""
     count = -(-members // width)
     return [members // count + (index < members % count) for index in range(count)]
 
@@ -76,7 +76,7 @@ def update_s(timed: Mapping[int, Timed], width: int) -> float:
         return timed[width].update_s
     below = max((measured for measured in timed if measured < width), default=1)
     above = min((measured for measured in timed if measured > width), default=None)
-    if above is None:  # beyond the widest measured width a member costs its average there
+    if above is None:  # beyond the widest measured width, a member is taken to cost as much as there on average
         return timed[below].update_s * width / below
     share = (width - below) / (above - below)
     line = timed[below].update_s + share * (timed[above].update_s - timed[below].update_s)
@@ -84,7 +84,7 @@ def update_s(timed: Mapping[int, Timed], width: int) -> float:
 
 
 def total_s(timed: Mapping[int, Timed], members: int, width: int, updates: int) -> float:
-    """Return the seconds until all members are trained; an uncompiled width compiles as long as the nearest one."""
+    """Return the seconds until all members are trained; a new width is taken to compile as long as the nearest one."""
     sizes = rounds(members, width)
     new = {size for size in sizes if size not in timed}
     compile_s = sum(timed[min(timed, key=lambda known: abs(known - size))].compile_s for size in new)
@@ -94,15 +94,16 @@ def total_s(timed: Mapping[int, Timed], members: int, width: int, updates: int) 
 def next_width(timed: Mapping[int, Timed], members: int, most: int, updates: int, dearer: float = 1.0) -> int | None:
     """Return the width that is worth measuring next; None if there is none.
 
-    One member comes first; then as many as fit, where they could save WORTH times their compiling: K members take
-    at least as long as one. After that, the width that the line predicts to be faster than all measured ones.
+    Width 1 comes first. Then comes the widest that fits, if it could save WORTH times its compile time, given that
+    K members take at least as long as one. After that comes the width that the linear T(K) predicts to be fastest,
+    if that is faster than all measured ones.
 
     Args:
         timed: the measurements so far.
-        members: the number in the group.
-        most: members that fit the memory at once.
-        updates: the number for each member.
-        dearer: compile time of a graph of several members over one member's, as far as it is known before.
+        members: the number of members in the group.
+        most: the number of members that fit the memory at once.
+        updates: the number of updates of each member.
+        dearer: estimated compile time of a graph of several members relative to one member's.
     """
     if 1 not in timed:
         return 1
@@ -119,7 +120,7 @@ def next_width(timed: Mapping[int, Timed], members: int, most: int, updates: int
 
 
 def choose(timed: Mapping[int, Timed], members: int, updates: int) -> Width:
-    """Return the measured width with the shortest total; among equals the smaller."""
+    """Return the measured width with the shortest total time; of equal ones, the smaller."""
     best = min(sorted(timed), key=lambda width: total_s(timed, members, width, updates))
     alone = members * timed[1].update_s
     fused = [width for width in timed if width > 1]
@@ -145,26 +146,26 @@ def _why(timed: Mapping[int, Timed], members: int, best: int, shown: int, gain: 
     return f"{members} members, {several}: {gain:.2f}x over one after another ({measured})"
 
 
-# Compile time of a graph of several members over that of one member's (docs/log.md), and the
-# share of it that remains where the compiler's cache has the graph (benchmarks/start.py).
+# Compile time of a graph of several members relative to one member's (docs/log.md), and of a graph in the compiler's
+# cache relative to a new one (benchmarks/start.py).
 DEARER, CACHED = 1.3, 0.23
-CURVE_ROWS = 16  # held-out rows behind a point of a curve; the last point uses all
+CURVE_ROWS = 16  # held-out rows scored for a point of a curve; the last point uses all
 
 
 class Timing:
-    """The timed widths of one group; the engine that was built and captured last is kept, to train with.
+    """The timed widths of one group, and the engines captured for them, which later train the first round.
 
     Attributes:
         timed: the measurements by width.
         most: the number of members that fit at once.
-        dearer: compile time of a graph of several members over that of one member's.
-        refused: why no graph holds several, in one line; empty if one does or it was not tried.
-        row_s: seconds of a held-out row for all members, by width.
-        kept: the first members and their captured engine, by width.
+        dearer: estimated compile time of a graph of several members relative to one member's.
+        refused: why no graph holds several members, in one line; empty if one does or it was not tried.
+        row_s: seconds of scoring a held-out row by all members, by width.
+        kept: the first members' models and their captured engine, by width.
     """
 
     def __init__(self, group: Group, text: Corpus, device: torch.device, machine: Device):
-        """Note the group; nothing is built yet."""
+        """Store the group; nothing is built yet."""
         self.group, self.text, self.device, self.machine = group, text, device, machine
         self.timed: dict[int, Timed] = {}
         self.row_s: dict[int, float] = {}
@@ -172,7 +173,7 @@ class Timing:
         self.kept: dict[int, tuple[list[BuiltRun], Engine]] = {}
 
     def measure(self, updates: int, progress: Progress) -> None:
-        """Time every width that `next_width` asks for, for runs of so many updates.
+        """Time every width that `next_width` returns, for runs of `updates` updates.
 
         Raises:
             OutOfDeviceMemory: not even one member fits.
@@ -190,7 +191,7 @@ class Timing:
                 self.most, self.refused = 1, str(error)
 
     def decide(self, updates: int) -> None:
-        """Fix the group's rounds."""
+        """Fix the group's rounds by the widths timed so far, and drop the engines that no round needs."""
         choice = choose(self.timed, len(self.group.members), updates)
         alone = f"{counted(len(self.group.members), 'member')}, one after another: {self.refused}"
         self.group.rounds = rounds(len(self.group.members), choice.members)
@@ -209,8 +210,8 @@ class Timing:
     def batch(self, members: Sequence[Member], runs: Sequence[Run], updates: int, progress: Progress) -> MemberBatch:
         """Return the members of a round, ready to train from their beginning.
 
-        The first round has the engine that was timed; a single member after it takes that engine over. Another round of
-        several is built and captured again, which the compiler's cache makes short.
+        The first round gets the engine that was timed, and a single member after it takes that engine over. Another
+        round of several members is built and captured again, which is fast because of the compiler's cache.
         """
         size, first = len(members), members[0] is self.group.members[0]
         if first and size in self.kept:
@@ -239,7 +240,7 @@ class Timing:
         capture(engine, window, made[0].plan.compile, progress)
         compile_s = clock() - began
         if width == 1 and compat.graphs_from_cache() > cached:
-            self.dearer = DEARER / CACHED  # the graph of several members may not be in the cache
+            self.dearer = DEARER / CACHED  # relative to a cached graph; that of several members may not be cached
         with buffers_kept(engine.model, engine.step.loss):
             seconds = timed_update(engine, window)
             size = engine.micro_batch or CURVE_ROWS
@@ -263,11 +264,11 @@ def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> No
 
 
 def timed_update(engine: Engine, window: Batch) -> float:
-    """Return the seconds of an update of all members; weights, counters and the number of updates stay as they are."""
+    """Return the seconds of an update of all members; weights and counters are unchanged afterwards."""
 
     def together() -> None:
         engine.accumulate(window)
-        engine.update()  # frozen members compute it too and discard it
+        engine.update()  # frozen members compute their update, too, and discard it
 
     if not isinstance(engine, Ensemble):
         return seconds_per_update(engine, lambda: engine.rehearse(window))
@@ -295,9 +296,9 @@ def first_window(made: Sequence[BuiltRun], text: Corpus) -> Batch:
 
 
 def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) -> list[int]:
-    """Return the updates of each group's members, given or as many as the time allows, measuring what that takes.
+    """Return the number of updates for each group's members, as given or as the time allows, timing where needed.
 
-    Given minutes are those of the whole sweep, and every member learns from equally many tokens, no fewer than
+    Given minutes are those of the whole sweep. Every member then learns from equally many tokens, at least
     `least_tokens`.
     """
     for timing in timings:
@@ -323,19 +324,15 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) ->
         longer = duration(least_tokens * per_token_s + evaluations_s)
         progress.line("time", f"{longer} instead of {minutes:g} min: what a rate can be judged by")
         tokens = least_tokens
-    counts = []
-    for timing in timings:
-        counts.append(
-            _given(timing)
-            or defaults.updates_for(
-                tokens, _size(timing), defaults.most_updates(timing.text.train.per_epoch, timing.group.plan.rows)
-            )
-        )
-    return counts
+    most = [defaults.most_updates(timing.text.train.per_epoch, timing.group.plan.rows) for timing in timings]
+    return [
+        _given(timing) or defaults.updates_for(tokens, _size(timing), limit)
+        for timing, limit in zip(timings, most, strict=True)
+    ]
 
 
 def _given(timing: Timing) -> int:
-    """Return the number of updates that the group's settings give; 0 where they give a time."""
+    """Return the number of updates that the group's settings give; 0 if they give a time instead."""
     plan = timing.group.plan
     rows = timing.text.train.per_epoch * (plan.epochs or 0)
     return plan.updates or -(-rows // plan.rows)
@@ -346,12 +343,12 @@ def _size(timing: Timing) -> int:
 
 
 def _costs(timings: Sequence[Timing], of: Sequence[Sequence[int]]) -> tuple[float, float]:
-    """Return the seconds per token that every member learns from, and of all evaluations, for these rounds."""
+    """Return (seconds in which every member trains on one token, seconds of all evaluations), for given rounds."""
     both = list(zip(timings, of, strict=True))
     per_token_s = sum(sum(update_s(t.timed, size) for size in sizes) / _size(t) for t, sizes in both)
     return per_token_s, sum(timing.held_out_s(sizes) for timing, sizes in both)
 
 
 def _tokens_in(seconds: float, per_token_s: float, evaluations_s: float) -> float:
-    """Return how many tokens every member can learn from in some seconds, of which evaluations take at most half."""
+    """Return how many tokens every member can train on in some seconds, of which evaluations take at most half."""
     return max(seconds / 2, seconds - evaluations_s) / per_token_s

@@ -1,4 +1,4 @@
-"""A sweep's folder: a run's folder with sweep.json (task and results), a table, and a run for each member."""
+"""Manage a sweep's folder: a run's folder with sweep.json (task and results), a table, and a run for each member."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from monograph.config import Settings
 from monograph.config import load as load_settings
@@ -19,7 +19,7 @@ from monograph.config.axes import SEED, Point
 from monograph.config.settings import KEYS
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
-from monograph.run.recorded_state import Natural, Seconds
+from monograph.run.recorded_state import Natural, Seconds, Strict
 from monograph.run.run_index import SWEEP, runs_in
 from monograph.run.writing import write_whole
 from monograph.session.recorded import run_settings, write_config
@@ -28,22 +28,20 @@ from monograph.sweeps.spec import ORIGIN, Member, carried, described
 from monograph.terminal import shell_words
 
 SCHEMA = "monograph.sweep/1"
-# The least number of tokens that a member of a first sweep learns from, however slow the machine: with far fewer,
+# The least number of tokens that a member of a sweep without arguments trains on, however slow the machine. With fewer,
 # the best rate would be that of the first few updates.
 DEFAULT_TOKENS = 100_000
 
 
-class _Group(BaseModel):
-    model_config = ConfigDict(strict=True)
+class _Group(Strict):
     rounds: list[Annotated[int, Field(ge=1)]]
     updates: Natural
     why: str
 
 
-class _Record(BaseModel):
-    """The keys of sweep.json that commands rely on, with their types."""
+class _Record(Strict):
+    """The entries of sweep.json that commands rely on, with their types."""
 
-    model_config = ConfigDict(strict=True)
     asked: str
     points: Annotated[list[dict[Literal[tuple(KEYS)], Any]], Field(min_length=1)]  # type: ignore[valid-type]
     settings: str | None = None
@@ -59,9 +57,9 @@ class Sweep:
     """A sweep on disk; `lock` it before writing anything.
 
     Attributes:
-        run: the folder, which is a run's for the purposes of `last`, of its lock and of its config.toml.
-        record: the content of sweep.json: `asked` (a digest of settings and points), `points`, of a first sweep
-            `least_tokens`, later `rounds` and `updates` of the groups, what earlier processes did, and the result.
+        run: the folder, which counts as a run's for `last`, its lock and its config.toml.
+        record: the content of sweep.json: `asked` (a digest of settings and points), `points`, `least_tokens` if the
+            sweep has no arguments, later `rounds` and `updates` of the groups, the time spent so far, and the result.
     """
 
     def __init__(self, run: Run, record: dict[str, Any]):
@@ -69,7 +67,13 @@ class Sweep:
 
     @classmethod
     def create(cls, out: Path | None, settings: Settings, points: Sequence[Point], target: Settings | None) -> Sweep:
-        """Create a sweep, or return the one in `out` if it is the same; for a proxy, `target` is the wide run.
+        """Create a sweep, or return the one in `out` if it has the same settings and points.
+
+        Args:
+            out: the folder; None for a new one in runs/.
+            settings: the settings that all members share.
+            points: the values that each member varies.
+            target: the settings of the wide run, if the members are its narrow proxy.
 
         Raises:
             UsageError: `out` holds another sweep.
@@ -126,21 +130,21 @@ class Sweep:
 
     @property
     def settings(self) -> Settings:
-        """The settings that all members share, as they were asked for; raises InputRefused like `run_settings`."""
+        """Return the settings that all members share, as given; raises InputRefused like `run_settings`."""
         return run_settings(self.run, inits=self.inits, recorded=self.record.get("settings"))
 
     @property
     def inits(self) -> list[str]:
-        """The values of model.init in which members differ."""
+        """Return the values of model.init that members vary."""
         return sorted({str(point["model.init"]) for point in self.points if "model.init" in point})
 
     @property
     def wide(self) -> Path:
-        """The file for the settings of the wide run with the best knobs, written once these are known."""
+        """Return the path of the wide run's settings with the best knobs, written once these are known."""
         return self.run.folder / "wide.toml"
 
     def write_wide(self, best: Point) -> list[str]:
-        """Write the best knobs for the wide run that the members are a proxy of; return the lines to tell the user."""
+        """Write the settings of the wide run with the best knobs of its proxy; return lines for the user."""
         if not self.record.get("target"):
             return []
         write_whole(self.wide, self.record["target"])
@@ -151,7 +155,7 @@ class Sweep:
 
     @property
     def points(self) -> list[Point]:
-        """The values that each member varies."""
+        """Return the values that each member varies."""
         points: list[Point] = self.record["points"]
         return points
 
@@ -185,17 +189,17 @@ class Sweep:
         table = csv.writer(text, lineterminator="\n")
         table.writerow(["member", *knobs, *results])
         for index, member in enumerate(members):
-            own = [member["knobs"].get(key) for key in knobs]
-            table.writerow([index, *(" ".join(map(str, v)) if isinstance(v, list | tuple) else v for v in own),
-                            *(member[key] for key in results)])  # fmt: skip
+            values = [member["knobs"].get(key) for key in knobs]
+            cells = [" ".join(map(str, value)) if isinstance(value, list | tuple) else value for value in values]
+            table.writerow([index, *cells, *(member[key] for key in results)])
         write_whole(path, text.getvalue())
         return path
 
     def link_best(self, index: int) -> None:
-        """Let `best` name the best member; where there are no links, write its number only."""
+        """Make the link `best` point to the best member; on a file system without links, do nothing."""
         link = self.run.folder / "best"
         with suppress(OSError):
-            temporary = link.with_name(".best")  # the sweep's lock is held, so only a killed process can have left one
+            temporary = link.with_name(".best")  # only a killed process can have left one
             temporary.unlink(missing_ok=True)
             temporary.symlink_to(self.member(index).folder.relative_to(self.run.folder))
             temporary.replace(link)
@@ -222,7 +226,7 @@ def seeds_of_best(folder: Path) -> dict[int, Run]:
 
 
 def asked(settings: Settings, points: Sequence[Point]) -> str:
-    """Return the SHA-256 of a sweep's task: equal for equal settings and points, whatever their origin."""
+    """Return the SHA-256 of a sweep's settings and points, which does not depend on the settings' origins."""
     text = settings.to_toml() + "\n".join(described(point) + repr(sorted(point.items())) for point in points)
     return hashlib.sha256(text.encode()).hexdigest()
 
@@ -232,5 +236,5 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def _point(point: dict[str, Any]) -> Point:
-    """Return a point with its tuples restored, which JSON does not have."""
+    """Return a point with its tuples restored, which JSON turns into lists."""
     return {key: tuple(value) if isinstance(value, list) else value for key, value in point.items()}

@@ -1,4 +1,4 @@
-"""Shows a sweep while it runs: what remains to train, how far it is, and each member's results so far."""
+"""Track and show a sweep while it runs: the rounds that remain, the progress, and each member's results so far."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ from monograph.sweeps.spec import Member, groups_of, members_of, short, spread
 
 
 class SweepProgress:
-    """A running sweep and its progress.
+    """The state of a running sweep.
 
     Attributes:
-        sweep: its folder.
-        members: all of them; `groups` by what one graph can hold.
-        timings: one for each group, once prepared, and the `updates` of its members.
+        sweep: the sweep's folder.
+        members: all members; groups: the same members, grouped by what one graph can hold.
+        timings: a timing for each group, once prepared; updates: the number of updates of each group's members.
         rate: targets per second of the last updates, over all members that train at once.
-        done: number of the members' updates so far.
+        done: number of updates so far, summed over this rank's members.
     """
 
     def __init__(self, sweep: Sweep, progress: Progress, world: World | None = None):
-        """Read back what earlier processes did; each of several ranks trains its share of the rounds."""
+        """Read the results of earlier processes; each of several ranks trains its share of the rounds."""
         self.sweep, self.progress, self.world = sweep, progress, world or World()
         self.members = members_of(sweep.settings, sweep.points)
         self.groups = groups_of(self.members)
@@ -54,33 +54,28 @@ class SweepProgress:
 
     @property
     def batches(self) -> list[tuple[Timing, int, list[Member]]]:
-        """The rounds of this rank: the group's timing, the number of updates, and the members."""
+        """Return this rank's rounds as (the group's timing, number of updates, members)."""
         pairs = zip(self.timings, self.updates, strict=True)
         batches = [(timing, updates, members) for timing, updates in pairs for members in timing.group.batches()]
         return batches[self.world.rank :: self.world.size]
 
     @property
-    def over(self) -> bool:
-        """Return whether nothing is left to train."""
-        return all(outcome.over for outcome in self.outcomes)
-
-    @property
     def spent_s(self) -> float:
-        """Seconds spent so far, over all processes."""
+        """Return the seconds spent so far, over all processes."""
         earlier: float = self.sweep.record.get("elapsed_s", 0.0)
         return earlier + clock() - self._began_s
 
     @property
     def figures(self) -> str:
-        """The figures shown next to the bar."""
+        """Return the figures shown next to the bar."""
         return count(self.rate, "tok/s") if self.rate else ""
 
     def prepare(self, device: torch.device, machine: Device) -> None:
-        """Read the text, decide how many members train at once and for how long, and say so.
+        """Read the text, decide how many members train at once and for how long, and print that.
 
         Raises:
             OutOfDeviceMemory: not even one member fits.
-            UsageError: settings that do not fit together or this machine.
+            UsageError: settings exclude one another or are impossible on this machine.
         """
         for member in self.members:
             require_possible(member.settings, machine)
@@ -124,7 +119,7 @@ class SweepProgress:
         """Return the live bar and table."""
         per_member = {member.index: updates for _, updates, members in self.batches for member in members}
         self.done = sum(updates for index, updates in per_member.items() if self.outcomes[index].over)
-        return SweepDisplay(self.progress.screen, max(1, sum(per_member.values())), self.table, self.done)
+        return SweepDisplay(self.progress.screen, sum(per_member.values()), self.table, self.done)
 
     def table(self) -> list[str]:
         """Return the table of results so far."""
@@ -134,16 +129,16 @@ class SweepProgress:
         return {outcome.member.index: outcome.diverged for outcome in self.outcomes if outcome.diverged is not None}
 
     def all_over(self, members: Sequence[Member]) -> bool:
-        """Return whether none of these members is left to train."""
+        """Return whether each of these members has finished or diverged."""
         return all(self.outcomes[member.index].over for member in members)
 
     def ended(self, members: Sequence[Member]) -> dict[int, int]:
-        """Return the members that diverged, by their place, with the update after which they did."""
+        """Return the update after which each diverged member did so, by its place among `members`."""
         places = enumerate(self.outcomes[member.index].diverged for member in members)
         return {place: at for place, at in places if at is not None}
 
     def trained(self, batch: MemberBatch, updates: int, seconds: float) -> None:
-        """Record that members were trained for so many updates."""
+        """Record that a round's members were trained for `updates` updates in `seconds`."""
         first = batch.sessions[0]
         targets = first.corpus.stats.packed_share * first.plan.tokens_per_update
         self.rate = len(batch.members) * updates * targets / max(seconds, 1e-9)
@@ -151,7 +146,7 @@ class SweepProgress:
         self._training_s += seconds
 
     def evaluate(self, batch: MemberBatch, update: int, *, last: bool) -> None:
-        """Score held-out rows by every member that still learns, record and show it; at the end, all rows too."""
+        """Score held-out rows by every member that still learns and record the scores; at the end, also score all."""
         self._score(batch, update, CURVE_ROWS)
         if last:
             self._score(batch, update, None)
@@ -172,7 +167,7 @@ class SweepProgress:
             self.outcomes[member.index] = results.outcome(self.sweep, member)
 
     def ends(self, batch: MemberBatch) -> None:
-        """Record in the metrics of the members that they finished, as any run does."""
+        """Write the summary row into the metrics of each member that finished, as any run does."""
         self._read(batch)
         for place, session in enumerate(batch.sessions):
             if place not in batch.ended:
@@ -186,7 +181,7 @@ class SweepProgress:
         self._read(batch)
 
     def keep_time(self) -> None:
-        """Store how long this process worked, for the next one or for the final report."""
+        """Store how long this process worked, for the next process or the final report."""
         record = self.sweep.record
         record["elapsed_s"] = self.spent_s
         record["training_s"] = record.get("training_s", 0.0) + self._training_s
@@ -195,7 +190,7 @@ class SweepProgress:
             self.sweep.write()
 
     def finish(self) -> dict[str, Any]:
-        """Compare, write tables and figures, print the results; return the JSON object of the contract."""
+        """Compare the settings, write tables and figures and print the results; return the object of `--json`."""
         table = results.compared(self.outcomes)
         self.sweep.record["tokens"] = sum(
             next((row["tokens"] for row in reversed(outcome.rows) if "train_loss" in row), 0)

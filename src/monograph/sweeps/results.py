@@ -1,4 +1,4 @@
-"""Results of a sweep: each member's numbers from its run, the settings compared, and their tables."""
+"""Collect the results of a sweep: read each member's numbers, compare the settings, and make their tables."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from monograph.config.axes import SEED
 from monograph.data.corpus import Corpus
 from monograph.device import compiler_obstacle, default_device, describe
-from monograph.engine import Engine
 from monograph.errors import InputRefused
 from monograph.evaluation.significance import Setting, Table, tabulate, written
 from monograph.loop import train
@@ -34,15 +33,15 @@ BITS, NATS = "eval_bits_per_byte", "eval_loss"
 
 @dataclass(frozen=True)
 class Outcome:
-    """The final or present state of one member.
+    """The current or final results of one member.
 
     Attributes:
         member: the member.
-        run: its folder.
-        rows: its metrics.
+        run: the member's run.
+        rows: the rows of its metrics.
         diverged: the update after which it learned nothing more; None if it did not diverge.
-        evaluation: its last held-out scores; empty before the first.
-        summary: the summary row of a finished run.
+        evaluation: the row of its last held-out scores; empty before the first.
+        summary: the summary of a finished run; else None.
     """
 
     member: Member
@@ -54,44 +53,41 @@ class Outcome:
 
     @property
     def over(self) -> bool:
-        """Return whether it needs no more training."""
+        """Return whether the member needs no more training."""
         return self.summary is not None or self.diverged is not None
 
     def score(self, key: str) -> float | None:
-        """Return its last score; None if it diverged or has none yet."""
+        """Return the member's last score under `key`; None if it diverged or has no score yet."""
         value: float | None = self.evaluation.get(key)
         return None if self.diverged is not None else value
 
 
 def outcome(sweep: Sweep, member: Member) -> Outcome:
-    """Return a member's numbers, read from its run; raises InputRefused where its metrics are damaged."""
+    """Return a member's results, read from its run; raises InputRefused if its metrics are damaged."""
     run = sweep.member(member.index)
-    rows = run.rows()
-    if finished(run):  # of those that train on `Session.restore` requires it
+    rows, final = run.rows(), finished(run)
+    if final:  # for the others `Session.restore` requires the metrics
         recorded_state.require_metrics(run)
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
     evaluation: dict[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
-    return Outcome(member, run, rows, diverged, evaluation, finished(run))
+    return Outcome(member, run, rows, diverged, evaluation, final)
 
 
 def compared(outcomes: Sequence[Outcome]) -> Table:
-    """Return the settings compared by bits per byte, or by the loss where its sum says nothing about bytes."""
-    key, unit = scored_by(outcomes)
+    """Return the settings compared by bits per byte, or by the loss in nats if some score has no bits per byte."""
+    scored = [outcome.evaluation for outcome in outcomes if outcome.evaluation]
+    in_bits = all(evaluation.get(BITS) is not None for evaluation in scored)
+    key, unit = (BITS, "bits/byte") if in_bits else (NATS, "nats")
     values = [outcome.score(key) for outcome in outcomes]
     return tabulate(values, [outcome.member.knobs for outcome in outcomes], SEED, unit)
 
 
-def scored_by(outcomes: Sequence[Outcome]) -> tuple[str, str]:
-    """Return the key of the score that decides, and its unit."""
-    there = [outcome.evaluation for outcome in outcomes if outcome.evaluation]
-    in_bits = all(evaluation.get(BITS) is not None for evaluation in there)
-    return (BITS, "bits/byte") if in_bits else (NATS, "nats")
-
-
 def lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
-    """Return the table as aligned lines: knobs, mean ± standard error over seeds, and how each stands to the best.
+    """Return the table as aligned lines: knobs, mean ± standard error over seeds, and standing against the best.
 
-    `diverged` is the update after which a member learned nothing more, by its number.
+    Args:
+        table: the compared settings.
+        diverged: the update after which a member learned nothing more, by the member's number.
     """
     keys = list(dict.fromkeys(key for setting in table.settings for key in setting.knobs))
     rows = [[*map(short, keys), table.unit, ""]]
@@ -118,7 +114,7 @@ def _standing(table: Table, setting: Setting, diverged: Mapping[int, int]) -> st
 
 
 def verdict(table: Table) -> str:
-    """Return which setting is best, and whether that could be chance."""
+    """Return which setting is best, and which others differ from it by no more than noise."""
     if table.best is None:
         return "every member diverged: lower the learning rates"
     best = table.best.setting
@@ -153,7 +149,7 @@ def as_json(outcomes: Sequence[Outcome], table: Table) -> tuple[list[dict[str, A
 
 
 def summary(session_rows: Sequence[Mapping[str, Any]], run: Run, known: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the last row of a member's metrics, which marks its run as finished, as in any run."""
+    """Return the summary that marks a member's run as finished, as the summary of any run does."""
     trained = [row for row in session_rows if "train_loss" in row]
     scored: Mapping[str, Any] = next((row for row in reversed(session_rows) if NATS in row), {})
     rates = [row["tokens_per_s"] for row in trained if row.get("tokens_per_s")]
@@ -170,7 +166,7 @@ def summary(session_rows: Sequence[Mapping[str, Any]], run: Run, known: Mapping[
 
 
 def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, Any]:
-    """Return the object of `--json`, which sweep.json holds too."""
+    """Return the object of `--json`, which is also the result in sweep.json."""
     members, best = as_json(outcomes, table)
     spent, tokens = sweep.record.get("training_s", 0.0), sweep.record.get("tokens", 0)
     return {
@@ -184,7 +180,7 @@ def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, 
 
 
 def drawn(table: Table) -> list[dict[str, Any]]:
-    """Return the settings as `monograph.report.sweep_report` draws them."""
+    """Return the settings in the form that `monograph.report.sweep_report` draws."""
     best = table.best.setting if table.best else None
     return [
         {
@@ -198,17 +194,17 @@ def drawn(table: Table) -> list[dict[str, Any]]:
     ]
 
 
-FACTOR = 4.0  # times the difference between two ways to compute the same run alone
+FACTOR = 4.0  # `verify` allows this many times the difference between two ways to compute the same run alone
 
 
 def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
-    """Compare a member's training losses with those of the same run alone.
+    """Compare a member's training losses with those of the same run trained alone.
 
         difference = max over updates of |member - alone|      equal = difference <= 4 · max |alone - alone, otherwise|
 
-    "Otherwise" is uncompiled or, where nothing is compiled, in micro-batches of half the size: the effect of rounding
-    on this run. Every way rounds differently, and training makes the differences grow, so no fixed bound would
-    do.
+    "Otherwise" means uncompiled or, if nothing is compiled, in micro-batches of half the size, which shows the effect
+    of rounding on this run. Every way rounds differently and training amplifies the differences, so no fixed bound
+    would do.
 
     Raises:
         InputRefused: the member has no metrics, or its run is damaged.
@@ -220,13 +216,10 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
     text = open_corpus(plan.reading, progress)
     compiled = plan.compile != "none" and (default_device().type == "cuda" or not compiler_obstacle())
     alone = losses(plan, text, len(member), progress, compiled=compiled)
-    if compiled:
-        other = losses(plan, text, len(member), progress, compiled=False)
-    else:
+    if not compiled:
         half = {"train.micro_batch": max(1, plan.micro_batch // 2)}
-        other = losses(
-            resolve(plan.settings.resolve(half, "verify"), describe()), text, len(member), progress, compiled=False
-        )
+        plan = resolve(plan.settings.resolve(half, "verify"), describe())
+    other = losses(plan, text, len(member), progress, compiled=False)
     difference, bound = largest(member, alone), FACTOR * largest(alone, other)
     equal = difference <= bound
     progress.line(
@@ -248,7 +241,7 @@ def largest(one: list[float], other: list[float]) -> float:
 
 
 def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compiled: bool) -> list[float]:
-    """Return the training losses of a run alone, from its beginning."""
+    """Train a run alone from its beginning and return its training losses."""
     built = build_run(plan, text, describe())
     engine = make_engine(built, default_device())
     engine.step.schedule = plan.schedule(plan.updates or updates)
@@ -260,14 +253,10 @@ def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compil
             first = text.batches(size, seed=seed)
             engine.capture(next(first), scope="blocks" if built.plan.compile == "blocks" else "whole")
             first.close()
-        losses = _trained(engine, batches, updates, stage.report)
+        on_device = []
+        for update in train(engine, batches, updates):
+            on_device.append(update.loss)
+            stage.report("update", update.index + 1, updates)
+        values: list[float] = torch.stack(on_device).tolist()
     batches.close()
-    return losses
-
-
-def _trained(engine: Engine, batches: Any, updates: int, report: Any) -> list[float]:
-    losses = []
-    for update in train(engine, batches, updates):
-        losses.append(update.loss)
-        report("update", update.index + 1, updates)
-    return [float(loss) for loss in torch.stack(losses).tolist()]
+    return values

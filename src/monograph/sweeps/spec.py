@@ -1,4 +1,4 @@
-"""Defines the runs of a sweep: its settings and points, their members, and which members share a graph."""
+"""Define the runs of a sweep: its settings and points, their members, and which members share a graph."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ class Member:
     """One run of a sweep.
 
     Attributes:
-        index: its number, from 0.
+        index: the member's number, from 0.
         knobs: the varied values, by dotted key.
-        settings: the settings of its run.
-        plan: the plan that follows from them, once its group is opened.
+        settings: the settings of the run.
+        plan: the plan made from them, once the sweep is prepared.
     """
 
     index: int
@@ -49,15 +49,16 @@ class Member:
 
 @dataclass
 class Group:
-    """Members that one graph can hold: they have the same shapes and length.
+    """Members that one graph can hold, since they have the same shapes and length.
 
     Attributes:
-        members: one or more.
-        shared: the varied keys that they have in common, because no graph could hold more than one of their values.
-        rounds: how many members train at once, round by round; empty until it was decided.
+        members: one or more members.
+        shared: the values of those varied keys that cannot differ inside one graph.
+        rounds: how many members train at once, round by round; empty until that is decided.
         why: the reason for these rounds, in one line.
-        update_s: seconds of an update of all members; compile_s: of compiling still to do; held_out_s: of their
-            evaluations.
+        update_s: seconds of an update of all members.
+        compile_s: seconds of compiling that is still to do.
+        held_out_s: seconds of all evaluations.
     """
 
     members: list[Member]
@@ -70,14 +71,14 @@ class Group:
 
     @property
     def plan(self) -> Plan:
-        """The plan of the first member."""
+        """Return the plan of the first member."""
         plan = self.members[0].plan
         assert plan is not None
         return plan
 
     @property
     def name(self) -> str:
-        """The values that set it apart from other groups; empty for the only one."""
+        """Return the values that distinguish this group from the others; empty for the only group."""
         return " ".join(f"{short(key)}={shown(value)}" for key, value in self.shared.items())
 
     def batches(self) -> list[list[Member]]:
@@ -102,7 +103,7 @@ def members_of(settings: Settings, points: Sequence[Point]) -> list[Member]:
 
 
 def groups_of(members: Sequence[Member]) -> list[Group]:
-    """Return the members, grouped by what cannot vary inside a graph, in the order in which they come."""
+    """Return the members grouped by the values that cannot vary inside a graph, in the members' order."""
     groups: dict[str, Group] = {}
     for member in members:
         shared = {key: value for key, value in member.knobs.items() if key not in IN_ONE_GRAPH}
@@ -111,7 +112,7 @@ def groups_of(members: Sequence[Member]) -> list[Group]:
 
 
 def spread(groups: Sequence[Group], ranks: int) -> None:
-    """Halve rounds, the largest first, until every rank has one or no round has two members."""
+    """Halve rounds in place, the largest first, until there is one for every rank or no round has two members."""
     while sum(len(group.rounds) for group in groups) < ranks:
         group = max(groups, key=lambda candidate: max(candidate.rounds))
         largest = max(group.rounds)
@@ -140,11 +141,11 @@ def shown(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-DEFAULT_MINUTES = 1.5  # the whole sweep's, where no arguments are given
+DEFAULT_MINUTES = 1.5  # of the whole sweep, if no arguments are given
 SEEDS = (0, 1)
-# Factor-2 steps around the known rate: two seeds cannot tell finer ones apart (docs/sweep.md).
+# Powers of 2 times the known rate, since two seeds cannot distinguish finer steps (docs/sweep.md).
 STEPS = range(-4, 4)
-# Settings that a sweep does not take over from a run: the varied ones, the run's length, and what followed from it.
+# Settings that a sweep does not take over from a run: the varied ones, the length, and values that depend on that.
 _NOT_TAKEN = {
     *EXCLUSIVE[0], "optim.lr", SEED, "optim.warmup_updates", "train.eval_every", "train.save_every", "train.keep",
     "train.micro_batch", "train.compile", "train.remat", "train.parallel",
@@ -157,7 +158,7 @@ class SweepSpec(NamedTuple):
     Attributes:
         settings: the settings that all members share.
         points: the values that each member varies.
-        target: the wide run that the rates are for, where the members are its narrow proxy; else None.
+        target: the settings of the wide run whose narrow proxies the members are; None if they are not proxies.
     """
 
     settings: Settings
@@ -168,9 +169,9 @@ class SweepSpec(NamedTuple):
 def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     """Return the settings and points from the command line.
 
-    Without arguments, sweep eight learning rates and two seeds of the proxy of the newest run's model, or else of the
-    default model's. With arguments but no axis, sweep the same rates and seeds of these settings. Where
-    `optim.transfer` is on, the members are the proxy that it carries from.
+    Without arguments, sweep eight learning rates and two seeds on the narrow proxy of the newest run's model, or of the
+    default model if there is no run. With arguments but no axis, sweep the same rates and seeds with the given
+    settings. If `optim.transfer` is on, the members are the narrow proxy from which it carries the rate over.
 
     Raises:
         UsageError: an invalid key, value or axis; no held-out text to compare on; no proxy.
@@ -178,7 +179,7 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     toml, overrides = classify(arguments)
     fixed, axes = axes_of(overrides)
     hold_to_its_run(toml, runs_code="model.init" not in overrides)
-    first = {axis.key: axis.first for axis in axes}  # a shape needs a value for each of its sizes
+    first = {axis.key: axis.first for axis in axes}  # a shape is checked with a value for each of its sizes
     settings, target = (load(toml, fixed | first), None) if arguments else (_of_newest_run(), None)
     require_text(settings)
     require_one_device(settings, "sweep")
@@ -187,13 +188,13 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     if settings.optim.transfer != "none":
         settings, target = _proxy(settings)
     elif not arguments:
-        with suppress(UsageError):  # the model itself is swept where it has no narrower shape
+        with suppress(UsageError):  # a model without a narrower shape is swept itself
             settings, target = _proxy(settings.resolve({"optim.transfer": WIDTH}, ORIGIN))
     return SweepSpec(settings, points(axes or _usual_axes(settings), samples), target)
 
 
 def _proxy(settings: Settings) -> tuple[Settings, Settings]:
-    """Return (the narrow run on which rates are found, the wide run that they are for, with its base named).
+    """Return the settings of the narrow proxy and of the wide run, which then names its base width.
 
     Raises:
         UsageError: no narrower shape keeps the model's ratios.
@@ -204,19 +205,19 @@ def _proxy(settings: Settings) -> tuple[Settings, Settings]:
     transfer = transfer_of(wide, shape)
     assert transfer is not None and shape is not None
     named = wide.resolve({"optim.transfer": f"{WIDTH}:{transfer.base.hidden_size}"}, ORIGIN)
-    if settings.origins.get("train.minutes") == ORIGIN:  # these minutes are the whole sweep's
+    if settings.origins.get("train.minutes") == ORIGIN:  # these minutes are for the whole sweep, not for this run
         named = named.resolve({"train.minutes": DEFAULT_RUN_MINUTES}, ORIGIN)
     return narrow(wide, shape), named
 
 
 def _usual_axes(settings: Settings) -> list[Axis]:
-    """Return axes of learning rates around the model's known one, and of two seeds."""
+    """Return an axis of learning rates around the model's default rate, and an axis of two seeds."""
     middle = resolve(settings, describe()).update_rule.lr
     return [Axis("optim.lr", tuple(float(f"{middle * 2.0**step:.4g}") for step in STEPS)), Axis(SEED, SEEDS)]
 
 
 def _of_newest_run() -> Settings:
-    """Return the newest run's model, text and optimizer, or the defaults where there is no run; shortened."""
+    """Return the settings of the newest run's model, text and optimizer, or the defaults; both for a short sweep."""
     runs = [folder for folder in runs_in(DEFAULT_ROOT) if not is_file(folder / SWEEP)]
     short = {"train.minutes": DEFAULT_MINUTES}
     if not runs:
@@ -235,35 +236,31 @@ def continued(out: Path | None, arguments: Sequence[str], samples: int | None) -
 
 
 def narrow(settings: Settings, config: LlamaConfig) -> Settings:
-    """Return the narrow run on which a wide one's rate is found: only the width differs, not the tokens per update.
+    """Return the settings of the narrow proxy of a wide run: only the width differs, not the tokens per update.
 
     Args:
-        settings: those of the wide run, with transfer on; values that depend on the size (tokenizer, tokens per update)
-            are fixed, or the narrow run would choose its own. The learning rate may be left open.
-        config: the shape of its model.
+        settings: the settings of the wide run, with transfer on. Values that depend on the model's size (tokenizer,
+            tokens per update) are fixed, or the proxy would choose its own. The learning rate may be left open.
+        config: the shape of the wide model.
 
     Raises:
         UsageError: see `transfer_of`.
     """
     transfer = transfer_of(settings, config)
     assert transfer is not None
-    base = transfer.base
-    sizes = {
-        name: getattr(base, name)
-        for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
-    }
-    narrow = {f"model.{name}": size for name, size in sizes.items()}
-    return settings.resolve({**narrow, "optim.transfer": "none"}, f"the proxy of {config.hidden_size}")
+    names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
+    sizes = {f"model.{name}": getattr(transfer.base, name) for name in names}
+    return settings.resolve({**sizes, "optim.transfer": "none"}, f"the proxy of {config.hidden_size}")
 
 
 def carried(settings: Settings, proxy: Settings, updates: int, proxy_updates: int) -> list[str]:
-    """Return the notes for who carries a proxy's best knobs to the wide model: what carries over and what does not.
+    """Return lines that say which of a proxy's best knobs carry over to the wide model and which do not.
 
     Args:
-        settings: those of the wide run, with tokens per update fixed.
+        settings: the settings of the wide run, with tokens per update fixed.
         proxy: the settings of the narrow run.
-        updates: the number of the wide run's updates.
-        proxy_updates: the number of the narrow run's updates.
+        updates: the number of updates of the wide run.
+        proxy_updates: the number of updates of the narrow run.
     """
     lines = [
         "carried: learning rate, betas, eps, warm-up in updates, and weight decay as lr * weight_decay per update",
