@@ -127,7 +127,7 @@ def waits(run: Callable[[], object], device: torch.device) -> dict[str, int] | N
 
 
 def rates(shape: Shape, dtype: str, tokens_per_s: float) -> dict[str, float | None]:
-    """FLOP/s by the formula of `predict.roofline`, and its share of the rate in the card's datasheet, if there is one."""
+    """FLOP/s by the formula of `predict.roofline`, and its share of the rate in the datasheet, if it has one."""
     per_token = flops_per_token(shape.config, shape.length)
     peak = describe().peak_flops.get(dtype)
     return {
