@@ -270,13 +270,10 @@ class Engine:
     def _scored(self, batch: Batch) -> tuple[Tensor, Tensor]:
         with modes_kept(self.model), torch.no_grad(), self.step.averaged():
             self.model.eval()
-            parts = self._fitting(batch, lambda: self._evaluated(batch))
+            parts = self._fitting(batch, lambda: self.step.layout.score(self.step, self._micro_batches(batch)))
         # Sums are in fp64, as a long held-out text has more losses than fp32 has digits for.
         losses, counts = zip(*parts, strict=True)
         return torch.stack([loss.double() for loss in losses]).sum(0), torch.stack(counts).sum(0)
-
-    def _evaluated(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
-        return self.step.layout.score(self.step, self._micro_batches(batch))
 
     def state(self) -> EngineState:
         """Return model, optimizer buffers by parameter name, and counters.
