@@ -126,14 +126,14 @@ class Engine:
 
     def _require_empty_rows_add_nothing(self, window: Batch, rows: int) -> None:
         if not self._empty_rows_scored and (fill := fill_of(self.step.loss, window)) is not None:
-            shapes = {
-                name: (*t.shape[: self._row_dim], rows, *t.shape[self._row_dim + 1 :]) for name, t in window.items()
-            }
-            empty = {
-                name: t.new_full(shapes[name], fill.get(name, 0), device=self.step.device) for name, t in window.items()
-            }
-            require_nothing_added(self.step, empty, fill)
+            require_nothing_added(self.step, self._empty_rows(window, rows, fill), fill)
             self._empty_rows_scored = True
+
+    def _empty_rows(self, like: Batch, rows: int, fill: Mapping[str, float]) -> Batch:
+        """Return rows without targets on the device, with the tensors of another batch and the values of `fill`."""
+        dim, device = self._row_dim, self.step.device
+        shapes = {name: (*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]) for name, tensor in like.items()}
+        return {name: tensor.new_full(shapes[name], fill.get(name, 0), device=device) for name, tensor in like.items()}
 
     def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
         """Compile the step in place and warm every graph on the window's shapes; weights and state stay as they are.
@@ -362,9 +362,8 @@ class Engine:
                 self._sizes.add(own)
                 self.announce(f"a micro-batch of {_rows(own)} is one more graph, as the loss has no `fill`")
             return batch
-        shapes = {name: (*t.shape[:dim], rows - own, *t.shape[dim + 1 :]) for name, t in batch.items()}
-        empty = {name: t.new_full(shapes[name], fill.get(name, 0)) for name, t in batch.items()}
-        return {name: torch.cat([t, empty[name]], dim) for name, t in batch.items()}
+        empty = self._empty_rows(batch, rows - own, fill)
+        return {name: torch.cat([tensor, empty[name]], dim) for name, tensor in batch.items()}
 
 
 def require_member_axis(tensors: Any, members: int, what: str) -> None:

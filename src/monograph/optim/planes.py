@@ -181,7 +181,7 @@ def planes(
     members: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         members.setdefault(kinds[name], []).append((name, parameter))
-    made = [_plane(number, kind, those, state, lead) for number, (kind, those) in enumerate(members.items())]
+    made = [_plane(number, kind, own, state, lead) for number, (kind, own) in enumerate(members.items())]
     for plane in made:
         ends = [*(slot.offset for slot in plane.slots[1:]), plane.param.shape[-1]]
         of_part = itertools.groupby(

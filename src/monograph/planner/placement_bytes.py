@@ -150,7 +150,7 @@ def slots_bytes(stages: Stages, resident: Sequence[Names]) -> int:
     kinds = _kinds(stages, resident)
     first, middle, last = ([group for group in kinds if group[0] == kind] for kind in ("first", "middle", "last"))
     ends = [first, last] if stages.tied else [first + last]
-    return sum(_slot_bytes(those) for those in ends) + min(2, stages.count - 2) * _slot_bytes(middle)
+    return sum(_slot_bytes(kind) for kind in ends) + min(2, stages.count - 2) * _slot_bytes(middle)
 
 
 def staging_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool, on_host: bool) -> int:
