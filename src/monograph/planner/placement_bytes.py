@@ -105,11 +105,8 @@ class Stages:
     @cached_property
     def _sizes(self) -> list[dict[str, int]]:
         """Return bytes by buffer name for each stage, kept because a search asks for them millions of times."""
-        kinds = self.first, self.middle, self.last
-        first, middle, last = (
-            {name: sum(plane.size_bytes(name) for plane in planes) for name in self.names} for planes in kinds
-        )
-        return [first, *[middle] * (self.count - 2), last]
+        names = self.names
+        return [{name: sum(plane.size_bytes(name) for plane in planes) for name in names} for planes in self.planes]
 
 
 @functools.lru_cache(maxsize=64)  # if nothing fits, a second search looks for settings that would
