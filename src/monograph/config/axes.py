@@ -130,9 +130,8 @@ def _require_few(what: str, members: int) -> None:
 def _product(axes: Sequence[Axis]) -> list[Point]:
     keys = [axis.key for axis in axes]
     _require_few(" ".join(keys), math.prod(len(axis.values) for axis in axes))
-    return [
-        dict(zip(keys, combination, strict=True)) for combination in itertools.product(*(axis.values for axis in axes))
-    ]
+    combinations = itertools.product(*(axis.values for axis in axes))
+    return [dict(zip(keys, combination, strict=True)) for combination in combinations]
 
 
 def _point(axes: Sequence[Axis], index: int) -> Point:

@@ -127,9 +127,8 @@ def _shapes(stage: Stage) -> tuple[PlaneShape, ...]:
         plane = entry.plane
         numbers = plane.param.numel()
         buffers = {name: (buffer.tensor.numel(), buffer.tensor.dtype) for name, buffer in entry.buffers.items()}
-        shapes.append(
-            PlaneShape(plane.number, numbers, numbers // len(plane.slots) if plane.kind.matrix else 1, buffers)
-        )
+        whole = numbers // len(plane.slots) if plane.kind.matrix else 1
+        shapes.append(PlaneShape(plane.number, numbers, whole, buffers))
     return tuple(shapes)
 
 
