@@ -126,14 +126,14 @@ class Engine:
 
     def _require_empty_rows_add_nothing(self, window: Batch, rows: int) -> None:
         if not self._empty_rows_scored and (fill := fill_of(self.step.loss, window)) is not None:
-            shapes = {
-                name: (*t.shape[: self._row_dim], rows, *t.shape[self._row_dim + 1 :]) for name, t in window.items()
-            }
-            empty = {
-                name: t.new_full(shapes[name], fill.get(name, 0), device=self.step.device) for name, t in window.items()
-            }
-            require_nothing_added(self.step, empty, fill)
+            require_nothing_added(self.step, self._empty_rows(window, rows, fill), fill)
             self._empty_rows_scored = True
+
+    def _empty_rows(self, like: Batch, rows: int, fill: Mapping[str, float]) -> Batch:
+        """Return rows without targets on the device, with the tensors of another batch and the values of `fill`."""
+        dim, device = self._row_dim, self.step.device
+        shapes = {name: (*tensor.shape[:dim], rows, *tensor.shape[dim + 1 :]) for name, tensor in like.items()}
+        return {name: tensor.new_full(shapes[name], fill.get(name, 0), device=device) for name, tensor in like.items()}
 
     def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "whole") -> str | None:
         """Compile the step in place and warm every graph on the window's shapes; weights and state stay as they are.
@@ -270,13 +270,10 @@ class Engine:
     def _scored(self, batch: Batch) -> tuple[Tensor, Tensor]:
         with modes_kept(self.model), torch.no_grad(), self.step.averaged():
             self.model.eval()
-            parts = self._fitting(batch, lambda: self._evaluated(batch))
+            parts = self._fitting(batch, lambda: self.step.layout.score(self.step, self._micro_batches(batch)))
         # Sums are in fp64, as a long held-out text has more losses than fp32 has digits for.
         losses, counts = zip(*parts, strict=True)
         return torch.stack([loss.double() for loss in losses]).sum(0), torch.stack(counts).sum(0)
-
-    def _evaluated(self, batch: Batch) -> list[tuple[Tensor, Tensor]]:
-        return self.step.layout.score(self.step, self._micro_batches(batch))
 
     def state(self) -> EngineState:
         """Return model, optimizer buffers by parameter name, and counters.
@@ -365,9 +362,8 @@ class Engine:
                 self._sizes.add(own)
                 self.announce(f"a micro-batch of {_rows(own)} is one more graph, as the loss has no `fill`")
             return batch
-        shapes = {name: (*t.shape[:dim], rows - own, *t.shape[dim + 1 :]) for name, t in batch.items()}
-        empty = {name: t.new_full(shapes[name], fill.get(name, 0)) for name, t in batch.items()}
-        return {name: torch.cat([t, empty[name]], dim) for name, t in batch.items()}
+        empty = self._empty_rows(batch, rows - own, fill)
+        return {name: torch.cat([tensor, empty[name]], dim) for name, tensor in batch.items()}
 
 
 def require_member_axis(tensors: Any, members: int, what: str) -> None:

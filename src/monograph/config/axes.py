@@ -130,9 +130,8 @@ def _require_few(what: str, members: int) -> None:
 def _product(axes: Sequence[Axis]) -> list[Point]:
     keys = [axis.key for axis in axes]
     _require_few(" ".join(keys), math.prod(len(axis.values) for axis in axes))
-    return [
-        dict(zip(keys, combination, strict=True)) for combination in itertools.product(*(axis.values for axis in axes))
-    ]
+    combinations = itertools.product(*(axis.values for axis in axes))
+    return [dict(zip(keys, combination, strict=True)) for combination in combinations]
 
 
 def _point(axes: Sequence[Axis], index: int) -> Point:
@@ -165,8 +164,8 @@ def _axis(key: str, text: str) -> Axis | None:
         try:
             check(key, text, COMMAND_LINE, from_text=True)
         except UsageError:
-            why = _WHY_NOT.get(key, "it is not built yet")
-            raise UsageError(f"{key}={text}: {key} cannot be an axis: {why}; axes are {', '.join(AXES)}") from None
+            axes = ", ".join(AXES)
+            raise UsageError(f"{key}={text}: {key} cannot be an axis: {_WHY_NOT[key]}; axes are {axes}") from None
         return None  # it is a text with commas in it
     axis = _ranged(key, text, *bounds.groups()) if bounds else Axis(key, tuple(_checked(key, part) for part in parts))
     for index, value in enumerate(axis.values):

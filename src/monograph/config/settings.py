@@ -48,7 +48,7 @@ class Settings(BaseModel):
 
     def values(self) -> dict[str, Any]:
         """Return every key's value, by dotted key, in the order of `KEYS`."""
-        return {key: getattr(getattr(self, key.partition(".")[0]), key.partition(".")[2]) for key in KEYS}
+        return {f"{name}.{key}": value for name in SECTIONS for key, value in getattr(self, name)}
 
     def pinned(self) -> dict[str, Any]:
         """Return the values that were set, without defaults."""

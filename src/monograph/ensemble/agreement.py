@@ -47,7 +47,7 @@ def agree(members: Sequence[nn.Module]) -> None:
     _require_apart(members)
     for member in members:
         require_movable(member)
-        own = {id(of) for parts in (member.modules(), member.parameters(), member.buffers()) for of in parts}
+        own = {id(item) for items in (member.modules(), member.parameters(), member.buffers()) for item in items}
         for path, module in member.named_modules():
             _require_stackable(path or "the module", module, own)
     for number, other in enumerate(members[1:], start=1):

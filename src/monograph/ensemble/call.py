@@ -226,10 +226,7 @@ class Members:
     ) -> Tensor:
         # A fused kernel draws its own random numbers, so with dropout the probabilities are computed in memory.
         if dropout_p == 0:
-            out: Tensor = torch.ops.monograph.folded_attention(
-                query, key, value, attn_mask, is_causal, scale, enable_gqa
-            )
-            return out
+            return torch.ops.monograph.folded_attention(query, key, value, attn_mask, is_causal, scale, enable_gqa)
         probabilities = _probabilities(query, key, attn_mask, is_causal, scale, enable_gqa)
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], dim=-3) if enable_gqa else value
         return self._dropout.of(probabilities, dropout_p, tuple(probabilities.shape)) @ value

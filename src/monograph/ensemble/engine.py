@@ -275,7 +275,7 @@ def _built(
     build: Sequence[nn.Module] | Callable[[Any], nn.Module], knobs: Sequence[Any] | None
 ) -> tuple[list[nn.Module], list[dict[str, Any]]]:
     """Return the members, and each one's knobs by name."""
-    members = [build(of) for of in knobs or ()] if callable(build) else list(build)
+    members = [build(own) for own in knobs or ()] if callable(build) else list(build)
     if odd := [member for member in members if not isinstance(member, nn.Module)]:
         raise UsageError(f"a member is a {type(odd[0]).__name__}: expected a torch.nn.Module")
     members = [unwrap_(member) for member in members]
@@ -283,7 +283,7 @@ def _built(
         return members, [{} for _ in members]
     if len(knobs) != len(members):
         raise UsageError(f"{len(knobs)} knobs for {len(members)} members: give one each, as `grid` does")
-    return members, [dict(vars(of)) if hasattr(of, "__dict__") else _plain(of) for of in knobs]
+    return members, [dict(vars(own)) if hasattr(own, "__dict__") else _plain(own) for own in knobs]
 
 
 def _plain(knobs: Any) -> dict[str, Any]:

@@ -43,8 +43,8 @@ def optimizers(
         first = optim() if isinstance(optim, type) and issubclass(optim, Optimizer) else optim
         if not isinstance(first, Optimizer):
             raise UsageError(f"optim = {optim!r}: expected one of this package's, such as monograph.AdamW(lr=1e-3)")
-        own = [field.name for field in fields(first) if field.name in OF_OPTIMIZER]
-        optims = [replace(first, **{name: of[name] for name in own if name in of}) for of in knobs]
+        names = [field.name for field in fields(first) if field.name in OF_OPTIMIZER]
+        optims = [replace(first, **{name: own[name] for name in names if name in own}) for own in knobs]
     for number, other in enumerate(optims):
         if type(other) is not type(optims[0]):
             raise UsageError(f"members 0 and {number} have different optimizers; those of one graph share its kind")
@@ -70,8 +70,8 @@ def require_read(knobs: Sequence[Any], optim: Optimizer) -> None:
     """
     # The ensemble itself reads seeds and the optimizer's numbers.
     own = ["seed", *(field.name for field in fields(optim) if field.name in OF_OPTIMIZER)]
-    for of in knobs:
-        unread = Knobs.unread(of) if isinstance(of, Knobs) else []
+    for member_knobs in knobs:
+        unread = Knobs.unread(member_knobs) if isinstance(member_knobs, Knobs) else []
         if name := next((name for name in unread if name not in own), None):
             raise UsageError(
                 f"the knob {name} changes nothing: the function that builds a member does not read it, and of "
@@ -85,7 +85,7 @@ def seeds(knobs: Sequence[Mapping[str, Any]], device: torch.device) -> torch.Ten
     Raises:
         UsageError: a seed is no whole number.
     """
-    seeds = [of.get("seed", number) for number, of in enumerate(knobs)]
+    seeds = [own.get("seed", number) for number, own in enumerate(knobs)]
     if odd := [seed for seed in seeds if not isinstance(seed, int)]:
         raise UsageError(f"seed = {odd[0]!r}: expected a whole number")
     return torch.tensor(seeds, dtype=torch.int64, device=device)

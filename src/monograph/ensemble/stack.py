@@ -151,7 +151,7 @@ def _share(stacked: Tensor, number: int) -> Memory:
 
 def _parts(member: nn.Module) -> list[int]:
     """Return the identities of the member's modules and of their parameters."""
-    return [id(of) for part in member.modules() for of in (part, *part._parameters.values())]
+    return [id(item) for part in member.modules() for item in (part, *part._parameters.values())]
 
 
 def _stacked(tensors: list[Tensor]) -> Tensor:

@@ -213,9 +213,8 @@ def update_(
     else:
         muon_(*stacks, momentum=over(kind.momentum), compute=compute, **shared)
     # Words 1 and 2 round the moments, word 0 the weights, as roundings of one update must be independent.
-    words = (
-        noise(param, optim.seed, applied, plane.number, plane.start) if optim.state in ("bf16", "all-bf16") else None
-    )
+    rounds = optim.state in ("bf16", "all-bf16")
+    words = noise(param, optim.seed, applied, plane.number, plane.start) if rounds else None
     if optim.state != "fp32":
         for number, (name, values) in enumerate(moments.items(), start=1):
             pack_(state, name, values, accepted, None if words is None else words[number])

@@ -181,12 +181,11 @@ def planes(
     members: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         members.setdefault(kinds[name], []).append((name, parameter))
-    made = [_plane(number, kind, those, state, lead) for number, (kind, those) in enumerate(members.items())]
+    made = [_plane(number, kind, own, state, lead) for number, (kind, own) in enumerate(members.items())]
     for plane in made:
         ends = [*(slot.offset for slot in plane.slots[1:]), plane.param.shape[-1]]
-        of_part = itertools.groupby(
-            zip(plane.slots, ends, strict=True), lambda slot_and_end: (parts or {}).get(slot_and_end[0].name)
-        )
+        slots_and_ends = zip(plane.slots, ends, strict=True)
+        of_part = itertools.groupby(slots_and_ends, lambda slot_and_end: (parts or {}).get(slot_and_end[0].name))
         reached = [0, *(list(group)[-1][1] for _, group in of_part)]
         plane.parts = tuple(end - begin for begin, end in itertools.pairwise(reached))
     return made

@@ -143,7 +143,7 @@ def described(work: Work) -> str:
 
 def of_way(
     asked: Asked,
-    policy: Ways,
+    way: Ways,
     device: Device,
     limit: int,
     correction: float,
@@ -156,18 +156,18 @@ def of_way(
 
     Args:
         asked: the request.
-        policy: the combination.
+        way: the combination.
         device: the device that it is for.
         limit: bytes that tensors may take there.
-        correction: factor by which the closed form was too small for this combination in a trace.
+        correction: ratio of this combination's traced peak to its closed form; 1 if it was not traced.
         peaks: FLOP/s by precision.
         slowness: ratio of measured to predicted time by precision, where earlier runs measured one.
     """
-    works = [asked.work(policy, size, device) for size in asked.micro_batches]
+    works = [asked.work(way, size, device) for size in asked.micro_batches]
     needed = [int(correction * closed_form(asked, work)) for work in works]
     fits = sum(bytes_needed <= limit for bytes_needed in needed)
     shown = range(max(0, fits - 1), min(len(works), fits + 1))
-    times = slowness.get(policy[0], 1.0)
+    times = slowness.get(way[0], 1.0)
     return [_timed(works[index], needed[index], device, peaks, times) for index in shown]
 
 

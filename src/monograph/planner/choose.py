@@ -122,9 +122,8 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
         truth = traced[best.work] = best.of_trace(by_origin, residual)
         corrections[way_of(best.work)] = truth.peak_memory_bytes / closed_form(asked, best.work)
     fits = best.peak_memory_bytes <= limit
-    rest = sorted(
-        (candidate for candidate in tried if candidate.work != best.work), key=lambda candidate: candidate.update_s
-    )
+    rest = [candidate for candidate in tried if candidate.work != best.work]
+    rest.sort(key=lambda candidate: candidate.update_s)
     first = replace(best, why="" if fits else _too_large(best, limit))
     others = [replace(candidate, why=_why(candidate, best, limit)) for candidate in rest]
     return Plan(device, limit, first if fits else None, [first, *others], best.work.precision in slowness)
@@ -138,10 +137,9 @@ def _wanted(tried: list[Candidate], traced: Mapping[Work, Candidate], limit: int
     if fitting := [candidate for candidate in tried if candidate.peak_memory_bytes <= limit]:
         return min(fitting, key=lambda candidate: candidate.update_s)
     least = min(tried, key=_memory)
-    as_near = [
-        candidate for candidate in traced.values() if candidate.peak_memory_bytes <= NEAR * least.peak_memory_bytes
-    ]
-    return min(as_near, key=_memory, default=least)
+    near_bytes = NEAR * least.peak_memory_bytes
+    near = [candidate for candidate in traced.values() if candidate.peak_memory_bytes <= near_bytes]
+    return min(near, key=_memory, default=least)
 
 
 def _memory(candidate: Candidate) -> int:
@@ -182,9 +180,8 @@ def streamed_or_resident(
     Raises:
         UsageError: the device has no memory left.
     """
-    resident = (
-        Plan(device, budget(device), None, []) if memory == "stream" else plan(asked, device, peak_flops, calibration)
-    )
+    streams = memory == "stream"
+    resident = Plan(device, budget(device), None, []) if streams else plan(asked, device, peak_flops, calibration)
     resident_only = asked.scopes == ("whole",) or asked.remats == ("offload",) or asked.lora is not None
     if memory == "device" or resident.chosen or resident_only:
         return resident

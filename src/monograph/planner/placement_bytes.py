@@ -105,11 +105,8 @@ class Stages:
     @cached_property
     def _sizes(self) -> list[dict[str, int]]:
         """Return bytes by buffer name for each stage, kept because a search asks for them millions of times."""
-        kinds = self.first, self.middle, self.last
-        first, middle, last = (
-            {name: sum(plane.size_bytes(name) for plane in planes) for name in self.names} for planes in kinds
-        )
-        return [first, *[middle] * (self.count - 2), last]
+        names = self.names
+        return [{name: sum(plane.size_bytes(name) for plane in planes) for name in names} for planes in self.planes]
 
 
 @functools.lru_cache(maxsize=64)  # if nothing fits, a second search looks for settings that would
@@ -130,9 +127,8 @@ def _shapes(stage: Stage) -> tuple[PlaneShape, ...]:
         plane = entry.plane
         numbers = plane.param.numel()
         buffers = {name: (buffer.tensor.numel(), buffer.tensor.dtype) for name, buffer in entry.buffers.items()}
-        shapes.append(
-            PlaneShape(plane.number, numbers, numbers // len(plane.slots) if plane.kind.matrix else 1, buffers)
-        )
+        whole = numbers // len(plane.slots) if plane.kind.matrix else 1
+        shapes.append(PlaneShape(plane.number, numbers, whole, buffers))
     return tuple(shapes)
 
 
@@ -150,7 +146,7 @@ def slots_bytes(stages: Stages, resident: Sequence[Names]) -> int:
     kinds = _kinds(stages, resident)
     first, middle, last = ([group for group in kinds if group[0] == kind] for kind in ("first", "middle", "last"))
     ends = [first, last] if stages.tied else [first + last]
-    return sum(_slot_bytes(those) for those in ends) + min(2, stages.count - 2) * _slot_bytes(middle)
+    return sum(_slot_bytes(kind) for kind in ends) + min(2, stages.count - 2) * _slot_bytes(middle)
 
 
 def staging_bytes(stages: Stages, resident: Sequence[Names], *, gradient: bool, on_host: bool) -> int:

@@ -308,10 +308,8 @@ def describe_way(candidate: StreamCandidate) -> str:
     """Return in words how many blocks a stage has, and when and where stages are updated."""
     placement = candidate.placement
     blocks = f"{placement.blocks_per_stage} block{'s' if placement.blocks_per_stage > 1 else ''} a stage"
-    when = {"sweep": "in a sweep", "next forward": "before the next forward pass", "backward": "in the backward pass"}[
-        placement.when
-    ]
-    where = "on the host " if placement.where == "host" else ""
+    words = {"sweep": "in a sweep", "next forward": "before the next forward pass", "backward": "in the backward pass"}
+    when, where = words[placement.when], "on the host " if placement.where == "host" else ""
     return f"{blocks}, updated {where}{when}{', boundaries on the host' if placement.offload else ''}"
 
 

@@ -170,52 +170,31 @@ def dense_bytes(work: Work) -> float:
     return _matrices(work.config) * (FROZEN_BYTES[work.lora.base] + work.number_bytes)
 
 
-def _of_adapters(work: Work, optimizer: str, ema: bool) -> int:
-    """Return the closed form for a model with adapters.
-
-    The head has no gradient, no rounded copy of a weight is kept, and each adapter's inner values `A x` are kept.
-    """
-    assert work.lora is not None
-    config, number, tokens = work.config, work.number_bytes, work.tokens
-    rule, _, state = optimizer.partition(":")
-    adapters, base_bytes = _frozen(config, work.lora, work.precision)
-    weight = 2 if state == "all-bf16" else 4
-    moments = 1 if rule == "muon" else MOMENTS[rule]
-    static = base_bytes + adapters * (weight + 4 + moments * STATE_BYTES[state or "fp32"] + weight * ema)
-    inner = work.lora.rank * len(_shapes(config)) * (work.remat not in ("full", "offload"))
-    stored = config.num_hidden_layers * (stored_numbers(work, work.remat) + inner) * number * tokens
-    if work.remat == "offload":
-        stored = ON_THEIR_WAY * work.input_bytes
-    dense = (4 + number) * max(map(math.prod, _shapes(config))) if work.lora.base != "auto" else 0
-    block = stored_numbers(work, "none") * number * tokens + dense
-    logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size * (4 + number)
-    loss = logits + 2 * work.input_bytes
-    after = (EAGER_UPDATE_BYTES[state or "fp32"] if work.compile == "none" else 4) * adapters
-    return int(static + max(stored + max(loss, 2 * block), after))
-
-
 def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
-    """Return the peak bytes by the closed form at the top of this file, on a device of `work.device_type`."""
-    if work.lora:
-        return _of_adapters(work, optimizer, ema)
-    config, number, tokens = work.config, work.number_bytes, work.tokens
-    parameters = config.parameter_count()
+    """Return the peak bytes by the closed form at the top of this file, on a device of `work.device_type`.
+
+    With adapters, the head has no gradient, and each adapter's inner values `A x` are kept.
+    """
+    config, lora, number, tokens = work.config, work.lora, work.number_bytes, work.tokens
     rule, _, state = optimizer.partition(":")
-    weight = 2 if state == "all-bf16" else 4
-    static = parameters * (weight + 4 + MOMENTS[rule] * STATE_BYTES[state or "fp32"] + weight * ema)
-    kept = stored_numbers(work, work.remat) * tokens + _rounded(work) * (work.remat == "none")
-    stored = config.num_hidden_layers * kept * number
-    if work.remat == "offload":
-        stored = ON_THEIR_WAY * work.input_bytes
-    block = stored_numbers(work, "none") * number * tokens
-    head = config.vocab_size * config.hidden_size
+    weight, whole_blocks = 2 if state == "all-bf16" else 4, work.remat in ("full", "offload")
+    trained, frozen_bytes = _frozen(config, lora, work.precision) if lora else (config.parameter_count(), 0)
+    moments = 1 if lora and rule == "muon" else MOMENTS[rule]
+    static = frozen_bytes + trained * (weight + 4 + moments * STATE_BYTES[state or "fp32"] + weight * ema)
+    inner = lora.rank * len(_shapes(config)) if lora and not whole_blocks else 0
+    kept = (stored_numbers(work, work.remat) + inner) * tokens + _rounded(work) * (work.remat == "none")
+    stored = ON_THEIR_WAY * work.input_bytes if work.remat == "offload" else config.num_hidden_layers * kept * number
+    dense = (4 + number) * max(map(math.prod, _shapes(config))) if lora and lora.base != "auto" else 0
+    block = stored_numbers(work, "none") * number * tokens + dense
+    head = 0 if lora else config.vocab_size * config.hidden_size
     logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size * (4 + number)
     loss = max(logits + (4 + number) * head, 8 * head) + 2 * work.input_bytes
-    stack = _largest_stack(config) if rule == "muon" else 0
+    stack = _largest_stack(config) if rule == "muon" and not lora else 0
     if work.compile == "none":
-        after = EAGER_UPDATE_BYTES[state or "fp32"] * max(stack, parameters - _matrices(config) * bool(stack))
+        after = EAGER_UPDATE_BYTES[state or "fp32"] * max(stack, trained - _matrices(config) * bool(stack))
     else:
-        after = max(4 * (parameters if work.compile == "whole" else head), ORTHOGONAL_NUMBERS * number * stack)
+        returned = trained if work.compile == "whole" or lora else head  # new gradients that one graph returns
+        after = max(4 * returned, ORTHOGONAL_NUMBERS * number * stack)
     return int(static + max(stored + max(loss, 2 * block), after))
 
 

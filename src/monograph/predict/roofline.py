@@ -352,15 +352,15 @@ def peak_flops(device: Device, precisions: tuple[str, ...]) -> Mapping[str, floa
     return known | {name: measured_matmul_flops(default_device(), dtype, 0.1) for name, dtype in dtypes.items()}
 
 
-def measured_memory_bytes_per_s(seconds: float = 0.1) -> float:
-    """Return the bytes/s of the host's memory, measured for about `seconds` as the sum of two vectors of 64 MiB.
+def measured_memory_bytes_per_s() -> float:
+    """Return the bytes/s of the host's memory, measured for about 0.1 s as the sum of two vectors of 64 MiB.
 
     It is the rate that this machine reaches now, under its other load, with torch's threads.
     """
     one, other, out = (torch.zeros(2**24) for _ in range(3))
     torch.add(one, other, out=out)
     count, start = 0, clock()
-    while count == 0 or clock() - start < seconds:
+    while count == 0 or clock() - start < 0.1:
         torch.add(one, other, out=out)
         count += 1
     return count * 3 * one.nbytes / (clock() - start)

@@ -143,9 +143,8 @@ def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = Non
 def _spent(timeline: Timeline, begin: float, end: float) -> Spent:
     parts: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
     gaps: defaultdict[Cause, float] = defaultdict(float)
-    kernels = sorted(
-        (kernel for kernel in timeline.kernels if kernel.end_s > kernel.begin_s), key=lambda kernel: kernel.begin_s
-    )
+    kernels = [kernel for kernel in timeline.kernels if kernel.end_s > kernel.begin_s]
+    kernels.sort(key=lambda kernel: kernel.begin_s)
     edges = sorted({begin, end, *_edges(kernels, begin, end), *_edges(timeline.spans, begin, end)})
     running: list[Kernel] = []
     following, last_end = 0, begin
@@ -199,9 +198,8 @@ def unwatched(watched: Timeline, event_s: float, whole_s: float, optimizer_s: fl
         events = Counter(watched.events) + Counter(watched.update_events)
         return undisturbed(spent(watched), events, event_s, whole_s)
     optimizer, rest = spent(watched, watched.updates), spent(watched, watched.rest)
-    return undisturbed(optimizer, watched.update_events, event_s, optimizer_s) + undisturbed(
-        rest, watched.events, event_s, whole_s - optimizer_s
-    )
+    in_updates = undisturbed(optimizer, watched.update_events, event_s, optimizer_s)
+    return in_updates + undisturbed(rest, watched.events, event_s, whole_s - optimizer_s)
 
 
 def undisturbed(profiled: Spent, events: Mapping[Part, int], event_s: float, measured_s: float) -> Spent:

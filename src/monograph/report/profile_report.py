@@ -62,7 +62,7 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, drawing: Dra
     return page(
         title=title,
         headline=f"Bound by {judged.binds}",
-        standing=f"{said(profile)}"
+        standing=said(profile)
         + (f"; {best.what} is predicted to make it {judged.gain(best):.2f} × as fast" if best else ""),
         figures=figures,
         drawings=[drawing],

@@ -109,9 +109,8 @@ def _subtitle(run_folder: Path, summary: Summary) -> str:
         for key, name, written in _FIGURES[:4]
         if summary.get(key) is not None
     ]
-    return "  ·  ".join(
-        [run_folder.name, *map(str, filter(None, [summary.get("device"), summary.get("dtype")])), *parts]
-    )
+    computed_on = map(str, filter(None, [summary.get("device"), summary.get("dtype")]))
+    return "  ·  ".join([run_folder.name, *computed_on, *parts])
 
 
 def _rest(summary: Summary) -> list[tuple[str, str]]:

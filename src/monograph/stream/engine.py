@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, final
 
@@ -83,7 +83,7 @@ class Streamed(Engine):
             accumulate=lambda step, batches: self._walk_through(batches),
             complete=lambda step: self.walk.updates.flush(),  # a waiting update is made with its own learning rate
             discard=lambda step: self.walk.discard(),
-            score=self._score,
+            score=lambda step, batches: self.walk.evaluate(list(batches)),
             at_rest=self._at_rest,
             weights=self._weights,
             take_weights=self._take_weights,
@@ -152,9 +152,6 @@ class Streamed(Engine):
                 f"a backward pass that updates weights does not fit the device's memory: {HALF_DONE}"
             )
             raise self.walk.updates.failed from error
-
-    def _score(self, step: Step, batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
-        return self.walk.evaluate(list(batches))
 
     def _at_rest(self, step: Step, written: bool) -> None:
         """Finish every update and its copies; if weights at home may be `written`, fetch them anew afterwards."""

@@ -146,7 +146,7 @@ class Slots:
         first, *middle, last = stages
         # The last stage of a tied model reads weights of the first, so both are needed at once.
         ends = [[first], [last]] if tied else [[first, last]]
-        self.pools = [[Slot(f"slot of ends {n}", those, device)] for n, those in enumerate(ends)]
+        self.pools = [[Slot(f"slot of ends {n}", sharing, device)] for n, sharing in enumerate(ends)]
         self.pools.append([Slot(f"slot {number}", middle, device) for number in range(min(BLOCK_SLOTS, len(middle)))])
         self._pool = dict.fromkeys(middle, self.pools[-1])
         self._pool |= {first: self.pools[0], last: self.pools[len(ends) - 1]}

@@ -274,15 +274,15 @@ def _take_turns(stages: Sequence[Stage], placement: Placement) -> None:
     So the next stage's gradient can come while a stage is updated, and the host holds only TURNS sets.
     """
     for turn in range(TURNS):
-        those = [stored for stage in stages[turn::TURNS] for stored in stage.stored if stored.on_host]
+        host_planes = [stored for stage in stages[turn::TURNS] for stored in stage.stored if stored.on_host]
         largest: dict[tuple[int, torch.dtype], Tensor] = {}
-        for stored in those:
+        for stored in host_planes:
             key, grad = (stored.plane.number, stored.plane.grad.dtype), stored.plane.grad
             largest[key] = max(largest.get(key, grad), grad, key=torch.numel)
         label = f"gradients in turn {turn}"
         memory = {key: on_host(like, label, placement.device) for key, like in largest.items()}
         space = Space(label, Home.HOST)
-        for stored in those:
+        for stored in host_planes:
             plane = stored.plane
             plane.grad = memory[plane.number, plane.grad.dtype][: plane.grad.numel()]
             stored.buffers[GRADIENT] = Buffer(plane.grad, space)

@@ -37,10 +37,8 @@ class Updates:
         self.step, self.store, self.lanes, self.placement = step, store, lanes, placement
         self.in_backward = placement.when == "backward"
         tensors = [to_fetch(chunk, gradient=not self.in_backward) for stage in store.stages for chunk in chunks(stage)]
-        self.staging_buffers = StagingBuffers(
-            lanes,
-            [DeviceBuffer(f"staging buffer {number}", tensors, placement.device) for number in range(STAGING_BUFFERS)],
-        )
+        names = [f"staging buffer {number}" for number in range(STAGING_BUFFERS)]
+        self.staging_buffers = StagingBuffers(lanes, [DeviceBuffer(name, tensors, placement.device) for name in names])
         self.host_update = HostUpdate(step, store, lanes)
         self.waiting: list[Stage] = []
         self.repeatable = True
