@@ -70,7 +70,7 @@ def main() -> None:
 
 def table(cases: list[dict[str, Any]]) -> str:
     """Return the bytes as a Markdown table."""
-    names = ["case", "folder", "kept", "peak before", "peak", "over what is kept", "bound"]
+    names = ["case", "folder", "kept", "peak before", "peak", "over the kept bytes", "bound"]
     lines = [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
     for case in cases:
         over = case["peak_bytes"] - case["kept_bytes"]

@@ -21,9 +21,9 @@ def memory(found: dict[str, Any]) -> str:
     """Return the planned memory of each way on a GPU, and the measured memory of those that fit."""
     machine, settings = found["machine"], found["settings"]
     lines = [
-        f"Planned for a card, rows of {settings['length']:,} tokens, micro-batches of one, bf16, a graph for each "
-        f"block; in the last column the same step on shorter rows, planned and run on {machine['device']}, its peak "
-        "as the allocator counts it. Printed by [benchmarks/adapters.py](../benchmarks/adapters.py).",
+        f"Planned for a GPU: rows of {settings['length']:,} tokens, micro-batches of one row, bf16, a graph for each "
+        f"block. The last column has the same step on shorter rows, planned and run on {machine['device']}, with the "
+        "peak that the allocator counts. Printed by [benchmarks/adapters.py](../benchmarks/adapters.py).",
         "",
         "| model | trained | weights, gradients, moments | peak | peak, blocks recomputed | planned and run |",
         "|---|---|---|---|---|---|",

@@ -52,7 +52,7 @@ def plans() -> list[Plan]:
 
 def table(found: list[Plan]) -> str:
     """Return the plan for each GPU, or the memory that it lacks."""
-    lines = ["| card | memory | nearest or chosen | its peak | speed | verdict |", "|---|---|---|---|---|---|"]
+    lines = ["| GPU | memory | chosen, or nearest | its peak | speed | verdict |", "|---|---|---|---|---|---|"]
     for each in found:
         best = each.nearest
         work = best.work
@@ -70,7 +70,7 @@ def table(found: list[Plan]) -> str:
 def streamed_table() -> str:
     """Return each shape's plan on each GPU with each host, for 131,072 tokens per update, and the time of an update."""
     lines = [
-        "| model | card | host | device | host's memory | files | rows, blocks | update | speed | limited by |",
+        "| model | GPU | host | device | host's memory | files | rows, blocks | update | speed | limited by |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, shape), card, host in itertools.product(SHAPES.items(), STREAMED_ON, HOSTS):

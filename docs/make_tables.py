@@ -73,7 +73,7 @@ LAW = {
 
 def table() -> str:
     """Return one row per key that offers a choice: its values, and the test of each."""
-    lines = ["| key | values, and what holds them |", "|---|---|"]
+    lines = ["| key | values, each with its test |", "|---|---|"]
     for key, behind in BEHIND.items():
         works = ", ".join(f"`{value}` [{_name(path)}]({path})" for value, path in grouped(behind))
         lines.append(f"| `{key}` | {works} |")
