@@ -1,4 +1,4 @@
-"""How far accumulated gradients are from the large batch's: by Monograph's step, and by averaging averages.
+"""Compare accumulated gradients with the large batch's: of Monograph's step, and of averaging micro-batches' means.
 
 One update of 16 rows of random tokens padded to 64, cut into micro-batches of several sizes; on a CPU.
 """
@@ -16,7 +16,7 @@ BY_MICRO_BATCH = [1, 2, 4, 8, 16]
 
 
 def main() -> None:
-    """Measures, prints a table, and writes it as JSON if asked to."""
+    """Measure, print a table, and write it as JSON if asked to."""
     given = harness.arguments(__doc__).parse_args()
     found = harness.result(
         "accumulation",
@@ -29,7 +29,7 @@ def main() -> None:
 
 
 def table(rows: list[dict[str, float]]) -> str:
-    """The errors as a Markdown table."""
+    """Return the errors as a Markdown table."""
     names = ["rows per micro-batch", "sum over count, fp32", "sum over count, fp64", "mean of means"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for row in rows:
@@ -39,7 +39,7 @@ def table(rows: list[dict[str, float]]) -> str:
 
 
 def measured(size: int) -> dict[str, float]:
-    """Relative errors of one update's gradient, in micro-batches of `size` rows, against the whole batch's."""
+    """Return the relative errors of an update's gradient against the whole batch's, in micro-batches of `size` rows."""
     batch = ragged()
     parts = [{name: tensor[i : i + size] for name, tensor in batch.items()} for i in range(0, ROWS, size)]
     errors: dict[str, float] = {"micro_batch": size}
@@ -56,12 +56,12 @@ def measured(size: int) -> dict[str, float]:
 
 
 def model(dtype: torch.dtype) -> nn.Module:
-    """A small Llama, the same at every call."""
+    """Return a small Llama, the same at every call."""
     return mono.Llama(mono.LlamaConfig.preset("nano", vocab_size=VOCABULARY)).to(dtype)
 
 
 def ragged() -> dict[str, Tensor]:
-    """Padded rows of random tokens, their lengths spread evenly from one target to a full row."""
+    """Return padded rows of random tokens, with lengths spread evenly from one target to a full row."""
     generator = torch.Generator().manual_seed(0)
     tokens, targets = (torch.randint(VOCABULARY, (ROWS, LENGTH), generator=generator) for _ in range(2))
     lengths = torch.randint(1, LENGTH + 1, (ROWS,), generator=generator)
@@ -70,19 +70,19 @@ def ragged() -> dict[str, Tensor]:
 
 
 def mean_gradient(module: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """The gradient of the batch's mean cross-entropy on dense logits, one flat vector."""
+    """Return the gradient of the batch's mean cross-entropy on dense logits, as one flat vector."""
     logits = module.logits(module(batch["tokens"])).flatten(0, 1)
     loss = nn.functional.cross_entropy(logits, batch["targets"].flatten(), ignore_index=-100)
     return torch.cat([gradient.flatten() for gradient in torch.autograd.grad(loss, list(module.parameters()))])
 
 
 def flat_gradient(module: nn.Module) -> Tensor:
-    """The gradients that lie on the module, one flat vector."""
+    """Return the gradients of the module's parameters as one flat vector."""
     return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
 
 
 def distance(one: Tensor, other: Tensor) -> float:
-    """Relative Euclidean distance, in float64."""
+    """Return the relative Euclidean distance, in float64."""
     return float((one.double() - other.double()).norm() / other.double().norm())
 
 

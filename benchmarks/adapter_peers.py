@@ -1,11 +1,12 @@
-"""Adapters on ragged conversations beside transformers with PEFT: its padded batches, and its packed rows.
+"""Compare adapters on ragged conversations with transformers and PEFT, on padded batches and on packed rows.
 
-The same Llama, adapters, conversations of an update, AdamW and clipping, loss on the answers alone; all ways take turns
-in one process. Monograph packs, with the step captured. PEFT trains transformers' model in a plain loop that normalises
-by the update's targets, eager and under torch.compile (padded: with dynamic lengths): batches padded to their longest
-conversation as stock collators make them, and the same packed rows as Monograph's, kept apart by their positions. The
-first loss of every way is compared. On a CPU a small shape in fp32, on a GPU the 1B shape, bf16 beside fp32 adapters.
-Goal on a GPU: 1.3 times PEFT's best, 3 times its padded eager batches.
+All ways have the same Llama, adapters, conversations per update, AdamW and clipping, and the loss on the answers alone;
+they take turns in one process. Monograph packs, with the step captured. PEFT trains transformers' model in a plain loop
+that normalises by the update's targets, eager and under torch.compile (padded: with dynamic lengths). Its batches are
+padded to their longest conversation, as by transformers' usual collators, or are the same packed rows as Monograph's,
+with documents kept apart by positions. The first losses of all ways are compared. On a CPU a small shape in fp32, on a
+GPU the 1B shape, bf16 with fp32 adapters. Goal on a GPU: 1.3 times as fast as PEFT's best way, 3 times as fast as its
+padded eager batches.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 
 
 class Setting(NamedTuple):
-    """What is trained: positions of a row, conversations of an update, of a padded batch, and packed rows at once."""
+    """Sizes: positions of a row, conversations of an update and of a padded batch, packed rows of a micro-batch."""
 
     shape: LlamaConfig
     length: int
@@ -47,11 +48,11 @@ SMOKE = Setting(sizes(2, 64, 256, 64), 64, 6, 3, 2, "fp32")
 ON_A_CPU = Setting(sizes(4, 192, 2048, 256), 256, 32, 8, 4, "fp32")
 ON_A_GPU = Setting(LlamaConfig.preset("1b", vocab_size=128_256), 2048, 64, 8, 4, "bf16")
 
-Conversation = tuple[Tensor, Tensor]  # tokens, and targets that are IGNORE outside of the answer
+Conversation = tuple[Tensor, Tensor]  # tokens, and targets that are IGNORE outside the answer
 
 
 def conversations(setting: Setting) -> list[Conversation]:
-    """Random tokens, log-normal lengths with median T / 5 and sigma 0.8; the second half is the answer."""
+    """Return random conversations of log-normal lengths, median T / 5, sigma 0.8; the second half is the answer."""
     generator = torch.Generator().manual_seed(0)
     made = []
     for spread in torch.randn(setting.conversations, generator=generator).tolist():
@@ -64,7 +65,7 @@ def conversations(setting: Setting) -> list[Conversation]:
 
 
 def padded(made: list[Conversation]) -> dict[str, Tensor]:
-    """Rows as long as the longest; attention is told which tokens are there."""
+    """Return rows padded to the longest, with an attention mask of the real tokens."""
     tokens, targets = (
         nn.utils.rnn.pad_sequence([each[part] for each in made], batch_first=True, padding_value=value)
         for part, value in ((0, 0), (1, IGNORE))
@@ -74,7 +75,7 @@ def padded(made: list[Conversation]) -> dict[str, Tensor]:
 
 
 def packed(setting: Setting, made: list[Conversation]) -> dict[str, Tensor]:
-    """Full rows, the longest conversations first, each where it fits; as many rows as `setting.rows` divides."""
+    """Return full rows, packed by first fit from the longest conversation on; `setting.rows` divides their number."""
     rows: list[list[Conversation]] = []
     for each in sorted(made, key=lambda each: -len(each[0])):
         room = (row for row in rows if sum(len(tokens) for tokens, _ in row) + len(each[0]) <= setting.length)
@@ -85,7 +86,7 @@ def packed(setting: Setting, made: list[Conversation]) -> dict[str, Tensor]:
     shape = (-(-len(rows) // setting.rows) * setting.rows, setting.length)
     window = {name: torch.zeros(shape, dtype=torch.int64) for name in ("tokens", "segments")}
     window["targets"] = torch.full(shape, IGNORE)
-    window["positions"] = torch.arange(setting.length).repeat(shape[0], 1)  # padding is a document of its own
+    window["positions"] = torch.arange(setting.length).repeat(shape[0], 1)  # padding is a separate document
     for number, row in enumerate(rows):
         at = 0
         for index, (tokens, targets) in enumerate(row, 1):
@@ -101,13 +102,13 @@ def packed(setting: Setting, made: list[Conversation]) -> dict[str, Tensor]:
 
 
 def base(setting: Setting) -> Llama:
-    """The model, the same numbers for every way."""
+    """Return the model, with the same weights for every way."""
     torch.manual_seed(0)
     return drawn_on(default_device(), setting.shape)
 
 
 def monograph(setting: Setting, made: list[Conversation]) -> Callable[[], Tensor]:
-    """This project's engine, packed and captured."""
+    """Return this project's engine, packed and captured."""
     model, precision = base(setting), Precision(setting.precision)
     put(model, Lora(RANK, targets=TARGETS), precision=precision)
     optim = AdamW(lr=LR, betas=BETAS, weight_decay=DECAY)
@@ -124,7 +125,7 @@ def monograph(setting: Setting, made: list[Conversation]) -> Callable[[], Tensor
 
 
 def peft(setting: Setting, made: list[Conversation], packs: bool, compiled: bool) -> Callable[[], Tensor]:
-    """Transformers' model with PEFT's adapters in a plain loop."""
+    """Return a plain loop over transformers' model with PEFT's adapters."""
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig as TheirConfig
     from transformers import LlamaForCausalLM
@@ -156,7 +157,7 @@ def peft(setting: Setting, made: list[Conversation], packs: bool, compiled: bool
             there = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             more = {"position_ids": there["positions"]} if packs else {"attention_mask": there["attention_mask"]}
             with Precision(setting.precision).context(device.type):
-                # `shift_labels` are targets that stand where they are predicted.
+                # `shift_labels` are targets at the positions that predict them.
                 loss = forward(
                     input_ids=there["tokens"], labels=there["targets"], shift_labels=there["targets"],
                     num_items_in_batch=total, **more,
@@ -172,7 +173,7 @@ def peft(setting: Setting, made: list[Conversation], packs: bool, compiled: bool
 
 
 def main() -> None:
-    """Measures, prints a table, and writes it as JSON if asked to."""
+    """Measure, print a table, and write it as JSON if asked to."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     given = parser.parse_args()
@@ -185,7 +186,7 @@ def main() -> None:
             ways[f"PEFT, {name}, {'compiled' if compiled else 'eager'}"] = peft(setting, made, packs, compiled)
     first = {name: float(way()) for name, way in ways.items()}
     for way in ways.values():
-        for _ in range(2):  # torch.compile makes a second graph once a length has changed
+        for _ in range(2):  # once a length has changed, torch.compile makes a second graph
             way()
     times = harness.interleaved(ways, 2 if given.smoke else given.rounds, device)
     targets = sum(int((each[1] != IGNORE).sum()) for each in made)

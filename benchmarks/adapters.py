@@ -1,8 +1,8 @@
-"""Peak memory of training all weights of a 1B and an 8B model, and of adapters beside weights in 16, 8 and 4 bits.
+"""Predict and measure peak memory of a 1B and an 8B model: training all weights, and adapters on 16, 8 and 4 bits.
 
-Each way is predicted for a card (`predict.footprint`: a trace, nothing computed). What this machine can hold is then
-run: on a CPU the 1B shape on shorter rows, under the allocator's own events, beside the prediction for that; on a GPU
-the predicted thing itself. bf16, micro-batches of one row, a graph for each block.
+Each way is predicted for a GPU (`predict.footprint`: a trace, nothing is computed). Then the ways that fit this machine
+are run: on a CPU the 1B shape on shorter rows, measured by the allocator's own events and compared with the prediction
+for these rows; on a GPU the predicted shape itself. bf16, micro-batches of one row, a graph for each block.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ SMOKE = LlamaConfig(
     vocab_size=512, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
     max_position_embeddings=64,
 )  # fmt: skip
-SHARE = 0.6  # of the free memory: a module is in fp32 before its base is rounded
+SHARE = 0.6  # of the free memory that may be used: a module is in fp32 before its base is rounded
 
 
 def main() -> None:
-    """Predicts, measures what fits, prints a table, and writes it as JSON if asked to."""
+    """Predict, measure the ways that fit, print a table, and write it as JSON if asked to."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), help="of the models")
     given = parser.parse_args()
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def one(shape: LlamaConfig, length: int, optim: Optimizer, lora: Lora | None) -> dict[str, Any]:
-    """Predicted for a card, and predicted and measured here where that fits."""
+    """Return the prediction for a GPU, and the prediction and measurement on this machine if the way fits."""
     work = Work(
         shape, 1, length, optim, precision="bf16", compile="blocks", window_rows=2, packed=False, device_type="cuda",
         lora=lora,
@@ -68,7 +68,7 @@ def one(shape: LlamaConfig, length: int, optim: Optimizer, lora: Lora | None) ->
         here = replace(work, device_type="cpu", length=min(length, ON_A_CPU))
     device = describe()
     free_bytes = device.free_memory_bytes
-    # On the host the module is there in fp32 first.
+    # On the host the module exists in fp32 first.
     needed = max(footprint(here).peak_bytes, 4 * shape.parameter_count() * (default_device().type == "cpu"))
     measured = plan.compared(here) if needed < SHARE * free_bytes else None
     return {
@@ -80,7 +80,7 @@ def one(shape: LlamaConfig, length: int, optim: Optimizer, lora: Lora | None) ->
 
 
 def line(case: dict[str, Any]) -> str:
-    """A case as it is finished."""
+    """Return a finished case as a line of text."""
     peaks = ", ".join(f"{remat} {size / 2**30:.1f} GiB" for remat, size in case["peak_bytes"].items())
     seen = case["measured"]
     here = f"; here {seen['measured_bytes'] / 2**30:.2f} GiB, predicted {seen['error']:+.2%}" if seen else ""
@@ -88,7 +88,7 @@ def line(case: dict[str, Any]) -> str:
 
 
 def table(cases: Sequence[dict[str, Any]]) -> str:
-    """The cases as a Markdown table."""
+    """Return the cases as a Markdown table."""
     lines = [
         "| model | what is trained | weights, gradients, moments | peak | recomputed in full | run here |",
         "|---|---|---|---|---|---|",

@@ -1,7 +1,8 @@
-"""How long stop strings and constraints take to become automata over tokens, how large they are, and what a step costs.
+"""Measure compile times and sizes of automata for stop strings and constraints, and the cost of a decode step.
 
-A vocabulary of 128,256 pieces: the special ones, all bytes, and the most frequent words and parts of words of Python's
-own source with and without a space before them, then random ones. On a GPU the step's part is timed there.
+The vocabulary has 128,256 pieces: the special ones, all bytes, the most frequent words and parts of words of Python's
+own source with and without a space before them, and random ones. On a GPU the automaton's part of a step is timed
+there.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ CASES: dict[str, Callable[[list[bytes]], Automaton]] = {
 
 
 def main() -> None:
-    """Measures, prints a table, and writes it as JSON if asked to."""
+    """Measure, print a table, and write it as JSON if asked to."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--vocabulary", type=int, default=128_256)
     parser.add_argument("--rows", type=int, default=8)
@@ -64,7 +65,7 @@ HEADERS = ["", "states", "classes", "tables MiB", "build CPU s", "step CPU ms", 
 
 
 def row(case: dict[str, Any]) -> list[str]:
-    """The table's line of one case."""
+    """Return a case's line of the table."""
     shown = [f"{case['states']:,}", f"{case['classes']:,}", f"{case['bytes'] / 2**20:.2f}"]
     shown.append(f"{case['build_cpu_s']['median']:.2f}")
     return [case["case"], *shown, *(f"{1e3 * case[key]['median']:.2f}" for key in ("step_cpu_s", "free_step_cpu_s"))]
@@ -73,7 +74,7 @@ def row(case: dict[str, Any]) -> list[str]:
 def measured(
     name: str, build: Callable[[list[bytes]], Automaton], pieces: list[bytes], rows: int, rounds: int
 ) -> dict[str, Any]:
-    """Build it a few times, then take steps with all rows in it and with no row in it, the step compiled."""
+    """Build the automaton a few times, then time compiled steps with every row in it and with no row in it."""
     device, made = default_device(), []
     times = [harness.timed(lambda: made.append(build(pieces)), torch.device("cpu")) for _ in range(min(rounds, 3))]
     automaton = made[-1]
@@ -107,7 +108,7 @@ def measured(
 
 
 def vocabulary(size: int) -> list[bytes]:
-    """Pieces as a byte-level BPE has them, without training one: no piece twice."""
+    """Return distinct pieces like those of a byte-level BPE, without training one."""
     parts: Counter[bytes] = Counter()
     for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
         if len(parts) > 3 * size:

@@ -1,6 +1,6 @@
-"""What `monograph profile` predicts of a change beside what the change then gains, on nine real changes.
+"""Compare the gain that `monograph profile` predicts for a change with the measured gain, for nine changes.
 
-Each case has a process of its own, as a profile has. It profiles one way to train, makes the change, and lets both ways
+Each case runs in its own process, as a profile does. It profiles one way to train, makes the change, and lets both ways
 take turns: the measured gain is the median ratio of tokens per second, round by round. Goal: the predicted gain is
 within 25 % of it.
 """
@@ -36,10 +36,10 @@ WIDE = replace(NANO, vocab_size=2048, hidden_size=192, intermediate_size=512, nu
                num_key_value_heads=3)  # fmt: skip
 DEEP = replace(NANO, vocab_size=1024, hidden_size=128, intermediate_size=384, num_hidden_layers=5,
                num_attention_heads=4, num_key_value_heads=4, max_position_embeddings=256)  # fmt: skip
-# Of these sizes no constant of a rule was found.
+# No constant of a rule was fitted on these sizes.
 OTHER = replace(NANO, vocab_size=768, hidden_size=256, intermediate_size=640, num_hidden_layers=3,
                 num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=96)  # fmt: skip
-# What `monograph train` trains where nothing is said, by Muon.
+# The default model of `monograph train`, with Muon.
 DEFAULT = LlamaConfig.preset("micro", vocab_size=4096, max_position_embeddings=256)
 TINY = replace(
     NANO, vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1, max_position_embeddings=16
@@ -48,7 +48,7 @@ TINY = replace(
 
 @dataclass(frozen=True)
 class Way:
-    """One way to train: rows of a window, of a micro-batch, precision, capture, and how much of a row is text."""
+    """A way to train: rows of a window and of a micro-batch, precision, capture, and the part of a row that is text."""
 
     shape: LlamaConfig
     rows: int = 8
@@ -59,7 +59,7 @@ class Way:
     muon: bool = False
 
     def engine(self) -> Resident:
-        """Ready to train."""
+        """Return an engine that is ready to train."""
         model = Llama(self.shape).to(default_device())
         optim = Muon() if self.muon else AdamW()
         made = Resident(model, optim=optim, clip=1.0, precision=Precision(self.precision), micro_batch=self.micro)
@@ -69,7 +69,7 @@ class Way:
         return made
 
     def window(self) -> Batch:
-        """Rows of one document each, empty at their ends."""
+        """Return rows of one document each, with empty positions at their ends."""
         length = self.shape.max_position_embeddings
         draws = torch.Generator().manual_seed(0)
         tokens = torch.randint(self.shape.vocab_size, (self.rows, length), generator=draws)
@@ -80,11 +80,11 @@ class Way:
         return {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions}
 
     def endless(self) -> Iterator[Batch]:
-        """The same window again and again."""
+        """Yield the same window again and again."""
         return itertools.repeat(self.window())
 
 
-# name: before, after, what the change is called.
+# name: before, after, the name of the change.
 CASES: dict[str, tuple[Way, Way, str]] = {
     "padded to packed": (Way(WIDE, used=0.5), Way(WIDE), "data.packing=packed"),
     "micro-batch 1 to 2 rows": (Way(NANO, micro=1), Way(NANO, micro=2), "train.micro_batch"),
@@ -103,7 +103,7 @@ CASES: dict[str, tuple[Way, Way, str]] = {
 
 
 def measure(args: Namespace, name: str) -> dict[str, Any]:
-    """One change, predicted and made."""
+    """Return the predicted and the measured gain of one change."""
     before, after, what = CASES[name]
     if args.smoke:
         before, after = (replace(way, shape=TINY) for way in (before, after))

@@ -1,4 +1,4 @@
-"""The systems that are compared: how each trains, the packages that it needs, and how to install what is missing."""
+"""List the compared systems: how each trains, the packages that it needs, and how to install missing ones."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class System(NamedTuple):
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of its packages."""
+        """Return the versions of its packages."""
         return {name: importlib.metadata.version(name) for name in self.packages}
 
     @property
     def missing(self) -> list[str]:
-        """Packages that are not installed."""
+        """Return its packages that are not installed."""
         return [name for name in self.packages if importlib.util.find_spec(name) is None]
 
 

@@ -1,7 +1,7 @@
-"""What preparing text takes: peak memory against the size of the source, and speed against the tokenizer's own.
+"""Measure the preparation of text: peak memory by the size of the source, and speed compared with the tokenizer's own.
 
 Makes sources of given sizes (JSON lines plain and gzipped, parquet, plain text; a quarter of the text each), prepares
-each in a process of its own, and opens it again from the cache. Memory should not depend on the size.
+each in its own process, and opens it again from the cache. Memory should not depend on the size.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ RECORDS_PER_FILE, TEXT_FILE_RECORDS = 100_000, 1000
 
 
 def main() -> None:
-    """Measures, prints a table, and writes it as JSON if asked to."""
-    import harness  # not above: it imports torch, which the measured process does without
+    """Measure, print a table, and write it as JSON if asked to."""
+    import harness  # not at the top: it imports torch, which the measured process does not need
 
     parser = harness.arguments(__doc__)
     parser.add_argument("--gigabytes", type=float, nargs="+", default=[0.05, 0.1], metavar="G", help="sizes, in order")
@@ -61,7 +61,7 @@ def main() -> None:
 
 
 def row(case: dict[str, Any]) -> list[str]:
-    """A line of the table."""
+    """Return a case's line of the table."""
     per_core = case["text_bytes"] / 1e6 / case["cpu_s"]
     return [
         f"{case['text_bytes'] / 1e9:.3f}",
@@ -76,7 +76,7 @@ def row(case: dict[str, Any]) -> list[str]:
 
 
 def write_source(folder: Path, size: int) -> None:
-    """Files with `size` bytes of text: words with the frequencies of a language, in documents of about 2 kB."""
+    """Write files with `size` bytes of text: words with the frequencies of a language, in documents of about 2 kB."""
     folder.mkdir()
     draw = np.random.default_rng(0)
     letters = np.array(list("etaoinshrdlucmfwypvbgkqjxz"))
@@ -116,7 +116,7 @@ def _plain(path: Path, texts: list[str]) -> None:
 
 
 def measured(folder: Path) -> dict[str, Any]:
-    """What a process of its own needs for the source in `folder`."""
+    """Return time and memory of a separate process that prepares the source in `folder`."""
     command = [sys.executable, str(Path(__file__).resolve()), "--prepare", str(folder)]
     environment = os.environ | {"PYTHONPATH": str(SRC)}
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
@@ -126,7 +126,7 @@ def measured(folder: Path) -> dict[str, Any]:
 
 
 def prepare(folder: Path) -> dict[str, Any]:
-    """Prepare and open again, in this process, and say what it took."""
+    """Prepare the source and open it again, in this process; return times and memory."""
     from monograph.data.corpus import corpus
     from monograph.text.tokenizer import Tokenizer
 

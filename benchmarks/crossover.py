@@ -1,8 +1,9 @@
-"""The size of a model at which training several at once stops paying: 16 two-layer perceptrons of growing width.
+"""Find the size at which training several models at once stops paying: 16 two-layer MLPs of growing width.
 
-A captured update of 1, 2, 4, 8 and 16 members in one graph, interleaved. The gain is 16 members one after another, each
-captured, over all 16 in graphs of the width that `monograph.planner` chooses from those times, and over one graph of
-16. It never chooses what is slower than one after another.
+Times a captured update of 1, 2, 4, 8 and 16 members in one graph, interleaved. A gain is the time of 16 members one
+after another, each captured, over the time of all 16 in graphs of the number of members that `monograph.planner`
+chooses from these times, and over the time of one graph of 16. The planner must never choose a way that is slower than
+one after another.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ LONG = 10**6  # updates, so that compiling does not count
 
 
 def stepping(size: int, width: int, batch: Batch) -> Callable[[], object]:
-    """A captured update of so many members; one is the ordinary engine."""
+    """Return a captured update of that many members; for one member it is the ordinary engine's."""
     device = default_device()
     models = [MLP(size).to(device) for _ in range(width)]
     optim = AdamW(lr=LR)
@@ -48,7 +49,7 @@ def stepping(size: int, width: int, batch: Batch) -> Callable[[], object]:
 
 
 def measured(size: int, widths: tuple[int, ...], args: Namespace) -> dict[str, Any]:
-    """One size: seconds of each width, and what comes of them."""
+    """Return one size's seconds for each number of members at once, and the gains."""
     device = default_device()
     batch = {name: tensor.to(device) for name, tensor in regression(ROWS, size).items()}
     steps = {width: stepping(size, width, batch) for width in widths}
@@ -75,7 +76,7 @@ def measured(size: int, widths: tuple[int, ...], args: Namespace) -> dict[str, A
 
 
 def main() -> None:
-    """Run, print, and write what was found."""
+    """Measure, print, and write the results."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--round-s", type=float, default=0.2, help="a round repeats a width for about so long")

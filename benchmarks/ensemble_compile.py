@@ -1,4 +1,4 @@
-"""How long capturing an ensemble's step takes, by the number of members: one graph, whatever N is.
+"""Measure how long capturing an ensemble's step takes, by the number of members N: it is one graph for any N.
 
 CPU seconds of the first update, with torch's caches off.
 """
@@ -20,7 +20,7 @@ from monograph.optim import AdamW
 
 
 def captured(name: str, members: int) -> dict[str, Any]:
-    """One capture."""
+    """Return the CPU seconds of one capture."""
     case = cases(smoke=False)[name]
     torch.compiler.reset()
     engine = Ensemble([case.build() for _ in range(members)], loss=case.loss, optim=AdamW)
@@ -39,7 +39,7 @@ def captured(name: str, members: int) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Run, print, and write what was found."""
+    """Measure, print, and write the results."""
     parser = harness.arguments(__doc__)
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -49,7 +49,7 @@ def main() -> None:
     harness.print_machine(found)
     with torch._inductor.config.patch(force_disable_caches=True):
         for name in names[: 1 if args.smoke else None]:
-            captured(name, 2)  # what the first capture of a process pays
+            captured(name, 2)  # warm up: the first capture of a process takes longer
             for members in sizes:
                 found["cases"].append(captured(name, members))
                 gc.collect()

@@ -1,9 +1,9 @@
-"""N small models at once, beside what else one would do: one after another, eager or compiled, or `torch.func` by hand.
+"""Compare N small models at once with the alternatives: one after another, eager or compiled, and `torch.func` by hand.
 
-Inference and a training step (forward, backward, AdamW with each member's own learning rate; by hand with one for all),
-interleaved; ratios are how many times faster the ensemble is, in CPU time with one thread and on the clock with more,
-or on a GPU. The strongest of the others is the one to compare with. On a GPU a loop captured as a CUDA graph is among
-them.
+Inference and a training step (forward, backward, AdamW with each member's own learning rate; by hand with one rate for
+all) are interleaved. Ratios say how many times faster the ensemble is: in CPU time with one thread, in wall time with
+more threads or on a GPU. The fastest alternative is the one to compare with. On a GPU the alternatives include a loop
+captured as a CUDA graph.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ LR = 1e-3
 
 
 class MLP(nn.Module):
-    """Two layers."""
+    """Two linear layers."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[B, width] to [B, width]."""
+        """Map [B, width] to [B, width]."""
         return self.down(F.relu(self.up(inputs)))
 
 
 class ResBlock(nn.Module):
-    """Two convolutions with norms, and what they are added to."""
+    """Two convolutions with norms, and a residual connection around them."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -51,20 +51,20 @@ class ResBlock(nn.Module):
         self.norms = nn.ModuleList(nn.BatchNorm2d(channels) for _ in range(2))
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """[B, channels, H, W], likewise."""
+        """Map [B, channels, H, W] to the same shape."""
         hidden = F.relu(self.norms[0](self.first(inputs)))
         return F.relu(inputs + self.norms[1](self.second(hidden)))
 
 
 def squares(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Mean over a row's outputs of their squared distance from the targets, summed over rows."""
+    """Return the mean over a row's outputs of their squared distance from the targets, summed over rows."""
     out = model(batch["inputs"])
     rows = batch["inputs"].shape[0]
     return F.mse_loss(out, batch["targets"]) * rows, torch.full((), rows, device=out.device)
 
 
 class Case(NamedTuple):
-    """What is run: N members and a batch for all."""
+    """A model, N members, and a batch for all of them."""
 
     build: Callable[[], nn.Module]
     members: int
@@ -72,17 +72,17 @@ class Case(NamedTuple):
     loss: Loss
 
     def inputs(self) -> tuple[Tensor, ...]:
-        """Of one member, in inference."""
+        """Return the inputs of one member, for inference."""
         return (next(iter(self.batch.values())),)
 
 
 def regression(*shape: int) -> Batch:
-    """Random inputs and targets."""
+    """Return random inputs and targets."""
     return {"inputs": torch.randn(*shape), "targets": torch.randn(*shape)}
 
 
 def cases(smoke: bool) -> dict[str, Case]:
-    """The three shapes that the ensemble was designed with."""
+    """Return the three shapes for which the ensemble was designed."""
     shape = LlamaConfig(
         vocab_size=256, hidden_size=64, intermediate_size=176, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4, tie_word_embeddings=True,
@@ -101,7 +101,7 @@ def cases(smoke: bool) -> dict[str, Case]:
 
 
 def one_after_another(case: Case, models: Sequence[nn.Module], train: bool, compiled: bool) -> Callable[[], object]:
-    """A loop over the members; compiled, one graph serves all of them, and the optimizer is torch's fused one."""
+    """Return a loop over the members; if compiled, one graph serves all, and the optimizer is torch's fused AdamW."""
 
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         total, count = case.loss(model, batch)
@@ -132,7 +132,7 @@ def one_after_another(case: Case, models: Sequence[nn.Module], train: bool, comp
 
 
 def by_hand(case: Case, models: Sequence[nn.Module], train: bool) -> Callable[[], object]:
-    """`torch.func` as its documentation has it, eagerly: stacked state, vmap, and one AdamW over the stacks."""
+    """Return the recipe of `torch.func`'s documentation, eager: stacked state, vmap, and one AdamW over the stacks."""
     parameters, buffers = stack_module_state(list(models))
     base = models[0]
     inputs = case.inputs()
@@ -171,7 +171,7 @@ def by_hand(case: Case, models: Sequence[nn.Module], train: bool) -> Callable[[]
 
 
 def together(case: Case, models: Sequence[nn.Module], train: bool) -> Callable[[], object]:
-    """The ensemble, captured, a learning rate for each member."""
+    """Return the captured ensemble, with a learning rate for each member."""
     knobs = [{"lr": LR * (1 + index / len(models))} for index in range(len(models))]
     ensemble = Ensemble(models, knobs, loss=case.loss, optim=AdamW)
     if train:
@@ -194,7 +194,7 @@ def together(case: Case, models: Sequence[nn.Module], train: bool) -> Callable[[
 
 
 def cuda_graphed(run: Callable[[], object]) -> Callable[[], object]:
-    """The same, captured once and replayed."""
+    """Return the loop over the members, captured once as a CUDA graph and replayed."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(3):
@@ -207,7 +207,7 @@ def cuda_graphed(run: Callable[[], object]) -> Callable[[], object]:
 
 
 def ways(case: Case, train: bool) -> dict[str, Callable[[], object]]:
-    """Every way by name, each with members of its own."""
+    """Return all ways by name, each with its own members."""
     device = default_device()
     case = case._replace(batch={name: tensor.to(device) for name, tensor in case.batch.items()})
     models = [case.build().to(device).train(train) for _ in range(case.members)]
@@ -227,7 +227,7 @@ def ways(case: Case, train: bool) -> dict[str, Callable[[], object]]:
 
 
 def measured(name: str, case: Case, train: bool, args: Namespace) -> dict[str, Any]:
-    """Times and ratios of one case."""
+    """Return times and ratios of one case."""
     device = default_device()
     runs = ways(case, train)
     counts = {}
@@ -252,7 +252,7 @@ def measured(name: str, case: Case, train: bool, args: Namespace) -> dict[str, A
 
 
 def main() -> None:
-    """Run, print, and write what was found."""
+    """Measure, print, and write the results."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--round-s", type=float, default=0.3, help="a round repeats a way for about so long")

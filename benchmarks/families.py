@@ -1,11 +1,12 @@
-"""How far the model is from transformers' in every family: logits, gradients, and through exported folders.
+"""Compare the model with transformers' in every family: logits, gradients, and exported folders.
 
 Random configurations of each family with large random weights (standard deviation 0.3, so that every part of the model
-matters), two rows of random tokens. An error is the distance of two tensors over the norm of transformers'; the worst
-of logits over configurations and the worst of gradients over configurations and parameters are shown. Goal: 1e-5 in
-fp32. In float64 transformers' norms and rotary angles would round to fp32, so there they are replaced by wide ones.
-"Out and back" says whether transformers loads an exported folder with no missing and no unexpected key, and whether
-what it saves again is the same model, to the bit and to the last key of the configuration.
+matters) and two rows of random tokens. An error is the distance of two tensors over the norm of transformers'. The
+table has the largest error of logits over configurations, and the largest error of gradients over configurations and
+parameters. Goal: 1e-5 in fp32. In float64 transformers' norms and rotary angles would round to fp32, so there they are
+replaced by float64 ones. "Out and back" says whether transformers loads an exported folder with no missing and no
+unexpected key, and whether the folder that it then saves is the same model, to the bit and to the last key of the
+configuration.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ ERRORS = ("logits_fp32", "gradients_fp32", "logits_fp64", "gradients_fp64")
 
 
 def main() -> None:
-    """Measures, prints a table, and writes it as JSON if asked to."""
+    """Measure, print a table, and write it as JSON if asked to."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--configs", type=int, default=CONFIGS, metavar="N", help="random configurations per family")
     parser.add_argument("--seed", type=int, default=0, help="of configurations, weights and tokens")
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def table(cases: Sequence[dict[str, Any]]) -> str:
-    """The errors as a Markdown table."""
+    """Return the errors as a Markdown table."""
     names = ["model_type", "configurations", *(key.replace("_", ", ") for key in ERRORS), "out and back"]
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for case in cases:
@@ -62,7 +63,7 @@ def table(cases: Sequence[dict[str, Any]]) -> str:
 
 
 def measured(family: str, configs: int, seed: int) -> dict[str, Any]:
-    """The worst errors of one family over its random configurations."""
+    """Return the largest errors of one family over its random configurations."""
     draw = random.Random(f"{family} {seed}")
     rows = [compared(drawn(family, draw), index) for index in range(configs)]
     worst = {key: max(row[key] for row in rows) for key in ERRORS}
@@ -70,7 +71,7 @@ def measured(family: str, configs: int, seed: int) -> dict[str, Any]:
 
 
 def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
-    """A random configuration of a family: every key that it has takes every kind of value."""
+    """Return a random configuration of a family, in which every key takes every kind of value."""
     keys = FAMILIES[family].keys
     key_value, group, layers = draw.choice([1, 2, 3]), draw.choice([1, 2, 4]), draw.choice([1, 2, 3])
     windowed = "sliding_window" in keys and draw.random() < 0.7
@@ -99,7 +100,7 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
 
 
 def compared(config: mono.LlamaConfig, seed: int) -> dict[str, Any]:
-    """Errors of one configuration against transformers, and whether it comes back from there as it was."""
+    """Return one configuration's errors, and whether it comes back from transformers unchanged."""
     model, tokens = mono.Llama(config, seed), random_tokens(config, seed)
     unsettled(model, seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -117,7 +118,7 @@ def compared(config: mono.LlamaConfig, seed: int) -> dict[str, Any]:
 
 
 def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, float]:
-    """Distances of the logits, and of the gradients of the parameter that is furthest off."""
+    """Return the distance of the logits, and the largest distance of a parameter's gradient."""
     logits, their_logits = model.logits(model(tokens)), theirs(tokens).logits
     named, their_named = dict(model.named_parameters()), dict(theirs.named_parameters())
     gradients = gradients_of(logits, list(named.values()))
@@ -129,7 +130,7 @@ def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, fl
 
 
 def widened(theirs: nn.Module, config: mono.LlamaConfig) -> nn.Module:
-    """Transformers' float64 model with norms and rotary angles in float64, too."""
+    """Return transformers' float64 model with norms and rotary angles in float64, too."""
 
     def norm(module: Any, hidden: Tensor) -> Tensor:
         spread = hidden.square().mean(-1, keepdim=True) + module.variance_epsilon
@@ -148,7 +149,7 @@ def widened(theirs: nn.Module, config: mono.LlamaConfig) -> nn.Module:
 
 
 def unsettled(model: nn.Module, seed: int) -> None:
-    """Random biases and norm weights, where a fresh model has zeros and ones that would hide a fault."""
+    """Draw random biases and norm weights, since the zeros and ones of a fresh model would hide a fault."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -157,19 +158,19 @@ def unsettled(model: nn.Module, seed: int) -> None:
 
 
 def random_tokens(config: mono.LlamaConfig, seed: int) -> Tensor:
-    """Rows of ids."""
+    """Return rows of ids."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(config.vocab_size, (ROWS, LENGTH), generator=generator)
 
 
 def gradients_of(logits: Tensor, parameters: list[nn.Parameter]) -> tuple[Tensor, ...]:
-    """Gradients of a fixed function of the logits."""
+    """Return the gradients of a fixed function of the logits."""
     weights = torch.linspace(-1, 1, logits.numel(), dtype=logits.dtype).reshape(logits.shape)
     return torch.autograd.grad((logits * weights).sum(), parameters)
 
 
 def distance(one: Tensor, other: Tensor, least: float = 0.0) -> float:
-    """Euclidean distance over the norm of `other`, or over `least` if that is more; in float64."""
+    """Return the Euclidean distance over the norm of `other`, or over `least` if that is larger; in float64."""
     one, other = one.detach().double(), other.detach().double()
     return float((one - other).norm()) / max(float(other.norm()), least)
 

@@ -1,8 +1,9 @@
-"""A model that knows three tasks is taught to answer chats about them, fully and with low-rank adapters, on a CPU.
+"""Teach a model that knows three tasks to answer chats about them, with all weights and with adapters, on a CPU.
 
 A small Llama is first trained on sentences (`instructions.py`). Then the installed command line does what a person
-would: `train` on conversations in the base's own chat format, `generate --chat` for instances that no conversation had,
-`export`, and llama.cpp on what was exported. An answer is right if it is the expected text and ended at its stop token.
+would do: `train` on conversations in the base's own chat format, `generate --chat` for instances that no conversation
+had, `export`, and llama.cpp on the exported file. An answer is right if it is the expected text and ended at its stop
+token.
 
     exact     right answers of those asked
     agrees    llama.cpp's answers that are the same text with the same number of tokens
@@ -30,7 +31,7 @@ WAYS = {
 
 
 def base_model(folder: Path, updates: int) -> tuple[Path, float]:
-    """A Hugging Face folder of a model that has read sentences only, and the seconds that took."""
+    """Return a Hugging Face folder of a model trained on sentences only, and the seconds that took."""
     began, tokenizer = clock(), instructions.tokenizer_folder(folder / "tokenizer")
     texts = instructions.write_records(
         folder / "sentences.jsonl", "text", list(instructions.sentences(160 * updates + 500, seed=7))
@@ -54,7 +55,7 @@ def base_model(folder: Path, updates: int) -> tuple[Path, float]:
 
 
 def finetuned(home: Path, base: Path, chats: Path, way: str, epochs: int) -> dict[str, Any]:
-    """Train on the chats in one of the ways; the run's folder and what it took."""
+    """Train on the chats in one of the ways; return the run's folder and its costs."""
     found, wall_s = harness.command(
         home, "train", f"model.init={base}", str(chats), "data.sequence_length=64", "data.held_out=0.05",
         "train.tokens_per_update=1024", f"train.epochs={epochs}", "train.precision=fp32", *WAYS[way],
@@ -63,21 +64,21 @@ def finetuned(home: Path, base: Path, chats: Path, way: str, epochs: int) -> dic
 
 
 def answers(home: Path, model: str, questions: Path) -> list[dict[str, Any]]:
-    """What it says to each question, greedily."""
+    """Return the model's greedy answer to each question."""
     asked = ("--chat", "--prompts", str(questions), "--temperature", "0", "--max-tokens", "16")
     found, _ = harness.command(home, "generate", model, *asked)
     return list(found["completions"])
 
 
 def llama_cpp_answers(file: Path, questions: list[str]) -> list[tuple[str, int, str]]:
-    """llama.cpp's (text, tokens, why it ended), from the template that the file carries."""
+    """Return llama.cpp's answers (text, tokens, why it ended), by the chat template in the file."""
     import xllamacpp
 
     params = xllamacpp.CommonParams()
     params.model.path = str(file)
     params.n_parallel, params.n_ctx, params.verbosity = 1, 256, 0
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = 1
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # so are ours
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # Monograph's cache is fp32, too
     params.flash_attn_type = xllamacpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
     server, found = xllamacpp.Server(params), []
     for question in questions:
@@ -89,7 +90,7 @@ def llama_cpp_answers(file: Path, questions: list[str]) -> list[tuple[str, int, 
 
 
 def measured(home: Path, base: Path, way: str, settings: Namespace) -> dict[str, Any]:
-    """One way, from chats to llama.cpp."""
+    """Measure one way, from chats to llama.cpp."""
     unseen = instructions.conversations(settings.asked, seed=12)
     taught = instructions.conversations(settings.chats, seed=11, unlike={chat[0]["content"] for chat in unseen})
     chats = instructions.write_records(home / "chats.jsonl", "messages", list(taught))
@@ -112,7 +113,7 @@ def measured(home: Path, base: Path, way: str, settings: Namespace) -> dict[str,
 
 
 def main() -> None:
-    """Both ways, the table, the JSON."""
+    """Measure both ways, print the table, and write the JSON."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--base-updates", type=int, default=BASE_UPDATES, help="of the base, 2,048 tokens each")
     parser.add_argument("--chats", type=int, default=CHATS, help="conversations to learn from")

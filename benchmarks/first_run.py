@@ -1,8 +1,9 @@
-"""What a preset reaches on Python's own standard library: held-out bits per byte against tokens seen.
+"""Measure what a preset reaches on Python's own standard library: held-out bits per byte by tokens seen.
 
-Trains with the default settings for the given numbers of updates and seeds, each with its own full schedule, and prints
-the curve, the yardsticks, and after how many tokens it is below each of them. The planner's ladder quotes its numbers.
-Any key of the configuration can be changed: first_run.py optim.lr=3e-3 model.hidden_size=256
+Trains with the default settings for the given numbers of updates and seeds, each with its own full schedule. Prints the
+curve, the yardsticks, and the number of tokens after which the curve is below each of them. The planner's ladder of
+presets quotes these numbers. Any key of the configuration can be changed: first_run.py optim.lr=3e-3
+model.hidden_size=256
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from monograph.session.plan import Plan
 from monograph.session.resolve import resolve
 from monograph.session.setup import build_run, make_engine, open_corpus
 
-MARGIN = 0.1  # bits per byte below the order-6 model: what the default run is held to
+MARGIN = 0.1  # bits per byte below the order-6 model: the goal of the default run
 SMOKE = {
     "model.preset": "nano",
     "data.tokenizer": "bytes",
@@ -35,12 +36,12 @@ SMOKE = {
 
 
 def plan_for(overrides: dict[str, str], updates: int, seed: int) -> Plan:
-    """What `monograph train` would train with."""
+    """Return the plan with which `monograph train` would train."""
     return resolve(load(None, overrides | {"train.updates": str(updates), "train.seed": str(seed)}), describe())
 
 
 def run(plan: Plan, text: Corpus, points: int, rows: int, progress: Progress) -> dict[str, Any]:
-    """One training run: its curve on `rows` held-out rows, and the last point on all of them."""
+    """Train once; return the curve on `rows` held-out rows, and the last point on all of them."""
     built = build_run(plan, text, describe())
     updates, tokens = plan.updates, plan.tokens_per_update
     engine = make_engine(built, default_device())
@@ -82,13 +83,13 @@ def run(plan: Plan, text: Corpus, points: int, rows: int, progress: Progress) ->
 
 
 def levels(found: dict[str, float]) -> dict[str, float]:
-    """The lines to get below: the yardsticks, and the order-6 model's less the margin."""
+    """Return the levels to get below: the yardsticks, and the order-6 model's minus the margin."""
     wanted = found | {f"order 6 - {MARGIN}": found["order 6"] - MARGIN}
     return dict(sorted(wanted.items(), key=lambda item: -item[1]))
 
 
 def crossing(points: Sequence[dict[str, float]], level: float) -> int | None:
-    """Tokens at which a curve comes below a level for good, on the straight line between two points; None: never."""
+    """Return after how many tokens a curve stays below a level, interpolated linearly; None: it never does."""
     above = [i for i, point in enumerate(points) if point["bits_per_byte"] > level]
     if not above:
         return int(points[0]["tokens"])
@@ -100,12 +101,12 @@ def crossing(points: Sequence[dict[str, float]], level: float) -> int | None:
 
 
 def shown(tokens: int | None) -> str:
-    """Thousands of tokens."""
+    """Return thousands of tokens as text."""
     return "-" if tokens is None else f"{tokens / 1e3:,.0f}k"
 
 
 def print_runs(runs: Sequence[dict[str, Any]], lines: dict[str, float]) -> None:
-    """Curves side by side, then one line a run with where it gets below each level."""
+    """Print each run's curve, then a table with the tokens after which each run is below each level."""
     for each in runs:
         print(f"\n{each['updates']} updates, seed {each['seed']}: tokens, held-out bits per byte")
         harness.print_table(
@@ -124,13 +125,13 @@ def print_runs(runs: Sequence[dict[str, Any]], lines: dict[str, float]) -> None:
 
 
 def beaten(point: dict[str, float], lines: dict[str, float]) -> str:
-    """The lowest level that a point is below."""
+    """Return the lowest level that a point is below."""
     below = [name for name, value in lines.items() if point["bits_per_byte"] < value]
     return min(below, key=lambda name: lines[name], default="")
 
 
 def annealed(runs: Sequence[dict[str, Any]], level: float) -> int | None:
-    """Tokens of a whole run, schedule ended, that ends at the level: through the worst seed of each length."""
+    """Return the tokens of a whole run, schedule included, that reaches the level, by the worst seed of each length."""
     worst: dict[int, dict[str, float]] = {}
     for each in runs:
         known = worst.get(each["updates"])

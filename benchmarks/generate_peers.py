@@ -1,11 +1,12 @@
-"""Generating beside the peers: transformers, a compiled model whose sampler is on the host, llama.cpp.
+"""Compare generation with transformers, a compiled model with a sampler on the host, and llama.cpp.
 
-transformers has a dynamic cache, or a static one and compiles; llama.cpp samples on the host or in its graph. The same
-random weights, prompt and filters (temperature, top-k, top-p, min-p) for all, each system in a process of its own;
-rounds interleave. A round asks each for one token (the first-token latency), for all tokens sampled, and for all tokens
-greedy. tokens/s counts every token of every row over the whole call, the prompt's share included. Greedy texts are
-compared with Monograph's: where two systems round differently, they part at the first token whose two best logits are
-nearly equal. "copy" is how fast the weights are read, once a step, beside the measured rate of a large copy.
+transformers has a dynamic cache, or a static one and compiles; llama.cpp samples on the host or in its graph. All have
+the same random weights, prompt and filters (temperature, top-k, top-p, min-p), each system in its own process, with
+interleaved rounds. A round asks each for one token (the first-token latency), for all tokens sampled, and for all
+tokens greedy. tokens/s counts every token of every row over the whole call, the prompt's share included. Greedy texts
+are compared with Monograph's: if two systems round differently, they differ from the first token whose two best logits
+are nearly equal. "copy" compares the rate at which the weights are read, once per step, with the measured rate of a
+large copy.
 
 llama.cpp needs `xllamacpp` and `gguf`, and runs on a CPU only (its wheel for GPUs comes from another place).
 """
@@ -29,7 +30,7 @@ from monograph.model.config import LlamaConfig
 
 
 class Case(NamedTuple):
-    """A shape, its rows, the tokens of a round; and what is asked: at least so many times a system's tokens/s."""
+    """A shape, its rows, the tokens of a round, and the goals: at least so many times a system's tokens/s."""
 
     config: LlamaConfig
     rows: int
@@ -39,7 +40,7 @@ class Case(NamedTuple):
 
 
 def shape(layers: int, width: int, vocabulary: int, **sizes: Any) -> LlamaConfig:
-    """A Llama with heads of 64 and a head of its own."""
+    """Return a Llama with heads of 64 and an untied head."""
     given = {"intermediate_size": -(-8 * width // 3 // 64) * 64, "num_attention_heads": width // 64} | sizes
     return LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, num_hidden_layers=layers, max_position_embeddings=1024, **given
@@ -68,9 +69,9 @@ COPIED_BYTES = {"cpu": 1 << 28, "cuda": 1 << 31}
 
 
 def serve(args: Namespace, name: str, system: str) -> None:
-    """Write in this process whenever the other side of stdin says so; the first answer comes when all is warm."""
+    """Generate in this process whenever stdin asks for it; the first answer comes when everything is warm."""
     reply = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what systems print is none of the answers
+    os.dup2(2, 1)  # systems may print; stdout is for answers
     torch.set_num_threads(args.threads)
     case, began = args.cases[name], clock()
     mine = task(case.config, case.rows, case.tokens, args.threads, getattr(torch, case.dtype))
@@ -83,12 +84,12 @@ def serve(args: Namespace, name: str, system: str) -> None:
         print(json.dumps(answer), file=reply, flush=True)
         line = sys.stdin.readline()
         if not line:
-            os._exit(0)  # no system's own end: it would print or wait
+            os._exit(0)  # without the system's own shutdown, which would print or wait
         answer = timed(write, **json.loads(line))
 
 
 def timed(write: Write, tokens: int, greedy: bool) -> dict[str, Any]:
-    """One call: seconds on the clock and of the CPU, and what was written."""
+    """Run once; return wall seconds, CPU seconds, and the texts."""
     wall, cpu = clock(), time.process_time()
     texts = write(tokens, greedy)
     return {"wall_s": clock() - wall, "cpu_s": time.process_time() - cpu, "texts": texts}
@@ -98,7 +99,7 @@ def timed(write: Write, tokens: int, greedy: bool) -> dict[str, Any]:
 
 
 def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
-    """Every system of one case."""
+    """Measure every system of one case."""
     case = args.cases[name]
     found, children = start_all(args, name)
     answers: dict[str, list[dict[str, Any]]] = {system: [] for system in children}
@@ -110,7 +111,7 @@ def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
     for child in children.values():
         child.end()
     written, copied = case.rows * case.tokens, copied_bytes_per_s() if children else 0.0
-    # Of the embedding a step reads a row each.
+    # A step reads one row of the embedding per sequence.
     read = case.config.parameter_count() - case.config.vocab_size * case.config.hidden_size
     read_bytes = read * torch.finfo(getattr(torch, case.dtype)).bits // 8
     for entry in found:
@@ -119,7 +120,7 @@ def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
             entry["tokens_per_s"] = harness.spread([written / wall for wall in walls])
             entry["cpu_s_per_token"] = harness.spread([each["sampled"]["cpu_s"] / written for each in rounds])
             entry["first_token_s"] = harness.spread([each["first"]["wall_s"] for each in rounds])
-            # What the filters and the draw add to a step that takes the likeliest token.
+            # The time that filters and draw add to a greedy step.
             entry["sampler_tax"] = harness.spread(
                 [each["sampled"]["wall_s"] / each["greedy"]["wall_s"] - 1 for each in rounds]
             )
@@ -130,7 +131,7 @@ def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
 
 
 def start_all(args: Namespace, name: str) -> tuple[list[dict[str, Any]], dict[str, Child]]:
-    """An entry for every system of a case, and the processes of those that could be started, warmed up."""
+    """Return an entry for every system of a case, and the processes of those that could be started, warmed up."""
     found: list[dict[str, Any]] = []
     children: dict[str, Child] = {}
     for system in args.systems:
@@ -154,7 +155,7 @@ def start_all(args: Namespace, name: str) -> tuple[list[dict[str, Any]], dict[st
 
 
 def copied_bytes_per_s() -> float:
-    """Bytes read and written per second by the fastest of a few large copies on the device."""
+    """Return the bytes read and written per second by the fastest of a few large copies on the device."""
     device = default_device()
     source = torch.zeros(COPIED_BYTES[device.type], dtype=torch.uint8, device=device)
     target = torch.zeros_like(source)
@@ -177,7 +178,7 @@ def compare(found: list[dict[str, Any]], goals: dict[str, float]) -> None:
 
 
 def agreement(one: str, other: str) -> float:
-    """Share of a text up to the first character that differs."""
+    """Return the share of a text before the first character that differs."""
     longest = max(len(one), len(other))
     return len(os.path.commonprefix([one, other])) / longest if longest else 1.0
 
@@ -197,7 +198,7 @@ HEADERS = [
 
 
 def row(entry: dict[str, Any]) -> list[str]:
-    """The table's line of one system."""
+    """Return a system's line of the table."""
     label = f"{entry['case']}: {entry['system']}"
     if "error" in entry:
         return [label, entry["error"][:60], *[""] * (len(HEADERS) - 2)]
@@ -216,7 +217,7 @@ def row(entry: dict[str, Any]) -> list[str]:
 
 
 def parse() -> Namespace:
-    """The arguments, with the cases they choose as `args.cases`."""
+    """Return the arguments, with the chosen cases as `args.cases`."""
     on_gpu = default_device().type == "cuda"
     parser = harness.arguments(__doc__)
     parser.add_argument("--cases", nargs="+", choices=[*ON_CPU, *ON_GPU], dest="names")

@@ -1,7 +1,7 @@
-"""How each system generates the same rows: Monograph, transformers, and a compiled model with a sampler on the host.
+"""Build each generating system: Monograph, transformers, and a compiled model with a sampler on the host.
 
-Each is built once in a process of its own and then writes when asked: a function of (tokens, greedy) that returns the
-texts of all rows. Shapes: B rows, T positions, V vocabulary.
+Each is built once in its own process and then generates when asked: it is a function of (tokens, greedy) that returns
+the texts of all rows. Shapes: B rows, T positions, V vocabulary.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from monograph.model.llama import Llama
 from monograph.text.tokenizer import BOS, EOS, PAD, Tokenizer
 from monograph.text.tokenizer_file import byte_alphabet
 
-# transformers' order: temperature, top-k, top-p, min-p.
+# In transformers' order: temperature, top-k, top-p, min-p.
 CHAIN: dict[str, Any] = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
 PROMPT = "The model and the whole sampler are one graph; only ids leave the device."
 Write = Callable[[int, bool], list[str]]
 
 
 class Task(NamedTuple):
-    """What is written: `rows` continuations of one prompt, each of at most `tokens` tokens.
+    """What to generate: `rows` continuations of one prompt, each of at most `tokens` tokens.
 
     Attributes:
-        model: the same random weights for every system; nothing but printable ASCII is ever likely, so that texts can
-            be compared and no row ends early.
-        tokenizer: of as many entries as the model has.
+        model: the same random weights for every system; only printable ASCII is ever likely, so that texts can be
+            compared and no row ends early.
+        tokenizer: with as many entries as the model has.
         rows: continuations at once.
-        tokens: the most that is asked for.
+        tokens: the most tokens to generate.
         threads: of the CPU.
     """
 
@@ -54,30 +54,30 @@ class Task(NamedTuple):
 
     @property
     def prompt_ids(self) -> list[int]:
-        """The prompt after the token that begins a document."""
+        """Return the prompt's ids, with the token that begins a document first."""
         return [self.tokenizer.bos_id, *self.tokenizer.encode(PROMPT)]
 
     @property
     def slots(self) -> int:
-        """Positions of a row."""
+        """Return the number of positions of a row."""
         return len(self.prompt_ids) + self.tokens
 
 
 def task(config: LlamaConfig, rows: int, tokens: int, threads: int, dtype: torch.dtype) -> Task:
-    """A task on this machine's device."""
+    """Return a task on this machine's device."""
     device = default_device()
     torch.manual_seed(0)
     model = Llama(config) if device.type == "cpu" else drawn_on(device, config)
     tokenizer = ascii_tokenizer(config.vocab_size)
     letters = [piece.isascii() and piece.decode().isprintable() and piece != b"" for piece in tokenizer.pieces]
     with torch.no_grad():
-        # Logits that spread as a trained model's do, and none of what is never to be drawn.
+        # Logits with the spread of a trained model's; tokens that must not be drawn get 0, which is unlikely.
         model.lm_head.weight.mul_(8.0).mul_(torch.tensor(letters, device=device)[:, None])
     return Task(model.to(dtype).eval(), tokenizer, rows, tokens, threads)
 
 
 def ascii_tokenizer(size: int) -> Tokenizer:
-    """The 256 bytes, then pairs and triples of printable ASCII."""
+    """Return a tokenizer of the 256 bytes, then pairs and triples of printable ASCII."""
     letters = [chr(code) for code in range(33, 127)]
     pairs = [(first, second) for first in letters for second in letters]
     merges = [*pairs, *((first + second, third) for first, second in pairs for third in letters)][: size - 259]
@@ -99,7 +99,7 @@ def ascii_tokenizer(size: int) -> Tokenizer:
 
 
 def monograph(task: Task) -> Write:
-    """The compiled decode graph with the whole chain in it, or greedy's; on a GPU replayed as a CUDA graph."""
+    """Return the compiled decode graph with the whole sampler or the greedy one; on a GPU a replayed CUDA graph."""
     hows = {False: Sampling(**CHAIN), True: Sampling(temperature=0)}
     generators = {
         greedy: Generator(
@@ -130,7 +130,7 @@ def monograph(task: Task) -> Write:
 
 @torch.no_grad()
 def host_sampler(task: Task) -> Write:
-    """One compiled decode step of this project's model; its logits are copied and numpy draws from them."""
+    """Return one compiled decode step of this project's model; its logits are copied and numpy draws from them."""
     model, ids, rows = task.model, task.prompt_ids, task.rows
     weight = model.lm_head.weight
     cache = KVCache.allocate(model.config, rows, task.slots, weight.dtype, weight.device)
@@ -158,7 +158,7 @@ def host_sampler(task: Task) -> Write:
 
 
 def drawn(logits_V: NDArray[np.float32], random: np.random.Generator) -> int:
-    """One id by the chain, as a careful host sampler does it: a partial sort first, then only its k candidates."""
+    """Draw one id as a careful host sampler does: a partial sort first, then only its k candidates."""
     k = min(CHAIN["top_k"], len(logits_V) - 1)
     best_k = np.argpartition(logits_V, -int(k))[-int(k) :]
     best_k = best_k[np.argsort(-logits_V[best_k])]
@@ -173,12 +173,12 @@ def drawn(logits_V: NDArray[np.float32], random: np.random.Generator) -> int:
 
 
 def transformers_dynamic(task: Task) -> Write:
-    """`generate` of transformers as it is."""
+    """Return transformers' `generate` with its defaults."""
     return _transformers(task, {})
 
 
 def transformers_static(task: Task) -> Write:
-    """`generate` of transformers with a static cache, which compiles its forward; on a CPU it has to be told to."""
+    """Return `generate` with a static cache, which compiles the forward pass; on a CPU it must be told to compile."""
     import transformers
 
     compiled = transformers.CompileConfig()
@@ -195,8 +195,8 @@ def _transformers(task: Task, options: dict[str, Any]) -> Write:
     config = transformers.LlamaConfig.from_dict(task.model.config.to_hf())
     with torch.device("meta"):
         theirs = transformers.LlamaForCausalLM(config).eval()
-    theirs.load_state_dict(task.model.state_dict(), assign=True)  # the weights themselves: a card holds no second copy
-    with weight.device:  # what is computed and not loaded
+    theirs.load_state_dict(task.model.state_dict(), assign=True)  # shared: a GPU has no room for a second copy
+    with weight.device:  # buffers that are computed, not loaded
         theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)
     ids_BT = torch.tensor([task.prompt_ids] * task.rows, device=weight.device)
 
@@ -221,5 +221,5 @@ SYSTEMS = {
     "llama.cpp": System(llama_cpp, ("xllamacpp", "gguf")),
     "llama.cpp, backend": System(llama_cpp_backend, ("xllamacpp", "gguf")),
 }
-ON_A_CPU_ONLY = ("llama.cpp", "llama.cpp, backend")  # the wheel that an index has computes on the CPU
+ON_A_CPU_ONLY = ("llama.cpp", "llama.cpp, backend")  # the wheel of the package index runs on the CPU only
 HOW_TO_INSTALL = "pip install -e '.[peers]' -c constraints.txt"

@@ -1,4 +1,4 @@
-"""What every benchmark here shares: a quiet process, interleaved rounds, medians, a table, and the machine in its JSON.
+"""Shared parts of the benchmarks: a quiet process, interleaved rounds, medians, a table, and the machine in the JSON.
 
 Import it before torch: how OpenMP's threads wait is read when torch is loaded.
 """
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # the profiler announces itself on stderr
-# A benchmark measures the tree that it lies in, installed or not.
+# A benchmark measures the source tree that contains it, installed or not.
 sys.path.insert(0, str(ROOT / "src"))
 
 import torch  # noqa: E402
@@ -38,7 +38,7 @@ from monograph.profiling.memory import LiveBytes  # noqa: E402
 
 
 def arguments(description: str | None) -> argparse.ArgumentParser:
-    """A parser with the arguments that every script takes."""
+    """Return a parser with the arguments that every script takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the numbers there as JSON")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, seconds: shows that the script works")
@@ -46,7 +46,7 @@ def arguments(description: str | None) -> argparse.ArgumentParser:
 
 
 def machine() -> dict[str, Any]:
-    """Where numbers were measured: device, versions, threads, and how busy the machine was before."""
+    """Return where the numbers are measured: device, versions, threads, and how busy the machine was before."""
     device = describe()
     return {
         "device": device.name,
@@ -67,7 +67,7 @@ def machine() -> dict[str, Any]:
 
 
 def result(name: str, settings: Mapping[str, Any], cases: Sequence[Mapping[str, Any]] = ()) -> dict[str, Any]:
-    """A benchmark's JSON object, `cases` still open: `monograph-benchmark-NAME-1`."""
+    """Return a benchmark's JSON object without its `cases`, schema `monograph-benchmark-NAME-1`."""
     return {
         "schema": f"monograph-benchmark-{name}-1",
         "machine": machine(),
@@ -77,7 +77,7 @@ def result(name: str, settings: Mapping[str, Any], cases: Sequence[Mapping[str, 
 
 
 def write(path: Path | None, found: Mapping[str, Any]) -> None:
-    """Write the JSON, if a file was asked for; a stop at any moment leaves the old file or the new one."""
+    """Write the JSON if a file was asked for; a stop at any moment leaves the old file or the new one."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def write(path: Path | None, found: Mapping[str, Any]) -> None:
 
 
 def print_machine(found: Mapping[str, Any]) -> None:
-    """One line that says where the table below it comes from."""
+    """Print one line about the machine that measured the table below it."""
     at = found["machine"]
     print(
         f"{at['device']}, {at['cores']} cores, {at['threads']} threads, load {at['load_average']:.1f} before; "
@@ -96,7 +96,7 @@ def print_machine(found: Mapping[str, Any]) -> None:
 
 
 def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Columns: the first to the left, numbers to the right."""
+    """Print columns: the first one left-aligned, numbers right-aligned."""
     lines = [list(headers), *(list(row) for row in rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(headers))]
     for line in lines:
@@ -108,14 +108,14 @@ def print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
 
 
 class Timing(NamedTuple):
-    """Seconds of one call: on the clock, and of the CPU over all threads (what other programs take does not count)."""
+    """Seconds of one call: wall time, and CPU time of all threads (which does not count other programs)."""
 
     wall_s: float
     cpu_s: float
 
 
 def timed(run: Callable[[], object], device: torch.device) -> Timing:
-    """How long one call takes, the device's queue included."""
+    """Time one call, until the device has finished."""
     synchronize(device)
     wall, cpu = clock(), time.process_time()
     run()
@@ -126,7 +126,7 @@ def timed(run: Callable[[], object], device: torch.device) -> Timing:
 def interleaved(
     cases: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
 ) -> dict[str, list[Timing]]:
-    """Every case once a round, in the other order in every other round, so that what the machine does hits all alike.
+    """Time every case once per round, in reversed order every other round, so that disturbances affect all alike.
 
     Warm the cases before.
     """
@@ -137,18 +137,18 @@ def interleaved(
 
 
 def turns(names: Iterable[str], rounds: int) -> list[str]:
-    """Every name once a round, the order turned round every time: a b c, c b a, a b c."""
+    """Yield every name once per round, in reversed order every other round: a b c, c b a, a b c."""
     there = list(names)
     return [name for index in range(rounds) for name in there[:: 1 if index % 2 == 0 else -1]]
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Median, lowest, highest, and all values in order of measurement."""
+    """Return median, lowest, highest, and all values in order of measurement."""
     return {"median": statistics.median(values), "low": min(values), "high": max(values), "values": list(values)}
 
 
 def ratios(above: Sequence[Timing], below: Sequence[Timing]) -> dict[str, dict[str, Any]]:
-    """Round by round above / below, on the clock and in CPU time."""
+    """Return above / below round by round, in wall time and in CPU time."""
     pairs = list(zip(above, below, strict=True))
     return {
         "wall": spread([a.wall_s / b.wall_s for a, b in pairs]),
@@ -157,7 +157,7 @@ def ratios(above: Sequence[Timing], below: Sequence[Timing]) -> dict[str, dict[s
 
 
 def shown(values: Mapping[str, Any], digits: int = 2) -> str:
-    """`1.18 (1.15-1.24)`: the median and the range."""
+    """Return `1.18 (1.15-1.24)`: the median and the range."""
     return f"{values['median']:.{digits}f} ({values['low']:.{digits}f}-{values['high']:.{digits}f})"
 
 
@@ -165,7 +165,7 @@ def shown(values: Mapping[str, Any], digits: int = 2) -> str:
 
 
 def called(home: Path, *arguments: str) -> str:
-    """What `monograph ARGUMENTS` prints in a folder that is its home, too."""
+    """Return the output of `monograph ARGUMENTS` in a folder that is also its home."""
     environment = os.environ | {
         "HOME": str(home),
         "PYTHONPATH": str(ROOT / "src"),
@@ -181,7 +181,7 @@ def called(home: Path, *arguments: str) -> str:
 
 
 def command(home: Path, *arguments: str) -> tuple[dict[str, Any], float]:
-    """What `monograph ARGUMENTS --json` prints at last, and its seconds."""
+    """Return the object that `monograph ARGUMENTS --json` prints last, and the seconds it took."""
     began = clock()
     found: dict[str, Any] = json.loads(called(home, *arguments, "--json").splitlines()[-1])
     return found, clock() - began
@@ -191,7 +191,7 @@ def command(home: Path, *arguments: str) -> tuple[dict[str, Any], float]:
 
 
 def live_peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most bytes that one call holds at any moment beyond what was allocated before it."""
+    """Return the most bytes that one call holds at any moment beyond those allocated before it."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
@@ -210,10 +210,10 @@ _TO_HOST = "Memcpy DtoH"
 
 
 class HostSyncs:
-    """Counts, inside a `with` block, what makes the host wait for the GPU or moves data from it to the host.
+    """Counts, inside a `with` block, the events that make the host wait for the GPU or copy data from it to the host.
 
     `counts` maps each kind to how often it happened: CUDA runtime calls that wait, and copies from device to host
-    (which wait too, or will once their value is used). None where there is no GPU: nothing can wait there.
+    (which wait too, or will once their value is used). Without a GPU it is None, since nothing can wait.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -246,7 +246,7 @@ class HostSyncs:
 
 
 def count_waits(events: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-    """Waiting runtime calls inside the marked region of a profiler trace, and all its copies from device to host.
+    """Count waiting runtime calls inside the marked region of a profiler trace, and all its copies from device to host.
 
     The copies are the GPU's own events, which may lie after the region that launched them; nothing outside it copies.
     """

@@ -1,7 +1,7 @@
-"""A small world of instructions that a small model can learn: lists of words copied, turned around, or put in code.
+"""Make a small world of instructions that a small model can learn: lists of words copied, reversed, or written as code.
 
-What a base model reads are sentences; what it is taught are chats about the same three tasks in other words, whose
-control tokens no sentence has. So a model that answers has learnt to answer, not the tasks.
+A base model is trained on sentences. It is then taught by chats about the same three tasks in other words, with control
+tokens that no sentence has. So a model that answers has learned to answer, not the tasks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ WORDS = [
 ]
 CODE = {word: WORDS[(5 * place + 3) % len(WORDS)] for place, word in enumerate(WORDS)}
 Task = Callable[[list[str]], list[str]]
-TASKS: dict[str, tuple[str, Task]] = {  # what a sentence calls it, and what it is
+TASKS: dict[str, tuple[str, Task]] = {  # by the chats' word: the sentences' word, and the function
     "Please repeat": ("Copy", list),
     "Say it backwards": ("Mirror", lambda words: words[::-1]),
     "Write in code": ("Code", lambda words: [CODE[word] for word in words]),
@@ -33,7 +33,7 @@ VOCABULARY = 400
 
 
 def sentences(count: int, seed: int) -> Iterator[str]:
-    """What a base model reads: "Mirror of bara desi is desi bara."."""
+    """Yield sentences to train a base model on: "Mirror of bara desi is desi bara."."""
     chance = random.Random(seed)
     for _ in range(count):
         name, task = chance.choice(list(TASKS.values()))
@@ -42,7 +42,7 @@ def sentences(count: int, seed: int) -> Iterator[str]:
 
 
 def conversations(count: int, seed: int, unlike: set[str] | None = None) -> list[list[dict[str, str]]]:
-    """Chats of one question and its answer; no question twice, and none of `unlike`."""
+    """Return chats of one question and its answer, without repeated questions or questions of `unlike`."""
     chance, asked, found = random.Random(seed), set(unlike or ()), list[list[dict[str, str]]]()
     while len(found) < count:
         order, (_, task) = chance.choice(list(TASKS.items()))
@@ -56,13 +56,13 @@ def conversations(count: int, seed: int, unlike: set[str] | None = None) -> list
 
 
 def write_records(path: Path, key: str, values: list[object]) -> Path:
-    """A .jsonl file with one value a record."""
+    """Write a .jsonl file with one value per record."""
     path.write_text("".join(json.dumps({key: value}) + "\n" for value in values), encoding="utf-8")
     return path
 
 
 def tokenizer_folder(folder: Path) -> Path:
-    """Write a tokenizer whose words are one token each, with the control tokens and the template of chats."""
+    """Write a tokenizer whose words are one token each, with the control tokens and the chat template."""
     folder.mkdir(parents=True, exist_ok=True)
     chats = [message["content"] for chat in conversations(2000, seed=1) for message in chat]
     content = json.loads(Tokenizer.train_bpe([*sentences(4000, seed=0), *chats, *SPECIAL_TEXTS], VOCABULARY).to_json())
@@ -79,4 +79,4 @@ def tokenizer_folder(folder: Path) -> Path:
     return folder / "tokenizer.json"
 
 
-SPECIAL_TEXTS = ("user\n", "assistant\n") * 500  # roles are tokens, too
+SPECIAL_TEXTS = ("user\n", "assistant\n") * 500  # so that roles become tokens, too

@@ -1,7 +1,7 @@
-"""What each usual remedy is worth: `monograph profile --ladder`, several times, rung by rung.
+"""Measure how much each usual change gains: `monograph profile --ladder`, several times, rung by rung.
 
-A rung's ratios to the one that it changes, on the clock and in CPU time, are medians of the rounds' own. Losses are
-those of the first round, as the time of the first rung says how long the others are.
+A rung's ratios to the rung that it changes, in wall time and in CPU time, are medians of the rounds' own ratios. Losses
+are those of the first round, since the time of the first rung decides the length of the others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import harness
 SMOKE = ["model.preset=nano", "data.tokenizer=bytes", "data.sequence_length=32", "train.tokens_per_update=128",
          "train.updates=8"]  # fmt: skip
 SPEEDS = ("tokens_per_s", "tokens_per_cpu_s", "update_s", "cpu_s")
-UPDATES = 32  # of a rung at most, so that rounds are alike on any machine that does them in the ladder's time
+UPDATES = 32  # of a rung at most, so that rounds are alike on every machine that is fast enough
 
 
 def rung(rounds: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[str, Any]:
-    """One rung over all rounds, and the one that it changes, if there is one."""
+    """Return one rung over all rounds, compared with the rung that it changes, if there is one."""
     first = rounds[0]
     case = {name: first[name] for name in ("rung", "change", "over", "obstacle", "notes", "micro_batch")}
     if first["obstacle"]:
@@ -38,7 +38,7 @@ def rung(rounds: list[dict[str, Any]], before: list[dict[str, Any]]) -> dict[str
 
 
 def cases(rounds: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """All rungs over all rounds."""
+    """Return all rungs over all rounds."""
     climbed = {each[0]["rung"]: list(each) for each in zip(*(found["rungs"] for found in rounds), strict=True)}
     return [rung(each, climbed.get(each[0]["over"], [])) for each in climbed.values()]
 

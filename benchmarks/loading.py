@@ -1,10 +1,10 @@
-"""Anonymous memory of a process that loads, merges and exports a model's folder, beside what it keeps.
+"""Measure the anonymous memory of a process that loads, merges and exports a model's folder, and the bytes kept.
 
-A folder of bf16 weights in shards is made, and an adapter's folder beside it. Each case then runs in a process of its
-own, with a thread that reads RssAnon from /proc/self/status: pages of mapped files are the system's to drop, so that a
-folder may be larger than the memory, and the peak resident set (VmHWM), which has them in it, would say nothing. What
-is kept is counted tensor by tensor. The bound: no more than what is kept, three times the largest tensor in fp32, and
-32 MiB; where weights are streamed the largest stage takes the tensor's place. `--before SRC` measures another tree too.
+Makes a folder of bf16 weights in shards, and a folder of an adapter. Each case then runs in its own process, with a
+thread that reads RssAnon from /proc/self/status. The peak resident set (VmHWM) would tell nothing, because it includes
+pages of mapped files, which the system may drop at any time: a folder may be larger than the memory. The kept bytes are
+counted tensor by tensor. The bound is the kept bytes, three times the largest tensor in fp32, and 32 MiB; if weights
+are streamed, the largest stage takes the tensor's place. `--before SRC` measures another source tree too.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ OTHERS += ("export gguf q8_0, merged",)
 
 
 def main() -> None:
-    """Measures, prints a table, and writes it as JSON if asked to."""
-    import harness  # not above: it would set the measured process's memory
+    """Measure, print a table, and write it as JSON if asked to."""
+    import harness  # not at the top: it would change the measured process's memory
 
     parser = harness.arguments(__doc__)
-    parser.add_argument("--before", type=Path, metavar="SRC", help="another tree's src/, measured beside this one")
+    parser.add_argument("--before", type=Path, metavar="SRC", help="another tree's src/, measured too")
     parser.add_argument("--folder", type=Path, help="where models may lie for a while; seven times the folder's size")
     given = parser.parse_args()
     shape = SMOKE if given.smoke else SHAPE
@@ -69,8 +69,8 @@ def main() -> None:
 
 
 def table(cases: list[dict[str, Any]]) -> str:
-    """The bytes as a Markdown table."""
-    names = ["case", "folder", "kept", "peak before", "peak", "over what is kept", "bound"]
+    """Return the bytes as a Markdown table."""
+    names = ["case", "folder", "kept", "peak before", "peak", "over the kept bytes", "bound"]
     lines = [f"| {' | '.join(names)} |", "|---|" + "---:|" * (len(names) - 1)]
     for case in cases:
         over = case["peak_bytes"] - case["kept_bytes"]
@@ -82,7 +82,7 @@ def table(cases: list[dict[str, Any]]) -> str:
 
 
 def called(src: Path, folder: Path, *arguments: str) -> dict[str, Any]:
-    """What this script finds in a process of its own that runs the package in `src`."""
+    """Return this script's result in a separate process that runs the package in `src`."""
     command = [sys.executable, str(Path(__file__).resolve()), "--in", str(folder), *arguments]
     environment = os.environ | {"PYTHONPATH": str(src), "MONOGRAPH_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
@@ -96,7 +96,7 @@ def called(src: Path, folder: Path, *arguments: str) -> dict[str, Any]:
 
 
 def make(folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
-    """The folders that are loaded: a base with a byte tokenizer, an adapter for it, and a little text."""
+    """Make the folders to load: a base with a byte tokenizer, an adapter for it, and a little text."""
     import torch
 
     from monograph.graph.lora import Lora, adapt, adapters
@@ -121,9 +121,9 @@ def make(folder: Path, shape: dict[str, Any]) -> dict[str, Any]:
 
 
 def measure(folder: Path, case: str) -> dict[str, Any]:
-    """One case: the peak of anonymous memory over what was there before, and the bytes of the tensors that are kept.
+    """Return one case's peak of anonymous memory over the memory before, and the bytes of the tensors that are kept.
 
-    The same is done with a tiny model first, so that modules are imported and threads are there.
+    The same is done with a tiny model first, so that modules are imported and threads exist.
     """
     from monograph.model.files import read_headers
 
@@ -145,7 +145,7 @@ def measure(folder: Path, case: str) -> dict[str, Any]:
 
 
 def trained(folder: Path, case: str) -> Callable[[], Any]:
-    """What opens a run's model and engine, as `monograph train` does."""
+    """Return a function that opens a run's model and engine, as `monograph train` does."""
     import torch
 
     from monograph.config import load
@@ -175,7 +175,7 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
     on_disk = frozenset(BUFFERS) if "disk" in case else frozenset()
 
     def masters() -> Any:
-        # Not by way of the plan, which knows what an update will take and refuses it on a small machine.
+        # Without the plan, which would refuse an update that is too large for a small machine.
         recipe = Recipe(str(folder / "base"), "auto", {}, 0)
         model, loss = build(recipe)
         if case.startswith("train"):
@@ -187,7 +187,7 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
 
 
 def other(folder: Path, case: str) -> Callable[[], Any]:
-    """What loads a model to write with it, or exports it."""
+    """Return a function that loads a model to generate with it, or exports it."""
     from monograph.run.models import load, load_to_export, save
 
     if case.startswith("generate"):
@@ -205,13 +205,13 @@ def other(folder: Path, case: str) -> Callable[[], Any]:
 
 
 def anonymous() -> int:
-    """Bytes of this process that lie in no file."""
+    """Return the bytes of this process that belong to no file."""
     status = Path("/proc/self/status").read_text()
     return int(status.partition("RssAnon:")[2].split()[0]) << 10
 
 
 def trimmed() -> int:
-    """The same after what was freed has gone back to the system."""
+    """Return the same after freed memory has gone back to the system."""
     gc.collect()
     ctypes.CDLL("libc.so.6").malloc_trim(0)
     return anonymous()
@@ -219,7 +219,7 @@ def trimmed() -> int:
 
 @contextmanager
 def most_anonymous() -> Iterator[list[int]]:
-    """A list whose one number is, after the block, the most that a thread saw in it."""
+    """Yield a list whose one number is, after the block, the largest value that a thread saw in it."""
     peak, ended = [0], threading.Event()
 
     def watch() -> None:
@@ -236,7 +236,7 @@ def most_anonymous() -> Iterator[list[int]]:
 
 
 def kept_bytes(held: Any) -> int:
-    """Anonymous bytes of the tensors that an engine or model holds, each memory once."""
+    """Return the anonymous bytes of the tensors that an engine or model holds, each memory counted once."""
     from torch import nn
 
     if held is None:
@@ -253,7 +253,7 @@ def kept_bytes(held: Any) -> int:
 
 
 def stage_elements(held: Any) -> int:
-    """Of the largest plane of a streamed model, which moves at once."""
+    """Return the number of elements of a streamed model's largest plane, which is moved at once."""
     return max(each.plane.param.numel() for each in held.store.stored)
 
 

@@ -1,9 +1,9 @@
-"""Peak memory and time of the chunked linear cross-entropy against dense logits and F.cross_entropy.
+"""Compare peak memory and time of the chunked linear cross-entropy with those of dense logits and F.cross_entropy.
 
-Forward and backward for one batch of tokens, at a large vocabulary. Memory is counted, not sampled: every allocation
-of the pass, gradients included. Goal: at most 1/8 of what the dense logits take in eager mode, at no more than 1.25
-times the time of the dense logits in the same mode. Captured dense logits take less than eager ones, so that ratio is
-printed, too; the weight's gradient, which every implementation returns, is then much of what is left.
+Forward and backward for one batch of tokens, at a large vocabulary. Memory is counted, not sampled: every allocation of
+the pass, gradients included. Goal: at most 1/8 of the memory of dense logits in eager mode, at no more than 1.25 times
+the time of dense logits in the same mode. Captured dense logits take less memory than eager ones, so that ratio is
+printed, too; the weight's gradient, which every implementation returns, is then a large part of the rest.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Pass:
         self.hidden_ND, self.weight_VD, self.targets_N = hidden_ND, weight_VD, targets_N
 
     def __call__(self) -> None:
-        """One pass; the gradients are new tensors each time."""
+        """Run one pass; the gradients are new tensors each time."""
         self.hidden_ND.grad = self.weight_VD.grad = None
         self.loss(self.hidden_ND, self.weight_VD, self.targets_N).backward()
 
     def gradients(self) -> list[Tensor]:
-        """Of one pass, in fp32."""
+        """Return the gradients of one pass in fp32."""
         self()
         grads = [tensor.grad for tensor in (self.hidden_ND, self.weight_VD)]
         return [grad.float() for grad in grads if grad is not None]
 
 
 def measure(args: Namespace, hidden: int, dtype: str, mode: str) -> dict[str, Any]:
-    """Both implementations on the same tensors."""
+    """Measure both implementations on the same tensors."""
     device = default_device()
     generator = torch.Generator(device=device).manual_seed(0)
     hidden_ND = torch.randn(args.tokens, hidden, device=device, generator=generator).to(DTYPES[dtype]).requires_grad_()
@@ -76,13 +76,13 @@ def measure(args: Namespace, hidden: int, dtype: str, mode: str) -> dict[str, An
 
 
 def relative_difference(ours: list[Tensor], reference: list[Tensor]) -> float:
-    """Norm of the difference over the norm of the reference, all tensors as one vector."""
+    """Return the norm of the difference over the norm of the reference, all tensors as one vector."""
     difference = sum(float((a - b).double().square().sum()) for a, b in zip(ours, reference, strict=True))
     return (difference / sum(float(b.double().square().sum()) for b in reference)) ** 0.5
 
 
 def row(case: dict[str, Any]) -> list[str]:
-    """The table's line of one case."""
+    """Return a case's line of the table."""
     memory, ratio = case["peak_bytes"], case["time_ratio"]
     return [
         f"D={case['hidden']} {case['dtype']} {case['mode']}",

@@ -1,4 +1,4 @@
-"""litgpt's pretrain as a peer: its own `main` on its own GPT, and the names of its weights."""
+"""Train with litgpt's pretrain: its own `main` on its own GPT, and the names of its weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from monograph.model.llama import Llama
 
 
 def litgpt(task: Task) -> None:
-    """`litgpt.pretrain.main` on its own GPT: rows cut from the concatenated documents, no mask between them."""
+    """Run `litgpt.pretrain.main` on its own GPT: rows cut from the concatenated documents, with no mask between."""
     import lightning as L
     from litgpt import pretrain
     from litgpt.args import EvalArgs, TrainArgs
@@ -72,7 +72,7 @@ def litgpt(task: Task) -> None:
 
 
 class Concatenated:
-    """litgpt's data module: rows of T + 1 tokens cut from all documents behind one another."""
+    """litgpt's data module: rows of T + 1 tokens cut from all documents, concatenated."""
 
     def __init__(self, task: Task) -> None:
         self.task = task
@@ -81,25 +81,25 @@ class Concatenated:
         self.blocks = list(stream[: len(stream) // width * width].view(-1, width))
 
     def connect(self, **_: Any) -> None:
-        """Nothing to learn from the model."""
+        """Do nothing: nothing depends on the model."""
 
     def prepare_data(self) -> None:
-        """Nothing to download."""
+        """Do nothing: there is nothing to download."""
 
     def setup(self) -> None:
-        """Nothing to set up."""
+        """Do nothing: there is nothing to set up."""
 
     def train_dataloader(self) -> DataLoader[Any]:
-        """Micro-batches."""
+        """Return the micro-batches."""
         return loader(self.task, self.blocks, torch.stack)
 
     def val_dataloader(self) -> DataLoader[Any]:
-        """One micro-batch, which its start checks itself with."""
+        """Return one micro-batch, with which litgpt checks itself when it starts."""
         return DataLoader(self.blocks[: self.task.shape.micro_batch], self.task.shape.micro_batch)
 
 
 def litgpt_config(task: Task) -> Any:
-    """The same sizes in litgpt's words."""
+    """Return the same sizes as a litgpt config."""
     from litgpt import Config
 
     sizes = task.shape.config
@@ -125,7 +125,7 @@ def litgpt_config(task: Task) -> Any:
 
 
 def to_litgpt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Hugging Face's names to litgpt's, query, key and value behind one another in one matrix; gradients alike."""
+    """Return tensors under litgpt's names, query, key and value joined in one matrix; gradients in the same way."""
     names = {
         "model.embed_tokens": "transformer.wte",
         "model.layers": "transformer.h",
@@ -151,7 +151,7 @@ def to_litgpt(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def from_litgpt(tensors: dict[str, Tensor], config: LlamaConfig) -> dict[str, Tensor]:
-    """The other way; a tied head comes back as the embedding."""
+    """Return tensors under Hugging Face's names; a tied head becomes the embedding."""
     query, key_value = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
     like = to_litgpt({name: torch.empty(0) for name in Llama(config).state_dict()})
     names = dict(

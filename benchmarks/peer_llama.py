@@ -1,4 +1,4 @@
-"""llama.cpp by its wheel `xllamacpp`: the model as a GGUF file, its server in this process, a slot for each row."""
+"""Generate with llama.cpp by its wheel `xllamacpp`: a GGUF file, its server in this process, a slot for each row."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ ORDER = ["temperature", "top_k", "top_p", "min_p"]
 
 
 def llama_cpp(task: Task) -> Callable[[int, bool], list[str]]:
-    """llama.cpp with its samplers on the host."""
+    """Return llama.cpp with its samplers on the host."""
     return _llama_cpp(task, backend_sampling=False)
 
 
 def llama_cpp_backend(task: Task) -> Callable[[int, bool], list[str]]:
-    """llama.cpp with its samplers inside the graph (`--backend-sampling`)."""
+    """Return llama.cpp with its samplers inside the graph (`--backend-sampling`)."""
     return _llama_cpp(task, backend_sampling=True)
 
 
@@ -37,14 +37,14 @@ def _llama_cpp(task: Task, backend_sampling: bool) -> Callable[[int, bool], list
     params.model.path = str(Path(folder.name, "out", "model.gguf"))
     params.n_parallel, params.n_ctx = task.rows, task.rows * -(-task.slots // 256) * 256
     params.cpuparams.n_threads = params.cpuparams_batch.n_threads = task.threads
-    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # the others' keys are fp32 too
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # as in the other systems
     params.sampling.backend_sampling, params.verbosity = backend_sampling, 0
     server = xllamacpp.Server(params)
-    folder.cleanup()  # the file is mapped
+    folder.cleanup()  # the file stays mapped
 
     def one(tokens: int, greedy: bool, row: int) -> str:
         asked: dict[str, Any] = {"prompt": task.prompt_ids, "max_tokens": tokens, "seed": row, "cache_prompt": False}
-        # One candidate is left by a temperature of 0, and llama.cpp aborts where a backend's top-k gets fewer than k.
+        # A temperature of 0 leaves one candidate, and llama.cpp aborts if a backend's top-k gets fewer than k.
         asked |= {"samplers": ORDER[:1], "temperature": 0.0} if greedy else {"samplers": ORDER, **CHAIN}
         answer = server.handle_completions(asked)
         assert answer["usage"]["completion_tokens"] == tokens, json.dumps(answer)[:300]

@@ -1,7 +1,7 @@
-"""How each system trains the same task: Monograph, a plain loop, transformers' Trainer, Lightning.
+"""Train the same task with each system: Monograph, a plain loop, transformers' Trainer, Lightning.
 
-Every one is driven by its own loop, as its documentation has it, and stays in it until `Task.updated` raises; that is
-called after each update. Nothing is logged, evaluated or saved. Shapes: B rows, T positions, D hidden, V vocabulary.
+Each runs its own loop, as in its documentation, and stays in it until `Task.updated`, which is called after each
+update, raises. Nothing is logged, evaluated or saved. Shapes: B rows, T positions, D hidden, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ from monograph.model.llama import Llama
 from monograph.optim import AdamW
 from monograph.resident import Resident
 
-IGNORE, PADDING = -100, 0  # the padding id stands in no document
+IGNORE, PADDING = -100, 0  # no document contains the padding id
 EXAMPLES = 500_000  # length of the endless data set
 
 
 class Finished(BaseException):
-    """Raised by `Task.updated` to leave a system's loop; no error, so no loop may take it for one."""
+    """Raised by `Task.updated` to leave a system's loop; a BaseException, so that no loop handles it as an error."""
 
 
 @dataclass
 class Task:
-    """What is to be trained, and by what means.
+    """A training task, and how to run it.
 
     Attributes:
         shape: sizes, positions of a row, rows of a micro-batch, micro-batches of an update.
-        documents: int64 tokens of each; one is a row, or a part of one where rows are packed.
-        rows: the same documents as Monograph's data room lays them out.
+        documents: int64 tokens of each; a document is a row, or a part of a row if rows are packed.
+        rows: the same documents, laid out by Monograph's data room.
         ragged: whether documents differ in length, so that rows must be padded, packed or concatenated.
         compiled: through torch.compile, in the way that the system offers.
         updated: called after each update; raises `Finished` to end.
         lr: peak learning rate.
-        schedule: its factor by the update's index.
+        schedule: the factor of the learning rate by the update's index.
         precision: "fp32" or "bf16" (autocast).
         seed: of the initial weights.
         model: the trained module, set once it is built.
         first: (inputs, targets) of each document of the first update.
-        targets: targets handed out since the start.
+        targets: number of targets used since the start.
     """
 
     shape: Shape
@@ -72,22 +72,22 @@ class Task:
     targets: int = 0
 
     def llama(self) -> Llama:
-        """The model, its weights the same for every system."""
+        """Return the model, with the same weights for every system."""
         self.model = Llama(self.shape.config, seed=self.seed)
         return self.model
 
     @property
     def rows_per_update(self) -> int:
-        """Rows of all micro-batches."""
+        """Return the rows of all micro-batches."""
         return self.shape.micro_batch * self.shape.micro_batches
 
     def autocast(self) -> contextlib.AbstractContextManager[None]:
-        """The precision's context."""
+        """Return the context of the precision."""
         return Precision(self.precision).context("cpu")
 
 
 class Documents(Dataset):  # type: ignore[type-arg]
-    """A task's documents over and over; remembers what the first update got and counts targets."""
+    """A task's documents over and over, which records those of the first update and counts targets."""
 
     def __init__(self, task: Task, documents: list[Tensor]) -> None:
         self.task, self.documents = task, documents
@@ -104,12 +104,12 @@ class Documents(Dataset):  # type: ignore[type-arg]
 
 
 def loader(task: Task, documents: list[Tensor], collate: Callable[[list[Tensor]], Any]) -> DataLoader[Any]:
-    """Micro-batches in the documents' own order, so that every system's first update has the same ones."""
+    """Return micro-batches in the documents' own order, so that every system's first update has the same ones."""
     return DataLoader(Documents(task, documents), task.shape.micro_batch, collate_fn=collate)
 
 
 def padded(documents: list[Tensor]) -> dict[str, Tensor]:
-    """[B, T] inputs and targets, T of the longest document: what PyTorch's own `pad_sequence` makes."""
+    """Return [B, T] inputs and targets, T of the longest document, made by PyTorch's own `pad_sequence`."""
     return {
         "tokens": pad_sequence([d[:-1] for d in documents], batch_first=True, padding_value=PADDING),
         "targets": pad_sequence([d[1:] for d in documents], batch_first=True, padding_value=IGNORE),
@@ -117,13 +117,13 @@ def padded(documents: list[Tensor]) -> dict[str, Tensor]:
 
 
 def dense_loss(model: nn.Module, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
-    """Mean cross-entropy on the whole logits, as most training code computes it."""
+    """Return the mean cross-entropy on the whole logits, as most training code computes it."""
     logits_BTV = model.logits(model(tokens_BT))
     return cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten(), ignore_index=IGNORE)
 
 
 def fused_adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
-    """Fused AdamW of torch, decay on matrices only."""
+    """Return torch's fused AdamW, with decay on matrices only."""
     groups = [
         {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": DECAY},
         {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
@@ -133,7 +133,7 @@ def fused_adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
 
 @contextlib.contextmanager
 def after_each_step(task: Task) -> Iterator[None]:
-    """Calls `task.updated` after every step of any torch optimizer."""
+    """Call `task.updated` after every step of any torch optimizer."""
     hook = register_optimizer_step_post_hook(lambda *_: task.updated())
     try:
         yield
@@ -145,7 +145,7 @@ def after_each_step(task: Task) -> Iterator[None]:
 
 
 def monograph(task: Task) -> None:
-    """The resident engine over the data room's windows; `task.model` is set once its first gradient is there."""
+    """Train with the resident engine over the data room's windows; `task.model` is set before the first update."""
     shape = task.shape
     model = Llama(shape.config, seed=task.seed)
     engine = Resident(
@@ -169,7 +169,7 @@ def monograph(task: Task) -> None:
 
 
 def pieces(window: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-    """(inputs, targets) of each document of a window, packed or padded."""
+    """Yield (inputs, targets) of each document of a window, packed or padded."""
     for row, (tokens_T, targets_T) in enumerate(zip(window["tokens"], window["targets"], strict=True)):
         segments_T = window["segments"][row] if "segments" in window else (targets_T != IGNORE).long()
         for number in range(1, int(segments_T.max()) + 1):
@@ -180,7 +180,7 @@ def pieces(window: dict[str, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def plain(task: Task) -> None:
-    """A hand-written loop: mean loss over micro-batches, clipping, fused AdamW."""
+    """Train with a hand-written loop: mean loss over micro-batches, clipping, fused AdamW."""
     model = task.llama()
     loss = torch.compile(dense_loss) if task.compiled else dense_loss
     optimizer, count = fused_adamw(model, task.lr), task.shape.micro_batches
@@ -198,7 +198,7 @@ def plain(task: Task) -> None:
 
 
 def trainer(task: Task) -> None:
-    """Trainer of transformers on its LlamaForCausalLM, with its stock collator, which pads to the longest document."""
+    """Train with Trainer on transformers' LlamaForCausalLM and its usual collator, which pads to the longest."""
     import transformers
 
     weights = Llama(task.shape.config, seed=task.seed).state_dict()
@@ -209,19 +209,19 @@ def trainer(task: Task) -> None:
 
 
 class Scored(nn.Module):
-    """A module of one's own as Trainer asks for it: `labels` in, mean loss out."""
+    """Your own module in the form that Trainer needs: `labels` in, mean loss out."""
 
     def __init__(self, net: Llama) -> None:
         super().__init__()
         self.net = net
 
     def forward(self, input_ids: Tensor, labels: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
-        """The labels are the inputs; the last input predicts nothing."""
+        """Return the mean loss; the labels are the inputs, and the last input predicts nothing."""
         return {"loss": dense_loss(self.net, input_ids[:, :-1], labels[:, 1:])}
 
 
 def trainer_module(task: Task) -> None:
-    """Trainer of transformers on this project's Llama, a custom nn.Module to it."""
+    """Train with Trainer on this project's Llama, which is a custom nn.Module for it."""
     task.model = Scored(task.llama())
     _trainer(task)
 
@@ -235,7 +235,7 @@ def _trainer(task: Task) -> None:
     words = transformers.PreTrainedTokenizerFast(
         tokenizer_object=Tokenizer(models.WordLevel({"[PAD]": PADDING}, "[PAD]")), pad_token="[PAD]"
     )
-    # Its models shift the labels themselves, so a full row is one token shorter than everywhere else.
+    # transformers' models shift the labels themselves, so a full row is one token shorter than in the other systems.
     documents = task.documents if task.ragged else [document[:-1] for document in task.documents]
     own = {
         "bf16": task.precision == "bf16",
@@ -255,14 +255,14 @@ def _trainer(task: Task) -> None:
 
 
 class Rewrapped(Documents):
-    """Documents as transformers' collators take them."""
+    """Documents in the form that transformers' collators take."""
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:  # type: ignore[override]
         return {"input_ids": super().__getitem__(index)}
 
 
 def lightning(task: Task) -> None:
-    """Lightning's Trainer on this project's Llama (it brings none) and a dense loss, compiled together."""
+    """Train with Lightning's Trainer on this project's Llama (it has no model) and a dense loss, compiled together."""
     import lightning as L
 
     model = task.llama()
@@ -282,7 +282,7 @@ def lightning(task: Task) -> None:
             return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
         def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: Any, **_: Any) -> None:
-            # Lightning's own refuses fused AdamW under mixed precision, which on a CPU scales nothing.
+            # Lightning's precision refuses fused AdamW under mixed precision, though on a CPU it scales nothing.
             torch.nn.utils.clip_grad_norm_(self.parameters(), gradient_clip_val)
 
     L.Trainer(

@@ -1,10 +1,10 @@
-"""Predicted against measured peak memory of a training step, over families, depths, widths, vocabularies, batches.
+"""Compare predicted and measured peak memory of a training step, over families, depths, widths, vocabularies, batches.
 
 The prediction (`predict.footprint`) is made from a trace of the step, with nothing computed. The measurement builds
 model and engine, accumulates an update of some micro-batches and applies it: on a CPU under the allocator's own events
-(`profiling.memory.LiveBytes`), on a GPU by `torch.cuda.max_memory_allocated`, there on larger models. A captured step
-is measured after the call that compiles it. Goal: 5 % at worst, 1 % at the median, each prediction in less than 10
-seconds of CPU time.
+(`profiling.memory.LiveBytes`), on a GPU, with larger models, by `torch.cuda.max_memory_allocated`. A captured step is
+measured after the call that compiles it. Goal: 5 % at worst, 1 % at the median, each prediction in less than 10 seconds
+of CPU time.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from monograph.resident import Resident
 GOAL, MEDIAN_GOAL, SECONDS = 0.05, 0.01, 10.0
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 EAGER, CAPTURED = 36, 8
-ON_A_GPU = 6, 10  # likewise
+ON_A_GPU = 6, 10  # the same for a GPU
 INSTRUMENTS = {
     "cpu": "LiveBytes: events of torch's CPU allocator",
     "cuda": "torch.cuda.max_memory_allocated",
@@ -40,7 +40,7 @@ INSTRUMENTS = {
 
 
 def main() -> None:
-    """Measures, prints a table, and writes it as JSON if asked to."""
+    """Measure, print a table, and write it as JSON if asked to."""
     parser = harness.arguments(__doc__)
     device = default_device()
     of_eager, of_captured = (EAGER, CAPTURED) if device.type == "cpu" else ON_A_GPU
@@ -64,7 +64,7 @@ def main() -> None:
 
 
 def drawn(draw: random.Random, index: int, scope: str) -> Work:
-    """A random configuration; the families take turns."""
+    """Return a random configuration; the families take turns."""
     family, key_value = FAMILIES[index % 4], draw.choice([1, 2])
     heads, length = key_value * draw.choice([1, 2, 4]), draw.choice([32, 64, 128, 200])
     layers = draw.choice([1, 2, 4, 5, 7])
@@ -87,7 +87,7 @@ def drawn(draw: random.Random, index: int, scope: str) -> Work:
 
 
 def drawn_large(draw: random.Random, index: int, scope: str) -> Work:
-    """The same for a GPU: rows of 1,024 or 2,048 tokens in bf16."""
+    """Return a random configuration for a GPU: rows of 1,024 or 2,048 tokens in bf16."""
     heads, layers = draw.choice([8, 16]), draw.choice([4, 8, 16])
     width = heads * draw.choice([64, 128])
     shape = LlamaConfig(
@@ -108,7 +108,7 @@ def drawn_large(draw: random.Random, index: int, scope: str) -> Work:
 
 
 def compared(work: Work) -> dict[str, Any]:
-    """Prediction, measurement and their difference."""
+    """Return prediction, measurement and their difference."""
     began = time.process_time()
     peak = footprint(work)
     seconds = time.process_time() - began
@@ -136,7 +136,7 @@ def compared(work: Work) -> dict[str, Any]:
 
 
 def measured(work: Work) -> int:
-    """Bytes alive at the peak of an update, weights, gradients and optimizer state included."""
+    """Return the bytes alive at the peak of an update, weights, gradients and optimizer state included."""
     engine = _engine(work)
     window = _window(work, work.config.vocab_size)
     if work.compile != "none" and (obstacle := engine.capture(window, scope=work.compile)):  # type: ignore[arg-type]
@@ -187,7 +187,7 @@ def _window(work: Work, vocabulary: int) -> dict[str, torch.Tensor]:
 
 
 def summary(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Worst and median error, eager and captured, and the slowest prediction."""
+    """Return the worst and median error, eager and captured, and the slowest prediction."""
     found: dict[str, Any] = {"slowest_cpu_s": max(case["cpu_s"] for case in cases)}
     for scope, name in (("none", "eager"), ("whole", "whole step"), ("blocks", "block by block")):
         if errors := [abs(case["error"]) for case in cases if case["compile"] == scope]:
@@ -196,7 +196,7 @@ def summary(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def table(cases: Sequence[dict[str, Any]]) -> str:
-    """The errors as a Markdown table."""
+    """Return the errors as a Markdown table."""
     lines = ["| step | configurations | worst | median |", "|---|---|---|---|"]
     for name, found in summary(cases).items():
         if isinstance(found, dict):

@@ -1,9 +1,10 @@
-"""What a rank holds, and what an update costs, of `train.parallel=ddp|fsdp` beside torch's own engines in a plain loop.
+"""Compare memory and time of `train.parallel=ddp|fsdp` on each rank with torch's own engines in a plain loop.
 
-Each case starts its ranks anew, on a CPU with gloo: once for each loop, whose process's anonymous memory is looked at
-over what it had before the model was built (between two updates, and the most in one; of the rank that has most), and
-once for both, which take turns. They have the same model, windows in two micro-batches a rank, clipping, AdamW, and a
-graph for each block (`--smoke`: none). Ranks share the cores, so of the times their ratio counts.
+Each case starts its ranks anew, on a CPU with gloo. It does so once for each loop, to measure the process's anonymous
+memory beyond that before the model was built (between two updates, and the peak of one; on the rank with the most), and
+once for both loops, which take turns, to measure time. Both have the same model, windows of two micro-batches per rank,
+clipping, AdamW, and a graph for each block (`--smoke`: none). Ranks share the cores, so only the ratio of the times
+counts.
 """
 
 from __future__ import annotations
@@ -54,14 +55,14 @@ class Shape:
     captured: bool = True
 
     def window(self, ranks: int, index: int) -> Window:
-        """The rows of an update, the same on every rank."""
+        """Return the rows of an update, the same on every rank."""
         size = (MICRO * ranks * self.rows, self.length + 1)
         tokens = torch.randint(0, self.config.vocab_size, size, generator=torch.Generator().manual_seed(index))
         return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:]}
 
 
 def shape_of(vocabulary: int, width: int, layers: int, length: int) -> Shape:
-    """With few tokens a micro-step, so that memory is that of the weights."""
+    """Return a shape with few tokens per micro-step, so that most memory is that of the weights."""
     config = LlamaConfig(
         vocab_size=vocabulary, hidden_size=width, intermediate_size=8 * width // 3, num_hidden_layers=layers,
         num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=length, tie_word_embeddings=True,
@@ -73,7 +74,7 @@ SHAPE, TINY = shape_of(4096, 576, 6, 64), shape_of(64, 48, 2, 16)
 
 
 def main() -> None:
-    """Measures, prints a table, and writes it as JSON if asked to."""
+    """Measure, print a table, and write it as JSON if asked to."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="leave out cases with more")
     parser.add_argument("--rank", nargs="+", help=argparse.SUPPRESS)  # PARALLEL LOOP [LOOP]
@@ -102,13 +103,13 @@ def main() -> None:
 
 
 def started(parallel: str, ranks: int, names: list[str], smoke: bool) -> dict[str, Any]:
-    """What rank 0 of so many says."""
+    """Start that many ranks and return the result of rank 0."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     shared = os.environ | {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     shared |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    if len(names) == 1:  # its memory: or glibc keeps what was freed for the next time
+    if len(names) == 1:  # to measure memory: otherwise glibc keeps freed memory
         shared |= {"MALLOC_MMAP_THRESHOLD_": "65536"}
     command = [sys.executable, str(Path(__file__).resolve()), "--rank", parallel, *names, *["--smoke"] * smoke]
     processes = [
@@ -130,13 +131,13 @@ def started(parallel: str, ranks: int, names: list[str], smoke: bool) -> dict[st
 
 
 def rank(parallel: str, names: list[str], shape: Shape, rounds: int) -> dict[str, Any]:
-    """Bytes a parameter of one loop, or the ratios of two loops' times."""
+    """Return one loop's bytes per parameter, or the ratios of two loops' times."""
     world = World(None if parallel == "none" else place())
     windows = [shape.window(world.size, index) for index in range(WARM + 1)]
     if len(names) == 1:
         build = LOOPS[names[0]]
         tiny = replace(TINY, captured=shape.captured)
-        tried(build(parallel, tiny, world), [tiny.window(world.size, 0)])  # what modules and threads take is torch's
+        tried(build(parallel, tiny, world), [tiny.window(world.size, 0)])  # not counted: modules, threads
         counted = memory(lambda: build(parallel, shape, world), windows, world)
         found = {name: each / shape.config.parameter_count() for name, each in counted.items()}
     else:
@@ -151,7 +152,7 @@ def rank(parallel: str, names: list[str], shape: Shape, rounds: int) -> dict[str
 
 
 def memory(build: Callable[[], Loop], windows: list[Window], world: World) -> dict[str, float]:
-    """Bytes held after some updates, and at the peak of another, of the rank that has most."""
+    """Return the bytes held after some updates, and at the peak of another one, on the rank with the most."""
     before = trimmed()
     loop = build()
     tried(loop, windows[:WARM])
@@ -165,13 +166,13 @@ def memory(build: Callable[[], Loop], windows: list[Window], world: World) -> di
 
 
 def tried(loop: Loop, windows: list[Window]) -> None:
-    """Some updates."""
+    """Run some updates."""
     for window in windows:
         loop(window)
 
 
 def ours(parallel: str, shape: Shape, world: World) -> Loop:
-    """The engine of a run."""
+    """Return the engine of a run."""
     options: dict[str, Any] = {"optim": AdamW(lr=LR, weight_decay=DECAY), "clip": CLIP, "micro_batch": shape.rows}
     model, engine = Llama(shape.config), Resident
     if parallel != "none":
@@ -195,13 +196,13 @@ class WithLoss(nn.Module):
         self.model = Llama(config)
 
     def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """The loss of a micro-batch, 0-d."""
+        """Return the loss of a micro-batch, 0-d."""
         logits = self.model.lm_head(self.model(tokens))
         return cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
 def plain(parallel: str, shape: Shape, world: World) -> Loop:
-    """The loop of a tutorial: gradients are averaged with the last micro-batch by DDP, with each by FSDP2."""
+    """Return the loop of a tutorial: DDP averages gradients with the last micro-batch, FSDP2 with each one."""
     model: Any = WithLoss(shape.config)
     if shape.captured:
         for block in model.model.model.layers:

@@ -1,8 +1,8 @@
-"""How near the planned way to train is to the fastest measured one: micro-batch, recomputation, compile scope.
+"""Compare the planned way to train with the fastest measured one: micro-batch, recomputation, compile scope.
 
 For every configuration the planner's candidates that fit its memory, and the planned one in smaller micro-batches, are
-built and take turns at updates of the same tokens; the planner knows nothing of what is measured. Memory is limited by
-decree, so that there is something to decide. Goal: the planned way reaches 95 % of the fastest.
+built and take turns at updates of the same tokens; the planner does not know the measurements. An artificial limit on
+memory makes sure that there is a choice. Goal: the planned way reaches 95 % of the fastest one's speed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ REMATS = ("none", "pointwise", 0.5, 0.25, "full")
 
 
 class Case(NamedTuple):
-    """A shape, its update, and how much memory there is: a share of what everything at once would take."""
+    """A shape, its update, and the available memory as a share of what everything at once would take."""
 
     name: str
     config: LlamaConfig
@@ -54,7 +54,7 @@ CASES = (
 
 
 def asked_of(case: Case) -> Asked:
-    """What the planner is asked."""
+    """Return the question for the planner."""
     return Asked(
         case.config, case.length, case.rows * case.length, AdamW(), precisions=(case.precision,),
         scopes=("whole", "blocks"), remats=REMATS, packed=False,
@@ -62,19 +62,19 @@ def asked_of(case: Case) -> Asked:
 
 
 def works(plan: Plan, chosen: Work) -> list[Work]:
-    """The candidates that fit, and the chosen one in smaller micro-batches."""
+    """Return the candidates that fit, and the chosen one in smaller micro-batches."""
     fitting = [each.work for each in plan.candidates if each.peak_memory_bytes <= plan.budget_bytes]
     smaller = [rows for rows in range(1, chosen.rows) if chosen.window_rows % rows == 0]
     return [*fitting, *(replace(chosen, rows=rows) for rows in smaller)]
 
 
 def way(work: Work) -> str:
-    """Its name."""
+    """Return the way's name."""
     return f"{work.rows} rows, {work.compile}, recomputed: {work.remat}"
 
 
 def engine(work: Work, window: Batch) -> Resident:
-    """A captured engine that trains that way."""
+    """Return a captured engine that trains in that way."""
     model = Llama(work.config).to(default_device())
     found = Resident(
         model, optim=AdamW(), clip=1.0, precision=Precision(work.precision), remat=named(work.remat),
@@ -86,7 +86,7 @@ def engine(work: Work, window: Batch) -> Resident:
 
 
 def measure(args: Namespace, case: Case) -> dict[str, Any]:
-    """The planned way beside all that the planner thinks fit."""
+    """Time the planned way and all others that fit according to the planner."""
     device = default_device()
     everything = Work(case.config, case.rows, case.length, AdamW(), case.precision, window_rows=case.rows, packed=False)
     most = estimate_bytes(everything, "adamw")

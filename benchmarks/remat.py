@@ -1,16 +1,16 @@
-"""Peak bytes and time of a step whose blocks share out a budget, beside torch's own budget for the whole step's graph.
+"""Compare peak bytes and time of a step whose blocks share a budget with torch's own budget for the whole step's graph.
 
-Each way to train runs in a process of its own and is compiled at the same share of the bytes that a step without
+Each way to train runs in its own process and is compiled at the same share of the bytes that a step without
 recomputation keeps for its backward pass:
 
     torch   the whole step's graph is partitioned with torch._functorch.config.activation_memory_budget = share
     even    every block keeps the same share, Remat.Budget(share), whatever its input takes
     spread  a knapsack over the blocks, monograph.graph.remat.spread; inputs are part of the share, as they are in torch
 
-"whole" is one graph of the whole step, "blocks" one that all blocks share. Bytes are the largest sum of live
-allocations of one micro-step, forward and backward, beyond weights, gradients and optimizer state; products are its
-matrix products and attentions, in FLOPs as the profiler saw them run; time is CPU time over that of a step without
-recomputation, round by round. Goal: at every share no more bytes than torch's budget. Shares that FILE has already are
+"whole" is one graph of the whole step, "blocks" is one graph that all blocks share. Bytes are the largest sum of live
+allocations of one micro-step, forward and backward, beyond weights, gradients and optimizer state. Products are its
+matrix products and attentions, in FLOPs as the profiler saw them run. Time is CPU time over that of a step without
+recomputation, round by round. Goal: at every share no more bytes than torch's budget. Shares that FILE already has are
 not measured again.
 """
 
@@ -46,7 +46,7 @@ SMOKE = {"layers": 2, "width": 32, "vocabulary": 64, "length": 16, "rows": 2}
 
 
 class Way(NamedTuple):
-    """How a step is trained: whose choice, in which graphs, and at which share of the bytes."""
+    """A way to train: who chooses what to keep, in which graphs, and at which share of the bytes."""
 
     name: str
     scope: str
@@ -54,7 +54,7 @@ class Way(NamedTuple):
 
     @property
     def label(self) -> str:
-        """As tables name it."""
+        """Return its name in tables."""
         return f"{self.name}, {self.scope}"
 
 
@@ -62,7 +62,7 @@ NONE = Way("none", "whole", 1.0)
 
 
 def ways(shares: Sequence[float]) -> list[list[Way]]:
-    """Those that take turns, in groups of one share; `NONE` takes part in each."""
+    """Return the ways that take turns, in groups of one share; `NONE` is in each group."""
     least = [Way("torch", "whole", 0.0), *(Way("full", scope, 0.0) for scope in ("whole", "blocks"))]
     between = [
         [
@@ -102,11 +102,11 @@ class Trained:
         capture(self.step, scope=way.scope)  # type: ignore[arg-type]
 
     def __call__(self) -> None:
-        """One micro-step."""
+        """Run one micro-step."""
         accumulate(self.step, [self.batch])
 
     def measured(self) -> dict[str, Any]:
-        """Compiling, the gradient's norm, and bytes and FLOPs of a later micro-step."""
+        """Return compile times, the gradient's norm, and bytes and FLOPs of a later micro-step."""
         compiling_cpu_s = harness.timed(self, default_device()).cpu_s
         squares = [float(plane.grad.double().square().sum()) for plane in self.step.planes]
         return {
@@ -117,7 +117,7 @@ class Trained:
         }
 
     def timed(self, steps: int) -> dict[str, float]:
-        """Seconds of some micro-steps."""
+        """Return the seconds of some micro-steps."""
         wall, cpu = clock(), time.process_time()
         for _ in range(steps):
             self()
@@ -125,7 +125,7 @@ class Trained:
 
 
 def policy(way: Way, model: Llama, batch: dict[str, torch.Tensor]) -> Policy:
-    """What the blocks of a model keep."""
+    """Return what the blocks of a model keep."""
     if way.name == "even":
         return Remat.Budget(way.share)
     if way.name == "spread":
@@ -133,18 +133,18 @@ def policy(way: Way, model: Llama, batch: dict[str, torch.Tensor]) -> Policy:
         first, inputs = recordings[0], sum(recording.input_bytes for recording in recordings)
         limit = way.share * (len(recordings) * first.stored_bytes + inputs) - inputs
         found = spread(first.curve(), first.stored_bytes, len(recordings), max(0, int(limit)))
-        assert found is not None  # nothing is refused at 0 and above
+        assert found is not None  # shares from 0 on are never refused
         return found
     return {"pointwise": Remat.Pointwise(), "full": Remat.Full()}.get(way.name, Remat.Off())
 
 
 def product_flops(run: Callable[[], object]) -> int:
-    """FLOPs of the matrix products and attentions of one call, a multiplication and an addition being two.
+    """Return the FLOPs of the matrix products and attentions of one call; a multiplication and an addition are two.
 
     Attention's backward pass is left out: it is never computed twice.
     """
     found = list[int]()
-    ours = getattr(extern_kernels, OUR_PRODUCT, None)  # captured graphs call it past torch's dispatcher
+    ours = getattr(extern_kernels, OUR_PRODUCT, None)  # captured graphs call it without torch's dispatcher
     if ours is not None:
 
         @functools.wraps(ours)
@@ -159,13 +159,13 @@ def product_flops(run: Callable[[], object]) -> int:
     finally:
         if ours is not None:
             setattr(extern_kernels, OUR_PRODUCT, ours)
-    # What a dispatch mode is asked for is counted where it runs, if it does.
+    # An operator that a dispatch mode intercepts is counted where it then runs, if it does.
     ran = [e for e in watching.events() if all(child.name != "PythonDispatchMode" for child in e.cpu_children)]
     return sum(found) + sum(event_flops(event.name, event.input_shapes) for event in ran)
 
 
 def event_flops(name: str, shapes: list[list[int]]) -> int:
-    """FLOPs of an operator by the shapes of its arguments; 0 for what is no product."""
+    """Return the FLOPs of an operator by the shapes of its arguments; 0 if it is not a product."""
     if name in ("aten::mm", "aten::bmm"):
         rows, columns = shapes[:2]
         return 2 * torch.Size(rows).numel() * columns[-1]
@@ -182,13 +182,13 @@ def event_flops(name: str, shapes: list[list[int]]) -> int:
 
 
 def begun(way: Way, sizes: dict[str, int]) -> tuple[Child, dict[str, Any]]:
-    """A way's process, compiled, and what it measured."""
+    """Start a way's process; return it, compiled, with its measurements."""
     child = Child([__file__, "--child", json.dumps([*way]), json.dumps(sizes)], torch.get_num_threads(), {})
     return child, child.answer()
 
 
 def measure(group: Sequence[Way], args: Namespace, none: tuple[Child, dict[str, Any]]) -> list[dict[str, Any]]:
-    """Bytes, FLOPs and time of the ways of a group, relative to a step that recomputes nothing."""
+    """Return bytes, FLOPs and time of the ways of a group, relative to a step that recomputes nothing."""
     children = {NONE.label: none[0]}
     found = {}
     for way in group:
@@ -217,15 +217,15 @@ def measure(group: Sequence[Way], args: Namespace, none: tuple[Child, dict[str, 
 
 
 def verdict(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Bytes of each of our ways over torch's at the same share, and which of torch's points none of ours dominates.
+    """Return our ways' bytes over torch's at the same share, and torch's points that none of our points dominates.
 
     A point is dominated by one with no more bytes and no more FLOPs.
     """
     theirs = {case["share"]: case for case in cases if case["name"] == "torch"}
     ours = [case for case in cases if case["name"] != "torch"]
-    beside = [case for case in ours if case["share"] in theirs]
-    over: dict[str, dict[str, float]] = {case["label"]: {} for case in beside}
-    for case in beside:
+    same_share = [case for case in ours if case["share"] in theirs]
+    over: dict[str, dict[str, float]] = {case["label"]: {} for case in same_share}
+    for case in same_share:
         over[case["label"]][f"{case['share']:g}"] = case["peak_bytes"] / theirs[case["share"]]["peak_bytes"]
     undominated = [
         share
@@ -238,7 +238,7 @@ def verdict(cases: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def row(case: dict[str, Any]) -> list[str]:
-    """The table's line of one way at one share."""
+    """Return the table's line of one way at one share."""
     return [
         f"{case['share']:g} {case['label']}",
         f"{case['peak_bytes'] / 2**20:.1f}",

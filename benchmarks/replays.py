@@ -1,4 +1,4 @@
-"""What replaying a captured micro-step saves over calling it, on one engine, as `train.py` measures it."""
+"""Measure what replaying a captured micro-step saves over calling it, on one engine, for `train.py`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from monograph.resident import Resident
 
 
 def replay(shape: Shape, args: Namespace) -> dict[str, Any]:
-    """Rounds of updates called and replayed, interleaved; `by_itself`: whether the engine would replay here."""
+    """Time rounds of updates called and replayed, interleaved; `by_itself`: whether the engine would replay here."""
     device = default_device()
     rows = random_rows(shape).to(device)
     window = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
@@ -82,7 +82,7 @@ def compared(engine: Resident, window: Batch, recorders: list[Recorder | None], 
 
 
 def peak_of(engine: Resident, window: Batch) -> int:
-    """Of an update, after one that warms up."""
+    """Return the peak memory of an update, after one that warms up."""
     device = engine.step.device
     for _ in range(2):
         synchronize(device)

@@ -1,7 +1,7 @@
-"""Rounds of updates in processes that stay: each system holds its training in one of its own and goes on when told to.
+"""Run rounds of updates in processes that stay: each holds one system's training and continues when told to.
 
-So rounds of many systems interleave, though each loop belongs to its system, and no round pays for compiling. A process
-that is not asked waits on a pipe and uses no CPU.
+So rounds of many systems are interleaved, though each loop belongs to its system, and no round pays for compiling. A
+waiting process blocks on a pipe and uses no CPU.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from monograph.loss import token_loss
 from monograph.model.llama import Llama
 from monograph.profiling.memory import LiveBytes
 
-# Operators that only look at memory in another shape, or only allocate it: nothing is launched for them.
+# Operators that only make views of memory or allocate it launch nothing.
 QUIET = (
     "aten::view", "aten::_unsafe_view", "aten::_reshape_alias", "aten::as_strided", "aten::reshape", "aten::expand",
     "aten::slice", "aten::select", "aten::split", "aten::split_with_sizes", "aten::chunk", "aten::narrow", "aten::t",
@@ -37,7 +37,7 @@ QUIET = (
     "aten::unbind", "aten::resolve_conj", "aten::resolve_neg", "aten::_has_compatible_shallow_copy_type",
 )  # fmt: skip
 
-# Launched as one, though it calls operators that prepare it.
+# Launched as one kernel, though they call operators that prepare it.
 OUR_PRODUCT = "monograph_small_matmul"
 ONE_KERNEL = ("mkldnn::_linear_pointwise", OUR_PRODUCT)
 
@@ -45,8 +45,8 @@ ONE_KERNEL = ("mkldnn::_linear_pointwise", OUR_PRODUCT)
 class Orders:
     """The side of the process that trains: `updated()` counts, answers when a round is done and waits for an order.
 
-    The first answer comes after `warm_up` updates. Orders: {"updates": n} times n of them, {"watch": "kernels"} and
-    {"watch": "bytes"} look at one; the end of the input ends the process.
+    The first answer comes after `warm_up` updates. The order {"updates": n} times n updates; {"watch": "kernels"} and
+    {"watch": "bytes"} examine one update; the end of the input ends the process.
     """
 
     def __init__(self, reply: TextIO, warm_up: int, targets: Callable[[], int], ready: Callable[[], dict[str, Any]]):
@@ -55,7 +55,7 @@ class Orders:
         self.began, self.cpu, self.counted, self.watch = clock(), time.process_time(), 0, None
 
     def updated(self) -> None:
-        """To be called after each update."""
+        """Count an update; to be called after each one."""
         self.left -= 1
         if self.left:
             return
@@ -70,14 +70,14 @@ class Orders:
         self.reply.flush()
         line = sys.stdin.readline()
         if not line:
-            os._exit(0)  # no system's own end: it would save, print or wait
+            os._exit(0)  # without the system's own shutdown, which would save, print or wait
         self.order = json.loads(line)
         self.left, self.watch = self.order.get("updates", 1), watch(self.order.get("watch"))
         self.counted, self.cpu, self.began = self.targets(), time.process_time(), clock()
 
 
 def watch(what: str | None) -> Any:
-    """What counts kernels or bytes, begun; None for nothing."""
+    """Start a counter of kernels or bytes and return it; None for neither."""
     if what is None:
         return None
     if what == "kernels":
@@ -96,9 +96,9 @@ def _show_products() -> None:
 
 
 def seen(watching: Any) -> int:
-    """The most bytes at a moment beyond what was there before; or the operators and compiled kernels that ran.
+    """Return the peak of bytes beyond those before, or the number of operators and compiled kernels that ran.
 
-    An operator that another one calls is counted, the caller is not.
+    If an operator calls another one, only the called one counts.
     """
     if isinstance(watching, LiveBytes):
         return watching.peak_bytes
@@ -107,7 +107,7 @@ def seen(watching: Any) -> int:
 
 
 class FirstGradient:
-    """Keeps the gradient of a system's first update, before it is clipped, and its relative error against float64."""
+    """The gradient of a system's first update, before it is clipped, and its relative error against float64."""
 
     def __init__(self, model: Callable[[], nn.Module]) -> None:
         self.model = model
@@ -135,14 +135,14 @@ class FirstGradient:
         mock.patch.stopall()
 
     def _keep(self) -> None:
-        mock.patch.stopall()  # every later update is the system's alone
+        mock.patch.stopall()  # later updates run without our patches
         for name, parameter in self.model().named_parameters():
             assert parameter.grad is not None, name
             self.gradients[name.removeprefix("net.")] = parameter.grad.detach().double().clone()
 
 
 def large_batch(model: Llama, documents: list[tuple[Tensor, Tensor]]) -> dict[str, Tensor]:
-    """The gradient of the mean loss over all targets, every document alone, in float64, by parameter name."""
+    """Return the float64 gradient of the mean loss over all targets, each document alone, by parameter name."""
     model = model.double()
     total = sum(len(targets) for _, targets in documents)
     for inputs, targets in documents:
@@ -152,14 +152,14 @@ def large_batch(model: Llama, documents: list[tuple[Tensor, Tensor]]) -> dict[st
 
 
 def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """|found - expected| / |expected| over all parameters together."""
+    """Return |found - expected| / |expected| over all parameters together."""
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     difference = sum(float((found[name] - expected[name]).square().sum()) for name in found)
     return (difference / sum(float(tensor.square().sum()) for tensor in expected.values())) ** 0.5
 
 
 class Child:
-    """The side that gives orders: one system in a process of its own."""
+    """The side that gives orders: one system in its own process."""
 
     def __init__(self, command: list[str], threads: int, environment: dict[str, str]) -> None:
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
@@ -174,7 +174,7 @@ class Child:
         )
 
     def answer(self) -> dict[str, Any]:
-        """What it says after its warm-up or an order.
+        """Return its answer after its warm-up or an order.
 
         Raises:
             ChildFailed: it ended instead.
@@ -197,7 +197,7 @@ class Child:
         return self.answer()
 
     def end(self) -> None:
-        """Let it go."""
+        """End the process."""
         assert self.process.stdin is not None and self.process.stdout is not None
         self.process.stdin.close()
         self.process.wait()
@@ -206,11 +206,11 @@ class Child:
 
 
 class ChildFailed(Exception):
-    """A system's process ended; its last words, and the lines before them."""
+    """The process of a system ended; has its last words, and the lines before them."""
 
 
 def interleaved(children: dict[str, Child], updates: dict[str, int], rounds: int) -> dict[str, list[dict[str, Any]]]:
-    """Every child once a round, `updates` of each, in `harness.turns`' order."""
+    """Run every child once per round, `updates` of each, in the order of `harness.turns`."""
     answers: dict[str, list[dict[str, Any]]] = {name: [] for name in children}
     for name in harness.turns(children, rounds):
         answers[name].append(children[name].ask(updates=updates[name]))

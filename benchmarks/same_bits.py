@@ -1,7 +1,7 @@
-"""Whether two versions of the code train to the same bits: digests of 20 updates by every engine.
+"""Check that two versions of the code train to the same bits, by digests of 20 updates of every engine.
 
-Run it at one commit with `--out FILE` and at another with `--against FILE`, on the same processor with the same torch:
-bits depend on both. It ends with exit code 1 where a digest differs.
+Run it at one commit with `--out FILE` and at another with `--against FILE`, on the same processor with the same torch,
+since bits depend on both. It ends with exit code 1 if a digest differs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SCHEDULE = partial(pow, 0.9)
 
 
 def main() -> None:
-    """Trains every configuration, prints its digests, and compares them if asked to."""
+    """Train every configuration, print its digests, and compare them if asked to."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--captured", action="store_true", help="compile each step by Inductor before its first update")
     parser.add_argument("--only", nargs="+", metavar="NAME", choices=CONFIGURATIONS, help="these configurations")
@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
-    """The configurations and parts whose digests are not those of another result of the same settings."""
+    """Return the configurations and parts whose digests differ from those of another result of the same settings."""
     if before["settings"] != now["settings"]:
         raise SystemExit(f"same_bits.py: settings were {before['settings']}, and are {now['settings']}")
     [were], [are] = before["cases"], now["cases"]
@@ -56,7 +56,7 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 
 def digests(name: str, updates: int, captured: bool) -> dict[str, str]:
-    """Train one configuration; the SHA-256 of its losses, of its norms, and of each kind of its state."""
+    """Train one configuration; return the SHA-256 of its losses, of its norms, and of each kind of its state."""
     make, window_of = CONFIGURATIONS[name]
     torch.manual_seed(0)
     engine = make()
@@ -78,7 +78,7 @@ def digests(name: str, updates: int, captured: bool) -> dict[str, str]:
 
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, dtypes, shapes and bytes, in the order of the names."""
+    """Return the SHA-256 over names, dtypes, shapes and bytes, in the order of the names."""
     found = hashlib.sha256()
     for name, tensor in sorted(tensors.items()):
         found.update(f"{name} {tensor.dtype} {list(tensor.shape)}".encode())
@@ -90,13 +90,13 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def tokens(index: int, *size: int) -> Iterator[Tensor]:
-    """Tokens and targets of a window, random."""
+    """Return random tokens and targets of a window."""
     generator = torch.Generator().manual_seed(index)
     return (torch.randint(VOCABULARY, size, generator=generator) for _ in range(2))
 
 
 def packed(index: int) -> Batch:
-    """Full rows of two documents each."""
+    """Return full rows of two documents each."""
     read, targets = tokens(index, ROWS, LENGTH)
     column, border = torch.arange(LENGTH), 1 + (torch.arange(ROWS)[:, None] + index) % (LENGTH - 1)
     positions = torch.where(column < border, column, column - border)
@@ -104,19 +104,19 @@ def packed(index: int) -> Batch:
 
 
 def padded(index: int) -> Batch:
-    """Rows of several lengths; three, so that micro-batches of two are filled up."""
+    """Return three rows of several lengths; three, so that micro-batches of two are filled up."""
     read, targets = tokens(index, ROWS - 1, LENGTH)
     targets[torch.arange(LENGTH) >= 3 + (torch.arange(ROWS - 1)[:, None] * 5 + index) % (LENGTH - 2)] = IGNORE
     return {"tokens": read, "targets": targets}
 
 
 def shared(index: int) -> Batch:
-    """The same rows for all members."""
+    """Return the same rows for all members."""
     return dict(zip(("tokens", "targets"), tokens(index, ROWS, LENGTH), strict=True))
 
 
 def own(index: int) -> Batch:
-    """Rows of its own for each member."""
+    """Return different rows for each member."""
     return dict(zip(("tokens", "targets"), tokens(index, MEMBERS, ROWS, LENGTH), strict=True))
 
 
@@ -124,36 +124,36 @@ def own(index: int) -> Batch:
 
 
 def llama(seed: int = 0, **sizes: Any) -> mono.Llama:
-    """A tiny model, the same at every call."""
+    """Return a tiny model, the same at every call."""
     return mono.Llama(mono.LlamaConfig.preset("nano", **(SHAPE | sizes)), seed=seed)
 
 
 def resident(**options: Any) -> Resident:
-    """On the device."""
+    """Return an engine on the device."""
     return mono.Resident(llama(), schedule=SCHEDULE, **options)
 
 
 def adapted() -> Resident:
-    """With low-rank adapters on a frozen base."""
+    """Return an engine with low-rank adapters on a frozen base."""
     model = llama()
     mono.adapt(model, mono.Lora(rank=4))
     return mono.Resident(model, optim=mono.AdamW(lr=1e-2), schedule=SCHEDULE, clip=1.0, micro_batch=2)
 
 
 def streamed(placement: mono.Placement, **options: Any) -> Resident:
-    """From the host, stage by stage."""
+    """Return an engine that streams from the host, stage by stage."""
     model = llama(tie_word_embeddings=False)
     return mono.Streamed(model, schedule=SCHEDULE, micro_batch=2, placement=placement, **options)
 
 
 def ensemble(**options: Any) -> Resident:
-    """Members of several rates, decays and seeds, as those of a sweep are."""
+    """Return an ensemble of several rates, decays and seeds, like the members of a sweep."""
     knobs = mono.grid(lr=[1e-3, 1e-2], weight_decay=[0.0, 0.1])
     return mono.Ensemble([llama(seed) for seed in range(MEMBERS)], knobs, schedule=SCHEDULE, **options)
 
 
 def adamw(**options: Any) -> mono.AdamW:
-    """With a rate at which every bit moves."""
+    """Return AdamW with a learning rate at which every bit changes."""
     return mono.AdamW(lr=1e-2, **options)
 
 

@@ -1,6 +1,6 @@
-"""What the sampler costs: its graph alone, and whole decode steps beside steps that take the likeliest token.
+"""Measure the cost of sampling: the sampler's graph alone, and whole decode steps compared with greedy ones.
 
-Alone, each variant is one graph; its logits are random normal numbers with a standard deviation of 3, as a model's are.
+Alone, each variant is one graph; its logits are random normal numbers with a standard deviation of 3, like a model's.
 The full chain is penalties, temperature 0.8, top-k 40, top-p 0.95 and min-p 0.05. Whole steps are those of a model of 6
 layers, 384 channels and a vocabulary of 32,000, random weights, fp32 on a CPU and bf16 on a GPU, through the generator.
 """
@@ -51,7 +51,7 @@ PROMPT = tuple(range(5, 20))
 
 
 def rows_of(sampling: Sampling, chain: Chain, count: int, vocabulary: int, device: torch.device) -> Rows:
-    """The same request in every row, each with its own seed."""
+    """Return the same request in every row, each with its own seed."""
     knobs = new_knobs(chain, count, device)
     for row in range(count):
         write_row(knobs, row, knobs_of(sampling, chain))
@@ -68,7 +68,7 @@ class Draw:
         chain = chain_of([sampling])
         rows = rows_of(sampling, chain, *logits_BV.shape, logits_BV.device)
 
-        # Every graph here comes from this one function.
+        # All graphs come from this one function.
         torch._dynamo.config.recompile_limit = 64
 
         def draw(logits_BV: torch.Tensor, rows: Rows) -> Any:
@@ -81,13 +81,13 @@ class Draw:
         self.graph(*self.arguments)
 
     def equals_eager(self) -> bool:
-        """Whether the graph draws the tokens that the functions draw, all of them well; compiles at its first call."""
+        """Return whether graph and functions draw the same tokens, all successfully; the first call compiles."""
         ours, eager = self.graph(*self.arguments), self.eager(*self.arguments)
         return bool((ours.token_B == eager.token_B).all() and (ours.status_B == OK).all())
 
 
 def measure(args: Namespace, vocabulary: int, batch: int) -> dict[str, Any]:
-    """All variants on the same logits, taking turns."""
+    """Time all variants on the same logits, taking turns."""
     device = default_device()
     logits_BV = 3 * torch.randn(batch, vocabulary, generator=torch.Generator().manual_seed(0)).to(device)
     draws = {name: Draw(name, logits_BV) for name in args.variants}
@@ -108,7 +108,7 @@ def measure(args: Namespace, vocabulary: int, batch: int) -> dict[str, Any]:
 
 
 class Steps:
-    """Decode steps of one chain, in the graph that a user of it gets."""
+    """Decode steps of one chain, in the graph that its user gets."""
 
     def __init__(self, model: Llama, name: str, rows: int, steps: int, compiled: bool) -> None:
         self.sampling, self.rows, self.steps = WHOLE[name], rows, steps
@@ -122,14 +122,14 @@ class Steps:
         )
 
     def __call__(self) -> None:
-        """As many texts as rows."""
+        """Generate as many texts as there are rows."""
         for seed in range(self.rows):
             self.generator.submit(Request(PROMPT, dataclasses.replace(self.sampling, seed=seed), self.steps))
         assert sum(len(event.token_ids) for event in self.generator.run()) == self.rows * self.steps
 
 
 def measure_steps(args: Namespace, batch: int) -> dict[str, Any]:
-    """Every chain's steps, taking turns, and how much longer than greedy ones they take."""
+    """Time every chain's steps, taking turns, and return how much longer than greedy ones they take."""
     device = default_device()
     model = Llama(SHAPE) if device.type == "cpu" else drawn_on(device, SHAPE).to(torch.bfloat16)
     chains = {name: Steps(model, name, batch, args.steps, compiled=not args.smoke) for name in WHOLE}
@@ -146,7 +146,7 @@ def measure_steps(args: Namespace, batch: int) -> dict[str, Any]:
 
 
 def spread_ms(seconds: list[float], repeats: int) -> dict[str, Any]:
-    """Milliseconds of one draw."""
+    """Return the milliseconds of one draw."""
     return harness.spread([1e3 * each / repeats for each in seconds])
 
 

@@ -1,8 +1,8 @@
-"""Compiling and steps of the two compile scopes, the whole step in one graph or one block's graph for all, by depth.
+"""Compare the compile scopes, one graph of the whole step and one for all blocks: compile and step times by depth.
 
-Each compilation is a process of its own with an empty cache and one compiler process; its slope is seconds a further
-layer. Steps of both scopes then take turns in one process. Goal: at 16 layers the blocks' scope compiles in half of the
-whole's time or less.
+Each compilation runs in its own process with an empty cache and one compiler process; its slope is the seconds of each
+further layer. Then steps of both scopes take turns in one process. Goal: at 16 layers the blocks' scope compiles in at
+most half of the time of the whole step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ROWS, LENGTH = 8, 128
 
 
 def engine(layers: int, scope: str, window: Batch) -> tuple[Resident, float, float]:
-    """A captured engine, and the wall and CPU seconds (of this process and its compilers) that capturing took."""
+    """Return a captured engine, and the wall and CPU seconds (with its compiler processes) of capturing."""
     model = Llama(replace(SHAPE, num_hidden_layers=layers, layer_types=())).to(default_device())
     found = Resident(model, optim=AdamW(), clip=1.0, precision=Precision("bf16"), micro_batch=ROWS)
     began, times = time.perf_counter(), os.times()
@@ -55,13 +55,13 @@ def engine(layers: int, scope: str, window: Batch) -> tuple[Resident, float, flo
 
 
 def some_window() -> Batch:
-    """Full rows of one document each."""
+    """Return full rows of one document each."""
     tokens = torch.randint(SHAPE.vocab_size, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
 
 
 def compiled_in_a_process(layers: int, scope: str) -> dict[str, float]:
-    """Seconds of capturing with an empty cache."""
+    """Return the seconds of capturing with an empty cache."""
     with tempfile.TemporaryDirectory(prefix="monograph-scopes-") as cache:
         environment = os.environ | {
             "TORCHINDUCTOR_CACHE_DIR": cache, "TRITON_CACHE_DIR": str(Path(cache, "triton")),
@@ -74,7 +74,7 @@ def compiled_in_a_process(layers: int, scope: str) -> dict[str, float]:
 
 
 def measure(args: Namespace, layers: int) -> dict[str, Any]:
-    """Both scopes at one depth."""
+    """Measure both scopes at one depth."""
     compiled = {scope: compiled_in_a_process(layers, scope) for scope in SCOPES}
     window, device = some_window(), default_device()
     engines = {scope: engine(layers, scope, window)[0] for scope in SCOPES}

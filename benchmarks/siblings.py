@@ -1,8 +1,8 @@
-"""Fused siblings against separate ones: query, key and value, gate and up as one product each, or layer by layer.
+"""Compare fused siblings with separate ones: query, key and value, gate and up as one product each, or layer by layer.
 
 The same two-layer Llama at several widths, eager and captured, its forward pass and its whole update; both ways take
-turns in one process. A ratio below 1 means that fused is faster. Goal: none, it is kept where it pays. `kept` says
-whether fused won so many of these rounds that a coin would do that less than once in twenty times (sign test).
+turns in one process. A ratio below 1 means that fused is faster. There is no goal: it is kept if it pays. `kept` says
+whether fused won so many of these rounds that a fair coin would do so less than once in twenty times (sign test).
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ def is_faster(ratios: Sequence[float]) -> bool:
 
 
 def window() -> Batch:
-    """Full rows of one document each."""
+    """Return full rows of one document each."""
     tokens = torch.randint(VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(0))
     return {"tokens": tokens, "targets": tokens.roll(-1, 1)}
 
 
 def engine(width: int, precision: str, mode: str, way: str) -> Resident:
-    """One of the ways to train, warm; half as many heads for keys and values as for queries."""
+    """Return one of the ways to train, warmed up; with half as many heads for keys and values as for queries."""
     heads = max(2, width // HEAD)
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -69,7 +69,7 @@ def engine(width: int, precision: str, mode: str, way: str) -> Resident:
 
 
 def update(engine: Resident, batch: Batch) -> None:
-    """One update."""
+    """Make one update."""
     engine.accumulate(batch)
     engine.update()
 
@@ -78,7 +78,7 @@ WORK: dict[str, Callable[[Resident, Batch], object]] = {"forward": Resident.eval
 
 
 def measure(args: Namespace, width: int, precision: str, mode: str) -> dict[str, Any]:
-    """Both ways in turns, forward pass and update, and what an update holds at its peak."""
+    """Time both ways in turns, forward pass and update, and measure the peak memory of an update."""
     device, batch = default_device(), window()
     engines = {way: engine(width, precision, mode, way) for way in WAYS}
     case: dict[str, Any] = {"width": width, "precision": precision, "mode": mode}

@@ -1,6 +1,6 @@
-"""Time to the first update, cold (empty compile cache) and warm (the same cache, a new process), part by part.
+"""Measure the time to the first update, cold (empty compile cache) and warm (same cache, new process), part by part.
 
-Each start is a process of its own. Goal: a warm start takes at most 25 % of a cold one.
+Each start is a separate process. Goal: a warm start takes at most 25 % of a cold one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-BORN_S = time.monotonic()  # of the system's clock, which the process that started this one reads, too
+BORN_S = time.monotonic()  # by the system's clock, which the parent process reads, too
 PARTS = ("interpreter_s", "import_s", "build_s", "trial_s", "compile_s", "first_update_s")
 GOAL = 0.25
 STARTS = ("cold", "warm")
 
 
 def start(shape_name: str, dtype: str, spawned_s: float) -> dict[str, Any]:
-    """One start, in this process: import, build, eager trial, compile, first update; seconds of each."""
+    """Make one start in this process: import, build, eager trial, compile, first update; return the seconds of each."""
     import steps
     import torch._dynamo.utils as dynamo
 
@@ -52,7 +52,7 @@ def start(shape_name: str, dtype: str, spawned_s: float) -> dict[str, Any]:
 
 
 def spawn(shape: str, dtype: str, cache: Path) -> dict[str, Any]:
-    """`start` in a new process with this compile cache."""
+    """Run `start` in a new process with this compile cache."""
     environment = os.environ | {
         "OMP_WAIT_POLICY": "passive",
         "TORCHINDUCTOR_CACHE_DIR": str(cache),
@@ -67,7 +67,7 @@ def spawn(shape: str, dtype: str, cache: Path) -> dict[str, Any]:
 
 
 def measure(shape: str, dtype: str, rounds: int) -> dict[str, Any]:
-    """Each round begins with an empty cache: one cold start, then one warm one."""
+    """Measure rounds of one cold start with an empty cache, then one warm start."""
     import harness
 
     starts: dict[str, list[dict[str, Any]]] = {name: [] for name in STARTS}
@@ -90,7 +90,7 @@ def measure(shape: str, dtype: str, rounds: int) -> dict[str, Any]:
 
 
 def rows(case: dict[str, Any]) -> list[list[str]]:
-    """The table's two lines of one case."""
+    """Return a case's two lines of the table."""
     lines = []
     for name in STARTS:
         median = case["median"][name]

@@ -1,7 +1,7 @@
-"""Tokens per second of the training step, eager and captured: the same model, optimizer and packed batch, interleaved.
+"""Compare tokens per second of the training step, eager and captured: same model, optimizer, packed batch, interleaved.
 
-nano is bound by overhead, micro lies between, wide by arithmetic. On a GPU also MFU, raw TFLOP/s, and what made the
-host wait during one update (goal: nothing).
+nano is bound by overhead, wide by arithmetic, and micro is between them. On a GPU it also prints MFU, raw TFLOP/s, and
+the events that made the host wait during one update (goal: none).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ ROUND_S = 0.5  # a round repeats quick steps for this long
 
 
 class Shape(NamedTuple):
-    """What is trained: T positions a row, `rows` rows an update."""
+    """A model and its update: T positions of a row, `rows` rows of an update."""
 
     config: LlamaConfig
     length: int
@@ -55,7 +55,7 @@ SMOKE = {"nano": Shape(LlamaConfig.preset("nano"), length=16, rows=2)}
 
 
 def packed_window(shape: Shape, device: torch.device) -> Batch:
-    """A window as the data room hands it out: every row full, two documents each, the border at a random place.
+    """Return a window like the data room's: every row full, with two documents and the border at a random place.
 
     On a GPU in page-locked host memory, as in training.
     """
@@ -73,13 +73,13 @@ def packed_window(shape: Shape, device: torch.device) -> Batch:
 
 
 def engine(shape: Shape, dtype: str, device: torch.device) -> Resident:
-    """What `monograph train` builds by default."""
+    """Return the engine that `monograph train` builds by default."""
     model = Llama(shape.config, seed=0).to(device)
     return Resident(model, optim=AdamW(lr=1e-3), clip=1.0, precision=Precision(dtype), micro_batch=shape.rows)
 
 
 def measure(args: Namespace, name: str, shape: Shape, dtype: str) -> dict[str, Any]:
-    """Both modes of one shape and dtype."""
+    """Measure both modes of one shape and dtype."""
     device = default_device()
     window = packed_window(shape, device)
     engines = {mode: engine(shape, dtype, device) for mode in ("eager", "captured")}
@@ -120,14 +120,14 @@ def losses(engine: Resident, window: Batch, count: int) -> list[float] | None:
 
 
 def waits(run: Callable[[], object], device: torch.device) -> dict[str, int] | None:
-    """See `harness.HostSyncs`."""
+    """Count the host's waits in one update (see `harness.HostSyncs`)."""
     with harness.HostSyncs(device) as syncs:
         run()
     return syncs.counts
 
 
 def rates(shape: Shape, dtype: str, tokens_per_s: float) -> dict[str, float | None]:
-    """FLOP/s by the formula of `predict.roofline`, and its share of the rate in the datasheet, if it has one."""
+    """Return raw FLOP/s by the formula of `predict.flops`, and its share of the GPU's datasheet rate, if known."""
     per_token = flops_per_token(shape.config, shape.length)
     peak = describe().peak_flops.get(dtype)
     return {
@@ -138,7 +138,7 @@ def rates(shape: Shape, dtype: str, tokens_per_s: float) -> dict[str, float | No
 
 
 def row(case: dict[str, Any]) -> list[str]:
-    """The table's line of one case."""
+    """Return a case's line of the table."""
     rate, memory, flops = case["tokens_per_s"], case["step_peak_bytes"], case["flops"]["captured"]
     syncs = case["host_syncs"]["captured"]
     return [
@@ -173,7 +173,7 @@ def main() -> None:
         shapes, args.rounds, args.round_s, args.dtypes = SMOKE, 2, 0.0, args.dtypes[:1]
     found = harness.result("steps", {"rounds": args.rounds, "round_s": args.round_s, "smoke": args.smoke})
     harness.print_machine(found)
-    print(f"median (lowest-highest) of {args.rounds} rounds; MiB: the most one update holds beside weights, gradients")
+    print(f"median (lowest-highest) of {args.rounds} rounds; MiB: the most one update holds besides weights, gradients")
     print("and optimizer state; TFLOP/s = tokens/s x (6 N_matmul + 6 L d T), captured; speed-up: captured over eager")
     for name, shape in shapes.items():
         for dtype in args.dtypes:

@@ -1,12 +1,12 @@
-"""A model whose weights, gradients and moments do not fit the device: trained in stages, killed, resumed, and compared.
+"""Train a model whose weights, gradients and moments do not fit the device: stage by stage, killed, resumed, compared.
 
-On a GPU the allocator's peak is noted beside what is counted. On a CPU the device is a budget: slots, staging buffers
-and what goes from stage to stage are counted and have to stay below `--budget`, while the model's whole state is many
-times that. In processes of their own, one after another:
+On a GPU the allocator's peak is printed next to the counted bytes. On a CPU a budget takes the place of the device:
+slots, staging buffers and activations between stages are counted and must stay below `--budget`, while the model's
+whole state is many times as large. Three processes run one after another:
 
     streamed   trains, saves after half of the updates, and is killed with SIGKILL in the middle of the next one
-    resumed    takes the checkpoint up and trains the rest
-    resident   trains all updates with everything on the device, which is the truth
+    resumed    continues from the checkpoint and trains the rest
+    resident   trains all updates with everything on the device, as the reference
 
 Their losses and gradient norms are printed and compared bit for bit.
 """
@@ -46,14 +46,14 @@ SMOKE = SHAPE | {"hidden_size": 64, "intermediate_size": 128, "num_attention_hea
 
 
 def window(update: int, rows: int, shape: dict[str, Any]) -> dict[str, Tensor]:
-    """An update's rows, made from its number."""
+    """Return an update's rows, made from its number."""
     draw = torch.Generator().manual_seed(update)
     tokens = torch.randint(shape["vocab_size"], (rows, shape["max_position_embeddings"] + 1), generator=draw)
     return {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
 
 
 def train(task: dict[str, Any]) -> dict[str, Any]:
-    """One process's share: the engine's updates from where it stands, and what it took."""
+    """Run one process's share of the updates; return their losses and norms, and their costs."""
     shape, folder, device = task["shape"], Path(task["folder"]), default_device()
     torch.manual_seed(0)
     model = Llama(LlamaConfig(**shape), seed=0)
@@ -100,12 +100,12 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def peak_rss_bytes() -> int:
-    """The process's largest resident memory."""
+    """Return the process's largest resident memory."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def child(task: dict[str, Any]) -> dict[str, Any]:
-    """The task in a process of its own; of one that was killed, what it said before."""
+    """Run the task in a separate process; if it was killed, return the last result that it printed."""
     command = [sys.executable, "-u", __file__, "--task", json.dumps(task)]
     done = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     last = "{}"
@@ -123,7 +123,7 @@ def child(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def main(options: Namespace) -> None:
-    """The three, the comparison, the JSON."""
+    """Run the three processes, compare them, and write the JSON."""
     shape = SMOKE if options.smoke else SHAPE
     found = harness.result("stream", {"shape": shape, "updates": options.updates, "rows": options.rows})
     harness.print_machine(found)

@@ -1,13 +1,13 @@
-"""A sweep of learning rates and seeds in one command, against one `monograph train` after another of the same runs.
+"""Compare a sweep of learning rates and seeds with the same runs by one `monograph train` after another.
 
-Both are the installed command line on Python's standard library, everything at its defaults but the model, the length
-and the swept keys. Compile included is each command's whole time as a person waits for it: start, data, compilation,
-training, evaluation, checkpoints, report. Compile excluded is training alone: the tokens of all runs over the measured
-tokens per second. Every command finds a compile cache that an earlier one left, if it has the same graphs, as on a
-person's machine; the first of each kind finds none. Half of the single runs come before the sweep and half after it,
-so that what the machine does meanwhile hits both alike.
+Both are the installed command line on Python's standard library, with defaults except for the model, the length and the
+swept keys. "Compile included" is each command's whole time as a person waits for it: start, data, compilation,
+training, evaluation, checkpoints, report. "Compile excluded" is training alone: the tokens of all runs over the
+measured tokens per second. Every command finds the compile cache of earlier ones with the same graphs, as on a person's
+machine; the first of each kind finds none. Half of the single runs come before the sweep and half after it, so that
+disturbances of the machine affect both alike.
 
-The losses of both sides are printed beside each other: they are the same runs.
+The losses of both sides are printed next to each other, since they are the same runs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RATES = "log:1e-3..1.28e-1:8"
 
 
 def single(home: Path, common: list[str], rate: Any, seed: int) -> dict[str, Any]:
-    """One training alone."""
+    """Train one run alone."""
     found, wall_s = harness.command(home, "train", *common, f"optim.lr={rate}", f"train.seed={seed}")
     print(f"train   lr {float(rate):<9.4g} seed {seed}: {found['eval_loss']:.4f} in {wall_s:.1f} s", flush=True)
     return {
@@ -37,7 +37,7 @@ def single(home: Path, common: list[str], rate: Any, seed: int) -> dict[str, Any
 
 
 def swept(home: Path, common: list[str], rates: str, seeds: list[int]) -> dict[str, Any]:
-    """All of them in one command."""
+    """Train all runs in one command."""
     found, wall_s = harness.command(
         home, "sweep", *common, f"optim.lr={rates}", f"train.seed={','.join(map(str, seeds))}"
     )
@@ -52,7 +52,7 @@ def swept(home: Path, common: list[str], rates: str, seeds: list[int]) -> dict[s
 
 
 def main(options: Namespace) -> None:
-    """Both sides, the table, the JSON."""
+    """Measure both sides, print the table, and write the JSON."""
     rates, seeds = ("log:1e-3..1e-2:2", [0, 1]) if options.smoke else (RATES, [0, 1])
     updates = 4 if options.smoke else options.updates
     common = [f"model.preset={options.preset}", f"train.updates={updates}"]

@@ -1,4 +1,4 @@
-"""The systems whose training `train.py` compares: each trains a shape in this process and says how fast it was."""
+"""Train a shape with each of the systems that `train.py` compares, in this process, and return how fast it was."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WARM_UP = 3  # updates before the first that is timed
 
 
 class Shape(NamedTuple):
-    """What is trained: T positions a row, rows of a micro-batch, micro-batches of an update."""
+    """A model and its update: T positions of a row, rows of a micro-batch, micro-batches of an update."""
 
     config: LlamaConfig
     length: int
@@ -36,12 +36,12 @@ class Shape(NamedTuple):
 
     @property
     def tokens_per_update(self) -> int:
-        """Tokens of one update."""
+        """Return the tokens of one update."""
         return self.length * self.micro_batch * self.micro_batches
 
 
 def sizes(layers: int, width: int, vocabulary: int, length: int) -> LlamaConfig:
-    """A Llama with heads of 32 and a tied head."""
+    """Return a Llama with heads of 32 and a tied head."""
     return LlamaConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -54,7 +54,7 @@ def sizes(layers: int, width: int, vocabulary: int, length: int) -> LlamaConfig:
 
 
 class Pace:
-    """Times updates in rounds, the same way for every system: `updated()` after each update, True when there is enough.
+    """A timer of updates in rounds, the same for every system: `updated()` returns True after the last update.
 
     After the warm-up one update is timed, which fixes how many make a round of about `round_s`; then `rounds` rounds,
     each ending with a wait for the device; then one more update in which the host's waits are counted.
@@ -68,11 +68,11 @@ class Pace:
         self._steps = self._script(rounds)
 
     def begin(self) -> None:
-        """To be called right before the first update."""
+        """Start the clock; to be called right before the first update."""
         next(self._steps)
 
     def updated(self) -> bool:
-        """To be called after each update; whether the last one was the last."""
+        """Count an update and return whether it was the last; to be called after each one."""
         return next(self._steps, True) is True
 
     def _now(self) -> float:
@@ -101,19 +101,19 @@ class Pace:
 
 
 def random_rows(shape: Shape) -> Tensor:
-    """One update's rows of random ids, [R, T + 1]; the last column is only a target."""
+    """Return one update's rows of random ids, [R, T + 1]; the last column is only a target."""
     generator = torch.Generator().manual_seed(0)
     rows = shape.micro_batch * shape.micro_batches
     return torch.randint(shape.config.vocab_size, (rows, shape.length + 1), generator=generator)
 
 
 def monograph(shape: Shape, args: Namespace) -> dict[str, Any]:
-    """This project's resident engine, the whole step captured."""
+    """Train with this project's resident engine, the whole step captured."""
     device = default_device()
     began = clock()
     rows = random_rows(shape)
     window = {"tokens": rows[:, :-1].contiguous(), "targets": rows[:, 1:].contiguous()}
-    if device.type == "cuda":  # as the data room hands windows out
+    if device.type == "cuda":  # like the windows of the data room
         window = {name: tensor.pin_memory() for name, tensor in window.items()}
     engine = engine_of(shape)
     build_s = clock() - began
@@ -134,7 +134,7 @@ def monograph(shape: Shape, args: Namespace) -> dict[str, Any]:
 
 
 def engine_of(shape: Shape) -> Resident:
-    """This project's resident engine, not captured yet."""
+    """Return this project's resident engine, not captured yet."""
     return Resident(
         drawn_on(default_device(), shape.config),
         optim=AdamW(lr=LR, betas=BETAS, weight_decay=DECAY),
@@ -145,7 +145,7 @@ def engine_of(shape: Shape) -> Resident:
 
 
 def drawn_on(device: torch.device, config: LlamaConfig) -> Llama:
-    """A Llama whose weights are drawn on the device: drawing 1.2B of them on the host takes longer than measuring."""
+    """Return a Llama whose weights are drawn on the device: drawing 1.2B on the host takes longer than measuring."""
     with torch.device("meta"):
         model = Llama(config)
     model = model.to_empty(device=device)
@@ -160,7 +160,7 @@ def drawn_on(device: torch.device, config: LlamaConfig) -> Llama:
 
 
 def trainer(shape: Shape, args: Namespace) -> dict[str, Any]:
-    """Hugging Face's Trainer on its own LlamaForCausalLM with SDPA, torch_compile and fused AdamW."""
+    """Train with Hugging Face's Trainer on its own LlamaForCausalLM with SDPA, torch_compile and fused AdamW."""
     import transformers
 
     device = default_device()
@@ -186,12 +186,12 @@ def trainer(shape: Shape, args: Namespace) -> dict[str, Any]:
         outcome = training.train()
     steady = sorted(pace.seconds)[len(pace.seconds) // 2]
     versions = {"transformers": transformers.__version__, "attention": model.config._attn_implementation}
-    compile_s = pace.first_s - steady  # it compiles at its first update
+    compile_s = pace.first_s - steady  # Trainer compiles at its first update
     return measured(pace, compile_s=compile_s, build_s=build_s, mean_loss=outcome.training_loss) | versions
 
 
 def trainer_arguments(shape: Shape, device: torch.device) -> dict[str, Any]:
-    """The same training as `monograph`'s, in Trainer's words; nothing logged or saved."""
+    """Return Trainer's arguments for the same training as `monograph`'s; nothing is logged or saved."""
     return {
         "per_device_train_batch_size": shape.micro_batch,
         "gradient_accumulation_steps": shape.micro_batches,
@@ -215,7 +215,7 @@ def trainer_arguments(shape: Shape, device: torch.device) -> dict[str, Any]:
 
 
 class Examples(torch.utils.data.Dataset):  # type: ignore[type-arg]
-    """The rows as Trainer wants them: over and over, each with itself as labels (the model shifts them)."""
+    """The rows in Trainer's form, repeated: each with itself as labels (the model shifts them)."""
 
     def __init__(self, rows_RT: Tensor) -> None:
         self.rows_RT = rows_RT
@@ -229,7 +229,7 @@ class Examples(torch.utils.data.Dataset):  # type: ignore[type-arg]
 
 
 def measured(pace: Pace, *, compile_s: float, build_s: float, mean_loss: float) -> dict[str, Any]:
-    """What a case's process hands back."""
+    """Return the result of a case's process."""
     return {
         "seconds_per_update": harness.spread(pace.seconds),
         "peak_memory_bytes": pace.peak_bytes,

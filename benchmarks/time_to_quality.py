@@ -1,14 +1,15 @@
-"""Held-out bits per byte after a fixed time: Monograph at its defaults beside each peer at its best learning rate.
+"""Compare held-out bits per byte after a fixed time: Monograph's defaults, and each peer at its best learning rate.
 
-Python's standard library, the same split and tokenizer; everybody trains the default model (`micro`, the same initial
-weights), in bf16 where the processor has it, on one process and `--threads` threads each. Monograph is `monograph train
---minutes M`, its evaluations, samples and checkpoints inside the time. The peers get M minutes of updates of 1,024
-tokens, where AdamW learns the most here (docs/log.md), compiled before, on rows cut from the concatenated documents,
-with warm-up and a cosine to a twentieth that follow the clock, so that each ends its schedule just in time. The weights
-of all are scored by the same code on all held-out text. A peer tries every rate with the first seed and repeats the
-best with the others. The systems take turns; all that is left of a noisy machine is in the seeds' deviation.
+Python's standard library, the same split and tokenizer. Every system trains the default model (`micro`, the same
+initial weights), in bf16 if the processor has it, in one process with `--threads` threads. Monograph is `monograph
+train --minutes M`, with its evaluations, samples and checkpoints inside the time. The peers are compiled before. In M
+minutes they make updates of 1,024 tokens, with which AdamW learns the most here (docs/log.md), on rows cut from the
+concatenated documents, with warm-up and a cosine to a twentieth that follow the clock, so that each ends its schedule
+just in time. The weights of all are scored by the same code on all held-out text. A peer tries every rate with the
+first seed and repeats the best one with the others. The systems take turns, so a noisy machine shows only in the seeds'
+deviation.
 
-Every finished training is a line of `--journal`; the same command goes on from there.
+Every finished training is a line of `--journal`, from which the same command continues.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ from monograph.session.resolve import FINAL
 PEERS = ("plain loop", "trainer", "lightning", "litgpt")
 LENGTH = 256
 WARM_UP = 5  # updates before a peer's clock starts: it compiles
-TICKS = 1000  # of the schedule over the whole time
-TOKENS = 1024  # of a peer's update
+TICKS = 1000  # steps of the schedule over the whole time
+TOKENS = 1024  # tokens of a peer's update
 
 
 class Training(NamedTuple):
-    """One training run; Monograph chooses its rate itself."""
+    """One training run; Monograph chooses its learning rate itself."""
 
     system: str
     lr: float | None
@@ -72,7 +73,7 @@ class Timer:
         self._factor = warmup_cosine(TICKS // 20, TICKS, FINAL)
 
     def updated(self) -> None:
-        """To be called after each update.
+        """Count an update; to be called after each one.
 
         Raises:
             Finished: the time is over.
@@ -84,13 +85,13 @@ class Timer:
             raise Finished
 
     def factor(self, index: int) -> float:
-        """The schedule's factor now, whatever the update's index."""
+        """Return the schedule's factor now, whatever the update's index."""
         share = (clock() - self.began) / self.seconds if self.updates >= WARM_UP else 0.0
         return self._factor(int(TICKS * min(1.0, share)))
 
 
 def peer(training: Training, minutes: float) -> dict[str, Any]:
-    """A peer's run: its weights, by Hugging Face's names, scored by `evaluate`."""
+    """Train a peer; return its weights, under Hugging Face's names, scored by `evaluate`."""
     text = corpus("stdlib", tokenizer=f"bpe:{defaults.DEFAULT.vocabulary}", sequence_length=LENGTH)
     sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": LENGTH}
     config = LlamaConfig.preset(defaults.DEFAULT.preset, **sizes)
@@ -112,14 +113,14 @@ def peer(training: Training, minutes: float) -> dict[str, Any]:
 
 
 def blocks(text: Corpus, seed: int) -> list[torch.Tensor]:
-    """Rows of T + 1 tokens of all training documents behind one another, shuffled: what most training scripts cut."""
+    """Return shuffled rows of T + 1 tokens cut from the concatenated training documents, as most scripts do."""
     stream = torch.from_numpy(text.train._side.tokens.astype("int64"))
     rows = stream[: len(stream) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
     return list(rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))])
 
 
 def ours(training: Training, minutes: float) -> dict[str, Any]:
-    """`monograph train`, as anybody calls it."""
+    """Run `monograph train` as a user would."""
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "monograph", "train", "--minutes", str(minutes), "--json"]
         command += [f"train.seed={training.seed}", "--out", str(Path(folder, "run"))]
@@ -133,7 +134,7 @@ def ours(training: Training, minutes: float) -> dict[str, Any]:
 
 
 class Journal:
-    """The finished trainings of earlier sittings and this one."""
+    """The finished trainings of earlier calls and this one."""
 
     def __init__(self, path: Path, minutes: float) -> None:
         self.path, self.minutes, self._lock = path, minutes, Lock()
@@ -141,7 +142,7 @@ class Journal:
         self.entries = [entry for entry in map(json.loads, lines) if entry["minutes"] == minutes]
 
     def find(self, training: Training) -> dict[str, Any] | None:
-        """Its line, if it is there."""
+        """Return a training's line, if there is one."""
         wanted = training._asdict()
         return next((entry for entry in self.entries if wanted.items() <= entry.items()), None)
 
@@ -152,13 +153,13 @@ class Journal:
             self.entries.append(entry)
 
     def best_rate(self, system: str, seed: int) -> float:
-        """The learning rate with which a system's first seed went best."""
+        """Return the learning rate with which a system's first seed had the best score."""
         tried = [e for e in self.entries if e["system"] == system and e["seed"] == seed and "error" not in e]
         return float(min(tried, key=lambda entry: entry["bits_per_byte"])["lr"])
 
 
 def train_all(args: Namespace, journal: Journal, trainings: list[Training]) -> None:
-    """Those that are not in the journal yet, `--jobs` at once."""
+    """Run the trainings that are not in the journal yet, `--jobs` at once."""
 
     def one(training: Training) -> None:
         command = [sys.executable, __file__, "--minutes", str(args.minutes), "--threads", str(args.threads)]
@@ -171,7 +172,7 @@ def train_all(args: Namespace, journal: Journal, trainings: list[Training]) -> N
         lines = [line for line in done.stderr.splitlines() if line.strip()]
         if done.returncode:
             print(f"{training}: {lines[-1] if lines else done.returncode}", file=sys.stderr, flush=True)
-            return  # no line: the next sitting tries again
+            return  # without a line, so that the next call tries again
         entry = training._asdict() | {"minutes": args.minutes} | json.loads(done.stdout.splitlines()[-1])
         journal.add(entry)
         print(f"{training}: {entry['bits_per_byte']:.4f}", file=sys.stderr, flush=True)
@@ -181,7 +182,7 @@ def train_all(args: Namespace, journal: Journal, trainings: list[Training]) -> N
 
 
 def first_round(args: Namespace, systems: list[str]) -> Iterator[Training]:
-    """Monograph with every seed, every peer with every rate and the first seed; by turns."""
+    """Yield Monograph with every seed, and every peer with every rate and the first seed, in turns."""
     of_ours = [Training("monograph", None, seed) for seed in args.seeds]
     of_peers = ([Training(system, lr, args.seeds[0]) for lr in args.lrs] for system in systems if system != "monograph")
     for turn in zip_longest(*([of_ours] if "monograph" in systems else []), *of_peers):
@@ -189,7 +190,7 @@ def first_round(args: Namespace, systems: list[str]) -> Iterator[Training]:
 
 
 def second_round(args: Namespace, systems: list[str], journal: Journal) -> Iterator[Training]:
-    """Every peer's best rate with the other seeds; by turns."""
+    """Yield every peer's best rate with the other seeds, in turns."""
     there = [s for s in systems if s != "monograph" and any(e["system"] == s for e in journal.entries)]
     rates = {system: journal.best_rate(system, args.seeds[0]) for system in there}
     for seed in args.seeds[1:]:
@@ -197,7 +198,7 @@ def second_round(args: Namespace, systems: list[str], journal: Journal) -> Itera
 
 
 def summary(args: Namespace, system: str, journal: Journal) -> dict[str, Any] | None:
-    """A system's trainings at its best rate; None where there are none."""
+    """Return a system's trainings at its best rate; None if there are none."""
     there = [e for e in journal.entries if e["system"] == system and e["seed"] in args.seeds]
     if not there:
         return None
@@ -212,7 +213,7 @@ def summary(args: Namespace, system: str, journal: Journal) -> dict[str, Any] | 
 
 
 def verdict(cases: list[dict[str, Any]]) -> str:
-    """Monograph against the best peer; a difference below twice its standard error is none."""
+    """Compare Monograph with the best peer; a difference below twice its standard error counts as none."""
     own = next((case for case in cases if case["system"] == "monograph"), None)
     peers = [case for case in cases if case["system"] != "monograph"]
     if own is None or not peers:
@@ -229,7 +230,7 @@ def verdict(cases: list[dict[str, Any]]) -> str:
 
 
 def print_summary(cases: list[dict[str, Any]]) -> None:
-    """The table and the verdict."""
+    """Print the table and the verdict."""
     rows = []
     for case in sorted(cases, key=lambda each: each["mean"]):
         spread = "-" if case["deviation"] is None else f"{case['deviation']:.4f}"
@@ -259,7 +260,7 @@ def main() -> None:
         training = Training(*json.loads(args.train))
         torch.set_num_threads(args.threads)
         reply = os.fdopen(os.dup(1), "w")
-        os.dup2(2, 1)  # what systems print is no answer
+        os.dup2(2, 1)  # systems may print; stdout is for answers
         print(json.dumps((ours if training.system == "monograph" else peer)(training, args.minutes)), file=reply)
         return
     found = harness.result("time-to-quality", {"minutes": args.minutes, "seeds": args.seeds, "lrs": args.lrs})

@@ -1,10 +1,10 @@
-"""Training throughput beside transformers' Trainer with torch_compile: same shapes, batch, precision and optimizer.
+"""Compare training throughput with transformers' Trainer and torch_compile: same shapes, batch, precision, optimizer.
 
-124M on rows of 1,024 tokens and 1.2B on rows of 2,048, in bf16 with fp32 masters and AdamW. Each system runs in a
-process of its own, one after the other, on the same random tokens. MFU is (6 N_matmul + 6 L d T) x tokens/s, causal,
-of the card's datasheet rate; raw TFLOP/s and the share of a measured matrix product stand beside it. System `replay` is
+124M on rows of 1,024 tokens and 1.2B on rows of 2,048, in bf16 with fp32 masters and AdamW. Each system runs in its own
+process, one after the other, on the same random tokens. MFU is (6 N_matmul + 6 L d T) x tokens/s, causal, over the
+GPU's datasheet rate; raw TFLOP/s and the share of a measured matrix product are printed next to it. System `replay` is
 this project with and without its micro-steps replayed as CUDA graphs, interleaved in one process, on 2.4M, 43M and 124M
-parameters, a micro-batch of few rows: where launching takes the time.
+parameters with a micro-batch of few rows, where launching takes the time.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ SMOKE = {"nano": Shape(LlamaConfig.preset("nano"), length=16, micro_batch=2, mic
 
 
 def run_case(name: str, shape: Shape, system: str, args: Namespace, seconds: float) -> dict[str, Any]:
-    """One system on one shape in a new process; one that fails or runs out of time says why, the others go on."""
+    """Run one system on one shape in a new process; a failure or timeout is recorded, and the others go on."""
     case: dict[str, Any] = {"model": name, "system": system, "parameters": shape.config.parameter_count()}
     case |= {"sequence_length": shape.length, "micro_batch": shape.micro_batch, "micro_batches": shape.micro_batches}
     if seconds < SHORTEST_CASE_S:
@@ -63,7 +63,7 @@ def run_case(name: str, shape: Shape, system: str, args: Namespace, seconds: flo
 
 
 def rates(case: dict[str, Any], shape: Shape, peak: float | None, matmul: float) -> dict[str, float | None]:
-    """Raw FLOP/s of the median and its shares of the datasheet's rate and of a measured matrix product's."""
+    """Return raw FLOP/s of the median and its shares of the datasheet's rate and of a measured matrix product's."""
     rate, per_token = case["tokens_per_s"]["median"], flops_per_token(shape.config, shape.length)
     return {
         "flops_per_s": rate * per_token,
@@ -73,7 +73,7 @@ def rates(case: dict[str, Any], shape: Shape, peak: float | None, matmul: float)
 
 
 def row(case: dict[str, Any], cases: list[dict[str, Any]]) -> list[str]:
-    """The table's line of one case; the last cell is its speed over Trainer's on the same model."""
+    """Return a case's line of the table; the last cell is its speed over Trainer's on the same model."""
     label = f"{case['model']} {case['system']}"
     if "error" in case:
         return [label, case["error"][:60], *[""] * 7]
@@ -98,7 +98,7 @@ HEADERS = ["", "tokens/s", "TFLOP/s", "MFU", "of matmul", "peak GiB", "compile s
 
 
 def parse() -> Namespace:
-    """The arguments, with the shapes they choose as `args.shapes`."""
+    """Return the arguments, with the chosen shapes as `args.shapes`."""
     parser = harness.arguments(__doc__)
     shapes = LAUNCHED | SHAPES
     parser.add_argument("--models", nargs="+", choices=shapes, default=list(shapes))

@@ -1,10 +1,11 @@
-"""Training beside the peers on a CPU: transformers' Trainer, Lightning, litgpt's pretrain, a plain loop.
+"""Compare training on a CPU with transformers' Trainer, Lightning, litgpt's pretrain and a plain loop.
 
-The same model, weights, documents, rows of a micro-batch, micro-batches of an update, AdamW and clipping, fp32, eager
-and compiled, each in its own loop in a process of its own; rounds interleave. `overhead` has the smallest kernels,
-`compute` larger ones, `ragged` documents with lengths around a quarter of a row: Trainer pads them with its stock
-collator, litgpt concatenates them without a mask, Monograph packs them. tokens/s counts real targets only. Beside each
-ratio stands the relative distance of that system's first gradient from its rows' large-batch gradient in float64.
+All have the same model, weights, documents, rows of a micro-batch, micro-batches of an update, AdamW and clipping, in
+fp32, eager and compiled. Each runs its own loop in its own process, with interleaved rounds. `overhead` has the
+smallest kernels, `compute` larger ones, `ragged` documents with lengths around a quarter of a row: Trainer pads them
+with its usual collator, litgpt concatenates them without a mask, Monograph packs them. tokens/s counts real targets
+only. Next to each ratio is the relative distance of that system's first gradient from its rows' large-batch gradient in
+float64.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from monograph.data.store import Side
 from monograph.model.llama import Llama
 
 MODES = ("eager", "compiled")
-# Peers of changing lengths compile a second time, with a dynamic length.
+# With changing lengths peers compile a second time, with a dynamic length.
 WARM_UP = {"dense": 5, "ragged": 40}
 DOCUMENTS = 512
 
 
 class Case(NamedTuple):
-    """A shape, and what is asked of Monograph there: at least so many times a system's tokens/s."""
+    """A shape and Monograph's goals for it: at least so many times a system's tokens/s."""
 
     shape: Shape
     ragged: bool = False
-    rows: int = 0  # of Monograph's update where it packs; 0: as many as everybody
+    rows: int = 0  # of Monograph's update if it packs; 0: as many as the other systems
     goals: dict[str, float] = {}
 
 
@@ -61,7 +62,7 @@ SMOKE = {"ragged": Case(Shape(SMALL, 32, 2, 2), ragged=True, rows=2)}
 
 
 def documents(case: Case) -> list[Tensor]:
-    """Random tokens but 0, T + 1 of each; ragged: log-normal lengths, median T / 4, sigma 0.9, at most T targets."""
+    """Return random tokens except 0, T + 1 each; ragged: at most T + 1, log-normal, median T / 4, sigma 0.9."""
     generator, length = torch.Generator().manual_seed(0), case.shape.length
     targets = torch.full((DOCUMENTS,), length)
     if case.ragged:
@@ -72,7 +73,7 @@ def documents(case: Case) -> list[Tensor]:
 
 
 def rows(case: Case, texts: list[Tensor]) -> Rows:
-    """The documents as the data room holds them: packed where they are ragged, else one to a row."""
+    """Return the documents as the data room holds them: packed if they are ragged, otherwise one per row."""
     starts, records = np.cumsum([0, *(len(text) for text in texts)]), np.zeros(len(texts), dtype=np.int64)
     side = Side(torch.cat(texts).numpy(), starts, records, 0, ("random",), np.array([0, len(texts)]))
     return Rows(side, SimpleNamespace(pad_id=0), case.shape.length, packed=case.ragged)  # type: ignore[arg-type]
@@ -82,9 +83,9 @@ def rows(case: Case, texts: list[Tensor]) -> Rows:
 
 
 def serve(args: Namespace, name: str, system: str, mode: str) -> None:
-    """Train in this process whenever the other side of stdin says so."""
+    """Train in this process whenever stdin asks for it."""
     reply = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what systems print is none of the answers
+    os.dup2(2, 1)  # systems may print; stdout is for answers
     torch.set_num_threads(args.threads)
     case = args.cases[name]
     shape, texts = case.shape, documents(case)
@@ -98,7 +99,7 @@ def serve(args: Namespace, name: str, system: str, mode: str) -> None:
         expected = large_batch(Llama(shape.config, seed=task.seed), task.first)
         if system == "litgpt":
             expected = to_litgpt(expected)
-            expected["lm_head.weight"] = expected.pop("transformer.wte.weight")  # tied, and so it is named there
+            expected["lm_head.weight"] = expected.pop("transformer.wte.weight")  # tied, so litgpt names it so
         return {
             "parameters": sum(p.numel() for p in model.parameters()),
             "first_targets": sum(len(targets) for _, targets in task.first),
@@ -117,7 +118,7 @@ def serve(args: Namespace, name: str, system: str, mode: str) -> None:
 
 
 def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
-    """Every system and mode of one case."""
+    """Measure every system and mode of one case."""
     found, children = start_all(args, name)
     there = {f"{e['system']}, {e['mode']}": e for e in found if "error" not in e}
     trial = {key: child.ask(updates=3)["wall_s"] / 3 for key, child in children.items()}
@@ -128,7 +129,7 @@ def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
         entry["rounds"] = answers[key]
         for clock in ("wall", "cpu"):
             entry[f"targets_per_{clock}_s"] = harness.spread([a["targets"] / a[f"{clock}_s"] for a in answers[key]])
-        # Monograph keeps its gradient between updates, the others let it go: to all of them it counts.
+        # Monograph keeps its gradient between updates, the others free it: it counts for all of them.
         kept = entry["gradient_bytes"] if entry["system"] == "monograph" else 0
         entry["step_peak_bytes"] = children[key].ask(watch="bytes")["bytes"] + kept
     for child in children.values():
@@ -140,13 +141,13 @@ def measure(args: Namespace, name: str) -> list[dict[str, Any]]:
 
 
 def start_all(args: Namespace, name: str) -> tuple[list[dict[str, Any]], dict[str, Child]]:
-    """An entry for every system and mode of a case, and the processes of those that could be started, warmed up."""
+    """Return an entry for every system and mode of a case, and the warmed-up processes of those that could start."""
     case = args.cases[name]
     found: list[dict[str, Any]] = []
     children: dict[str, Child] = {}
     for system in args.systems:
         if system == "trainer, own module" and not case.ragged:
-            continue  # its point is what Trainer makes of its loss where documents differ in length
+            continue  # this module only shows how Trainer treats its loss if documents differ in length
         for mode in args.modes:
             entry: dict[str, Any] = {"case": name, "system": system, "mode": mode}
             found.append(entry)
@@ -165,14 +166,14 @@ def start_all(args: Namespace, name: str) -> tuple[list[dict[str, Any]], dict[st
 
 
 def started(args: Namespace, name: str, system: str, mode: str, **environment: str) -> Child:
-    """A system's process."""
+    """Return a system's process."""
     own = [__file__, "--serve", name, system, mode, "--threads", str(args.threads)]
     own += ["--smoke"] if args.smoke else []
     return Child(own, args.threads, environment)
 
 
 def kernels(args: Namespace, entry: dict[str, Any]) -> int:
-    """Operators and compiled kernels of one update; compiled ones must be built to be seen, in one more process."""
+    """Count operators and compiled kernels of one update, in a process that compiles kernels with profiling on."""
     child = started(args, entry["case"], entry["system"], entry["mode"], TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE="1")
     child.answer()
     count = int(child.ask(watch="kernels")["kernels"])
@@ -181,7 +182,7 @@ def kernels(args: Namespace, entry: dict[str, Any]) -> int:
 
 
 def compare(found: list[dict[str, Any]], goals: dict[str, float]) -> None:
-    """Add to each entry Monograph's tokens/s over its own, round by round; Monograph at the mode that is faster."""
+    """Add to each entry Monograph's tokens/s over its own, round by round; Monograph in its faster mode."""
     ours = [e for e in found if e["system"] == "monograph" and "error" not in e]
     if not ours:
         return
@@ -211,7 +212,7 @@ HEADERS = [
 
 
 def row(entry: dict[str, Any]) -> list[str]:
-    """The table's line of one system and mode."""
+    """Return the table's line of one system and mode."""
     label = f"{entry['case']}: {entry['system']}, {entry['mode']}"
     if "error" in entry:
         return [label, entry["error"][:60], *[""] * (len(HEADERS) - 2)]
@@ -229,7 +230,7 @@ def row(entry: dict[str, Any]) -> list[str]:
 
 
 def verdicts(found: list[dict[str, Any]]) -> list[str]:
-    """One line for each goal: against the faster mode of the system."""
+    """Return one line for each goal, against the faster mode of the system."""
     lines = []
     for case, system in dict.fromkeys((e["case"], e["system"]) for e in found if e.get("goal")):
         modes = [e for e in found if (e["case"], e["system"]) == (case, system) and "ratio_wall" in e]
@@ -241,7 +242,7 @@ def verdicts(found: list[dict[str, Any]]) -> list[str]:
 
 
 def parse() -> Namespace:
-    """The arguments, with the cases they choose as `args.cases`."""
+    """Return the arguments, with the chosen cases as `args.cases`."""
     parser = harness.arguments(__doc__)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), dest="names")
     parser.add_argument("--systems", nargs="+", choices=SYSTEMS, default=list(SYSTEMS))

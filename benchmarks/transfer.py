@@ -1,8 +1,9 @@
-"""Where the best learning rate is at a width, twice and four times that: with width transfer, and at one rate for all.
+"""Find the best learning rate at a width and at twice and four times that, with width transfer and without.
 
-Two layers of heads of 16, the widths 32, 64 and 128, bytes of Python's own asyncio, 512 tokens an update, warm-up and
-cosine; every rate with every seed, data and initial weights paired. Judged by the vertex of the parabola through the
-best mean and its neighbours. AdamW with a head of its own and with a tied one, Muon with a tied one.
+Two layers with heads of 16, the widths 32, 64 and 128, bytes of Python's own asyncio, 512 tokens per update, warm-up
+and cosine; every rate with every seed, with data and initial weights paired. Without transfer all tensors have one
+rate. The best rate is the vertex of the parabola through the best mean and its neighbours. AdamW with an untied and
+with a tied head, Muon with a tied one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DRIFT = 1.0  # factor-2 steps: the goal
 
 @dataclass(frozen=True)
 class Way:
-    """What is trained: the optimizer, whether the head is tied, whether by the rule."""
+    """The optimizer, whether the head is tied, and whether the rule is used."""
 
     rule: str
     tied: bool
@@ -44,7 +45,7 @@ KINDS = (("adamw", False), ("adamw", True), ("muon", True))
 
 
 def main() -> None:
-    """Measures, prints a table, and writes it as JSON if asked to."""
+    """Measure, print a table, and write it as JSON if asked to."""
     given = harness.arguments(__doc__).parse_args()
     widths, rates, seeds, updates = (WIDTHS, RATES, SEEDS, UPDATES)
     if given.smoke:
@@ -70,12 +71,12 @@ def main() -> None:
 
 
 def source() -> str:
-    """The folder of the text: half a megabyte that every Python brings."""
+    """Return the folder of the text: half a megabyte that is part of every Python."""
     return str(Path(asyncio.__file__).parent)
 
 
 def shape(width: int, tied: bool, vocabulary: int) -> mono.LlamaConfig:
-    """nano, with heads of 16, at a width."""
+    """Return nano, with heads of 16, at a width."""
     return mono.LlamaConfig.preset(
         "nano",
         vocab_size=vocabulary,
@@ -88,7 +89,7 @@ def shape(width: int, tied: bool, vocabulary: int) -> mono.LlamaConfig:
 
 
 def measured(way: Way, width: int, base: int, text: Corpus, grid: tuple[Any, Any, int]) -> dict[str, Any]:
-    """The held-out loss of every rate and seed, in nats per byte, and the vertex of their means."""
+    """Return the held-out loss of every rate and seed, in nats per byte, and the vertex of their means."""
     rates, seeds, updates = grid
     config = shape(width, way.tied, text.vocab_size)
     transfer = mono.WidthTransfer(config, mono.narrowed(config, base if way.transfer else width))
@@ -125,13 +126,13 @@ def measured(way: Way, width: int, base: int, text: Corpus, grid: tuple[Any, Any
 
 
 def own(model: torch.nn.Module, engine: mono.Resident) -> dict[str, torch.Tensor]:
-    """The model's weights by the names of the engine's state."""
+    """Return the model's weights under the names of the engine's state."""
     weights = model.state_dict()
     return {name: weights[name] for name in engine.state().model}
 
 
 def drifts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each way its vertices, widths growing, and how far the last is from the first."""
+    """Return each way's vertices, by increasing width, and how far the last is from the first."""
     found = []
     for way in dict.fromkeys(case["way"] for case in cases):
         own_cases = [case for case in cases if case["way"] == way]
@@ -145,14 +146,14 @@ def drifts(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def line(case: dict[str, Any]) -> list[str]:
-    """One case in words."""
+    """Return one case as a line of text."""
     means = [statistics.mean(each) for each in case["losses"]]
     curve = " ".join(f"{math.log2(lr):.0f}:{mean:.3f}" for lr, mean in zip(case["rates"], means, strict=True))
     return [f"{case['way']:<24}", f"{case['width']:>4}", f"vertex {case['vertex_log2']:.2f}", curve]
 
 
 def row(drift: dict[str, Any]) -> list[str]:
-    """One way in the table."""
+    """Return one way's line of the table."""
     places, losses = ([f"{each:.2f}" for each in drift[key]] for key in ("vertices_log2", "losses"))
     return [drift["way"], ", ".join(places), f"{drift['steps']:+.2f}", ", ".join(losses)]
 

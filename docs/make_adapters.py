@@ -1,6 +1,6 @@
-"""Writes the tables of docs/lora.md from benchmarks/results/adapters.json and adapter_peers.json.
+"""Write the tables of docs/lora.md from benchmarks/results/adapters.json and adapter_peers.json.
 
-Usage: python docs/make_adapters.py           (tests/graph/test_page.py compares)
+Usage: python docs/make_adapters.py (tests/graph/test_page.py compares)
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ GIB = 2**30
 
 
 def memory(found: dict[str, Any]) -> str:
-    """What each way takes on a card, as planned, and what was measured where it fits."""
+    """Return the planned memory of each way on a GPU, and the measured memory of those that fit."""
     machine, settings = found["machine"], found["settings"]
     lines = [
-        f"Planned for a card, rows of {settings['length']:,} tokens, micro-batches of one, bf16, a graph for each "
-        f"block; in the last column the same step on shorter rows, planned and run on {machine['device']}, its peak "
-        "as the allocator counts it. Printed by [benchmarks/adapters.py](../benchmarks/adapters.py).",
+        f"Planned for a GPU: rows of {settings['length']:,} tokens, micro-batches of one row, bf16, a graph for each "
+        f"block. The last column has the same step on shorter rows, planned and run on {machine['device']}, with the "
+        "peak that the allocator counts. Printed by [benchmarks/adapters.py](../benchmarks/adapters.py).",
         "",
         "| model | trained | weights, gradients, moments | peak | peak, blocks recomputed | planned and run |",
         "|---|---|---|---|---|---|",
@@ -42,7 +42,7 @@ def memory(found: dict[str, Any]) -> str:
 
 
 def peers(found: dict[str, Any]) -> str:
-    """How many times faster than each of PEFT's ways."""
+    """Return how many times as fast as each of PEFT's ways Monograph is."""
     machine, settings, versions = found["machine"], found["settings"], found["settings"]["versions"]
     lines = [
         f"{settings['conversations']} conversations of {settings['tokens']:,} tokens in all, {settings['targets']:,} "
@@ -63,7 +63,7 @@ def peers(found: dict[str, Any]) -> str:
 
 
 def spread_of_losses(found: dict[str, Any]) -> float:
-    """The largest relative difference of a way's first loss from ours."""
+    """Return the largest relative difference of a way's first loss from ours."""
     own, *others = (case["loss"] for case in found["cases"])
     return max(abs(other / own - 1) for other in others)
 
@@ -72,7 +72,7 @@ TABLES: dict[str, Callable[[dict[str, Any]], str]] = {"adapters": memory, "adapt
 
 
 def page(text: str) -> str:
-    """The page with its tables made anew."""
+    """Return the page with new tables."""
     for name, table in TABLES.items():
         begin = f"<!-- {name}, made by docs/make_adapters.py -->"
         head, rest = text.split(begin)

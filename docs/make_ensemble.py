@@ -1,6 +1,6 @@
-"""Writes the tables and the picture of docs/ensemble.md from benchmarks/results.
+"""Write the tables and the picture of docs/ensemble.md from benchmarks/results.
 
-Usage: python docs/make_ensemble.py           (tests/ensemble/test_page.py compares)
+Usage: python docs/make_ensemble.py (tests/ensemble/test_page.py compares)
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ Found = dict[str, Any]
 
 
 def result(name: str) -> Found:
-    """A result file."""
+    """Return a result file's content."""
     found: Found = json.loads((RESULTS / f"{name}.json").read_text())
     return found
 
 
 def peers(found: Found) -> str:
-    """How many times faster than each other way, one line for a case."""
+    """Return how many times as fast as each other way the ensemble is, one line per case."""
     others = list(found["cases"][0]["faster_than"])
     lines = [f"| | threads | {' | '.join(others)} |", "|---" * (2 + len(others)) + "|"]
     for case in found["cases"]:
@@ -38,7 +38,7 @@ def peers(found: Found) -> str:
 
 
 def crossover(found: Found) -> str:
-    """The gain of each width at each size, the recommended one in bold."""
+    """Return the gain of each number of members at once at each size, the recommended one in bold."""
     widths = list(found["cases"][0]["gain"])
     lines = [f"| model | parameters | {' | '.join(f'{width} at once' for width in widths)} |"]
     lines.append("|---" * (2 + len(widths)) + "|")
@@ -53,7 +53,7 @@ def crossover(found: Found) -> str:
 
 
 def drawn(found: Found) -> str:
-    """The gain against the size of a member: all in one graph, and as recommended."""
+    """Draw the gain against the size of a member: all in one graph, and as recommended."""
     from matplotlib.figure import Figure
 
     with plot_style.style():
@@ -83,7 +83,7 @@ def drawn(found: Found) -> str:
 
 
 def made() -> tuple[str, str]:
-    """The page with its tables, and the picture."""
+    """Return the page with its tables, and the picture."""
     before, *rests = PAGE.read_text(encoding="utf-8").split(BEGIN)
     tables = peers(result("ensemble_peers")), crossover(result("crossover"))
     parts = [f"{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}" for table, rest in zip(tables, rests, strict=True)]
@@ -91,7 +91,7 @@ def made() -> tuple[str, str]:
 
 
 def main() -> None:
-    """Rewrite what stands between the markers, and the picture."""
+    """Rewrite the text between the markers, and the picture."""
     page, picture = made()
     PAGE.write_text(page, encoding="utf-8")
     PICTURE.write_text(picture, encoding="utf-8")

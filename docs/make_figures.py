@@ -1,4 +1,4 @@
-"""Draws docs/figures/ from a recorded run: first-run.svg, the run as its terminal showed it, and held-out.svg.
+"""Draw docs/figures/ from a recorded run: first-run.svg, the run as its terminal showed it, and held-out.svg.
 
 Usage: python docs/make_figures.py RUN [--transcript FILE] [--to docs/figures]
 
@@ -32,7 +32,7 @@ CELL_WIDTH, LINE_HEIGHT, MARGIN = 7.8, 17.0, 18.0
 LOOP_S, TRAINING_S, END_S = 20.0, (4.0, 14.5), 15.2  # of the animation; the rest holds the finished screen
 BITS = [(0x01, 0, 0), (0x02, 0, 1), (0x04, 0, 2), (0x08, 1, 0), (0x10, 1, 1), (0x20, 1, 2), (0x40, 0, 3), (0x80, 1, 3)]
 
-# Both themes are legible on either background: the terminal brings its own.
+# Both themes are legible on either background, since a terminal has its own.
 STYLE = """
 svg { --paper: #fbfbfc; --ink: #1c1d21; --muted: #6e7079; --rule: #d9dbe1; --accent: #2457c5; --good: #1a7f37; }
 @media (prefers-color-scheme: dark) {
@@ -51,7 +51,7 @@ path.level { stroke: var(--muted); stroke-width: 1.4; }
 
 @dataclass
 class Recorded:
-    """What a run left behind."""
+    """The content of a run's folder."""
 
     rows: list[dict[str, Any]]
     yardsticks: dict[str, float]
@@ -60,17 +60,17 @@ class Recorded:
 
     @property
     def updates(self) -> list[dict[str, Any]]:
-        """Rows of updates, in order."""
+        """Return the rows of updates, in order."""
         return [row for row in self.rows if "train_loss" in row]
 
     @property
     def curve(self) -> list[dict[str, Any]]:
-        """Rows of evaluations, in order."""
+        """Return the rows of evaluations, in order."""
         return [row for row in self.rows if row.get("eval_bits_per_byte") is not None]
 
 
 def main() -> None:
-    """Reads the run and writes both figures."""
+    """Read the run and write both figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--transcript", type=Path)
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def recorded(folder: Path, transcript: Path | None) -> Recorded:
-    """The run in `folder`; its yardsticks are the ones that its report states."""
+    """Return the run in `folder`, with the yardsticks from its report."""
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     page = (folder / "report.html").read_text(encoding="utf-8")
     stated = {name: re.search(rf"{re.escape(name)} \((\d+\.\d+)\)", page) for name in YARDSTICKS}
@@ -99,13 +99,13 @@ def recorded(folder: Path, transcript: Path | None) -> Recorded:
 
 
 def once_per_stage(lines: list[str]) -> list[str]:
-    """Without a terminal a long stage says now and then that it goes on; its last line is the one that stays."""
+    """Keep each stage's last line: without a terminal a long stage prints several lines while it goes on."""
     kept = [line for line, following in pairwise([*lines, ""]) if not line[:10].strip() or line[:10] != following[:10]]
     return [line for line in kept if line.strip()]
 
 
 class Screen:
-    """Collects elements, each at its row and with the seconds of the loop in which it shows."""
+    """Elements of a picture, each with its row and the seconds of the loop in which it shows."""
 
     def __init__(self) -> None:
         self.elements: list[str] = []
@@ -113,33 +113,33 @@ class Screen:
         self.row = 0
 
     def line(self, text: str, since: float, style: str = "", until: float | None = None) -> None:
-        """A line of text in the current row."""
+        """Add a line of text in the current row."""
         if text.strip():
             self.elements.append(f"<text {self._shows(style, since, until)} {_place(0, self.row, text)}</text>")
 
     def labelled(self, line: str, since: float, style: str) -> None:
-        """A line of the transcript, the label at its beginning in a style of its own."""
+        """Add a line of the transcript, with the label at its beginning in another style."""
         for column, text in ((0, line[:LABEL_WIDTH]), (LABEL_WIDTH, line[LABEL_WIDTH:])):
             if text.strip():
                 self.words(column, text, since, "" if column else style)
 
     def words(self, column: int, text: str, since: float, style: str = "") -> None:
-        """A piece of a line."""
+        """Add a piece of a line."""
         self.elements.append(f"<text {self._shows(style, since, None)} {_place(column, self.row, text)}</text>")
 
     def dots(self, places: list[tuple[float, float]], since: float, style: str = "") -> None:
-        """Dots at (x, y) in pixels."""
+        """Add dots at (x, y) in pixels."""
         path = "".join(f"M{x:.1f} {y:.1f}h.01" for x, y in places)
         self.elements.append(f'<path {self._shows(style, since, None)} d="{path}"/>')
 
     def bar(self, column: int, length: float, since: float, until: float | None, style: str) -> None:
-        """A horizontal stroke of `length` cells."""
+        """Add a horizontal stroke of `length` cells."""
         x, y = MARGIN + column * CELL_WIDTH, _baseline(self.row) - 4
         shows = self._shows(style, since, until)
         self.elements.append(f'<rect {shows} x="{x:.1f}" y="{y:.1f}" width="{length * CELL_WIDTH:.1f}" height="2"/>')
 
     def svg(self, title: str) -> str:
-        """The whole picture."""
+        """Return the whole picture."""
         width, height = 2 * MARGIN + COLUMNS * CELL_WIDTH, 2 * MARGIN + self.row * LINE_HEIGHT
         frames = "".join(
             f"@keyframes {name} {{ 0% {{ opacity: 0 }} {_percent(since)} {{ opacity: 1 }}"
@@ -156,14 +156,14 @@ class Screen:
         )
 
     def _shows(self, style: str, since: float, until: float | None) -> str:
-        """Class and animation; what stays is visible without animation too, what goes is not."""
+        """Return class and animation; elements that stay are visible without animation too, others are not."""
         name = self.spans.setdefault((round(since, 2), until and round(until, 2)), f"k{len(self.spans)}")
         classes = " ".join(filter(None, ["a", style, "gone" if until is not None else ""]))
         return f'class="{classes}" style="animation-name:{name}"'
 
 
 def animated(run: Recorded) -> str:
-    """The run's screen, filling up in 20 seconds and starting again."""
+    """Draw the run's screen, which fills up in 20 seconds and starts again."""
     screen = Screen()
     screen.line("$ monograph train", 0.2, "bold")
     screen.row += 2
@@ -183,7 +183,7 @@ def animated(run: Recorded) -> str:
 
 
 def progress(screen: Screen, run: Recorded) -> None:
-    """The bar and the figures beside it, FRAMES times."""
+    """Draw the progress bar and the figures next to it, FRAMES times."""
     updates = run.updates
     total = updates[-1]["update"]
     chosen = sorted({round(i * (len(updates) - 1) / (FRAMES - 1)) for i in range(FRAMES)})
@@ -203,7 +203,7 @@ def progress(screen: Screen, run: Recorded) -> None:
 
 
 def curve(screen: Screen, run: Recorded) -> None:
-    """Held-out bits per byte among the yardsticks, in the dots that the terminal draws."""
+    """Draw held-out bits per byte among the yardsticks, in the dots that the terminal draws."""
     points = run.curve
     xs, ys = ([row[key] for row in points] for key in ("tokens", "eval_bits_per_byte"))
     begin = at(run, 0.0)
@@ -233,7 +233,7 @@ def curve(screen: Screen, run: Recorded) -> None:
 
 
 def dots(text: str, column: int, row: int) -> Iterator[tuple[float, float]]:
-    """Pixel places of the dots of a Braille character; none for a space."""
+    """Yield the pixel positions of the dots of Braille characters; none for a space."""
     for bit, across, down in BITS if text.strip() else ():
         if (ord(text) - 0x2800) & bit:
             top = _baseline(row) - 0.78 * LINE_HEIGHT
@@ -241,7 +241,7 @@ def dots(text: str, column: int, row: int) -> Iterator[tuple[float, float]]:
 
 
 def samples(screen: Screen, run: Recorded) -> None:
-    """What the model wrote, from the same prompt each time."""
+    """Draw the model's samples, each from the same prompt."""
     for row in run.rows:
         if "sample" not in row:
             continue
@@ -253,12 +253,12 @@ def samples(screen: Screen, run: Recorded) -> None:
 
 
 def seen_at(run: Recorded, row: dict[str, Any]) -> float:
-    """Seconds into the training at which an evaluation or a sample was made: those of its update."""
+    """Return the seconds into the training of an evaluation or a sample: those of its update."""
     return next(each["wall_s"] for each in reversed(run.updates) if each["update"] <= row["update"])
 
 
 def at(run: Recorded, wall_s: float) -> float:
-    """The second of the loop at which a second of the training is shown."""
+    """Return the second of the loop at which a second of the training is shown."""
     begin, end = TRAINING_S
     return begin + (end - begin) * wall_s / run.updates[-1]["wall_s"]
 
@@ -272,7 +272,7 @@ def _percent(second: float) -> str:
 
 
 def _place(column: int, row: int, text: str) -> str:
-    """Position and text; `textLength` holds the columns in place whatever the reader's monospace font is."""
+    """Return position and text; `textLength` keeps the columns in place with any monospace font."""
     text = cut(text.rstrip(), COLUMNS - column)
     kept = text.lstrip(" ")
     column += len(text) - len(kept)
@@ -281,7 +281,7 @@ def _place(column: int, row: int, text: str) -> str:
 
 
 def held_out(run: Recorded) -> str:
-    """The report's figure of the held-out curve, its colours following the reader's theme."""
+    """Return the report's figure of the held-out curve, with colours of the reader's theme."""
     _, drawings = figures.draw(run.rows, run.yardsticks, "", "")
     svg = next(drawing.svg for drawing in drawings if drawing.name == "held_out")
     return themed(svg)

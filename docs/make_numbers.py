@@ -1,6 +1,6 @@
-"""Writes the tables of what was measured, the README's and those of other pages, from benchmarks/results/.
+"""Write the tables of measured numbers, of the README and other pages, from benchmarks/results/.
 
-Usage: python docs/make_numbers.py         (rewrites them between the markers; tests/test_readme.py compares)
+Usage: python docs/make_numbers.py (rewrites them between the markers; tests/test_readme.py compares)
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ BEGIN, END = "<!-- made by docs/make_numbers.py -->", "<!-- end -->"
 
 
 def pages() -> dict[Path, list[str]]:
-    """The tables of each page, in their order."""
+    """Return the tables of each page, in order."""
     made = {
         "README.md": [tables.table(), tables.climbing()],
         "docs/peers.md": [tables.peers(), tables.quality()],
@@ -29,7 +29,7 @@ def pages() -> dict[Path, list[str]]:
 
 
 def main() -> None:
-    """Puts the tables in their places."""
+    """Write the tables between the markers."""
     for page, shown in pages().items():
         before, *rests = page.read_text(encoding="utf-8").split(BEGIN)
         made = [f"{BEGIN}\n{each}\n{END}{rest.split(END, 1)[1]}" for each, rest in zip(shown, rests, strict=True)]

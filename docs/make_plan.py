@@ -1,6 +1,6 @@
-"""Writes the tables and the picture of docs/plan.md: Llama-3-8B on four cards, and what is streamed, as planned.
+"""Write the tables and the picture of docs/plan.md: plans of Llama-3-8B on four GPUs, and of streamed models.
 
-Usage: python docs/make_plan.py           (needs no GPU; tests/planner/test_page.py compares)
+Usage: python docs/make_plan.py (needs no GPU; tests/planner/test_page.py compares)
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ COLOURS = ("#2457c5", "#6d92e6", "#b3c7f4", "#c2460e", "#e79a72", "#9a9ca6")
 
 
 def plans() -> list[Plan]:
-    """One for each card: bf16 products, fp32 weights, AdamW, rows of 4,096 tokens, 524,288 tokens an update."""
+    """Return a plan for each GPU: bf16 products, fp32 weights, AdamW, rows of 4,096 tokens, 524,288 an update."""
     shape = LlamaConfig.preset("8b")
     asked = Asked(
         shape, 4096, 2**19, precisions=("bf16",), scopes=defaults.scopes(shape.num_hidden_layers),
@@ -51,8 +51,8 @@ def plans() -> list[Plan]:
 
 
 def table(found: list[Plan]) -> str:
-    """What each card gets, or what it lacks."""
-    lines = ["| card | memory | nearest or chosen | its peak | speed | verdict |", "|---|---|---|---|---|---|"]
+    """Return the plan for each GPU, or the memory that it lacks."""
+    lines = ["| GPU | memory | chosen, or nearest | its peak | speed | verdict |", "|---|---|---|---|---|---|"]
     for each in found:
         best = each.nearest
         work = best.work
@@ -68,9 +68,9 @@ def table(found: list[Plan]) -> str:
 
 
 def streamed_table() -> str:
-    """What each shape takes on each card with each host, in 131,072 tokens an update, and how long that is."""
+    """Return each shape's plan on each GPU with each host, for 131,072 tokens per update, and the time of an update."""
     lines = [
-        "| model | card | host | device | host's memory | files | rows, blocks | update | speed | limited by |",
+        "| model | GPU | host | device | host's memory | files | rows, blocks | update | speed | limited by |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for (name, shape), card, host in itertools.product(SHAPES.items(), STREAMED_ON, HOSTS):
@@ -93,7 +93,7 @@ def streamed_table() -> str:
 
 
 def drawn(found: list[Plan]) -> str:
-    """A bar a card, its peak by origin, and the card's memory as a line."""
+    """Draw a bar for each GPU's peak by origin, and a line for its memory."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -121,7 +121,7 @@ def _drawn(found: list[Plan], figure: Any) -> str:
 
 
 def main() -> None:
-    """Rewrite what stands between the markers, and the picture."""
+    """Rewrite the text between the markers, and the picture."""
     found = plans()
     before, rest = PAGE.read_text().split(BEGIN)
     PAGE.write_text(f"{before}{BEGIN}\n{table(found)}\n{END}{rest.split(END, 1)[1]}")

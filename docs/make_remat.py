@@ -1,6 +1,6 @@
-"""Writes the tables and the picture of docs/memory.md from benchmarks/results/remat.json.
+"""Write the tables and the picture of docs/memory.md from benchmarks/results/remat.json.
 
-Usage: python docs/make_remat.py           (tests/graph/test_remat_page.py compares)
+Usage: python docs/make_remat.py (tests/graph/test_remat_page.py compares)
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ PAGE, PICTURE = DOCS / "memory.md", DOCS / "figures" / "remat.svg"
 RESULT = DOCS.parent / "benchmarks" / "results" / "remat.json"
 BEGIN, END = "<!-- made by docs/make_remat.py -->", "<!-- end -->"
 Found = dict[str, Any]  # a case of the result file
-# The lines of the picture: whose points, what they are called, and how they are drawn.
+# The lines of the picture: the way, its name, and its style.
 LINES = (
     ("torch, whole", "torch's budget, one graph", plot_style.WARN, "-"),
     ("spread, whole", "over the blocks, one graph", plot_style.ACCENT, "-"),
     ("spread, blocks", "over the blocks, a graph for each", plot_style.ACCENT, (0, (2, 1.5))),
 )
-# With no bytes to share out every policy is `Remat.Full`, with all of them `Remat.Off`.
+# At share 0 every policy is `Remat.Full`, at share 1 `Remat.Off`.
 ENDS = {0.0: "full", 1.0: "none"}
 
 
 def result() -> Found:
-    """The benchmark's result; the step without recomputation is torch's and everybody's point at share 1."""
+    """Return the benchmark's result; all ways have the step without recomputation as their point at share 1."""
     found: Found = json.loads(RESULT.read_text())
     even = {"median": 1.0, "low": 1.0, "high": 1.0}
     none = {"name": "none", "scope": "whole", "label": "none, whole", "share": 1.0, "recomputed_flops": 0.0}
@@ -37,7 +37,7 @@ def result() -> Found:
 
 
 def at(found: Found, label: str, share: float) -> Found:
-    """The case of a way at a share."""
+    """Return the case of a way at a share."""
     name, scope = label.split(", ")
     names = ("none",) if share == 1 else (name, ENDS.get(share) if name != "torch" else None)
     return next(
@@ -46,7 +46,7 @@ def at(found: Found, label: str, share: float) -> Found:
 
 
 def budgets(found: Found) -> str:
-    """Peak MiB, FLOPs of products computed again and CPU time of each way at each share."""
+    """Return peak MiB, FLOPs of recomputed products and CPU time of each way at each share."""
     labels = ("torch, whole", "spread, whole", "even, blocks", "spread, blocks")
     heads = [label.replace("whole", "one graph") for label in labels]
     lines = [f"| share | {' | '.join(heads)} |", "|---" * (1 + len(heads)) + "|"]
@@ -57,7 +57,7 @@ def budgets(found: Found) -> str:
 
 
 def cell(case: Found) -> str:
-    """`253.5 MiB, +12 %, 1.05 ×`."""
+    """Return `253.5 MiB, +12 %, 1.05 ×`."""
     return (
         f"{case['peak_bytes'] / 2**20:.1f} MiB, +{100 * case['recomputed_flops']:.1f} %, "
         f"{case['time_over_none']['cpu_s']['median']:.2f} ×"
@@ -65,7 +65,7 @@ def cell(case: Found) -> str:
 
 
 def policies(found: Found) -> str:
-    """Peak and CPU time of the policies that have a name, over those of a step without recomputation."""
+    """Return peak and CPU time of the named policies, over those of a step without recomputation."""
     lines = ["| | one graph | a graph for each block |", "|---|---|---|"]
     for name, share in (("none", 1.0), ("pointwise", 1.0), ("full", 0.0)):
         those = [case for case in found["cases"] if case["name"] == name and case["share"] == share]
@@ -75,7 +75,7 @@ def policies(found: Found) -> str:
 
 
 def drawn(found: Found) -> str:
-    """Bytes against the share, and against the FLOPs that are computed again."""
+    """Draw bytes against the share, and against the recomputed FLOPs."""
     from matplotlib.figure import Figure
 
     with plot_style.style():
@@ -97,7 +97,7 @@ def drawn(found: Found) -> str:
 
 
 def main() -> None:
-    """Rewrite what stands between the markers, and the picture."""
+    """Rewrite the text between the markers, and the picture."""
     found = result()
     before, *rests = PAGE.read_text(encoding="utf-8").split(BEGIN)
     tables = (budgets(found), policies(found))

@@ -1,6 +1,6 @@
-"""Writes the table of docs/stream.md from benchmarks/results/stream.json.
+"""Write the table of docs/stream.md from benchmarks/results/stream.json.
 
-Usage: python docs/make_stream.py           (tests/stream/test_page.py compares)
+Usage: python docs/make_stream.py (tests/stream/test_page.py compares)
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ GIB = 2**30
 
 
 def table(found: dict[str, Any]) -> str:
-    """A row for the streamed run and one for the resident run."""
+    """Return a row for the streamed run and one for the resident run."""
     case, machine = found["cases"][0], found["machine"]
     streamed, resident = case["resumed"], case["resident"]
     tokens = found["settings"]["rows"] * found["settings"]["shape"]["max_position_embeddings"]

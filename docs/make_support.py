@@ -1,6 +1,6 @@
-"""Writes docs/support.md's tables: every combination of choices, and the law that holds it or the refusal a user gets.
+"""Write the tables of docs/support.md: for every combination of choices the law that tests it, or the error.
 
-Usage: python docs/make_support.py      (rewrites docs/support.md between the markers; tests/test_support.py compares)
+Usage: python docs/make_support.py (rewrites docs/support.md between the markers; tests/test_support.py compares)
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HELD = "[laws 1, 2, 3, 9, 10](../tests/laws/test_cross.py)"
 REPLAYED = "[law 1](../tests/laws/test_replayed_is_called.py)"
 ADAPTED = "[law](../tests/laws/test_lora.py)"
 BASES = ("auto", "int8", "nf4")
-BESIDE_ADAPTERS = {
+WITH_ADAPTERS = {
     "train.precision": PRECISIONS,
     "train.remat": REMATS,
     "train.compile": SCOPES,
@@ -41,7 +41,7 @@ BESIDE_ADAPTERS = {
     "optim.name": ("adamw", "muon", *(f"adamw:{state}" for state in STATES[1:])),
     "optim.ema": ("none", "0.9"),
 }
-BESIDE_RANKS = {
+WITH_RANKS = {
     "train.precision": PRECISIONS,
     "train.remat": REMATS,
     "train.compile": SCOPES,
@@ -61,7 +61,7 @@ DEVICES = {
 
 
 def refusal(**keys: str) -> str | None:
-    """What a user is told who asks for these keys together, of [train] where none is named; None: it trains."""
+    """Return the error for these keys together (of [train] if no section is named); None if they are accepted."""
     try:
         asked = {key if "." in key else f"train.{key}": value for key, value in keys.items()}
         settings = load(None, asked, {})
@@ -74,7 +74,7 @@ def refusal(**keys: str) -> str | None:
 
 
 def combinations() -> str:
-    """Recomputation by compile scope; precisions and packings that differ would be rows of their own."""
+    """Return recomputation by compile scope; fails if the cells depend on the precision."""
     lines = ["| `train.remat` | `compile=none` | `compile=whole` | `compile=blocks` |", "|---|---|---|---|"]
     for remat in REMATS:
         cells = []
@@ -88,7 +88,7 @@ def combinations() -> str:
 
 
 def replays() -> str:
-    """On a GPU, recomputation by compile scope: whether micro-steps can be replayed as CUDA graphs."""
+    """Return, by recomputation and compile scope, whether micro-steps can be replayed as CUDA graphs on a GPU."""
     lines = ["| `train.remat` | `compile=none` | `compile=whole` | `compile=blocks` |", "|---|---|---|---|"]
     for remat in REMATS:
         policy = named_policy(float(remat) if remat == "0.3" else remat)
@@ -98,7 +98,7 @@ def replays() -> str:
 
 
 def precisions() -> str:
-    """Precision by device."""
+    """Return precision by device."""
     lines = [f"| `train.precision` | {' | '.join(DEVICES)} |", "|---|" + "---|" * len(DEVICES)]
     for name in PRECISIONS:
         cells = [Precision(name).obstacle(device) or "works" for device in DEVICES.values()]
@@ -107,7 +107,7 @@ def precisions() -> str:
 
 
 def states() -> str:
-    """Optimizer state by precision, for AdamW and Muon alike."""
+    """Return optimizer state by precision, for AdamW and Muon alike."""
     names = " | ".join(f"`{name}`" for name in PRECISIONS)
     lines = [f"| `optim.name=adamw:...` | {names} |", "|---|" + "---|" * len(PRECISIONS)]
     for state in STATES:
@@ -124,22 +124,22 @@ def states() -> str:
 
 
 def adapters() -> str:
-    """What goes with adapters, by what the frozen weights are kept in."""
+    """Return the choices that can be combined with adapters, by the format of the frozen weights."""
     lines = [f"| with `lora.base=...` | {' | '.join(f'`{base}`' for base in BASES)} |", "|---|" + "---|" * len(BASES)]
-    for key, values in BESIDE_ADAPTERS.items():
+    for key, values in WITH_ADAPTERS.items():
         for value in values:
             found = [refusal(**{"model.init": "FOLDER", "lora.rank": "16", "lora.base": b, key: value}) for b in BASES]
             lines.append(f"| `{key}={value}` | {' | '.join(each or ADAPTED for each in found)} |")
-    nothing = refusal(**{"lora.rank": "16"}) or "a model that is drawn here and never trained, which is a fault"
+    nothing = refusal(**{"lora.rank": "16"}) or "a model with random weights that are never trained, which is a fault"
     lines.append(f"| no `model.init` | {' | '.join([nothing] * len(BASES))} |")
     return "\n".join(lines)
 
 
 def ranks() -> str:
-    """What goes with several devices."""
+    """Return the choices that can be combined with several devices."""
     kinds = ("ddp", "fsdp")
     lines = [f"| with `train.parallel=...` | {' | '.join(f'`{kind}`' for kind in kinds)} |", "|---|---|---|"]
-    for key, values in BESIDE_RANKS.items():
+    for key, values in WITH_RANKS.items():
         for value in values:
             base = {"model.init": "FOLDER"} if key == "lora.rank" else {}
             found = [refusal(**{"train.parallel": kind, key: value, **base}) for kind in kinds]
@@ -148,7 +148,7 @@ def ranks() -> str:
 
 
 def page(text: str) -> str:
-    """The page with the tables made anew, in the order of its markers."""
+    """Return the page with new tables, in the order of its markers."""
     head, *rest = text.split(BEGIN)
     tables = (combinations(), replays(), precisions(), states(), adapters(), ranks())
     return head + "".join(

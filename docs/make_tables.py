@@ -1,6 +1,6 @@
-"""Writes two tables from the code: what works and what holds it (README), and where a key acts (configuration.md).
+"""Write two tables from the code: the values of each key with their tests (README), and where a key acts.
 
-Usage: python docs/make_tables.py          (rewrites both between the markers; tests/test_readme.py compares)
+Usage: python docs/make_tables.py (rewrites README.md and configuration.md; tests/test_readme.py compares)
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import monograph
 from monograph.config.keys import KEYS, SECTIONS, Floored, Fraction, Width
 from monograph.session.plan import Plan
 
-# Fields of a plan that are not called as their keys are.
+# Fields of a plan whose names differ from their keys'.
 FIELDS = {
     "optim.grad_clip": "clip", "optim.schedule": "schedule", "optim.transfer": "transfer", "optim.ema": "averaged",
     "data.sequence_length": "sequence_length", "train.tokens": "updates",
@@ -25,7 +25,7 @@ MOST_SHOWN = 3  # functions in a cell
 README = Path(__file__).resolve().parent.parent / "README.md"
 CONFIGURATION = Path(__file__).resolve().parent / "configuration.md"
 PACKAGE = Path(monograph.__file__).parent
-# Files of `session` that only refuse what settings say, take them over from another run, or make other runs of them.
+# Files of `session` that only refuse settings, take them over from another run, or make other runs of them.
 NOT_DECIDING = {"requirements", "recorded", "ranks", "evaluated_model", "ladder"}
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
 ACCUMULATED, COMPILED = "tests/laws/test_accumulated_is_large_batch.py", "tests/laws/test_compiled_is_eager.py"
@@ -40,7 +40,7 @@ STATES = [f"{rule}:{state}" for rule in ("adamw", "muon") for state in ("bf16", 
 SCHEDULE = "tests/test_schedule.py"
 NARROW = dict.fromkeys(STATES, "tests/test_narrow.py")
 
-# What stands behind a value that works: a law by its number, or the file that tests it.
+# The test of each value: a law, or another file.
 BEHIND: dict[str, dict[str, str]] = {
     "train.memory": {"device": ACCUMULATED, "stream": STREAMED},
     "train.precision": {"fp32": COMPILED, "bf16": COMPILED, "fp16": SCALED, "fp8": "tests/graph/test_fp8.py"},
@@ -72,8 +72,8 @@ LAW = {
 
 
 def table() -> str:
-    """One row per key that offers a choice: its values, and what holds each."""
-    lines = ["| key | values, and what holds them |", "|---|---|"]
+    """Return one row per key that offers a choice: its values, and the test of each."""
+    lines = ["| key | values, each with its test |", "|---|---|"]
     for key, behind in BEHIND.items():
         works = ", ".join(f"`{value}` [{_name(path)}]({path})" for value, path in grouped(behind))
         lines.append(f"| `{key}` | {works} |")
@@ -81,7 +81,7 @@ def table() -> str:
 
 
 def values(key: str) -> list[str]:
-    """The values that the key's type lists, without "auto", which is the planner's choice among them."""
+    """Return the values that the key's type lists, without "auto", which is the planner's choice among them."""
     section, _, name = key.partition(".")
     annotation = SECTIONS[section].model_fields[name].annotation
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
@@ -97,7 +97,7 @@ def values(key: str) -> list[str]:
 
 
 def grouped(behind: dict[str, str]) -> list[tuple[str, str]]:
-    """Neighbouring values with the same thing behind them, as one."""
+    """Join values that have the same test."""
     by_path: dict[str, list[str]] = {}
     for value, path in behind.items():
         by_path.setdefault(path, []).append(value)
@@ -109,12 +109,12 @@ def _name(path: str) -> str:
 
 
 def functions(path: Path) -> Iterator[ast.FunctionDef]:
-    """The functions and methods of a file."""
+    """Yield the functions and methods of a file."""
     return (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef))
 
 
 def _sections(function: ast.FunctionDef) -> dict[str, str]:
-    """Local names of sections: {"optim": "optim"} after `optim = settings.optim`."""
+    """Return local names of sections: {"optim": "optim"} after `optim = settings.optim`."""
     found: dict[str, str] = {}
     for node in ast.walk(function):
         if isinstance(node, ast.Assign):
@@ -126,13 +126,13 @@ def _sections(function: ast.FunctionDef) -> dict[str, str]:
 
 
 def _is_section(node: ast.AST) -> bool:
-    """Whether that is `settings.train` or the like."""
+    """Return whether the node is `settings.train` or the like."""
     is_one = isinstance(node, ast.Attribute) and node.attr in SECTIONS
     return is_one and ast.unparse(node.value).endswith("settings")
 
 
 def keys_read(function: ast.FunctionDef, *, refusals: bool = False) -> set[str]:
-    """The keys whose value a function reads from the settings; with `refusals` also those that only an error names."""
+    """Return the keys that a function reads from the settings; with `refusals` also those that only an error names."""
     local = _sections(function)
     errors = [node for node in ast.walk(function) if isinstance(node, ast.Raise)]
     named = set() if refusals else {id(inner) for error in errors for inner in ast.walk(error)}
@@ -148,7 +148,7 @@ def keys_read(function: ast.FunctionDef, *, refusals: bool = False) -> set[str]:
 
 
 def _keys_written(function: ast.FunctionDef) -> set[str]:
-    """The keys for which a function writes a value: `chosen["data.tokenizer"] = ...`."""
+    """Return the keys for which a function writes a value: `chosen["data.tokenizer"] = ...`."""
     stores = [
         node for node in ast.walk(function) if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
     ]
@@ -156,7 +156,7 @@ def _keys_written(function: ast.FunctionDef) -> set[str]:
 
 
 def deciding() -> dict[str, list[str]]:
-    """By key, the functions in which it is decided: that write it, or else that read it and do more than refuse."""
+    """Return by key the functions that decide it: that write it, or otherwise read it and do more than refuse."""
     reading: dict[str, list[str]] = {key: [] for key in KEYS}
     writing: dict[str, list[str]] = {key: [] for key in KEYS}
     for path in sorted((PACKAGE / "session").glob("*.py")):
@@ -170,7 +170,7 @@ def deciding() -> dict[str, list[str]]:
 
 
 def field(key: str) -> str:
-    """The field of `Plan` that holds a key's value, or what was made of it; empty where none does."""
+    """Return the field of `Plan` that has a key's value, or an object made from it; empty if there is none."""
     section, _, name = key.partition(".")
     of_section = {"model": "recipe", "data": "reading", "optim": "update_rule"}
     return FIELDS.get(key, name if name in Plan.__dataclass_fields__ else of_section.get(section, ""))
@@ -178,7 +178,7 @@ def field(key: str) -> str:
 
 @functools.cache
 def _attributes() -> dict[str, set[str]]:
-    """By function, `resolve` aside, the attributes that it reads: {"commands.train.run": {"plan.clip", ...}}."""
+    """Return the attributes that each function outside `resolve` reads: {"commands.train.run": {"plan.clip", ...}}."""
     found = dict[str, set[str]]()
     for path in sorted(PACKAGE.rglob("*.py")):
         place = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
@@ -189,13 +189,13 @@ def _attributes() -> dict[str, set[str]]:
 
 
 def acting(field: str) -> list[str]:
-    """The functions, `resolve` aside, that read a field of a plan."""
+    """Return the functions, except in `resolve`, that read a field of a plan."""
     ends = (f".plan.{field}", f" plan.{field}")
     return [name for name, read in _attributes().items() if any(f" {each}".endswith(ends) for each in read)]
 
 
 def acts() -> str:
-    """One row per key: the function that decides its value, and those that use it as a plain value of the plan."""
+    """Return one row per key: the function that decides its value, and those that read it from the plan."""
     lines = ["| key | decided in | field of the plan | read by |", "|---|---|---|---|"]
     for key, where in deciding().items():
         used, more = (acting(field(key)) if field(key) else []), ""
@@ -211,7 +211,7 @@ def _code(names: list[str]) -> str:
 
 
 def main() -> None:
-    """Puts the tables in their places."""
+    """Write the tables to their pages."""
     for page, made in ((README, table()), (CONFIGURATION, acts())):
         before, rest = page.read_text(encoding="utf-8").split(BEGIN)
         page.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What each script of benchmarks/ measured, as one sentence of the README's table."""
+"""Describe each benchmark script's result in one sentence of the README's table."""
 
 from __future__ import annotations
 

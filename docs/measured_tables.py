@@ -1,4 +1,4 @@
-"""What scripts of benchmarks/ measured, as tables in Markdown."""
+"""Describe the results of benchmark scripts as tables in Markdown."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ Found = dict[str, Any]  # a result file
 
 
 def result(script: str) -> Found:
-    """What a script of benchmarks/ wrote."""
+    """Return the result of a script of benchmarks/."""
     found: Found = json.loads((RESULTS / f"{script}.json").read_text())
     return found
 
 
 def table() -> str:
-    """One row per script, and the machine it ran on."""
+    """Return one row per script, with the machine that it ran on."""
     lines = ["| measured | figure | machine, printed by |", "|---|---|---|"]
     for name, (what, sentence) in ROWS.items():
         script = f"[benchmarks/{name}.py](benchmarks/{name}.py)"
@@ -45,7 +45,7 @@ COLUMNS = ("", "tokens/s", "tokens/CPU-s", "Monograph is", "in CPU time", "gradi
 
 
 def peers() -> str:
-    """One table for each case of benchmarks/train_peers.py."""
+    """Return one table for each case of benchmarks/train_peers.py."""
     found = result("train_peers")["cases"]
     lines = []
     for case, title in CASES.items():
@@ -55,7 +55,7 @@ def peers() -> str:
 
 
 def peer(entry: Found) -> list[str]:
-    """A table's line."""
+    """Return a line of the table."""
     ratios = (entry[name] for name in ("ratio_wall", "ratio_cpu"))
     error = entry["gradient_error"]
     return [
@@ -68,7 +68,7 @@ def peer(entry: Found) -> list[str]:
 
 
 def quality() -> str:
-    """One line for each system of benchmarks/time_to_quality.py, the best first."""
+    """Return one line for each system of benchmarks/time_to_quality.py, the best first."""
     lines = ["| | bits per byte | seeds | deviation | learning rate | million tokens |", "|---|---|---|---|---|---|"]
     for case in sorted(result("time_to_quality")["cases"], key=lambda case: float(case["mean"])):
         spread = "-" if case["deviation"] is None else f"{case['deviation']:.3f}"
@@ -80,7 +80,7 @@ def quality() -> str:
 
 
 def generating() -> str:
-    """One line for each case and system of benchmarks/generate_peers.py."""
+    """Return one line for each case and system of benchmarks/generate_peers.py."""
     lines = [
         "| | tokens/s | ms of CPU per token | first token, ms | Monograph is | in CPU time | sampler's share |",
         "|---|---|---|---|---|---|---|",
@@ -103,7 +103,7 @@ def generating() -> str:
 
 
 def fusing() -> str:
-    """One line for each case of benchmarks/siblings.py."""
+    """Return one line for each case of benchmarks/siblings.py."""
     lines = [
         "| width | forward, separate, ms | fused over it | in CPU time | update, separate, ms | fused over it "
         "| in CPU time | peak memory | kept |",
@@ -122,7 +122,7 @@ def fusing() -> str:
 
 
 def carrying() -> str:
-    """The losses of every rate at every width, of benchmarks/transfer.py, and where their vertices are."""
+    """Return the losses of every rate at every width of benchmarks/transfer.py, and their vertices."""
     found = result("transfer")
     rates = [f"2^{math.log2(rate):.0f}" for rate in found["settings"]["rates"]]
     lines = [f"| | width | {' | '.join(rates)} | vertex |", "|---|---|" + "---|" * (len(rates) + 1)]
@@ -135,7 +135,7 @@ def carrying() -> str:
 
 
 def changing() -> str:
-    """One line for each change of benchmarks/bottleneck.py."""
+    """Return one line for each change of benchmarks/bottleneck.py."""
     found = result("bottleneck")
     lines = ["| change | bound by | predicted | measured (lowest to highest round) | off |", "|---" * 5 + "|"]
     for case in found["cases"]:
@@ -147,7 +147,7 @@ def changing() -> str:
 
 
 def sharing() -> str:
-    """One line for each number of ranks of benchmarks/ranks.py."""
+    """Return one line for each number of ranks of benchmarks/ranks.py."""
     found = result("ranks")
     lines = ["| | held | torch's loop | at the peak of an update | torch's loop | CPU time over torch's loop |"]
     lines.append("|---" * 6 + "|")
@@ -160,7 +160,7 @@ def sharing() -> str:
 
 
 def sweeping() -> str:
-    """The times of both sides of benchmarks/sweep_runs.py."""
+    """Return the times of both sides of benchmarks/sweep_runs.py."""
     found = result("sweep_runs")
     [case], at = found["cases"], found["machine"]
     singles, sweep = case["single"], case["sweep"]
@@ -180,7 +180,7 @@ def sweeping() -> str:
 
 
 def climbing() -> str:
-    """One line for each rung of benchmarks/ladder.py."""
+    """Return one line for each rung of benchmarks/ladder.py."""
     found = result("ladder")
     at, asked = found["machine"], found["settings"]
     where = f"{at['device']}, {at['cores']} cores, {counted(at['threads'], 'thread')}"

@@ -18,7 +18,7 @@ def test_the_page_is_what_the_script_makes(made):
     assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), "run: python docs/make_support.py"
 
 
-def test_what_is_called_held_beside_adapters_is_in_their_law_and_nothing_else(made):
+def test_combinations_with_adapters_that_the_page_says_are_tested_are_in_their_law(made):
     from laws.test_lora import CROSS, OPTIMIZERS
 
     tested = {
@@ -31,7 +31,7 @@ def test_what_is_called_held_beside_adapters_is_in_their_law_and_nothing_else(ma
         "optim.ema": {(each, base) for each in ("none", "0.9") for base in made.BASES},
     }
     assert "ema" in OPTIMIZERS
-    for key, values in made.BESIDE_ADAPTERS.items():
+    for key, values in made.WITH_ADAPTERS.items():
         for value in values:
             name = str(named(float(value) if value == "0.3" else value)) if key == "train.remat" else value
             for base in made.BASES:
@@ -39,7 +39,7 @@ def test_what_is_called_held_beside_adapters_is_in_their_law_and_nothing_else(ma
                 assert ((name, base) in tested[key]) == (made.refusal(**asked) is None), (key, value)
 
 
-def test_what_is_called_held_is_in_the_law_and_nothing_else(made):
+def test_combinations_that_the_page_says_are_tested_are_in_the_law(made):
     from laws.test_cross import CROSS
 
     held = {(p, remat, scope) for p, remat, scope, _ in CROSS}
