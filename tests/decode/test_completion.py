@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,7 +49,9 @@ def test_it_ends_with_the_document() -> None:
     assert (done.text, done.finish_reason) == ("xy", "stop") and done.token_ids[-1] == TOKENIZER.eos_id
 
 
-@pytest.mark.parametrize("stop", [["z"], ["yz", 5], ["q", "zx"], ["zz"], [TOKENIZER.encode("z")[0]]])
+@pytest.mark.parametrize(
+    "stop", [["z"], ["yz", 5], ["q", "zx"], ["zz"], [TOKENIZER.encode("z")[0]], [np.int64(TOKENIZER.encode("z")[0])]]
+)
 def test_it_ends_before_a_stop_string_and_at_a_stop_id(stop: list[str | int]) -> None:
     done = one(writing("xyz"), max_tokens=6, stop=stop)
     text = {"z": "xy", "yz": "x", "q": "xy", "zz": "xyzxyz"}.get(str(stop[0]), "xyz")
@@ -148,7 +151,16 @@ def test_log_probabilities_are_those_of_the_raw_logits() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"max_tokens": 0}, {"n": 0}, {"n": True}, {"stop": [""]}, {"stop": "END"}, {"sampling": [Sampling()] * 2}]
+    "wrong",
+    [
+        {"max_tokens": 0},
+        {"n": 0},
+        {"n": True},
+        {"n": 2**70},
+        {"stop": [""]},
+        {"stop": "END"},
+        {"sampling": [Sampling()] * 2},
+    ],
 )
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):

@@ -25,7 +25,7 @@ from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph.inspect import unwrapped
 from monograph.model.llama import Llama
-from monograph.ranges import COUNT, Range
+from monograph.ranges import COUNT, Range, whole
 from monograph.text.tokenizer import Tokenizer
 
 
@@ -80,6 +80,7 @@ class Transcript:
 
 # The number of steps from which on compiling saves time (docs/log.md; on a GPU an estimate, not measured yet).
 WORTH_COMPILING = {"cuda": 4_000, "cpu": 20_000}
+MOST_TEXTS = whole(1, 10**15)  # of each prompt: a sequence of 2^63 has no len()
 MOST_ROWS = {"cuda": 64, "cpu": 8}  # requests that run at once
 
 
@@ -235,7 +236,7 @@ def generate(
         UsageError: there is no prompt, max_tokens or n is below 1, a stop string is empty, a text is given for a list,
             there are not as many samplings as prompts, or `Sampling` refuses.
     """
-    max_tokens, n = COUNT.integer("max_tokens", max_tokens), COUNT.integer("n", n)
+    max_tokens, n = COUNT.integer("max_tokens", max_tokens), MOST_TEXTS.integer("n", n)
     prompts, stop = _listed("prompts", prompts), _listed("stop", stop)
     if wrong := [given for given in prompts if isinstance(given, bytes | Mapping) or not isinstance(given, Iterable)]:
         raise UsageError(f"prompts: expected texts, or sequences of ids, not {wrong[0]!r}")
@@ -243,10 +244,11 @@ def generate(
         raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:
         raise UsageError("stop: an empty string would stop every text at once; give the text to stop at")
-    require_ids("stop", [item for item in stop if not isinstance(item, str)], tokenizer)
+    ids = [item for item in stop if not isinstance(item, str)]
+    require_ids("stop", ids, tokenizer)
     samplings = Sampling.of_each(sampling, len(prompts), tokenizer.vocab_size)
     strings = [item for item in stop if isinstance(item, str)]
-    stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *(item for item in stop if isinstance(item, int))]))
+    stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *map(int, ids)]))
     stop_automaton = stop_strings(strings, tokenizer.pieces) if strings else None
     # Prompts with the same sequence breakers share one search of the vocabulary.
     breakers_of = cache(lambda texts: breakers(texts, tokenizer.pieces))

@@ -90,10 +90,11 @@ def evaluate_members(
         raise UsageError(f"the rows are a {type(rows).__name__}: give a split of a corpus, such as corpus.held_out")
     if len(rows) == 0:
         raise UsageError("there is nothing to evaluate on: data.held_out is 0; give other text (--data)")
-    meter, sums = Meter(progress, "row", len(rows.spread(limit))), []
+    count, sums = len(rows.spread(limit)), []
+    meter = Meter(progress, "row", count)
     for batch in rows.in_order(batch_rows, limit):
         sums.append(engine.evaluate(batch))
-        meter.add(batch_rows)
+        meter.add(min(batch_rows, count - meter.done))  # the last batch is filled up with empty rows
     totals_N = torch.stack([torch.atleast_1d(total).double() for total, _ in sums]).sum(0).tolist()
     counts_N = torch.stack([torch.atleast_1d(count) for _, count in sums]).sum(0).tolist()
     coverage = rows.coverage(limit)
