@@ -20,7 +20,7 @@ from monograph.planner.streaming import HOST_SHARE, describe_tiers, describe_way
 from monograph.predict.estimate import trained_adapters
 from monograph.predict.roofline import EFFICIENCIES, Calibration, peak_flops
 from monograph.report.quantities import count, duration, gibibytes
-from monograph.session.new_tokens import planned_tokens, token_notes
+from monograph.session.adapting import planned_tokens, token_notes
 from monograph.session.requirements import notes_on, require_one_device, require_room
 from monograph.session.resolve import asked_of, resolve, shape_of
 from monograph.storage.cache_dir import cache_root, calibration_file

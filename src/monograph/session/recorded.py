@@ -23,8 +23,7 @@ from monograph.run.recipe import names_run
 from monograph.run.run_index import checkpoint_named
 from monograph.run.trust import carries_mark, is_ours, marked, require_trusted
 from monograph.run.writing import write_whole
-from monograph.session.adapting import KEYS
-from monograph.session.new_tokens import require_no_new
+from monograph.session.adapting import KEYS, require_no_new
 from monograph.storage.reading import contents, entries, exists, is_file, is_folder, matching, resolved, without_links
 from monograph.terminal import shell_words
 

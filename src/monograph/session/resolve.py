@@ -25,8 +25,7 @@ from monograph.predict.footprint import Compile
 from monograph.predict.roofline import Calibration
 from monograph.run.base import tokenizer_named, tokenizer_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
-from monograph.session.adapting import fixed_lora, lora_of
-from monograph.session.new_tokens import NewTokens, require_tokens
+from monograph.session.adapting import NewTokens, fixed_lora, lora_of, require_tokens
 from monograph.session.plan import Length, Plan, Shape
 from monograph.session.recorded import own_copies
 from monograph.session.requirements import (

@@ -31,8 +31,7 @@ from monograph.run.models import build
 from monograph.run.progress import Progress
 from monograph.run.recipe import is_weight_file, shape_in
 from monograph.run.trust import code_digest
-from monograph.session.adapting import lora_of
-from monograph.session.new_tokens import new_tokens_of, token_notes
+from monograph.session.adapting import lora_of, new_tokens_of, token_notes
 from monograph.session.plan import Plan, Shape
 from monograph.session.ranks import agreed
 from monograph.session.requirements import require_positions
