@@ -1,4 +1,4 @@
-"""Errors that are no fault of the code, with the exit codes that the command line promises for them."""
+"""Exceptions for errors that are not bugs, and the exit code that the command line returns for each class."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import sys
 import tempfile
 import traceback
 
-_LONGEST = 1500  # letters of a message, which may quote a file
-# torch, oneDNN and Python say this where the host's memory, or the process's limit, is used up.
+_LONGEST = 1500  # characters; a longer message, which may quote a file, is shortened
+# Messages of torch, oneDNN and Python when the host's memory, or the process's memory limit, is used up.
 _HOST_IS_FULL = (
     "can't allocate memory", "could not create a primitive", "could not create a memory object",
     "can't start new thread",
@@ -16,7 +16,7 @@ _HOST_IS_FULL = (
 
 
 def said_by(error: BaseException) -> str:
-    """Return an exception's message; nothing where its class, which may be a user's, fails to make one."""
+    """Return an exception's message, or "" if its class, which may be a user's, raises while making one."""
     try:
         return str(error)
     except Exception:
@@ -29,9 +29,12 @@ def host_is_full(error: BaseException) -> bool:
 
 
 class MonographError(Exception):
-    """Base of every error that is shown to a person as one line; the command line exits with `exit_code`.
+    """The base class of all errors that are shown as one line; the command line exits with `exit_code`.
 
-    told: whether another process of the same run reports it; None: all raise it, and the first one reports it.
+    Attributes:
+        exit_code: the process's exit code.
+        told: whether another rank of the same run reports this error; None if all ranks raise it and the first reports
+            it.
     """
 
     exit_code = 1
@@ -49,15 +52,15 @@ class UsageError(MonographError):
 
 
 class InputRefused(MonographError):
-    """A file or value that was given is damaged, unsupported or does not fit; the message names it."""
+    """A given file or value is damaged, unsupported or does not fit; the message names it."""
 
     exit_code = 3
 
 
 class Unreadable(MonographError):
-    """A file or folder is unknown, since the system could not read it.
+    """The system failed to read a file or folder, so its content is unknown.
 
-    It is no InputRefused: code that replaces or regenerates a damaged file must not do so with an unread one.
+    This is not an InputRefused: code that replaces or regenerates a damaged file must not do so with an unread one.
     """
 
     exit_code = 3
@@ -86,7 +89,7 @@ class OutOfDeviceMemory(MonographError):
 
 
 class DiskFull(MonographError):
-    """A file could not be written; what was on disk before is untouched."""
+    """A file could not be written; the files that were on the disk before are untouched."""
 
     exit_code = 7
 
@@ -98,7 +101,7 @@ class RunInUse(MonographError):
 
 
 class Stopped(MonographError):
-    """A signal asked the run to stop, and it did so after saving."""
+    """A signal asked the run to stop, and it stopped after saving."""
 
     exit_code = 75
 
@@ -116,7 +119,7 @@ class Ended(MonographError):
 
 
 def bug_report(arguments: list[str]) -> str:
-    """Write the exception being handled to a file and return its name; where that fails, how to see the traceback."""
+    """Write the exception being handled to a file and return the file's name, or else how to see the traceback."""
     from monograph import __version__
 
     head = f"monograph {__version__}, Python {sys.version}, {sys.platform}\narguments: {arguments}\n\n"

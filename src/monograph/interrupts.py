@@ -1,6 +1,6 @@
-"""Handles SIGINT (Ctrl-C) and SIGTERM while the program starts, works and ends: with a line, never a traceback.
+"""Handle SIGINT (Ctrl-C) and SIGTERM while the program starts, works and ends: print one line, never a traceback.
 
-Training has its own handlers, which save (`monograph.run.signals`).
+Training has its own handlers, which save a checkpoint first (`monograph.run.signals`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ Command = TypeVar("Command", bound=Callable[..., int])
 
 
 def end_at_once(*_: Any) -> NoReturn:
-    """Handle an interrupt while there is nothing to lose: print a line and exit with code 130."""
+    """Handle SIGINT while there is nothing to lose: print a line and exit with code 130."""
     os.write(2, b"error: interrupted\n")
     os._exit(130)
 
@@ -26,27 +26,28 @@ def _terminate(*_: Any) -> NoReturn:
 
 
 def while_starting() -> None:
-    """Replace the handlers during imports, whose seconds would show a traceback. An ignored interrupt stays ignored."""
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RANK" not in os.environ:  # launchers end ranks by it
+    """Replace Python's handlers during the imports, which take seconds; a signal that was ignored stays ignored."""
+    # A launcher such as torchrun sets RANK and ends its ranks by SIGTERM; such a rank prints nothing.
+    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and "RANK" not in os.environ:
         signal.signal(signal.SIGTERM, _terminate)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, end_at_once)
 
 
 def working(command: Command) -> Command:
-    """Return the command, whose imports are done, and let an interrupt be a KeyboardInterrupt from here on."""
+    """Return the command, whose imports are done, and let SIGINT raise KeyboardInterrupt from now on."""
     if signal.getsignal(signal.SIGINT) is end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     return command
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM as an interrupt: it ends the program with a line and exit code 143."""
+    """A SIGTERM that was turned into an exception; the program ends with a line and exit code 143."""
 
 
 @contextmanager
 def taken_back() -> Iterator[None]:
-    """In the block, let SIGTERM raise `Terminated`, so that half-made results are removed as on an interrupt."""
+    """Let SIGTERM raise `Terminated` inside the block, so that half-made results are removed as after Ctrl-C."""
 
     def end(*_: Any) -> NoReturn:
         raise Terminated
@@ -59,5 +60,5 @@ def taken_back() -> Iterator[None]:
 
 
 def while_ending() -> None:
-    """Let another interrupt end the interpreter's shutdown silently."""
+    """Let a further SIGINT end the interpreter's shutdown silently."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))

@@ -1,4 +1,4 @@
-"""Ranges of numbers, by which settings, optimizers and the sampler refuse the same values in the same words."""
+"""Ranges of numbers, so that settings, optimizers and the sampler refuse the same values with the same messages."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ LARGEST = sys.float_info.max
 
 
 class Range(NamedTuple):
-    """The numbers that an argument may be; a boolean and NaN are in no range.
+    """The numbers that an argument may be; booleans and NaN are in no range.
 
     Attributes:
-        expected: completes the sentence "expected ...".
+        expected: the range in words, to complete the sentence "expected ...".
         low: the smallest number.
         high: the largest number.
         above: whether the range excludes `low` itself.
         below: whether the range excludes `high` itself.
-        whole: whether the type must be an integer type; numpy's count.
+        whole: whether the type must be an integer type, Python's or numpy's.
     """
 
     expected: str
@@ -35,9 +35,9 @@ class Range(NamedTuple):
         """Return whether the value is a number in this range."""
         if isinstance(value, bool) or not isinstance(value, Integral if self.whole else Real):
             return False
-        number: Any = value  # kept as it is, because a float would round a large whole number
+        number: Any = value  # not converted to a float, which would round a large whole number
         if not self.whole and isinstance(value, Rational) and not -LARGEST <= number <= LARGEST:
-            return False  # it is beyond every float
+            return False  # no float is that large
         low_holds = number > self.low if self.above else number >= self.low
         return bool(low_holds and (number < self.high if self.below else number <= self.high))
 
@@ -51,12 +51,12 @@ class Range(NamedTuple):
             raise UsageError(f"{name} = {value!r}: expected {self.expected}")
 
     def integer(self, name: str, value: Any) -> int:
-        """Return a whole number of any integer type, such as numpy's, as one of Python's, or refuse it as `require`."""
+        """Return a value of any integer type, such as numpy's, as a Python int; raise UsageError like `require`."""
         self.require(name, value)
         return int(value)
 
     def checked(self, value: float) -> float:
-        """Return the value or raise ValueError, which pydantic turns into a refusal that names the key."""
+        """Return the value, or raise ValueError, which pydantic turns into an error that names the key."""
         if not self.holds(value):
             raise ValueError(self.expected)
         return value

@@ -1,6 +1,6 @@
-"""Guards the output: everything written to a terminal passes `visible`, so that no foreign text can command it.
+"""Guard the output: all text written to a terminal passes `visible`, so that no foreign text can control the terminal.
 
-Only Monograph's display writes through `own`, after it has made its texts visible.
+Only Monograph's own display writes escape sequences, through `own`, after it has made its texts visible.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-# A terminal obeys these: control characters except line feed and tab, line separators, marks that turn the direction of
-# writing around. Halves of surrogate pairs are among them because no encoding has them.
+# Characters that a terminal obeys: control characters except line feed and tab, line separators, and marks that reverse
+# the direction of writing. Lone surrogates are included because no encoding can write them.
 _OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -25,17 +25,17 @@ def visible(text: str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return the text on one line, its lines joined by spaces, and visible."""
+    """Return the text as one visible line, its lines joined by spaces."""
     return visible(re.sub(r"\s*\n\s*", " ", text.strip()))
 
 
 def warn(line: str) -> None:
-    """Print a warning to standard error, apart from results."""
+    """Print a warning to standard error, so that it does not mix with results."""
     print(f"warning: {line}", file=sys.stderr)
 
 
 def shell_words(*words: str | Path) -> str:
-    """Return a command line that a shell splits into exactly these words, printed on one line or pasted."""
+    """Return one printable line that a shell splits into exactly these words, to be pasted."""
     return " ".join(_shell_word(str(word)) for word in words)
 
 
@@ -47,7 +47,7 @@ def _shell_word(word: str) -> str:
 
 
 class Terminal:
-    """A text stream that ends at a terminal: it makes all text visible except the text that `own` writes."""
+    """A wrapper of a terminal's text stream that makes all text visible, except the text that `own` writes."""
 
     def __init__(self, stream: Any) -> None:
         self._stream, self.own = stream, stream.write
@@ -66,12 +66,12 @@ class Terminal:
 
 
 def own(stream: Any, text: str) -> None:
-    """Write Monograph's own escape sequences, and texts that are visible already."""
+    """Write Monograph's own escape sequences, and texts that were already made visible."""
     getattr(stream, "own", stream.write)(text)
 
 
 def guard() -> None:
-    """Make the standard streams accept any text, also where a wrapper closed them or an encoding lacks a character."""
+    """Make the standard streams accept any text, even if they were closed or their encoding lacks a character."""
     for name in ("stdin", "stdout", "stderr"):
         stream = getattr(sys, name)
         if isinstance(stream, io.TextIOWrapper):
@@ -85,7 +85,8 @@ def guard() -> None:
 
 
 def is_terminal(stream: Any) -> bool:
-    """Return whether a stream is a terminal. A program that calls `main` may give it any object that can be written."""
+    """Return whether a stream is a terminal."""
+    # A program that calls `main` may have replaced sys.stdout by an object that only has `write`.
     return bool(getattr(stream, "isatty", bool)())
 
 

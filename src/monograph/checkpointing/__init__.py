@@ -1,4 +1,4 @@
-"""Saves and loads a run's state so that no crash, full disk or flipped bit can cost more than the last save."""
+"""Save and load a run's state so that a crash, a full disk or a flipped bit costs no more than the last save."""
 
 from __future__ import annotations
 

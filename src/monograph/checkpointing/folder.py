@@ -1,6 +1,6 @@
-"""One checkpoint on disk: a folder of three files and a manifest that vouches for every byte of them and of itself.
+"""Read and verify one checkpoint: a folder of three files and a manifest with digests of every byte, its own included.
 
-Where a file is too large to hold in memory next to its tensors' destination, each tensor is read when it is asked for.
+If a file is too large to be in memory next to its tensors' destination, each tensor is read when it is requested.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ from monograph.errors import InputRefused
 from monograph.storage import blocks, tensor_layout
 from monograph.storage.reading import MOST_JSON_BYTES, parse_json, readable
 
-KEPT_BLOCKS = 4  # blocks read last: a tensor may begin in the block in which the one before it ended
+KEPT_BLOCKS = 4  # number of blocks kept in memory: a tensor may begin in the block in which the one before it ended
 
 
 class LargeFile(Mapping[str, Tensor]):
-    """The tensors of a safetensors file, in the file's order, read and verified block by block.
+    """The tensors of a safetensors file by name, in the file's order, read and verified block by block when requested.
 
-    It reads the file that was opened, even if its name is given to another one.
+    The file stays open, so the tensors are those of this file even if its name is later given to another one.
     """
 
     def __init__(
         self, descriptor: int, entries: list[tensor_layout.Entry], start: int, read: Callable[[int, int], bytes]
     ):
-        """Keep the file open for as long as this lives.
+        """Keep the file open for as long as this object lives.
 
         Args:
             descriptor: descriptor of the open file; a duplicate is kept.
-            entries: its tensors.
+            entries: the file's tensors.
             start: the offset of the tensors' bytes in the file.
-            read: reads a block by descriptor and index; raises unless it has the expected digest.
+            read: a function of descriptor and index that returns a block, or raises if its digest is wrong.
         """
         self._file = os.dup(descriptor)
         weakref.finalize(self, os.close, self._file)
@@ -72,7 +72,7 @@ class LargeFile(Mapping[str, Tensor]):
         return tensor
 
     def like(self, name: str) -> Tensor:
-        """Return a tensor of one's shape and dtype, without numbers; nothing is read."""
+        """Return a meta tensor with the shape and dtype of the named tensor, without reading it."""
         entry = self._entries[name]
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
@@ -88,8 +88,8 @@ class LargeFile(Mapping[str, Tensor]):
 
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
 FORMAT = "monograph-checkpoint-1"
-LARGE_BYTES = 2**30  # from this size the tensors are read one by one: else the file and they would be in memory at once
-# A folder is called `.replaced` for the moment in which its successor of the same update takes its place.
+LARGE_BYTES = 2**30  # above this size tensors are read one by one, so that the file is never in memory as a whole
+# A checkpoint's folder has this suffix for the moment in which its successor of the same update takes its place.
 REPLACED = ".replaced"
 FOLDER_NAME = re.compile(r"step-([0-9]{8,18})(\.replaced)?")
 
@@ -102,8 +102,8 @@ class Checkpoint:
         update: the number of updates done.
         model: the module's tensors by name; tied weights appear once.
         optimizer: the optimizer's tensors by name.
-        state: everything else, as JSON gives it back (string keys, lists for tuples).
-        run: identity of the run that wrote it, so that a caller can detect a folder of another run.
+        state: everything else, as JSON returns it (string keys, lists for tuples).
+        run: identity of the run that wrote the checkpoint, so that a caller can detect another run's folder.
     """
 
     update: int
@@ -114,7 +114,7 @@ class Checkpoint:
 
 
 class CheckpointDamaged(InputRefused):
-    """A checkpoint's file is not what its manifest says."""
+    """A file of a checkpoint differs from its manifest, or the manifest is damaged."""
 
     def __init__(self, file: Path, expected: str, actual: str) -> None:
         super().__init__(f"{file}: expected {expected}, found {actual}")
@@ -139,11 +139,11 @@ class Manifest:
 
     @property
     def root(self) -> str:
-        """SHA-256 of the whole manifest, and so of every byte of the checkpoint."""
+        """Return the SHA-256 digest of the manifest's content, which covers every byte of the checkpoint."""
         return hashlib.sha256(json.dumps(self._content()).encode()).hexdigest()
 
     def encode(self) -> bytes:
-        """Return the manifest's only valid bytes; any other spelling is damage, so every flipped bit is noticed."""
+        """Return the manifest's only valid bytes: any others count as damage, so that every flipped bit is noticed."""
         return (json.dumps({**self._content(), "root": self.root}, indent=1) + "\n").encode()
 
     def _content(self) -> dict[str, Any]:
@@ -160,7 +160,8 @@ def verify(folder: Path) -> None:
     """Check every byte of a checkpoint against its manifest, in constant memory.
 
     Raises:
-        CheckpointDamaged: names the file with the expected and actual digest, length or list of files.
+        CheckpointDamaged: a file is damaged; the message names it with the expected and the actual digest, length or
+            list of files.
     """
     manifest = read_manifest(folder)
     for name, entry in manifest.files.items():
@@ -169,9 +170,9 @@ def verify(folder: Path) -> None:
 
 
 def load(folder: Path) -> Checkpoint:
-    """Read a checkpoint into its own plain memory, verifying the very bytes that are handed out.
+    """Read a checkpoint into memory, and verify the bytes in memory rather than the file.
 
-    Files beyond LARGE_BYTES are verified now, and again as tensors are asked for, which may then raise.
+    Files of more than LARGE_BYTES are verified now, and again when their tensors are requested, which may then raise.
 
     Raises:
         CheckpointDamaged: see `verify`.
@@ -187,13 +188,13 @@ def load(folder: Path) -> Checkpoint:
 
 
 def load_state(folder: Path) -> tuple[int, dict[str, Any]]:
-    """Read a checkpoint's update and state without its tensors; raise CheckpointDamaged like `verify`."""
+    """Return a checkpoint's update and state, without reading its tensors; raise CheckpointDamaged like `verify`."""
     manifest = read_manifest(folder)
     return manifest.update, _load_state(folder / STATE, manifest.files[STATE])
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest and check the cheap parts: its own digest, the folder's name, the list and lengths of files.
+    """Read the manifest and make all cheap checks: its own digest, the folder's name, the list and lengths of files.
 
     Raises:
         CheckpointDamaged: see `verify`.
@@ -222,7 +223,7 @@ def _parse(path: Path, data: bytes) -> Manifest:
         ours = f"format {FORMAT} with blocks of {blocks.BLOCK_BYTES} bytes"
         if kind != ours:
             raise CheckpointDamaged(path, ours, kind)
-        # Names come from this list and never from the file: a manifest cannot make anything else be opened.
+        # The names come from this list and never from the manifest, which so cannot make other files be opened.
         files = {name: FileEntry(**content["files"][name]) for name in (MODEL, OPTIMIZER, STATE)}
         manifest = Manifest(content["run"], content["update"], files)
         stated, canonical = content["root"], manifest.encode()
@@ -264,7 +265,7 @@ def _load_tensors(path: Path, entry: FileEntry) -> Mapping[str, Tensor]:
                 return LargeFile(descriptor, layout, len(prefix), functools.partial(_read_block, path, entry))
             tensors = tensor_layout.decode(prefix, entry.bytes)
         except tensor_layout.LayoutError as error:
-            # The header is read before its digest is known: blame the digests if they explain the error.
+            # The header was read before its digest was checked, so first see whether a wrong digest explains the error.
             _require(path, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
             raise CheckpointDamaged(path, "a safetensors file", str(error)) from error
         again = bytearray(len(prefix))
@@ -291,8 +292,8 @@ def _opened(path: Path, expected_bytes: int | None = None) -> Iterator[int]:
     """Open a regular file for reading, never through a symbolic link.
 
     Raises:
-        CheckpointDamaged: the file is missing or is no regular file.
-        Unreadable: unknown, since the system failed to read it.
+        CheckpointDamaged: the file is missing, not a regular file, or not of the expected length.
+        Unreadable: the system failed to read it, so its content is unknown.
     """
     try:
         with readable(path):

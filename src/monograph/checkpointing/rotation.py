@@ -1,8 +1,8 @@
-"""Decides which checkpoints a run keeps: saves the next one, drops the oldest, finds the newest that can be trusted.
+"""Save a run's next checkpoint and remove the oldest; load the newest one that passes verification.
 
-The order of the operations is the whole point (each step is durable before the next one relies on it): files and their
-fsync, manifest, folder, rename, parent folder; only then are older checkpoints removed. One writer at a time: the
-caller holds the run's lock.
+The order of a save's operations matters, since each must be durable before the next one relies on it: the files with
+their fsync, the manifest, the folder, its rename, the parent folder. Only then are older checkpoints removed. There is
+one writer at a time: the caller holds the run's lock.
 """
 
 from __future__ import annotations
@@ -37,31 +37,30 @@ from monograph.storage.writing import sync
 FEWEST_KEPT = 1
 TEMPORARY = ".tmp-"
 
-Encoded = Mapping[str, tuple[int, Iterator[memoryview]]]  # file name -> its length in bytes and its pieces
+Encoded = Mapping[str, tuple[int, Iterator[memoryview]]]  # {file name: (length in bytes, pieces)}
 Write = Callable[[Path, Iterator[memoryview]], list[str]]
 
 
 def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write | None = None) -> Path:
-    """Write a checkpoint so that at every moment, whatever happens, the newest valid one is the previous or this one.
+    """Write a checkpoint; at any moment, even after a crash, the newest valid checkpoint is the previous or this one.
 
-    Its update becomes the head of the run: afterwards the `keep` newest complete checkpoints up to it remain. Later
-    ones, which a resumed run must have skipped as damaged, are removed with the older ones. Saving an update again
-    replaces it.
+    Afterwards the `keep` newest complete checkpoints up to this update remain. Later ones, which a resumed run must
+    have skipped as damaged, are removed with the older ones. An existing checkpoint of this update is replaced.
 
     Args:
-        checkpoints: the run's folder of checkpoints, made if it is not there.
-        checkpoint: tensors may live on a device, be strided or share storage; they must not change during the call.
-        keep: the number to keep, at least 1; with 1 there is no fallback if that one is damaged later.
-        write: creates a file from its pieces instead of `blocks.write_file`.
+        checkpoints: the run's folder of checkpoints, made if it does not exist.
+        checkpoint: its tensors may live on a device, be strided or share storage; they must not change during the call.
+        keep: the number of checkpoints to keep, at least 1; with 1 there is no fallback if it is damaged later.
+        write: a function that creates a file from its pieces, instead of `blocks.write_file`.
 
     Returns:
-        The checkpoint's folder, durable.
+        The checkpoint's folder, which is durable.
 
     Raises:
-        DiskFull: nothing that was there before has been touched; also for any other failure to write.
-        Unreadable: nothing has been touched, since the existing checkpoints could not be read.
+        DiskFull: writing failed, for lack of room or any other reason; existing checkpoints are untouched.
+        Unreadable: the existing checkpoints could not be read; nothing has been touched.
         UsageError: keep < 1.
-        TypeError: a state that is not JSON, a tensor of a dtype that safetensors does not have.
+        TypeError: the state is not JSON, or safetensors lacks a tensor's dtype.
     """
     if keep < FEWEST_KEPT:
         raise UsageError(f"keep = {keep}: expected at least {FEWEST_KEPT}")
@@ -88,14 +87,14 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
             f"{error.filename or checkpoints}: cannot save the checkpoint of update {checkpoint.update}:"
             f" {error.strerror} ({_needed(checkpoints, files)}); {kept}: make room there or mend it, then resume"
         ) from error
-    # The new checkpoint is durable: a failure to remove an old one does not undo that, and the next save tries again.
+    # The new checkpoint is durable, so a failure to remove an old one is no error: the next save tries again.
     with suppress(OSError, Unreadable):
         _prune(final, checkpoint.update, keep)
     return final
 
 
 def unfinished(checkpoints: Path, update: int) -> Path:
-    """Return the folder in which an update's checkpoint is written until it is complete."""
+    """Return the temporary folder in which an update's checkpoint is written until it is complete."""
     return checkpoints / f"{TEMPORARY}step-{update:08d}"
 
 
@@ -106,13 +105,13 @@ def newest(
 
     Args:
         checkpoints: the run's folder of checkpoints.
-        warn: called once with one line if newer ones were skipped: which and why.
-        at: consider only the checkpoint of this update.
-        until: skip later updates silently.
+        warn: called with one line if newer checkpoints were skipped as damaged: which ones and why.
+        at: if given, consider only the checkpoint of this update.
+        until: if given, ignore checkpoints of later updates.
 
     Raises:
-        NoValidCheckpoint: names each candidate with its fault.
-        Unreadable: a checkpoint could not be read. It may be sound, and resuming from an older one would drop it.
+        NoValidCheckpoint: no checkpoint is valid; the message names each candidate with its fault.
+        Unreadable: a checkpoint could not be read. It may be sound, and resuming from an older one would remove it.
     """
     candidates = _found(checkpoints)
     refused: list[str] = []
@@ -122,7 +121,7 @@ def newest(
         try:
             checkpoint = load(folder)
         except CheckpointDamaged as error:
-            if not is_folder(folder):  # the run goes on meanwhile, and has newer ones
+            if not is_folder(folder):  # the run is still training: it has just removed this one and has newer ones
                 return newest(checkpoints, warn, at, until)
             refused.append(str(error))
             continue
@@ -141,14 +140,14 @@ def newest(
 
 
 def remove_leftovers(checkpoints: Path) -> None:
-    """Remove the remains of a process killed while it saved or pruned; the caller holds the run's lock."""
+    """Remove the temporary folders of a process killed while it saved or pruned; the caller holds the run's lock."""
     for path in entries(checkpoints, TEMPORARY):
         _remove(path)
 
 
 def _make(checkpoints: Path) -> None:
     checkpoints.mkdir(parents=True, exist_ok=True)
-    sync(checkpoints.parent)  # needed even if the folder existed: a save killed right here may have made it
+    sync(checkpoints.parent)  # also if the folder existed, which may be the work of a save that was killed right here
 
 
 def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded, write: Write) -> None:
@@ -161,7 +160,7 @@ def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded, write: Write
 
 def _publish(temporary: Path, final: Path) -> None:
     if exists(final):
-        # A folder cannot be renamed onto another. Between the two renames the predecessor stays valid as `.replaced`.
+        # A folder cannot be renamed onto another one, so the old one is renamed first, and stays valid as `.replaced`.
         replaced = final.with_name(final.name + REPLACED)
         final.rename(final.with_name(TEMPORARY + replaced.name) if exists(replaced) else replaced)
     temporary.rename(final)
@@ -188,14 +187,14 @@ def _prune(saved: Path, head: int, keep: int) -> None:
             else:
                 kept.add(update)
                 continue
-        # Rename it first to a name that is never loaded, so that a half-removed folder is not even a candidate.
+        # Rename the folder first to a name that is never loaded, so that a half-removed one is not a candidate.
         doomed = folder.with_name(TEMPORARY + folder.name)
         folder.rename(doomed)
         _remove(doomed)
 
 
 def _found(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Return updates and folders, newest first; for equal updates the current folder precedes the replaced one."""
+    """Return (update, folder) of all candidates, newest first; the current folder precedes a replaced one."""
     named = [(FOLDER_NAME.fullmatch(path.name), path) for path in entries(checkpoints)]
     return sorted(
         ((int(match[1]), path) for match, path in named if match),
@@ -204,7 +203,7 @@ def _found(checkpoints: Path) -> list[tuple[int, Path]]:
 
 
 def _remove(folder: Path) -> None:
-    # A folder that cannot be removed now is harmless: it is never loaded, and the next save tries again.
+    # A temporary folder that cannot be removed now is harmless: it is never loaded, and the next save tries again.
     with suppress(OSError):
         shutil.rmtree(folder)
 
@@ -220,7 +219,7 @@ def _length(files: Encoded) -> int:
 
 def _needed(checkpoints: Path, files: Encoded) -> str:
     needed = f"it needs {_length(files):,} bytes"
-    with suppress(OSError, Unreadable):  # must not hide the error that is being raised
+    with suppress(OSError, Unreadable):  # an error here must not hide the one that is being reported
         needed += f", {_free(checkpoints):,} are free"
     return needed
 

@@ -1,3 +1,3 @@
-"""From text to batches: documents are found, tokenised once, packed into rows, and visited in a resumable order."""
+"""Turn text into batches: find documents, tokenise them once, pack them into rows, and visit these in a fixed order."""
 
-LARGEST_SHARE = 0.5  # of the bytes that may be held out: beyond it there is less to train on than to measure on
+LARGEST_SHARE = 0.5  # of the bytes that may be held out: a larger one leaves less to train on than to measure on

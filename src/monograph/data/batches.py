@@ -1,4 +1,4 @@
-"""Hand out windows of rows as torch tensors, made ahead of time by one background thread."""
+"""Serve windows of rows as torch tensors, made ahead of time by one background thread."""
 
 from __future__ import annotations
 
@@ -17,31 +17,31 @@ from monograph.ranges import COUNT
 
 Batch = dict[str, torch.Tensor]
 
-_AHEAD = 2  # one window to hand out, and the next one, made while the caller computes
+_AHEAD = 2  # windows: the one to return next, and one more that is made while the caller computes
 
 
 class Batches:
     """An iterator over the windows of a training run: each `Batch` has all rows of one update.
 
-    Window k has the rows at positions start + k·R .. start + (k+1)·R - 1 of the endless order that `seed` names (see
-    `monograph.data.rows.shares_at`), with R = tokens_per_update // T. The order runs through epochs without a seam, so
-    a window may hold the end of one and the beginning of the next. Nothing but (seed, position) decides a row: a run
-    that goes on from `state()`, with any tokens_per_update, sees the rows that it would have seen.
+    Window k has the rows at positions start + k·R .. start + (k+1)·R - 1 of the endless order given by `seed` (see
+    `monograph.data.rows.shares_at`), with R = tokens_per_update // T. Epochs follow each other directly, so a window
+    may hold the end of one and the beginning of the next. A row depends on (seed, position) alone: a run resumed from
+    `state()` sees the rows that an uninterrupted run would have seen, even with another tokens_per_update.
 
     Args:
-        rows: what to draw from.
-        tokens_per_update: positions of a window; at least one row's.
-        seed: names the order.
+        rows: the rows to draw from.
+        tokens_per_update: number of positions in a window; at least one row's.
+        seed: selects the order.
         start: rows already consumed, counted from the beginning of the first epoch.
         epochs: stop after this many epochs, counted from the beginning of the first, with a shorter last window if need
             be; None never stops.
-        skip: (begin, end) of positions in the order that are passed over, one after the other; `epochs` become longer
-            by them. A window that reaches into one is drawn whole.
+        skip: (begin, end) of stretches of positions to skip, in rising order; they do not count towards `epochs`. A
+            window that begins before a stretch is drawn whole, even where it reaches into the stretch.
         pin: put windows into page-locked memory, so that copies to a GPU overlap with computation; needs CUDA.
 
     Attributes:
         rows_per_window: R.
-        rows_consumed: the position after the rows handed out so far (not those made ahead).
+        rows_consumed: the position after the last row that was returned; rows made ahead do not count.
         skip: as given.
 
     Raises:
@@ -83,7 +83,7 @@ class Batches:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next window, [R, T] per key; an error of the background thread is raised in its window's turn."""
+        """Return the next window, [R, T] per key; an error in making a window is raised when its turn comes."""
         self._fill()
         if not self._ahead:
             raise StopIteration
@@ -93,14 +93,14 @@ class Batches:
         return batch
 
     def state(self) -> dict[str, Any]:
-        """Return what a later run needs to go on: `corpus.batches(..., seed=state["seed"], start=state["rows"])`.
+        """Return the state to resume from, by `corpus.batches(..., seed=state["seed"], start=state["rows"])`.
 
-        If positions are passed over, they are under "skip".
+        If there are positions to skip, they are under "skip".
         """
         return {"seed": self._seed, "rows": self.rows_consumed} | ({"skip": self.skip} if self.skip else {})
 
     def close(self) -> None:
-        """Stop the background thread now; otherwise it ends with this object, or with the interpreter."""
+        """Stop the background thread now; without this call it ends with this object or the interpreter."""
         self._worker.shutdown(wait=True, cancel_futures=True)
 
     def _fill(self) -> None:
@@ -127,7 +127,7 @@ def _tensors(window: dict[str, NDArray[np.int64]], pin: bool = False) -> Batch:
 
 
 def in_order(rows: Rows, indices_N: NDArray[np.int64], batch_rows: int) -> Iterator[Batch]:
-    """Yield the rows with these indices as batches [batch_rows, T]; the last is filled up with rows without targets."""
+    """Yield the rows with these indices in batches [batch_rows, T]; rows without targets fill up the last batch."""
     for begin in range(0, len(indices_N), batch_rows):
         chosen = indices_N[begin : begin + batch_rows]
         window, missing = rows.window(chosen), rows.empty(batch_rows - len(chosen))

@@ -1,4 +1,4 @@
-"""Read conversations from records in any of the common forms, and say what makes a record bad."""
+"""Read conversations from records in any of the common forms, and describe the faults of bad records."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from monograph.storage.reading import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 MOST_MESSAGES = 1000  # each answer is rendered together with all messages before it
-# The keys by which a record is recognised, in the order in which they are tried.
+# The keys by which a conversation is recognised, in the order in which they are tried.
 MESSAGES, SHARED, PROMPT, COMPLETION, TOOLS = "messages", "conversations", "prompt", "completion", "tools"
-_ASKED = (MESSAGES, SHARED, PROMPT)  # as data.text_key, each of these asks for conversations
-# Chats are commonly shared with "from" and "value".
+_ASKED = (MESSAGES, SHARED, PROMPT)  # if data.text_key is one of these, records are read as conversations
+# ShareGPT's form of messages has "from" and "value" instead of "role" and "content".
 _SHARED_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 
 
@@ -25,9 +25,9 @@ class Conversation(NamedTuple):
     """One record that holds a conversation.
 
     Attributes:
-        messages: each is {"role": one of ROLES, "content": a text or None} with whatever else a template reads.
-        tools: the tools that the assistant may call; None where the record names none.
-        trained_from: the number of the first message that may be trained on; a prompt's messages may not.
+        messages: each is {"role": one of ROLES, "content": a text or None}, with any other keys that a template reads.
+        tools: the tools that the assistant may call; None if the record names none.
+        trained_from: index of the first message that may be trained on: the first after a prompt's messages, else 0.
     """
 
     messages: list[dict[str, Any]]
@@ -36,12 +36,12 @@ class Conversation(NamedTuple):
 
     @property
     def answers(self) -> list[int]:
-        """Return the numbers of the messages that can be trained on."""
+        """Return the indices of the messages that can be trained on."""
         said = range(self.trained_from, len(self.messages))
         return [number for number in said if self.messages[number]["role"] == "assistant"]
 
     def to_text(self) -> str:
-        """Return it as JSON, by which equal conversations are recognised; `of_text` reads it."""
+        """Return the conversation as JSON, which `of_text` reads; equal conversations have equal texts."""
         return json.dumps(self, ensure_ascii=False)
 
     @classmethod
@@ -51,10 +51,10 @@ class Conversation(NamedTuple):
 
 
 def hold_conversations(files: Sequence[SourceFile], key: str) -> bool:
-    """Return whether the first record of these files holds a conversation, and no text under `key`.
+    """Return whether these files hold conversations: each file's first record is one, and has no text under `key`.
 
     Raises:
-        UsageError: some files do and some do not.
+        UsageError: some files hold conversations and some do not.
         InputRefused: a file cannot be read.
     """
     holding = [file for file in files if file.has_records and _begins(file, key)]
@@ -74,7 +74,7 @@ def _begins(file: SourceFile, key: str) -> bool:
 
 
 def conversation_records(file: SourceFile) -> Iterator[Record]:
-    """Yield (number from 1, the conversation as `to_text` writes it or its fault) for every record."""
+    """Yield (record number from 1, the conversation as `to_text` writes it, or its fault) for every record."""
     if file.suffix in LINES:
         records = json_objects(file.path, exact=True)
     else:
@@ -84,7 +84,7 @@ def conversation_records(file: SourceFile) -> Iterator[Record]:
 
 
 def conversation_text(record: Mapping[str, Any]) -> str | Fault:
-    """Return the conversation of a record as `to_text` writes it, or its fault."""
+    """Return a record's conversation as `to_text` writes it, or the record's fault."""
     try:
         text = read_conversation(record).to_text()
         text.encode()
@@ -96,11 +96,11 @@ def conversation_text(record: Mapping[str, Any]) -> str | Fault:
 
 
 def read_conversation(record: Mapping[str, Any]) -> Conversation:
-    """Return the conversation of a record.
+    """Return the conversation of a record; raise _Bad for a bad record.
 
-    Its messages are under "messages", or under "conversations" as {"from", "value"}, or in "prompt" and "completion",
-    where each is a text or messages and only the completion is trained on. "tools" is an array, or a text that holds
-    one in JSON.
+    The messages are under "messages", or under "conversations" as {"from", "value"}, or under "prompt" and
+    "completion": each of these is a text or a list of messages, and only the completion is trained on. "tools" is an
+    array, or a text with an array in JSON.
     """
     form = _form(record)
     if form is None:
@@ -194,7 +194,7 @@ def _tools(value: Any) -> list[Any] | None:
     raise _Bad("tools", f"'tools' is {KINDS[type(value)]}, not an array")
 
 
-# The roles that may come before a message of each role; None stands for the beginning.
+# For each role, the roles that the message before may have; None stands for the beginning.
 _BEFORE: dict[str, tuple[str | None, ...]] = {
     "system": (None,),
     "user": (None, "system", "assistant", "tool"),

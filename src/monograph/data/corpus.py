@@ -1,6 +1,6 @@
-"""Turn a source into rows that can be trained on: `corpus()` finds, splits, tokenises and packs the text.
+"""Turn a source into rows to train on: `corpus()` finds the text, splits off a held-out part, tokenises and packs it.
 
-`render_row` shows one row as text: which documents it contains, and which of its tokens are trained on.
+`render_row` shows one row as text: its documents, and which of its tokens are trained on.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class Stats:
     Attributes:
         files: number of files.
         documents: number of texts and records, of which `held_out_documents` are held out (a text may be cut in two).
-        conversations: number in the training part, 0 for texts; with conversations, `documents` counts the stretches
-            that are trained on as one, and `bytes` what is trained on.
+        conversations: number of conversations in the training part, 0 for texts. With conversations, `documents` counts
+            `monograph.data.loss_mask.Row`s, and `bytes` only the text that is trained on.
         bytes: bytes of all text, of which `held_out_bytes` are held out.
-        tokens: training targets, each counted once; `held_out_tokens` are those of the held-out part.
-        trained_share: share of targets among the training rows' tokens, without each document's first token.
+        tokens: number of training targets in one pass over all rows; `held_out_tokens` are those of the held-out part.
+        trained_share: share of the training part's tokens, without each document's first, that are targets.
         bytes_per_token: mean over the training part.
         packed_share: share of the training rows' positions that hold an input.
-        skipped: {reason: count} of files and records that were passed over.
+        skipped: {reason: count} of the files and records that were skipped.
     """
 
     files: int
@@ -66,18 +66,18 @@ class Stats:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised and packed text in two parts, for training and for measuring.
+    """Tokenised and packed text in two parts, one to train on and one held out to measure on.
 
     Attributes:
         name: the source as it was given.
-        tokenizer: turns text into the ids that the rows hold.
+        tokenizer: the tokenizer of the rows' ids.
         train: rows to train on.
         held_out: rows to measure on; empty if held_out = 0.
-        fingerprint: hex sha256 of the text, the split, the tokenizer and the form of the rows: equal fingerprints,
+        fingerprint: hex sha256 of the text, the split, the tokenizer and the form of the rows; equal fingerprints mean
             equal rows.
         stats: numbers to show.
-        notes: lines that a person should see once (a rebuilt cache, skipped files, a smaller tokenizer).
-        folder: where the tokens are stored.
+        notes: lines to show once (a rebuilt cache, skipped files, a tokenizer smaller than requested).
+        folder: the folder of the stored tokens.
     """
 
     name: str
@@ -91,7 +91,7 @@ class Corpus:
 
     @property
     def vocab_size(self) -> int:
-        """Return the number of entries of the tokenizer."""
+        """Return the number of the tokenizer's ids."""
         return self.tokenizer.vocab_size
 
     def batches(
@@ -103,7 +103,7 @@ class Corpus:
         pin: bool = False,
         skip: Sequence[Sequence[int]] = (),
     ) -> Batches:
-        """Return the training rows, shuffled; see `monograph.data.batches.Batches`."""
+        """Return the training rows in shuffled order, in windows; see `monograph.data.batches.Batches`."""
         from monograph.data.batches import Batches  # importing torch takes seconds, and only training needs it here
 
         return Batches(self.train, tokens_per_update, seed=seed, start=start, epochs=epochs, pin=pin, skip=skip)
@@ -123,37 +123,37 @@ def corpus(
     cache: str | Path | None = None,
     progress: Progress | None = None,
 ) -> Corpus:
-    """Prepare text for training. The tokens are cached, so the second call only hashes the text and checks the cache.
+    """Prepare text for training. The tokens are cached, so a second call only hashes the text and checks the cache.
 
     Args:
         source: "stdlib" (the running Python's own standard library), "-" (standard input), a file, folder or glob
-            pattern, a dataset of the Hugging Face hub (hf://OWNER/NAME), or a list of these. A text file is one
-            document, in UTF-8, plain or as .gz or .zst; so is each record of a .jsonl or .ndjson (also as .gz or .zst),
-            .parquet or .arrow file, or of a folder that `save_to_disk` wrote. In folders, hidden, empty and binary
-            files are passed over and counted. With "PATH@2" an epoch sees the text twice, with "PATH@0.5" half of it.
-        tokenizer: "bpe:N" trains one on the training part; "bytes"; the path of a tokenizer.json; or a `Tokenizer`.
-        sequence_length: T, positions of a row.
-        packing: "packed" puts pieces of several documents into a row; "padded" puts one into each.
+            pattern, a dataset of the Hugging Face hub (hf://OWNER/NAME), or a list of these. A document is a text file
+            in UTF-8 (plain, .gz or .zst), or one record of a .jsonl or .ndjson file (plain, .gz or .zst), of a .parquet
+            or .arrow file, or of a folder that `save_to_disk` wrote. In folders, hidden, empty and binary files are
+            skipped and counted. With "PATH@2" an epoch sees the text twice, with "PATH@0.5" half of it.
+        tokenizer: "bpe:N" to train one on the training part, "bytes", the path of a tokenizer.json, or a `Tokenizer`.
+        sequence_length: T, the number of positions in a row.
+        packing: "packed" puts pieces of several documents into a row, "padded" one piece.
         held_out: fraction of the bytes to hold out, as whole packages of the standard library, else whole documents;
-            see `monograph.data.documents.split`. 0 holds out none.
+            see `monograph.data.documents.split`. 0 holds out nothing.
         text_key: the key or column of a record that holds its text. Records without it that have "messages",
-            "conversations", or "prompt" and "completion" are conversations, of which the assistant's answers are
-            trained on (docs/finetune.md); they need a tokenizer with a chat template.
-        bad_records: a bad record or a damaged file of records is an error ("refuse"), or passed over and counted
-            ("skip").
+            "conversations", or "prompt" and "completion" are conversations, whose assistant's answers are trained on
+            (docs/finetune.md); they need a tokenizer with a chat template.
+        bad_records: "refuse" a bad record or a damaged file of records with an error, or "skip" and count it.
         answers: in conversations, train on "every" answer or on the "last" alone.
-        too_long: what happens to conversations of more than a row: turns at their front are left out ("truncate"), or
-            they are bad records ("refuse").
-        cache: where to keep the tokens; see `monograph.data.store.open_or_build`.
-        progress: called as progress(stage, done, total) during long work, with bytes; see `monograph.data.progress`.
+        too_long: for conversations longer than a row, leave out turns at their front ("truncate"), or treat them as bad
+            records ("refuse").
+        cache: the folder to keep the tokens in; see `monograph.data.store.open_or_build`.
+        progress: called as progress(stage, done, total) in bytes during long work; see `monograph.data.progress`.
 
     Raises:
         UsageError: a setting is out of range.
-        InputRefused: text or tokenizer cannot be used (the message names it), or is too little to hold out one row.
+        InputRefused: a text or tokenizer cannot be used (the message names it), or there is too little text to hold out
+            one row.
         DiskFull: the cache has no room.
     """
     _check_settings(packing, bad_records, answers, too_long, sequence_length)
-    sequence_length = int(sequence_length)  # numpy's are no JSON
+    sequence_length = int(sequence_length)  # json cannot write numpy's integers
     asked, held_out = parse(tokenizer), float(held_out)
     with temporary_folder() as spool:
         sources = find(source, spool, progress)
@@ -206,7 +206,8 @@ def _check_settings(packing: str, bad_records: str, answers: str, too_long: str,
 
 
 def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed: bool) -> tuple[Rows, Rows]:
-    # Large plans go next to the tokens, since a temporary folder may be memory; but a cache may be another person's.
+    # A large plan is stored next to the tokens, since a temporary folder may be in memory. A cache folder that belongs
+    # to another user cannot be written to.
     scratch = stored.folder if os.access(stored.folder, os.W_OK) else Path(tempfile.gettempdir())
     with writing(scratch):
         train = Rows(stored.train, stored.tokenizer, sequence_length, packed, weights, scratch)
@@ -214,7 +215,7 @@ def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed
 
 
 def _reading(sources: Sources, asked: Reading, tokenizer: Tokenizer | int) -> Reading:
-    """Decide how these records are read: as conversations only if they are conversations."""
+    """Return how to read these records: `answering` is kept only if they are conversations."""
     if not hold_conversations(sources.files, asked.text_key):
         return replace(asked, answering=None)
     if not isinstance(tokenizer, Tokenizer):
@@ -267,9 +268,9 @@ _TRAINED, _CONTEXT, _BORDER, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0
 def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
     """Return one training row as text for a terminal.
 
-    A ruled line names each piece's document. Targets are green; tokens that are only inputs are dim, or in [brackets]
-    without colour: a piece's first token (its own prediction, if it has one, belongs to the piece before), and in a
-    conversation everything but the answers. Special tokens show their name.
+    A ruled line names each piece's document. Targets are green. Tokens that are only inputs are dim, or in [brackets]
+    without colour: a piece's first token (if it is a target, then of the piece before) and, in a conversation,
+    everything but the answers. Special tokens appear by name.
 
     Raises:
         UsageError: no row has this index.
@@ -287,7 +288,7 @@ def render_row(corpus: Corpus, row_index: int, colour: bool) -> str:
         inputs, targets = row["tokens"][place], row["targets"][place]
         part = f"tokens {piece.begin:,} to {piece.begin + piece.length:,} of {piece.tokens:,}"
         lines.append(_painted(f"── {visible(piece.document)}, {part} ──", _BORDER, colour))
-        # The last target is not an input of the row, and it is always trained on.
+        # A piece's last target is not among its inputs, and it is always trained on.
         ids = [*inputs.tolist(), int(targets[-1])]
         lines.append(_runs(tokenizer, ids, [False, *(targets != IGNORE).tolist()], colour))
         column += piece.length

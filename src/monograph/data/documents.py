@@ -1,6 +1,6 @@
 """Iterate over the documents of a source in order, any number of times: texts, stretches of texts, and records.
 
-A keyed hash decides which of them are held out of training: no state, no random numbers.
+A keyed hash decides which documents are held out, so the split needs neither state nor random numbers.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ Group = TypeVar("Group", bound=Hashable)
 
 @dataclass(frozen=True)
 class Split:
-    """The documents that are held out, with notes for the person if the split could not be made as asked.
+    """The choice of held-out documents.
 
     Attributes:
-        cuts: for each text file, by index, the byte from which on it is held out: 0 for all, its size for none of it.
+        cuts: by file index, the byte from which on a text file is held out: 0 if all of it is, its size if none of it.
         buckets: bool [BUCKETS], true where the bucket's records are held out.
-        notes: lines on a text that was cut, or on more text held out than was asked for.
+        notes: lines for the user about a text that was cut, or about more text held out than requested.
     """
 
     cuts: tuple[int, ...]
@@ -49,7 +49,7 @@ class Split:
 
 
 def fingerprint(text: bytes) -> bytes:
-    """Return the keyed hash of a record's text, so that the split never separates equal texts."""
+    """Return the keyed hash of a text, by which the split orders texts and never separates equal records."""
     return hashlib.sha256(_KEY + b"\0" + text).digest()
 
 
@@ -59,7 +59,7 @@ def bucket(digest: bytes) -> int:
 
 
 def check_fraction(fraction: float) -> None:
-    """Refuse a share that cannot be held out.
+    """Check the share to hold out.
 
     Raises:
         UsageError: the share is outside [0, LARGEST_SHARE].
@@ -69,16 +69,16 @@ def check_fraction(fraction: float) -> None:
 
 
 def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction: float) -> Split:
-    """Hold out about `fraction` of the bytes of the texts, and about as much of the records'.
+    """Hold out about `fraction` of the bytes of the text files, and about `fraction` of the records' bytes.
 
-    Groups of texts (a package; copies of one content) without near copies elsewhere are taken in the order of
-    sha256(key, group), and buckets of records in order, while they fit the budget of fraction · bytes. If these fill
-    less than half of it, one more group is taken whole where it is no larger than the budget. Where every remaining
-    group is larger, the end of the largest text is cut off at a line end instead; records then stay at what fits, or
-    else at the smallest bucket.
+    A group of text files is a package, or all copies of one content. Groups without near copies elsewhere are taken in
+    the order of sha256(key, group), and buckets of records by number, each if it still fits the budget of
+    fraction · bytes. If they fill less than half of the budget, the next group that is no larger than the whole budget
+    is taken, too. If every remaining group is larger, the end of the largest text is cut off at a line end instead;
+    with records, the buckets that fit are held out, or at least the smallest bucket.
 
     Args:
-        files: all files; this function passes over those with records.
+        files: all files; those with records are ignored.
         bucket_bytes: int64 [BUCKETS], bytes of the records' texts in each bucket.
         fraction: from 0 to 0.5.
     """
@@ -146,10 +146,10 @@ class Document:
 
     Attributes:
         file: index of its source file.
-        record: its line or row in the file, from 1; 0 for a text.
+        record: its line or row in the file, from 1; 0 for a text file.
         held_out: whether it is held out of training.
-        bytes: bytes of its text in UTF-8.
-        parts: (part, bytes read so far) of its text, to be read once.
+        bytes: length of its text in UTF-8.
+        parts: an iterator, to be consumed once, over (part of the text, bytes read so far).
     """
 
     file: int
@@ -165,9 +165,9 @@ class Reading:
 
     Attributes:
         text_key: the key of a record's text.
-        skip_bad: whether a bad record is passed over; otherwise it is an error.
-        answering: how conversations become rows; None where records are texts. A conversation's text is its
-            `Conversation.to_text`.
+        skip_bad: whether bad records are skipped; otherwise they are errors.
+        answering: how conversations become rows; None if records are texts. Conversations are read as the texts that
+            `Conversation.to_text` returns.
     """
 
     text_key: str
@@ -181,9 +181,9 @@ class Survey:
 
     Attributes:
         bucket_bytes: int64 [BUCKETS], bytes of text by bucket of the split.
-        unusable: indices of files that are passed over whole.
-        skipped: {reason: count} of the records and files that are passed over.
-        notes: a line for the person about them.
+        unusable: indices of the files that are skipped whole.
+        skipped: {reason: count} of the skipped records and files.
+        notes: one line for the user about what is skipped, or none.
     """
 
     bucket_bytes: NDArray[np.int64]
@@ -196,7 +196,7 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
     """Read every record once before any is used, because damage may come at the end of a compressed file or a table.
 
     Raises:
-        InputRefused: a bad record or a damaged file, named, unless they are to be skipped.
+        InputRefused: a record is bad or a file is damaged, and `reading` does not skip them; the message names it.
     """
     bucket_bytes = np.zeros(BUCKETS, dtype=np.int64)
     unusable: set[int] = set()
@@ -225,7 +225,7 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
         except Damaged as error:
             if not reading.skip_bad:
                 raise
-            # Records read before the damage may be damaged, too.
+            # The records before the damage may be damaged, too.
             bucket_bytes, reasons = before, Counter({"damaged file": 1})
             first_bad = first_bad or f"{file.path}: {error.fault}"
             unusable.add(index)
@@ -234,12 +234,12 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
 
 
 def place(file: SourceFile, record: int) -> str:
-    """Return where a record is."""
+    """Return a record's place for a message, such as FILE:LINE."""
     return f"{file.path}{':' if file.suffix in LINES else ', row '}{record}"
 
 
 def refused(line: str) -> InputRefused:
-    """Return the error for a bad record that is not to be skipped."""
+    """Return the error for a bad record, described by `line`, that is not skipped."""
     return InputRefused(f"{line}; {_REMEDY}")
 
 
@@ -263,12 +263,12 @@ class Documents:
     Attributes:
         files: the files.
         reading: how records are read.
-        survey: what the first pass over the records counted.
-        split: which documents are held out.
-        notes: lines for the person about both.
+        survey: the result of the first pass over the records.
+        split: the choice of held-out documents.
+        notes: lines for the user about the survey and the split.
 
     Raises:
-        InputRefused: a bad record or a damaged file, named, unless they are to be skipped.
+        InputRefused: as in `survey`.
     """
 
     def __init__(
@@ -298,7 +298,7 @@ class Documents:
         return sum(cut for file, cut in cuts if not file.has_records)
 
     def __iter__(self) -> Iterator[Document]:
-        """Yield the documents in the order of their files; read the parts of one before you ask for the next."""
+        """Yield the documents in the order of their files; consume a document's parts before asking for the next."""
         for index, file in enumerate(self.files):
             if file.has_records:
                 for number, text, size, digest in self._good(index):
@@ -311,7 +311,7 @@ class Documents:
                     yield Document(index, 0, start == cut, stop - start, read_text(file.path, start, stop))
 
     def sample(self, budget_bytes: int) -> Iterator[str]:
-        """Yield about `budget_bytes` of the training texts: files in the order of sha256(name), records by hash."""
+        """Yield about `budget_bytes` of training text: files in the order of sha256(name), records chosen by hash."""
         share = min(1.0, budget_bytes / max(1, self.train_bytes))
         left = round(share * self._train_file_bytes)
         order: Sequence[int] = range(len(self.files))
@@ -329,7 +329,7 @@ class Documents:
                 yield from (part for part, _ in read_text(file.path, 0, stop))
 
     def _good(self, index: int) -> Iterator[tuple[int, str, int, bytes]]:
-        """Yield (number, text, bytes of the text, its fingerprint) of a file's records that are not passed over."""
+        """Yield (record number, text, bytes of the text, its fingerprint) for each usable record of a file."""
         if index in self.survey.unusable:
             return
         for number, text in _records(self.files[index], self.reading):

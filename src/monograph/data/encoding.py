@@ -1,6 +1,6 @@
-"""Turn documents into token shards: train the tokenizer where asked, then encode part by part in bounded memory.
+"""Turn documents into token shards: train a tokenizer if needed, then encode part by part in bounded memory.
 
-One thread makes the parts ahead of their use.
+One thread reads the parts ahead of their use.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ Item = TypeVar("Item")
 
 
 def ahead(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
-    """Yield the same items in the same order, up to `count` of them made by a thread before they are asked for.
+    """Yield `items` in order, with up to `count` of them made ahead by a thread.
 
-    An error in `items` is raised here, in its item's turn. The thread begins when the first item is asked for and has
-    ended when this generator has ended or was closed (see `contextlib.closing`), which waits for one item at most.
+    An error in `items` is raised when the turn of its item comes. The thread starts at the first item, and has ended
+    when this generator has ended or was closed (see `contextlib.closing`), which waits for one item at most.
 
     Args:
-        items: only the thread takes items from it.
+        items: an iterator that nothing but the thread consumes.
         count: at least 1.
     """
     pool = ThreadPoolExecutor(1, thread_name_prefix="monograph-ahead")
@@ -50,20 +50,19 @@ def ahead(items: Iterator[Item], count: int) -> Generator[Item, None, None]:
         pool.shutdown(cancel_futures=True)
 
 
-# Merges hardly change beyond this much text, and the time to count its words grows with it.
+# With more text the merges hardly change, while the time to count words grows.
 TOKENIZER_SAMPLE_BYTES = 1 << 27
 SIDES = ("train", "held_out")
 _BATCH_CHARS, _READ_AHEAD = 1 << 19, 2
-# The library returns its results through one thread that holds Python's lock for much of the time that its own
-# threads need; they work on another batch meanwhile.
+# Batches encoded at once. While the tokenizers library converts one batch's results in a single thread that holds
+# Python's lock, its own threads work on the other batch.
 _ENCODERS = 2
-# Parts of text that the library requests at a time while it counts words.
-_FED_PARTS = 256
+_FED_PARTS = 256  # parts of text that the tokenizers library takes at a time while it counts words
 _INDEX = np.dtype("<u8")
 
 
 class Part(NamedTuple):
-    """A stretch of a document's text; `inside` is true where another stretch comes before it."""
+    """A stretch of a document's text; `inside` says whether it follows another stretch of the document."""
 
     document: Document
     text: str
@@ -80,9 +79,10 @@ class Batch(NamedTuple):
 def train_tokenizer(
     documents: Documents, vocab_size: int, progress: Progress | None
 ) -> tuple[Tokenizer, tuple[str, ...]]:
-    """Train a byte-level BPE on the training documents; also return notes for the person if it is not as requested.
+    """Train a byte-level BPE on the training documents, or on a sample of 128 MiB of them.
 
-    With more than 128 MiB of text it is trained on a sample.
+    Returns:
+        The tokenizer, and notes for the user if it is not as requested.
     """
     fed_bytes, stop = [0], threading.Event()
 
@@ -92,12 +92,12 @@ def train_tokenizer(
         with closing(ahead(stretches, _READ_AHEAD)) as ready:
             for text in chain.from_iterable(ready):
                 if stop.is_set():
-                    raise CancelledError  # if parts merely ended, the library would merge what it has, for seconds
+                    raise CancelledError  # at a mere end of the parts, the library would go on to merge, for seconds
                 yield text
                 fed_bytes[0] += len(text.encode())
 
     meter = Meter(progress, "tokenizer", min(documents.train_bytes, TOKENIZER_SAMPLE_BYTES))
-    # The library is silent for seconds while it merges; in a thread, it leaves this one free to report progress.
+    # The library returns only at the end, so it runs in a thread, and this thread reports progress.
     with ThreadPoolExecutor(1, thread_name_prefix="monograph-tokenizer") as pool:
         training = pool.submit(Tokenizer.train_bpe, fed(), vocab_size)
         try:
@@ -117,17 +117,17 @@ def train_tokenizer(
 
 
 class SideWriter:
-    """Writes one side of the split: STEM.tokens, STEM.starts and STEM.records, and STEM.answers for conversations.
+    """A writer of one side of the split: STEM.tokens, STEM.starts, STEM.records and, for conversations, STEM.answers.
 
-    STEM.tokens has [bos] + ids + [eos] of every document, STEM.starts has D + 1 entries (the first token of each
-    document, and the end), and STEM.records has D entries: the line or row in its file, 0 for a text. With
-    conversations, a document is a row, whose template decides how it begins, and STEM.answers has begin and end of each
-    trained stretch.
+    STEM.tokens has [bos] + ids + [eos] of every document. STEM.starts has D + 1 entries: the index of each document's
+    first token, and the end. STEM.records has D entries: the document's line or row in its file, 0 for a text file.
+    With conversations, each `Row` counts as a document and begins as the chat template says, and STEM.answers has the
+    begin and end of each trained stretch of tokens.
 
     Attributes:
         tokens: the shard of tokens.
-        bytes: of all texts so far, as the tokenizer reads them; with conversations, of what is trained on.
-        counts: documents of each file.
+        bytes: bytes of all texts so far, as the tokenizer reads them; with conversations, of the trained text.
+        counts: number of documents of each file.
     """
 
     def __init__(
@@ -172,7 +172,7 @@ class SideWriter:
         """Pass the buffered ids on to the shards."""
         for shard, items in zip((self.tokens, self._starts, self._records), self._pending, strict=True):
             added = np.array(items, dtype=np.int64)
-            if shard is self.tokens:  # decoded, since a tokenizer may read a text in another form
+            if shard is self.tokens:  # count the tokens' bytes, since a tokenizer may change a text (NFC, spaces)
                 first = self._tokenizer.token_bytes[added[:1]].sum()
                 self.bytes += int(first) + self._tokenizer.bytes_of(added[1:], added[:-1])
             shard.append(added)
@@ -191,11 +191,11 @@ def encode_documents(
 ) -> dict[str, SideWriter]:
     """Write FOLDER/train.* and FOLDER/held_out.*, in one pass; return the writers, for their counts.
 
-    One thread reads, `_ENCODERS` threads have the tokenizer work on all cores, and this one writes, in the order of the
-    text: the files do not depend on how far each of them is.
+    One thread reads, `_ENCODERS` threads call the tokenizer, which works on all cores, and this thread writes the
+    results in the order of the text, so the files do not depend on timing.
 
     Raises:
-        InputRefused: text that the tokenizer would lose; names file, line and text.
+        InputRefused: the tokenizer would lose some text; the message names file, line and text.
     """
     with ExitStack() as stack:
         sides = {side: SideWriter(folder / side, tokenizer, len(files), stack) for side in SIDES}
@@ -219,8 +219,8 @@ def encode_conversations(
     """Write FOLDER/train.* and FOLDER/held_out.* of conversations, in one pass.
 
     Returns:
-        The writers; {reason: number of conversations passed over}, empty unless bad records are skipped; and notes for
-        the person.
+        The writers; {reason: number of skipped conversations}, empty unless bad records are skipped; and notes for the
+        user.
 
     Raises:
         InputRefused: a conversation cannot be trained on as asked; the message names it.
@@ -294,7 +294,7 @@ def _write(sides: dict[str, SideWriter], batch: Batch, encoding: Future[list[lis
 
 
 def _batches(documents: Iterable[Document]) -> Iterator[Batch]:
-    """Yield parts of documents, enough at a time for all cores and few enough for bounded memory."""
+    """Yield batches of parts, large enough to keep all cores busy and small enough for bounded memory."""
     parts: list[Part] = []
     chars = begin = 0
     for document in documents:

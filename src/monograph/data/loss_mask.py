@@ -1,8 +1,9 @@
-"""Choose the tokens of a conversation to train on: those that inference must write after the prompt that it is sent.
+"""Choose the tokens of a conversation to train on: those that the model has to generate after a prompt at inference.
 
-For the assistant's turn i let P_i be the chat before it, rendered with what begins an answer, and R_i the chat with it.
-The trained text is R_i after P_i, up to and with the first token that stops inference. That holds for any template, or
-the conversation is refused: nothing is guessed from markers or from lengths.
+For the assistant's turn i, let P_i be the chat before it, rendered with a generation prompt, and R_i the chat up to and
+with the turn. The trained text is R_i without its beginning P_i, up to and including the first token that stops
+inference. This holds for any template; if it does not, the conversation is refused, and nothing is guessed from markers
+or from lengths.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ from monograph.text.chat import marker_for, rendered, template_of
 from monograph.text.template import AT_ONCE, Message, Unspeakable
 from monograph.text.tokenizer import Tokenizer
 
-# The date that templates see, so that a conversation has the same tokens on every day: the fallback of the Llama 3
-# family's templates.
+# The date that templates see, so that a conversation has the same tokens on every day. The templates of the Llama 3
+# family fall back to this date.
 DAY = "2024-07-26"
-_SHOWN_CHARS = 40  # of each of two texts, where they differ
-_OPEN, _CLOSE = "\ue000", "\ue001"  # around what a template tags as the assistant's
+_SHOWN_CHARS = 40  # of each of two texts that a message shows where they differ
+_OPEN, _CLOSE = "\ue000", "\ue001"  # put around the text that a template tags as the assistant's
 
 
 class Row(NamedTuple):
@@ -39,7 +40,7 @@ class Row(NamedTuple):
 
 
 class Unusable(Exception):
-    """A conversation that this model cannot be trained on, though its template works: see `fault`."""
+    """The model cannot be trained on a conversation, though its template works: see `fault`."""
 
     def __init__(self, fault: Fault) -> None:
         super().__init__(fault.detail)
@@ -47,12 +48,12 @@ class Unusable(Exception):
 
 
 class Answering(NamedTuple):
-    """The options, in addition to the tokenizer and its template, that decide the rows of conversations.
+    """The options that decide the rows of conversations, together with the tokenizer and its template.
 
     Attributes:
-        every: train on every answer, or else on the last one alone.
-        truncate: leave out whole turns at the front of a row that is too long, or else refuse it.
-        longest: largest number of inputs of a row.
+        every: whether to train on every answer; otherwise on the last one alone.
+        truncate: whether to leave out whole turns at the front of a row that is too long; otherwise it is refused.
+        longest: largest number of inputs in a row.
     """
 
     every: bool
@@ -61,13 +62,13 @@ class Answering(NamedTuple):
 
 
 class Answers:
-    """Turns conversations into rows for one tokenizer and its template.
+    """A converter of conversations to rows, for one tokenizer and its template.
 
     Attributes:
         stops: ids that stop inference: the tokenizer's end of text and those of generation_config.json.
-        counts: number of "answers"; of those "truncated", before which turns were left out; "parted", whose prompt ends
-            inside a token of the whole; and "untagged", where the template's own tags differ.
-        untagged: the first untagged answer, in words.
+        counts: the number of "answers", and how many of them are "truncated" (turns before it were left out), "parted"
+            (a token spans the end of the prompt) and "untagged" (the template's own tags mark other text).
+        untagged: a description of the first untagged answer.
 
     Raises:
         InputRefused: the tokenizer has no chat template.
@@ -83,15 +84,16 @@ class Answers:
         self._encoder = _Encoder(tokenizer)
 
     def rows(self, conversation: Conversation) -> list[Row]:
-        """Return the rows of a conversation; each answer is trained on in exactly one.
+        """Return the rows of a conversation; each answer is trained on in exactly one row.
 
-        An answer's row is its prompt and the answer. Where the next answer's row begins with it, both are one row; so
-        most templates give one row per conversation, and a template that rewrites earlier turns as the chat goes on
-        (Qwen 3 removes thoughts) gives one per answer.
+        An answer's row is its prompt and the answer. If the next answer's row begins with this row, the two become one
+        row. So most templates give one row per conversation, and a template that rewrites earlier turns as the chat
+        goes on (Qwen 3 removes thoughts) gives one row per answer.
 
         Raises:
             Unusable: the template refuses the messages, or one answer alone is too long.
-            InputRefused: the template does not begin an answer as the prompt ends, or ends none with a stop token.
+            InputRefused: the template changes the text before an answer once the answer is there, or writes no stop
+                token after an answer.
         """
         marker = marker_for(self._tokenizer, conversation)
         answers = conversation.answers if self._how.every else conversation.answers[-1:]
@@ -101,14 +103,15 @@ class Answers:
             if number % (AT_ONCE // 2) == 0:
                 self._expect(conversation, answers[number : number + AT_ONCE // 2], begin)
             row, begin = self._fitting(conversation, answer, begin, marker)
-            # In a chat that repeats itself, an answer that lies inside the last row is another one.
+            # Compare up to the answer only: in a chat that repeats itself the answer may lie inside the last row, but
+            # that is another, earlier answer.
             if rows and row.ids[: row.spans[0][0]][: len(rows[-1].ids)] == rows[-1].ids:
                 row = Row(row.ids, rows.pop().spans + row.spans)
             rows.append(row)
         return rows
 
     def notes(self, skipped: Mapping[str, int], first_bad: str) -> tuple[str, ...]:
-        """Return notes for the person on all conversations so far, of which some were skipped for these reasons."""
+        """Return notes for the user on all conversations so far, including {reason: count} of the `skipped` ones."""
         counts, lines = self.counts, []
         if skipped:
             reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
@@ -123,14 +126,17 @@ class Answers:
         return tuple(lines)
 
     def _expect(self, said: Conversation, answers: Sequence[int], begin: int) -> None:
-        """Have the prompts and wholes of these answers rendered together, assuming that no more turns are left out."""
+        """Render the chats of these answers, each without and with the answer, in advance and together.
+
+        This assumes that no further turns are left out; other renderings are made singly when they are needed.
+        """
         kept = said.messages[: _lead(said.messages)]
         ends = ((answer + whole, not whole) for answer in answers for whole in (False, True))
         chats = (([*kept, *said.messages[begin:end]], asks) for end, asks in ends)
         self._template.expect(chats, **_variables(said.tools))
 
     def _fitting(self, said: Conversation, answer: int, begin: int, marker: str) -> tuple[Row, int]:
-        """Return the row of one answer, with as much history as fits, and the number of its first turn."""
+        """Return the row of one answer, with as many turns before it as fit, and the index of the first of them."""
         lead = _lead(said.messages)
         questions = [number for number in range(begin + 1, answer) if said.messages[number]["role"] == "user"]
         for first in [begin, *(questions if self._how.truncate else [])]:
@@ -162,7 +168,7 @@ class Answers:
         before, all_ids = self._encoder.ids(prompt, marker), self._encoder.ids(whole, marker)
         after = all_ids[len(before) :]
         if all_ids[: len(before)] != before:
-            # A token of the whole spans both; inference has the prompt's tokens before it writes its first.
+            # A token spans the end of the prompt. At inference the prompt is encoded alone, so the answer is, too.
             self.counts["parted"] += 1
             after = self._tokenizer.encode_rendered(whole[len(prompt) :], marker, inside=True)
         end = next((number for number, index in enumerate(after, 1) if index in self.stops), None)
@@ -208,7 +214,7 @@ class Answers:
 
 
 class _Encoder:
-    """Encodes rendered chats; if a chat begins like the last one, reuses its ids up to a special token."""
+    """An encoder of rendered chats that reuses the last chat's ids, up to a special token, where two chats agree."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -216,7 +222,7 @@ class _Encoder:
         self._ends: list[tuple[int, int]] = []  # characters and ids up to and including each special token
 
     def ids(self, text: str, marker: str) -> list[int]:
-        """Return the ids, as `Tokenizer.encode_rendered` does."""
+        """Return the ids of a rendered chat, the same as those of `Tokenizer.encode_rendered`."""
         encode = self._tokenizer.encode_between
         at, count = next((end for end in reversed(self._ends) if text.startswith(self._text[: end[0]])), (0, 0))
         ids, ends, shared = self._ids[:count], [end for end in self._ends if end[1] <= count], at
@@ -230,7 +236,7 @@ class _Encoder:
 
 
 def stops_of(tokenizer: Tokenizer) -> frozenset[int]:
-    """Return the ids at which inference ends a text: the end of text, and those that generation_config.json lists."""
+    """Return the ids that stop inference: the tokenizer's end of text and those of generation_config.json."""
     return frozenset({tokenizer.eos_id, *tokenizer.config.stops})
 
 
@@ -239,12 +245,12 @@ def _variables(tools: list[Any] | None) -> dict[str, Any]:
 
 
 def _lead(messages: Sequence[Message]) -> int:
-    """Return how many messages stay at the front: the system's."""
+    """Return how many messages at the front are never left out: 1 with a system message, else 0."""
     return int(messages[0]["role"] == "system")
 
 
 def _parting(prompt: str, whole: str, marker: str) -> str:
-    """Return why a conversation is refused in which an answer does not follow its prompt."""
+    """Return the reason to refuse a conversation that does not begin with an answer's prompt."""
     prompt, whole = prompt.replace(marker, ""), whole.replace(marker, "")
     at = len(os.path.commonprefix([prompt, whole]))
     begin = max(0, at - _SHOWN_CHARS // 2)

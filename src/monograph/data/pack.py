@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 Int64 = NDArray[np.int64]
 
 
-# Pieces are packed this many at a time, so that memory does not grow with the text; more would fill rows no better.
+# Number of pieces packed at a time, so that memory does not grow with the text; more pieces would not fill rows better.
 BLOCK_PIECES = 1 << 18
 
 
@@ -31,8 +31,8 @@ class Plan:
             in order.
         lengths: int64 [P], inputs (= targets) of each piece, 1..T.
         offsets: int64 [R + 1]; row r has the pieces offsets[r] .. offsets[r+1]-1.
-        rows: R for each part of the documents; parts share no row.
-        filled: share of the R·T positions that hold an input; 0 without rows.
+        rows: number of rows of each part of the documents; parts share no row.
+        filled: share of the R·T positions that hold an input; 0 if there are no rows.
     """
 
     starts: Int64
@@ -49,20 +49,20 @@ def plan_rows(
     parts: Sequence[int],
     folder: Path | None = None,
 ) -> Plan:
-    """Cut every document into pieces and give each piece a row.
+    """Cut every document into pieces and assign each piece to a row.
 
-    A document of n tokens has n - 1 (input, target) pairs. Its piece k has the inputs k·T .. min((k+1)·T, n-1)-1 and as
-    targets the tokens one position later, so neighbouring pieces share one token and every token but the first is a
-    target exactly once.
+    A document of n tokens has n - 1 (input, target) pairs. Its piece k has the inputs k·T .. min((k+1)·T, n-1)-1 and
+    as targets the tokens one position later, so neighbouring pieces share one token, and every token but the first is
+    a target exactly once.
 
     Args:
-        document_starts: int64 [D + 1]; document d is tokens document_starts[d] .. document_starts[d+1]-1 of the shard,
-            at least 2.
+        document_starts: int64 [D + 1]; document d has the tokens document_starts[d] .. document_starts[d+1]-1 of the
+            shard, at least two.
         sequence_length: T.
-        packed: put several pieces into a row by best fit decreasing, among 262,144 consecutive ones at a time; else
-            one.
+        packed: whether to put several pieces into a row, by best fit decreasing among 262,144 consecutive pieces at a
+            time; otherwise each piece has its own row.
         parts: number of documents of each part, in order.
-        folder: where a large plan is stored, in unnamed files that vanish with it.
+        folder: the folder for a large plan, which is stored in unnamed files that vanish with it.
     """
     rows_of_parts, inputs, first = [], 0, 0
     with _Column(folder) as starts, _Column(folder) as lengths, _Column(folder) as offsets:
@@ -100,7 +100,7 @@ def _pieces(document_starts: Int64, sequence_length: int) -> Iterator[tuple[Int6
 
 
 class _Column(AbstractContextManager["_Column"]):
-    """An int64 array that grows at its end; beyond one block it is in a file, so that it does not use up memory."""
+    """An int64 array that grows at its end; beyond BLOCK_PIECES items it is in a file, to bound memory."""
 
     def __init__(self, folder: Path | None) -> None:
         self.count = 0
@@ -114,7 +114,7 @@ class _Column(AbstractContextManager["_Column"]):
         self._file.write(values.astype(np.int64).tobytes())
 
     def array(self) -> Int64:
-        """Return all of it, read-only."""
+        """Return the whole array, read-only."""
         if self.count <= BLOCK_PIECES:
             self._file.seek(0)
             return np.frombuffer(self._file.read(), dtype=np.int64)
@@ -124,11 +124,11 @@ class _Column(AbstractContextManager["_Column"]):
 
 
 def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:
-    """Return the row of each piece: by decreasing length, each goes into the fullest row that still has room for it.
+    """Return the row of each piece; in falling order of length, a piece goes into the fullest row with room for it.
 
-    Pieces of one length are placed together: a row with room c takes floor(c / length) of them before another row is
-    the best fit. So the work is O(P) numpy plus a loop over at most a few times `capacity` (length, room) pairs, and a
-    million pieces take well under a second.
+    Pieces of one length are placed together, as a row with room c takes floor(c / length) of them before another row is
+    the best fit. So the work is O(P) in numpy plus a loop over at most a few times `capacity` (length, room) pairs, and
+    a million pieces take well under a second.
 
     Args:
         lengths: int64 [P], 1..capacity.
@@ -159,7 +159,7 @@ def best_fit_decreasing(lengths: Int64, capacity: int) -> Int64:
 
 
 class _OpenRows:
-    """Rows that still have room, indexed by it; `_nonempty` has bit c set where rows with room c exist."""
+    """The rows that still have room, by room; bit c of `_nonempty` says whether there are rows with room c."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
@@ -173,7 +173,7 @@ class _OpenRows:
             self._nonempty |= 1 << room
 
     def take(self, length: int, pieces: int) -> tuple[int, Int64]:
-        """Return the smallest room >= length of any row, and as many of its rows as the pieces fill; else new rows."""
+        """Return the smallest room >= length, and as many rows with it as the pieces need; else new rows."""
         fitting = self._nonempty >> length
         if not fitting:
             needed = -(-pieces // (self._capacity // length))

@@ -1,4 +1,4 @@
-"""Report the progress of long work to its caller."""
+"""Report the progress of long work to its caller, as progress(stage, units done, units in all or None)."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ INTERVAL_S = 0.1
 
 
 class Meter:
-    """Counts one stage of work and passes the count on as `progress(stage, done, total)`, at most every 0.1 s.
+    """A counter of one stage of work that calls `progress(stage, done, total)` at most every 0.1 s.
 
     Args:
-        progress: the caller's function, or None to count in silence.
+        progress: the caller's function, or None to count only.
         stage: the name of the stage ("sources", "tokenizer", "bytes tokenised", "verify", ...).
-        total: what `done` will reach, in the stage's unit (bytes everywhere in this room); None if unknown.
+        total: the final value of `done`, in the stage's unit (bytes everywhere in this folder); None if unknown.
     """
 
     def __init__(self, progress: Progress | None, stage: str, total: int | None) -> None:
@@ -26,7 +26,7 @@ class Meter:
         self.add(0)
 
     def add(self, amount: int) -> None:
-        """Count `amount` more units, and tell the caller if the last report is old enough."""
+        """Count `amount` more units, and report if the last report is at least 0.1 s old."""
         self.done += amount
         now_s = time.monotonic()
         if self.progress is not None and now_s - self._told_s >= INTERVAL_S:
@@ -34,6 +34,6 @@ class Meter:
             self.progress(self.stage, self.done, self.total)
 
     def finish(self) -> None:
-        """Tell the caller the final count."""
+        """Report the final count."""
         if self.progress is not None:
             self.progress(self.stage, self.done, self.total)

@@ -1,6 +1,6 @@
 """Read a file in bounded memory: its bytes in blocks, and UTF-8 text in parts.
 
-The parts' tokens are the whole text's tokens. Content is decompressed where a name ends in .gz or .zst.
+The tokens of the parts are the tokens of the whole text. A file whose name ends in .gz or .zst is decompressed.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ BLOCK_BYTES = 1 << 20
 COMPRESSIONS = (".gz", ".zst")
 
 _GZIP, _GZIP_MAGIC = 31, b"\x1f\x8b"  # zlib's number for gzip with its checksum and length verified
-# Text shrinks about five times, and the most monotonous logs some hundred times. Deflate's limit is 1032 and zstd has
-# none, so whoever has more must unpack it first, where a disk has room for all of it.
+# A file that becomes larger than both 256 MiB and 200 times its size counts as a compression bomb. Text shrinks about
+# five times, the most monotonous logs some hundred times; deflate's limit is 1032, and zstd has none.
 LEAST_UNPACKED_BYTES, MOST_UNPACKED = 1 << 28, 200
-# A zstd block of 4 bytes can stand for 128 KiB, so this much makes at most 32 MiB.
+# A zstd block of 4 bytes can stand for 128 KiB, so 1 KiB of input becomes at most 32 MiB.
 _ZSTD_STEP_BYTES = 1 << 10
 
 
 class Damaged(InputRefused):
-    """A file that cannot be trusted as a whole, whatever was read from it before."""
+    """A file is damaged, so that nothing read from it can be trusted, not even what came before the damage."""
 
     def __init__(self, path: Path, fault: str, remedy: str = "get the file again or leave it out") -> None:
         super().__init__(f"{path}: {fault}; {remedy}")
@@ -37,7 +37,7 @@ class Damaged(InputRefused):
 
 
 def missing(source: Path | str, library: str, extra: str) -> InputRefused:
-    """Return the error for a source that needs an optional library which is not installed."""
+    """Return the error for a source that needs an optional library that is not installed."""
     return InputRefused(
         f"{source}: reading it needs {library}, which is not installed: pip install 'monograph[{extra}]'"
     )
@@ -62,10 +62,10 @@ def raw_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
 def read_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
     """Yield the decompressed content in blocks of at most 1 MiB; `meter` counts the bytes on the disk.
 
-    Blocks before damage are yielded before the error, so the caller may use none of them until the end was reached.
+    The blocks before damage are yielded before the error is raised, so use none of them before the end is reached.
 
     Raises:
-        Damaged: cut short, a wrong checksum, stray bytes after the end, or a compression bomb.
+        Damaged: the file is cut short, has a wrong checksum or bytes after its end, or is a compression bomb.
         Unreadable: the file cannot be read.
         InputRefused: zstandard is not installed.
     """
@@ -75,10 +75,10 @@ def read_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
 
 
 def unpacked(path: Path, parts: Iterable[tuple[int, T]]) -> Iterator[T]:
-    """Yield what was unpacked from a file, given as (bytes, part), until their sum is that of a compression bomb.
+    """Yield the parts unpacked from a file, given as (size in bytes, part), while their total size is plausible.
 
     Raises:
-        Damaged: the sum is too large.
+        Damaged: the total is that of a compression bomb.
     """
     packed, total = path.stat().st_size, 0
     for size, part in parts:
@@ -138,18 +138,18 @@ def _unzstd(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
         raise Damaged(path, "is cut short: it ends inside a zstd frame")
 
 
-# Tokenizers work fastest on parts of about PART_CHARS; parts are longer where there is no place to cut.
+# Tokenizers are fastest on parts of about PART_CHARS characters; a part is longer where there is no place to cut.
 PART_CHARS, LONGEST_PART_CHARS = 1 << 12, 1 << 15
 
-# Between a letter or digit and a space or line feed that a letter or digit follows. Every split pattern that
-# `tokenizer_file` accepts ends a word there, whatever comes further left or right, so a text cut there has the tokens
-# of the uncut text.
+# The place after a letter or digit and before a space or line feed that another letter or digit follows. All split
+# patterns that `tokenizer_file` accepts end a word there, independent of the text further left and right, so a text cut
+# there has the tokens of the uncut text.
 _SAFE_CUT = re.compile(r"(?<=[^\W_])(?=[ \n][^\W_])")
 _NEAR_END_CHARS = 2000
 
 
 def status_of(path: Path) -> os.stat_result:
-    """Return the size and times of a source file."""
+    """Return a source file's `os.stat`; raise the errors of `unreadable`."""
     try:
         return os.stat(path)
     except OSError as error:
@@ -157,9 +157,9 @@ def status_of(path: Path) -> os.stat_result:
 
 
 def cut_position(path: Path, wanted: int, size: int) -> int:
-    """Return where to cut a text file in two: after the first line feed from `wanted` on, else between two characters.
+    """Return the byte at which to cut a text file in two: after the first line feed from `wanted` on in 64 KiB.
 
-    It is `size` where there is no such place (the file is one character long).
+    Without a line feed there, it is the next place between two characters; in a file of one character, it is `size`.
     """
     window = b"".join(_stretch(path, wanted, min(size, wanted + (1 << 16))))
     line_end = window.find(b"\n")
@@ -170,14 +170,15 @@ def cut_position(path: Path, wanted: int, size: int) -> int:
 
 
 def read_text(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
-    """Yield the text of bytes [start, stop) of a UTF-8 file in parts, decompressed where its name says so.
+    """Yield (part of the text, bytes read so far) of bytes [start, stop) of a UTF-8 file.
 
-    Each item is (part, bytes read so far in this range). Line ends and byte order marks are kept. Parts end where
-    tokens end too, except in a stretch of `LONGEST_PART_CHARS` characters without such a place (such as 32 Ki letters
-    without a space): there one word is cut in two.
+    The range counts decompressed bytes. Line ends and byte order marks are kept. Parts end where tokens end, too,
+    except in a stretch of `LONGEST_PART_CHARS` characters without such a place (32 Ki letters without a space, say),
+    which is cut inside a word.
 
     Raises:
-        InputRefused: not UTF-8 (names file, byte and line), shorter than `stop`, damaged, or not readable.
+        InputRefused: the file is not UTF-8 (the message names file, byte and line), shorter than `stop`, damaged, or
+            not readable.
     """
     carry, done = "", 0
     for text, done in _decoded(path, start, stop):
@@ -210,7 +211,7 @@ def _decoded(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
 
 
 def _stretch(path: Path, start: int, stop: int) -> Iterator[bytes]:
-    """Yield bytes [start, stop) of the content in blocks, or as many of them as there are."""
+    """Yield bytes [start, stop) of the decompressed content in blocks, or as many of them as exist."""
     if path.suffix.lower() in COMPRESSIONS:
         place = 0
         for block in read_blocks(path):
@@ -240,7 +241,7 @@ def parts_of(text: str) -> Iterator[str]:
     """Yield a text in the parts in which `read_text` would yield it."""
     begin = 0
     while len(text) - begin > PART_CHARS:
-        # One character more than a part may have, since it decides whether a cut is safe.
+        # The slice has one character more than a part may have, since that one decides whether a cut is safe.
         end = begin + cut_for_tokens(text[begin : begin + LONGEST_PART_CHARS + 1], PART_CHARS, LONGEST_PART_CHARS)
         yield text[begin:end]
         begin = end
@@ -249,9 +250,9 @@ def parts_of(text: str) -> Iterator[str]:
 
 
 def cut_for_tokens(text: str, wanted: int, longest: int) -> int:
-    """Return where to cut a text so that its tokens stay: the last such place up to `wanted`, else the next one.
+    """Return where to cut a text without changing its tokens: the last such index below `wanted`, else the next one.
 
-    If there is none, it is `longest` or the end of the text.
+    If there is none up to `longest`, it is `longest` or the end of the text.
     """
     for low in (max(0, wanted - _NEAR_END_CHARS), 0):
         cuts = [match.start() for match in _SAFE_CUT.finditer(text, low, wanted) if match.start() > 0]

@@ -1,4 +1,4 @@
-"""Read records, each of which is a document, from lines of JSON or rows of a table, and say what makes one bad."""
+"""Read records, each of which is a document, from lines of JSON, and describe the faults of bad records."""
 
 from __future__ import annotations
 
@@ -10,12 +10,11 @@ from typing import Any, NamedTuple
 from monograph.data.reading import read_blocks
 from monograph.storage.reading import KeyTwice, object_once
 
-# Parsing a line can take some twenty times its size.
-LONGEST_BYTES = 1 << 25
+LONGEST_BYTES = 1 << 25  # of a record; parsing a line can take some twenty times its size in memory
 
 
 class Fault(NamedTuple):
-    """The fault of a record: `reason` is for counting, `detail` completes "FILE:LINE: "."""
+    """The fault of a bad record: `reason` is a key for counting, and `detail` follows "FILE:LINE: " in a message."""
 
     reason: str
     detail: str
@@ -34,14 +33,14 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON value")
 
 
-# Numbers become floats: Python refuses to read integers of thousands of digits, and no text is a number.
+# Numbers become floats, as Python refuses to read integers of thousands of digits, and a record's text is no number.
 _JSON = json.JSONDecoder(object_pairs_hook=object_once, parse_int=float, parse_constant=_no_constant)
-# Where a number is written again, as in the arguments of a tool call, 3 stays 3.
+# For conversations, whose numbers are written again, as in the arguments of a tool call: 3 stays 3.
 _EXACT = json.JSONDecoder(object_pairs_hook=object_once, parse_constant=_no_constant)
 
 
 def json_lines(path: Path, key: str) -> Iterator[Record]:
-    """Yield (line number from 1, text under `key` or its fault) for every nonblank line; see `json_objects`."""
+    """Yield (line number from 1, text under `key`, or its fault) for every nonblank line; see `json_objects`."""
     for number, record in json_objects(path):
         if isinstance(record, Fault):
             yield number, record
@@ -53,16 +52,16 @@ def json_lines(path: Path, key: str) -> Iterator[Record]:
 
 
 def _missing(record: Mapping[str, Any]) -> str:
-    """Return what a record that begins as a conversation lacks to be one."""
+    """Return a hint for a record that has only one of "prompt" and "completion", else ""."""
     halves = [("prompt", "completion"), ("completion", "prompt")]
     return next((f"; a conversation needs {b!r} with {a!r}" for a, b in halves if a in record), "")
 
 
 def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
-    """Yield (line number from 1, object or its fault) for every line that is not blank.
+    """Yield (line number from 1, object, or its fault) for every line that is not blank.
 
-    Numbers are floats, or as they are written if `exact` (up to 4,300 digits). A byte order mark at the beginning of
-    the file is not part of its first line.
+    Numbers become floats, or with `exact` ints and floats as they are written (up to 4,300 digits). A byte order mark
+    at the beginning of the file is not part of its first line.
 
     Raises:
         Damaged: the file's compression is damaged.
@@ -77,7 +76,7 @@ def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[st
 
 
 def checked(text: Any, key: str) -> str | Fault:
-    """Return `text` if it can be trained on or is empty; else what is wrong with it."""
+    """Return `text` if it can be trained on or is empty, else its fault."""
     if not isinstance(text, str):
         return Fault("text is no string", f"{short(key)} is {KINDS[type(text)]}, not a string")
     if "\0" in text:
@@ -90,7 +89,7 @@ def checked(text: Any, key: str) -> str | Fault:
 
 
 def not_utf8(error: UnicodeDecodeError) -> Fault:
-    """Return the fault of bytes that are not UTF-8."""
+    """Return the fault of a record whose bytes are not UTF-8."""
     return Fault("not UTF-8", f"byte {error.start} is not UTF-8: 0x{error.object[error.start]:02x}")
 
 
@@ -115,19 +114,18 @@ def _parsed(line: bytes, decoder: json.JSONDecoder) -> dict[str, Any] | Fault:
 
 
 def short(name: str) -> str:
-    """Return a name from a file in a form that is safe to show."""
-    # A name from a file may hold terminal commands; ascii() shows them as letters.
+    """Return a name from a file, shortened and safe to show: `ascii` escapes commands to a terminal."""
     return ascii(name if len(name) <= 40 else name[:40] + "...")
 
 
 def few(names: list[str]) -> str:
-    """Return the first few of these names."""
+    """Return the first six of these names in one text."""
     shown = ", ".join(map(short, names[:6])) or "none"
     return shown + (f" and {len(names) - 6} more" if len(names) > 6 else "")
 
 
 def _lines(path: Path) -> Iterator[bytes | None]:
-    """Yield the lines without their line feeds; None for one of more than LONGEST_BYTES, which is not kept."""
+    """Yield the lines without their line feeds; None for a line of more than LONGEST_BYTES, which is not kept."""
     parts: list[bytes] = []
     size = 0
 

@@ -1,7 +1,7 @@
 """Locate the files of a source: the standard library, folders, patterns, saved datasets, the hub, standard input.
 
-Parts of the standard library with near copies elsewhere in it form one group (`near_duplicates`): holding one of them
-out would measure recall.
+Packages of the standard library with near copies in other packages (`near_duplicates`) are marked and so never held
+out, since a score on them would measure recall of the training text.
 """
 
 from __future__ import annotations
@@ -22,15 +22,16 @@ from monograph.errors import InputRefused, UsageError
 from monograph.storage.reading import exists, is_file, is_folder, matching, read_input, resolved, unreadable
 from monograph.storage.writing import writing
 
-# A line of so many bytes, without indentation, is hardly ever written twice by chance.
+# A line of this many bytes, without indentation, is hardly ever written twice by chance.
 LINE_BYTES = 24
-# With packages of Python 3.11 held out that share no more of their lines than this, an order-6 byte model of the rest
-# needs 1.87 bits per byte; with near copies (ntpath of posixpath, wave of sunau) held out as well, 1.72.
+# The largest share of a group's long lines that other groups may have, too. With only such packages of Python 3.11 held
+# out, an order-6 byte model of the rest scores 1.87 bits per byte on them; with near copies (ntpath of posixpath, wave
+# of sunau) held out as well, it scores 1.72.
 SHARED_LINES = 0.03
 
 
 def near_duplicates(groups: Mapping[str, Iterable[Path]]) -> set[str]:
-    """Return the groups of which more than SHARED_LINES of the distinct long lines are in another group, too."""
+    """Return the groups that share more than SHARED_LINES of their distinct long lines with other groups."""
     lines = {name: {line for path in paths for line in _long_lines(path)} for name, paths in groups.items()}
     found_in = Counter(line for own in lines.values() for line in own)
     return {name for name, own in lines.items() if sum(found_in[line] > 1 for line in own) > SHARED_LINES * len(own)}
@@ -40,7 +41,8 @@ def _long_lines(path: Path) -> Iterable[bytes]:
     return (stripped for line in read_input(path, None).split(b"\n") if len(stripped := line.strip()) >= LINE_BYTES)
 
 
-# Not library code: generated tables, programs, other people's packages, and tests (the only files that are not UTF-8).
+# Folders that are not library code: generated tables, programs, installed packages, and tests (only these have files
+# that are not UTF-8).
 _NOT_LIBRARY = frozenset(
     "test tests idle_test encodings pydoc_data idlelib turtledemo lib2to3 site-packages dist-packages".split()
 )
@@ -54,9 +56,10 @@ Skipped = list[tuple[str, str]]
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A file that a source names, before it is opened; `chosen` says that it was named one by one.
+    """A file of a source, before it is opened; see `SourceFile`, which it becomes.
 
-    A fault in a chosen file is an error, while a file from a folder or pattern is passed over and counted.
+    `chosen` says whether the file itself was named: then its faults are errors, while a file that was found in a folder
+    or by a pattern is skipped and counted.
     """
 
     name: str
@@ -68,7 +71,7 @@ class Candidate:
 
 
 def locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None) -> list[Candidate]:
-    """Return the files that one item of a source means; add those passed over to `skipped` as (path, reason)."""
+    """Return the files of one item of a source; append the skipped ones to `skipped` as (path, reason)."""
     if item == "stdlib":
         return _standard_library()
     if item == "-":
@@ -103,7 +106,12 @@ def _standard_library() -> list[Candidate]:
 
 
 def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
-    """Write standard input to the file `stdin` in a folder; raises UsageError for a terminal."""
+    """Write standard input to the file `stdin` in a folder, and return its path.
+
+    Raises:
+        UsageError: standard input is a terminal.
+        InputRefused: it is binary, or larger than 16 GiB or half of the free space.
+    """
     if sys.stdin.isatty():
         raise UsageError(
             "data.source '-': standard input is a terminal; pipe text in, as in: monograph train - < book.txt"
@@ -124,7 +132,7 @@ def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
 
 
 def looks_binary(begin: bytes) -> bool:
-    """Return whether a file with this beginning is binary, by git's rule."""
+    """Return whether a file with this beginning is binary by git's rule, a NUL in its first 8,192 bytes."""
     return b"\0" in begin[:8192]
 
 
@@ -138,7 +146,7 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
     candidates: list[Candidate] = []
     for hit in matching(pattern):
         if is_folder(hit):
-            # "texts/*" means the files; "**" reports folders as well as the files inside them.
+            # A folder that "texts/*" matches stands for its files. "**" matches those files itself.
             candidates.extend(_folder(hit, skipped) if "**" not in str(pattern) else ())
         elif is_file(hit):
             candidates.append(Candidate(hit.relative_to(fixed).as_posix(), hit, chosen=False))
@@ -150,7 +158,7 @@ def _pattern(pattern: Path, skipped: Skipped) -> list[Candidate]:
 
 
 def _walk(folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset()) -> list[tuple[str, Path]]:
-    """Return (relative name, path) of the regular files under a folder, sorted; no folder is entered twice."""
+    """Return (relative name, path) of the regular files under a folder, sorted; links do not enter a folder twice."""
     files: list[tuple[str, Path]] = []
     pending, entered = [(folder, "")], set()
     try:

@@ -1,8 +1,8 @@
 """Arrange one side of a corpus as rows of T positions: the contents of each row, and the order of visits.
 
-The order is a stateless keyed permutation for each epoch, so that any position can be computed at once.
+The order is a keyed permutation for each epoch, without state, so that the row at any position is computed directly.
 
-Shape suffixes: D documents, P pieces, R rows, T positions of a row, N tokens of all pieces asked for.
+Shape suffixes: D documents, P pieces, R rows, T positions of a row, N inputs of all requested pieces, S shares.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ UInt64 = NDArray[np.uint64]
 
 @dataclass(frozen=True)
 class Share:
-    """Some of the rows, and how many visits an epoch makes to them: rows · weight, rounded, at least one."""
+    """A run of consecutive rows with one weight, and how many visits an epoch makes to them."""
 
     rows: int
     visits: int
 
 
 def share(rows: int, weight: float) -> Share:
-    """Return a share whose rows an epoch sees `weight` times; with 1/2 each epoch sees one half, in turn."""
+    """Return a share with rows · weight visits, rounded, at least one; with weight 1/2, epochs alternate two halves."""
     return Share(rows, max(1, round(rows * weight)) if rows else 0)
 
 
 def shares_at(start: int, count: int, shares: Sequence[Share], seed: int) -> NDArray[np.int64]:
     """Return the row visited at each of the positions start .. start + count - 1 of an endless sequence of epochs.
 
-    An epoch has V = sum of all visits. Position p is in epoch e = p // V, and P_{seed,e}(p mod V), a permutation of
-    0..V-1, says which share's turn it is, and that it is the j-th of this epoch's v visits to it. A share with n rows
-    counts its visits through all epochs, q = e·v + j, and goes through its rows again and again: visit q is to row
-    P_{seed',q // n}(q mod n), or to row q mod n itself where v is a multiple of n and so every epoch sees all alike.
-    So between any visit that is a multiple of n and the next, every row is seen exactly once.
+    An epoch has V visits, the sum over all shares. Position p is in epoch e = p // V, where P_{seed,e} is a permutation
+    of 0..V-1 (see `rows_at`), and P_{seed,e}(p mod V) says which share is visited, and that this is the j-th of the
+    epoch's v visits to this share. The visits to a share with n rows are numbered through all epochs, q = e·v + j, and
+    go through its rows again and again: visit q is to row P_{seed',q // n}(q mod n). If v is a multiple of n, every
+    epoch sees every row equally often, and visit q is simply to row q mod n. Either way, the n visits from any multiple
+    of n on see every row exactly once.
 
     Returns:
-        int64 [count]; the rows of the first share count from 0, followed by those of the next.
+        int64 [count]; the rows of the first share are numbered from 0, followed by those of the next.
     """
     visits_S = np.array([share.visits for share in shares], dtype=np.int64)
     visits = int(visits_S.sum())
@@ -78,7 +79,7 @@ def rows_at(start: int, count: int, rows: int, seed: int) -> NDArray[np.int64]:
 
     Position p is in epoch e = p // rows, and its row is P_{seed,e}(p mod rows), where P_{seed,e} is a permutation of
     0..rows-1. The result depends on nothing else: not on how positions are grouped into updates, nor on earlier calls.
-    Checkpoints rely on it, so the arithmetic below is part of their format.
+    Checkpoints store only a position, so the arithmetic below is part of their format.
 
     P is a Feistel network over pairs (left, right) with left < a = ceil(sqrt(rows)) and right < b = ceil(rows / a),
     whose halves are changed in turn by adding a keyed hash of the other half (Black and Rogaway 2002, "Ciphers with
@@ -103,8 +104,8 @@ def _permuted(positions: UInt64, rows: int, seed: UInt64) -> NDArray[np.int64]:
     left_size = math.isqrt(rows - 1) + 1
     right_size = -(-rows // left_size)
     result = _feistel(index, keys, left_size, right_size)
-    # At most sqrt(rows) of the a·b pairs lie outside; walking on from one of them ends inside and keeps the map
-    # one-to-one.
+    # At most sqrt(rows) of the a·b pairs are not rows. Applying the network again until the result is a row keeps the
+    # map one-to-one.
     while (outside := np.flatnonzero(result >= rows)).size:
         result[outside] = _feistel(result[outside], keys[outside], left_size, right_size)
     return result.astype(np.int64)
@@ -140,7 +141,7 @@ Int64 = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Piece:
-    """A stretch of one document in a row: `length` inputs, from token `begin` of the document's `tokens` on."""
+    """A stretch of a document in a row: `length` inputs from token `begin` on; the document has `tokens` tokens."""
 
     document: str
     begin: int
@@ -149,16 +150,16 @@ class Piece:
 
 
 class Rows:
-    """The rows of one side of the split, `len(rows)` of them.
+    """The rows of one side of the split; `len(rows)` is their number.
 
     Attributes:
         sequence_length: T.
-        packed: whether a row may hold several pieces; decides the keys of a batch.
-        shares: how often an epoch sees which rows.
-        inputs: number of input positions: every token except each document's last.
-        tokens: number of targets: every token except each document's first; with conversations, the trained tokens.
+        packed: whether a row may hold several pieces; if so, batches have the keys `segments` and `positions`.
+        shares: the runs of rows with one weight, and their visits in an epoch.
+        inputs: number of inputs: all tokens except each document's last.
+        tokens: number of targets: all tokens except each document's first; with conversations, the trained tokens.
         bytes: bytes of the text that these targets stand for; bits per byte = sum of losses / ln 2 / bytes.
-        documents: number of documents; with conversations, of the stretches that are trained on as one.
+        documents: number of documents; with conversations, number of `monograph.data.loss_mask.Row`s.
         conversations: number of conversations, 0 for texts.
         filled: share of all positions that hold an input.
     """
@@ -176,11 +177,11 @@ class Rows:
 
         Args:
             side: the side's tokens.
-            tokenizer: the tokenizer that they come from.
+            tokenizer: the tokenizer of these tokens.
             sequence_length: T.
             packed: whether a row may hold several pieces.
             weights: how often an epoch sees each file of the side; by default once.
-            folder: where a large plan may be stored.
+            folder: a folder for a large plan.
         """
         self._side, self._tokenizer = side, tokenizer
         parts = _parts(side, weights or [1.0] * len(side.files))
@@ -200,18 +201,18 @@ class Rows:
 
     @property
     def per_epoch(self) -> int:
-        """Return the number of rows that an epoch visits: each once, if no weights were given."""
+        """Return the number of visits in an epoch: one to each row, if all weights are 1."""
         return sum(share.visits for share in self.shares)
 
     def row(self, index: int) -> dict[str, Int64]:
-        """Return one row: arrays [T] under the keys of `window`."""
+        """Return one row as arrays [T] under the keys of `window`."""
         return {key: values[0] for key, values in self.window(np.array([index])).items()}
 
     def window(self, indices_R: Int64) -> dict[str, Int64]:
         """Return the rows with these indices.
 
         Returns:
-            int64 [R, T] under each key: `tokens`, the input ids; `targets`, the id to predict at each position, -100
+            int64 [R, T] under each key: `tokens`, the input ids; `targets`, the id to predict at each position, or -100
             where there is none; and for packed rows `segments`, 1, 2, 3... for the pieces of the row and 0 for padding,
             and `positions`, counted from 0 in each piece.
         """
@@ -241,23 +242,24 @@ class Rows:
         return window
 
     def _targets(self, index_N: Int64) -> NDArray[Any]:
-        """Return the tokens at these places of the shard; IGNORE for one of a conversation that is not trained on."""
+        """Return the tokens at these indices of the shard; in conversations, IGNORE outside the trained stretches."""
         targets_N, answers = self._side.tokens[index_N], self._side.answers
         if answers is None:
             return targets_N
-        # A place is inside a stretch if an odd number of the rising begins and ends comes before it.
+        # `answers` has the rising begins and ends of stretches, and an index with an odd number of them up to it is
+        # inside a stretch.
         trained_N = np.searchsorted(answers, index_N, side="right") % 2 == 1
         return np.where(trained_N, targets_N.astype(np.int64), IGNORE)
 
     def empty(self, count: int) -> dict[str, Int64]:
-        """Return `count` rows of padding alone, in the form of `window`."""
+        """Return `count` rows of padding, in the form of `window`."""
         padding = {"tokens": self._tokenizer.pad_id, "targets": IGNORE} | (
             {"segments": 0, "positions": 0} if self.packed else {}
         )
         return {key: np.full((count, self.sequence_length), value, dtype=np.int64) for key, value in padding.items()}
 
     def pieces(self, index: int) -> list[Piece]:
-        """Return where the pieces of one row come from, in order."""
+        """Return the pieces of one row, in order."""
         begin, end = self._plan.offsets[index], self._plan.offsets[index + 1]
         pieces = []
         for start, length in zip(self._plan.starts[begin:end], self._plan.lengths[begin:end], strict=True):
@@ -267,7 +269,7 @@ class Rows:
         return pieces
 
     def owners(self, indices_R: Int64) -> Int64:
-        """Return the number of the document that each position belongs to, -1 where there is none, int64 [R, T]."""
+        """Return the index of the document at each position, or -1 at padding, int64 [R, T]."""
         owner_RT = np.full((len(indices_R), self.sequence_length), -1, dtype=np.int64)
         for row, index in enumerate(indices_R):
             begin, end = self._plan.offsets[index], self._plan.offsets[index + 1]
@@ -300,9 +302,9 @@ class Rows:
         return ids
 
     def in_order(self, batch_rows: int, limit: int | None = None) -> Iterator[Batch]:
-        """Yield every row once, `batch_rows` at a time; the last batch is filled up with empty rows to the same shape.
+        """Yield every row once, or `limit` evenly spaced rows, in batches of `batch_rows` rows.
 
-        With a `limit`, yield that many rows, evenly spaced over all of them.
+        Empty rows fill up the last batch to the same shape.
         """
         from monograph.data.batches import in_order  # importing torch takes seconds, and only training needs it here
 
@@ -314,7 +316,7 @@ class Rows:
         return np.arange(count) * len(self) // max(1, count)
 
     def coverage(self, limit: int | None = None) -> tuple[int, int]:
-        """Return (targets, bytes of text that they stand for) for the rows that `in_order` yields."""
+        """Return the number of targets in the rows that `in_order` yields, and the bytes that these stand for."""
         if limit is None or limit >= len(self):
             return self.tokens, self.bytes
         window = self.window(self.spread(limit))
@@ -322,7 +324,7 @@ class Rows:
 
 
 def _parts(side: Side, weights: Sequence[float]) -> list[tuple[int, float]]:
-    """Return (documents, weight) of each run of consecutive files with one weight."""
+    """Return (number of documents, weight) of each run of consecutive files with one weight."""
     runs = itertools.groupby(range(len(weights)), key=weights.__getitem__)
     ends = [(list(files)[-1] + 1, weight) for weight, files in runs]
     firsts = side.first[[0, *(end for end, _ in ends)]]

@@ -1,8 +1,8 @@
-"""Store flat arrays on disk, memory-mapped and with their own checksums: the tokens of a split, and its index.
+"""Store flat arrays in memory-mapped files with checksums: the tokens of a split, and their index.
 
 Layout: a 128-byte header (magic, version, item size, vocabulary, count, block size, the tokenizer's sha256, and the
-crc32 of these), `count` unsigned integers in little-endian order, then one crc32 per 1 MiB block of them. numpy would
-read a damaged or shortened file without a warning.
+crc32 of these), `count` unsigned integers in little-endian order, then one crc32 per 1 MiB block of the integers. The
+format is our own because numpy reads a damaged or shortened .npy file without a warning.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ _DTYPES: dict[int, np.dtype[Any]] = {2: np.dtype("<u2"), 4: np.dtype("<u4"), 8: 
 
 
 def token_dtype(vocab_size: int) -> np.dtype[Any]:
-    """Return the smallest type that holds every id: uint16 up to 65,536 entries, else uint32."""
+    """Return the smallest dtype for all ids: uint16 up to 65,536 entries, else uint32."""
     return _DTYPES[2 if vocab_size <= 1 << 16 else 4]
 
 
 class ShardWriter:
-    """Writes one array piecewise; the file is complete and durable once the `with` block ends without an error.
+    """A piecewise writer of one array; the file is complete and durable once the `with` block ends without an error.
 
     Args:
         path: a file that does not exist yet.
-        dtype: the items' type.
+        dtype: the items' dtype.
         vocab_size: V of the tokenizer; 0 for an index.
         tokenizer_hash: hex sha256 of the tokenizer that the file belongs to.
     """
@@ -66,7 +66,7 @@ class ShardWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Complete the file, or only close it if an error is on its way out."""
+        """Complete the file, or only close it after an error."""
         with self._file:
             if kind is None:
                 if self._pending:
@@ -91,7 +91,7 @@ class ShardWriter:
 
 @dataclass(frozen=True)
 class _Frame:
-    """All of a shard except its items."""
+    """The header and checksums of a shard."""
 
     itemsize: int
     count: int
@@ -102,7 +102,7 @@ class _Frame:
 
 
 def seal(path: Path) -> str:
-    """Return the hex sha256 of a shard's header and checksums: cheap, and different for any other content."""
+    """Return the hex sha256 of a shard's header and checksums: cheap to read, and another for other content."""
     with readable(path), open_input(path) as file:
         return _frame(file, path).seal
 
@@ -111,8 +111,8 @@ def open_shard(path: Path, tokenizer_hash: str, expected_seal: str, meter: Meter
     """Map an array read-only, after checking every byte of it (about 1 s per GB).
 
     Raises:
-        InputRefused: missing, damaged (names the first bad block), of an unexpected size, made with another tokenizer,
-            or not the array with this `seal`.
+        InputRefused: the file is missing, damaged (the message names the first bad block), of an unexpected size, made
+            with another tokenizer, or has another `seal`.
     """
     try:
         with readable(path), open_input(path) as file:

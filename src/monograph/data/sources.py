@@ -1,4 +1,4 @@
-"""Resolve a `source` to its files in a fixed order, each hashed and with its weight."""
+"""Resolve a `source` to its files in a fixed order, with their hashes and weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from monograph.storage.reading import exists, resolved
 
 LINES = frozenset((".jsonl", ".ndjson"))
 TABLES = frozenset((".parquet", ".arrow"))
-# Read as plain text, these would teach their syntax or nothing.
+# Kinds of files that are refused: as plain text they would teach their syntax, or nothing.
 _NOT_READ = frozenset(
     ".bz2 .xz .lz4 .zip .tar .tgz .7z .npy .npz .bin .safetensors .pt .pth .gguf .pdf .docx".split()
 ) | set(COMPRESSIONS)
@@ -31,12 +31,13 @@ class SourceFile:
     Attributes:
         name: its name in the corpus, relative to the folder or pattern that it comes from, so that moving the data
             changes nothing.
-        path: where it is read from.
+        path: the file.
         size: bytes of a text, decompressed; bytes on the disk for a file of records.
         modified_ns: time of its last change, taken before it was hashed.
-        sha256: hex digest of these bytes.
-        group: the held-out split never separates files of one group (a package; copies of one content).
-        has_near_copies: near copies of the group's text are in other groups, so it is not held out (`near_duplicates`).
+        sha256: hex digest of the bytes that `size` counts.
+        group: the held-out split never separates files of one group (a package, or copies of one content).
+        has_near_copies: whether other groups have near copies of the group's text (`near_duplicates`), so that it is
+            not held out.
         weight: how many times an epoch sees it.
     """
 
@@ -56,13 +57,13 @@ class SourceFile:
 
     @property
     def has_records(self) -> bool:
-        """Return whether it holds many documents, each a record."""
+        """Return whether it holds records, each of which is a document."""
         return self.suffix in LINES | TABLES
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The files of a source in a fixed order, and what was passed over as (path, reason)."""
+    """The files of a source in a fixed order, and the skipped files as (path, reason)."""
 
     name: str
     files: tuple[SourceFile, ...]
@@ -75,7 +76,7 @@ class Sources:
 
     @property
     def sha256(self) -> str:
-        """Return the hex digest of names, sizes and contents, in order."""
+        """Return the hex digest of all files' names, sizes and contents, in order."""
         digest = hashlib.sha256()
         for file in self.files:
             digest.update(f"{len(file.name.encode())}:{file.name}:{file.size}:{file.sha256}\n".encode())
@@ -89,11 +90,11 @@ def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progr
         source: "stdlib", "-" (standard input), a file, a folder (searched recursively, without hidden entries), a glob
             pattern, "hf://OWNER/NAME", or a list of these, each with or without "@WEIGHT" at its end. A file called "-"
             or "stdlib" is written "./-" or "./stdlib".
-        spool: a folder for standard input's bytes; it must live as long as the result.
+        spool: a folder for a copy of standard input; it must exist as long as the result is used.
         progress: see `monograph.data.progress`.
 
     Raises:
-        UsageError: a weight out of range, or two weights for one file.
+        UsageError: a weight is out of range, or a file has two weights.
         InputRefused: nothing is there, a kind of file is not supported, a file named one by one is empty or binary, a
             compressed text is damaged, or there is no text at all.
     """
@@ -118,7 +119,7 @@ def weighted(item: str) -> tuple[str, float]:
     """Return ("books/", 2.0) for "books/@2"; the weight is 1 if none is given or a file has the whole name.
 
     Raises:
-        UsageError: a weight out of range.
+        UsageError: the weight is out of range.
     """
     place, _, weight = item.rpartition("@")
     if not place or not re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", weight) or exists(item):
@@ -134,8 +135,7 @@ def weighted(item: str) -> tuple[str, float]:
 
 
 def _once_each(candidates: Iterable[Candidate], skipped: Skipped) -> list[Candidate]:
-    # A file reached in two ways is one document: twice would double its weight, or put it on both sides of the held-out
-    # split.
+    # Keep a file that is reached in two ways once: a second time would double its weight.
     unique: dict[Path, Candidate] = {}
     for candidate in candidates:
         first = unique.setdefault(resolved(candidate.path), candidate)
@@ -175,7 +175,7 @@ def _hashed(candidates: list[Candidate], skipped: Skipped, progress: Progress | 
 
 
 def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
-    """Read a file once; return what it is, and why it cannot be text, if so."""
+    """Read a file once; return it, and its fault (a key of `_FAULTS`) or ""."""
     path, digest, size, has_nul = candidate.path, hashlib.sha256(), 0, False
     records = kind_of(path) in LINES | TABLES
     modified_ns = status_of(path).st_mtime_ns

@@ -1,6 +1,6 @@
-"""Keep tokenised corpora in a cache folder: built next to their place, moved there whole, checked at each opening.
+"""Keep tokenised corpora in a cache: built in a temporary folder, renamed when complete, and checked when opened.
 
-A corpus's `Request` decides its tokens, and so the name by which they are kept.
+A corpus's `Request` decides its tokens, and so the name of its folder.
 """
 
 from __future__ import annotations
@@ -44,7 +44,14 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class Request:
-    """The inputs that decide the tokens: the text, how it is read and split, and a tokenizer or the size to train."""
+    """The inputs that decide a corpus's tokens.
+
+    Attributes:
+        text: the files.
+        held_out: the fraction of bytes to hold out.
+        tokenizer: the tokenizer, or the number of entries of the one to train.
+        reading: how records are read.
+    """
 
     text: Sources
     held_out: float
@@ -53,7 +60,7 @@ class Request:
 
     @property
     def sources(self) -> list[Any]:
-        """Return what decides the documents: the files and, where some have records, how these are read."""
+        """Return the values that decide the documents: the files and, if some have records, how these are read."""
         records = any(file.has_records for file in self.text.files)
         reading: list[Any] | None = [self.reading.text_key, self.reading.skip_bad] if records else None
         if reading and self.reading.answering:
@@ -62,7 +69,7 @@ class Request:
 
     @property
     def _template(self) -> list[Any]:
-        """Return what decides the tokens of conversations in addition to the tokenizer."""
+        """Return the values that decide the tokens of conversations, in addition to the tokenizer."""
         assert isinstance(self.tokenizer, Tokenizer)
         template = template_of(self.tokenizer)
         return [template.source, sorted(template.tokens.items()), sorted(stops_of(self.tokenizer)), DAY]
@@ -82,12 +89,13 @@ class Side:
     """One side of the held-out split, tokenised.
 
     Attributes:
-        tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document, or a row of a conversation.
-        starts: int64 [D + 1], memory-mapped: first token of each document, and the end.
-        records: int64 [D], memory-mapped: the line or row of each document in its file, 0 for a text.
-        bytes: UTF-8 bytes of all texts; with conversations, of what is trained on.
+        tokens: uint16 or uint32, memory-mapped: [bos] + ids + [eos] of each document, or the ids of each `Row` of a
+            conversation, which counts as a document.
+        starts: int64 [D + 1], memory-mapped: index of each document's first token, and the end.
+        records: int64 [D], memory-mapped: the line or row of each document in its file, 0 for a text file.
+        bytes: UTF-8 bytes of all texts; with conversations, of the trained text.
         files: names of the files [F].
-        first: int64 [F + 1], first document of each file, and the end.
+        first: int64 [F + 1], index of the first document of each file, and the end.
         answers: int64 [2 S], memory-mapped, rising: begin and end of each trained stretch of tokens in conversations;
             None for texts, which are trained on whole.
     """
@@ -102,14 +110,15 @@ class Side:
 
     @property
     def conversations(self) -> int:
-        """Return the number of conversations; a document is a row of one."""
+        """Return the number of conversations, 0 for texts."""
         if self.answers is None:
             return 0
+        # A document is a row of a conversation, so a conversation begins where the record or the file changes.
         begins = np.concatenate([[0], np.flatnonzero(np.diff(self.records)) + 1, self.first[:-1]])
         return len(np.unique(begins[begins < len(self.records)]))
 
     def name(self, document: int) -> str:
-        """Return a document's name: its file, and its line or row there."""
+        """Return a document's name: its file's name, and after a colon its line or row there."""
         file = self.files[int(np.searchsorted(self.first, document, side="right")) - 1]
         record = int(self.records[document])
         return f"{file}:{record}" if record else file
@@ -117,7 +126,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tokenised corpus and the folder that it was read from; `skipped` counts records that were passed over."""
+    """A tokenised corpus and its folder; `skipped` is {reason: count} of skipped records."""
 
     folder: Path
     tokenizer: Tokenizer
@@ -128,17 +137,17 @@ class Stored:
 
 
 def open_or_build(request: Request, cache: str | Path | None = None, progress: Progress | None = None) -> Stored:
-    """Return the tokenised corpus from the cache if it is there and whole, else build it.
+    """Return the tokenised corpus from the cache, or build it if it is missing or damaged there.
 
     Args:
-        request: what to tokenise, and how.
-        cache: where to keep it; by default $MONOGRAPH_HOME, else $XDG_CACHE_HOME/monograph, else ~/.cache/monograph. If
+        request: the inputs that decide the tokens.
+        cache: the cache folder; by default $MONOGRAPH_HOME, else $XDG_CACHE_HOME/monograph, else ~/.cache/monograph. If
             the last two cannot be written, it is a temporary folder that vanishes at exit, and a note says so.
         progress: see `monograph.data.progress`.
 
     Raises:
         UsageError: the share to hold out is out of range.
-        InputRefused: the text cannot be read or has a bad record, or the chosen cache cannot be written.
+        InputRefused: the text cannot be read or has a bad record, or a cache that the user chose cannot be written.
         DiskFull: the cache has no room.
     """
     check_fraction(request.held_out)
@@ -179,7 +188,7 @@ def _writable(root: Path, chosen: bool) -> tuple[Path, tuple[str, ...]]:
 
 @contextmanager
 def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
-    """Hold a lock that the system frees when the process ends, however it ends."""
+    """Hold a lock on a file during the block; the kernel frees it however the process ends."""
     with open(path, "w") as file:
         waiting: Meter | None = None
         while True:
@@ -195,7 +204,7 @@ def _locked(path: Path, progress: Progress | None) -> Iterator[None]:
 
 def _build(folder: Path, request: Request, progress: Progress | None) -> tuple[str, ...]:
     building = folder.with_suffix(".building")
-    # A killed process may have left these behind; only the holder of the lock gets here.
+    # A killed process may have left this folder behind. Only the holder of the lock gets here.
     shutil.rmtree(building, ignore_errors=True)
     building.mkdir()
     try:
@@ -274,8 +283,8 @@ def _open(folder: Path, request: Request, progress: Progress | None, notes: tupl
     """Read and verify every file of a corpus folder.
 
     Raises:
-        InputRefused: a file is missing, damaged, or another corpus's; the message names it.
-        Unreadable: a file cannot be read, so nobody knows whether it is sound, and nothing is built anew.
+        InputRefused: a file is missing, damaged, or of another corpus; the message names it.
+        Unreadable: a file cannot be read. It may be sound, so the corpus must not be built again.
     """
     manifest = _manifest(folder, request.key)
     tokenizer = _tokenizer(folder / "tokenizer.json", manifest, request.tokenizer)

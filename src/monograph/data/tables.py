@@ -14,9 +14,9 @@ from monograph.errors import InputRefused
 from monograph.storage.reading import error_number, is_file, open_input, read_json, unreadable
 
 _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 24
-# A compressed batch is unpacked whole before any row of it is seen. Parquet's format sets this bound for a page.
+# A compressed batch is unpacked whole before any of its rows can be read. Parquet's format sets this bound for a page.
 _MOST_BATCH_BYTES = (1 << 31) - 1
-_DICTIONARY_BATCH, _RECORD_BATCH = 2, 3  # kinds of Arrow's messages
+_DICTIONARY_BATCH, _RECORD_BATCH = 2, 3  # values of MessageHeader in Arrow's Message.fbs
 _MAGIC = b"ARROW1\0\0"
 _END_OF_STREAM = b"\xff\xff\xff\xff\0\0\0\0"
 _NAME_ANOTHER = "name the one with the text as data.text_key, or leave the file out"
@@ -25,7 +25,7 @@ _AGAIN = "; save the dataset again"
 
 
 def table_rows(path: Path, key: str) -> Iterator[Record]:
-    """Yield (row number from 1, text of column `key` or its fault) for every row.
+    """Yield (row number from 1, text in column `key`, or its fault) for every row.
 
     Raises:
         Damaged: the file is damaged, or has no column `key` of strings.
@@ -34,13 +34,13 @@ def table_rows(path: Path, key: str) -> Iterator[Record]:
     columns = _parquet_columns if path.suffix.lower() == ".parquet" else _arrow_columns
     with _read_by_pyarrow(path) as pa:
         values = (value for column in columns(pa, path, key) for value in column)
-        # With a dictionary, a text is stored once for all of its rows.
+        # A dictionary stores a text once for all of its rows, so count the length of each row's text against bombs.
         sized = ((len(text), text) for text in (_text(value, key) for value in values))
         yield from enumerate(unpacked(path, sized), 1)
 
 
 def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
-    """Yield (row number from 1, these columns as far as they exist, without nulls, or the row's fault) for every row.
+    """Yield (row number from 1, {column: value} of those `keys` that exist, without nulls, or a fault) for every row.
 
     Raises:
         Damaged, InputRefused: as in `table_rows`.
@@ -57,14 +57,14 @@ def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[s
 
 
 def table_columns(path: Path) -> list[str]:
-    """Return the names of a table's columns; raises the errors of `table_rows`."""
+    """Return the names of a table's columns; raise the errors of `table_rows`."""
     with _read_by_pyarrow(path) as pa:
         return list(_schema(pa, path).names)
 
 
 @contextmanager
 def _read_by_pyarrow(path: Path) -> Iterator[Any]:
-    """Read with pyarrow, and turn its errors into the file's."""
+    """Yield the module pyarrow, and turn errors in the block into errors that name the file."""
     try:
         import pyarrow as pa
     except ImportError:
@@ -80,7 +80,7 @@ def _read_by_pyarrow(path: Path) -> Iterator[Any]:
 
 
 def _plain(row: dict[str, Any]) -> dict[str, Any] | Fault:
-    """Return a row as JSON has it, without the nulls that tables hold where a row has no value."""
+    """Return a row as values of JSON, without the nulls that tables hold where a row has no value."""
     try:
         values: dict[str, Any] = json.loads(json.dumps(_without_nulls(row), allow_nan=False))
     except (TypeError, ValueError) as error:
@@ -95,7 +95,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _text(value: Any, key: str) -> str | Fault:
-    """Return the text of a pyarrow scalar."""
+    """Return the text of a pyarrow scalar, or its fault."""
     value = value.value if hasattr(value, "dictionary") else value
     if value is None or not value.is_valid:
         return checked(None, key)
@@ -110,7 +110,7 @@ def _text(value: Any, key: str) -> str | Fault:
 
 def _parquet_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
     _require_strings(pa, path, _schema(pa, path), key)
-    # As a dictionary, a text that a file repeats a million times is in memory once.
+    # Read as a dictionary, a text that a file repeats a million times is in memory once.
     for part in _parquet_parts(pa, path, [key], read_dictionary=[key]):
         yield part.column(part.schema.get_field_index(key))
 
@@ -120,7 +120,7 @@ def _parquet_parts(pa: Any, path: Path, keys: Sequence[str], **options: Any) -> 
 
     options |= {"pre_buffer": False, "buffer_size": 1 << 20}
     with parquet.ParquetFile(path, page_checksum_verification=True, **options) as file:
-        # Ask groups only: asked about a column whose metadata is damaged, pyarrow ends the process.
+        # Use the metadata of row groups only: reading that of a damaged column makes pyarrow end the process.
         sizes = [file.metadata.row_group(group).total_byte_size for group in range(file.metadata.num_row_groups)]
         stored, rows = sum(unpacked(path, zip(sizes, sizes, strict=True))), file.metadata.num_rows
         batch = max(1, min(_BATCH_ROWS, _BATCH_BYTES * rows // max(1, stored)))
@@ -146,7 +146,7 @@ def _arrow_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
     for batch in _arrow_parts(pa, path, [key]):
         column = batch.column(batch.schema.get_field_index(key))
         if not pa.types.is_dictionary(column.type):
-            # Each row's UTF-8 is checked separately; what is left to verify are the offsets, which pyarrow trusts.
+            # `_text` checks each row's UTF-8. Viewed as binary, only the offsets are validated, which pyarrow trusts.
             column = column.view(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
         column.validate(full=True)
         yield column
@@ -156,7 +156,7 @@ def _arrow_parts(pa: Any, path: Path, keys: Sequence[str]) -> Iterator[Any]:
     with _arrow_reader(pa, path) as reader:
         seen, said = 0, getattr(reader, "num_record_batches", None)
         with open_input(path) as file, pa.OSFile(str(path)) as again:
-            # A footer may name any place as a batch; only what lies before it is checked and read here.
+            # The footer of a file may point anywhere. So the file is checked and read as a stream, without its footer.
             again.seek(0 if said is None else len(_MAGIC))
             for _ in unpacked(path, _claims(path, file, again.tell())):
                 pass
@@ -169,9 +169,9 @@ def _arrow_parts(pa: Any, path: Path, keys: Sequence[str]) -> Iterator[Any]:
 
 
 def _claims(path: Path, file: BinaryIO, begin: int) -> Iterator[tuple[int, None]]:
-    """Yield the bytes that each compressed batch of Arrow's stream claims to become, without unpacking anything.
+    """Yield (bytes that a batch claims to become, None) for each message of Arrow's stream, without unpacking any.
 
-    Source: https://arrow.apache.org/docs/format/Columnar.html; the tables are those of FlatBuffers.
+    Source: https://arrow.apache.org/docs/format/Columnar.html; the metadata are FlatBuffers tables.
     """
     size = path.stat().st_size
 
@@ -204,7 +204,7 @@ def _claims(path: Path, file: BinaryIO, begin: int) -> Iterator[tuple[int, None]
 
 
 def _fields(data: bytes, table: int) -> Callable[[int], int]:
-    """Return where a table of FlatBuffers has its fields, by number; 0 where it lacks one."""
+    """Return a function from a field's number to its offset in a FlatBuffers table, or to 0 if the field is missing."""
     names = table - int.from_bytes(data[table : table + 4], "little", signed=True)
     size = _number(data, names, 2)
 
@@ -252,7 +252,7 @@ def saved_tables(folder: Path) -> list[Path] | None:
     """Return the .arrow files, in order, of a folder that `save_to_disk` wrote; None if it is not such a folder.
 
     Raises:
-        InputRefused: a saved dataset of several splits, or one whose parts are damaged or missing.
+        InputRefused: the saved dataset has several splits, or damaged or missing parts.
     """
     if is_file(folder / _DICTIONARY) and not is_file(folder / _STATE):
         splits = read_json(folder / _DICTIONARY, _AGAIN).get("splits")
@@ -284,7 +284,7 @@ def hub_tables(name: str) -> list[Path]:
         name: hf://OWNER/NAME or hf://OWNER/NAME/CONFIGURATION.
 
     Raises:
-        InputRefused: datasets is not installed, or reports an error (no network, no such dataset).
+        InputRefused: the library `datasets` is not installed, or reports an error (no network, no such dataset).
     """
     owner, _, rest = name.removeprefix("hf://").partition("/")
     dataset, _, configuration = rest.partition("/")

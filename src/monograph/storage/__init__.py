@@ -1,1 +1,1 @@
-"""Opens all files of the package: distrusts files that a user gave, and sees that written ones are on the disk."""
+"""Open all files of the package: distrust files that a user gave, and make sure that written files are on the disk."""

@@ -1,4 +1,4 @@
-"""Moves whole files between memory and disk in blocks of 64 MiB, taking each block's SHA-256 digest in threads."""
+"""Move whole files between memory and disk in blocks of 64 MiB, and compute each block's SHA-256 digest in threads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-# One SHA-256 thread is slower than a disk (0.3 to 2 GB/s by processor); hashlib releases the interpreter's lock.
+# One thread computes SHA-256 (0.3 to 2 GB/s, by processor) more slowly than a disk reads; hashlib releases the GIL.
 BLOCK_BYTES = 64 * 1024 * 1024
 HASH_THREADS = min(8, os.cpu_count() or 1)
 MOST_PIECES = os.sysconf("SC_IOV_MAX")
@@ -41,9 +41,9 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
         The SHA-256 digest of each block of BLOCK_BYTES.
 
     Raises:
-        OSError: names the path; also if the file exists. A failed fsync is final: the kernel may have dropped the very
-            pages that it could not write, so that a second fsync would succeed and prove nothing
-            (PostgreSQL's "fsyncgate", 2018).
+        OSError: with the path; also if the file exists. A failed fsync is never retried: the kernel may have dropped
+            the pages that it could not write, so that a second fsync would succeed and prove nothing (PostgreSQL's
+            "fsyncgate", 2018).
     """
     try:
         with open(path, "xb", buffering=0) as file:
@@ -62,14 +62,14 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
 
 
 def read_pieces(descriptor: int, pieces: Iterable[memoryview]) -> list[str]:
-    """Fill the pieces from the file's start; return the digest of each block of the bytes that are handed out."""
+    """Fill the pieces from the file's start, and return the digest of each block of the bytes now in the pieces."""
     return _digests(
         in_blocks(pieces), lambda index, block: _transfer(os.preadv, descriptor, block, index * BLOCK_BYTES)
     )
 
 
 def digests_of(descriptor: int, length: int) -> list[str]:
-    """Return the digest of each block of the file's first `length` bytes, holding a few blocks in memory at a time."""
+    """Return the digest of each block of the file's first `length` bytes, with a few blocks in memory at a time."""
     lengths = (min(BLOCK_BYTES, length - start) for start in range(0, length, BLOCK_BYTES))
     return read_pieces(descriptor, (memoryview(bytearray(size)) for size in lengths))
 
@@ -100,14 +100,14 @@ def _digests(blocks: Iterable[Block], fill: Callable[[int, Block], None] | None 
         pending: list[Future[str]] = []
         for index, block in enumerate(blocks):
             pending.append(pool.submit(digest, index, block))
-            # A block may be a copy made for this purpose (off a device, out of a strided view): hold only a few.
+            # A block may be a copy (from a device, or of a strided view), so keep only a few in memory.
             if index >= HASH_THREADS:
                 pending[index - HASH_THREADS].result()
         return [future.result() for future in pending]
 
 
 def _transfer(call: Callable[[int, Sequence[memoryview], int], int], descriptor: int, block: Block, start: int) -> None:
-    """Repeat `os.pwritev` or `os.preadv`, which may move less than they were asked to, until the block has moved."""
+    """Repeat `os.pwritev` or `os.preadv`, which may move only a part of the block, until all of it has moved."""
     pieces = list(block)
     offset = start
     while pieces:

@@ -1,4 +1,4 @@
-"""Finds the folders for data that can be made again: tokens of a corpus, and code that torch compiled."""
+"""Find the folders for data that can be made again (tokens, compiled code), and for state that must not be lost."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 
 
 def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
-    """Return the cache folder (`given`, $MONOGRAPH_HOME or the system's), and whether a person chose it.
+    """Return the cache folder (`given`, $MONOGRAPH_HOME or the system's), and whether the user chose it.
 
-    A folder that a person chose must work.
+    If the user chose a folder that cannot be written, that is an error and no other folder is used.
     """
     if given is not None:
         return Path(os.path.expanduser(given)), True
@@ -24,7 +24,7 @@ def cache_root(given: str | Path | None = None) -> tuple[Path, bool]:
 def state_root() -> Path:
     """Return the folder for data that a user must not lose or share: $MONOGRAPH_HOME or the system's.
 
-    A relative path is ignored: it would be a folder of whoever owns the directory that this process was started in.
+    Relative paths are ignored: such a folder could belong to another user, the owner of the working directory.
     """
     home, xdg = (Path(os.path.expanduser(os.environ.get(name, ""))) for name in ("MONOGRAPH_HOME", "XDG_STATE_HOME"))
     if home.is_absolute():
@@ -38,9 +38,9 @@ def calibration_file() -> Path:
 
 
 def keep_compiled() -> None:
-    """Let torch keep compiled code in the cache folder, not in a temporary one that is gone after a reboot.
+    """Let torch keep compiled code in the cache folder, since its default is a temporary one, gone after a reboot.
 
-    $TORCHINDUCTOR_CACHE_DIR has precedence; where the folder cannot be written torch keeps its own.
+    $TORCHINDUCTOR_CACHE_DIR has precedence. If the cache folder cannot be written, torch's default stays.
     """
     folder = cache_root()[0] / "compiled"
     with suppress(OSError):

@@ -1,8 +1,8 @@
-"""Reads files and folders without mistaking an unreadable file for a missing one.
+"""Read files and folders without mistaking an unreadable file for a missing one.
 
-`Path.exists` and its like answer False on some system errors, in newer Pythons on all of them, and a folder that
-cannot be listed has no files for `glob`. A decision by such an answer (that a run has not begun, that a checkpoint
-is incomplete, that a number starts at 0) costs data. So all access to a user's files goes through here.
+`Path.exists` and similar functions return False on some system errors, in newer Pythons on all of them, and `glob`
+finds no files in a folder that cannot be listed. A decision based on that (that a run has not begun, that a checkpoint
+is incomplete, that a number starts at 0) costs data. So all access to a user's files goes through this module.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 from monograph.errors import InputRefused, Unreadable
 
 MOST_JSON_BYTES = 1 << 24  # an index of weights has about 100 bytes per tensor
-# Errors that are certain about what is there: nothing, or something other than a file.
+# Errors which make certain that nothing is there, or something other than a file.
 _CERTAIN = {errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
 _REMEDIES = {
     errno.EACCES: "check its permissions",
@@ -35,7 +35,7 @@ _REMEDIES = {
 
 
 def error_number(error: BaseException) -> int | None:
-    """Return the errno of an error; safetensors and torch only write it into their text."""
+    """Return the errno of an error, or None; safetensors and torch only mention it in their messages."""
     if number := getattr(error, "errno", None):
         return int(number)
     written = map(int, re.findall(r"\((?:os error )?(\d{1,3})\)", str(error)))
@@ -43,7 +43,10 @@ def error_number(error: BaseException) -> int | None:
 
 
 def unreadable(path: str | os.PathLike[str], error: BaseException) -> InputRefused | Unreadable:
-    """Return the error that says which file could not be read, why, and what to do; Unreadable unless none is there."""
+    """Return an error that says which file could not be read, why, and what to do.
+
+    It is InputRefused if nothing is there, or something other than a file; else Unreadable.
+    """
     number, named = error_number(error) or 0, getattr(error, "filename", None)
     said = getattr(error, "strerror", None) or (os.strerror(number) if number else error)
     why = f"{named if isinstance(named, str) else path}: cannot be read: {said}"
@@ -57,7 +60,7 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
     """Turn the system's errors in the block into `Unreadable`, except for those in `_CERTAIN`.
 
     Raises:
-        Unreadable: with the file that the error names, else `path`.
+        Unreadable: the system failed to read; the message names the file of the system's error, else `path`.
         OSError: nothing is there, or something other than a file.
     """
     try:
@@ -69,15 +72,15 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 def open_input(path: Path) -> BinaryIO:
-    """Open a user's file; nothing else in the package opens one for reading. Wrap reads in `readable`.
+    """Open a user's file for reading; nothing else in the package does. Wrap reads of the file in `readable`.
 
-    A FIFO would wait for its writer for ever, and a device may never end, so only a regular file is an input.
+    Only regular files are opened: a FIFO may wait for its writer for ever, and a device may never end.
 
     Raises:
         Unreadable: see `readable`.
         OSError: nothing is there, or it is a folder, a FIFO, a device or a socket.
     """
-    with readable(path):  # without O_NONBLOCK, opening a FIFO would wait
+    with readable(path):  # O_NONBLOCK, as opening a FIFO would wait for its writer
         try:
             file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))
         except ValueError:
@@ -96,7 +99,7 @@ def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
 
     Raises:
         Unreadable: see `readable`.
-        OSError: as `open_input` does, and for a file of more than `most_bytes` (None: of any size), which is not read.
+        OSError: see `open_input`; or the file has more than `most_bytes` (None: no limit), and was not read.
     """
     with readable(path), open_input(path) as file:
         size = os.fstat(file.fileno()).st_size
@@ -107,11 +110,11 @@ def read_input(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes:
 
 
 def contents(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes | None:
-    """Return the content of a file, None where there is no file of that name.
+    """Return the content of a file, or None if there is no such file.
 
     Raises:
         Unreadable: see `readable`.
-        InputRefused: it is larger than `most_bytes`.
+        InputRefused: the file is larger than `most_bytes`.
     """
     try:
         return read_input(path, most_bytes) if is_file(path) else None
@@ -120,11 +123,11 @@ def contents(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes | No
 
 
 def status(path: str | os.PathLike[str], follow: bool = True) -> os.stat_result | None:
-    """Return the system's `stat` of a path, None where nothing is there; raise Unreadable.
+    """Return `os.stat` of a path, or None if nothing is there; raise Unreadable.
 
     Args:
-        path: a path to anything.
-        follow: whether a link stands for its target; else for itself.
+        path: the path of a file, folder or anything else.
+        follow: whether a symbolic link stands for its target; otherwise for itself.
     """
     with suppress(OSError, ValueError), readable(path):  # ValueError comes from a name with a NUL
         return os.stat(path, follow_symlinks=follow)
@@ -149,14 +152,14 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 
 def entries(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
-    """Return a folder's entries that begin with `prefix`, by name; none if there is no folder. Raise Unreadable."""
+    """Return a folder's entries that begin with `prefix`, sorted; [] if there is no such folder. Raise Unreadable."""
     with suppress(OSError, ValueError), readable(folder):
         return [Path(folder, name) for name in sorted(os.listdir(folder)) if name.startswith(prefix)]
     return []
 
 
 def matching(pattern: str | os.PathLike[str]) -> list[Path]:
-    """Return the paths that match a pattern, as `glob.glob` does; but raise Unreadable if a folder cannot be listed."""
+    """Return the paths that match a pattern like `glob.glob`, but raise Unreadable if a folder cannot be listed."""
     path = Path(pattern)
     return sorted(set(_matching(Path(path.anchor), path.parts[bool(path.anchor) :])), key=str)
 
@@ -199,8 +202,8 @@ def without_links(path: str | os.PathLike[str]) -> Path:
     """Return the absolute path, with links followed as far as the path exists.
 
     Raises:
-        InputRefused: its links form a circle, or it is no valid path (it holds a NUL).
-        Unreadable: a part of it cannot be read.
+        InputRefused: links in the path form a circle, or it is not a valid path (it contains a NUL).
+        Unreadable: a part of the path cannot be read.
     """
     try:
         with readable(path):
@@ -210,7 +213,7 @@ def without_links(path: str | os.PathLike[str]) -> Path:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """Return the regular file of that name in the folder; links may only lead into Hugging Face's cache of that model.
+    """Return the path of a regular file in the folder; a link may only lead into Hugging Face's cache of that model.
 
     Raises:
         InputRefused: the name contains a path, there is no such file, or a link leads elsewhere.
@@ -226,11 +229,11 @@ def inside(folder: Path, name: str) -> Path:
 
 
 class KeyTwice(ValueError):
-    """An object has a key twice; different readers would take different values of it."""
+    """An object in JSON has a key twice, so that different readers would take different values."""
 
 
 def object_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return the object of a decoder's pairs; raise KeyTwice."""
+    """Return the dict of a JSON decoder's (key, value) pairs; raise KeyTwice."""
     once = dict(pairs)
     if len(once) != len(pairs):
         counts = Counter(key for key, _ in pairs)
@@ -245,8 +248,8 @@ def parse_json(text: str | bytes | bytearray) -> Any:
     """Parse JSON text in which no object has a key twice.
 
     Raises:
-        ValueError: the text is not JSON, or `KeyTwice`; see `json_fault`.
-        RecursionError: it is nested too deeply.
+        ValueError: the text is not JSON, or an object has a key twice (`KeyTwice`); see `json_fault`.
+        RecursionError: the text is nested too deeply.
     """
     return _ONCE.decode(text if isinstance(text, str) else text.decode(json.detect_encoding(text), "surrogatepass"))
 
@@ -257,10 +260,11 @@ def read_json(path: Path, instead: str = "", most_bytes: int = MOST_JSON_BYTES) 
     Args:
         path: the file.
         instead: the end of the error message, which says what to do.
-        most_bytes: a larger file is not read.
+        most_bytes: the largest size; a larger file is refused.
 
     Raises:
-        InputRefused: the file holds something else, or an object has a key twice.
+        InputRefused: the file is missing, too large, or not a JSON object, or an object has a key twice.
+        Unreadable: see `readable`.
     """
     try:
         values = parse_json(read_input(path, most_bytes))

@@ -1,10 +1,11 @@
-"""Encodes and decodes the safetensors layout without a second copy of the tensors in memory.
+"""Encode and decode the safetensors layout without a second copy of the tensors in memory.
 
-The `safetensors` library is the oracle in the tests. It is not used here because its writer refuses strided tensors and
-shared storage (so copies of all of them would be needed at once), creates files with mode 0600 and renames
-without fsync, and because its reader maps the file, where the very bytes that were verified must be handed out.
 Layout: u64 little-endian header length, JSON header padded with spaces, then the tensors' bytes without gaps
 (https://github.com/huggingface/safetensors#format).
+
+The tests compare with the `safetensors` library. It is not used here because its writer refuses strided tensors and
+shared storage (so all of them would have to be copied at once), creates files with mode 0600 and renames without fsync;
+and because its reader maps the file, so that the bytes may change on the disk after they were verified.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
-# The library's order, by falling element size, which aligns every tensor to its element.
+# The library's order of dtypes, by falling element size, so that every tensor is aligned to its element size.
 DTYPES = {
     "U64": torch.uint64, "I64": torch.int64, "F64": torch.float64, "F32": torch.float32, "U32": torch.uint32,
     "I32": torch.int32, "BF16": torch.bfloat16, "F16": torch.float16, "U16": torch.uint16, "I16": torch.int16,
@@ -42,20 +43,20 @@ class LayoutError(ValueError):
 def encode(
     tensors: Mapping[str, Tensor], read: Callable[[str], Tensor] | None = None
 ) -> tuple[int, Iterator[memoryview]]:
-    """Lay tensors out as one safetensors file, ordered by dtype and then name, exactly as the library does.
+    """Lay out tensors as one safetensors file, ordered by dtype and then name, exactly as the library does.
 
     Tensors may share storage, be strided views or live on a device: each is made contiguous on the host only when its
     turn comes, and a contiguous host tensor is not copied at all. They must not change until the pieces are used.
 
     Args:
-        tensors: by name.
-        read: returns a tensor by name when its turn comes, where `tensors` only give shapes and dtypes.
+        tensors: the tensors by name.
+        read: a function that returns a tensor by name when its turn comes; `tensors` then only give shapes and dtypes.
 
     Returns:
         The file's length in bytes and its pieces in order.
 
     Raises:
-        TypeError: a dtype that the format lacks (complex, quantised).
+        TypeError: a tensor has a dtype that the format lacks (complex, quantised).
         InputRefused: the header would be larger than `decode` accepts.
     """
     for name, tensor in tensors.items():
@@ -83,7 +84,7 @@ def encode(
 
 
 def header_bytes(first: bytes, file_bytes: int) -> int:
-    """Return the header's length from its first LENGTH_BYTES, with these included."""
+    """Return the length of a file's header, including the LENGTH_BYTES `first` that give it; raise LayoutError."""
     length = LENGTH_BYTES + int.from_bytes(first, "little")
     if length > min(file_bytes, LENGTH_BYTES + MOST_HEADER_BYTES):
         raise LayoutError(f"a header of {length} bytes in a file of {file_bytes} bytes; at most {MOST_HEADER_BYTES}")
@@ -91,7 +92,7 @@ def header_bytes(first: bytes, file_bytes: int) -> int:
 
 
 class Entry(NamedTuple):
-    """One tensor of a file: `begin` and `end` count from the first tensor's first byte."""
+    """The place, dtype and shape of a tensor in a file; `begin` and `end` count bytes from the end of the header."""
 
     name: str
     begin: int
@@ -101,7 +102,7 @@ class Entry(NamedTuple):
 
 
 def decode(prefix: bytes, file_bytes: int) -> dict[str, Tensor]:
-    """Allocate the tensors that a file's first `header_bytes` describe, in the order of their bytes, unfilled.
+    """Allocate, but do not fill, the tensors that a file's first `header_bytes` describe, in the order of their bytes.
 
     Raises:
         LayoutError: see `entries`.
@@ -113,8 +114,8 @@ def entries(prefix: bytes, file_bytes: int) -> list[Entry]:
     """Return the tensors that a file's first `header_bytes` describe, in the order of their bytes.
 
     Raises:
-        LayoutError: the tensors' bytes do not follow each other to the file's end without gap or overlap. So what
-            is allocated never exceeds the file's length.
+        LayoutError: the tensors do not fill the file from the header to its end without gaps or overlaps. So tensors
+            allocated by these entries never exceed the file's length.
     """
     try:
         header = parse_json(prefix[LENGTH_BYTES:].decode())
@@ -136,7 +137,7 @@ def entries(prefix: bytes, file_bytes: int) -> list[Entry]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the tensor's elements as bytes: its own memory if it is contiguous and on the host, else a copy."""
+    """Return the tensor's elements as bytes, without a copy if the tensor is contiguous and on the host."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 

@@ -1,4 +1,4 @@
-"""Writes durably: data is on the disk, or one clear line says why not. Durability is implemented only here."""
+"""Write durably: either the data is on the disk, or one clear error says why not."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def writing(folder: Path) -> Iterator[None]:
     """Turn the operating system's errors while writing under `folder` into Monograph's.
 
     Raises:
-        DiskFull: no room, or over quota.
-        InputRefused: anything else.
+        DiskFull: there is no room, the user is over quota, or the file is too large for the system's limit.
+        InputRefused: writing failed for any other reason.
     """
     try:
         yield
@@ -41,13 +41,13 @@ def writing(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a new folder that is removed after the block or, if this process is killed, when the next one is made.
+    """Yield a new folder that is removed after the block or, if this process is killed, by the next call of anyone.
 
-    A locked file in it shows that its process lives; the kernel frees the lock however that process ends.
+    A locked file in the folder shows that its process lives; the kernel frees the lock however the process ends.
     """
     with suppress(Unreadable):  # the parent folder of all temporary folders
         for other in entries(tempfile.gettempdir(), _TEMPORARY):
-            # OSError: the folder or its lock is gone, or half made. Unreadable: it is another person's.
+            # OSError: the lock is held, or it or the folder is gone or half made. Unreadable: it is another user's.
             with suppress(OSError, Unreadable), open_input(other / _LOCK) as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if other.lstat().st_uid == os.getuid():
@@ -55,16 +55,16 @@ def temporary_folder() -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix=_TEMPORARY, ignore_cleanup_errors=True) as name:
         with open(Path(name, "new"), "xb") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            os.rename(lock.name, Path(name, _LOCK))  # so no process ever sees the name unlocked
+            os.rename(lock.name, Path(name, _LOCK))  # the file gets this name locked, so no process sees it unlocked
             yield Path(name)
 
 
 @contextmanager
 def held(folder: Path) -> Iterator[None]:
-    """Lock a folder for the `with` block; the kernel frees the lock when the process ends, however it ends.
+    """Lock a folder for the `with` block; the kernel frees the lock however the process ends.
 
     Raises:
-        OSError: another process holds it, or there is no such folder.
+        OSError: another process holds the lock, or there is no such folder.
     """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
@@ -83,7 +83,7 @@ def write_durably(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until a file's content, or a folder's entries (creations, renames), would survive a power cut."""
+    """Wait until a file's content, or a folder's entries (new files, renames), would survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

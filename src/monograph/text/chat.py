@@ -1,4 +1,4 @@
-"""Turn a chat into token ids: what the template writes is control, what people typed is text; find where it ends."""
+"""Turn a chat into token ids, where control tokens come from the template and never from a message; find its stops."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from monograph.text.template import ChatTemplate, Message
 from monograph.text.tokenizer import Tokenizer
 
 _PRIVATE_USE = range(0xE000, 0xF900)
-_QUESTION, _ANSWER = "What is it?", "It is an answer."  # a chat that every template can render
+_QUESTION, _ANSWER = "What is it?", "It is an answer."  # a chat of one turn, which every template can render
 
 
 def template_of(tokenizer: Tokenizer) -> ChatTemplate:
@@ -30,14 +30,14 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
 def chat_ids(
     tokenizer: Tokenizer, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any
 ) -> list[int]:
-    """Return the ids of a chat, with a beginning-of-text token only where the template writes one.
+    """Return the ids of a chat; it begins with a beginning-of-text token only if the template writes one.
 
     "<|im_start|>" inside a message means the letters that someone typed, not the token, so no message can end its turn.
-    To tell them apart the chat is rendered a second time, with a character that occurs nowhere else put inside such
-    letters; if that changes anything else in the text, the chat is refused.
+    To tell the two apart, a chat with such letters is rendered a second time, with a marker (a character that occurs
+    nowhere else) inside them; if this changes anything else in the text, the chat is refused.
 
     Raises:
-        InputRefused: as in `ChatTemplate.render`, or the template computes with such letters.
+        InputRefused: as in `ChatTemplate.render`, or the template does not copy such letters unchanged.
     """
     marker = marker_for(tokenizer, [list(messages), variables])
     text = rendered(template_of(tokenizer), tokenizer, messages, marker, add_generation_prompt, **variables)
@@ -45,7 +45,7 @@ def chat_ids(
 
 
 def marker_for(tokenizer: Tokenizer, said: Any) -> str:
-    """Return a character that occurs nowhere in `said`, to split a control token's letters; "" where none are in it.
+    """Return a character that occurs nowhere in `said`, to split typed control tokens; "" if `said` has none of these.
 
     Raises:
         InputRefused: there is no such character.
@@ -67,7 +67,7 @@ def rendered(
     add_generation_prompt: bool = False,
     **variables: Any,
 ) -> str:
-    """Return a chat as text, with `marker` inside the letters of each control token that somebody typed.
+    """Return a chat as text, with `marker` after the first letter of each control token that somebody typed.
 
     Raises:
         InputRefused: see `chat_ids`.
@@ -87,9 +87,9 @@ def rendered(
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """Return the special token that the chat template writes after an answer; None if it writes no such token.
+    """Return the special token that the chat template writes after an answer.
 
-    It may write text there or change the answer's letters, or the model may have no template.
+    None if the model has no template, or if the template writes only text there or changes the answer's letters.
 
     Raises:
         InputRefused: the template does not render.
@@ -104,15 +104,14 @@ def end_of_turn(tokenizer: Tokenizer) -> int | None:
 
 
 def stop_ids(tokenizer: Tokenizer, own: Collection[int] = ()) -> tuple[int, ...]:
-    """Return all ids at which a text ends, each once.
+    """Return all ids that stop inference, without duplicates.
 
-    They are the tokenizer's end of text, those in generation_config.json, and what the chat template writes after an
-    answer.
+    They are the tokenizer's end of text, the ids in generation_config.json, and the special token that the chat
+    template writes after an answer.
 
     Args:
         tokenizer: the text's tokenizer.
-        own: ids that end a document by the model's configuration; they count if there is no list in
-            generation_config.json.
+        own: ids that end a document by the model's configuration; used if generation_config.json lists none.
 
     Raises:
         InputRefused: the template does not render.
@@ -124,7 +123,7 @@ def stop_ids(tokenizer: Tokenizer, own: Collection[int] = ()) -> tuple[int, ...]
 
 def _typed(tokenizer: Tokenizer, said: Any) -> list[str]:
     """Return the special tokens whose letters occur in `said`."""
-    letters = "\0".join(_texts(said))  # joined, as there may be a thousand such tokens
+    letters = "\0".join(_texts(said))  # joined to search all texts at once, as there may be a thousand special tokens
     return [content for content in tokenizer.special if content in letters]
 
 

@@ -1,4 +1,4 @@
-"""Find the part of a text that a tokenizer would not give back."""
+"""Find the part of a text that a tokenizer would lose: encoded and decoded, it would come back changed."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ from monograph.errors import InputRefused
 from monograph.text.sentence_pieces import MARK
 from monograph.text.tokenizer_file import Checked
 
-LONGEST = 20  # characters of a text that a message shows on either side
+LONGEST = 20  # characters of the text that a message shows before and after a lost character
 
 
 class Losses:
-    """Finds what one tokenizer loses.
+    """A check of texts for losses by one tokenizer.
 
     Args:
-        checked: the parts of its file.
-        added: the ids of the added tokens that are text.
-        engine: encodes a text, with special tokens in it as letters.
-        inner: encodes a text that follows other text.
+        checked: the checked content of its file.
+        added: the ids of its added tokens that are not special.
+        engine: the tokenizer for whole texts, which encodes the letters of special tokens as text.
+        inner: the tokenizer for a text that follows other text.
     """
 
     def __init__(
         self, checked: Checked, added: Collection[int], engine: tokenizers.Tokenizer, inner: tokenizers.Tokenizer
     ) -> None:
         self._checked, self._engine, self._inner = checked, engine, inner
-        # Added tokens whose letters may stand for bytes: they decode to other text, or merges make them of other text.
+        # Added tokens whose letters may stand for bytes: they are decoded to other text, or merges produce them from
+        # other text.
         self._doubtful = frozenset(
             index
             for index in (() if checked.marks else added)
@@ -39,7 +40,7 @@ class Losses:
         self._written = set(checked.characters)
 
     def of(self, text: str, inside: bool, ids: Collection[int] | None = None) -> str:
-        """Return what a text, whose ids may be known, would lose; see `Tokenizer.loss`."""
+        """Return what a text would lose, or ""; see `Tokenizer.loss`. With its `ids`, most texts need no encoding."""
         if self._checked.marks and (at := text.find(MARK)) >= 0:
             return f"{MARK!r} in {_around(text, at)!r} would become ' ': the tokenizer writes each space as that letter"
         unwritten = self._unwritten(text) if self._checked.lacking else ""
@@ -57,14 +58,14 @@ class Losses:
     def _changed(self, text: str, ids: Sequence[int], unwritten: str) -> str:
         pieces = b"".join(self._checked.pieces[index] for index in ids)
         form, back = self._form(text), self._form(pieces.decode(errors="replace"))
-        if form == back:  # an added token writes what the rest of the vocabulary cannot
+        if form == back:  # an added token wrote the characters that the rest of the vocabulary cannot
             return ""
         at = len(os.path.commonprefix([form, back]))
         shown = f"{form[at : at + LONGEST]!r} would come back as {back[at : at + LONGEST]!r}"
         return unwritten or f"{shown}: the letters of an added token stand for bytes"
 
     def _form(self, text: str) -> str:
-        """Return a text in its normal form, without spaces where the tokenizer inserts some."""
+        """Return a text in its normal form, without any spaces if the tokenizer inserts some."""
         form = self._normal(text)
         return form.replace(" ", "").replace(MARK, "") if self._checked.space_first or self._checked.marks else form
 
@@ -85,7 +86,7 @@ class Losses:
 
 
 def require_apart(added: list[dict[str, Any]], engine: tokenizers.Tokenizer, where: str) -> None:
-    """Refuse two added tokens of one text: which of them the library takes changes from one loading to the next."""
+    """Refuse two added tokens with the same text, since the library takes either, changing from load to load."""
     seen = set[str]()
     for token in added:
         normal = engine.normalizer.normalize_str(token["content"]) if engine.normalizer and token["normalized"] else ""

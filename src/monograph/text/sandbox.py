@@ -1,14 +1,14 @@
-"""Render a chat template where it can do no harm: run as a program, under limits of memory and time.
+"""Render a chat template where it can do no harm: in a process of its own, under limits of memory and time.
 
-A template comes with a model from anywhere. Jinja's sandbox keeps it away from Python's insides, but not from endless
-loops and strings of gigabytes, and no thread can stop those: hence a process. It imports nothing of this package, so
+A template comes with a model from anywhere. Jinja's sandbox keeps it away from Python's internals, but not from endless
+loops and strings of gigabytes, which only the end of a process stops. This program imports nothing of the package, so
 that it starts in a tenth of a second.
 
-The first line of standard input is [the template's source, the day that it sees or null for today]. Each further line
-is a list of renderings, each a text in JSON: [its variables, two texts to put around what is tagged as an answer, or
-null]. The reply to a line is a list with {"text": ...} or {"error": ...} for each rendering.
+The first line of standard input is, in JSON, [the template's source, the date that it sees or null for today]. Each
+further line is a list of requests, each a text in JSON again: [the template's variables, null or two texts to put
+around what is tagged as an answer]. The reply to a line is a list of one {"text": ...} or {"error": ...} per request.
 
-The template's names here are those that transformers gives it (`apply_chat_template` of release 5).
+A template has the filters, functions and extensions that transformers gives it (`apply_chat_template`, release 5).
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
 MEMORY_BYTES = 1 << 29  # of address space, of which Python and jinja take a tenth
-SECONDS = 2  # of computing one rendering
+SECONDS = 2  # of processor time for one rendering
 OLDEST = (3, 1, 6)  # older releases of jinja2 have known ways out of the sandbox
 
 
 class _Generation(jinja2.ext.Extension):
-    """`{% generation %}` marks what an assistant says; its text is the block's, between the marks asked for."""
+    """The tag `{% generation %}` around an assistant's text, which renders to that text between two requested marks."""
 
     tags = {"generation"}
 
@@ -52,7 +52,7 @@ class _Generation(jinja2.ext.Extension):
 
 
 class _Dict:
-    """`dict` without the attributes of the type."""
+    """`dict` for templates, without the attributes of the type."""
 
     def __call__(self, *pairs: Any, **values: Any) -> dict[Any, Any]:
         return dict(*pairs, **values)
@@ -62,9 +62,9 @@ class _Dict:
 
 
 class _Namespace(Namespace):
-    """`namespace` without names that begin with an underscore."""
+    """`namespace` for templates, without names that begin with an underscore."""
 
-    def __init__(*pairs: Any, **values: Any) -> None:  # `self` is a name that a template may use
+    def __init__(*pairs: Any, **values: Any) -> None:  # no `self`, as a template may use this name
         own, given = pairs[0], dict(*pairs[1:], **values)
         for name in given:
             _public(name)
@@ -92,7 +92,7 @@ def _raise_exception(message: object) -> None:
 
 
 def compiled(source: str, day: str | None) -> jinja2.Template:
-    """Return the template, ready to render; raises what jinja raises."""
+    """Return the compiled template; raise jinja's errors."""
 
     def strftime_now(form: str) -> str:
         return (datetime.fromisoformat(day) if day else datetime.now()).strftime(form)
@@ -122,14 +122,14 @@ def _pieces(template: jinja2.Template, variables: dict[str, Any], longest: int) 
 
 
 class _Renderer:
-    """Renders one template; the first rendering compiles it, so that its faults are answers too."""
+    """A renderer of one template, compiled at the first request, so that its faults are in the reply."""
 
     def __init__(self, source: str, day: str | None) -> None:
         self._source, self._day = source, day
         self._template: jinja2.Template | None = None
 
     def __call__(self, asked: str) -> dict[str, str]:
-        # The limit counts whole processor seconds since the start; after it the system ends the process.
+        # The limit counts whole seconds of processor time since the process began. At the limit the kernel ends it.
         used = resource.getrusage(resource.RUSAGE_SELF)
         resource.setrlimit(resource.RLIMIT_CPU, (int(used.ru_utime + used.ru_stime) + SECONDS, resource.RLIM_INFINITY))
         try:
@@ -146,7 +146,7 @@ class _Renderer:
 
 
 def main() -> None:
-    """Answer until standard input ends."""
+    """Answer requests until standard input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     render = _Renderer(*json.loads(sys.stdin.readline()))

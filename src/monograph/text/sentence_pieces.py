@@ -1,7 +1,7 @@
-"""Read parts of a `tokenizer.json` in SentencePiece's way (Llama 2, Mistral 7B, Phi-3, Gemma).
+"""Read the parts of a `tokenizer.json` in SentencePiece's way (Llama 2, Mistral 7B, Phi-3, Gemma).
 
-Each space is written as the letter ▁, most tokenizers put one before a text, and a character that the vocabulary lacks
-is written as one token <0xXX> per byte of its UTF-8. Only known parts pass; all of them take linear time.
+Each space is written as the letter ▁, most tokenizers put one ▁ before a text, and a character that the vocabulary
+lacks is written as one token <0xXX> per byte of its UTF-8. Only known parts, which take linear time, are accepted.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 MARK = "▁"
 PREPEND = {"type": "Prepend", "prepend": MARK}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
-# Gemma applies it after spaces are replaced, so that it splits nothing.
+# Gemma has this step after spaces are replaced, so that it splits nothing.
 _SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 _BACK = [{"type": "Replace", "pattern": {"String": MARK}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
 _STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
@@ -20,14 +20,14 @@ _BYTE = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class Marks(NamedTuple):
-    """A tokenizer's treatment of spaces and bytes.
+    """The way in which a tokenizer of this kind treats spaces and bytes.
 
     Attributes:
-        scheme: where a ▁ is put. "prepend": before each text, and each stretch after a token matched in text as
-            written. "always": before each stretch between added tokens, unless it begins with a space. "first": only at
-            the beginning of a text. "never".
+        scheme: where a ▁ is inserted. "prepend": before each text, and before each stretch after an added token that is
+            matched before normalisation. "always": before each stretch between added tokens, unless the stretch begins
+            with a space. "first": only at the beginning of a text. "never": nowhere.
         strips: whether decoding leaves out one space at the beginning.
-        byte_tokens: whether decoding reads <0xXX> as that byte.
+        byte_tokens: whether decoding turns the token <0xXX> into that byte.
     """
 
     scheme: str
@@ -42,7 +42,7 @@ class Marks(NamedTuple):
 
 
 def is_marked(normalizers: list[Any], pre_tokenizers: list[Any]) -> bool:
-    """Return whether some part of a tokenizer writes spaces as ▁."""
+    """Return whether some step of a tokenizer writes spaces as ▁."""
     return _REPLACE in normalizers or any(is_metaspace(step) for step in pre_tokenizers)
 
 
@@ -52,17 +52,17 @@ def is_metaspace(step: Any) -> bool:
 
 
 def scheme_of(step: dict[str, Any]) -> str:
-    """Return when a Metaspace puts a ▁ before a text; older files say only whether."""
+    """Return where a Metaspace inserts a ▁; older files only say whether it does."""
     return str(step.get("prepend_scheme", "always" if step.get("add_prefix_space", True) else "never"))
 
 
 def marks(
     normalizers: list[Any], pre_tokenizers: list[Any], decoders: list[Any], model: dict[str, Any], added: list[str]
 ) -> Marks:
-    """Return what a tokenizer's steps do to spaces; `added` are added tokens that are text.
+    """Return how a tokenizer's steps treat spaces and bytes; `added` are the texts of its added tokens, except special.
 
     Raises:
-        ValueError: it would lose text, or has an unknown decoder; the message says which.
+        ValueError: the tokenizer would lose text, or has an unknown decoder; the message says which.
     """
     metaspaces = [step for step in pre_tokenizers if is_metaspace(step)]
     schemes = {scheme_of(step) for step in metaspaces} | {"prepend" for step in normalizers if step == PREPEND}
@@ -96,12 +96,12 @@ def _decoded(decoders: list[Any], scheme: str, metaspaces: list[Any], byte_fallb
 
 
 def normalizer_is_known(step: Any) -> bool:
-    """Return whether a normalizer is one of SentencePiece's two."""
+    """Return whether a normalizer is one of the two in SentencePiece's way."""
     return step in (PREPEND, _REPLACE)
 
 
 def pre_tokenizer(step: Any) -> dict[str, Any] | None:
-    """Return a pre-tokenizer as the library writes it now; None for an unknown one."""
+    """Return a pre-tokenizer in the library's current form, or None for an unknown one."""
     if is_metaspace(step):
         split = step.get("split", True) is True
         return {"type": "Metaspace", "replacement": MARK, "prepend_scheme": scheme_of(step), "split": split}

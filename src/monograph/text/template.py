@@ -1,6 +1,6 @@
-"""Render a model's chat template as transformers does: messages in, the text that the model continues out.
+"""Render a model's chat template as transformers does: turn messages into the text that the model continues.
 
-Templates are programs from whoever made the model. A separate process renders them (`sandbox`), never this one.
+Templates are programs by strangers, so a separate process renders them (`sandbox`), never this one.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from monograph.storage.reading import inside, read_input, status
 from monograph.text import sandbox
 
 MAX_SOURCE_BYTES = 1 << 16
-AT_ONCE = 16  # renderings requested in one line
-PATIENCE_S = 30.0 + 2 * sandbox.SECONDS * AT_ONCE  # seconds to wait for so many, however busy the machine
+AT_ONCE = 16  # most renderings requested in one line
+PATIENCE_S = 30.0 + 2 * sandbox.SECONDS * AT_ONCE  # longest wait for the reply to one line, on a busy machine too
 
-Message = Mapping[str, Any]  # "role", "content", and whatever else a template reads
-# transformers passes a model's reasoning on under these names; templates read the first.
+Message = Mapping[str, Any]  # "role", "content", and any other keys that a template reads
+# The names that transformers accepts for a model's reasoning; templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 
 
 class Unspeakable(InputRefused):
-    """A chat that its template refuses with its own message, such as roles that do not take turns."""
+    """A template refuses a chat with a message of its own, such as that roles do not take turns."""
 
 
 class ChatTemplate:
     """A chat template in Jinja.
 
     Attributes:
-        source: its text.
-        tokens: the special tokens that it knows by name, such as {"bos_token": "<s>"}.
-        day: the day that it takes for today, such as "2024-07-26"; None for the real one.
+        source: the template's text.
+        tokens: the special tokens that it may use by name, such as {"bos_token": "<s>"}.
+        day: the date that it sees as today's, such as "2024-07-26"; None for the real one.
 
     Raises:
-        InputRefused: it is larger than 64 KiB, which no model's template is.
+        InputRefused: the source is larger than 64 KiB, which no model's template is.
     """
 
     def __init__(
@@ -55,48 +55,49 @@ class ChatTemplate:
         self._ready: dict[str, dict[str, str]] = {}
 
     def on(self, day: str) -> ChatTemplate:
-        """Return the same template for another day."""
+        """Return the same template with another date as today's."""
         return ChatTemplate(self.source, self._where, self.tokens, day)
 
     @property
     def reads_the_date(self) -> bool:
-        """Return whether its text may depend on the day."""
+        """Return whether the rendered text may depend on the date."""
         return "strftime_now" in self.source
 
     @property
     def tags_answers(self) -> bool:
-        """Return whether it marks, by `{% generation %}`, what an assistant writes."""
+        """Return whether the template marks the assistant's text by `{% generation %}`."""
         return re.search(r"\{%-?\+?\s*generation\b", self.source) is not None
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = False, **variables: Any) -> str:
         """Return the chat as text with special tokens, equal to transformers' `apply_chat_template(tokenize=False)`.
 
         Args:
-            messages: the chat, each {"role": ..., "content": ...}, with values that JSON knows.
-            add_generation_prompt: end with the beginning of an assistant's turn.
+            messages: the chat, each {"role": ..., "content": ...}, with values of JSON's types.
+            add_generation_prompt: whether to end with the beginning of an assistant's turn.
             variables: other variables of the template, such as enable_thinking or date_string.
 
         Raises:
-            Unspeakable: the template refuses the messages with its own message.
-            InputRefused: the template is not valid Jinja, or does what no template needs: reaches for Python's insides,
-                computes for more than 2 s, takes more than 512 MiB or writes more than 1 MiB and 64 times its input.
+            Unspeakable: the template refuses the messages with a message of its own.
+            InputRefused: the template is not valid Jinja, or does what no template needs: reaches for Python's
+                internals, computes for more than 2 s, takes more than 512 MiB, or writes more than 64 times its input
+                and 1 MiB.
         """
         return self._rendered(self._request(messages, add_generation_prompt, variables, None))
 
     def expect(self, chats: Iterable[tuple[Sequence[Message], bool]], **variables: Any) -> None:
         """Render these (messages, add_generation_prompt) together, which is faster, for later calls of `render`.
 
-        Renderings that were expected earlier and not asked for since are forgotten.
+        Results of an earlier call of `expect` that were not used are dropped.
         """
         self._ready = {}
         asked = [self._request(messages, prompt, variables, None) for messages, prompt in chats]
         for begin in range(0, len(asked), AT_ONCE):
             part = asked[begin : begin + AT_ONCE]
-            # If the process ended, each is asked for singly when it is needed, which shows the one at fault.
+            # If the process ended, each of these is rendered singly when it is needed, which shows the one at fault.
             self._ready |= zip(part, self._answers(part) or (), strict=False)
 
     def tagged(self, messages: Sequence[Message], marks: tuple[str, str], **variables: Any) -> str:
-        """Return the chat as text with `marks` around what the template tags as an assistant's; else like `render`."""
+        """Return the chat as text like `render`, with `marks` around the text that the template tags as an answer."""
         return self._rendered(self._request(messages, False, variables, marks))
 
     def _request(
@@ -106,7 +107,7 @@ class ChatTemplate:
         variables: Mapping[str, Any],
         marks: tuple[str, str] | None,
     ) -> str:
-        """Return the request for a rendering, as the process reads it."""
+        """Return a request in the form that the process reads."""
         request = {
             "tools": None,
             "documents": None,
@@ -135,7 +136,7 @@ class ChatTemplate:
         """Return the process's answers; None if it ended instead."""
         line = json.dumps(requests)
         if self._process is None:
-            # Outside this terminal's process group: Ctrl-C is for the run, which still wants to save.
+            # In a session of its own, so that Ctrl-C does not end it: the run still has to save.
             self._process = process = subprocess.Popen(
                 [sys.executable, "-P", sandbox.__file__],
                 stdin=subprocess.PIPE,
@@ -195,12 +196,12 @@ def _with_reasoning(message: Message) -> dict[str, Any]:
 
 
 def read_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the source of a folder's chat template: chat_template.jinja, else tokenizer_config.json's key, or None.
+    """Return the source of a folder's chat template, from chat_template.jinja or else tokenizer_config.json, or None.
 
-    If several templates have names, the one named "default" is taken, as transformers does for chats without tools.
+    Of several named templates, the one named "default" is used, as transformers does for chats without tools.
 
     Raises:
-        InputRefused: a file cannot be read, is too large or not UTF-8, or the key has another form.
+        InputRefused: a file cannot be read, is too large or not UTF-8, or `chat_template` has another form.
     """
     path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
     if status(path, follow=False) is not None:

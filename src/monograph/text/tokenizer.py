@@ -1,4 +1,4 @@
-"""Train, read and apply BPE tokenizers that lose no text: made here, from a `tokenizer.json`, or plain bytes."""
+"""Train, read and apply BPE tokenizers that lose no text: trained here, from a `tokenizer.json`, or plain bytes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from monograph.text.tokenizer_config import TokenizerConfig
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 SMALLEST_VOCABULARY = 256 + 3
 
-# Published tokenizers call their document borders by these names, most specific first.
+# The names of the tokens that begin and end documents in published tokenizers, most specific first.
 _BOS_NAMES = (BOS, "<|begin_of_text|>", "<|startoftext|>", "[BOT]", "[BOS]", "<s>", "<bos>")
 _EOS_NAMES = (EOS, "<|end_of_text|>", "<|endoftext|>", "[EOT]", "[EOS]", "</s>", "<eos>", "<|im_end|>")
 _PAD_NAMES = (PAD, "<|finetune_right_pad_id|>", "[PAD]", "<pad>")
@@ -35,24 +35,24 @@ ByteString = bytes  # `Tokenizer.bytes` hides the builtin's name inside the clas
 
 
 class Tokenizer:
-    """A BPE tokenizer, byte-level or in SentencePiece's way; `tokenizer.json` files that it saves load in transformers.
+    """A BPE tokenizer, byte-level or in SentencePiece's way; transformers can load the files that it saves.
 
     Special tokens that occur in a text as letters ("<|eos|>" in a file about tokenizers) are encoded as letters, so
-    that no text can end a document. Encoding adds no beginning or end token. A tokenizer made here gives any text back;
-    another may put a text into a normal form of Unicode or a space before it, as the tokenizers library does with the
-    same file. Text that the vocabulary cannot write is refused and never left out.
+    that no text can end a document. Encoding adds no beginning or end token. A tokenizer trained here gives any text
+    back unchanged; one from a file may put a text into a normal form of Unicode or insert a space before it, as the
+    tokenizers library does with that file. Text that the vocabulary cannot represent is refused and never left out.
 
     Attributes:
         vocab_size: V; ids are 0..V-1 without gaps.
-        bos_id, eos_id: begin and end a document; the same id where the tokenizer file has only one of them.
-        pad_id: fills unused positions, which are never a target; `eos_id` where the file has none.
+        bos_id, eos_id: ids that begin and end a document; equal if the tokenizer file has only one of them.
+        pad_id: id for unused positions, which are never a target; `eos_id` if the file has none.
         special: {content: id} of the special tokens.
         pieces: the bytes that each id stands for, [V]; empty for special tokens.
-        token_bytes: their lengths, int32 [V].
+        token_bytes: the lengths of `pieces`, int32 [V].
         hash: hex sha256 of everything that decides ids: patterns, vocabulary, merges, special tokens.
-        space_first: whether a text that does not begin with a space is given one.
-        strips: whether decoding omits one space where a text begins, which then counts as no byte of the text.
-        config: the files next to it, above all the chat template; empty unless `from_file` found some.
+        space_first: whether a space is inserted before a text that does not begin with one.
+        strips: whether decoding omits one space at the beginning of a text; that space is not a byte of the text.
+        config: the settings next to the tokenizer file, above all the chat template; empty unless made by `from_file`.
     """
 
     config = TokenizerConfig()
@@ -75,7 +75,7 @@ class Tokenizer:
         require_apart(self._json["added_tokens"], self._engine, where)
         added = [token["id"] for token in self._json["added_tokens"] if not token["special"]]
         for index in added:
-            checked.pieces[index] = checked.piece(self._engine.id_to_token(index) or "")  # now in its normal form
+            checked.pieces[index] = checked.piece(self._engine.id_to_token(index) or "")  # the library's normal form
         self._losses = Losses(checked, added, self._engine, self._inner)
         self.pieces: list[ByteString] = checked.pieces
         self.token_bytes: NDArray[np.int32] = np.array([len(piece) for piece in checked.pieces], dtype=np.int32)
@@ -83,7 +83,7 @@ class Tokenizer:
         self.bos_id, self.eos_id = _borders(checked.special, where, bos, eos)
         self.pad_id = next((checked.special[name] for name in _PAD_NAMES if name in checked.special), self.eos_id)
         self.strips = checked.marks is not None and checked.marks.strips
-        # Where a space at the beginning of a stretch is not part of the text: [V], by the id before it.
+        # [V]: whether, after this id, a space at the beginning of a stretch is not part of the text.
         self._begins = np.zeros(self.vocab_size, dtype=np.bool_)
         self._begins[[self.bos_id, *(self._opening if self.space_first else ())]] = self.strips
         self._spaced = np.array([piece[:1] == b" " for piece in checked.pieces])
@@ -109,8 +109,8 @@ class Tokenizer:
     def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
         """Train on `texts` with GPT-2's split pattern; the same texts in the same order give the same tokenizer.
 
-        Ids 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, then the 256 bytes, then merges, most frequent first. The result is
-        smaller than `vocab_size` where the texts have no pair left to merge.
+        Ids 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, followed by the 256 bytes and the merges, most frequent first. There
+        are fewer than `vocab_size` ids if the texts have no pair left to merge.
 
         Raises:
             UsageError: vocab_size is outside 259..2^20.
@@ -139,13 +139,14 @@ class Tokenizer:
 
         Args:
             path: the file or its folder.
-            bos: content of the token that begins a document; by default what `tokenizer_config.json` next to the file
-                says, else the first of the usual names that the file has.
+            bos: content of the token that begins a document; by default the one in `tokenizer_config.json` next to the
+                file, else the first of the usual names that the file has.
             eos: the same for the end of a document. If only one of the two is known, it serves as both.
-            trusted: whether the file is known to be one of ours; others are first loaded in a limited process.
+            trusted: whether Monograph wrote the file; any other is first loaded in a process with limits.
 
         Raises:
-            InputRefused: it is not a BPE of known parts, has no known bos or eos, or a file next to it is damaged.
+            InputRefused: the file is not a BPE of known parts or has no known bos or eos, or a file next to it is
+                damaged.
         """
         path = Path(os.path.expanduser(path))
         path = path / "tokenizer.json" if is_folder(path) else path
@@ -158,7 +159,7 @@ class Tokenizer:
 
     @classmethod
     def bytes(cls) -> Tokenizer:
-        """Use one id per byte: ids 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, then 256 bytes as their characters sort."""
+        """Return the tokenizer with an id per byte: 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, then by sorted character."""
         specials = {name: index for index, name in enumerate((BOS, EOS, PAD))}
         vocab = specials | {
             character: 3 + index for index, character in enumerate(sorted(tokenizer_file.byte_alphabet()))
@@ -177,10 +178,10 @@ class Tokenizer:
 
         Args:
             text: any text.
-            inside: whether it follows other text, so that no space is put before it.
+            inside: whether the text follows other text, so that no space is inserted before it.
 
         Raises:
-            InputRefused: the text has a lone surrogate (an undecodable byte) or a character that the vocabulary lacks.
+            InputRefused: the text has a lone surrogate (an undecodable byte), or the tokenizer would lose a part of it.
         """
         return self.encode_batch([text], inside)[0]
 
@@ -200,12 +201,12 @@ class Tokenizer:
         return ids
 
     def loss(self, text: str, inside: bool = False) -> str:
-        """Say which part of a text, `inside` as in `encode`, would come back changed, and as what; "" for none."""
+        """Return a sentence on the part of a text that would come back changed, or ""; see `encode` for `inside`."""
         return self._losses.of(text, inside)
 
     @functools.cached_property
     def notes(self) -> tuple[str, ...]:
-        """Return lines for a person on text that does not come back unchanged; composed text (NFC) is not worth one."""
+        """Return lines for the user on text that would come back changed, except for text composed by NFC."""
         normal = json.dumps(self._json["normalizer"])
         forms = [form for form in tokenizer_file.NORMAL_FORMS if form != "NFC" and f'"{form}"' in normal]
         notes = [
@@ -233,12 +234,13 @@ class Tokenizer:
         return tuple(notes)
 
     def encode_rendered(self, text: str, marker: str = "", inside: bool = False) -> list[int]:
-        """Return the ids of a rendered chat: special tokens stand for themselves, and text between them is `encode`d.
+        """Return the ids of a rendered chat, in which special tokens are recognised and text between them is `encode`d.
 
         Args:
-            text: the text that a chat template wrote.
-            marker: a character that splits the letters of a special token that someone typed; it is left out.
-            inside: whether it follows other text.
+            text: a text that a chat template wrote.
+            marker: the character that splits typed letters of special tokens (see `monograph.text.chat`); it is left
+                out of the encoded text.
+            inside: whether the text follows other text.
 
         Raises:
             InputRefused: as in `encode`.
@@ -250,11 +252,11 @@ class Tokenizer:
         return ids + self.encode_between(text[at:].replace(marker, ""), ids, inside)
 
     def encode_between(self, text: str, before: Sequence[int], inside: bool = False) -> list[int]:
-        """Return the ids of a stretch of a rendered chat after the ids `before`: none, or up to a special token."""
+        """Return the ids of a stretch of a rendered chat between special tokens; `before` are the ids before it."""
         return self.encode(text, before[-1] not in self._opening if before else inside)
 
     def controls(self, text: str) -> list[tuple[int, int, int]]:
-        """Return (begin, end, id) of the special tokens in a rendered chat, with the spaces that they swallow."""
+        """Return (begin, end, id) of each special token in a rendered chat, with adjacent spaces that it matches."""
         try:
             encoded = self._recognising.encode(text, add_special_tokens=False)
         except TypeError:
@@ -269,11 +271,11 @@ class Tokenizer:
         return tokenizers.Tokenizer.from_str(json.dumps(self._json))
 
     def texts(self) -> dict[int, str]:
-        """Return each token's text by its id, as `to_json` writes it; for a special token, its content."""
+        """Return {id: text} of all tokens, as `to_json` writes them; the text of a special token is its content."""
         return tokenizer_file.texts(self._json, "tokenizer")
 
     def id_of(self, text: str) -> int | None:
-        """Return the id of the one token that stands for a text; None if no single one does."""
+        """Return the id of the token that stands for exactly this text, or None."""
         if text in self.special:
             return self.special[text]
         wanted = text.encode()
@@ -282,20 +284,20 @@ class Tokenizer:
         return next(iter(self.encode(text, inside=True) if len(indices) > 1 else indices), None)
 
     def lead(self, before: Sequence[int]) -> ByteString:
-        """Return the bytes that decoding puts before a text after these ids: a space, or none."""
+        """Return b" " if one space at the beginning of a text after these ids is not part of the text, else b""."""
         return b" " if self.strips and self._begins[before[-1] if before else self.bos_id] else b""
 
     def bytes_of(self, ids: NDArray[Any], before: NDArray[Any]) -> int:
-        """Return the bytes of text for ids, given the id before each (same shape), without spaces left out of it."""
+        """Return the bytes of text of ids, given the id before each (same shape), without spaces that are not text."""
         return int(self.token_bytes[ids].sum() - (self._begins[before] & self._spaced[ids]).sum())
 
     def decode_bytes(self, ids: Iterable[int]) -> ByteString:
-        """Return the bytes of the text that ids stand for; special tokens stand for none."""
+        """Return the UTF-8 bytes of the text of ids; special tokens have none."""
         decoded = b"".join([self.pieces[index] for index in ids])
         return decoded.removeprefix(b" ") if self.strips else decoded
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Return the text that ids stand for; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
+        """Return the text of ids; bytes that are not UTF-8 (a character cut in two) become U+FFFD."""
         return self.decode_bytes(ids).decode("utf-8", errors="replace")
 
     def to_json(self) -> str:
@@ -304,7 +306,7 @@ class Tokenizer:
 
     @functools.cached_property
     def digest(self) -> str:
-        """Return the hex sha256 of its file; unlike `hash` it tells files apart that name other border tokens."""
+        """Return the hex sha256 of `to_json`; unlike `hash` it covers the whole file."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
     def save(self, path: str | Path) -> None:
@@ -312,9 +314,9 @@ class Tokenizer:
         Path(path).write_text(self.to_json() + "\n", encoding="utf-8")
 
 
-# In an added token: a place where a text is cut, as no other token has it inside; see `data.reading`.
+# A place where long texts are cut (see `data.reading`); no token but an added one can have it inside.
 _CUT_INSIDE = re.compile(r"[^\W_][ \n][^\W_]")
-# transformers then begins a prompt as each document began in training.
+# With this post-processor, transformers begins a prompt in the way in which each document began in training.
 _BEGIN_WITH_BOS: dict[str, Any] = {
     "type": "TemplateProcessing",
     "single": [{"SpecialToken": {"id": BOS, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
@@ -374,11 +376,11 @@ def _few(special: dict[str, int]) -> str:
 
 
 def parse(asked: str | Path | Tokenizer) -> Tokenizer | int:
-    """Return the tokenizer that a `tokenizer` setting means, or N where "bpe:N" asks to train one with N entries.
+    """Return the tokenizer that a `tokenizer` setting names, or N for "bpe:N", which asks to train one with N entries.
 
     Raises:
         UsageError: "bpe:" is not followed by a number in range.
-        InputRefused: the file is missing or not usable.
+        InputRefused: the file is missing or cannot be used.
     """
     if isinstance(asked, Tokenizer):
         return asked

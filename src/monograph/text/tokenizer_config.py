@@ -1,7 +1,7 @@
-"""Read the files that belong to a tokenizer.json: special tokens by role, the chat template, ids that end a text.
+"""Read the files next to a tokenizer.json: special tokens by role, the chat template, ids that end a text.
 
-All files of a Hugging Face folder are optional: tokenizer_config.json, chat_template.jinja, generation_config.json or
-else config.json.
+These files of a Hugging Face folder are all optional: tokenizer_config.json, chat_template.jinja, and
+generation_config.json or else config.json.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 class TokenizerConfig(NamedTuple):
-    """The files' content as far as it is used here.
+    """The part of these files' content that is used here.
 
     Attributes:
         tokens: contents of special tokens by role, such as {"eos_token": "<|im_end|>"}; a role may be missing.
-        template: the chat template; None where there is none.
-        stops: ids that end a text, by generation_config.json, or if that names none by config.json.
+        template: the chat template, or None.
+        stops: ids that end a text, by generation_config.json or, if that names none, by config.json.
     """
 
     tokens: dict[str, str] = {}  # noqa: RUF012 (never written to)
@@ -41,7 +41,7 @@ class TokenizerConfig(NamedTuple):
         return self.tokens.get("bos_token"), self.tokens.get("eos_token")
 
     def files(self) -> dict[str, str]:
-        """Return the content of each existing file by name, as transformers reads them."""
+        """Return {name: content} of the files from which transformers reads these settings, without empty files."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.tokens}
         written = {CONFIG: _as_json(config)} if self.tokens else {}
         if self.template is not None:
@@ -57,7 +57,7 @@ class TokenizerConfig(NamedTuple):
 
 
 def read(folder: Path) -> TokenizerConfig:
-    """Read those of the files that exist.
+    """Read the files that exist in a folder.
 
     Raises:
         InputRefused: a file cannot be read, or holds another type where a token, an id or a template is expected.

@@ -1,11 +1,11 @@
-"""Check a `tokenizer.json` before the tokenizers library sees it: only BPE of known parts passes.
+"""Check a `tokenizer.json` before the tokenizers library sees it: only BPE of known parts is accepted.
 
-It is byte-level like GPT-2's, or in SentencePiece's way (`sentence_pieces`). Three things may change a text that is
-encoded and decoded, and each is known here: a normal form of Unicode (Qwen composes its text), a space at its
-beginning, and characters that the vocabulary has no token for.
+It is byte-level like GPT-2's, or in SentencePiece's way (`sentence_pieces`). Encoding and decoding may change a text in
+three ways, which are all known here: a normal form of Unicode (Qwen composes its text), a space at its beginning, and
+characters that the vocabulary has no token for.
 
 The library aborts, hangs or panics on some hostile files (a padding of 4e9 tokens, a pattern with catastrophic
-backtracking, a normaliser that inflates text), none of which Python can catch, so everything here is an allow-list.
+backtracking, a normaliser that inflates text), which Python cannot catch, so all checks are allow-lists.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from monograph.text import sentence_pieces
 MAX_FILE_BYTES = 1 << 27
 MAX_VOCABULARY = 1 << 20
 
-# The split patterns of Llama 3, Qwen 2, Qwen 3.5, GPT-4o, and Tekken (Mistral), as their published tokenizer.json files
-# have them. GPT-2's is built into the ByteLevel component.
+# The split patterns in the published tokenizer.json files of Llama 3, Qwen 2, Qwen 3.5, GPT-4o and Tekken (Mistral).
+# GPT-2's pattern is built into the ByteLevel component.
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _END = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER, _NO_WORD = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", r"[^\r\n\p{L}\p{N}]?"
@@ -40,16 +40,16 @@ KNOWN_PATTERNS = {
 _KNOWN_REGEXES = [{"Regex": pattern} for pattern in KNOWN_PATTERNS.values()]
 _KEEPING = ("Isolated", "MergedWithPrevious", "MergedWithNext", "Contiguous")
 NORMAL_FORMS = ("NFC", "NFD", "NFKC", "NFKD")
-# The bytes that no text has in UTF-8: a tokenizer that learned its alphabet from text has no token for them.
+# The bytes that never occur in UTF-8: a tokenizer that learned its alphabet from text has no tokens for them.
 NEVER_IN_TEXT = frozenset((0xC0, 0xC1, *range(0xF5, 0x100)))
 
 
-_ENDS = ("RobertaProcessing", "BertProcessing")  # these put two special tokens around a text, and do nothing else to it
+_ENDS = ("RobertaProcessing", "BertProcessing")  # both put two special tokens around a text and do nothing else
 _BYTE_LEVEL_DECODER = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
 
 
 def byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's characters for bytes, {character: byte}: printable Latin-1 means itself, U+0100 and up the others.
+    """Return GPT-2's characters for bytes, {character: byte}: printable Latin-1 for itself, U+0100 and up for the rest.
 
     Source: https://github.com/openai/gpt-2/blob/master/src/encoder.py, `bytes_to_unicode`.
     """
@@ -71,7 +71,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def texts(content: dict[str, Any], where: str) -> dict[int, str]:
-    """Return each token's text by its id, as the file writes it, for any kind of tokenizer that lists them.
+    """Return {id: text} of all tokens, as the file writes them, for any kind of tokenizer with such a list.
 
     Raises:
         InputRefused: there is no such list.
@@ -93,14 +93,14 @@ class Checked:
 
     Attributes:
         json: a tokenizer.json object of known parts only; padding and truncation are dropped.
-        pieces: the bytes that each id stands for, [vocabulary]; empty for added tokens.
+        pieces: the bytes that each id stands for, [V]; empty for added tokens.
         special: {content: id} of the special tokens.
-        lacking: the bytes of text that no token stands for.
-        characters: characters with their own token, whatever bytes are lacking.
+        lacking: the bytes that occur in UTF-8 text but have no token.
+        characters: the characters that have a token, even if some of their bytes are in `lacking`.
         marks: how spaces are written in SentencePiece's way; None for a byte-level tokenizer.
-        space_first: whether a text that does not begin with a space is given one.
-        opening: the ids of special tokens after which a text is given a space, too.
-        made: the ids of added tokens that merges can make of a text's letters.
+        space_first: whether a space is inserted before a text that does not begin with one.
+        opening: the ids of special tokens after which a space is inserted, too.
+        made: the ids of added tokens that merges can produce from the letters of a text.
 
     Raises:
         InputRefused: a part is unknown, changes text in an unknown way, or is inconsistent; the message names `where`
@@ -122,7 +122,7 @@ class Checked:
         if self.marks and not model.get("byte_fallback"):
             single = set()
         self.lacking = {*range(256)} - NEVER_IN_TEXT - single
-        mark = {" "} if any(map(sentence_pieces.is_metaspace, steps)) else set[str]()  # of which it makes the letter
+        mark = {" "} if any(map(sentence_pieces.is_metaspace, steps)) else set[str]()  # Metaspace writes " " as ▁
         self.characters = mark.union(token for token in vocab if len(token) == 1) if self.marks else mark
         scheme = self.marks.scheme if self.marks else "always"
         self.space_first = scheme != "never" and (
@@ -197,8 +197,8 @@ class Checked:
             flags = {
                 key: bool(token.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
             }
-            # A token that swallows adjacent spaces would lose them, so it stands for itself in a chat and never in
-            # text.
+            # A token that matches adjacent spaces would lose them in text. Marked as special, it is only recognised in
+            # rendered chats.
             flags["special"] |= flags["lstrip"] or flags["rstrip"]
             added.append({"id": token["id"], "content": content} | flags)
         return sorted(added, key=lambda token: int(token["id"]))
@@ -217,7 +217,7 @@ class Checked:
         for entry in added:
             if entry["id"] in pieces:
                 raise self._refuse(f"id {entry['id']} is given twice")
-            pieces[entry["id"]] = b""  # or text, which the library may put into a normal form first
+            pieces[entry["id"]] = b""  # `Tokenizer` sets the bytes of those that are not special
         if max(pieces) != len(pieces) - 1:
             gap = next(index for index in range(len(pieces)) if index not in pieces)
             raise self._refuse(f"ids are not 0 to {len(pieces) - 1}: {gap} is missing and {max(pieces)} is there")
@@ -320,7 +320,7 @@ class Checked:
 
 
 def inside(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a checked tokenizer.json that puts no space before a text."""
+    """Return a checked tokenizer.json without the steps that insert a space before a text."""
     normal = _steps(content["normalizer"], "normalizers")
     steps = _steps(content["pre_tokenizer"], "pretokenizers")
     never = {"add_prefix_space": False, "prepend_scheme": "never"}
@@ -355,7 +355,7 @@ def _is_digits(step: Any) -> bool:
 
 
 def _is_known_split(step: Any) -> bool:
-    """Return whether a step cuts text in linear time and omits nothing: at a letter or so, or by a known pattern."""
+    """Return whether a step splits text in linear time and drops nothing: at fixed letters or by a known pattern."""
     if _kind(step) not in ("Split", "Punctuation") or step.get("behavior") not in _KEEPING:
         return False
     pattern = step.get("pattern")

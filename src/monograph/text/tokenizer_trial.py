@@ -1,8 +1,8 @@
-"""Load a tokenizer for the first time where it can do no harm: run as a program, under limits of memory and time.
+"""Load a tokenizer for the first time where it can do no harm: in a process of its own, with limits of memory and time.
 
-The library aborts, panics or loops on some files, none of which Python can catch. Files that passed the allow-list of
-`tokenizer_file` come here for dangers that nobody thought of; others, for an example of a text that they would lose.
-This file imports nothing of the package.
+The library aborts, panics or loops on some files, which Python cannot catch. Files that the allow-list of
+`tokenizer_file` accepts are tried here against dangers that nobody thought of, and files that it refuses to find an
+example of a text that they would lose. This program imports nothing of the package.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import resource
 import subprocess
 import sys
 
-MEMORY_BYTES = 4 << 30  # of address space, enough for any vocabulary that is let through
-SECONDS = 10  # of computation; a vocabulary of 150,000 entries takes about one
+MEMORY_BYTES = 4 << 30  # of address space, enough for any vocabulary that is accepted
+SECONDS = 10  # of processor time; a vocabulary of 150,000 entries takes about one second
 _PROBE = "The cat's  naïve 数据\r\n\n\t12345 🙂 don't "
-# Common tokenizers lose these: spaces, capitals, tabs, marks, forms of letters, line ends, letters of bytes' names.
+# Texts that common tokenizers lose: spaces, capitals, tabs, accents, forms of letters, line ends, names of bytes.
 _EASILY_LOST = ("a  b", "   a", "a ", "Ab", "a\tb", "e\u0301", "²", "a\nb", "🙂", "☃", "<0x0A>", "don 't")
 
 
-_harmless: set[bytes] = set()  # digests of what was tried in this process, which would show nothing new
+_harmless: set[bytes] = set()  # digests of contents that this process has already tried without a fault
 
 
 def fault(content: str) -> str | None:
-    """Return what happens to a process that loads a tokenizer.json and encodes with it; None if all is well."""
+    """Return the fault of a process that loads a tokenizer.json and encodes with it, or None."""
     digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
     if digest in _harmless:
         return None
@@ -41,7 +41,7 @@ def fault(content: str) -> str | None:
 
 
 def loss(content: str) -> tuple[str, str] | None:
-    """Return a text that a tokenizer.json would lose, and what would come back; None if a few seconds show none."""
+    """Return a text that a tokenizer.json would lose and the text that would come back; None if none shows in 3 s."""
     done = _run(content, SECONDS // 3)
     answer = json.loads(done.stdout) if done and not done.returncode else None
     return (answer[0], answer[1]) if answer else None
@@ -55,14 +55,14 @@ def _run(content: str, seconds: int) -> subprocess.CompletedProcess[bytes] | Non
             capture_output=True,
             env={**os.environ, "TOKENIZERS_PARALLELISM": "false", "RAYON_NUM_THREADS": "1"},
             timeout=10 * seconds,
-            start_new_session=True,  # Ctrl-C is for the program that asks
+            start_new_session=True,  # Ctrl-C does not end it, only this process
         )
     except subprocess.TimeoutExpired:
         return None
 
 
 def main(seconds: int) -> None:
-    """Load, encode and print as JSON what is lost, or end in any other way."""
+    """Load the tokenizer on standard input, encode with it, and print [lost text, text that comes back] or null."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
