@@ -20,7 +20,7 @@ Batch = dict[str, torch.Tensor]
 _AHEAD = 2  # windows: the one to return next, and one more that is made while the caller computes
 
 
-class Batches:
+class Batches(Iterator[Batch]):
     """An iterator over the windows of a training run: each `Batch` has all rows of one update.
 
     Window k has the rows at positions start + k·R .. start + (k+1)·R - 1 of the endless order given by `seed` (see
@@ -77,10 +77,6 @@ class Batches:
         self._next = start
         self._ahead: deque[tuple[int, Future[Batch]]] = deque()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="monograph-batches")
-
-    def __iter__(self) -> Batches:
-        """Return this iterator."""
-        return self
 
     def __next__(self) -> Batch:
         """Return the next window, [R, T] per key; an error in making a window is raised when its turn comes."""

@@ -180,17 +180,11 @@ def read_text(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
         InputRefused: the file is not UTF-8 (the message names file, byte and line), shorter than `stop`, damaged, or
             not readable.
     """
-    carry, done = "", 0
+    rest, done = "", 0
     for text, done in _decoded(path, start, stop):
-        carry += text
-        begin = 0
-        while len(carry) - begin > LONGEST_PART_CHARS:
-            end = begin + cut_for_tokens(carry[begin : begin + LONGEST_PART_CHARS + 1], PART_CHARS, LONGEST_PART_CHARS)
-            yield carry[begin:end], done
-            begin = end
-        carry = carry[begin:]
-    for part in parts_of(carry):
-        yield part, done
+        *parts, rest = _cut(rest + text, LONGEST_PART_CHARS)
+        yield from ((part, done) for part in parts)
+    yield from ((part, done) for part in parts_of(rest))
 
 
 def _decoded(path: Path, start: int, stop: int) -> Iterator[tuple[str, int]]:
@@ -239,14 +233,18 @@ def _not_utf8(path: Path, offset: int, byte: int) -> InputRefused:
 
 def parts_of(text: str) -> Iterator[str]:
     """Yield a text in the parts in which `read_text` would yield it."""
+    return filter(None, _cut(text, PART_CHARS))
+
+
+def _cut(text: str, longest_rest: int) -> Iterator[str]:
+    """Yield parts of a text, and as the last item the rest, which has at most `longest_rest` characters or none."""
     begin = 0
-    while len(text) - begin > PART_CHARS:
+    while len(text) - begin > longest_rest:
         # The slice has one character more than a part may have, since that one decides whether a cut is safe.
         end = begin + cut_for_tokens(text[begin : begin + LONGEST_PART_CHARS + 1], PART_CHARS, LONGEST_PART_CHARS)
         yield text[begin:end]
         begin = end
-    if begin < len(text):
-        yield text[begin:]
+    yield text[begin:]
 
 
 def cut_for_tokens(text: str, wanted: int, longest: int) -> int:

@@ -216,7 +216,7 @@ class Rows:
             where there is none; and for packed rows `segments`, 1, 2, 3... for the pieces of the row and 0 for padding,
             and `positions`, counted from 0 in each piece.
         """
-        plan, shape_RT = self._plan, (len(indices_R), self.sequence_length)
+        plan = self._plan
         pieces_R = plan.offsets[indices_R + 1] - plan.offsets[indices_R]
         row_P = np.repeat(np.arange(len(indices_R)), pieces_R)
         ordinal_P = _ordinals(pieces_R)
@@ -228,16 +228,11 @@ class Rows:
         positions_N = _ordinals(lengths_P)
         place_N = np.repeat(row_P * self.sequence_length + column_P, lengths_P) + positions_N
         source_N = np.repeat(plan.starts[piece_P], lengths_P) + positions_N
-        arrays = {
-            "tokens": (self._tokenizer.pad_id, self._side.tokens[source_N]),
-            "targets": (IGNORE, self._targets(source_N + 1)),
-        }
+        contents = {"tokens": self._side.tokens[source_N], "targets": self._targets(source_N + 1)}
         if self.packed:
-            arrays["segments"] = (0, np.repeat(ordinal_P + 1, lengths_P))
-            arrays["positions"] = (0, positions_N)
-        window = {}
-        for key, (padding, values_N) in arrays.items():
-            window[key] = np.full(shape_RT, padding, dtype=np.int64)
+            contents |= {"segments": np.repeat(ordinal_P + 1, lengths_P), "positions": positions_N}
+        window = self.empty(len(indices_R))
+        for key, values_N in contents.items():
             window[key].reshape(-1)[place_N] = values_N
         return window
 
@@ -253,9 +248,9 @@ class Rows:
 
     def empty(self, count: int) -> dict[str, Int64]:
         """Return `count` rows of padding, in the form of `window`."""
-        padding = {"tokens": self._tokenizer.pad_id, "targets": IGNORE} | (
-            {"segments": 0, "positions": 0} if self.packed else {}
-        )
+        padding = {"tokens": self._tokenizer.pad_id, "targets": IGNORE}
+        if self.packed:
+            padding |= {"segments": 0, "positions": 0}
         return {key: np.full((count, self.sequence_length), value, dtype=np.int64) for key, value in padding.items()}
 
     def pieces(self, index: int) -> list[Piece]:
