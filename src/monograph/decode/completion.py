@@ -244,8 +244,7 @@ def generate(
         raise UsageError("prompts: expected at least one; an empty text begins a document")
     if "" in stop:
         raise UsageError("stop: an empty string would stop every text at once; give the text to stop at")
-    ids = [item for item in stop if not isinstance(item, str)]
-    require_ids("stop", ids, tokenizer)
+    require_ids("stop", ids := [item for item in stop if not isinstance(item, str)], tokenizer)
     samplings = Sampling.of_each(sampling, len(prompts), tokenizer.vocab_size)
     strings = [item for item in stop if isinstance(item, str)]
     stop_ids = tuple(dict.fromkeys([tokenizer.eos_id, *map(int, ids)]))

@@ -139,14 +139,12 @@ class Tokenizer:
 
         Args:
             path: the file or its folder.
-            bos: content of the token that begins a document; by default the one in `tokenizer_config.json` next to the
-                file, else the first of the usual names that the file has.
+            bos: the token that begins a document; None: that of `tokenizer_config.json`, else the first usual name.
             eos: the same for the end of a document. If only one of the two is known, it serves as both.
             trusted: whether Monograph wrote the file; any other is first loaded in a process with limits.
 
         Raises:
-            InputRefused: the file is not a BPE of known parts or has no known bos or eos, or a file next to it is
-                damaged.
+            InputRefused: the file is no BPE of known parts with a known bos or eos, or a file next to it is damaged.
         """
         path = Path(os.path.expanduser(path))
         path = path / "tokenizer.json" if is_folder(path) else path
