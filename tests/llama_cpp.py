@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import urllib.request
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import pytest
 
 
 class LlamaCpp:
-    """A server of a GGUF file, as long as the object lives; skips the test where the package is missing."""
+    """A server of a GGUF file, for as long as the process lives; skips the test where the package is missing."""
 
     def __init__(self, path: Path, context: int = 256) -> None:
         client = pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
@@ -25,6 +26,8 @@ class LlamaCpp:
         asked.cache_type_k = asked.cache_type_v = client.ggml_type.GGML_TYPE_F32
         asked.flash_attn_type = client.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._server = client.Server(asked)
+        # Never destroyed: on a busy machine its destructor was seen to wait for its own thread for ever.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._server))
 
     def _ask(self, path: str, **body: Any) -> Any:
         address = self._server.listening_address + path
