@@ -149,6 +149,18 @@ def test_files_next_to_a_tokenizer_have_their_digests_too(run: Path, server: Com
     assert not (here / "out").exists()
 
 
+def test_check_of_a_model_s_folder_ends_with_one_object_whatever_is_damaged(run: Path, server: CommandServer) -> None:
+    here = run.parent.parent
+    assert server.run(here, "export", "runs/run", "--to", "sent").code == 0
+    assert server.run(here, "check", "sent", "--json").code == 0
+    weights = here / "sent" / "model.safetensors"
+    weights.write_bytes(cut(weights.read_bytes()))
+    done = server.run(here, "check", "sent", "--json")
+    faults = {each["name"]: each["fault"] for each in json.loads(done.out.splitlines()[-1])["files"]}
+    assert done.code == 3 and done.err.count("\n") == 1 and "model.safetensors" in faults["weights"]
+    assert faults["tokenizer.json"] is None
+
+
 def test_no_checkpoint_is_sound(run: Path, server: CommandServer) -> None:
     for path in (run / "checkpoints").rglob("model.safetensors"):
         path.write_bytes(cut(path.read_bytes()))

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -55,6 +56,20 @@ def test_the_rate_is_kept_and_the_rest_scaled(name, rate):
     if name != "dropout":
         flat = out.flatten(2)
         assert bool((flat == flat[..., :1]).all())
+
+
+@pytest.mark.parametrize(("name", "shape"), [("1d", (9, 7)), ("2d", (9, 7, 6)), ("3d", (9, 7, 6, 5))])
+def test_one_dimension_fewer_is_read_as_torch_reads_it(name, shape):
+    """In dropout2d as [N, C, L]; in the others as a batch of one."""
+    theirs, ours = getattr(nn.functional, f"dropout{name}"), Dropout(counter(1)).functions()[f"dropout{name}"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kept = [(drop(torch.ones(shape)) != 0) for drop in (theirs, ours)]
+    channels = 2 if name == "2d" else 1
+    for mask in kept:
+        flat = mask.flatten(channels)
+        assert bool((flat == flat[..., :1]).all()) and 0 < int(flat[..., 0].sum()) < flat[..., 0].numel()
+        assert channels == 1 or not bool((mask == mask[:, :1]).all())
 
 
 class Dropping(nn.Module):

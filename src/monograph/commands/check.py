@@ -151,10 +151,12 @@ def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError
         "weights": _fault(lambda: require_all_finite(load_to_export(folder)[0], folder)),
         "tokenizer.json": _fault(lambda: Tokenizer.from_file(tokenizer_of(folder))),
     }
-    lines = {name: f"damaged: {fault}" if fault else "sound" for name, fault in files.items()}
-    faults = [fault for fault in files.values() if fault]
-    listed = [{"name": name, "fault": fault} for name, fault in files.items()]
-    return {"run": folder, "files": listed, "checkpoints": []}, lines, InputRefused(faults[0]) if faults else None
+    lines = {name: _said(fault) for name, fault in files.items()}
+    error = next((fault for fault in files.values() if fault), None)
+    if error and not isinstance(error, Unreadable):
+        error = InputRefused(str(error))
+    listed = [{"name": name, "fault": None if fault is None else str(fault)} for name, fault in files.items()]
+    return {"run": folder, "files": listed, "checkpoints": []}, lines, error
 
 
 def _fault(read: Callable[[], object], recorded: str | None = None) -> MonographError | None:
