@@ -23,7 +23,7 @@ from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
-from monograph.planner import Asked, Plan
+from monograph.planner import Plan, Request
 from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Work
 from monograph.predict.roofline import update_time
@@ -53,9 +53,9 @@ CASES = (
 )
 
 
-def asked_of(case: Case) -> Asked:
+def request_of(case: Case) -> Request:
     """Return the question for the planner."""
-    return Asked(
+    return Request(
         case.config, case.length, case.rows * case.length, AdamW(), precisions=(case.precision,),
         scopes=("whole", "blocks"), remats=REMATS, packed=False,
     )  # fmt: skip
@@ -94,7 +94,7 @@ def measure(args: Namespace, case: Case) -> dict[str, Any]:
     allowed = planner.budget(replace(describe(), free_memory_bytes=2**36)) / 2**36
     machine = replace(describe(), free_memory_bytes=int(case.share * most / allowed))
     rate = measured_matmul_flops(device, DTYPES[case.precision], seconds=0.5)
-    plan: Plan = planner.plan(asked_of(case), machine, {case.precision: rate})
+    plan: Plan = planner.plan(request_of(case), machine, {case.precision: rate})
     if plan.chosen is None:
         raise SystemExit(f"regret.py: {case.name}: {plan.refusal}")
     chosen = plan.chosen.work

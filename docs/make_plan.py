@@ -15,7 +15,7 @@ from monograph import planner
 from monograph.device import named
 from monograph.errors import OutOfDeviceMemory
 from monograph.model.config import LlamaConfig
-from monograph.planner import Asked, Limits, Plan, defaults, plan, streamed
+from monograph.planner import Limits, Plan, Request, defaults, plan, streamed
 from monograph.planner.streaming import DISK_BYTES_PER_S, HOST_SHARE
 from monograph.predict.fake_memory import ORIGINS
 from monograph.predict.roofline import LINK_BYTES_PER_S, LINK_SHARE
@@ -43,11 +43,11 @@ COLOURS = ("#2457c5", "#6d92e6", "#b3c7f4", "#c2460e", "#e79a72", "#9a9ca6")
 def plans() -> list[Plan]:
     """Return a plan for each GPU: bf16 products, fp32 weights, AdamW, rows of 4,096 tokens, 524,288 an update."""
     shape = LlamaConfig.preset("8b")
-    asked = Asked(
+    request = Request(
         shape, 4096, 2**19, precisions=("bf16",), scopes=defaults.scopes(shape.num_hidden_layers),
         remats=REMATS,
     )  # fmt: skip
-    return [plan(asked, card, card.peak_flops) for card in map(named, CARDS)]
+    return [plan(request, card, card.peak_flops) for card in map(named, CARDS)]
 
 
 def table(found: list[Plan]) -> str:
@@ -75,13 +75,13 @@ def streamed_table() -> str:
     ]
     for (name, shape), card, host in itertools.product(SHAPES.items(), STREAMED_ON, HOSTS):
         device = named(card)
-        asked = Asked(shape, 4096, 2**17, precisions=("bf16",), scopes=("blocks",), remats=("none",))
+        request = Request(shape, 4096, 2**17, precisions=("bf16",), scopes=("blocks",), remats=("none",))
         rate = LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
         link = Link(rate, rate, DISK_BYTES_PER_S)
         limits = Limits(planner.budget(device), int(HOST_SHARE * host * 2**30), 2 * 2**40, link)
         begun = f"| {name} | {device.name.removeprefix('NVIDIA ')} | {host} GiB"
         try:
-            best = streamed(asked, device, limits, device.peak_flops)[0]
+            best = streamed(request, device, limits, device.peak_flops)[0]
         except OutOfDeviceMemory as refused:
             lines.append(f"{begun} | {str(refused).split(' (')[0].split(': ')[-1]} |  |  |  |  |  |  |")
             continue

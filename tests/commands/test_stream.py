@@ -53,7 +53,10 @@ def test_the_same_files_as_on_the_device(folder, trained, precision):
     assert [found["stream"][key] for key in same] == [found["device"][key] for key in same]
     rows = [json.loads(line) for line in (folder / f"stream-{precision}" / "metrics.jsonl").read_text().splitlines()]
     [memory] = [row["memory"] for row in rows if "memory" in row]
-    assert sum(memory["homes"].values()) >= 12 * found["stream"]["params"] and memory["device"]["slots and desks"] > 0
+    assert (
+        sum(memory["homes"].values()) >= 12 * found["stream"]["params"]
+        and memory["device"]["slots and staging buffers"] > 0
+    )
 
 
 def test_killed_and_taken_up_in_the_other_way(folder, monograph):

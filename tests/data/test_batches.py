@@ -151,6 +151,8 @@ def test_impossible_settings_are_refused(small):
     corpus = small(held_out=0)
     with pytest.raises(UsageError, match="tokens_per_update = 31: must be at least one row of sequence_length = 32"):
         corpus.batches(31)
+    with pytest.raises(UsageError, match="tokens_per_update = 1k"):
+        corpus.batches("1k")
     with pytest.raises(UsageError, match="negative"):
         corpus.batches(64, start=-1)
     with pytest.raises(UsageError, match="nothing was held out"):

@@ -15,18 +15,18 @@ from monograph.errors import UsageError
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
-from monograph.planner import Asked, budget, choose, plan
+from monograph.planner import Request, budget, choose, plan
 from monograph.predict.estimate import MOMENTS, STATE_BYTES, estimate_bytes
 from monograph.predict.footprint import Footprint, Work
 from monograph.predict.roofline import update_time
 
 H200 = named("H200")
 BOTH = ("whole", "blocks")
-LLAMA_3_8B = Asked(LlamaConfig.preset("8b"), 4096, 2**19, precisions=("bf16",))
+LLAMA_3_8B = Request(LlamaConfig.preset("8b"), 4096, 2**19, precisions=("bf16",))
 
 
 def tiny(**more):
-    return Asked(tiny_llama().config, 32, 12 * 32, precisions=("bf16",), **more)
+    return Request(tiny_llama().config, 32, 12 * 32, precisions=("bf16",), **more)
 
 
 @pytest.fixture

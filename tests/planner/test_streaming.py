@@ -13,7 +13,7 @@ from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
-from monograph.planner import Asked, Limits, streamed, streamed_or_resident
+from monograph.planner import Limits, Request, streamed, streamed_or_resident
 from monograph.planner.placement_bytes import META, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
 from monograph.planner.streaming import ways
@@ -30,9 +30,9 @@ SHAPE = LlamaConfig(
     vocab_size=20_000, hidden_size=1024, intermediate_size=2816, num_hidden_layers=8, num_attention_heads=8,
     num_key_value_heads=2,
 )  # fmt: skip
-ASKED = Asked(SHAPE, 512, 16 * 512, precisions=("bf16",), scopes=("blocks",), remats=("none",))
+ASKED = Request(SHAPE, 512, 16 * 512, precisions=("bf16",), scopes=("blocks",), remats=("none",))
 GIB = 2**30
-SMALL = 11 * GIB // 8  # what slots, desks and passes need, and some more
+SMALL = 11 * GIB // 8  # what slots, staging buffers and passes need, and some more
 LINK = Link(25e9, 25e9, 1e9)
 
 
@@ -86,7 +86,7 @@ def test_bytes_are_those_of_the_engine_s_own_buffers(way):
         assert sum(device[name] for name in ("weights", "gradients", "moments")) == exact[Home.DEVICE]
         assert sum(size for name, size in found["host"].items() if name != "boundaries") == exact[Home.HOST]
         assert device["slots"] == held.walk.slots.device_bytes
-        assert device["slots"] + device["desks"] == held.walk.device_bytes
+        assert device["slots"] + device["staging buffers"] == held.walk.device_bytes
         boundaries = device_bytes(held.store, held.placement, way.work.input_bytes, way.work.micro_batches).boundaries
         assert device["boundaries"] == boundaries
 
@@ -108,7 +108,7 @@ def test_as_much_as_fits_stays_on_the_device_and_leaves_the_host():
         tiers, kept = way.tiers(resident), sum(map(len, resident))
         assert sum(tiers["device"].values()) <= limit and kept > before
         before = kept
-    assert not tiers["host"] and not tiers["device"]["slots"] and not tiers["device"]["desks"]
+    assert not tiers["host"] and not tiers["device"]["slots"] and not tiers["device"]["staging buffers"]
 
 
 def test_weights_stay_first_and_evenly_through_the_depth():
@@ -229,7 +229,7 @@ def test_a_stage_that_is_updated_at_home_stays_there_as_a_whole_or_on_the_device
     for limit in (SMALL, 2 * GIB, 5 * GIB // 2):
         resident = way.filled(limit)
         assert all(not names or len(way.on_host(index, resident)) == 0 for index, names in enumerate(resident))
-        assert not way.device(resident)["desks"]
+        assert not way.device(resident)["staging buffers"]
         assert {len(names) for names in resident} <= {0, len(way.stages.names), len(way.stages.names) - 1}
 
 

@@ -19,7 +19,7 @@ from monograph.predict.footprint import Footprint
 from monograph.run.recipe import Recipe
 from monograph.session import setup
 from monograph.session.plan import Plan, Shape
-from monograph.session.resolve import REMATS, asked_of, resolve, shape_of
+from monograph.session.resolve import REMATS, request_of, resolve, shape_of
 from monograph.text.tokenizer import Tokenizer
 
 CARD = named("4090")
@@ -50,12 +50,12 @@ def test_a_run_takes_the_whole_update_where_it_fits():
 
 def test_what_is_pinned_stays():
     given = sized(train__micro_batch=3, train__precision="fp32", train__compile="none", optim__name="adamw")
-    asked = asked_of(given, shape(given).config, CARD)
+    asked = request_of(given, shape(given).config, CARD)
     assert (asked.micro_batch, asked.precisions, asked.scopes, asked.optimizer) == (3, ("fp32",), ("none",), "adamw")
 
 
 def test_only_what_is_built_is_chosen():
-    asked = asked_of(sized(), shape(sized()).config, CARD)
+    asked = request_of(sized(), shape(sized()).config, CARD)
     for key, values in (("compile", asked.scopes), ("remat", asked.remats)):
         assert values and all(settings(**{f"train__{key}": value}) for value in values)  # else refused
 
@@ -115,13 +115,13 @@ def test_a_module_of_ones_own_cannot_be_planned(tmp_path):
 
 def test_a_deep_model_gets_a_graph_per_block_and_a_card_may_send_inputs_to_the_host():
     deep, shallow = sized(model__preset="8b"), sized(model__preset="124m")
-    assert asked_of(deep, shape(deep).config, CARD).scopes[0] == "blocks"
-    assert asked_of(shallow, shape(shallow).config, CARD).scopes[0] == "whole"
-    assert asked_of(deep, shape(deep).config, CARD).remats == REMATS
-    assert "offload" not in asked_of(deep, shape(deep).config, replace(CARD, type="cpu")).remats
+    assert request_of(deep, shape(deep).config, CARD).scopes[0] == "blocks"
+    assert request_of(shallow, shape(shallow).config, CARD).scopes[0] == "whole"
+    assert request_of(deep, shape(deep).config, CARD).remats == REMATS
+    assert "offload" not in request_of(deep, shape(deep).config, replace(CARD, type="cpu")).remats
 
 
 def test_offloading_inside_one_graph_is_refused():
     given = sized(train__remat="offload", train__compile="whole")
     with pytest.raises(UsageError, match="train.compile is blocks or none"):
-        asked_of(given, shape(given).config, CARD)
+        request_of(given, shape(given).config, CARD)

@@ -23,7 +23,7 @@ from monograph.run.folder import Run
 from monograph.session.plan import Shape
 from monograph.session.recorded import branched, settings_of, write_config
 from monograph.session.requirements import require_possible
-from monograph.session.resolve import asked_of, resolve, shape_of, transfer_of
+from monograph.session.resolve import request_of, resolve, shape_of, transfer_of
 from monograph.sweeps.spec import carried, narrow
 from monograph.transfer import WidthTransfer, narrowed
 from numerics import relative_error
@@ -89,7 +89,7 @@ def test_what_cannot_be_carried_is_refused(
 def test_a_rate_may_stay_open_where_nothing_is_trained() -> None:
     given = sized(settings(optim__transfer="width", optim__lr="auto"))
     config = shape(given)
-    assert asked_of(resolve(given, named("H100")), config, named("H100")).optim.groups
+    assert request_of(resolve(given, named("H100")), config, named("H100")).optim.groups
     assert shape(narrow(given, config)).hidden_size == 64
 
 
@@ -101,7 +101,7 @@ def test_the_optimizer_has_the_rates_of_the_table() -> None:
     found = {group.pattern: group for group in plan.update_rule.groups}
     assert found["model.layers.*.mlp.up_proj.weight"].lr == 0.5
     assert found["model.norm.weight"].lr == 0.25 and found["model.embed_tokens.weight"].eps == 0.25
-    assert asked_of(given, config, card).optim == plan.update_rule == asked_of(plan, config, card).optim
+    assert request_of(given, config, card).optim == plan.update_rule == request_of(plan, config, card).optim
     assert not resolve(settings(), card).update_rule.groups
     with pytest.raises(UsageError, match="weights are drawn here"):
         resolve(given, card, Shape(None))

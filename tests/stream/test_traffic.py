@@ -46,7 +46,7 @@ def made(place: str, **changes: Any) -> Any:
 
 
 def held(engine: Any) -> tuple[int, int, int]:
-    """Bytes of slots, desks and, of all that was trained, at most of boundaries."""
+    """Bytes of slots, staging buffers and, of all that was trained, at most of boundaries."""
     walk = engine.walk
     return walk.slots.device_bytes, walk.updates.device_bytes, walk.boundaries.most_bytes
 
@@ -61,7 +61,7 @@ def test_copied_and_held_bytes(place: str, tied: bool) -> None:
         apart = traffic(engine.store, EVERY[place], 0, 1)
         assert (apart == expected) != EVERY[place].offload, "micro-batches count only where states are offloaded"
         on_device = device_bytes(engine.store, EVERY[place], state_bytes(2), micro_batches)
-        assert held(engine) == (on_device.slots, on_device.desks, on_device.boundaries)
+        assert held(engine) == (on_device.slots, on_device.staging, on_device.boundaries)
         assert on_device.stored == engine.store.bytes_at()[DEVICE]
 
 
@@ -73,7 +73,7 @@ def test_copied_and_held_bytes_in_many_pieces(optim: Any, when: When, monkeypatc
     engine = streamed({"num_hidden_layers": 3}, placement=placement, optim=optim, clip=None)
     assert moved(engine, 2) == traffic(engine.store, placement, state_bytes(), 2)
     expected = device_bytes(engine.store, placement, state_bytes(), 2)
-    assert held(engine) == (expected.slots, expected.desks, expected.boundaries)
+    assert held(engine) == (expected.slots, expected.staging, expected.boundaries)
 
 
 @pytest.mark.parametrize("layers", [3, 12])
@@ -94,7 +94,7 @@ def test_the_formula_by_hand(layers: int) -> None:
 
 @pytest.mark.parametrize(("when", "decisions"), [("sweep", 1), ("next forward", 1), ("backward", LAYERS + 2)])
 def test_updated_on_the_host_by_hand(when: When, decisions: int) -> None:
-    """Weights come for a pass, gradients go home in fp32, and 32 bytes of decision: no desk holds anything."""
+    """Weights come for a pass, gradients go home in fp32, and 32 bytes of decision: staging buffers hold nothing."""
     engine = streamed(placement=Placement(when=when, where="host"), precision="bf16", clip=None)
     gains, ends = 2 * HIDDEN, 2 * EMBEDDING + HIDDEN
     passes = (2 * MATRICES + 4 * gains) * (2 * LAYERS - 2) + 4 * (ends + EMBEDDING)
@@ -116,7 +116,7 @@ def test_where_everything_is_on_the_device_nothing_is_copied() -> None:
 
 
 def test_held_bytes_by_hand_are_flat_in_depth_when_offloaded() -> None:
-    """AdamW in fp32: slots for two blocks and the ends, 4 + 4 bytes; four desks of 16 bytes an element."""
+    """AdamW in fp32: slots for two blocks and the ends, 4 + 4 bytes; four staging buffers of 16 bytes an element."""
     gains = 2 * HIDDEN
     slots = 2 * 8 * (MATRICES + gains) + 8 * (EMBEDDING + HIDDEN)
     for layers, offload in itertools.product((3, 12), (False, True)):

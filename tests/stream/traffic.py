@@ -90,19 +90,19 @@ class DeviceBytes:
     Attributes:
         stored: planes that live there.
         slots: stages that were brought there, weights and gradients.
-        desks: pieces that are updated.
+        staging: pieces that are updated.
         boundaries: what goes from stage to stage.
     """
 
     stored: int
     slots: int
-    desks: int
+    staging: int
     boundaries: int
 
     @property
     def total(self) -> int:
         """The sum."""
-        return self.stored + self.slots + self.desks + self.boundaries
+        return self.stored + self.slots + self.staging + self.boundaries
 
 
 def device_bytes(store: Store, placement: Placement, state_bytes: int, micro_batches: int) -> DeviceBytes:
@@ -110,7 +110,7 @@ def device_bytes(store: Store, placement: Placement, state_bytes: int, micro_bat
 
         slots         w + g of the larger of stages 0 and L + 1 (of both, if they share weights)
                       + min(2, L) times that of the largest stage of blocks
-        desks         4 times all buffers of the largest piece, see `chunked_update.chunks`; with the gradient, unless
+        staging       4 times all buffers of the largest piece, see `chunked_update.chunks`; with the gradient, unless
                       weights are updated in the backward pass
         boundaries    (L + 1) G a + a, the latter the gradient of one of them;
                       offloaded 2 G a on the way there + min(2, L) G a for what comes back, at any depth
@@ -133,10 +133,10 @@ def device_bytes(store: Store, placement: Placement, state_bytes: int, micro_bat
     )
     at_home = placement.when != "backward"
     cut = (piece for stage in store.stages for piece in chunks(stage))
-    desks = STAGING_BUFFERS * _largest(to_fetch(piece, gradient=at_home) for piece in cut)
+    staging = STAGING_BUFFERS * _largest(to_fetch(piece, gradient=at_home) for piece in cut)
     states = (2 + min(RINGS, len(middle)) if placement.offload else len(middle) + 1) * micro_batches
     boundaries = (states if placement.offload else states + 1) * state_bytes
-    return DeviceBytes(store.bytes_at()[Home.DEVICE], slots, desks, boundaries)
+    return DeviceBytes(store.bytes_at()[Home.DEVICE], slots, staging, boundaries)
 
 
 def _away(stage: Stage, wanted: Callable[[str], bool], on_host: bool = False) -> Counter[Home]:

@@ -171,7 +171,7 @@ def _at_most(file: BinaryIO, most_bytes: int) -> bytes:
     return b"".join(itertools.islice(pieces, -(-most_bytes // _PIECE_BYTES)))
 
 
-class Asked(NamedTuple):
+class Options(NamedTuple):
     """The command line's options, without the model and the prompts.
 
     Attributes:
@@ -203,7 +203,7 @@ class Model(NamedTuple):
     sampling: Sampling
     stop: list[str | int]
     constraint: Automaton | None
-    asked: Asked
+    options: Options
 
     def write(self, prompts: Sequence[str | Sequence[int]], samplings: Sequence[Sampling] | None = None) -> Generation:
         """Begin to continue the prompts, each with its own sampling if `samplings` are given."""
@@ -212,9 +212,9 @@ class Model(NamedTuple):
             self.tokenizer,
             prompts,
             samplings or self.sampling,
-            max_tokens=self.asked.max_tokens,
+            max_tokens=self.options.max_tokens,
             stop=self.stop,
-            n=self.asked.n,
+            n=self.options.n,
             constraint=self.constraint,
         )
 
@@ -224,38 +224,38 @@ class Model(NamedTuple):
 
 
 def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) -> int:
-    """Print each prompt with its continuation as it is written; see the command line's help and `Asked`."""
+    """Print each prompt with its continuation as it is written; see the command line's help and `Options`."""
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
-    asked = Asked(**asked_for)
-    sampling = sampling_of(asked.numbers, asked.pairs)
-    limits = {kind: value for kind, value in asked.constraints.items() if value is not None}
+    options = Options(**asked_for)
+    sampling = sampling_of(options.numbers, options.pairs)
+    limits = {kind: value for kind, value in options.constraints.items() if value is not None}
     if len(limits) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
     network, tokenizer = load(run, warn)
-    ends = list(stop_ids(tokenizer, network.config.ends)) if asked.chat else [tokenizer.eos_id]
-    model = Model(network, tokenizer, sampling, [*asked.stop, *ends], None, asked)
-    records = prompts_of(file, asked.chat, sampling, tokenizer.vocab_size) if file else ()
+    ends = list(stop_ids(tokenizer, network.config.ends)) if options.chat else [tokenizer.eos_id]
+    model = Model(network, tokenizer, sampling, [*options.stop, *ends], None, options)
+    records = prompts_of(file, options.chat, sampling, tokenizer.vocab_size) if file else ()
     given: list[tuple[str | list[Message], Sampling]] = [*((prompt, sampling) for prompt in prompts), *records]
     for kind, value in limits.items():
         wanted = schema_text(value) if isinstance(value, Path) else value
         for lost in map(tokenizer.loss, wanted if kind == "choices" else ()):
             if lost:  # leaving this choice out would ask a different question
                 raise InputRefused(f"--choice: {lost}")
-        begun = [prompt for prompt, _ in given] or ["." if asked.chat else ""]
+        begun = [prompt for prompt, _ in given] or ["." if options.chat else ""]
         limit = constraint(kind, wanted, tokenizer.pieces, ends, _lead(model, begun))
         model = model._replace(constraint=limit)
     if file is not None and not given:
         raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
-    if asked.chat and not given:
+    if options.chat and not given:
         return _converse(model)
     given = given or [("", sampling)]
     written = model.write([_ids(model, prompt) for prompt, _ in given], [sampling for _, sampling in given])
     if written.generator.compiled:
         print("compiling the step first: with so much to write that is the faster way", file=sys.stderr)
-    if asked.json:
+    if options.json:
         return _print_json(written)
     began = clock()
-    _print_text(written, lambda number: "" if asked.chat else str(given[number // asked.n][0]), bool(limits))
+    _print_text(written, lambda number: "" if options.chat else str(given[number // options.n][0]), bool(limits))
     _print_speed(written.tokens, clock() - began, sampling.seed)
     return 0
 
@@ -271,7 +271,7 @@ def _lead(model: Model, given: Sequence[str | list[Message]]) -> bytes:
 
 
 def _ids(model: Model, prompt: str | list[Message]) -> str | list[int]:
-    if not model.asked.chat:
+    if not model.options.chat:
         return str(prompt)
     return model.question([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
 
@@ -338,7 +338,7 @@ def _shown(completion: Completion) -> dict[str, Any]:
 
 def _converse(model: Model) -> int:
     """Answer every line of standard input as a message, along with the chat so far."""
-    if model.asked.json or model.asked.n > 1:
+    if model.options.json or model.options.n > 1:
         raise UsageError("--chat without a prompt is a conversation: it takes neither --json nor --n")
     live, messages = sys.stdin.isatty(), list[Message]()
     while (line := _line(live)) is not None:

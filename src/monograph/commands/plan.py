@@ -22,7 +22,7 @@ from monograph.predict.roofline import EFFICIENCIES, Calibration, peak_flops
 from monograph.report.quantities import count, duration, gibibytes
 from monograph.session.adapting import planned_tokens, token_notes
 from monograph.session.requirements import notes_on, require_one_device, require_room
-from monograph.session.resolve import asked_of, resolve, shape_of
+from monograph.session.resolve import request_of, resolve, shape_of
 from monograph.storage.cache_dir import cache_root, calibration_file
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -33,7 +33,7 @@ _HEADS: tuple[str, ...] = (
 )  # fmt: skip
 _SHADES = {
     "weights": "W", "gradients": "G", "moments": "M", "activations": "a", "loss head": "h", "workspace": "w",
-    "slots": "s", "desks": "d", "boundaries": "b",
+    "slots": "s", "staging buffers": "t", "boundaries": "b",
 }  # fmt: skip
 
 
@@ -58,15 +58,15 @@ def run(
     if host_memory is not None:
         limits = replace(limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory)))
     require_room(settings, config, target, limits)
-    asked = asked_of(plan, config, target, new.trained(rows) if new else ())
-    _require_arithmetic(target, asked.precisions[0])
+    request = request_of(plan, config, target, new.trained(rows) if new else ())
+    _require_arithmetic(target, request.precisions[0])
     known = Calibration(calibration_file())
-    peaks = peak_flops(target, asked.precisions)
-    answer = streamed_or_resident(asked, target, peaks, known, settings.train.memory, limits)
+    peaks = peak_flops(target, request.precisions)
+    answer = streamed_or_resident(request, target, peaks, known, settings.train.memory, limits)
     updates = plan.updates or None
     for line in (*notes_on(plan), *token_notes(settings, new, rows)):
         print(f"note     {line}")
-    _show(answer, config, asked.tokens_per_update, updates)
+    _show(answer, config, request.tokens_per_update, updates)
     if json:
         print(jsonlib.dumps(_object(answer, updates)))
     return 0

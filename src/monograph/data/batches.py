@@ -59,8 +59,7 @@ class Batches(Iterator[Batch]):
         pin: bool = False,
         skip: Sequence[Sequence[int]] = (),
     ) -> None:
-        self.rows_per_window = int(tokens_per_update // rows.sequence_length)
-        if not COUNT.holds(tokens_per_update) or self.rows_per_window < 1:
+        if not COUNT.holds(tokens_per_update) or tokens_per_update < rows.sequence_length:
             needed = f"at least one row of sequence_length = {rows.sequence_length}"
             raise UsageError(
                 f"train.tokens_per_update = {tokens_per_update}: must be {needed}; raise it or shorten the rows"
@@ -69,6 +68,7 @@ class Batches(Iterator[Batch]):
             raise UsageError(f"start = {start}, epochs = {epochs}: neither can be negative")
         if len(rows) == 0:
             raise UsageError("there are no rows to draw from: nothing was held out")
+        self.rows_per_window = int(tokens_per_update // rows.sequence_length)
         self.rows_consumed = start
         self._rows, self._seed, self._pin = rows, int(seed), pin
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from monograph.planner.candidates import Asked as Asked
 from monograph.planner.candidates import Candidate as Candidate
+from monograph.planner.candidates import Request as Request
 from monograph.planner.choose import Plan as Plan
 from monograph.planner.choose import budget as budget
 from monograph.planner.choose import plan as plan

@@ -20,7 +20,7 @@ Ways = tuple[str, Compile, str | float]  # precision, compile scope, recomputati
 
 
 @dataclass(frozen=True)
-class Asked:
+class Request:
     """A request for a plan: the training, and the choices that are open.
 
     Attributes:
@@ -110,14 +110,14 @@ class Candidate:
         return replace(self, peak_memory_bytes=needed, by_origin=by_origin, residual_bytes=residual_bytes)
 
 
-def ways(asked: Asked) -> list[Ways]:
+def ways(request: Request) -> list[Ways]:
     """Return all combinations, except recomputation in one graph of the whole step if there is a choice of scopes.
 
     The order in which such a graph computes is hard to predict. Offloading is impossible in it, as it happens between
     graphs.
     """
-    every = itertools.product(asked.precisions, asked.scopes, asked.remats)
-    in_whole = {"none"} if len(asked.scopes) > 1 else {*asked.remats} - {"offload"}
+    every = itertools.product(request.precisions, request.scopes, request.remats)
+    in_whole = {"none"} if len(request.scopes) > 1 else {*request.remats} - {"offload"}
     return [way for way in every if way[1] != "whole" or way[2] in in_whole]
 
 
@@ -142,7 +142,7 @@ def described(work: Work) -> str:
 
 
 def of_way(
-    asked: Asked,
+    request: Request,
     way: Ways,
     device: Device,
     limit: int,
@@ -155,7 +155,7 @@ def of_way(
     If none fits, it is the smallest micro-batch.
 
     Args:
-        asked: the request.
+        request: the request.
         way: the combination.
         device: the device that it is for.
         limit: bytes that tensors may take there.
@@ -163,17 +163,17 @@ def of_way(
         peaks: FLOP/s by precision.
         slowness: ratio of measured to predicted time by precision, where earlier runs measured one.
     """
-    works = [asked.work(way, size, device) for size in asked.micro_batches]
-    needed = [int(correction * closed_form(asked, work)) for work in works]
+    works = [request.work(way, size, device) for size in request.micro_batches]
+    needed = [int(correction * closed_form(request, work)) for work in works]
     fits = sum(bytes_needed <= limit for bytes_needed in needed)
     shown = range(max(0, fits - 1), min(len(works), fits + 1))
     times = slowness.get(way[0], 1.0)
     return [_timed(works[index], needed[index], device, peaks, times) for index in shown]
 
 
-def closed_form(asked: Asked, work: Work) -> int:
+def closed_form(request: Request, work: Work) -> int:
     """Return the bytes at a step's peak in closed form."""
-    return estimate_bytes(work, asked.optimizer, asked.optim.ema is not None)
+    return estimate_bytes(work, request.optimizer, request.optim.ema is not None)
 
 
 def _timed(work: Work, needed: int, device: Device, peaks: Mapping[str, float], slowness: float) -> Candidate:

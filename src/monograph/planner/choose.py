@@ -12,7 +12,7 @@ from typing import Literal
 
 from monograph.device import Device
 from monograph.errors import OutOfDeviceMemory, UsageError
-from monograph.planner.candidates import Asked, Candidate, Ways, closed_form, described, of_way, way_of, ways
+from monograph.planner.candidates import Candidate, Request, Ways, closed_form, described, of_way, way_of, ways
 from monograph.planner.streaming import Limits, streamed
 from monograph.predict.footprint import Work, footprint
 from monograph.predict.roofline import Calibration
@@ -82,11 +82,13 @@ def budget(device: Device) -> int:
     return usable
 
 
-def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibration: Calibration | None = None) -> Plan:
+def plan(
+    request: Request, device: Device, peak_flops: Mapping[str, float], calibration: Calibration | None = None
+) -> Plan:
     """Return the fastest combination that fits and has the numerics asked for.
 
     Args:
-        asked: the training, and the choices that are open.
+        request: the training, and the choices that are open.
         device: the device to train on.
         peak_flops: FLOP/s by precision, from the datasheet, or measured for a CPU.
         calibration: time and memory of earlier runs on the device.
@@ -95,14 +97,15 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
         UsageError: the device has no memory left.
     """
     limit = budget(device)
-    known = {name: calibration.slowness(device, name) for name in asked.precisions} if calibration else {}
+    known = {name: calibration.slowness(device, name) for name in request.precisions} if calibration else {}
     slowness = {precision: ratio for precision, ratio in known.items() if ratio}
     corrections: dict[Ways, float] = {}
     traced: dict[Work, Candidate] = {}
 
     def candidates(limit: int) -> list[Candidate]:
         each_way = (
-            of_way(asked, way, device, limit, corrections.get(way, 1.0), peak_flops, slowness) for way in ways(asked)
+            of_way(request, way, device, limit, corrections.get(way, 1.0), peak_flops, slowness)
+            for way in ways(request)
         )
         return [traced.get(candidate.work, candidate) for of_one in each_way for candidate in of_one]
 
@@ -115,12 +118,12 @@ def plan(asked: Asked, device: Device, peak_flops: Mapping[str, float], calibrat
         if best.work in traced or best.peak_memory_bytes * DOUBT <= limit:
             break
         if len(traced) == MOST_TRACES - 1:  # the last trace is for the smallest micro-batch that needs least
-            smallest = sorted(candidates(0), key=lambda candidate: closed_form(asked, candidate.work))
+            smallest = sorted(candidates(0), key=lambda candidate: closed_form(request, candidate.work))
             best = next((candidate for candidate in smallest if candidate.work not in traced), best)
         by_origin = footprint(best.work).by_origin
         residual = calibration.residual(device, best.work, by_origin) if calibration else 0
         truth = traced[best.work] = best.of_trace(by_origin, residual)
-        corrections[way_of(best.work)] = truth.peak_memory_bytes / closed_form(asked, best.work)
+        corrections[way_of(best.work)] = truth.peak_memory_bytes / closed_form(request, best.work)
     fits = best.peak_memory_bytes <= limit
     rest = [candidate for candidate in tried if candidate.work != best.work]
     rest.sort(key=lambda candidate: candidate.update_s)
@@ -160,7 +163,7 @@ def _too_large(candidate: Candidate, limit: int) -> str:
 
 
 def streamed_or_resident(
-    asked: Asked,
+    request: Request,
     device: Device,
     peak_flops: Mapping[str, float],
     calibration: Calibration | None = None,
@@ -170,7 +173,7 @@ def streamed_or_resident(
     """Return the fastest way that fits, with the weights on the device or streamed to it.
 
     Args:
-        asked: the training, and the choices that are open.
+        request: the training, and the choices that are open.
         device: the device to train on.
         peak_flops: FLOP/s by precision.
         calibration: time and memory of earlier runs on the device; it does not cover streamed runs.
@@ -181,12 +184,12 @@ def streamed_or_resident(
         UsageError: the device has no memory left.
     """
     streams = memory == "stream"
-    resident = Plan(device, budget(device), None, []) if streams else plan(asked, device, peak_flops, calibration)
-    resident_only = asked.scopes == ("whole",) or asked.remats == ("offload",) or asked.lora is not None
+    resident = Plan(device, budget(device), None, []) if streams else plan(request, device, peak_flops, calibration)
+    resident_only = request.scopes == ("whole",) or request.remats == ("offload",) or request.lora is not None
     if memory == "device" or resident.chosen or resident_only:
         return resident
     try:
-        ways = streamed(asked, device, limits or Limits.here(device, resident.budget_bytes), peak_flops)
+        ways = streamed(request, device, limits or Limits.here(device, resident.budget_bytes), peak_flops)
     except OutOfDeviceMemory as refused:
         return replace(resident, not_streamed=str(refused))
     return replace(resident, chosen=ways[0], candidates=[*ways, *resident.candidates], calibrated=False)

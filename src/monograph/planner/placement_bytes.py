@@ -173,8 +173,8 @@ def held_bytes(stages: Stages, resident: tuple[Names, ...], *, gradient: bool, o
     for index, names in enumerate(resident):
         for name in names:
             sizes[ORIGIN.get(name, "moments")] += stages.size_bytes(index, name)
-    desks = staging_bytes(stages, resident, gradient=gradient, on_host=on_host)
-    return sizes | {"slots": slots_bytes(stages, resident), "desks": desks}
+    staging = staging_bytes(stages, resident, gradient=gradient, on_host=on_host)
+    return sizes | {"slots": slots_bytes(stages, resident), "staging buffers": staging}
 
 
 def turns_bytes(stages: Stages, resident: Sequence[Names]) -> int:

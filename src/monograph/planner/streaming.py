@@ -16,7 +16,7 @@ import torch
 from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
 from monograph.optim import AdamW
-from monograph.planner.candidates import Asked, Candidate, speed
+from monograph.planner.candidates import Candidate, Request, speed
 from monograph.planner.placement_bytes import Names, Stages, Tiers, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
 from monograph.predict.footprint import Compile
@@ -117,15 +117,17 @@ class StreamCandidate(Candidate):
 _PLANES = ("weights", "gradients", "moments")
 
 
-def streamed(asked: Asked, device: Device, limits: Limits, peak_flops: Mapping[str, float]) -> list[StreamCandidate]:
+def streamed(
+    request: Request, device: Device, limits: Limits, peak_flops: Mapping[str, float]
+) -> list[StreamCandidate]:
     """Return the ways to stream that fit, best first; all but the first say why they were not chosen.
 
     Raises:
         OutOfDeviceMemory: nothing fits; the message says which memory is too small, by how much, and what would fit.
     """
-    fitting = _fitting(asked, device, limits)
+    fitting = _fitting(request, device, limits)
     if not fitting:
-        raise OutOfDeviceMemory(_refusal(asked, device, limits))
+        raise OutOfDeviceMemory(_refusal(request, device, limits))
     candidates = [_candidate(way, resident, device, limits, peak_flops) for way, resident in fitting]
     candidates.sort(key=lambda candidate: (candidate.update_s, candidate.peak_memory_bytes))
     distinct, seen = _distinct(candidates), Counter[Where]()
@@ -142,9 +144,9 @@ def streamed(asked: Asked, device: Device, limits: Limits, peak_flops: Mapping[s
 Fitting = list[tuple[Way, list[Names]]]
 
 
-def _fitting(asked: Asked, device: Device, limits: Limits) -> Fitting:
+def _fitting(request: Request, device: Device, limits: Limits) -> Fitting:
     """Return all ways that fit, with their resident buffers; moments lie in files only if nothing fits otherwise."""
-    every = list(ways(asked, device))
+    every = list(ways(request, device))
     fitting = _that_fit(every, limits)
     for files_first in (True, False):
         if fitting or not limits.disk_bytes:
@@ -160,24 +162,24 @@ def _that_fit(every: Sequence[Way], limits: Limits) -> Fitting:
     return [(way, resident) for way, resident in filled if not _short(way.tiers(resident), limits)]
 
 
-def ways(asked: Asked, device: Device) -> Iterator[Way]:
+def ways(request: Request, device: Device) -> Iterator[Way]:
     """Yield all combinations; those that update weights in the backward pass only without clipping."""
-    layers = asked.config.num_hidden_layers
-    sizes = asked.micro_batches
-    scope: Compile = "none" if asked.scopes == ("none",) else "blocks"
-    remats = [remat_of for remat_of in asked.remats if remat_of != "offload"] or ["none"]
-    whens: list[When] = ["next forward", "sweep", *(["backward"] if asked.clip is None else [])]  # type: ignore[list-item]
+    layers = request.config.num_hidden_layers
+    sizes = request.micro_batches
+    scope: Compile = "none" if request.scopes == ("none",) else "blocks"
+    remats = [remat_of for remat_of in request.remats if remat_of != "offload"] or ["none"]
+    whens: list[When] = ["next forward", "sweep", *(["backward"] if request.clip is None else [])]  # type: ignore[list-item]
     updates: list[tuple[When, Where]] = [(when, "device") for when in whens]
     # On the host a sweep equals updating before the next forward pass, and only AdamW's exact moments are memory-bound.
     captured = scope != "none" and compiler_obstacle() is None
-    if device.type != "cpu" and captured and isinstance(asked.optim, AdamW) and asked.optim.state == "fp32":
+    if device.type != "cpu" and captured and isinstance(request.optim, AdamW) and request.optim.state == "fp32":
         updates += [(when, "host") for when in whens if when != "sweep"]
-    for precision, per_stage in itertools.product(asked.precisions, BLOCKS_PER_STAGE):
+    for precision, per_stage in itertools.product(request.precisions, BLOCKS_PER_STAGE):
         if layers % per_stage:
             continue
-        stages = stages_of(asked.config, asked.optim, precision, per_stage)
+        stages = stages_of(request.config, request.optim, precision, per_stage)
         for rows, remat, (when, where), offload in itertools.product(sizes, remats, updates, (False, True)):
-            work = asked.work((precision, scope, remat), rows, device)
+            work = request.work((precision, scope, remat), rows, device)
             yield Way(work, stages, per_stage, when, offload, where)
 
 
@@ -246,8 +248,8 @@ def _why(candidate: StreamCandidate, best: StreamCandidate) -> str:
     return "no faster" if candidate.bottleneck else "no faster than others by the closed form"
 
 
-def _refusal(asked: Asked, device: Device, limits: Limits) -> str:
-    every = [(way, way.tiers(way.filled(limits.device_bytes))) for way in ways(asked, device)]
+def _refusal(request: Request, device: Device, limits: Limits) -> str:
+    every = [(way, way.tiers(way.filled(limits.device_bytes))) for way in ways(request, device)]
     least = min((tiers for _, tiers in every), key=lambda tiers: sum(tiers["device"].values()))
     if "device" in _short(least, limits):
         parts = ", ".join(f"{name} {gibibytes(size)}" for name, size in least["device"].items() if size)
@@ -276,25 +278,25 @@ def _refusal(asked: Asked, device: Device, limits: Limits) -> str:
         )
     return (
         f"nothing fits: streamed, the host needs {gibibytes(sum(there.values()))} ({parts}){in_addition}, and "
-        f"{gibibytes(limits.host_bytes)} of it may be taken; {_remedy(asked, device, limits)}; {files}"
+        f"{gibibytes(limits.host_bytes)} of it may be taken; {_remedy(request, device, limits)}; {files}"
     )
 
 
-def _remedy(asked: Asked, device: Device, limits: Limits) -> str:
+def _remedy(request: Request, device: Device, limits: Limits) -> str:
     """Return a sentence on what would fit: an optimizer state of fewer bytes, or fewer tokens in an update."""
-    rule, narrow = asked.optimizer.partition(":")[0], ["bf16", "8bit"]
-    narrow = narrow[narrow.index(asked.optim.state) + 1 :] if asked.optim.state in narrow else narrow
-    for tokens in (asked.tokens_per_update, *(asked.length * rows for rows in _fewer(asked.rows))):
-        for state in narrow if tokens == asked.tokens_per_update else [asked.optim.state, *narrow]:
+    rule, narrow = request.optimizer.partition(":")[0], ["bf16", "8bit"]
+    narrow = narrow[narrow.index(request.optim.state) + 1 :] if request.optim.state in narrow else narrow
+    for tokens in (request.tokens_per_update, *(request.length * rows for rows in _fewer(request.rows))):
+        for state in narrow if tokens == request.tokens_per_update else [request.optim.state, *narrow]:
             name = rule if state == "fp32" else f"{rule}:{state}"
-            micro_batch = asked.micro_batch and min(asked.micro_batch, tokens // asked.length)
+            micro_batch = request.micro_batch and min(request.micro_batch, tokens // request.length)
             other = replace(
-                asked, optim=replace(asked.optim, state=state), optimizer=name, tokens_per_update=tokens,
+                request, optim=replace(request.optim, state=state), optimizer=name, tokens_per_update=tokens,
                 micro_batch=micro_batch,
             )  # fmt: skip
             if _fitting(other, device, replace(limits, disk_bytes=0)):
-                fewer = "" if tokens == asked.tokens_per_update else f"train.tokens_per_update = {tokens:,}"
-                narrower = "" if state == asked.optim.state else f"optim.name = {name}"
+                fewer = "" if tokens == request.tokens_per_update else f"train.tokens_per_update = {tokens:,}"
+                narrower = "" if state == request.optim.state else f"optim.name = {name}"
                 return " and ".join(filter(None, (narrower, fewer))) + " would fit"
     return f"neither optim.name = {rule}:8bit nor a smaller train.tokens_per_update would fit"
 

@@ -28,7 +28,7 @@ _PAGE = Template("""<!doctype html>
   --accent: #2457c5; --warn: #c2460e; }
 @media (prefers-color-scheme: dark) {
   :root { --paper: #131417; --wash: #1c1e22; --ink: #e9eaee; --muted: #9a9da8; --rule: #30333a;
-    --accent: #84a9ff; --warn: #ff9a62; }
+    --accent: #84a9ff; --warn: #ff9a6b; }
 }
 * { box-sizing: border-box; }
 body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.55 system-ui, -apple-system, "Segoe UI",

@@ -153,7 +153,7 @@ class _Display:
 
     def _time(self) -> str:
         elapsed_s, done = monotonic() - self._since_s, self._done - self._start
-        if not done or self._done >= self._work:
+        if done <= 0 or self._done >= self._work:  # a run may go back before the update it resumed from
             return quantities.clock_time(elapsed_s)
         return f"{quantities.clock_time(elapsed_s / done * (self._work - self._done))} left"
 

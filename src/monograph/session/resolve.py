@@ -20,7 +20,7 @@ from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.model.config import LlamaConfig
 from monograph.model.files import has_weights
 from monograph.optim import AdamW, Muon, Optimizer
-from monograph.planner import Asked, Candidate, Limits, StreamCandidate, defaults
+from monograph.planner import Candidate, Limits, Request, StreamCandidate, defaults
 from monograph.predict.footprint import Compile
 from monograph.predict.roofline import Calibration
 from monograph.run.base import tokenizer_named, tokenizer_of
@@ -201,10 +201,10 @@ def _usual_rate(recipe: Recipe, rule: str, adapted: bool) -> float:
 
 def _clip(settings: Settings) -> Clip | None:
     """Return the clipping: a plain number also skips spikes; NUMBER:all makes every finite update."""
-    asked = settings.optim.grad_clip
-    if isinstance(asked, float):
-        return Clip(asked, skip_spikes=True)
-    return None if asked == "none" else Clip(float(asked.partition(":")[0]))
+    norm = settings.optim.grad_clip
+    if isinstance(norm, float):
+        return Clip(norm, skip_spikes=True)
+    return None if norm == "none" else Clip(float(norm.partition(":")[0]))
 
 
 # ── from the model's shape ──────────────────────────────────────────────────────────────────────
@@ -244,7 +244,7 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
     )
 
 
-def asked_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()) -> Asked:
+def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()) -> Request:
     """Return the planner's input: what is given for training a model of this shape, and the choices that are open.
 
     Args:
@@ -258,7 +258,7 @@ def asked_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int
     """
     require_together(plan.settings)
     transfer = plan.transfer or transfer_of(plan.settings, None if plan.recipe.init else config)
-    return Asked(
+    return Request(
         config,
         plan.sequence_length,
         plan.tokens_per_update,
@@ -300,15 +300,15 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
         free_bytes, machine_bytes = machine.free_memory_bytes + spared, machine.memory_bytes + spared
         machine = replace(machine, memory_bytes=machine_bytes, free_memory_bytes=free_bytes)
         plan, memory = replace(plan, tokens_per_update=rows * plan.sequence_length), "device"
-    asked = asked_of(plan, config, machine, shape.tokens)
-    eager = asked.scopes == ("none",) or (machine.type == "cpu" and compiler_obstacle() is not None)
-    scopes: tuple[Compile, ...] = ("none",) if eager else tuple(scope for scope in asked.scopes if scope != "none")
-    rates, known = dict.fromkeys(asked.precisions, RANKING_FLOPS), Calibration(calibration_file())
+    request = request_of(plan, config, machine, shape.tokens)
+    eager = request.scopes == ("none",) or (machine.type == "cpu" and compiler_obstacle() is not None)
+    scopes: tuple[Compile, ...] = ("none",) if eager else tuple(scope for scope in request.scopes if scope != "none")
+    rates, known = dict.fromkeys(request.precisions, RANKING_FLOPS), Calibration(calibration_file())
     limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
     require_room(plan.settings, config, machine, limits)
     if machine.type == "cpu" and memory == "auto":
         memory = "device"  # a CPU has no other memory to stream from
-    answer = planner.streamed_or_resident(replace(asked, scopes=scopes), machine, rates, known, memory, limits)
+    answer = planner.streamed_or_resident(replace(request, scopes=scopes), machine, rates, known, memory, limits)
     too_large = answer.candidates and answer.nearest.peak_memory_bytes > machine.free_memory_bytes
     if not answer.candidates or (answer.chosen is None and too_large):
         raise OutOfDeviceMemory(answer.refusal)

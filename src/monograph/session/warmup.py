@@ -28,7 +28,7 @@ from monograph.run import recorded_state
 from monograph.run.progress import Progress
 from monograph.run.recipe import lora_of
 from monograph.session.plan import Length
-from monograph.session.resolve import asked_of, resolve
+from monograph.session.resolve import request_of, resolve
 from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
@@ -149,12 +149,12 @@ def remember(session: Session, seconds: float) -> None:
         return
     machine, rows = describe(), session.batches.rows_per_window
     tokens = lora_of(session.plan.recipe.lora).tokens if session.plan.recipe.lora else ()
-    asked = asked_of(session.plan, engine.model.config, machine, tokens)
+    request = request_of(session.plan, engine.model.config, machine, tokens)
     work = Work(
-        asked.config, engine.micro_batch or rows, asked.length, asked.optim, asked.precisions[0], engine.step.scope,
-        asked.remats[0], rows, asked.packed, asked.clip, machine.type, asked.lora,
+        request.config, engine.micro_batch or rows, request.length, request.optim, request.precisions[0],
+        engine.step.scope, request.remats[0], rows, request.packed, request.clip, machine.type, request.lora,
     )  # fmt: skip
-    rate = peak_flops(machine, asked.precisions)[work.precision]
+    rate = peak_flops(machine, request.precisions)[work.precision]
     Calibration(calibration_file()).note(machine, work, seconds, rate)
 
 

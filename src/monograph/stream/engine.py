@@ -124,7 +124,7 @@ class Streamed(Engine):
     def ledger(self) -> dict[str, dict[str, int]]:
         """Return the bytes of buffers by home, and those of the device's slots and staging buffers."""
         homes = {str(home): size for home, size in self.store.bytes_at().items()}
-        return {"homes": homes, "device": {"slots and desks": self.walk.device_bytes}}
+        return {"homes": homes, "device": {"slots and staging buffers": self.walk.device_bytes}}
 
     # ── the layout ──────────────────────────────────────────────────────────────────────────────
 
