@@ -16,13 +16,14 @@ from batches import copied, ragged, tiny_llama
 from monograph.config import load
 from monograph.device import describe
 from monograph.errors import InputRefused, UsageError
+from monograph.graph.precision import Precision
 from monograph.loop import EngineState
 from monograph.loss import token_loss
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.session.resolve import resolve
 from monograph.step import Clip
-from monograph.step.clip import WINDOW, looked_at, remember_, stands_out
+from monograph.step.clip import WINDOW, looked_at, make_splittable_, remember_, stands_out
 
 SPIKE = 2 * WINDOW
 
@@ -85,6 +86,38 @@ def test_the_rule_is_the_one_by_hand(seed: int) -> None:
         skipped += not accepted
     assert bool(recent.isfinite().all()) and 0.02 < skipped / 500 < 0.1
     assert sorted(recent[1].tolist()) == sorted(by_hand.losses[-WINDOW:])
+
+
+def test_members_are_judged_by_their_own_past() -> None:
+    """Numbers of N members give what each gives alone, remembered numbers included."""
+    recent = torch.rand(3, 2, WINDOW, dtype=torch.float64) + torch.tensor([1.0, 5.0, 50.0]).view(3, 1, 1)
+    found = torch.tensor([[7.0, 7.0], [7.0, 7.0], [7.0, 90.0]], dtype=torch.float64)
+    applied, alone = torch.full((3,), WINDOW + 5), recent.clone()
+    spikes = stands_out(found, recent, applied)
+    remember_(recent, found, applied, ~spikes)
+    for member in range(3):
+        assert spikes[member] == stands_out(found[member], alone[member], applied[member])
+        remember_(alone[member], found[member], applied[member], ~spikes[member])
+    assert spikes.tolist() == [True, False, False] and torch.equal(recent, alone)
+
+
+def test_a_run_that_hardly_varies_takes_steps_of_six_times_a_hundredth() -> None:
+    recent = torch.stack([torch.zeros(WINDOW), torch.full((WINDOW,), 3.0)]).double()
+    losses = {3.17: False, 3.19: True}  # 3 + 6 * 1 % of 3 = 3.18; the norm is far away
+    for loss, expected in losses.items():
+        found = torch.tensor([1.0, loss], dtype=torch.float64)
+        assert bool(stands_out(found, recent, torch.tensor(WINDOW))) is expected
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype", "moved"),
+    [("bf16", torch.float32, True), ("bf16", torch.float64, False), ("fp32", torch.float32, False)],
+)
+def test_weights_are_made_splittable_in_bf16(precision: str, dtype: torch.dtype, moved: bool) -> None:
+    odd = torch.tensor(1.0 + 2**-8, dtype=dtype)  # halfway between two numbers of bf16
+    param = odd.clone()
+    make_splittable_(param, Precision(precision))
+    assert bool(param != odd) is moved
 
 
 def test_no_number_of_spikes_widens_what_is_accepted() -> None:
