@@ -108,7 +108,9 @@ class Plane:
 def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
     """In the block no parameter has a gradient of another dtype, as torch cannot trace a graph with such parameters."""
     # Only bf16 weights with fp32 gradients are unlinked, as removing gradients and setting them again takes time.
-    narrow = [plane for plane in planes if plane.param.dtype != plane.grad.dtype and not plane.grad.is_meta]
+    # Where weights are on the host and gradients are not, as in streaming, parameters never have a gradient.
+    there = [plane for plane in planes if plane.grad.device == plane.param.device]
+    narrow = [plane for plane in there if plane.param.dtype != plane.grad.dtype]
     for slot in (slot for plane in narrow for slot in plane.slots):
         slot.parameter.grad = None
     try:
