@@ -3,14 +3,17 @@
     python tests/quick.py [PYTEST ARGUMENT ...]
 
 What changed is what git says of the working tree and of the commits that the branch has over `origin/main` (else over
-`main`). A test file touches a module that it imports, or that lies at its place in the package; what a file costs is
-known from `benchmarks/results/tests.json`, which `make test-costs` writes.
+`main`). A test file touches a file of the package that it, or a helper of the tests, imports; whose name it has; or for
+which a row of CONTRIBUTING.md names it. What a test file costs is known from `benchmarks/results/tests.json`, which
+`make test-costs` writes. A minute of CPU time is more by the clock if the machine is busy.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET_CPU_S = 60.0  # of both workers together; lint takes the other half of the minute
 UNKNOWN_CPU_S = 5.0
+TEST = r"tests/[\w/]+(?:\.py)?"
 
 
 def git(*arguments: str) -> list[str]:
@@ -33,26 +37,43 @@ def changed() -> set[str]:
 
 
 def module(path: str) -> str:
-    """The name under which a file of the package is imported."""
-    return path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    """The name under which a file of the package, or a helper of the tests, is imported."""
+    return (
+        path.removeprefix("src/").removeprefix("tests/").removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+    )
 
 
-def imported(test: Path) -> set[str]:
-    """Every module of the package, and every name in one, that a test file imports."""
+@functools.cache
+def imported(test: Path) -> frozenset[str]:
+    """Every module, and every name in one, that a file of the tests imports, or that its helpers do."""
     found = set[str]()
     for node in ast.walk(ast.parse(test.read_text())):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return {name for name in found if name.startswith("monograph")}
+    helpers = (ROOT / "tests" / f"{name.replace('.', '/')}.py" for name in found)
+    of_helpers = (imported(helper) for helper in helpers if helper != test and helper.is_file())
+    return frozenset(found).union(*of_helpers)
+
+
+def named_by_rows(paths: set[str]) -> set[str]:
+    """The files and folders of tests that the rows of CONTRIBUTING.md name for the paths."""
+    rows = [line for line in (ROOT / "CONTRIBUTING.md").read_text().splitlines() if line.startswith("|")]
+    return {test for row in rows if any(f"]({path})" in row for path in paths) for test in re.findall(TEST, row)}
 
 
 def touching(paths: set[str]) -> list[str]:
-    """Test files that are among the paths, or that import one of them."""
-    modules = {module(path) for path in paths if path.startswith("src/")}
+    """Test files that are among the paths, or that touch one of them."""
+    source = {path for path in paths if path.startswith("src/")}
+    modules, names = {module(path) for path in paths}, {f"test_{Path(path).stem}.py" for path in source}
     tests = {test.relative_to(ROOT).as_posix(): test for test in sorted((ROOT / "tests").rglob("test_*.py"))}
-    return [name for name, test in tests.items() if name in paths or imported(test) & modules]
+    wanted = tuple(paths | named_by_rows(source))
+    return [
+        name
+        for name, test in tests.items()
+        if name.startswith(wanted) or test.name in names or imported(test) & modules
+    ]
 
 
 def chosen(tests: list[str], costs: dict[str, list[float]], paths: set[str]) -> tuple[list[str], list[str]]:

@@ -64,7 +64,9 @@ CHOICES = [
     for name, options in STAGES.items()
     for order in ("hf", "llama_cpp")
 ] + [
-    pytest.param(Sampling(**ALL, order=",".join(random.Random(seed).sample(ORDERS["hf"], 10))), id=f"order {seed}")
+    pytest.param(
+        Sampling(**ALL, order=",".join(random.Random(seed).sample(ORDERS["hf"], len(ORDERS["hf"])))), id=f"order {seed}"
+    )
     for seed in range(8)
 ]
 
