@@ -71,7 +71,8 @@ class Stored:
     def master(self) -> Tensor:
         """Return the fp32 (or fp64) weights: a copy if they are split, else the weights themselves."""
         weights = self.buffers[WEIGHTS].tensor
-        return join(weights, self.buffers[REST].tensor) if self.splits else weights
+        # Halves may lie in different places, if only one of them has room on the device.
+        return join(weights, self.buffers[REST].tensor.to(weights.device)) if self.splits else weights
 
     def set_master(self, master: Tensor) -> None:
         """Take over the weights `master` [size]."""
