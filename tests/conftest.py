@@ -56,8 +56,13 @@ def _caches_are_the_tests_own(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _deterministic_mode_is_put_back() -> Iterator[None]:
-    """A run turns torch's deterministic mode on for its process; a graph that was captured without it is then none."""
+def _torch_begins_alike() -> Iterator[None]:
+    """A test that draws without a seed draws the same numbers whatever ran before it, so that red is the change's fault.
+
+    And a run turns torch's deterministic mode on for its process; a graph that was captured without it is then none.
+    """
+    if (torch := sys.modules.get("torch")) is not None:
+        torch.manual_seed(0)
     yield
     if (torch := sys.modules.get("torch")) is not None and torch.are_deterministic_algorithms_enabled():
         torch.use_deterministic_algorithms(False)
