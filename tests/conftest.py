@@ -57,7 +57,7 @@ def _caches_are_the_tests_own(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True)
 def _torch_begins_alike() -> Iterator[None]:
-    """A test that draws without a seed draws the same numbers whatever ran before it, so that red is the change's fault.
+    """A test that draws without a seed draws the same numbers whatever ran before it: red is the change's fault.
 
     And a run turns torch's deterministic mode on for its process; a graph that was captured without it is then none.
     """
