@@ -12,7 +12,6 @@ from torch import nn
 
 from monograph import compat
 from monograph.ensemble import Ensemble
-from monograph.ensemble.call import _probabilities
 from monograph.ensemble.dropout import Dropout
 from monograph.loop import train
 from monograph.optim import AdamW
@@ -105,20 +104,6 @@ def test_each_member_drops_what_it_drops_alone_bit_by_bit():
         with compat.functional(functions):
             alone = functions["dropout"](functions["dropout"](x, rate), 0.25)
         assert torch.equal(found[i], alone != 0)
-
-
-@pytest.mark.parametrize("gqa", [False, True])
-@pytest.mark.parametrize("masked", ["causal", "bool", "numbers", "not"])
-def test_attention_drops_its_own_probabilities(masked, gqa):
-    """With dropout they are computed in memory; without any they are those of the fused kernel."""
-    torch.manual_seed(0)
-    query = torch.randn(2, 4, 5, 8, dtype=torch.float64)
-    key, value = torch.randn(2, 2, 2 if gqa else 4, 5, 8, dtype=torch.float64)
-    mask = {"bool": torch.rand(5, 5) > 0.3, "numbers": torch.randn(5, 5, dtype=torch.float64)}.get(masked)
-    options = {"is_causal": masked == "causal", "scale": 0.3, "enable_gqa": gqa}
-    found = _probabilities(query, key, mask, **options) @ value.repeat_interleave(2 if gqa else 1, -3)
-    expected = nn.functional.scaled_dot_product_attention(query, key, value, mask, 0.0, **options)
-    assert torch.allclose(found, expected, rtol=0, atol=1e-14, equal_nan=True)
 
 
 def test_passes_members_and_sites_drop_others():
