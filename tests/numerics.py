@@ -20,10 +20,14 @@ class Errors:
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """‖actual − expected‖ / ‖expected‖ in float64; infinite for NaN, absolute where `expected` is zero."""
+    """‖actual − expected‖ / ‖expected‖ in float64; infinite for NaN, absolute where `expected` is zero.
+
+    It is computed on the host, as the exact result often is there and the other one on a GPU.
+    """
     assert actual.shape == expected.shape, f"{tuple(actual.shape)} is not {tuple(expected.shape)}"
-    difference = (actual.detach().double() - expected.detach().double()).norm().item()
-    scale = expected.detach().double().norm().item()
+    actual, expected = (tensor.detach().cpu().double() for tensor in (actual, expected))
+    difference = (actual - expected).norm().item()
+    scale = expected.norm().item()
     error = difference / scale if scale > 0 else difference
     return error if error == error else float("inf")
 
