@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from dialogues import CHATS, TAGGED, TEMPLATES, TOOLS, call, said, speaking
 from monograph.data.conversations import Conversation
-from monograph.data.loss_mask import DAY, Answering, Answers, Row, Unusable, _Encoder
+from monograph.data.loss_mask import DAY, Answering, Answers, Row, _Encoder
+from monograph.data.records import Unusable
 from monograph.errors import InputRefused
 from monograph.text.chat import chat_ids
 from monograph.text.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from monograph.data.records import KINDS, Fault, Record, checked, json_objects, short
+from monograph.data.records import KINDS, Fault, Record, Unusable, checked, json_objects, short
 from monograph.data.sources import LINES, SourceFile
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import UsageError
@@ -88,23 +88,26 @@ def conversation_text(record: Mapping[str, Any]) -> str | Fault:
     try:
         text = read_conversation(record).to_text()
         text.encode()
-    except _Bad as bad:
-        return bad.fault
+    except Unusable as unusable:
+        return unusable.fault
     except UnicodeEncodeError:
         return Fault("lone surrogate", "has a lone surrogate")
     return text
 
 
 def read_conversation(record: Mapping[str, Any]) -> Conversation:
-    """Return the conversation of a record; raise _Bad for a bad record.
+    """Return the conversation of a record.
 
     The messages are under "messages", or under "conversations" as {"from", "value"}, or under "prompt" and
     "completion": each of these is a text or a list of messages, and only the completion is trained on. "tools" is an
     array, or a text with an array in JSON.
+
+    Raises:
+        Unusable: the record is bad.
     """
     form = _form(record)
     if form is None:
-        raise _Bad("no conversation", f"has none of the keys {MESSAGES}, {SHARED}, {PROMPT} and {COMPLETION}")
+        raise Unusable("no conversation", f"has none of the keys {MESSAGES}, {SHARED}, {PROMPT} and {COMPLETION}")
     trained_from = 0
     if form == PROMPT:
         prompt, completion = _side(record, PROMPT, "user"), _side(record, COMPLETION, "assistant")
@@ -112,18 +115,12 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     else:
         messages = _messages(record[form], form)
     if len(messages) > MOST_MESSAGES:
-        raise _Bad("too long", f"has {len(messages):,} messages, more than {MOST_MESSAGES:,}")
+        raise Unusable("too long", f"has {len(messages):,} messages, more than {MOST_MESSAGES:,}")
     _require_order(messages, form)
     conversation = Conversation(messages, _tools(record.get(TOOLS)), trained_from)
     if not conversation.answers:
-        raise _Bad("no answer", f"{short(COMPLETION if trained_from else form)} has no message of an assistant")
+        raise Unusable("no answer", f"{short(COMPLETION if trained_from else form)} has no message of an assistant")
     return conversation
-
-
-class _Bad(Exception):
-    def __init__(self, reason: str, detail: str) -> None:
-        super().__init__(detail)
-        self.fault = Fault(reason, detail)
 
 
 def _form(record: Container[str]) -> str | None:
@@ -138,16 +135,16 @@ def _side(record: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]
 
 def _messages(value: Any, key: str) -> list[dict[str, Any]]:
     if not isinstance(value, list):
-        raise _Bad("no conversation", f"{short(key)} is {KINDS[type(value)]}, not an array of messages")
+        raise Unusable("no conversation", f"{short(key)} is {KINDS[type(value)]}, not an array of messages")
     if not value:
-        raise _Bad("empty conversation", f"{short(key)} is empty")
+        raise Unusable("empty conversation", f"{short(key)} is empty")
     return [_message(message, f"{key}[{number}]") for number, message in enumerate(value)]
 
 
 def _message(value: Any, where: str, content_key: str | None = None) -> dict[str, Any]:
     content_key = content_key or f"{where}.content"
     if not isinstance(value, dict):
-        raise _Bad("no message", f"{where} is {KINDS[type(value)]}, not an object with a role and a content")
+        raise Unusable("no message", f"{where} is {KINDS[type(value)]}, not an object with a role and a content")
     role_key, roles = "role", list(ROLES)
     if "role" not in value and "from" in value:
         role_key, roles = "from", ["human", "gpt", *ROLES]
@@ -158,20 +155,22 @@ def _message(value: Any, where: str, content_key: str | None = None) -> dict[str
     role, content = value.get("role"), value.get("content")
     if role not in ROLES:
         shown = short(role) if isinstance(role, str) else KINDS[type(role)]
-        raise _Bad("unknown role", f"{where}.{role_key} is {shown}: expected {', '.join(roles[:-1])} or {roles[-1]}")
+        raise Unusable(
+            "unknown role", f"{where}.{role_key} is {shown}: expected {', '.join(roles[:-1])} or {roles[-1]}"
+        )
     calls = value.get("tool_calls")
     if calls is not None and (role != "assistant" or not _are_calls(calls)):
         expected = "an array of objects that name a function each, of an assistant"
-        raise _Bad("tool calls", f"{where}.tool_calls: expected {expected}")
+        raise Unusable("tool calls", f"{where}.tool_calls: expected {expected}")
     if content is None and calls:
         return dict(value)
     if content is None:
-        raise _Bad("no content", f"{where} has no content")
+        raise Unusable("no content", f"{where} has no content")
     text = checked(content, content_key)
     if isinstance(text, Fault):
-        raise _Bad(text.reason, text.detail)
+        raise Unusable(*text)
     if not text.strip() and not calls and role in ("user", "assistant"):
-        raise _Bad("empty content", f"{content_key} is empty")
+        raise Unusable("empty content", f"{content_key} is empty")
     return dict(value)
 
 
@@ -188,10 +187,10 @@ def _tools(value: Any) -> list[Any] | None:
         try:
             value = parse_json(value) if value else None
         except (ValueError, RecursionError):
-            raise _Bad("tools", "'tools' is a text that is not JSON") from None
+            raise Unusable("tools", "'tools' is a text that is not JSON") from None
     if value is None or isinstance(value, list):
         return value or None
-    raise _Bad("tools", f"'tools' is {KINDS[type(value)]}, not an array")
+    raise Unusable("tools", f"'tools' is {KINDS[type(value)]}, not an array")
 
 
 # For each role, the roles that the message before may have; None stands for the beginning.
@@ -212,5 +211,5 @@ def _require_order(messages: Sequence[Mapping[str, Any]], form: str) -> None:
             where = f"message {number} of 'prompt' and 'completion'" if form == PROMPT else f"{form}[{number}]"
             place = f"follows {before}" if before else "begins"
             remedy = "" if asked else ", which called no tool"
-            raise _Bad("roles out of order", f"{where}: roles out of order, {role} {place}{remedy}")
+            raise Unusable("roles out of order", f"{where}: roles out of order, {role} {place}{remedy}")
         before = role

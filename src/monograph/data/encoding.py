@@ -19,9 +19,10 @@ import numpy as np
 
 from monograph.data.conversations import Conversation
 from monograph.data.documents import Document, Documents, place, refused
-from monograph.data.loss_mask import Answers, Row, Unusable
+from monograph.data.loss_mask import Answers, Row
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import read_text
+from monograph.data.records import Unusable
 from monograph.data.shards import ShardWriter, token_dtype
 from monograph.data.sources import SourceFile
 from monograph.errors import InputRefused

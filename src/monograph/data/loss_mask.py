@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from monograph.data.conversations import Conversation
-from monograph.data.records import Fault
+from monograph.data.records import Unusable
 from monograph.errors import InputRefused
 from monograph.text.chat import marker_for, rendered, template_of
 from monograph.text.template import AT_ONCE, Message, Unspeakable
@@ -37,14 +37,6 @@ class Row(NamedTuple):
 
     ids: list[int]
     spans: tuple[tuple[int, int], ...]
-
-
-class Unusable(Exception):
-    """The model cannot be trained on a conversation, though its template works: see `fault`."""
-
-    def __init__(self, fault: Fault) -> None:
-        super().__init__(fault.detail)
-        self.fault = fault
 
 
 class Answering(NamedTuple):
@@ -147,11 +139,9 @@ class Answers:
         what = f"messages[{answer}], an answer, with " + ("the least" if self._how.truncate else "all")
         remedy = "" if self._how.truncate else ", or cut conversations with data.too_long=truncate"
         raise Unusable(
-            Fault(
-                "too long",
-                f"{what} that has to stand before it takes {len(row.ids) - 1:,} tokens, more "
-                f"than data.sequence_length = {self._how.longest}; raise it{remedy}",
-            )
+            "too long",
+            f"{what} that has to stand before it takes {len(row.ids) - 1:,} tokens, more "
+            f"than data.sequence_length = {self._how.longest}; raise it{remedy}",
         )
 
     def _row(self, messages: Sequence[Message], tools: list[Any] | None, marker: str) -> Row:
@@ -162,7 +152,7 @@ class Answers:
                 for part, asks in ((messages[:-1], True), (messages, False))
             )
         except Unspeakable as refused:
-            raise Unusable(Fault("refused by the chat template", str(refused))) from None
+            raise Unusable("refused by the chat template", str(refused)) from None
         if not whole.startswith(prompt):
             raise InputRefused(_parting(prompt, whole, marker))
         before, all_ids = self._encoder.ids(prompt, marker), self._encoder.ids(whole, marker)

@@ -20,6 +20,14 @@ class Fault(NamedTuple):
     detail: str
 
 
+class Unusable(Exception):
+    """A record cannot be used: see `fault`."""
+
+    def __init__(self, reason: str, detail: str) -> None:
+        super().__init__(detail)
+        self.fault = Fault(reason, detail)
+
+
 Record = tuple[int, str | Fault]
 
 _TOO_LONG = Fault("too long", f"is longer than {LONGEST_BYTES >> 20} MiB")
