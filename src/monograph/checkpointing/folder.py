@@ -13,7 +13,6 @@ import os
 import re
 import stat
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -50,8 +49,8 @@ class LargeFile(Mapping[str, Tensor]):
         """
         self._file = os.dup(descriptor)
         weakref.finalize(self, os.close, self._file)
-        self._entries, self._start, self._read = {entry.name: entry for entry in entries}, start, read
-        self._blocks: OrderedDict[int, bytes] = OrderedDict()
+        self._entries, self._start = {entry.name: entry for entry in entries}, start
+        self._block = functools.lru_cache(KEPT_BLOCKS)(functools.partial(read, self._file))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -75,15 +74,6 @@ class LargeFile(Mapping[str, Tensor]):
         """Return a meta tensor with the shape and dtype of the named tensor, without reading it."""
         entry = self._entries[name]
         return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
-
-    def _block(self, index: int) -> bytes:
-        block = self._blocks.pop(index, None)
-        if block is None:
-            block = self._read(self._file, index)
-        self._blocks[index] = block
-        while len(self._blocks) > KEPT_BLOCKS:
-            self._blocks.popitem(last=False)
-        return block
 
 
 MODEL, OPTIMIZER, STATE, MANIFEST = "model.safetensors", "optimizer.safetensors", "state.json", "MANIFEST.json"
@@ -234,9 +224,8 @@ def _parse(path: Path, data: bytes) -> Manifest:
         raise CheckpointDamaged(path, f"content of sha256 {stated}", actual)
     numbers = [manifest.update, *(entry.bytes for entry in files.values())]
     kinds = [(manifest.run, str), *((entry.sha256, list) for entry in files.values())]
-    if not all(type(number) is int and number >= 0 for number in numbers) or not all(
-        isinstance(*kind) for kind in kinds
-    ):
+    natural = all(type(number) is int and number >= 0 for number in numbers)
+    if not (natural and all(isinstance(*kind) for kind in kinds)):
         raise CheckpointDamaged(path, "natural numbers, a text and lists of digests in their places", "something else")
     return manifest
 
