@@ -73,16 +73,17 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
     final = checkpoints / f"step-{checkpoint.update:08d}"
     temporary = unfinished(checkpoints, checkpoint.update)
     try:
-        _make(checkpoints)
+        checkpoints.mkdir(parents=True, exist_ok=True)
+        sync(checkpoints.parent)  # also if the folder existed: a save that was killed right here may have made it
         remove_leftovers(checkpoints)
-        _require_space(checkpoints, files)
+        if _free(checkpoints) < _length(files):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(checkpoints))
         _write(temporary, checkpoint, files, write or blocks.write_file)
         _publish(temporary, final)
     except OSError as error:
         _remove(temporary)
-        kept = (
-            "earlier checkpoints are untouched" if checkpoint.update else "nothing was trained yet, so nothing is lost"
-        )
+        sound = "earlier checkpoints are untouched"
+        kept = sound if checkpoint.update else "nothing was trained yet, so nothing is lost"
         raise DiskFull(
             f"{error.filename or checkpoints}: cannot save the checkpoint of update {checkpoint.update}:"
             f" {error.strerror} ({_needed(checkpoints, files)}); {kept}: make room there or mend it, then resume"
@@ -113,7 +114,7 @@ def newest(
         NoValidCheckpoint: no checkpoint is valid; the message names each candidate with its fault.
         Unreadable: a checkpoint could not be read. It may be sound, and resuming from an older one would remove it.
     """
-    candidates = _found(checkpoints)
+    candidates = _candidates(checkpoints)
     refused: list[str] = []
     for update, folder in candidates:
         if at not in (None, update) or (until is not None and update > until):
@@ -145,11 +146,6 @@ def remove_leftovers(checkpoints: Path) -> None:
         _remove(path)
 
 
-def _make(checkpoints: Path) -> None:
-    checkpoints.mkdir(parents=True, exist_ok=True)
-    sync(checkpoints.parent)  # also if the folder existed, which may be the work of a save that was killed right here
-
-
 def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded, write: Write) -> None:
     temporary.mkdir()
     entries = {name: FileEntry(length, write(temporary / name, pieces)) for name, (length, pieces) in files.items()}
@@ -174,26 +170,25 @@ def _prune(saved: Path, head: int, keep: int) -> None:
     """
     remove_leftovers(saved.parent)
     kept = {head}
-    for update, folder in _found(saved.parent):
+    for update, folder in _candidates(saved.parent):
         if folder == saved:
             continue
         if update < head and update not in kept and len(kept) < keep:
             try:
                 read_manifest(folder)
+                kept.add(update)
+                continue
             except Unreadable:
                 continue
             except CheckpointDamaged:
                 pass
-            else:
-                kept.add(update)
-                continue
         # Rename the folder first to a name that is never loaded, so that a half-removed one is not a candidate.
         doomed = folder.with_name(TEMPORARY + folder.name)
         folder.rename(doomed)
         _remove(doomed)
 
 
-def _found(checkpoints: Path) -> list[tuple[int, Path]]:
+def _candidates(checkpoints: Path) -> list[tuple[int, Path]]:
     """Return (update, folder) of all candidates, newest first; the current folder precedes a replaced one."""
     named = [(FOLDER_NAME.fullmatch(path.name), path) for path in entries(checkpoints)]
     return sorted(
@@ -206,11 +201,6 @@ def _remove(folder: Path) -> None:
     # A temporary folder that cannot be removed now is harmless: it is never loaded, and the next save tries again.
     with suppress(OSError):
         shutil.rmtree(folder)
-
-
-def _require_space(checkpoints: Path, files: Encoded) -> None:
-    if _free(checkpoints) < _length(files):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(checkpoints))
 
 
 def _length(files: Encoded) -> int:
