@@ -89,18 +89,10 @@ class Tokenizer:
         self._spaced = np.array([piece[:1] == b" " for piece in checked.pieces])
         self._lacking, self._marks = checked.lacking, checked.marks
         model = self._json["model"]
-        decisive = [
-            model["merges"],
-            model["ignore_merges"],
-            [self._json[key] for key in ("added_tokens", "normalizer", "pre_tokenizer")],
-        ]
-        identity = [
-            sorted(model["vocab"].items(), key=lambda item: item[1]),
-            decisive,
-            self.bos_id,
-            self.eos_id,
-            self.pad_id,
-        ]
+        steps = [self._json[key] for key in ("added_tokens", "normalizer", "pre_tokenizer")]
+        vocab = sorted(model["vocab"].items(), key=lambda item: item[1])
+        decisive = [model["merges"], model["ignore_merges"], steps]
+        identity = [vocab, decisive, self.bos_id, self.eos_id, self.pad_id]
         if checked.marks:
             identity.append([self._json["decoder"], model["byte_fallback"], model["unk_token"], model["fuse_unk"]])
         self.hash = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
@@ -388,12 +380,8 @@ def parse(asked: str | Path | Tokenizer) -> Tokenizer | int:
         raise UsageError(f"data.tokenizer = {asked!r}: expected bpe:N, bytes, a tokenizer.json or a Tokenizer")
     if isinstance(asked, str) and asked.startswith("bpe:"):
         digits = asked.removeprefix("bpe:").replace("_", "")
-        if (
-            digits.isascii()
-            and digits.isdigit()
-            and len(digits) < 9
-            and SMALLEST_VOCABULARY <= int(digits) <= tokenizer_file.MAX_VOCABULARY
-        ):
+        sized = re.fullmatch("[0-9]{1,8}", digits)
+        if sized and SMALLEST_VOCABULARY <= int(digits) <= tokenizer_file.MAX_VOCABULARY:
             return int(digits)
         bounds = f"{SMALLEST_VOCABULARY} to {tokenizer_file.MAX_VOCABULARY}"
         raise UsageError(f"data.tokenizer = {asked!r}: bpe:N needs a whole number from {bounds}, such as bpe:4096")
