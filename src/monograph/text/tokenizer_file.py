@@ -274,23 +274,21 @@ class Checked:
         steps = _steps(part, "pretokenizers")
         if self.marks:
             known = [step if _is_digits(step) else sentence_pieces.pre_tokenizer(step) for step in steps]
-            if None in known:
-                step = steps[known.index(None)]
-                raise self._refuse(
-                    f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones, which take linear time"
-                )
-            return {"type": "Sequence", "pretokenizers": known} if known else None
-        if not steps or _kind(steps[-1]) != "ByteLevel":
+        elif not steps or _kind(steps[-1]) != "ByteLevel":
             raise self._refuse(
                 "pre_tokenizer does not end in ByteLevel, the one order known, nor are spaces written as ▁"
             )
-        for number, step in enumerate(steps, 1 - len(steps)):
-            whole = _is_digits(step) or _is_known_split(step) or (_is_byte_level(step) and number == 0)
-            if not whole:
-                raise self._refuse(
-                    f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones, which take linear time"
-                )
-        return part
+        else:
+            known = [step if _is_digits(step) or _is_known_split(step) else None for step in steps[:-1]]
+            known += [steps[-1] if _is_byte_level(steps[-1]) else None]
+        if None in known:
+            step = steps[known.index(None)]
+            raise self._refuse(
+                f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones, which take linear time"
+            )
+        if not self.marks:
+            return part
+        return {"type": "Sequence", "pretokenizers": known} if known else None
 
     def _post_processor(self, part: Any) -> Any:
         for step in _steps(part, "processors"):
