@@ -13,6 +13,7 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -180,10 +181,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     process.wait()
     for pipe in (process.stdin, process.stdout):
         if pipe:
-            try:
+            with suppress(BrokenPipeError):  # the process ended before it read everything
                 pipe.close()
-            except BrokenPipeError:  # the process ended before it read everything
-                pass
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
