@@ -11,6 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import TypeVar
 
 import numpy as np
@@ -92,10 +93,11 @@ def split(files: Sequence[SourceFile], bucket_bytes: NDArray[np.int64], fraction
     order = sorted(alone or groups, key=lambda group: fingerprint(group.encode()))
     held, enough = _taken(order, sizes, budget)
     cuts, notes = [file.size for file in files], []
-    for index in [index for group in held if enough for index in groups[group]]:
-        cuts[index] = 0
-    if not enough:
-        largest = groups[max(order, key=lambda group: sizes[group])]
+    if enough:
+        for index in chain.from_iterable(groups[group] for group in held):
+            cuts[index] = 0
+    else:
+        largest = groups[max(order, key=sizes.__getitem__)]
         for index in largest:
             file, tail = files[index], budget // len(largest)
             cuts[index] = cut_position(file.path, max(1, file.size - tail), file.size)
@@ -112,7 +114,7 @@ def _held_buckets(bucket_bytes: NDArray[np.int64], fraction: float) -> tuple[NDA
     total, notes = sum(sizes.values()), tuple[str, ...]()
     held, enough = _taken(order, sizes, math.floor(fraction * total))
     if not enough and len(order) > 1:
-        held = held or {min(order, key=lambda bucket: sizes[bucket])}
+        held = held or {min(order, key=sizes.__getitem__)}
         share = sum(sizes[bucket] for bucket in held) / total
         notes = (f"held out: {share:.1%} of the records' text, not {fraction:.1%} (too few records)",)
     buckets = np.zeros(BUCKETS, dtype=np.bool_)
