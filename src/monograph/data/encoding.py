@@ -85,9 +85,10 @@ def train_tokenizer(
     Returns:
         The tokenizer, and notes for the user if it is not as requested.
     """
-    fed_bytes, stop = [0], threading.Event()
+    fed_bytes, stop = 0, threading.Event()
 
     def fed() -> Iterator[str]:
+        nonlocal fed_bytes
         sample = documents.sample(TOKENIZER_SAMPLE_BYTES)
         stretches = iter(lambda: list(islice(sample, _FED_PARTS)), [])
         with closing(ahead(stretches, _READ_AHEAD)) as ready:
@@ -95,7 +96,7 @@ def train_tokenizer(
                 if stop.is_set():
                     raise CancelledError  # at a mere end of the parts, the library would go on to merge, for seconds
                 yield text
-                fed_bytes[0] += len(text.encode())
+                fed_bytes += len(text.encode())
 
     meter = Meter(progress, "tokenizer", min(documents.train_bytes, TOKENIZER_SAMPLE_BYTES))
     # The library returns only at the end, so it runs in a thread, and this thread reports progress.
@@ -104,7 +105,7 @@ def train_tokenizer(
         try:
             while not training.done():
                 wait([training], timeout=0.2)
-                meter.add(min(fed_bytes[0], meter.total or 0) - meter.done)
+                meter.add(min(fed_bytes, meter.total or 0) - meter.done)
         finally:
             stop.set()
     tokenizer, notes = training.result(), []
@@ -147,10 +148,9 @@ class SideWriter:
 
     def add(self, document: Document, ids: list[int]) -> None:
         """Add the ids of the next part of a document."""
-        tokens, starts, records = self._pending
+        tokens, _, records = self._pending
         if document is not self._document:
-            tokens.extend([] if self._document is None else [self._eos])
-            starts.append(self.tokens.count + len(tokens))
+            self._end_document()
             records.append(document.record)
             tokens.append(self._bos)
             self._document = document
@@ -181,10 +181,15 @@ class SideWriter:
 
     def end(self) -> None:
         """Complete the last document."""
-        tokens, starts, _ = self._pending
-        tokens.extend([] if self._document is None else [self._eos])
-        starts.append(self.tokens.count + len(tokens))
+        self._end_document()
         self.write()
+
+    def _end_document(self) -> None:
+        """Write the end token of the document before, if there is one, and the start of what follows."""
+        tokens, starts, _ = self._pending
+        if self._document is not None:
+            tokens.append(self._eos)
+        starts.append(self.tokens.count + len(tokens))
 
 
 def encode_documents(
@@ -233,10 +238,10 @@ def encode_conversations(
         sides = {side: SideWriter(folder / side, tokenizer, len(files), stack, conversations=True) for side in SIDES}
         for document in documents:
             where = place(files[document.file], document.record)
-            said = Conversation.of_text("".join(part for part, _ in document.parts))
+            conversation = Conversation.of_text("".join(part for part, _ in document.parts))
             known = answers.counts["untagged"]
             try:
-                rows = answers.rows(said)
+                rows = answers.rows(conversation)
             except Unusable as unusable:
                 if not reading.skip_bad:
                     raise refused(f"{where}: {unusable}") from None
@@ -258,13 +263,11 @@ def encode_conversations(
 def _encoded(tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[SourceFile]) -> list[list[int]]:
     """Return the ids of each part."""
     inside = [part.inside and tokenizer.space_first for part in parts]
+    ids: dict[bool, Iterator[list[int]]] = {}
     try:
-        ids = {
-            kind: iter(
-                tokenizer.encode_batch([p.text for p, its in zip(parts, inside, strict=True) if its == kind], kind)
-            )
-            for kind in {*inside}
-        }
+        for kind in {*inside}:
+            texts = [part.text for part, its_kind in zip(parts, inside, strict=True) if its_kind == kind]
+            ids[kind] = iter(tokenizer.encode_batch(texts, kind))
     except InputRefused as error:
         lost = next((part.document for part in parts if tokenizer.loss(part.text, part.inside)), None)
         if lost is None:
