@@ -37,8 +37,8 @@ class Conversation(NamedTuple):
     @property
     def answers(self) -> list[int]:
         """Return the indices of the messages that can be trained on."""
-        said = range(self.trained_from, len(self.messages))
-        return [number for number in said if self.messages[number]["role"] == "assistant"]
+        numbers = range(self.trained_from, len(self.messages))
+        return [number for number in numbers if self.messages[number]["role"] == "assistant"]
 
     def to_text(self) -> str:
         """Return the conversation as JSON, which `of_text` reads; equal conversations have equal texts."""
@@ -149,8 +149,8 @@ def _message(value: Any, where: str, content_key: str | None = None) -> dict[str
     if "role" not in value and "from" in value:
         role_key, roles = "from", ["human", "gpt", *ROLES]
         rest = {key: part for key, part in value.items() if key not in ("from", "value")}
-        said = value["from"]
-        role = _SHARED_ROLES.get(said, said) if isinstance(said, str) else said
+        role = value["from"]
+        role = _SHARED_ROLES.get(role, role) if isinstance(role, str) else role
         value = {"role": role, "content": value.get("value"), **rest}
     role, content = value.get("role"), value.get("content")
     if role not in ROLES:

@@ -117,22 +117,24 @@ class Answers:
             lines.append(f"the template's own generation tags differ in {share}; the first: {self.untagged}")
         return tuple(lines)
 
-    def _expect(self, said: Conversation, answers: Sequence[int], begin: int) -> None:
+    def _expect(self, conversation: Conversation, answers: Sequence[int], begin: int) -> None:
         """Render the chats of these answers, each without and with the answer, in advance and together.
 
         This assumes that no further turns are left out; other renderings are made singly when they are needed.
         """
-        kept = said.messages[: _lead(said.messages)]
+        messages = conversation.messages
+        kept = messages[: _lead(messages)]
         ends = ((answer + whole, not whole) for answer in answers for whole in (False, True))
-        chats = (([*kept, *said.messages[begin:end]], asks) for end, asks in ends)
-        self._template.expect(chats, **_variables(said.tools))
+        chats = (([*kept, *messages[begin:end]], prompt) for end, prompt in ends)
+        self._template.expect(chats, **_variables(conversation.tools))
 
-    def _fitting(self, said: Conversation, answer: int, begin: int, marker: str) -> tuple[Row, int]:
+    def _fitting(self, conversation: Conversation, answer: int, begin: int, marker: str) -> tuple[Row, int]:
         """Return the row of one answer, with as many turns before it as fit, and the index of the first of them."""
-        lead = _lead(said.messages)
-        questions = [number for number in range(begin + 1, answer) if said.messages[number]["role"] == "user"]
+        messages = conversation.messages
+        lead = _lead(messages)
+        questions = [number for number in range(begin + 1, answer) if messages[number]["role"] == "user"]
         for first in [begin, *(questions if self._how.truncate else [])]:
-            row = self._row([*said.messages[:lead], *said.messages[first : answer + 1]], said.tools, marker)
+            row = self._row([*messages[:lead], *messages[first : answer + 1]], conversation.tools, marker)
             if len(row.ids) - 1 <= self._how.longest:
                 self.counts.update(answers=1, truncated=int(first > lead))
                 return row, first

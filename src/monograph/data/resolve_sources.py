@@ -33,8 +33,8 @@ SHARED_LINES = 0.03
 def near_duplicates(groups: Mapping[str, Iterable[Path]]) -> set[str]:
     """Return the groups that share more than SHARED_LINES of their distinct long lines with other groups."""
     lines = {name: {line for path in paths for line in _long_lines(path)} for name, paths in groups.items()}
-    found_in = Counter(line for own in lines.values() for line in own)
-    return {name for name, own in lines.items() if sum(found_in[line] > 1 for line in own) > SHARED_LINES * len(own)}
+    groups_with = Counter(line for own in lines.values() for line in own)
+    return {name for name, own in lines.items() if sum(groups_with[line] > 1 for line in own) > SHARED_LINES * len(own)}
 
 
 def _long_lines(path: Path) -> Iterable[bytes]:

@@ -132,9 +132,8 @@ def open_shard(path: Path, tokenizer_hash: str, expected_seal: str, meter: Meter
                     meter.add(len(block))
         if frame.count == 0:  # nothing to map
             return np.empty(0, _DTYPES[frame.itemsize])
-        shape = (frame.count,)
         with readable(path):
-            return np.asarray(np.memmap(path, _DTYPES[frame.itemsize], mode="r", offset=_HEADER_BYTES, shape=shape))
+            return np.asarray(np.memmap(path, _DTYPES[frame.itemsize], "r", _HEADER_BYTES, (frame.count,)))
     except OSError as error:
         raise InputRefused(f"{path}: cannot be read ({error.strerror})") from None
 

@@ -219,16 +219,17 @@ def _build(folder: Path, request: Request, progress: Progress | None) -> tuple[s
 
 
 def _write(building: Path, request: Request, progress: Progress | None) -> tuple[str, ...]:
+    """Write all files of a corpus; return the notes that are shown only now, unlike those in the manifest."""
     files, reading, notes = request.text.files, request.reading, tuple[str, ...]()
     documents = Documents(files, reading, request.held_out, progress)
     tokenizer = request.tokenizer
     if not isinstance(tokenizer, Tokenizer):
         tokenizer, notes = encoding.train_tokenizer(documents, tokenizer, progress)
     meter = Meter(progress, "bytes tokenised", documents.text_bytes)
-    skipped, said = documents.survey.skipped, (*documents.notes, *tokenizer.notes)
+    skipped, stored_notes = documents.survey.skipped, (*documents.notes, *tokenizer.notes)
     if reading.answering:
         sides, unusable, more = encoding.encode_conversations(documents, files, tokenizer, building, meter)
-        skipped, said = dict(Counter(skipped) + Counter(unusable)), (*said, *more)
+        skipped, stored_notes = dict(Counter(skipped) + Counter(unusable)), (*stored_notes, *more)
     else:
         sides = encoding.encode_documents(documents, files, tokenizer, building, meter)
     meter.finish()
@@ -259,7 +260,7 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
             for name, side in sides.items()
         },
         "skipped": skipped,
-        "notes": said,
+        "notes": stored_notes,
         "files": {
             "tokenizer.json": hashlib.sha256(text.encode()).hexdigest(),
             **{path.name: seal(path) for side in encoding.SIDES for path in _shards(building, side, reading)},

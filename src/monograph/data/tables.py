@@ -154,18 +154,18 @@ def _arrow_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
 
 def _arrow_parts(pa: Any, path: Path, keys: Sequence[str]) -> Iterator[Any]:
     with _arrow_reader(pa, path) as reader:
-        seen, said = 0, getattr(reader, "num_record_batches", None)
+        seen, stated = 0, getattr(reader, "num_record_batches", None)  # a stream states none
         with open_input(path) as file, pa.OSFile(str(path)) as again:
-            # The footer of a file may point anywhere. So the file is checked and read as a stream, without its footer.
-            again.seek(0 if said is None else len(_MAGIC))
+            # A footer may point anywhere, so a file is checked and read as a stream, without its footer.
+            again.seek(0 if stated is None else len(_MAGIC))
             for _ in unpacked(path, _claims(path, file, again.tell())):
                 pass
             for batch in pa.ipc.open_stream(again):
                 batch.validate()
                 seen += 1
                 yield batch
-        if said not in (None, seen):
-            raise Damaged(path, f"has {seen:,} batches, not the {said:,} that it says")
+        if stated not in (None, seen):
+            raise Damaged(path, f"has {seen:,} batches, not the {stated:,} that it says")
 
 
 def _claims(path: Path, file: BinaryIO, begin: int) -> Iterator[tuple[int, None]]:
@@ -296,7 +296,6 @@ def hub_tables(name: str) -> list[Path]:
         loaded = load_dataset(f"{owner}/{dataset}", configuration or None, split="train")
         return [Path(file["filename"]) for file in loaded.cache_files]
     except Exception as error:  # the library and the network may raise anything
-        said = " ".join(str(error).split())[:160] or type(error).__name__
-        raise InputRefused(
-            f"{name}: cannot be fetched: {said}; or save it to a folder elsewhere, and give that"
-        ) from None
+        reason = " ".join(str(error).split())[:160] or type(error).__name__
+        remedy = "or save it to a folder elsewhere, and give that"
+        raise InputRefused(f"{name}: cannot be fetched: {reason}; {remedy}") from None

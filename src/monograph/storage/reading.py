@@ -48,8 +48,8 @@ def unreadable(path: str | os.PathLike[str], error: BaseException) -> InputRefus
     It is InputRefused if nothing is there, or something other than a file; else Unreadable.
     """
     number, named = error_number(error) or 0, getattr(error, "filename", None)
-    said = getattr(error, "strerror", None) or (os.strerror(number) if number else error)
-    why = f"{named if isinstance(named, str) else path}: cannot be read: {said}"
+    reason = getattr(error, "strerror", None) or (os.strerror(number) if number else error)
+    why = f"{named if isinstance(named, str) else path}: cannot be read: {reason}"
     if number in _CERTAIN:
         return InputRefused(f"{why}; name one that is there, or leave it out")
     return Unreadable(f"{why}; {_REMEDIES.get(number, 'run again when it can be')}", number)

@@ -36,8 +36,8 @@ def fault(content: str) -> str | None:
         _harmless.add(digest)
         return None
     lines = done.stderr.decode("utf-8", "replace").strip().splitlines()
-    said = [line for line in lines if not line.startswith("note: ")]
-    return said[-1][:200] if said else f"it ends its process (signal {-done.returncode})"
+    messages = [line for line in lines if not line.startswith("note: ")]
+    return messages[-1][:200] if messages else f"it ends its process (signal {-done.returncode})"
 
 
 def loss(content: str) -> tuple[str, str] | None:
