@@ -74,9 +74,8 @@ def marks(
     vocab, merges = model.get("vocab"), model.get("merges")
     if not isinstance(vocab, dict) or MARK not in vocab:
         raise ValueError(f"model.vocab has no {MARK!r} for a single space: 'a  b' would not come back")
-    pairs = (
-        [merge.split(" ") if isinstance(merge, str) else merge for merge in merges] if isinstance(merges, list) else []
-    )
+    merges = merges if isinstance(merges, list) else []
+    pairs = [merge.split(" ") if isinstance(merge, str) else merge for merge in merges]
     joined = ["".join(map(str, pair)) for pair in pairs if isinstance(pair, list)]
     if marks_of.byte_tokens and (model.get("ignore_merges") or any(map(_BYTE.fullmatch, [*joined, *added]))):
         raise ValueError(r"reads the letters of a byte's token as the byte: '<0x0A>' would come back as '\n'")

@@ -145,9 +145,9 @@ class Checked:
                 "unk_token": unknown if isinstance(unknown, str) and unknown in vocab else None,
                 "continuing_subword_prefix": None,
                 "end_of_word_suffix": None,
-                "fuse_unk": bool(model.get("fuse_unk", False)),
-                "byte_fallback": bool(model.get("byte_fallback", False)),
-                "ignore_merges": bool(model.get("ignore_merges", False)),
+                "fuse_unk": bool(model.get("fuse_unk")),
+                "byte_fallback": bool(model.get("byte_fallback")),
+                "ignore_merges": bool(model.get("ignore_merges")),
                 "vocab": vocab,
                 "merges": self._merges(model.get("merges", []), vocab),
             },
@@ -176,7 +176,7 @@ class Checked:
 
     def _vocab(self, model: dict[str, Any]) -> dict[str, int]:
         vocab = self._section(model, "vocab")
-        if not all(_is_id(index) for index in vocab.values()):
+        if not all(map(_is_id, vocab.values())):
             raise self._refuse(f"model.vocab has an id that is not a whole number from 0 to {MAX_VOCABULARY - 1}")
         return vocab
 
@@ -194,9 +194,7 @@ class Checked:
                 raise self._refuse(
                     f"added token {content[:60]!r} has id {token['id']}, but model.vocab says {vocab[content]}"
                 )
-            flags = {
-                key: bool(token.get(key, False)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")
-            }
+            flags = {key: bool(token.get(key)) for key in ("single_word", "lstrip", "rstrip", "normalized", "special")}
             # A token that matches adjacent spaces would lose them in text. Marked as special, it is only recognised in
             # rendered chats.
             flags["special"] |= flags["lstrip"] or flags["rstrip"]
@@ -240,10 +238,9 @@ class Checked:
         self, content: dict[str, Any], normal: list[Any], steps: list[Any], added: list[dict[str, Any]]
     ) -> sentence_pieces.Marks:
         text = [token["content"] for token in added if not token["special"]]
+        decoder = _steps(content.get("decoder"), "decoders")
         try:
-            return sentence_pieces.marks(
-                normal, steps, _steps(content.get("decoder"), "decoders"), content["model"], text
-            )
+            return sentence_pieces.marks(normal, steps, decoder, content["model"], text)
         except ValueError as error:
             raise self._refuse(str(error)) from None
 
@@ -253,8 +250,8 @@ class Checked:
         pairs = []
         for number, merge in enumerate(merges):
             pair = merge.split(" ") if isinstance(merge, str) else merge
-            whole = isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
-            if not whole or not {pair[0], pair[1], pair[0] + pair[1]} <= vocab.keys():
+            is_pair = isinstance(pair, list) and len(pair) == 2 and all(isinstance(part, str) for part in pair)
+            if not is_pair or not {*pair, "".join(pair)} <= vocab.keys():
                 raise self._refuse(
                     f"model.merges[{number}] = {str(merge)[:60]!r} does not join two vocabulary entries into a third"
                 )
@@ -292,14 +289,15 @@ class Checked:
 
     def _post_processor(self, part: Any) -> Any:
         for step in _steps(part, "processors"):
-            known = _kind(step) == "ByteLevel" or (
-                self._is_small_template(step)
-                if _kind(step) == "TemplateProcessing"
-                else _kind(step) in _ENDS and all(self._is_special(step.get(key)) for key in ("sep", "cls"))
+            kind = _kind(step)
+            known = (
+                kind == "ByteLevel"
+                or (kind == "TemplateProcessing" and self._is_small_template(step))
+                or (kind in _ENDS and all(self._is_special(step.get(key)) for key in ("sep", "cls")))
             )
             if not known:
                 raise self._refuse(
-                    f"post_processor {_kind(step)} is not supported (only ByteLevel, TemplateProcessing, "
+                    f"post_processor {kind} is not supported (only ByteLevel, TemplateProcessing, "
                     f"{' and '.join(_ENDS)} of special tokens are)"
                 )
         return part
