@@ -303,7 +303,7 @@ def _opened(path: Path, expected_bytes: int | None = None) -> Iterator[int]:
 
 
 def _require(path: Path, expected: list[str], actual: list[str]) -> None:
-    for index, (want, have) in enumerate(zip_longest(expected, actual)):
+    for number, (want, have) in enumerate(zip_longest(expected, actual), 1):
         if want != have:
-            where = f" in block {index + 1} of {len(expected)}" if len(expected) > 1 else ""
+            where = f" in block {number} of {len(expected)}" if len(expected) > 1 else ""
             raise CheckpointDamaged(path, f"sha256 {want}{where}", f"sha256 {have}")

@@ -272,7 +272,7 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
 
 
 def _shards(folder: Path, side: str, reading: Reading) -> list[Path]:
-    suffixes = ("tokens", "starts", "records", *(["answers"] if reading.answering else []))
+    suffixes = ["tokens", "starts", "records"] + (["answers"] if reading.answering else [])
     return [folder / f"{side}.{suffix}" for suffix in suffixes]
 
 
