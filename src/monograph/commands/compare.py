@@ -168,10 +168,10 @@ def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) 
     answers: list[dict[Hashable, list[Answer]]] = []
     accuracies = []
     for side in sides:
-        both = [answered(subject, questions, chat, report, warn) for subject in side.subjects]
+        per_seed = [answered(subject, questions, chat, report, warn) for subject in side.subjects]
         names = [knobs["seed"] for knobs in side.knobs] or [0]
-        answers.append({name: given for name, (given, _) in zip(names, both, strict=True)})
-        accuracies.append(both[0][1])
+        answers.append({name: given for name, (given, _) in zip(names, per_seed, strict=True)})
+        accuracies.append(per_seed[0][1])
     comparisons = [compare_answers(answers[0], others) for others in answers[1:]]
     scores = [statistics.fmean(answer.acc for given in side.values() for answer in given) for side in answers]
     return _Result(scores, comparisons, accuracies=tuple(accuracies))

@@ -61,8 +61,8 @@ def _text(subject: EvaluatedModel, data: list[str], report: Report) -> tuple[Eva
 def _questions(subject: EvaluatedModel, data: list[str], chat: bool, report: Report) -> tuple[Accuracy, str]:
     result = answered(subject, read_questions(data), chat, report, warn)[1]
     shares = [f"{name} {_share(result, name)}" for name in ("acc", "acc_norm", "acc_bytes")]
-    of = f"{counted(result.questions, 'question')} of {data[0]}{f' and {len(data) - 1} more' if data[1:] else ''}"
-    return result, f"{', '.join(shares)}; guessing {result.chance:.4f}; {of}"
+    source = f"{counted(result.questions, 'question')} of {data[0]}{f' and {len(data) - 1} more' if data[1:] else ''}"
+    return result, f"{', '.join(shares)}; guessing {result.chance:.4f}; {source}"
 
 
 def _share(result: Accuracy, name: str) -> str:

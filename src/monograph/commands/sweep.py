@@ -50,7 +50,7 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
         if not world.agreed(state.all_over(state.members)):
             _train(state, progress)
             world.gather()
-        code = _told(state, verify, progress, json) if world.leads else 0
+        code = _finish(state, verify, progress, json) if world.leads else 0
         world.agreed(None)
         world.leave()
     return code
@@ -73,7 +73,7 @@ def _sweep_of(
     return sweep
 
 
-def _told(state: SweepProgress, verify: int | None, progress: Progress, json: bool) -> int:
+def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: bool) -> int:
     """Compare the members, print the result and return the exit code."""
     state.outcomes = state.read()
     result = state.finish()
@@ -114,9 +114,9 @@ def _round(
 ) -> None:
     """Train the members of a batch together, from where they stand to their end."""
     engine, plan = batch.engine, batch.sessions[0].plan
-    stood = any(session.run.metrics_offset for session in batch.sessions)
+    had_metrics = any(session.run.metrics_offset for session in batch.sessions)
     if not go_on(batch, state.ended(batch.members), progress):
-        if stood:
+        if had_metrics:
             progress.line("warning", "no update of which every member has a sound checkpoint: they begin anew")
         batch.save()
     logs = MetricsLogs([session.run for session in batch.sessions], EVERY)

@@ -84,8 +84,8 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
 
 
 def _warn_of_text(run: Run, settings: Settings, progress: Progress) -> None:
-    if told := strange_text(run, settings):
-        progress.line("warning", told)
+    if warning := strange_text(run, settings):
+        progress.line("warning", warning)
 
 
 def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> Session:

@@ -153,13 +153,13 @@ def require_base_of(adapter: Adapter, base_sha256: str) -> None:
         )
 
 
-def require_base(found: str | None, wanted: str | None, init: str | None, folder: Path) -> None:
+def require_base(actual: str | None, expected: str | None, init: str | None, folder: Path) -> None:
     """Refuse a base whose digest differs from that of the base that a run's adapters were trained on.
 
     Raises:
         InputRefused: the base differs.
     """
-    if found != wanted:
+    if actual != expected:
         raise InputRefused(
             f"{init}: its weights are not those that the adapters of {folder} were trained on: put them back, or "
             "start a new run"

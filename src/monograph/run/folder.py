@@ -267,9 +267,9 @@ class Run:
             )
         if exists(self.metrics):
             self._parsed(self._metrics()[:offset])
-            found = self.metrics_digest(offset)
-            if sha256 not in (None, found):
-                raise InputRefused(f"{self.metrics}: expected rows of sha256 {sha256}, found {found}; {instead}")
+            digest = self.metrics_digest(offset)
+            if sha256 not in (None, digest):
+                raise InputRefused(f"{self.metrics}: expected rows of sha256 {sha256}, found {digest}; {instead}")
 
 
 @contextmanager

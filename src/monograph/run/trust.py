@@ -103,8 +103,8 @@ def require_trusted(config: Path, inits: Collection[str | None], sha256: object 
     code = _code(inits)
     if not code or _by_word or is_ours(config, inits):
         return
-    init, path, found = code[0]
-    if sha256 not in (None, found):
+    init, path, digest = code[0]
+    if sha256 not in (None, digest):
         raise InputRefused(
             f"{code_file(init)}: not the file that {config.parent} was trained with: put it back, or read it, and then "
             f"add {OPTION}"
@@ -149,8 +149,8 @@ def _kept_secret(path: Path, create: bool) -> bytes:
                     os.link(file.name, path)
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
         with readable(path), open(os.open(path, flags), "rb") as file:
-            its, secret = os.fstat(file.fileno()), file.read(_SECRET_BYTES + 1)
-        if (its.st_uid, its.st_mode & 0o077, len(secret)) == (os.geteuid(), 0, _SECRET_BYTES):
+            entry, secret = os.fstat(file.fileno()), file.read(_SECRET_BYTES + 1)
+        if (entry.st_uid, entry.st_mode & 0o077, len(secret)) == (os.geteuid(), 0, _SECRET_BYTES):
             return secret
     return _of_this_process()
 

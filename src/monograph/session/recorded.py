@@ -53,8 +53,8 @@ def run_settings(
     except UsageError as error:
         if expected is None:
             raise
-        there = hashlib.sha256(text).hexdigest() if (text := contents(run.config)) is not None else "nothing"
-        raise _changed(run, expected, f"{there} ({error})") from None
+        digest = hashlib.sha256(text).hexdigest() if (text := contents(run.config)) is not None else "nothing"
+        raise _changed(run, expected, f"{digest} ({error})") from None
     if expected is not None and not settings.has_fingerprint(expected):
         raise _changed(run, expected, settings.fingerprint)
     if runs_code:
@@ -76,8 +76,8 @@ def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
     toml = resolved(toml)
     run = Run(toml.parent)
     if toml == run.config and (is_file(run.lock_file) or is_folder(run.checkpoints)):
-        if told := strange_text(run, run_settings(run, runs_code=runs_code)):
-            print("warning:", told, file=sys.stderr)
+        if warning := strange_text(run, run_settings(run, runs_code=runs_code)):
+            print("warning:", warning, file=sys.stderr)
     elif runs_code and (carries_mark(toml) or any(is_file(parent / "run.lock") for parent in toml.parents)):
         require_trusted(toml, [load(toml, {}, {}).model.init])
 
@@ -120,10 +120,10 @@ def strange_text(run: Run, settings: Settings) -> str:
     """Return a warning if another user's run names text outside of its own folder; otherwise an empty string."""
     source, home = settings.data.source, without_links(run.folder)
     places = [weighted(item)[0] for item in ([source] if isinstance(source, str) else source)]
-    beyond = [item for item in places if item != "stdlib" and _leads_out(Path(os.path.expanduser(item)), home)]
-    if not beyond or is_ours(run.config, [settings.model.init]):
+    outside = [item for item in places if item != "stdlib" and _leads_out(Path(os.path.expanduser(item)), home)]
+    if not outside or is_ours(run.config, [settings.model.init]):
         return ""
-    return f"{run.folder} was not begun here, and names text outside of it, which is read: {', '.join(beyond)}"
+    return f"{run.folder} was not begun here, and names text outside of it, which is read: {', '.join(outside)}"
 
 
 def _leads_out(place: Path, home: Path) -> bool:

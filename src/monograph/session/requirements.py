@@ -97,8 +97,8 @@ def require_with_ranks(settings: Settings) -> None:
             ),
             "lora.rank": (settings.lora.rank is not None, "it shards weights that are trained: take ddp"),
         }
-    if odd := [(what, instead) for what, (is_so, instead) in excluded.items() if is_so]:
-        raise UsageError(f"train.parallel = {train.parallel} does not go with {odd[0][0]}: {odd[0][1]}")
+    if conflicts := [(what, instead) for what, (is_so, instead) in excluded.items() if is_so]:
+        raise UsageError(f"train.parallel = {train.parallel} does not go with {conflicts[0][0]}: {conflicts[0][1]}")
 
 
 def require_with_lora(settings: Settings) -> None:

@@ -156,19 +156,19 @@ def build_run(
         sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.sequence_length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
     new = new_tokens_of(settings, text.tokenizer)
-    if before := shape_in(recipe.init) if recipe.init else recipe.shape():
-        tokens = new.trained(before.vocab_size) if new else ()
-        plan = resolve(plan, machine, Shape(with_rows(before, new), tokens, ranks, like))
+    if known_shape := shape_in(recipe.init) if recipe.init else recipe.shape():
+        tokens = new.trained(known_shape.vocab_size) if new else ()
+        plan = resolve(plan, machine, Shape(with_rows(known_shape, new), tokens, ranks, like))
     model, loss = build(recipe)
-    known = model.config.vocab_size if isinstance(model, Llama) else 0
-    tokens, notes = new.trained(known) if new else (), token_notes(settings, new, known)
+    rows = model.config.vocab_size if isinstance(model, Llama) else 0
+    tokens, notes = new.trained(rows) if new else (), token_notes(settings, new, rows)
     if lora := lora_of(settings, tokens):
         recipe = recipe._replace(lora=recorded(lora), base_sha256=digest(model))
     if new and new.vocabulary and isinstance(model, Llama):
         recipe = recipe._replace(vocabulary=extended(model, new.vocabulary, str(recipe.init)))
     if config := _shape(model):
         _require_fit(config, text, plan.sequence_length)
-    plan = replace(plan if before else resolve(plan, machine, Shape(config, tokens, ranks, like)), recipe=recipe)
+    plan = replace(plan if known_shape else resolve(plan, machine, Shape(config, tokens, ranks, like)), recipe=recipe)
     if plan.transfer:
         plan.transfer.initialise_(model)
     if lora:

@@ -171,32 +171,32 @@ def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[
     return [first, *(build_run(plan, text, machine, like=first.plan) for plan in plans[1:])]
 
 
-def of_length(made: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
+def of_length(built_runs: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
     """Return the same models with plans for `updates` updates."""
     length = Length(updates, EVALUATIONS)
-    return [one._replace(plan=resolve(one.plan, describe(), length)) for one in made]
+    return [built._replace(plan=resolve(built.plan, describe(), length)) for built in built_runs]
 
 
-def engine_of(made: Sequence[BuiltRun], each: bool, device: torch.device) -> Engine:
+def engine_of(built_runs: Sequence[BuiltRun], each: bool, device: torch.device) -> Engine:
     """Return the engine of these models: an ordinary one for one model, an ensemble for more.
 
     Args:
-        made: one model for each member.
+        built_runs: one model for each member.
         each: whether the members' windows differ.
         device: the device that trains them.
 
     Raises:
         UsageError, InputRefused: the models cannot share one graph.
     """
-    if len(made) == 1:
-        return make_engine(made[0], device)
-    plan = made[0].plan
+    if len(built_runs) == 1:
+        return make_engine(built_runs[0], device)
+    plan = built_runs[0].plan
     return Ensemble(
-        [materialize_(one.model, device).to(device) for one in made],
-        [{"seed": one.plan.seed} for one in made],
-        loss=made[0].loss,
+        [materialize_(built.model, device).to(device) for built in built_runs],
+        [{"seed": built.plan.seed} for built in built_runs],
+        loss=built_runs[0].loss,
         # The optimizer's seed is for stochastic rounding, which an ensemble does not do.
-        optim=[replace(one.plan.update_rule, seed=0) for one in made],
+        optim=[replace(built.plan.update_rule, seed=0) for built in built_runs],
         clip=plan.clip,
         precision=Precision(plan.precision),
         micro_batch=plan.micro_batch,
@@ -204,9 +204,9 @@ def engine_of(made: Sequence[BuiltRun], each: bool, device: torch.device) -> Eng
     )
 
 
-def schedule(engine: Engine, made: Sequence[BuiltRun]) -> None:
+def schedule(engine: Engine, built_runs: Sequence[BuiltRun]) -> None:
     """Give each member the schedule of its plan, whose number of updates is known."""
-    schedules = [one.plan.schedule(one.plan.updates) for one in made]
+    schedules = [built.plan.schedule(built.plan.updates) for built in built_runs]
     if isinstance(engine, Ensemble):
         engine.stacked.schedules = schedules
     else:
@@ -230,12 +230,12 @@ def refill(engine: Engine, fresh: Engine) -> bool:
 
 
 def batch_of(
-    members: Sequence[Member], runs: Sequence[Run], made: Sequence[BuiltRun], text: Corpus, engine: Engine
+    members: Sequence[Member], runs: Sequence[Run], built_runs: Sequence[BuiltRun], text: Corpus, engine: Engine
 ) -> MemberBatch:
     """Return a round with its sessions at their beginning; write settings and tokenizer of runs that lack them."""
-    schedule(engine, made)
+    schedule(engine, built_runs)
     sessions = []
-    for number, (run, built) in enumerate(zip(runs, made, strict=True)):
+    for number, (run, built) in enumerate(zip(runs, built_runs, strict=True)):
         if not run.begun:
             write_tokenizer(run, text.tokenizer)
             write_config(run, built.plan.settings)

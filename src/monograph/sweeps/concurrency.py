@@ -215,29 +215,29 @@ class Timing:
         """
         size, first = len(members), members[0] is self.group.members[0]
         if first and size in self.kept:
-            made, engine = self.kept[size]
-            return batch_of(members, runs, of_length(made, updates), self.text, engine)
-        made = of_length(models_of(members, self.text, self.machine), updates)
-        engine = engine_of(made, several(made), self.device)
+            built_runs, engine = self.kept[size]
+            return batch_of(members, runs, of_length(built_runs, updates), self.text, engine)
+        built_runs = of_length(models_of(members, self.text, self.machine), updates)
+        engine = engine_of(built_runs, several(built_runs), self.device)
         if size == 1 and 1 in self.kept and refill(self.kept[1][1], engine):
             engine = self.kept[1][1]
         else:
-            capture(engine, first_window(made, self.text), made[0].plan.compile, progress)
-            self.kept |= {1: (made, engine)} if size == 1 else {}
-        return batch_of(members, runs, made, self.text, engine)
+            capture(engine, first_window(built_runs, self.text), built_runs[0].plan.compile, progress)
+            self.kept |= {1: (built_runs, engine)} if size == 1 else {}
+        return batch_of(members, runs, built_runs, self.text, engine)
 
     def _time(self, width: int, progress: Progress) -> Timed:
         members = self.group.members[:width]
-        made = models_of(members, self.text, self.machine)
-        for line in made[0].notes if width == 1 else ():
+        built_runs = models_of(members, self.text, self.machine)
+        for line in built_runs[0].notes if width == 1 else ():
             progress.line("tokens", line)
-        if width == 1 and (plan := made[0].plan.expected):
+        if width == 1 and (plan := built_runs[0].plan.expected):
             free = planner.budget(self.machine)
             self.most = min(self.most, max(1, free // plan.peak_memory_bytes))
-        window = first_window(made, self.text)
-        engine = engine_of(made, several(made), self.device)
+        window = first_window(built_runs, self.text)
+        engine = engine_of(built_runs, several(built_runs), self.device)
         began, cached = clock(), compat.graphs_from_cache()
-        capture(engine, window, made[0].plan.compile, progress)
+        capture(engine, window, built_runs[0].plan.compile, progress)
         compile_s = clock() - began
         if width == 1 and compat.graphs_from_cache() > cached:
             self.dearer = DEARER / CACHED  # relative to a cached graph; that of several members may not be cached
@@ -247,7 +247,7 @@ class Timing:
             began = clock()
             evaluate_members(engine, self.text.held_out, batch_rows=size, limit=size)
             self.row_s[width] = (clock() - began) / size
-        self.kept[width] = made, engine
+        self.kept[width] = built_runs, engine
         return Timed(seconds, compile_s)
 
 
@@ -280,19 +280,19 @@ def timed_update(engine: Engine, window: Batch) -> float:
     return seconds
 
 
-def several(made: Sequence[BuiltRun]) -> bool:
+def several(built_runs: Sequence[BuiltRun]) -> bool:
     """Return whether the members have different seeds, and therefore different windows."""
-    return len({one.plan.seed for one in made}) > 1
+    return len({built.plan.seed for built in built_runs}) > 1
 
 
-def first_window(made: Sequence[BuiltRun], text: Corpus) -> Batch:
+def first_window(built_runs: Sequence[BuiltRun], text: Corpus) -> Batch:
     """Return the first window that the members train on: [R, ...] for one seed, else [N, R, ...]."""
     windows = []
-    for one in made if several(made) else made[:1]:
-        batches = text.batches(one.plan.tokens_per_update, seed=one.plan.seed)
+    for built in built_runs if several(built_runs) else built_runs[:1]:
+        batches = text.batches(built.plan.tokens_per_update, seed=built.plan.seed)
         windows.append(next(batches))
         batches.close()
-    return stacked(windows, range(len(windows))) if several(made) else windows[0]
+    return stacked(windows, range(len(windows))) if several(built_runs) else windows[0]
 
 
 def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) -> list[int]:
@@ -342,11 +342,11 @@ def _size(timing: Timing) -> int:
     return timing.group.plan.tokens_per_update
 
 
-def _costs(timings: Sequence[Timing], of: Sequence[Sequence[int]]) -> tuple[float, float]:
+def _costs(timings: Sequence[Timing], rounds: Sequence[Sequence[int]]) -> tuple[float, float]:
     """Return (seconds in which every member trains on one token, seconds of all evaluations), for given rounds."""
-    both = list(zip(timings, of, strict=True))
-    per_token_s = sum(sum(update_s(t.timed, size) for size in sizes) / _size(t) for t, sizes in both)
-    return per_token_s, sum(timing.held_out_s(sizes) for timing, sizes in both)
+    pairs = list(zip(timings, rounds, strict=True))
+    per_token_s = sum(sum(update_s(timing.timed, size) for size in sizes) / _size(timing) for timing, sizes in pairs)
+    return per_token_s, sum(timing.held_out_s(sizes) for timing, sizes in pairs)
 
 
 def _tokens_in(seconds: float, per_token_s: float, evaluations_s: float) -> float:

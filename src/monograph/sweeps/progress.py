@@ -82,11 +82,11 @@ class SweepProgress:
             member.plan = resolve(member.settings, machine)
         pairs = zip(self.groups, self._texts(), strict=True)
         self.timings = [Timing(group, text, device, machine) for group, text in pairs]
-        known = self.sweep.record.get("groups")
-        if known:
-            for group, of in zip(self.groups, known, strict=True):
-                group.rounds, group.why = of["rounds"], of["why"]
-            self.updates = [of["updates"] for of in known]
+        saved_groups = self.sweep.record.get("groups")
+        if saved_groups:
+            for group, saved in zip(self.groups, saved_groups, strict=True):
+                group.rounds, group.why = saved["rounds"], saved["why"]
+            self.updates = [saved["updates"] for saved in saved_groups]
         else:
             self.updates = lengths(self.timings, self.sweep.record.get("least_tokens", 0), self.progress)
             spread(self.groups, self.world.size)
@@ -197,25 +197,25 @@ class SweepProgress:
             for outcome in self.outcomes
         )
         result = results.whole(self.sweep, self.outcomes, table)
-        told_of_wide = []
+        wide_lines = []
         if table.best:
             self.sweep.link_best(table.best.member)
-            told_of_wide = self.sweep.write_wide(dict(table.best.setting.knobs))
+            wide_lines = self.sweep.write_wide(dict(table.best.setting.knobs))
         self.sweep.record["result"] = result
         self.sweep.write()
         path = self.sweep.write_table(result["members"])
         report = self.sweep.run.report
         with self.progress.stage("report", f"{report}, {path}"):
-            told = [*results.lines(table, self._lost()), table.how]
+            table_lines = [*results.lines(table, self._lost()), table.how]
             curves = [
                 ({short(k): v for k, v in outcome.member.knobs.items()}, outcome.rows) for outcome in self.outcomes
             ]
             write_sweep_report(self.sweep.run.folder, result, results.drawn(table), curves, table.how)
         self.progress.gap()
-        for number, line in enumerate(told):
+        for number, line in enumerate(table_lines):
             self.progress.line("members" if number == 0 else "", line)
         self.progress.line("best", results.verdict(table))
-        for line in told_of_wide:
+        for line in wide_lines:
             self.progress.line("width", line)
         spent = duration(self.sweep.record.get("elapsed_s", 0.0))
         self.progress.line("done", f"{counted(len(self.members), 'member')} in {spent}   {self.sweep.run.folder}")

@@ -108,8 +108,8 @@ def _standing(table: Table, setting: Setting, diverged: Mapping[int, int]) -> st
         words.append(f"tied (+{setting.difference.value:.3f})")
     lost = [diverged[member] for member in setting.members.values() if member in diverged]
     if lost:
-        each = f"{len(lost)} of {len(setting.members)} diverged" if len(lost) < len(setting.members) else "diverged"
-        words.append(f"{each} at update {', '.join(map(str, lost))}")
+        who = f"{len(lost)} of {len(setting.members)} diverged" if len(lost) < len(setting.members) else "diverged"
+        words.append(f"{who} at update {', '.join(map(str, lost))}")
     return ", ".join(words)
 
 
