@@ -154,8 +154,7 @@ def _apart(step: Step) -> list[Plane]:
 
 # The layout of a step as one writes it by hand, which updates each parameter by separate operators outside of graphs.
 UNFUSED = Layout(
-    planes=_apart,
-    captured=lambda step, scope: [(step, "forward"), (step, "evaluate")] if scope == "whole" else [],
+    planes=_apart, captured=lambda step, scope: [(step, "forward"), (step, "evaluate")] if scope == "whole" else []
 )
 
 

@@ -28,12 +28,7 @@ from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, require_tokens
 from monograph.session.plan import Length, Plan, Shape
 from monograph.session.recorded import own_copies
-from monograph.session.requirements import (
-    require_positions,
-    require_room,
-    require_targets,
-    require_together,
-)
+from monograph.session.requirements import require_positions, require_room, require_targets, require_together
 from monograph.step import Clip
 from monograph.storage.cache_dir import cache_root, calibration_file
 from monograph.storage.reading import is_file
