@@ -8,7 +8,6 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from monograph import __version__
 from monograph.device import clock, default_device, describe
 from monograph.distributed.world import World, place
 from monograph.errors import Diverged, Stopped, UsageError
@@ -35,13 +34,10 @@ def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, ou
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     world = World(place(srun=True), lambda line: Progress().line("note", line))
     progress = ranks.progress_of(world)
-    progress.header(f"monograph {__version__}   {describe().summary}{ranks.ranks_said(world)}")
     repeatable(default_device())
-    if world.leads:
-        sweep = _sweep_of(world, arguments, samples, verify, out)
-    folder = world.agreed(str(sweep.run.folder.absolute()) if world.leads else None)
-    if not world.leads:
-        sweep = Sweep.open(Path(folder))
+    own = _sweep_of(world, arguments, samples, verify, out) if world.leads else None
+    folder = world.agreed(str(own.run.folder.absolute()) if own else None)
+    sweep = own or Sweep.open(Path(folder))
     with (
         sweep.run.lock() if world.leads else nullcontext(),
         ranks.one_end(world, sweep.run, lambda: "groups" not in sweep.record),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from monograph import __version__, checkpointing, compat
+from monograph import checkpointing, compat
 from monograph.config import Settings
 from monograph.data.resolve_sources import spooled_stdin
 from monograph.device import clock, default_device, describe
@@ -48,7 +48,6 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
         require_possible(settings, describe())
     world = ranks.meet(settings, resumed=resume is not None)
     progress = ranks.progress_of(world)
-    progress.header(f"monograph {__version__}   {describe().summary}{ranks.ranks_said(world)}")
     repeatable(default_device())
     parent = recorded.parent_named(from_) if from_ and world.leads else None
     folder, resumed = ranks.folder_of(world, out, resume)

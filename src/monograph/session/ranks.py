@@ -15,8 +15,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from monograph import __version__
 from monograph.config import Settings
 from monograph.config.settings import build, check
+from monograph.device import describe
 from monograph.distributed.world import Place, World, lost, place
 from monograph.errors import Ended, InputRefused, MonographError, PeerLost, Stopped, UsageError
 from monograph.graph.trial import refused_by_others
@@ -107,8 +109,11 @@ def require_launched(settings: Settings, own: Place | None) -> None:
 
 
 def progress_of(world: World) -> Progress:
-    """Return the progress display; on all ranks but the leading one it shows nothing."""
-    return Progress(None if world.leads else open(os.devnull, "w", encoding="utf-8"))
+    """Return the progress display, with its header printed; on ranks other than 0 it shows nothing."""
+    progress = Progress(None if world.leads else open(os.devnull, "w", encoding="utf-8"))
+    ranks = "" if world.alone else f", {world.size} ranks"
+    progress.header(f"monograph {__version__}   {describe().summary}{ranks}")
+    return progress
 
 
 def again(world: World, run: Run, parallel: str) -> str:
@@ -120,11 +125,6 @@ def again(world: World, run: Run, parallel: str) -> str:
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
     launched = str(world.size) if restarts == "0" else f"{world.size} --max-restarts {restarts}"
     return " ".join([TORCHRUN.format(launched), "--resume", shell_words(run.handle), *changed])
-
-
-def ranks_said(world: World) -> str:
-    """Return the number of ranks as text for the first line; empty for a single process."""
-    return "" if world.alone else f", {world.size} ranks"
 
 
 def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, bool]:
