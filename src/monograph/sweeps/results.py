@@ -25,6 +25,7 @@ from monograph.session.resolve import resolve
 from monograph.session.session import seed_all
 from monograph.session.setup import build_run, make_engine, open_corpus
 from monograph.storage.reading import entries
+from monograph.sweeps.concurrency import first_window
 from monograph.sweeps.folder import SCHEMA, Sweep
 from monograph.sweeps.spec import Member, described, short, shown
 
@@ -245,14 +246,12 @@ def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compil
     built = build_run(plan, text, describe())
     engine = make_engine(built, default_device())
     engine.step.schedule = plan.schedule(plan.updates or updates)
-    size, seed = plan.tokens_per_update, plan.seed
-    batches = text.batches(size, seed=seed)
-    seed_all(seed)
+    batches = text.batches(plan.tokens_per_update, seed=plan.seed)
+    seed_all(plan.seed)
     with progress.stage("alone", "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}") as stage:
         if compiled:
-            first = text.batches(size, seed=seed)
-            engine.capture(next(first), scope="blocks" if built.plan.compile == "blocks" else "whole")
-            first.close()
+            window = first_window([built], text)
+            engine.capture(window, scope="blocks" if built.plan.compile == "blocks" else "whole")
         on_device = []
         for update in train(engine, batches, updates):
             on_device.append(update.loss)
