@@ -146,6 +146,7 @@ def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
 
 def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     engine, plan = session.engine, session.plan
+    # Reading an update's numbers waits for a GPU to finish it.
     log = MetricsLog(session.run, every=1 if engine.step.device.type == "cpu" else 10)
     graphs = compat.captured_graphs()
     rate, session.training_since_s = 0.0, clock()

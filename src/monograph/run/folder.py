@@ -135,7 +135,7 @@ class Run:
             folder = folder.parent.parent
         if not is_file(folder / "run.lock"):
             missing = "there is no such folder" if not exists(folder) else "it has no run.lock"
-            newest = runs_in(Path(root))[:-4:-1]
+            newest = runs_in(Path(root))[:-4:-1]  # three, the newest first
             hint = f"; newest runs: {', '.join(map(str, newest))}" if newest else ""
             raise InputRefused(f"{folder} is not a run: {missing}{hint}")
         run = Run(folder)

@@ -37,6 +37,7 @@ Digest = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 Pair = Annotated[list[Natural], Field(min_length=2, max_length=2)]
 Int = Annotated[int, Field(strict=True)]
 Float = Annotated[float, Field(strict=True)]
+# The words of NumPy's generator MT19937, and its position among them.
 Words = Annotated[list[Annotated[Int, Field(ge=0, lt=2**32)]], Field(min_length=624, max_length=624)]
 Place = Annotated[Int, Field(ge=0, le=624)]
 _FROM_LIST = Field(strict=False)  # JSON has no tuples; the items stay strict

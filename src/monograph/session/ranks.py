@@ -48,6 +48,7 @@ def show(progress: Progress, label: str, *arguments: str) -> None:
 def _program() -> list[str]:
     called, script = os.path.abspath(sys.argv[0]), shutil.which("monograph")
     as_module = os.path.basename(called) == "__main__.py"
+    # `monograph` means this program if it is the script that was called, or next to the Python that runs the module.
     if script and (
         _in_one_folder(script, sys.executable) if as_module else os.path.realpath(script) == os.path.realpath(called)
     ):

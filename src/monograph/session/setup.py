@@ -214,6 +214,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     if plan.memory == "stream":
         return Streamed(model, placement=plan.placement or Placement(device), **shared)
     if world is None or plan.parallel == "none":
+        # On a CPU, mapped weights that are trained are copied from their file straight into the step's planes.
         return Resident(materialize_(model, device, trained=device.type != "cpu").to(device), **shared)
     if mixing := mixing_rows(model):
         raise UsageError(f"{mixing[0]} normalises over the rows of one rank: with train.parallel take another norm")

@@ -268,6 +268,7 @@ def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
             session.batches = session.open_batches(update * session.batches.rows_per_window)
     batch.engine.step.index = update
     if isinstance(batch.engine, Ensemble):
+        # Dropout depends on the number of micro-batches so far.
         rows = batch.sessions[0].batches.rows_per_window
         batch.engine.stacked.members.draw.fill_(update * -(-rows // (batch.engine.micro_batch or rows)))
     batch.windows = Windows(batch.sessions)
