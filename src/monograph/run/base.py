@@ -130,7 +130,7 @@ def recorded(lora: Lora) -> dict[str, Any]:
 
 
 def digest(module: nn.Module) -> str:
-    """Return the hex SHA-256 of a base's names, shapes and numbers in fp32, so that a bf16 copy has the same digest."""
+    """Return the hex SHA-256 of a base's names, shapes and numbers; equal numbers in bf16 and fp32 give the same."""
     sha256 = hashlib.sha256()
     for name, tensor in sorted(unique_state(module).items()):
         narrow = tensor.is_floating_point() and tensor.dtype != torch.float64

@@ -54,8 +54,8 @@ _Row = create_model(
     sample=(str, ""),
 )
 
-# Descriptors of the locks that this process holds. A forked child inherits them, and the locks would
-# outlive this process unless the child closed them.
+# Descriptors of the locks that this process holds. A forked child inherits them, and the locks would outlive this
+# process unless the child closed them.
 _held: set[int] = set()
 
 

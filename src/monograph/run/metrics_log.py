@@ -94,17 +94,17 @@ class MetricsLogs:
             if index not in self.ended:
                 log.write([members[index] for members in rows], extras)
 
-    def diverged(self, of: int | None = None) -> list[int]:
+    def diverged(self, updates: int | None = None) -> list[int]:
         """Return the members that have diverged since the last call, by too many skipped updates in a row.
 
         They are recorded in `ended` and in their metrics, and no more rows of updates are written for them.
 
         Args:
-            of: the run's number of updates if it ends now. Then members whose loss is not finite, or whose updates were
+            updates: the run's number of updates if it ends now. Then members whose loss is not finite, or whose updates were
                 skipped in at least the last half of the run, count as diverged, too.
         """
         going = [i for i in range(len(self.logs)) if i not in self.ended]
-        lost = [i for i in going if self.logs[i].is_lost or (of and self.logs[i].has_lost(of))]
+        lost = [i for i in going if self.logs[i].is_lost or (updates and self.logs[i].has_lost(updates))]
         for index in lost:
             log = self.logs[index]
             self.ended[index] = log.last["update"] - log.streak

@@ -28,7 +28,7 @@ from monograph.storage.cache_dir import state_root
 from monograph.storage.reading import contents, exists, read_input, readable, status, without_links
 
 OPTION = "--trust-code"
-MOST_CODE_BYTES = 16 * 1024 * 1024  # more than any program that a person writes; a sparse file could fill the memory
+MOST_CODE_BYTES = 16 * 1024 * 1024  # longer than any program that a person writes; a sparse file may be huge
 _SECRET_BYTES = 32
 _MARK = "# mark "
 _by_word: set[str] = set()  # contains OPTION once the user has given it to this process

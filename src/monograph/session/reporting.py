@@ -166,10 +166,9 @@ class Reporter:
         self.held_out = evaluate(self.session.engine, rows, batch_rows=size, limit=limit)
         tokens = int(self.session.engine.step.tokens)
         bits = self.held_out.bits_per_byte
-        result = {"eval_loss": self.held_out.loss, "eval_bits_per_byte": bits}
-        self.session.run.log(
-            {"update": update, "tokens": tokens, **result, "eval_rows": min(limit or len(rows), len(rows))}
-        )
+        scores = {"eval_loss": self.held_out.loss, "eval_bits_per_byte": bits}
+        used = min(limit or len(rows), len(rows))
+        self.session.run.log({"update": update, "tokens": tokens, **scores, "eval_rows": used})
         if bits is not None and math.isfinite(bits):
             block.held_out(tokens, bits)
 
@@ -312,25 +311,22 @@ class Reporter:
         return config is not None and config.max_position_embeddings > 1
 
     def _write(self, n: int, tokens: int) -> list[str]:
-        engine = self.session.engine
         if not self._writes:
             return []
-        step = engine.step
+        engine, step = self.session.engine, self.session.engine.step
         sampling = Sampling(temperature=0.7, top_k=50, seed=self.session.plan.seed)
         with modes_kept(engine.model), step.averaged(), step.assembled() as model, graph.set_aside(step):
             if not isinstance(model, Llama) or not self.session.world.leads:
                 return []
             tokenizer, opening = self.session.corpus.tokenizer, self.opening
             written = generate(model, tokenizer, [opening.begun], sampling, max_tokens=tokens, stop=opening.stop, n=n)
-            texts = [completion.text for completion in written]
-        return texts
+            return [completion.text for completion in written]
 
     def _yardsticks(self) -> dict[str, float]:
         corpus = self.session.corpus
         # Answers depend on their questions, which a compressor is not given.
-        if not len(corpus.held_out) or corpus.stats.conversations or corpus.stats.bytes > LARGEST_YARDSTICK_BYTES:
-            return {}
-        if not self.session.world.leads:
+        comparable = len(corpus.held_out) and not corpus.stats.conversations
+        if not (comparable and self.session.world.leads) or corpus.stats.bytes > LARGEST_YARDSTICK_BYTES:
             return {}
         kept = corpus.folder / "yardsticks.json"
         with suppress(ValueError, InputRefused):

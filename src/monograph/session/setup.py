@@ -48,12 +48,10 @@ def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
         reading: the arguments of `monograph.corpus`.
         progress: the display that prints the lines.
     """
-    named = reading["source"]
-    if named == "stdlib":
-        named = "Python's standard library"
-    with progress.stage(
-        "data", named if isinstance(named, str) else ", ".join(named[:3]) + (", ..." if len(named) > 3 else "")
-    ) as stage:
+    source = reading["source"]
+    sources = [source] if isinstance(source, str) else source
+    name = "Python's standard library" if source == "stdlib" else ", ".join(sources[:3])
+    with progress.stage("data", name + (", ..." if len(sources) > 3 else "")) as stage:
         data = corpus(**reading, progress=stage.report)
         stats, length = data.stats, reading["sequence_length"]
         if stats.tokens < length and not stats.conversations:
