@@ -96,16 +96,9 @@ def measured(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
 
 def _measured(what: Climbed | str) -> dict[str, Any]:
     keys = (
-        "tokens_per_s",
-        "tokens_per_cpu_s",
-        "update_s",
-        "cpu_s",
-        "peak_memory_bytes",
-        "train_loss",
-        "compile_s",
-        "micro_batch",
-        "micro_steps",
-    )
+        "tokens_per_s", "tokens_per_cpu_s", "update_s", "cpu_s", "peak_memory_bytes", "train_loss", "compile_s",
+        "micro_batch", "micro_steps",
+    )  # fmt: skip
     scores = ("update_s_low", "update_s_high", "eval_loss", "eval_bits_per_byte")
     if isinstance(what, str):
         return {"obstacle": what, "notes": [], **dict.fromkeys((*keys, *scores))}

@@ -104,14 +104,14 @@ class _Grid:
         """Group dots by cell (column, row); a dot's position is then relative to its cell."""
         cells: dict[Dot, set[Dot]] = {}
         for column, row in dots:
-            across, down = divmod(column, self.cells.across), divmod(row, self.cells.down)
-            cells.setdefault((across[0], down[0]), set()).add((across[1], down[1]))
+            cell_column, inner_column = divmod(column, self.cells.across)
+            cell_row, inner_row = divmod(row, self.cells.down)
+            cells.setdefault((cell_column, cell_row), set()).add((inner_column, inner_row))
         return cells
 
     def dotted(self, y: float) -> list[Dot]:
-        return [
-            (column, self.dot(0, y)[1]) for column in range(0, self.columns * self.cells.across, 2 * self.cells.across)
-        ]
+        row, across = self.dot(0, y)[1], self.cells.across
+        return [(column, row) for column in range(0, self.columns * across, 2 * across)]
 
     def joined(self, points: Sequence[tuple[float, float]]) -> list[Dot]:
         corners = [self.dot(x, y) for x, y in points]

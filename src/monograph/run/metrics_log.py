@@ -100,8 +100,8 @@ class MetricsLogs:
         They are recorded in `ended` and in their metrics, and no more rows of updates are written for them.
 
         Args:
-            updates: the run's number of updates if it ends now. Then members whose loss is not finite, or whose updates were
-                skipped in at least the last half of the run, count as diverged, too.
+            updates: the run's number of updates if it ends now. Then members whose loss is not finite, or whose updates
+                were skipped in at least the last half of the run, count as diverged, too.
         """
         going = [i for i in range(len(self.logs)) if i not in self.ended]
         lost = [i for i in going if self.logs[i].is_lost or (updates and self.logs[i].has_lost(updates))]

@@ -90,14 +90,14 @@ def own_copies(settings: Settings) -> dict[str, Any]:
     """
     data = settings.data
     copies: dict[str, Any] = {}
-    for key, named, name in (("source", data.source, "stdin"), ("tokenizer", data.tokenizer, "tokenizer.json")):
+    for key, value, name in (("source", data.source, "stdin"), ("tokenizer", data.tokenizer, "tokenizer.json")):
         # The origin of a value is the file and the line, FILE:LINE.
         run = Run(Path(settings.origins.get(f"data.{key}", "").rpartition(":")[0]).parent)
-        items = [named] if isinstance(named, str) else named
+        items = [value] if isinstance(value, str) else value
         gone = [item for item in items if Path(item).name == name and not exists(item)]
         if gone and is_file(run.lock_file) and exists(run.folder / name):
             here = [str(run.folder / name) if item in gone else item for item in items]
-            copies[key] = here[0] if isinstance(named, str) else here
+            copies[key] = here[0] if isinstance(value, str) else here
     return copies
 
 
