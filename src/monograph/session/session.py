@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -163,15 +163,31 @@ class Session:
             InputRefused: the data, the settings or the model differs from those that the run was begun with, or the
                 state is not one that a run records.
         """
-        recorded_state.require(checkpoint.state, checkpoint.update, self.run)
-        changed = self._restore(checkpoint)
+        state = checkpoint.state
+        recorded_state.require(state, checkpoint.update, self.run)
+        self._require_same(state)
+        self.adopt(checkpoint)
+        self.engine.step.index = state["engine"]["index"]
+        self.batches.close()
+        data = state["data"]
+        self.batches = self.open_batches(data["rows"], data["seed"], data.get("skip", ()))
+        self.elapsed_s, self.budget_s, self.cooled = state["elapsed_s"], state["budget_s"], state["cooled"]
+        self.plan = replace(self.plan, updates=state["length"])
+        # The saved one is smaller if memory ran out, or if more ranks than now shared the rows.
+        self.engine.micro_batch = min(state["micro_batch"] or self.plan.micro_batch, self.plan.micro_batch)
+        self.kernel = state.get("attention")
+        self.engine.step.schedule = self.schedule()
+        restore_random(state["random"], self.engine.step.device)
+        self.run.truncate_metrics(state["metrics_offset"], state.get("metrics_sha256"))
         if self.world.leads:
             checkpointing.remove_leftovers(self.run.checkpoints)
-        if changed:
+        then, now = state["versions"], _versions()
+        if changed := [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]]:
             progress.line("warning", f"not bit for bit: the checkpoint was written by {', '.join(changed)}")
 
-    def _restore(self, checkpoint: Checkpoint) -> list[str]:
-        state, instead = checkpoint.state, "put it back, or start a new run from this one with --from"
+    def _require_same(self, state: Mapping[str, Any]) -> None:
+        """Refuse a checkpoint's state if the settings, the text or the model have changed since the run was begun."""
+        instead = "put it back, or start a new run from this one with --from"
         if state["settings"] != self.plan.settings.fingerprint:
             raise InputRefused(
                 f"{self.run.config}: not what the run was begun with (expected settings of sha256 {state['settings']}, "
@@ -190,22 +206,6 @@ class Session:
         shape = LlamaConfig.from_hf(state["model_config"]) if state["model_config"] else None
         if saved.entries() != self.plan.recipe.entries() or shape != self.model_config:
             raise InputRefused(f"{self.run.config}: its model is not what the run was begun with: {instead}")
-        self.adopt(checkpoint)
-        self.engine.step.index = state["engine"]["index"]
-        self.batches.close()
-        data = state["data"]
-        self.batches = self.open_batches(data["rows"], data["seed"], data.get("skip", ()))
-        self.elapsed_s, self.budget_s, self.cooled = state["elapsed_s"], state["budget_s"], state["cooled"]
-        self.plan = replace(self.plan, updates=state["length"])
-        # The saved one is smaller if memory ran out, or if more ranks than now shared the rows.
-        self.engine.micro_batch = min(state["micro_batch"] or self.plan.micro_batch, self.plan.micro_batch)
-        self.kernel = state.get("attention")
-        self.engine.step.schedule = self.schedule()
-        then, now = state["versions"], _versions()
-        changed = [f"{name} {then[name]}, now {now[name]}" for name in now if then[name] != now[name]]
-        restore_random(state["random"], self.engine.step.device)
-        self.run.truncate_metrics(state["metrics_offset"], state.get("metrics_sha256"))
-        return changed
 
     def adopt(self, checkpoint: Checkpoint) -> None:
         """Load a checkpoint's weights and optimizer state, and count updates from 0.
