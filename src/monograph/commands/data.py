@@ -1,4 +1,4 @@
-"""`monograph data`: show what a model is about to be trained on."""
+"""`monograph data`: show the rows that a model will be trained on, or tokenise the text for later runs."""
 
 from __future__ import annotations
 

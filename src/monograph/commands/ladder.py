@@ -44,21 +44,21 @@ class Climb(NamedTuple):
 
     rung: Rung
     over: str
-    what: Climbed | str
+    outcome: Climbed | str
 
 
 def _climbed(ladder: Ladder, progress: Progress) -> list[Climb]:
     made, stack, began = list[Climb](), {"": Way()}, clock()
     for number, rung in enumerate(RUNGS, start=1):
         over = rung.over if rung.over in stack else [*stack][-1]
-        measured = sum(not isinstance(climb.what, str) for climb in made)
+        measured = sum(not isinstance(climb.outcome, str) for climb in made)
         left = sum(not ladder.obstacle(later.after(stack[over]), later) for later in RUNGS[number - 1 :])
         about = f"   about {clock_time((clock() - began) / measured * left)} left" if measured and left else ""
         progress.line("rung", f"{number} of {len(RUNGS)}   {rung.name}{about}")
-        way, what = ladder.climb(rung, stack[over], progress)
-        made.append(Climb(rung, over, what))
-        if isinstance(what, str):
-            progress.line("", f"not here: {what}")
+        way, outcome = ladder.climb(rung, stack[over], progress)
+        made.append(Climb(rung, over, outcome))
+        if isinstance(outcome, str):
+            progress.line("", f"not here: {outcome}")
         elif rung.over is None:
             stack[rung.name] = way
     warn_if_busy(progress)
@@ -86,25 +86,25 @@ def _object(ladder: Ladder, climbed: list[Climb], folder: Path) -> dict[str, Any
 def measured(climbed: list[Climb], timed: str) -> list[dict[str, Any]]:
     """Return the rungs as JSON objects; ratios of speed are of tokens per second of "wall" or of "cpu" time."""
     rungs = dict[str, dict[str, Any]]()
-    for rung, over, what in climbed:
-        rungs[rung.name] = {"rung": rung.name, "change": rung.change, "over": over or None, **_measured(what)}
+    for rung, over, outcome in climbed:
+        rungs[rung.name] = {"rung": rung.name, "change": rung.change, "over": over or None, **_measured(outcome)}
         one, other = rungs[rung.name], rungs.get(over)
         for name, key in (("times", SPEED[timed]), ("memory_times", "peak_memory_bytes")):
             one[name] = one[key] / other[key] if other and one[key] else None
     return [*rungs.values()]
 
 
-def _measured(what: Climbed | str) -> dict[str, Any]:
+def _measured(outcome: Climbed | str) -> dict[str, Any]:
     keys = (
         "tokens_per_s", "tokens_per_cpu_s", "update_s", "cpu_s", "peak_memory_bytes", "train_loss", "compile_s",
         "micro_batch", "micro_steps",
     )  # fmt: skip
     scores = ("update_s_low", "update_s_high", "eval_loss", "eval_bits_per_byte")
-    if isinstance(what, str):
-        return {"obstacle": what, "notes": [], **dict.fromkeys((*keys, *scores))}
-    seconds, held_out = sorted(what.seconds), what.held_out
+    if isinstance(outcome, str):
+        return {"obstacle": outcome, "notes": [], **dict.fromkeys((*keys, *scores))}
+    seconds, held_out = sorted(outcome.seconds), outcome.held_out
     return standard_json({
-        "obstacle": None, "notes": [*what.notes], **{key: getattr(what, key) for key in keys},
+        "obstacle": None, "notes": [*outcome.notes], **{key: getattr(outcome, key) for key in keys},
         "update_s_low": seconds[len(seconds) // 4], "update_s_high": seconds[-1 - len(seconds) // 4],
         "eval_loss": held_out.loss if held_out else None,
         "eval_bits_per_byte": held_out.bits_per_byte if held_out else None,

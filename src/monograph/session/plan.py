@@ -21,7 +21,7 @@ from monograph.transfer import WidthTransfer
 
 @dataclass(frozen=True)
 class Plan:
-    """The values that decide what a run does. `monograph.session.resolve.resolve` sets them; other code reads them.
+    """The decided values of a run. `monograph.session.resolve.resolve` sets them; other code only reads them.
 
     Attributes:
         settings: the settings that config.toml records; a decided "auto" is recorded once nothing can change it.

@@ -43,8 +43,8 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
         The log for the updates from now on.
 
     Raises:
-        Diverged: the run went back `MOST` times in a row, or there is no such checkpoint; the message says what is not
-            finite.
+        Diverged: the run went back `MOST` times in a row, or there is no such checkpoint; the message names the first
+            value that is not finite.
     """
     log.flush()
     # Ranks other than 0 have not read the metrics from before a resume, so rank 0's counts hold for all.

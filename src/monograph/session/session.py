@@ -48,7 +48,7 @@ class Session:
 
     Attributes:
         run: the run's folder.
-        plan: the values that decide what the run does.
+        plan: the decided values of the run.
         corpus: the run's text.
         engine: model and optimizer on the device.
         batches: the windows from the current position on.
