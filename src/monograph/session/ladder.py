@@ -246,19 +246,18 @@ class Ladder:
     def obstacle(self, way: Way, rung: Rung) -> str | None:
         """Return why the rung cannot be measured on this machine or text; None if no reason is known."""
         plan, on_cpu = self.plan, self.machine.type == "cpu"
-        hinders: dict[str, tuple[bool, str | None]] = {
-            "compiled": (on_cpu, compiler_obstacle()),
-            "bf16": (not self.machine.has_bf16, "this device has no bf16 arithmetic"),
-            "CUDA graphs": (on_cpu or not way.captured, "no CUDA device" if on_cpu else "nothing is compiled"),
-            "fp8": (True, Precision(way.precision).obstacle(self.machine)),
-            "accumulation": (plan.micro_batch == 1, "a micro-batch has one row already"),
-            "offload": (on_cpu, "a CPU's memory is the host's"),
-            "8-bit state": (plan.optimizer.endswith(":8bit"), "all rungs have it: optim.name"),
-            "adapters": (True, self._no_adapters()),
-            "streaming": (on_cpu, "a CPU's memory is the host's"),
+        obstacles = {
+            "compiled": compiler_obstacle() if on_cpu else None,
+            "bf16": None if self.machine.has_bf16 else "this device has no bf16 arithmetic",
+            "CUDA graphs": "no CUDA device" if on_cpu else None if way.captured else "nothing is compiled",
+            "fp8": Precision(way.precision).obstacle(self.machine),
+            "accumulation": "a micro-batch has one row already" if plan.micro_batch == 1 else None,
+            "offload": "a CPU's memory is the host's" if on_cpu else None,
+            "8-bit state": "all rungs have it: optim.name" if plan.optimizer.endswith(":8bit") else None,
+            "adapters": self._no_adapters(),
+            "streaming": "a CPU's memory is the host's" if on_cpu else None,
         }
-        hindered, why = hinders.get(rung.name, (False, None))
-        return why if hindered else None
+        return obstacles.get(rung.name)
 
     def _no_adapters(self) -> str | None:
         if self.plan.recipe.lora:
