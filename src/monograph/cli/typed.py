@@ -105,7 +105,7 @@ def train(
     if resume and from_:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
     _trust(trust_code)
-    settings = _settings(arguments, {} if minutes is None else {"train.minutes": minutes}, runs_code=not print_config)
+    settings = _settings(arguments, minutes, runs_code=not print_config)
     if print_config:
         print(settings.to_toml(origins=True), end="")
         return 0
@@ -318,21 +318,22 @@ def _trust(said: bool) -> None:
         trust_code()
 
 
-def _settings(arguments: list[str] | None, flags: dict[str, float] | None = None, runs_code: bool = False) -> Settings:
-    """Return the settings that the arguments and flags give.
+def _settings(arguments: list[str] | None, minutes: float | None = None, runs_code: bool = False) -> Settings:
+    """Return the settings that the command line gives.
 
     Args:
         arguments: a TOML file, KEY=VALUE pairs and text, in any order.
-        flags: values of options that stand for a key.
+        minutes: the value of --minutes, if it is given.
         runs_code: whether the command may run the Python file that the settings name.
     """
     from monograph.config import classify, load
 
     toml, overrides = classify(arguments or [])
-    for key, value in (flags or {}).items():
-        if key in overrides:
-            raise UsageError(f"command line: {key} is given twice, as {overrides[key]} and as {value:g}")
-        overrides[key] = value
+    if minutes is not None:
+        if "train.minutes" in overrides:
+            given = overrides["train.minutes"]
+            raise UsageError(f"command line: train.minutes is given twice, as {given} and as {minutes:g}")
+        overrides["train.minutes"] = minutes
     from monograph.session.recorded import hold_to_its_run, require_text
 
     hold_to_its_run(toml, runs_code=runs_code and "model.init" not in overrides)
