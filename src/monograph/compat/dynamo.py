@@ -40,8 +40,8 @@ def is_capture_error(error: BaseException) -> bool:
     import torch._dynamo.exc as dynamo
     import torch._inductor.exc as inductor
 
-    own = (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit, inductor.InductorError)
-    return isinstance(error, (*own, inductor.CppCompileError))
+    errors = (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit, inductor.InductorError)
+    return isinstance(error, (*errors, inductor.CppCompileError))
 
 
 @contextmanager

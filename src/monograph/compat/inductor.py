@@ -248,16 +248,16 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
     from torch._inductor.decomposition import select_decomp_table
     from torch.nn.utils.stateless import _reparametrize_module
 
-    own = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    own_tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     leaves, form = tree_flatten((args, kwargs))
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     stored: dict[int, int] = {}
 
     def run(*tensors: Any) -> Any:
         given = list(leaves)
-        for place, tensor in zip(places, tensors[len(own) :], strict=True):
+        for place, tensor in zip(places, tensors[len(own_tensors) :], strict=True):
             given[place] = tensor
-        with _reparametrize_module(module, dict(zip(own, tensors, strict=False))):
+        with _reparametrize_module(module, dict(zip(own_tensors, tensors, strict=False))):
             args, kwargs = tree_unflatten(given, form)
             return [leaf for leaf in tree_leaves(forward(*args, **kwargs)) if isinstance(leaf, Tensor)]
 
@@ -271,7 +271,7 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
         stored.update((storage._cdata, 0) for storage in storages(parts[0].graph.find_nodes(op="placeholder")))
         return parts
 
-    tensors = [*own.values(), *(leaves[place] for place in places)]
+    tensors = [*own_tensors.values(), *(leaves[place] for place in places)]
     fresh = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
     aot_function(
         run,

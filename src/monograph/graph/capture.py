@@ -72,14 +72,15 @@ def _require_buffers_kept(step: Any) -> None:
 
 def _drawing_alike(step: Any, backend: Backend, scope: Scope) -> Backend:
     """Return the backend, or "aot_eager" for an "eager" that would draw other random numbers when it recomputes."""
-    outside = (Remat.Off(), Remat.Offload(), *([Remat.Full()] if scope == "blocks" else []))
-    return "aot_eager" if backend == "eager" and step.remat not in outside else backend
+    # Under these policies, nothing is recomputed inside of a graph.
+    eager_policies = (Remat.Off(), Remat.Offload(), *([Remat.Full()] if scope == "blocks" else []))
+    return "aot_eager" if backend == "eager" and step.remat not in eager_policies else backend
 
 
 def capture_by(compiler: Compiler, step: Any, scope: Scope) -> None:
     """Replace the functions that `capture` replaces by the results of any compiler; nothing is replayed."""
-    named = step.layout.captured(step, scope)
-    new: list[tuple[Any, str, Any]] = [(owner, name, compiler(getattr(owner, name))) for owner, name in named]
+    functions = step.layout.captured(step, scope)
+    new: list[tuple[Any, str, Any]] = [(owner, name, compiler(getattr(owner, name))) for owner, name in functions]
     if scope == "blocks":
         new += _parts(step, compiler)
     step.replaced = [_replace(*replacement) for replacement in [*new, (step, "scope", scope)]]

@@ -97,8 +97,8 @@ class NF4Linear(nn.Linear):
 def parameter_count(module: nn.Module) -> int:
     """Count parameters, tied ones once; a quantised layer counts as many as its dense weight has."""
     layers = [layer for layer in module.modules() if isinstance(layer, Int8Linear | NF4Linear)]
-    held = {id(param) for layer in layers for name, param in layer._parameters.items() if name != "bias"}
-    others = sum(param.numel() for param in module.parameters() if id(param) not in held)
+    quantised = {id(param) for layer in layers for name, param in layer._parameters.items() if name != "bias"}
+    others = sum(param.numel() for param in module.parameters() if id(param) not in quantised)
     return others + sum(layer.in_features * layer.out_features for layer in layers)
 
 

@@ -81,8 +81,8 @@ def in_the_same_memory(module: nn.Module) -> tuple[str, str] | None:
     for path, part in module.named_modules():
         # Until its first call, spectral norm keeps the weight itself where its hook later puts the normalised one.
         passing = {hook.name for hook in part._forward_pre_hooks.values() if isinstance(hook, SpectralNorm)}
-        held = {**part._parameters, **part._buffers, **vars(part)}
-        named = [(f"{path}.{key}" if path else key, held[key]) for key in held if key not in _OWN | passing]
+        attributes = {**part._parameters, **part._buffers, **vars(part)}
+        named = [(f"{path}.{key}" if path else key, attributes[key]) for key in attributes if key not in _OWN | passing]
         for name, tensor in chain.from_iterable(_tensors_in(value, name, seen) for name, value in named):
             if tensor.layout == torch.strided and not is_lazy(tensor):
                 own = getattr(tensor, "_local_tensor", tensor)  # the local shard of a sharded tensor

@@ -324,10 +324,10 @@ def recorded(
         UsageError: the pass does not reach every block.
     """
     recordings, compiled = dict[str, Recording](), dict[Recording, int]() if captured and stored else None
-    held = (*module.parameters(), *module.buffers())
+    state = (*module.parameters(), *module.buffers())
     # The planner's module has fake tensors already, which work in their own mode only.
-    mode = next((t.fake_mode for t in held if isinstance(t, FakeTensor)), FakeTensorMode(allow_non_fake_inputs=True))
-    empty = {id(t): t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in held}
+    mode = next((t.fake_mode for t in state if isinstance(t, FakeTensor)), FakeTensorMode(allow_non_fake_inputs=True))
+    empty = {id(t): t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in state}
     reason = "they did not run"
     with mode, torch.enable_grad(), compat.as_if_compiling() if captured else nullcontext():
         try:

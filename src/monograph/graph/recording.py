@@ -60,7 +60,7 @@ def record(block: Callable[..., Any], held: list[Tensor], *args: Any, **kwargs: 
     Returns:
         The block's output and the recording.
     """
-    given = {storage_of(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+    inputs = {storage_of(t): t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
     saved: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:
@@ -72,10 +72,10 @@ def record(block: Callable[..., Any], held: list[Tensor], *args: Any, **kwargs: 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor), calls:
         output = block(*args, **kwargs)
     # Saving a tensor costs nothing if it is alive anyway.
-    alive_anyway = given.keys() | {storage_of(t) for t in held}
+    alive_anyway = inputs.keys() | {storage_of(t) for t in held}
     stored = {storage_of(t): t for t in saved if storage_of(t) not in alive_anyway}
     products, rest = calls.needed(set(stored))
-    return output, Recording(_bytes(given.values()), _bytes(stored.values()), rest, products)
+    return output, Recording(_bytes(inputs.values()), _bytes(stored.values()), rest, products)
 
 
 def storage_of(tensor: Tensor) -> int:

@@ -213,11 +213,11 @@ class HostState:
         self._values += [(vars(owner), name, vars(owner).get(name)) for name, owner in named.items()]
 
     def _look(self, part: Any) -> None:
-        held = getattr(part, "__dict__", {})
-        tensors = {name: value for name, value in held.items() if isinstance(value, Tensor)}
-        plain = {name: value for name, value in held.items() if isinstance(value, PLAIN)}
-        self._values += [(held, name, value) for name, value in (tensors | plain).items()]
-        self._names.append((held, frozenset(held)))
+        attributes = getattr(part, "__dict__", {})
+        tensors = {name: value for name, value in attributes.items() if isinstance(value, Tensor)}
+        plain = {name: value for name, value in attributes.items() if isinstance(value, PLAIN)}
+        self._values += [(attributes, name, value) for name, value in (tensors | plain).items()]
+        self._names.append((attributes, frozenset(attributes)))
         if isinstance(part, nn.Module):
             for registered in (part._parameters, part._buffers):
                 self._values += [(registered, name, value) for name, value in registered.items()]
@@ -225,14 +225,14 @@ class HostState:
 
     def changed(self) -> str | None:
         """Return the name of an attribute that has changed, is new or is gone, or None."""
-        for held, name, value in self._values:
+        for attributes, name, value in self._values:
             # Types are compared as well: a graph for 1 may differ from one for 1.0 or True.
-            now = held.get(name)
+            now = attributes.get(name)
             if now is not value and (isinstance(value, Tensor) or type(now) is not type(value) or now != value):
                 return name
-        for held, names in self._names:
-            if len(held) != len(names):
-                return min(held.keys() ^ names)
+        for attributes, names in self._names:
+            if len(attributes) != len(names):
+                return min(attributes.keys() ^ names)
         return "requires_grad" if any(p.requires_grad is not flag for p, flag in self._gradients) else None
 
 
@@ -280,10 +280,10 @@ class StaticInputs:
 
     def give_back(self) -> bool:
         """Free all memory; return whether there was a graph. If so, the function is called from now on."""
-        held = self.captured > 0
-        self._stopped |= held
+        had_graphs = self.captured > 0
+        self._stopped |= had_graphs
         self._forget()
-        return held
+        return had_graphs
 
     def __call__(self, batch: Any) -> None:
         """Run the function on a batch."""
@@ -299,8 +299,8 @@ class StaticInputs:
             return
         if variant not in self._inputs:
             # Replays read the addresses of the capture, and the caller frees its batch.
-            own = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-            self._inputs[variant] = tree_unflatten(own, form), own
+            buffers = [torch.empty_like(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            self._inputs[variant] = tree_unflatten(buffers, form), buffers
         for buffer, leaf in zip(self._inputs[variant][1], leaves, strict=True):
             if isinstance(leaf, Tensor):
                 buffer.copy_(leaf)

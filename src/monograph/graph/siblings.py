@@ -104,8 +104,8 @@ def _obstacles(module: nn.Module) -> dict[str, str]:
     shared, obstacles = shared_parameters(module), {}
     for name, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
-            own = [layer._parameters.get("weight"), layer._parameters.get("bias")]
-            tied = [n for p in own for n in shared.get(id(p), []) if n.rpartition(".")[0] != name]
+            parameters = [layer._parameters.get("weight"), layer._parameters.get("bias")]
+            tied = [n for p in parameters for n in shared.get(id(p), []) if n.rpartition(".")[0] != name]
             if type(layer).forward is not nn.Linear.forward or "forward" in vars(layer):
                 obstacles[name] = "its forward pass is not nn.Linear's"
             elif any(getattr(layer, hooks) for hooks in HOOKS):
@@ -133,9 +133,9 @@ class Fusion:
     def __str__(self) -> str:
         """Return a line such as `10 linear layers in 4 matrix products; separate: x.a (it has hooks)`."""
         layers = sum(len(family) for family in self.families)
-        said = f"{layers} linear layers in {len(self.families)} matrix products" if layers else "no siblings fused"
+        text = f"{layers} linear layers in {len(self.families)} matrix products" if layers else "no siblings fused"
         alone = "; ".join(f"{name} ({reason})" for name, reason in self.separate.items())
-        return f"{said}; separate: {alone}" if alone else said
+        return f"{text}; separate: {alone}" if alone else text
 
 
 def fuse_siblings(module: nn.Module, example: Any) -> Fusion:

@@ -96,8 +96,8 @@ def _embedding(module: nn.Module) -> Any:
     embedding = getattr(module, "get_input_embeddings", lambda: None)()
     if embedding is not None:
         return embedding
-    there = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]
-    return there[0] if len(there) == 1 else None
+    embeddings = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]
+    return embeddings[0] if len(embeddings) == 1 else None
 
 
 @torch.no_grad()

@@ -176,9 +176,10 @@ def raised_at(error: BaseException) -> tuple[str, str] | None:
         first = next(iter(frame.f_code.co_varnames), "")
         owner = frame.f_locals.get(first)
         # Is the frame a method of `owner`? `self` may have another name, and a loss's first argument is a module, too.
-        own = first == "self" or getattr(getattr(type(owner), frame.f_code.co_name, 0), "__code__", 0) is frame.f_code
-        theirs = own and isinstance(owner, nn.Module) and package not in ("torch", "monograph")
-        if theirs or package.startswith(OTHERS):
-            name = type(owner).__name__ if theirs else frame.f_code.co_name
+        method = getattr(type(owner), frame.f_code.co_name, None)
+        is_method = first == "self" or getattr(method, "__code__", None) is frame.f_code
+        in_users_module = is_method and isinstance(owner, nn.Module) and package not in ("torch", "monograph")
+        if in_users_module or package.startswith(OTHERS):
+            name = type(owner).__name__ if in_users_module else frame.f_code.co_name
             place = f"{frame.f_code.co_filename}:{line}", name
     return place

@@ -192,11 +192,12 @@ class LlamaConfig:
         if unknown:
             raise InputRefused(f"unknown key {unknown[0]!r}: the sizes of a Llama are {', '.join(_SIZES)}")
         shape = dict(zip(_SIZES, _SHAPES[name], strict=False))  # head_dim and positions follow from the rest
-        own = cls(**{**shape, **_BEYOND_SHAPE[name]})
+        base = cls(**{**shape, **_BEYOND_SHAPE[name]})
         given = cls(**{**shape, **_BEYOND_SHAPE[name], **overrides})
-        if given.hidden_size == own.hidden_size or "initializer_range" in overrides:
+        if given.hidden_size == base.hidden_size or "initializer_range" in overrides:
             return given
-        return replace(given, initializer_range=own.initializer_range * math.sqrt(own.hidden_size / given.hidden_size))
+        spread = base.initializer_range * math.sqrt(base.hidden_size / given.hidden_size)
+        return replace(given, initializer_range=spread)
 
     @classmethod
     def from_hf(cls, values: dict[str, Any]) -> LlamaConfig:
@@ -211,11 +212,11 @@ class LlamaConfig:
         for key in _NEVER_NULL:
             if key in values and values[key] is None:
                 raise InputRefused(f"{key} = null: expected a number; leave the key out for transformers' default")
-        own = family(values["model_type"])
+        model_family = family(values["model_type"])
         check_computed(values)
         # transformers' default epsilon differs from this class's.
-        values = {"rms_norm_eps": 1e-6, **own.defaults, **values}
-        names = {field.name for field in fields(cls)} - (_OF_SOME - {*own.keys})
+        values = {"rms_norm_eps": 1e-6, **model_family.defaults, **values}
+        names = {field.name for field in fields(cls)} - (_OF_SOME - {*model_family.keys})
         sizes: dict[str, Any] = {name: values[name] for name in names if values.get(name) is not None}
         for key in sorted(sizes.keys() & _SIZES):  # 0 means "derived" in this class only, not in the file
             check_whole(key, sizes[key])

@@ -65,18 +65,18 @@ def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dic
     """
     first = {id(layer.token_rows): name for name, layer in tables(module).items()}
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Table)}
-    own = dict[str, Stored]()
+    renamed = dict[str, Stored]()
     for full, tensor in stored.items():
         name = full.removeprefix(PREFIX)
         layer_name = name.removesuffix(_THEIRS).removesuffix(_TABLE)
         layer = layers.get(layer_name)
         if layer is None or name == layer_name:
-            own[name] = tensor
+            renamed[name] = tensor
         elif name.endswith(_TABLE):
             _require_same(full, tensor, layer, path)
         elif first[id(layer.token_rows)] == layer_name:
-            own[layer_name + _OURS] = tensor
-    return own
+            renamed[layer_name + _OURS] = tensor
+    return renamed
 
 
 def left_out(value: Any, module: nn.Module) -> set[str]:
