@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 from monograph.errors import UsageError
 from monograph.ranges import between
 
-# A front may double with every group, so it is thinned to about this many choices. A limit is then used up to
-# 1 / MOST of the largest choice's bytes.
+# A front may double with every group, so it is thinned to about this many choices, which can cost a choice 1 / MOST of
+# the bytes.
 MOST = 512
 
 

@@ -59,7 +59,7 @@ class CudaGraphs:
 
     Attributes:
         least: the smallest share of a call's time, from 0 to 1, that the host must spend on launching for the call to
-            be captured. With less, the device is the slower side, and a replay would hold memory and save no time.
+            be captured; 0: always. With less, the device is the slower side, and a replay would only hold memory.
     """
 
     def __init__(self, device: torch.device, least: float = 0.0):
