@@ -83,20 +83,20 @@ def test_dropout_and_running_means():
     assert int(made.model.norm.num_batches_tracked) == 12
 
 
-def test_one_launch_a_micro_batch_and_no_wait():
+def test_one_launch_a_micro_batch_and_no_wait(monkeypatch):
     made = engine(CudaGraphs(CARD))
     window = {name: tensor.to(CARD) for name, tensor in packed(6).items()}
     assert made.capture(window) is None
-    addresses = [plane.grad.data_ptr() for plane in made.step.planes]
+    addresses, launched, replay = [plane.grad.data_ptr() for plane in made.step.planes], [], torch.cuda.CUDAGraph.replay
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "replay", lambda graph: (launched.append(graph), replay(graph)))
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            made.accumulate(window)
+        made.accumulate(window)
         made.update()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert sum(event.name == "cudaGraphLaunch" for event in profile.events()) == 3
+    assert len(launched) == 3
     assert addresses == [plane.grad.data_ptr() for plane in made.step.planes]
 
 
@@ -162,9 +162,9 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was():
 
 def test_the_pool_is_part_of_the_peak_and_is_given_back():
     made = engine(CudaGraphs(CARD), tiny_llama(hidden_size=256, intermediate_size=512), micro_batch=32)
-    assert made.capture(packed(32), "aot_eager") is None
+    assert made.capture(ragged(32), "aot_eager") is None  # by it flex attention would copy a number to the card
     reset_peak_memory(CARD)
-    made.accumulate(packed(32))
+    made.accumulate(ragged(32))
     held, peak = torch.cuda.memory_reserved(CARD), peak_memory_bytes(CARD)
     assert peak > torch.cuda.max_memory_allocated(CARD)
     assert give_back(made.step)

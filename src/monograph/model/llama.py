@@ -329,7 +329,9 @@ class Llama(nn.Module):
         dtype = torch.float64 if self.model.embed_tokens.weight.dtype == torch.float64 else torch.float32
         # A window longer than the row counts as the row's length, so that such layers share one mask.
         windows = [min(self.config.window(layer) or length, length) for layer in range(self.config.num_hidden_layers)]
-        by_window = {w: attention_mask(segments, tokens_BT, self.attention, w) for w in dict.fromkeys(windows)}
+        # Flex attention has no kernel for heads of fewer than 16 channels.
+        impl: Impl = "sdpa" if self.attention == "auto" and self.config.head_dim < 16 else self.attention
+        by_window = {w: attention_mask(segments, tokens_BT, impl, w) for w in dict.fromkeys(windows)}
         return cos_sin(positions, self.config, dtype), [by_window[window] for window in windows]
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:

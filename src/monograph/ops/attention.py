@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -134,7 +134,10 @@ def attention(
     if isinstance(mask, BlockMask):
         if impl not in ("auto", "flex"):
             raise ValueError(f"impl={impl!r} reads a boolean tensor or None, not a BlockMask")
-        out = flex_attention(query_BHTD, key_BKSD, value_BKSD, block_mask=mask, enable_gqa=True)
+        # Without gradients and for fewer than 128 queries, torch 2.13 would take its kernel for decoding, which reads
+        # these queries with wrong strides, or find none for grouped heads.
+        options: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+        out = flex_attention(query_BHTD, key_BKSD, value_BKSD, block_mask=mask, enable_gqa=True, kernel_options=options)
         assert isinstance(out, Tensor)  # a tuple only when the log-sum-exp is asked for
         return out
     if impl == "flex":
