@@ -98,8 +98,16 @@ class Torchrun:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
-        while any(map(_command_line, workers)):  # of one that has ended there is none
+        while any(map(_is_running, workers)):
             time.sleep(0.01)
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a process may still hold locks: one that is ending has no command line any more, but still its files."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def _command_line(pid: int) -> bytes:
