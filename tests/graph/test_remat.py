@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from batches import LENGTH, ragged, tiny_llama
+from batches import LENGTH, packed, ragged, tiny_llama
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
@@ -103,6 +103,24 @@ def test_a_llama_s_products_are_the_closed_form():
     [compiled, _] = recorded(model, lambda twin: token_loss(twin, ragged(rows)), captured=True).values()
     assert compiled.rest_flops == 0 < recording.rest_flops and compiled.products == recording.products
     assert [c.stored_bytes for c in recording.curve()][:: len(recording.curve()) - 1] == [0, 7 * unit + log_sums]
+
+
+def test_flex_attention_is_recorded_as_one_product(monkeypatch):
+    """Packed rows take it in a graph on a GPU; called outside of a graph it would compile itself."""
+    monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # it refuses a CPU
+    usual, flex = tiny_llama(hidden_size=64), tiny_llama(hidden_size=64)
+    flex.use_attention("flex")
+    recordings = [
+        recorded(model, lambda twin: token_loss(twin, packed(4)), captured=True)["model.layers.0"]
+        for model in (usual, flex)
+    ]
+    names, others = ([product.name[0] for product in recording.products] for recording in recordings)
+    assert [name for name in others if name not in names] == ["flex_attention"] and len(names) == len(others)
+    assert [product.flops for product in recordings[0].products] == [
+        product.flops for product in recordings[1].products
+    ]
+    # The mask belongs to all blocks: it is an input, and no block keeps it.
+    assert recordings[1].stored_bytes <= recordings[0].stored_bytes
 
 
 @pytest.mark.parametrize(("policy", "asked"), [(Remat.Pointwise(), 0), (Remat.Budget(0.5), 1), (Remat.Full(), 0)])

@@ -106,13 +106,16 @@ def quiet_inputs_of_blocks() -> None:
 
 @contextmanager
 def as_if_compiling() -> Iterator[None]:
-    """Make `torch.compiler.is_compiling()` return True in the block."""
-    before = torch.compiler._is_compiling_flag
-    torch.compiler._is_compiling_flag = True
+    """Make `torch.compiler.is_compiling()` return True in the block, where flex attention is the operator itself."""
+    import torch.nn.attention.flex_attention as flex
+
+    before = torch.compiler._is_compiling_flag, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
+    # Without its flag, flex attention would compile itself, which torch refuses on tensors without numbers.
+    torch.compiler._is_compiling_flag = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
     try:
         yield
     finally:
-        torch.compiler._is_compiling_flag = before
+        torch.compiler._is_compiling_flag, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
 
 
 def without_numbers() -> bool:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, noop_mask
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy
 
@@ -249,7 +250,11 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
     from torch.nn.utils.stateless import _reparametrize_module
 
     own_tensors = {**dict(module.named_parameters()), **dict(module.named_buffers())}
-    leaves, form = tree_flatten((args, kwargs))
+    whole, form = tree_flatten((args, kwargs))
+    # A graph would take a mask's tensors for constants, so they become inputs. Its rule, which reads tensors as well,
+    # decides about no bytes.
+    apart = [{**vars(leaf), "mask_mod": noop_mask} if isinstance(leaf, BlockMask) else leaf for leaf in whole]
+    leaves, inner = tree_flatten(apart)
     places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     stored: dict[int, int] = {}
 
@@ -258,7 +263,8 @@ def stored_by_graph(forward: Callable[..., Any], module: Any, args: Any, kwargs:
         for place, tensor in zip(places, tensors[len(own_tensors) :], strict=True):
             given[place] = tensor
         with _reparametrize_module(module, dict(zip(own_tensors, tensors, strict=False))):
-            args, kwargs = tree_unflatten(given, form)
+            again = [BlockMask(**leaf) if isinstance(leaf, dict) else leaf for leaf in tree_unflatten(given, inner)]
+            args, kwargs = tree_unflatten(again, form)
             return [leaf for leaf in tree_leaves(forward(*args, **kwargs)) if isinstance(leaf, Tensor)]
 
     def storages(nodes: Any) -> list[Any]:

@@ -28,6 +28,7 @@ from monograph.ops.attention import Impl, Kernel, Mask, attention
 from monograph.ops.rms_norm import rms_norm
 
 BLOCK = 128  # positions per side of a block: flex attention's own default
+FLEX_HEAD = 16  # the smallest head_dim that flex attention computes on a GPU
 _LAST = 2**62  # above every document number; F.pad converts its value to a double, so 2^63 - 1 overflows (torch 2.13)
 
 
@@ -329,8 +330,8 @@ class Llama(nn.Module):
         dtype = torch.float64 if self.model.embed_tokens.weight.dtype == torch.float64 else torch.float32
         # A window longer than the row counts as the row's length, so that such layers share one mask.
         windows = [min(self.config.window(layer) or length, length) for layer in range(self.config.num_hidden_layers)]
-        # Flex attention has no kernel for heads of fewer than 16 channels.
-        impl: Impl = "sdpa" if self.attention == "auto" and self.config.head_dim < 16 else self.attention
+        small = self.config.head_dim < FLEX_HEAD
+        impl: Impl = "sdpa" if self.attention == "auto" and small else self.attention
         by_window = {w: attention_mask(segments, tokens_BT, impl, w) for w in dict.fromkeys(windows)}
         return cos_sin(positions, self.config, dtype), [by_window[window] for window in windows]
 
