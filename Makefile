@@ -8,13 +8,14 @@ RUN = .venv/bin/python -m
 WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))') --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-costs test-all mutants lint format python setup setup-dev
+.PHONY: help train quick test test-costs test-all gpu-less mutants lint format python setup setup-dev
 
 help:
 	@echo 'make train       install what training needs, then train a small model (ARGS: see monograph train --help)'
 	@echo 'make test        install what the tests need, then style, types, layers, laws and unit tests'
 	@echo 'make quick       style, types, layers, and the cheapest tests of what changed: about a minute'
 	@echo 'make test-all    the slow tests too'
+	@echo 'make gpu-less    what a GPU would run, on a pretended one (downloads 5 GB once; ARGS=--quick for less)'
 	@echo 'make mutants     how many of the faults put into the code the tests notice (hours; ARGS: --room step --count 20)'
 	@echo 'make lint        style, types and layers only'
 	@echo 'make format      apply the style'
@@ -35,6 +36,11 @@ test-costs: lint
 
 test-all: lint
 	$(RUN) pytest -q $(WORKERS) $(ARGS)
+
+# In an environment of its own, .pretended-gpu, with torch's CUDA build.
+gpu-less: python
+	@$(PYTHON) tests/pretended_gpu/environment.py make
+	@$(PYTHON) tests/pretended_gpu/all.py $(ARGS)
 
 # cosmic-ray is needed for nothing else.
 mutants: setup-dev

@@ -9,6 +9,7 @@ of CPU time.
 
 from __future__ import annotations
 
+import gc
 import random
 import statistics
 import time
@@ -137,6 +138,7 @@ def compared(work: Work) -> dict[str, Any]:
 
 def measured(work: Work) -> int:
     """Return the bytes alive at the peak of an update, weights, gradients and optimizer state included."""
+    gc.collect()  # an engine is in cycles, and the last one's tensors would count as this one's
     engine = _engine(work)
     window = _window(work, work.config.vocab_size)
     if work.compile != "none" and (obstacle := engine.capture(window, scope=work.compile)):  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ def generator(**options: Any) -> Generator:
 
 
 def written(machine: Generator) -> list[list[int]]:
-    requests = [Request((5, 6, 7), Sampling(**FULL, seed=seed), 300, (1,), None, STOP) for seed in range(7)]
+    requests = [Request((5, 6, 7), Sampling(**FULL, seed=seed), 80, (1,), None, STOP) for seed in range(7)]
     found: dict[int, list[int]] = {machine.submit(request): [] for request in requests}
     for event in machine.run():
         found[event.number] += event.token_ids

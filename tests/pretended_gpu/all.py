@@ -1,0 +1,113 @@
+"""`make gpu-less`: everything that runs on a pretended card, as a table; with --quick what holds three minutes.
+
+    python tests/pretended_gpu/all.py [--quick] [--out FILE] [PYTEST ARGUMENT ...]
+
+With arguments for pytest only these tests run, on sm_90. --quick runs nothing, and says so, where the environment was
+not made (environment.py), as it downloads 5 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import environment
+
+HERE = "tests/pretended_gpu"
+DRIVER = [f"{HERE}/test_{name}.py" for name in ("driver", "capture", "cards", "hook", "launches", "environment")]
+NUMBERS = [
+    f"{HERE}/test_{name}.py"
+    for name in ("operators", "graphs", "memory", "narrow", "programs", "libdevice", "interpreted")
+]
+# Tests marked `gpu` that a pretended card cannot pass, with the reason; docs/gpu.md lists them.
+CANNOT = {
+    "tests/benchmarks/test_numbers.py::test_a_read_value_is_a_wait_and_a_kernel_is_none":
+        "torch's profiler asks CUPTI, NVIDIA's own, for what the card did",
+    "tests/test_device.py::test_a_gpu_is_described_and_measured":
+        "the version of the driver is read from the kernel's NVIDIA module, and speed is not that of a card",
+}  # fmt: skip
+
+
+class Part(NamedTuple):
+    """Some tests on one card; `numbers` says whether kernels compute."""
+
+    name: str
+    sm: str
+    numbers: bool
+    tests: list[str]
+
+
+QUICK = [
+    Part("driver", "90", False, DRIVER),
+    Part("numbers", "90", True, NUMBERS[:4]),
+    Part(
+        "order",
+        "90",
+        True,
+        [f"{HERE}/test_order.py", "-k", "missing_wait or event or memory or (backward and offloaded and fp32)"],
+    ),
+    Part("gpu tests", "90", True, ["-m", "gpu", "tests/laws/test_accumulated_is_large_batch.py", "tests/graph"]),
+]
+ALL = [
+    Part("driver", "90", False, DRIVER),
+    Part("numbers", "90", True, NUMBERS),
+    Part("order", "90", True, [f"{HERE}/test_order.py"]),
+    *(Part("gpu tests", sm, True, ["-m", "gpu", "tests"]) for sm in ("90", "89", "80")),
+]
+
+
+def run(part: Part, more: list[str]) -> dict[str, object]:
+    """Run a part; return how many tests passed, failed and were skipped, and how long it took."""
+    left_out = [argument for test in CANNOT for argument in ("--deselect", test)]
+    plugin = ["-p", "pretended_gpu.plugin"] if part.numbers else []
+    command = [sys.executable, f"{HERE}/environment.py", "run", part.sm, "python", "-m", "pytest", "-q", "-p",
+               "no:cacheprovider", *plugin, *left_out, *part.tests, *more]  # fmt: skip
+    print(f"\n{part.name}, sm_{part.sm}", flush=True)
+    began, last = time.monotonic(), ""
+    settings = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=environment.ROOT, env=settings, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            last = line.strip() or last
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", last)}
+    seconds = round(time.monotonic() - began, 1)
+    return {"part": part.name, "sm": part.sm, "code": process.returncode, **counts, "wall_s": seconds}
+
+
+def main() -> int:
+    """Run the parts, print the table, and return 1 if anything failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON")
+    asked, more = parser.parse_known_args()
+    if asked.quick and not environment.python().exists():
+        print("gpu-less: not run, as torch's CUDA build is not installed here (make gpu-less installs it, 5 GB)")
+        return 0
+    parts = [Part("asked", "90", True, [])] if more else QUICK if asked.quick else ALL
+    rows = [run(part, more) for part in parts]
+    print(f"\n{'part':12} {'card':7} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
+    for row in rows:
+        failed = row.get("failed", 0) or row.get("error", 0) or ("?" if row["code"] else 0)
+        print(f"{row['part']:12} sm_{row['sm']:4} {row.get('passed', 0):>7} {failed:>7} {row.get('skipped', 0):>8} "
+              f"{row['wall_s']:>8}")  # fmt: skip
+    for test, reason in CANNOT.items():
+        print(f"not run: {test.rpartition('::')[2]}: {reason}")
+    if asked.out:
+        asked.out.write_text(json.dumps({"schema": "monograph-gpu-less-1", "parts": rows, "not_run": CANNOT}, indent=1))
+    return int(any(row["code"] for row in rows))
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except environment.Stopped as stopped:
+        environment.say(str(stopped))
+        sys.exit(2)
