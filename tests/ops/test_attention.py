@@ -151,3 +151,21 @@ def test_on_a_gpu_documents_are_as_exact_as_the_reference(dtype, impl):
     exact, naive = (_run("reference", kind, dense, device="cuda") for kind in (torch.float64, dtype))
     for a, b, c in zip(ours, naive, exact, strict=True):
         assert error_within(a, b, c, k=4)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_few_queries_without_gradients_take_no_kernel_for_decoding(length=127):
+    """As in evaluation of short rows: for grouped heads torch would find none, and it may read queries wrongly."""
+    segments = _segments(length, device="cuda")
+    hidden = torch.randn(BATCH, length, 8 * SIZE, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+
+    def attended(hidden, mask, impl):
+        heads = (hidden * 2).unflatten(-1, (8, SIZE)).transpose(1, 2)
+        return attention(heads[:, :4], heads[:, 4:6], heads[:, 6:], mask, impl)
+
+    with torch.no_grad():
+        fused = torch.compile(attended, fullgraph=True, dynamic=False)(hidden, block_mask(segments), "flex")
+        exact, naive = (
+            attended(hidden.to(kind), dense_mask(segments), "reference") for kind in (torch.float64, torch.float32)
+        )
+    assert error_within(fused, naive, exact, k=4)
