@@ -9,7 +9,19 @@ import pytest
 import torch
 from torch import Tensor
 
-from monograph.decode.chain import DEAD, NAN, OK, OVERFLOW, Rows, edited, log_probabilities, narrowed, sample
+from monograph.decode.candidates import Candidates
+from monograph.decode.chain import (
+    DEAD,
+    NAN,
+    OK,
+    OVERFLOW,
+    Rows,
+    _processed,
+    edited,
+    log_probabilities,
+    narrowed,
+    sample,
+)
 from monograph.decode.knobs import chain_of, knobs_of, new_knobs, write_row
 from monograph.decode.penalties import COUNTS, count_drawn, first_counts
 from monograph.decode.sampling import Sampling
@@ -191,6 +203,27 @@ def test_log_probabilities_are_the_raw_ones() -> None:
     exact_BV = logits_BV.bfloat16().double().log_softmax(-1)
     torch.testing.assert_close(found.chosen_B.double(), exact_BV[[0, 1, 2], [4, 0, 8]], rtol=1e-6, atol=1e-6)
     assert torch.equal(found.ids_BN, exact_BV.topk(2).indices) and found.values_BN.dtype == torch.float32
+
+
+@pytest.mark.parametrize("n", [2, 5])
+def test_processed_log_probabilities_of_some_tokens_are_those_of_all(n: int) -> None:
+    """Whether the candidates are the whole vocabulary or three of it; places that nothing is left for have none."""
+    scores_BV = torch.full((2, 9), -torch.inf)
+    ids_BN, scores_BN = torch.tensor([[7, 2, 5], [0, 8, 3]]), torch.tensor([[0.0, -1.5, -3.0], [-0.5, 0.0, -2.0]])
+    scores_BV.scatter_(-1, ids_BN, scores_BN)
+    token_B, high_B1, held_B1 = torch.tensor([5, 0]), torch.zeros(2, 1), torch.ones(2, 1, dtype=torch.bool)
+    some = Candidates(scores_BN, scores_BN, ids_BN, high_B1, held_B1, None, "nearest", None)
+    every = Candidates(scores_BV, scores_BV, None, high_B1, held_B1, None, "nearest", None)
+    found, expected = _processed(some, token_B, n), _processed(every, token_B, n)
+    assert torch.equal(found.chosen_B, expected.chosen_B) and torch.equal(found.values_BN, expected.values_BN)
+    left_BN = found.values_BN > -torch.inf
+    assert torch.equal(found.ids_BN[left_BN], expected.ids_BN[left_BN]) and left_BN.sum(-1).tolist() == [min(n, 3)] * 2
+    exact_BN = scores_BN.double().log_softmax(-1)
+    torch.testing.assert_close(found.chosen_B.double(), exact_BN[[0, 1], [2, 0]], rtol=1e-5, atol=1e-5)
+
+
+def test_the_codes_of_rows_are_different() -> None:
+    assert len({OK, NAN, DEAD, OVERFLOW}) == 4
 
 
 def test_a_graph_that_needs_the_edited_logits_whole_has_them_with_their_penalties() -> None:
