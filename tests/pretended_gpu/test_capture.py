@@ -244,7 +244,12 @@ def test_a_fork_that_is_joined() -> None:
 
 
 def test_a_fork_without_work_need_not_be_joined() -> None:
-    origin, second = stream(), stream()
+    """Whatever the same stream has done in an earlier capture."""
+    earlier, origin, second = stream(), stream(), stream()
+    with captured(earlier):
+        wait(second, recorded(earlier))
+        work(second)
+        wait(earlier, recorded(second))
     with captured(origin) as graph:
         work(origin)
         wait(second, recorded(origin))

@@ -45,6 +45,7 @@ def test_what_a_launch_may_ask_for(
     expected = Launch("torch", "?", Grid(*grid), threads, shared, 0, 0, "-")
     assert log.records == (faults if error else [expected])
     assert card.counts().launches - launched == (not error)
+    assert launch() == 0  # which leaves an earlier error
     assert card.driver.cudaGetLastError() == error and card.driver.cudaGetLastError() == 0
 
 
@@ -103,7 +104,8 @@ def test_a_kernels_own_shared_memory_counts(probe: bytes) -> None:
     function = made("cuModuleGetFunction", made("cuModuleLoadData", probe), b"probe")
     most = ctypes.c_int()
     assert call("cudaDeviceGetAttribute", ctypes.byref(most), 97, 0) == 0
-    refused("launch", 1, *driver_launch(function, 1, 49153))
+    refused("launch", 1, *driver_launch(function, 1, 49152 - OWN_SHARED + 1))
+    assert call(*driver_launch(function, 1, 49152 - OWN_SHARED)) == 0
     assert call("cuFuncSetAttribute", function, 8, most.value - OWN_SHARED + 1) == 1
     assert call("cuFuncSetAttribute", function, 8, most.value - OWN_SHARED) == 0
     assert call(*driver_launch(function, 1, most.value - OWN_SHARED)) == 0

@@ -25,8 +25,11 @@
 
 #define API __attribute__((visibility("default")))
 #define MOST_CARDS 16
+#define MOST_BRANCHES 64             // streams of one capture
 #define CONTEXT_BYTES (512ul << 20)  // of a card's memory, which the driver takes for itself
-#define MOST_BRANCHES 64  // streams of one capture
+#define REGISTERS 65536              // of a multiprocessor, and of one block at most
+#define SHARED_UNASKED 49152         // bytes of shared memory that a block has if its kernel asks for no more
+#define UNKNOWN_REGISTERS 32         // of a thread of a kernel whose code nobody looks into
 #define UNUSED __attribute__((unused))
 
 typedef struct Capture Capture;
@@ -71,13 +74,13 @@ struct Stream {
     Card *card;
     unsigned flags;
     int priority;
-    bool destroyed;     // never freed, so that its use afterwards is seen
-    uint64_t work;      // pieces of work so far
-    uint64_t legacy_to; // how much of this stream's work the card's legacy stream waits for already
-    uint64_t to_legacy; // how much of the legacy stream's work this stream waits for already
-    Capture *capture;   // that it belongs to, or NULL
-    int branch;         // its number there
-    Past past;          // of its newest work there
+    bool destroyed;      // never freed, so that its use afterwards is seen
+    uint64_t work;       // pieces of work so far
+    uint64_t legacy_to;  // how much of this stream's work the card's legacy stream waits for already
+    uint64_t to_legacy;  // how much of the legacy stream's work this stream waits for already
+    Capture *capture;    // that it belongs to, or NULL
+    int branch;          // its number there
+    Past past;           // of its newest work there
     Stream *next;
 };
 
@@ -105,9 +108,9 @@ struct Capture {
 
 struct Card {
     int number;
-    bool used;                   // it has a primary context
-    bool reaches[MOST_CARDS];    // the cards whose memory its kernels may use
-    Stream legacy;               // the default stream, handle 0
+    bool used;                 // it has a primary context
+    bool reaches[MOST_CARDS];  // the cards whose memory its kernels may use
+    Stream legacy;             // the default stream, handle 0
     Counts counts;
 };
 
@@ -127,10 +130,9 @@ typedef struct {
     const char *name;
     dim3 grid;
     dim3 block;
-    size_t shared_bytes;      // that the launch asks for
-    size_t own_shared_bytes;  // that the kernel has declared
-    size_t most_shared_bytes; // up to which the kernel may ask
-    int registers;            // of a thread
+    size_t shared_bytes;       // that the launch asks for, beside what the kernel has declared
+    size_t most_shared_bytes;  // up to which it may ask
+    int registers;             // of a thread
 } Launch;
 
 // Moments that a hook is told of, outside of the lock and before they take effect. card.py mirrors them.

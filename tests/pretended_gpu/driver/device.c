@@ -8,8 +8,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define VERSION 13000               // of CUDA
-#define REGISTERS 65536             // of a multiprocessor, and of one block at most
+#define VERSION 13000  // of CUDA
 
 // NVIDIA's datasheets and architecture whitepapers; shared memory and threads: the CUDA C++ programming guide, table of
 // compute capabilities.
@@ -120,7 +119,7 @@ static const struct {
     {cudaDevAttrMaxGridDimX, 2147483647},
     {cudaDevAttrMaxGridDimY, 65535},
     {cudaDevAttrMaxGridDimZ, 65535},
-    {cudaDevAttrMaxSharedMemoryPerBlock, 49152},
+    {cudaDevAttrMaxSharedMemoryPerBlock, SHARED_UNASKED},
     {cudaDevAttrMaxRegistersPerBlock, REGISTERS},
     {cudaDevAttrMaxRegistersPerMultiprocessor, REGISTERS},
     // Rates are an H200's, whatever the card: times are pretended, too.
@@ -175,7 +174,7 @@ cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *is, int card) {
     is->totalGlobalMem = total_bytes();
     is->multiProcessorCount = model.multiprocessors;
     is->maxThreadsPerMultiProcessor = model.threads;
-    is->sharedMemPerBlock = 49152;
+    is->sharedMemPerBlock = SHARED_UNASKED;
     is->sharedMemPerBlockOptin = most_shared_bytes();
     is->sharedMemPerMultiprocessor = (size_t)model.shared_kib * 1024;
     is->regsPerBlock = is->regsPerMultiprocessor = REGISTERS;

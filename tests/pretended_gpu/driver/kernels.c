@@ -6,10 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define REGISTERS 65536        // of a block
-#define SHARED_UNASKED 49152   // bytes of shared memory that a kernel has without asking for more
-#define UNKNOWN_REGISTERS 32   // of a kernel in a library: its code is compressed, and nobody looks into it
-#define DEEPEST 16             // launches within launches' arguments
+#define DEEPEST 16  // launches whose arguments hold launches
 
 typedef struct {
     const void *function;  // the host's function that launches it
@@ -111,8 +108,7 @@ static const char *exceeded(const Launch *launch, cudaError_t *error) {
     if (bad_block(launch->block))
         return "threads";
     *error = cudaErrorInvalidValue;
-    size_t shared = launch->shared_bytes + launch->own_shared_bytes;
-    if (launch->shared_bytes > launch->most_shared_bytes || shared > most_shared_bytes())
+    if (launch->shared_bytes > launch->most_shared_bytes)
         return "shared memory";
     *error = cudaErrorLaunchOutOfResources;
     if (registers_of_block(launch->registers, threads_of(launch)) > REGISTERS)

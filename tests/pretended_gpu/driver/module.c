@@ -9,9 +9,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define SHARED_UNASKED 49152      // bytes of shared memory that a kernel has without asking for more
-#define SHARED_OF_THE_SYSTEM 1024 // in `.nv.shared.NAME` since sm_90
-#define UNKNOWN_REGISTERS 32      // of a kernel that is not in a cubin
+#define SHARED_OF_THE_SYSTEM 1024  // bytes in `.nv.shared.NAME` since sm_90
 #define MOST_PARAMETERS 256
 
 // A module is the cubin itself; `code` is NULL for what is none, PTX for example.
@@ -166,10 +164,10 @@ CUresult cuModuleGetFunction(CUfunction *made, CUmodule handle, const char *name
     Function *function = calloc(1, sizeof *function);
     snprintf(function->name, sizeof function->name, "%s", name);
     function->registers = UNKNOWN_REGISTERS;
-    function->most_shared_bytes = SHARED_UNASKED;
     *made = (CUfunction)function;
     if (module->code && !read_needs(function, module->code))
         return CUDA_ERROR_NOT_FOUND;
+    function->most_shared_bytes = SHARED_UNASKED - function->own_shared_bytes;
     return CUDA_SUCCESS;
 }
 
@@ -232,7 +230,6 @@ static CUresult launch_function(
         .grid = grid,
         .block = block,
         .shared_bytes = shared_bytes,
-        .own_shared_bytes = function->own_shared_bytes,
         .most_shared_bytes = function->most_shared_bytes,
         .registers = function->registers,
     };
