@@ -7,7 +7,6 @@ import gc
 
 import pytest
 import torch
-from torch import nn
 
 from batches import packed, ragged, tiny_llama
 from laws.replaying import Moving, Reads, assert_same_bits, cross_entropy, trained, windows_of
@@ -133,21 +132,6 @@ def test_blocks_sent_to_the_host_are_called():
     assert made.capture(ragged(6), "aot_eager", "blocks") is None
     trained(made, windows_of(ragged))
     assert lines == ["micro-steps are launched one by one: blocks are recomputed between graphs"]
-
-
-def test_what_keeps_the_device_busy_is_called():
-    def loss(model, batch):
-        return model(batch["x"]).square().sum(), len(batch["x"])
-
-    lines: list[str] = []
-    model = nn.Sequential(*(nn.Linear(4096, 4096) for _ in range(4)))
-    made = Resident(model.to(CARD), loss=loss, optim=AdamW(lr=1e-5))
-    made.step.announce = lines.append
-    assert made.capture({"x": torch.randn(16384, 4096)}, "aot_eager") is None
-    assert len(lines) == 1 and "the device is busy longer than it takes to launch" in lines[0]
-    small = Resident(tiny_llama().to(CARD))
-    small.step.announce = pytest.fail
-    assert small.capture(packed(6), "aot_eager") is None and small.step.micro_step.captured == 1
 
 
 def test_a_capture_that_fails_leaves_the_device_as_it_was():

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from monograph import compat
-from monograph.device import clock
 
 WARM_UP = 2  # calls before a capture: the first one compiles, and after both, libraries have allocated all they need
 Work = Callable[[], None]
@@ -55,16 +54,11 @@ class NotReplayable(Exception):
 
 
 class CudaGraphs:
-    """A recorder of CUDA graphs, which share one memory pool and one stream.
+    """A recorder of CUDA graphs, which share one memory pool and one stream."""
 
-    Attributes:
-        least: the smallest share of a call's time, from 0 to 1, that the host must spend on launching for the call to
-            be captured; 0: always. With less, the device is the slower side, and a replay would only hold memory.
-    """
-
-    def __init__(self, device: torch.device, least: float = 0.0):
+    def __init__(self, device: torch.device):
         """Make a stream and a pool on a device of this process."""
-        self.device, self.least = device, least
+        self.device = device
         # Warm-ups use the captures' stream: autograd accumulates a gradient on the parameter's first stream.
         self._stream = torch.cuda.Stream(device)
         # Graphs may share a pool, because no result in it is read after a replay.
@@ -74,22 +68,15 @@ class CudaGraphs:
         """Call the work on the captures' stream while watching the host; see `Recorder.warm_up`."""
         current, drawn = torch.cuda.current_stream(self.device), torch.get_rng_state()
         self._stream.wait_stream(current)
-        torch.cuda.synchronize(self.device)  # earlier work must not be timed
-        began = clock()
         try:
             with torch.cuda.stream(self._stream), _host_waits() as waits:
                 work()
         finally:  # also after an error, later work must wait for the work that was launched
             current.wait_stream(self._stream)
-        launched_s = clock() - began
-        torch.cuda.synchronize(self.device)
-        share = launched_s / (clock() - began)
         if waits:
             return f"the host waits for the device at {waits[0]}"
         # A replay would use the numbers that were drawn during the capture.
-        if not torch.equal(drawn, torch.get_rng_state()):
-            return "it draws random numbers on the host (torch)"
-        return f"the device is busy longer than it takes to launch ({share:.0%})" if share < self.least else None
+        return None if torch.equal(drawn, torch.get_rng_state()) else "it draws random numbers on the host (torch)"
 
     def record(self, work: Work) -> Graph:
         """Capture the work; other threads, such as one that fills page-locked memory, may go on meanwhile."""

@@ -39,8 +39,6 @@ from monograph.step.clip import (
 )
 from monograph.step.layout import Held, Layout
 
-DEVICE_BOUND = 0.5  # a micro-step is not replayed if launching it takes a smaller share of its time
-
 
 @final
 class Step:
@@ -119,7 +117,7 @@ class Step:
         self.loss_scale = zeros(dtype=torch.float32).fill_(self.precision.loss_scale if self.precision.scaled else 1.0)
         self.scope: Literal["none", "whole", "blocks"] = "none"  # the scope of the capture, if there was one
         self.loss_factor = zeros(dtype=torch.float64).reshape(-1)  # a 0-d float64 argument would be traced twice
-        self.recorder: Recorder | None = CudaGraphs(self.device, DEVICE_BOUND) if self.device.type == "cuda" else None
+        self.recorder: Recorder | None = CudaGraphs(self.device) if self.device.type == "cuda" else None
         self.announce: Callable[[str], None] = lambda line: None
         self.micro_step: Callable[[Any], None] = self._micro_step
         self.forward: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]] = self._forward
