@@ -118,6 +118,19 @@ def test_out_of_memory_halves_the_micro_batch(server: CommandServer, here: Path)
 # ---- what it prints ------------------------------------------------------------------------------------------------
 
 
+def test_the_last_update_is_shown_though_numbers_are_read_every_so_often(server: CommandServer, here: Path) -> None:
+    """A run on a GPU reads ten updates at once, and a short one has fewer."""
+    rare = """
+import monograph.commands.train as command
+every_update = command.MetricsLog
+command.MetricsLog = lambda run, every: every_update(run, 100)
+"""
+    (here / "own.py").write_text(SLOW.replace("time.sleep(0.05)", "pass") + rare)
+    done = server.run(here, "train", *OWN, "model.init=own.py:build", "--out", "run", "--json", figures=0)
+    assert done.code == 0 and "update 8/8 100 %   loss" in done.err, done.err
+    assert json.loads(done.out)["tokens_per_s"] > 0
+
+
 def test_the_last_lines_work_as_printed(server: CommandServer, here: Path) -> None:
     """For a run in runs/, and without `monograph` on the PATH."""
     folders = (each for each in os.environ["PATH"].split(os.pathsep) if not Path(each, "monograph").exists())

@@ -36,6 +36,7 @@ from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import entries, exists
 
 CURVE_ROWS = 64  # held-out rows scored for a point of the curve; the last point uses all
+SHOWN_S = 1.0  # after so long, the numbers of the last updates are read; this waits for the device
 
 
 def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str | None, json: bool) -> int:
@@ -159,7 +160,9 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             last = done == session.updates
             report.recompiles = compat.captured_graphs() - graphs
             session.account(done)
-            if log.add(update, {"tokens_per_s": rate or None, "wall_s": session.spent_s}):
+            written = log.add(update, {"tokens_per_s": rate or None, "wall_s": session.spent_s})
+            if written or last or clock() - began > SHOWN_S:
+                log.flush()
                 rate = report.rate(since, clock() - began)
                 loss, memory = log.last["train_loss"], session.peak_memory_bytes
                 block.update(done, loss=loss, tokens_per_s=rate, memory_bytes=memory, skipped=log.skipped)
