@@ -198,3 +198,25 @@ def test_every_card_has_rates_and_a_link(short: str) -> None:
 def test_an_unknown_card_is_refused_with_the_nearest(name: str, hint: str) -> None:
     with pytest.raises(UsageError, match=rf"--device {name}: no such card; .*{hint}"):
         device.named(name)
+
+
+@pytest.mark.parametrize(("capability", "archs", "fits"), [
+    ((7, 0), ["sm_75", "sm_80", "sm_90", "compute_120"], False),
+    ((7, 5), ["sm_75", "sm_80", "sm_90", "compute_120"], True),
+    ((10, 0), ["sm_75", "sm_90a"], True),
+    ((9, 4), ["gfx90a", "gfx942"], True),
+    ((9, 0), [], True),
+])  # fmt: skip
+def test_a_card_without_kernels_is_refused_before_it_is_used(
+    capability: tuple[int, int], archs: list[str], fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch.cuda, "get_arch_list", lambda: archs)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla V100")
+    if fits:
+        assert device.default_device() == torch.device("cuda", 1)
+    else:
+        with pytest.raises(UsageError, match=r"^Tesla V100: .* 7\.0, .* from 7\.5 on: .*CUDA_VISIBLE_DEVICES= "):
+            device.default_device()

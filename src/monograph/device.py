@@ -49,8 +49,7 @@ _CARDS: tuple[tuple[str, Rates], ...] = (
     (r"\bRTX 4090$", Rates({"fp32": 82.6e12, "tf32": 82.6e12, "bf16": 165.2e12, "fp8": 330.3e12}, 1.008e12)),
     (r"\bRTX 4080$", Rates({"fp32": 48.7e12, "tf32": 48.7e12, "bf16": 97.5e12, "fp8": 194.9e12}, 0.717e12)),
     (r"\bRTX 3090$", Rates({"fp32": 35.6e12, "tf32": 35.6e12, "bf16": 71e12}, 0.936e12)),
-    (r"\bV100\b", Rates({"fp32": 15.7e12}, 0.9e12)),
-    (r"\bT4$", Rates({"fp32": 8.1e12}, 0.32e12)),
+    (r"\bT4$", Rates({"fp32": 8.1e12, "fp16": 65e12}, 0.32e12)),
 )
 
 
@@ -73,7 +72,6 @@ CARDS: dict[str, tuple[str, float, float]] = {
     "4090": ("NVIDIA GeForce RTX 4090", 24, 31.5e9),
     "4080": ("NVIDIA GeForce RTX 4080", 16, 31.5e9),
     "3090": ("NVIDIA GeForce RTX 3090", 24, 31.5e9),
-    "V100": ("Tesla V100-SXM2-32GB", 32, 15.8e9),
     "T4": ("Tesla T4", 16, 15.8e9),
 }
 
@@ -87,8 +85,8 @@ class Device:
         type: "cuda" or "cpu".
         memory_bytes: the card's memory, or the host memory that this process may use (within its cgroup's limits).
         free_memory_bytes: the free part of that memory now; all of it if the system does not tell (macOS).
-        peak_flops: datasheet FLOP/s by precision ("fp32", "tf32", "bf16", "fp8"); empty for a card that is not in the
-            table, for a MIG slice and for a CPU (see `measured_matmul_flops`).
+        peak_flops: datasheet FLOP/s by precision ("fp32", "tf32", "bf16", "fp8"; "fp16" where it is not bf16's); empty
+            for a card that is not in the table, for a MIG slice and for a CPU (see `measured_matmul_flops`).
         bandwidth_bytes_per_s: datasheet memory bandwidth, None if unknown.
         cores: CPU cores that this process may use (within its affinity and cgroup quota).
         has_bf16: bf16 matrix products run in hardware.
@@ -164,15 +162,29 @@ def _spelled(name: str) -> str:
 
 
 def default_device() -> torch.device:
-    """Return this process's current CUDA device with its index (0 unless it chose another), else the CPU."""
-    return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+    """Return this process's current CUDA device with its index (0 unless it chose another), else the CPU.
+
+    Raises:
+        UsageError: it is an older GPU than this build of torch has kernels for.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda", torch.cuda.current_device())
+    (major, minor), archs = torch.cuda.get_device_capability(device), torch.cuda.get_arch_list()
+    oldest = min((int(match[1]) for arch in archs if (match := re.match(r"sm_(\d+)", arch))), default=0)
+    if 10 * major + minor < oldest:
+        raise UsageError(
+            f"{torch.cuda.get_device_name(device)}: its compute capability is {major}.{minor}, and this build of torch "
+            f"has kernels from {oldest / 10} on: install another build, or set CUDA_VISIBLE_DEVICES= to use the CPU"
+        )
+    return device
 
 
 def describe(device: torch.device | None = None) -> Device:
     """Return a description of `device`, by default of `default_device()`; nothing is measured."""
     device = default_device() if device is None else device
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
+        name, capability = torch.cuda.get_device_name(device), torch.cuda.get_device_capability(device)
         free_bytes, total_bytes = torch.cuda.mem_get_info(device)
         rates = card_rates(name)
         return Device(
@@ -181,11 +193,11 @@ def describe(device: torch.device | None = None) -> Device:
             memory_bytes=total_bytes,
             free_memory_bytes=free_bytes,
             cores=_cores(),
-            has_bf16=torch.cuda.get_device_capability(device) >= (8, 0),
+            has_bf16=capability >= (8, 0),
             peak_flops=rates.flops if rates else {},
             bandwidth_bytes_per_s=rates.bandwidth_bytes_per_s if rates else None,
             driver=_nvidia_driver(),
-            has_fp8=torch.cuda.get_device_capability(device) >= (8, 9),
+            has_fp8=capability >= (8, 9),
         )
     name, instructions = _cpu_model()
     total_bytes, free_bytes = _host_memory()

@@ -73,7 +73,7 @@ def test_memory_that_earlier_runs_took_beyond_the_trace_is_in_the_plan_and_said(
         (("--device-memory", "-1GiB"), "such as 24GiB"),
         (("--device", "4090", "--device-memory", "300MiB"), "leaves nothing for tensors"),
         (("--device", "4090", "--device-memory", "25GiB"), "GeForce RTX 4090 has 24.0 GiB in all"),
-        (("--device", "T4", "train.precision=bf16"), "no such arithmetic"),
+        (("--device", "T4", "train.precision=bf16"), "no bf16 arithmetic"),
         (("--device", "A100-80", "train.precision=fp8"), "no fp8 arithmetic (NVIDIA's have it from the L4"),
         (("--device", "A100-80", "train.precision=fp8"), "; use bf16"),
         (("optim.name=muon:all-bf16", "train.precision=fp32"), "optim.name = muon:all-bf16 keeps the weights in bf16"),

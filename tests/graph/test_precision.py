@@ -150,8 +150,11 @@ def test_what_the_device_has_no_arithmetic_for_is_refused_by_name(name, word):
     cpu = dataclasses.replace(describe(torch.device("cpu")), has_bf16=True)
     with pytest.raises(UsageError, match=rf"command line: train.precision = {name}: .*{word}.*; use bf16"):
         require_possible(load(None, {"train.precision": name}, {}), cpu)
-    for able in (dataclasses.replace(cpu, type="cuda", has_fp8=True),):
-        require_possible(load(None, {"train.precision": name}, {}), able)
+    able = dataclasses.replace(cpu, type="cuda", has_fp8=True)
+    require_possible(load(None, {"train.precision": name}, {}), able)
+    old = dataclasses.replace(able, has_bf16=False)  # such as a T4; on a CPU, bf16 is computed as well as anywhere
+    with pytest.raises(UsageError, match=r"train.precision = bf16: .*no bf16 arithmetic.*; use fp16 or fp32"):
+        require_possible(load(None, {"train.precision": "bf16"}, {}), old)
     for fine in ("auto", "fp32", "bf16"):
         require_possible(load(None, {"train.precision": fine}, {}), cpu)
     with pytest.raises(UsageError, match="'int4' is not one of fp32, bf16, fp16, fp8"):

@@ -19,6 +19,7 @@ from monograph.predict.footprint import Footprint
 from monograph.run.recipe import Recipe
 from monograph.session import setup
 from monograph.session.plan import Plan, Shape
+from monograph.session.requirements import notes_on
 from monograph.session.resolve import REMATS, request_of, resolve, shape_of
 from monograph.text.tokenizer import Tokenizer
 
@@ -125,3 +126,10 @@ def test_offloading_inside_one_graph_is_refused():
     given = sized(train__remat="offload", train__compile="whole")
     with pytest.raises(UsageError, match="train.compile is blocks or none"):
         request_of(given, shape(given).config, CARD)
+
+
+def test_fp32_on_a_gpu_is_said_to_leave_its_tensor_cores_idle():
+    [note] = notes_on(sized(train__precision="fp32"), CARD)
+    assert note.startswith("train.precision = fp32: ") and "TF32" in note
+    for card in (named("T4"), replace(CARD, type="cpu")):  # without bf16, and without tensor cores
+        assert not [*notes_on(sized(train__precision="fp32"), card)]

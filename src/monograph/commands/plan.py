@@ -10,18 +10,16 @@ from dataclasses import replace
 from typing import Any
 
 from monograph.config import Settings
-from monograph.device import Device, describe, named
+from monograph.device import describe, named
 from monograph.errors import UsageError
-from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
 from monograph.planner import Candidate, Limits, Plan, StreamCandidate, budget, streamed_or_resident
-from monograph.planner.defaults import precision as best_precision
 from monograph.planner.streaming import HOST_SHARE, describe_tiers, describe_way
 from monograph.predict.estimate import trained_adapters
 from monograph.predict.roofline import EFFICIENCIES, Calibration, peak_flops
 from monograph.report.quantities import count, duration, gibibytes
 from monograph.session.adapting import planned_tokens, token_notes
-from monograph.session.requirements import notes_on, require_one_device, require_room
+from monograph.session.requirements import notes_on, require_one_device, require_possible, require_room
 from monograph.session.resolve import request_of, resolve, shape_of
 from monograph.storage.cache_dir import cache_root, calibration_file
 
@@ -50,6 +48,7 @@ def run(
                 f"--device-memory {device_memory}: {target.name} has {gibibytes(target.memory_bytes)} in all"
             )
         target = replace(target, memory_bytes=memory_bytes, free_memory_bytes=memory_bytes)
+    require_possible(settings, target)
     plan = resolve(settings, target, built=False)
     settings = plan.settings
     new, rows = planned_tokens(settings), shape_of(plan).vocab_size
@@ -59,12 +58,11 @@ def run(
         limits = replace(limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory)))
     require_room(settings, config, target, limits)
     request = request_of(plan, config, target, new.trained(rows) if new else ())
-    _require_arithmetic(target, request.precisions[0])
     known = Calibration(calibration_file())
     peaks = peak_flops(target, request.precisions)
     answer = streamed_or_resident(request, target, peaks, known, settings.train.memory, limits)
     updates = plan.updates or None
-    for line in (*notes_on(plan), *token_notes(settings, new, rows)):
+    for line in (*notes_on(plan, target), *token_notes(settings, new, rows)):
         print(f"note     {line}")
     _show(answer, config, request.tokens_per_update, updates)
     if json:
@@ -85,15 +83,6 @@ def memory_size(flag: str, text: str) -> int:
     if not _SMALLEST <= size_bytes <= _LARGEST:
         raise UsageError(f"{flag} {text}: expected from 64MiB to 4TiB")
     return int(size_bytes)
-
-
-def _require_arithmetic(device: Device, precision: str) -> None:
-    known = {"fp16", *device.peak_flops} if "bf16" in device.peak_flops else set(device.peak_flops)
-    obstacle = Precision(precision).obstacle(device)
-    if device.peak_flops and precision not in known:
-        obstacle = obstacle or f"{device.name} has no such arithmetic"
-    if obstacle:
-        raise UsageError(f"train.precision = {precision}: {obstacle}; use {best_precision(device)}")
 
 
 def _source_of_times(plan: Plan) -> str:

@@ -88,8 +88,8 @@ def planned(settings: Settings, progress: Progress) -> Plan:
             raise UsageError(
                 f"{run.folder} is a run, not text: `monograph profile {shell_words(run.config)}` takes its settings"
             )
-    plan = resolve(settings, describe())
-    for line in notes_on(plan):
+    plan = resolve(settings, machine := describe())
+    for line in notes_on(plan, machine):
         progress.line("note", line)
     return plan
 

@@ -92,7 +92,7 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
     machine = describe()
     require_possible(settings, machine)
     plan = resolve(settings, machine)
-    for line in notes_on(plan):
+    for line in notes_on(plan, machine):
         progress.line("note", line)
     if world.leads and not folder.begun:
         plan = _keeping_stdin(folder, plan, progress)

@@ -40,8 +40,9 @@ def is_capture_error(error: BaseException) -> bool:
     import torch._dynamo.exc as dynamo
     import torch._inductor.exc as inductor
 
-    errors = (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit, inductor.InductorError)
-    return isinstance(error, (*errors, inductor.CppCompileError))
+    own = (dynamo.TorchDynamoException, dynamo.FailOnRecompileLimitHit, inductor.InductorError)
+    too_large = type(error).__name__ == "NoTritonConfigsError"  # a kernel needs more than this GPU has; needs Triton
+    return too_large or isinstance(error, (*own, inductor.CppCompileError))
 
 
 @contextmanager
@@ -102,6 +103,11 @@ def quiet_selective_recompute() -> None:
 def quiet_inputs_of_blocks() -> None:
     """Drop torch's warning that the gradient of a block's input is accessed: Dynamo does that in a capture."""
     warnings.filterwarnings("ignore", r"The \.grad attribute of a Tensor that is not a leaf Tensor is being accessed\.")
+
+
+def quiet_missing_tf32() -> None:
+    """Drop torch's advice to compute fp32 in TF32, which has fewer digits: a run in fp32 says so in its own words."""
+    warnings.filterwarnings("ignore", "TensorFloat32 tensor cores for float32 matrix multiplication available")
 
 
 @contextmanager

@@ -207,6 +207,7 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
     compat.cache_attention_kernels()
     options = None
     if backend == "inductor":
+        compat.quiet_missing_tf32()
         # A process that is killed while it compiles leaves truncated libraries, on which later ones would fail.
         compat.remove_cut_off_libraries()
         # The key of Inductor's cache lacks the vector width: another processor would run wrong code (docs/log.md).

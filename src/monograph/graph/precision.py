@@ -71,6 +71,8 @@ class Precision:
         """Return why this precision should not be used on a device, or None."""
         if self.name == "fp16" and device.type == "cpu":
             return "a CPU computes in fp16 about 30 times slower than in fp32"
+        if self.name == "bf16" and device.type == "cuda" and not device.has_bf16:
+            return "this GPU has no bf16 arithmetic (NVIDIA's have it from the A100 and RTX 3090 on)"
         if self.name == "fp8" and not device.has_fp8:
             return "this device has no fp8 arithmetic (NVIDIA's have it from the L4, RTX 4090 and H100 on)"
         return None

@@ -39,7 +39,8 @@ def require_possible(settings: Settings, machine: Device) -> None:
     name = settings.train.precision
     obstacle = None if name == "auto" else Precision(name).obstacle(machine)
     if obstacle:
-        origin, instead = settings.origins.get("train.precision", "default"), defaults.precision(machine)
+        origin = settings.origins.get("train.precision", "default")
+        instead = "fp16 or fp32" if name == "bf16" else defaults.precision(machine)
         raise UsageError(f"{origin}: train.precision = {name}: {obstacle}; use {instead}")
 
 
@@ -177,8 +178,10 @@ def require_room(settings: Settings, config: LlamaConfig, machine: Device, limit
         )
 
 
-def notes_on(plan: Plan) -> Iterator[str]:
+def notes_on(plan: Plan, machine: Device) -> Iterator[str]:
     """Yield a line for each setting whose effect may differ from what the user expects."""
+    if plan.precision == "fp32" and machine.type == "cuda" and machine.has_bf16:
+        yield "train.precision = fp32: products keep all digits, without tensor cores (no TF32); bf16 is much faster"
     if plan.micro_batch > plan.rows:
         yield f"train.micro_batch = {plan.micro_batch}: an update has {plan.rows} rows, so micro-batches of {plan.rows}"
     if plan.parallel == "fsdp" and plan.settings.optim.name == "auto":
