@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from monograph import compat
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError, host_is_full
 from monograph.graph import capture as graph
 from monograph.graph import recompute
@@ -158,8 +159,11 @@ class Engine:
             graph.release(step)
             step.discard()
             self._captured = None
-            # The step stays eager only if torch cannot compile it, as this would hide a bug or a full device. Graphs of
-            # blocks keep inputs that a module may write before its backward pass, which torch refuses there.
+            # The step stays eager only if torch cannot compile it, as this would hide a bug or a full device. torch
+            # compiles a backward pass when it first runs. Graphs of blocks keep inputs that a module may write before
+            # its backward pass, which torch refuses there.
+            if compat.is_capture_error(error):
+                return graph.reason(error)
             if not isinstance(error, graph.CaptureFailed) and "modified by an inplace operation" not in str(error):
                 raise
             return str(error)

@@ -11,9 +11,11 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import monograph as mono
+from batches import ragged, tiny_llama
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.capture import CaptureFailed, capture, compiled
+from monograph.resident import Resident
 from monograph.step import Step
 
 ROWS = torch.ones(2, 3)
@@ -129,3 +131,21 @@ def test_a_process_may_capture_more_steps_than_dynamo_keeps_variants_of_one_func
         model = nn.Sequential(nn.Sequential(nn.Linear(3, width), nn.Tanh()), nn.Linear(width, 1))
         step, plain = (Step(each, loss=lambda m, batch: (m(batch).sum(), 2)) for each in (model, copy.deepcopy(model)))
         assert capture(step, "eager", "blocks")([ROWS]).loss == plain([ROWS]).loss
+
+
+def test_a_backward_pass_that_does_not_compile_leaves_the_step_eager(monkeypatch):
+    """torch compiles it when it first runs, outside of the captured functions; a GPU may be too small for a kernel."""
+
+    class NoTritonConfigsError(RuntimeError):
+        pass
+
+    def backward(loss):
+        raise NoTritonConfigsError("out of resource: triton_7 Required: 81920")
+
+    engine = Resident(tiny_llama(), micro_batch=2)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.Tensor, "backward", backward)
+        assert engine.capture(ragged(2), "eager") == "out of resource: triton_7 Required: 81920"
+    assert engine.step.scope == "none"
+    engine.accumulate(ragged(2))
+    assert engine.update().grad_norm.isfinite()

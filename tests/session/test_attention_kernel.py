@@ -12,7 +12,7 @@ from torch import nn
 from batches import packed, ragged, tiny_llama
 from monograph.distributed.world import World
 from monograph.session import warmup
-from monograph.session.warmup import choose_kernel, chosen
+from monograph.session.warmup import _capture, choose_kernel, chosen
 
 TIMES = {"torch": 2.0, "cudnn": 1.0, "flash": 2.0}
 
@@ -84,3 +84,23 @@ def test_without_memory_to_measure_in_nothing_changes_and_nothing_is_said(monkey
     monkeypatch.setattr(warmup, "time_kernels", lambda *shape: {})
     run = session(tiny_llama())
     assert not choose(run, ragged(2)) and kernels(run.engine.model) == {"torch"}
+
+
+TOO_LARGE = "out of resource: triton_tem_fused_flex_attention_backward_7 Required: 114688 Hardware limit: 101376"
+
+
+@pytest.mark.parametrize(
+    ("reasons", "left", "attention"),
+    [
+        ([None], None, "auto"),
+        (["no"], "no", "auto"),
+        ([TOO_LARGE, None], None, "sdpa"),
+        ([TOO_LARGE, "no"], "no", "sdpa"),
+    ],
+)
+def test_where_flex_attention_does_not_fit_the_gpu_a_graph_has_dense_masks(reasons, left, attention):
+    run, coming = session(tiny_llama(), kernel="cudnn"), iter(reasons)
+    run.engine.capture = lambda window, scope: next(coming)
+    assert _capture(run, packed(2), "whole") == left and next(coming, "all asked") == "all asked"
+    assert run.engine.model.attention == attention
+    assert attention == "auto" or kernels(run.engine.model) == {"cudnn"}

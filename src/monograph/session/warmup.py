@@ -200,12 +200,23 @@ def _prepare(session: Session, progress: Progress) -> None:
     else:
         with progress.stage("compile", "one block for all" if scope == "blocks" else "whole step") as stage:
             began = clock()
-            session.eager_reason = engine.capture(window, scope="blocks" if scope == "blocks" else "whole")
+            session.eager_reason = _capture(session, window, "blocks" if scope == "blocks" else "whole")
             session.compile_s = clock() - began
             replayed = ", micro-steps replayed" if graph.is_replayed(engine.step) else ""
             stage.result = "not possible" if session.eager_reason else f"0 graph breaks{replayed}"
     if session.eager_reason:
         progress.line("eager", f"training without a graph: {session.eager_reason}")
+
+
+def _capture(session: Session, window: Batch, scope: graph.Scope) -> str | None:
+    """Capture the step; return why it stays eager, or None."""
+    engine, model = session.engine, session.engine.model
+    reason = engine.capture(window, scope=scope)
+    if reason and "flex_attention" in reason and isinstance(model, Llama):
+        # Its kernels may need more shared memory for large heads than this GPU has. Dense masks need none.
+        model.use_attention("sdpa", session.kernel or "torch")
+        reason = engine.capture(window, scope=scope)
+    return reason
 
 
 def fix_length(session: Session, progress: Progress) -> None:
