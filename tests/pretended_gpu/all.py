@@ -32,8 +32,6 @@ CANNOT = {
         "torch's profiler asks CUPTI, NVIDIA's own, for what the card did",
     "tests/decode/test_on_a_gpu.py::test_a_thousand_steps_copy_four_bytes_a_row_and_step":
         "the same",
-    "tests/laws/test_replayed_on_a_gpu.py::test_what_keeps_the_device_busy_is_called":
-        "it compares the time of a card with the host's",
     "tests/test_device.py::test_a_gpu_is_described_and_measured":
         "the version of the driver is read from the kernel's NVIDIA module, and speed is not that of a card",
 }  # fmt: skip
