@@ -121,7 +121,7 @@ def test_a_hook_is_called_without_the_lock() -> None:
     def use_it_elsewhere(*_: object) -> None:
         thread = threading.Thread(target=card.counts, daemon=True)
         thread.start()
-        thread.join(5)
+        thread.join(60)  # it needs no time, unless it waits for the lock
         finished.append(not thread.is_alive())
 
     on = stream()
