@@ -92,11 +92,13 @@ def test_a_command_runs_on_a_card_that_is_pretended(
     asked: Callable[[], list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", "own")
+    monkeypatch.setenv("PRETENDED_CARDS", "2")
     for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     settings = environment.environment("89")
     assert [line.split()[0] for line in asked()] == ["gcc"]  # the driver is compiled where it is not there
-    assert settings["PRETENDED_SM"] == "89" and settings["PYTHONPATH"].endswith(f"/src:{environment.ROOT}/tests:own")
+    assert settings["PRETENDED_SM"] == "89" and settings["PRETENDED_CARDS"] == "2"
+    assert settings["PYTHONPATH"].endswith(f"/src:{environment.ROOT}/tests:own")
     assert settings["LD_PRELOAD"] == f"{environment.compiled()}/libcuda.so.1" and Path(settings["LD_PRELOAD"]).exists()
     assert settings["TORCHINDUCTOR_CACHE_DIR"] == f"{tmp_path}/cache/sm89"
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "mine")
