@@ -131,7 +131,7 @@ def test_no_wait_of_streaming_is_superfluous(place: str) -> None:
     """A sample of the waits of a run, each left out in turn: the run's result is wrong for one of the first seeds."""
     expected, _ = left_by(place, "fp32", None)
     _, waits = left_by(place, "fp32", 0)
-    chosen = random.Random(place).sample(range(1, waits + 1), 8)
+    chosen = random.Random(place).sample(range(1, waits // 2 + 1), 8)  # what a run ends with protects nothing more
 
     def shows(ignored: int) -> bool:
         for seed in range(SEEDS):
@@ -142,7 +142,9 @@ def test_no_wait_of_streaming_is_superfluous(place: str) -> None:
                 return True
         return False
 
-    assert sum(map(shows, chosen)) >= 7, chosen  # the last waits of a run have nothing left to protect
+    # One may be over by chance in all of these orders: its work is among the first that may be done.
+    missed = [number for number in chosen if not shows(number)]
+    assert len(missed) <= 1, missed
 
 
 def resident(seed: int | None, **changes: Any) -> dict[str, Tensor]:
