@@ -43,12 +43,13 @@ class Room(NamedTuple):
 
 
 ROOMS = {
-    "loss": Room(("loss.py",), ("test_resident.py", "laws/test_accumulated_is_large_batch.py")),
+    "loss": Room(("loss.py",), ("test_loss.py", "test_resident.py", "laws/test_accumulated_is_large_batch.py")),
     "schedule": Room(("schedule.py",), ("test_schedule.py",)),
     "clip": Room(("step/clip.py",), ("test_clip.py", "laws/test_one_bad_number.py")),
     "step": Room(
         ("engine.py", "loop.py", "step/step.py", "step/layout.py"),
-        ("test_resident.py", "test_loop.py", "laws/test_accumulated_is_large_batch.py", "laws/test_one_bad_number.py"),
+        ("test_step.py", "test_resident.py", "test_loop.py", "laws/test_accumulated_is_large_batch.py",
+         "laws/test_one_bad_number.py", "test_clip.py"),
     ),
     "optim": Room(
         ("optim/narrow.py", "optim/optimizers.py", "optim/planes.py", "optim/updates.py"),

@@ -21,6 +21,7 @@ from monograph.device import describe
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled
 from monograph.graph.precision import Precision
+from monograph.ops.philox import philox
 from monograph.optim import AdamW, Group, Muon
 from monograph.optim.narrow import dequantised, join, noise, quantised, split, splittable, stochastic, unpacked
 from monograph.resident import Resident
@@ -327,3 +328,12 @@ def test_names_on_the_command_line():
         step_of(AdamW, "4bit")
     with pytest.raises(UsageError, match="all-bf16 keeps the weights in bf16, which precision fp32 cannot use"):
         Step(Given(), loss=given_gradient, optim=AdamW(state="all-bf16"))
+
+
+def test_noise_is_philox_of_element_update_plane_and_seed():
+    start, seed = 2**32 - 2, 3 + (5 << 32)  # indices on both sides of the lower word's end
+    words = noise(torch.zeros(4), seed, torch.tensor(7), 2, start)
+    for place, index in enumerate(range(start, start + 4)):
+        low, high = divmod(index, 2**32)[::-1]
+        expected = philox(tuple(map(torch.tensor, (low, 7, 2, high))), (torch.tensor(3), torch.tensor(5)))[:3]
+        assert [int(word[place]) for word in words] == [int(word) for word in expected]

@@ -14,6 +14,7 @@ from torch import nn
 from batches import flat_gradient, ragged, tiny_llama
 from monograph.errors import UsageError
 from monograph.optim import AdamW, Group, adamw_, ema_, planes
+from monograph.optim.optimizers import _over
 from monograph.optim.planes import trainable
 from monograph.resident import Resident
 from monograph.step import Step
@@ -280,3 +281,9 @@ def test_before_the_first_update_the_average_is_the_weights():
 def test_a_decay_that_is_none_is_refused(decay):
     with pytest.raises(UsageError, match="ema = .*between 0 and 1"):
         Step(network(), loss=loss, optim=AdamW(ema=decay))
+
+
+def test_a_member_s_number_is_spread_over_all_of_its_elements():
+    stack, knob = torch.ones(2, 3, 4), torch.tensor([2.0, 5.0])
+    assert torch.equal(_over(stack, knob) * stack, torch.stack([torch.full((3, 4), each) for each in knob]))
+    assert _over(stack, 3.0) == 3.0 and _over(stack, knob[1]).ndim == 0
