@@ -116,6 +116,7 @@ def test_autocast_computes_in_bf16_and_returns_fp32_gradients():
 
 def test_chunk_count_is_bounded():
     assert chunk_count(10, 50, "cpu") == 1
+    assert chunk_count(1280, 2**13, "cpu") == 3 and chunk_count(1280, 2**13, "cuda") == 1  # 40 MiB, by 16 or 512
     assert chunk_count(4096, 128_256, "cpu") == MAX_CHUNKS
     assert chunk_count(3, 10**9, "cpu") == 3
     assert chunk_count(0, 50, "cpu") == 1  # no rows at all still make a sum of 0
