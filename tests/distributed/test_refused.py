@@ -10,12 +10,13 @@ import torch
 from torch import nn
 
 from batches import ragged, tiny_llama
-from monograph.distributed.engine import Replicated
+from monograph.distributed.engine import Replicated, seed
 from monograph.distributed.sharded import require_rows, rows_of
-from monograph.errors import UsageError
+from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.remat import Remat
 from monograph.loss import token_loss
+from monograph.ops.philox import LOW32
 from monograph.optim import AdamW, Muon
 from monograph.session import setup
 
@@ -61,8 +62,42 @@ def test_a_window_whose_loss_cannot_be_filled_up_must_be_shared_out_evenly() -> 
     assert [len(part["tokens"]) for part in engine._micro_batches(window)] == [2, 2]
     with pytest.raises(UsageError, match="a window of 7 rows .* multiple of 4 rows, or a `fill` to the loss"):
         next(engine._micro_batches(seven))
+    engine.micro_batch = 3
+    assert [len(part["tokens"]) for part in engine._micro_batches({name: seven[name][:6] for name in seven})] == [3]
+    engine.micro_batch = 2
     engine.step.loss = token_loss
     assert [len(part["tokens"]) for part in engine._micro_batches(seven)] == [2, 2]
+
+
+def test_without_a_micro_batch_the_rows_are_shared_out_evenly() -> None:
+    engine: Any = object.__new__(Replicated)
+    engine.world, engine.micro_batch, engine._row_dim, engine._members = TWO, None, 0, None
+    engine.step = SimpleNamespace(device=torch.device("cpu"), loss=token_loss)
+    for rows, own in ((1, 1), (2, 1), (5, 3), (8, 4)):
+        assert [len(part["tokens"]) for part in engine._micro_batches(ragged(rows))] == [own]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_a_micro_batch_is_seeded_by_its_number_in_the_window(size: int) -> None:
+    step: Any = SimpleNamespace(optim=AdamW(seed=3), index=7)
+    seeds = []
+    for micro_batch in range(12):
+        seed(SimpleNamespace(size=size, rank=micro_batch % size), step, micro_batch // size)  # type: ignore[arg-type]
+        seeds.append(torch.initial_seed())
+    assert seeds == [hash((3, 7, micro_batch)) & LOW32 for micro_batch in range(12)]
+
+
+def test_memory_that_ran_out_names_the_rank_and_other_errors_stay() -> None:
+    engine: Any = object.__new__(Replicated)
+    engine.world = TWO
+
+    def fails(error: Exception) -> None:
+        raise error
+
+    with pytest.raises(OutOfDeviceMemory, match="^rank 1: no more; use a smaller train.micro_batch$"):
+        engine._fitting({}, lambda: fails(torch.OutOfMemoryError("no more\nof it")))
+    with pytest.raises(RuntimeError, match="^another$"):
+        engine._fitting({}, lambda: fails(RuntimeError("another")))
 
 
 def test_statistics_over_the_rows_of_a_rank() -> None:
