@@ -19,7 +19,7 @@ from monograph.graph import recompute
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from monograph.step import Step, accumulate, layout
+from monograph.step import Clip, Step, accumulate, layout
 
 
 class Counting:
@@ -71,6 +71,21 @@ def test_an_update_is_accepted_up_to_the_largest_numbers_and_not_beyond(counter:
         assert bool(step.accepts(norm)) is accepted, value
     step = step_of()
     assert not bool(step.accepts(torch.ones(())))  # no target
+
+
+def test_a_spike_is_one_of_the_gradient_and_of_the_mean_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[float] = []
+
+    def judged(accepted: Tensor, grad_norm: Tensor, loss: Tensor, *_: Tensor) -> Tensor:
+        seen.extend(map(float, (grad_norm, loss)))
+        return accepted
+
+    monkeypatch.setattr("monograph.step.step.without_spikes_", judged)
+    step = step_of(clip=Clip(2.0, skip_spikes=True))
+    step.count.fill_(4.0)
+    step.loss_sum.fill_(10.0)
+    step.decide([torch.tensor(64.0, dtype=torch.float64)])
+    assert seen == [2.0, 2.5]
 
 
 def test_what_is_kept_is_chosen_once_and_once_more_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
