@@ -92,7 +92,8 @@ def sample(
     """
     raw_BV = logits_BV.float()
     # argmax ignores scores of -inf, so an edit that forbids a token needs no further mask.
-    edited_BV = edited(raw_BV, rows, allowed_BV, chain)
+    # A NaN or +inf makes the row's greatest NaN, also at a token that a mask forbids.
+    edited_BV = torch.where(raw_BV < torch.inf, edited(raw_BV, rows, allowed_BV, chain), torch.nan)
     greatest_B1 = edited_BV.amax(-1, keepdim=True)
     held_B = torch.ones_like(rows.position_B, dtype=torch.bool)
     token_B = edited_BV.argmax(-1)
@@ -110,8 +111,7 @@ def sample(
             logprobs = LogProbabilities(
                 *(torch.where(greedy_B if a.ndim == 1 else greedy_B[:, None], a, b) for a, b in pairs)
             )
-    # Both are false for a row with a NaN or +inf. The raw logits are compared too, since a mask may hide a NaN.
-    sound_B = (raw_BV.amax(-1) < torch.inf) & (greatest_B1[:, 0] < torch.inf)
+    sound_B = greatest_B1[:, 0] < torch.inf
     # The gravest status is set last: a filter's answer means nothing in a row with a NaN.
     status_B = torch.where(held_B, OK, OVERFLOW)
     status_B = torch.where(greatest_B1[:, 0] == -torch.inf, DEAD, status_B)

@@ -163,6 +163,8 @@ def first_counts(sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int)
     return prompt_V if sampling.penalty_scope == "all" else torch.zeros_like(prompt_V), prompt_V
 
 
-def count_drawn(counts_BV: Tensor, token_B: Tensor, running_B: Tensor) -> None:
-    """Add the drawn tokens of the running rows to the counts, in place."""
-    counts_BV.scatter_add_(-1, token_B[:, None], running_B[:, None].to(counts_BV.dtype))
+def count_drawn(counts_BV: Tensor, token_B: Tensor, running_B: Tensor, times: int = 1) -> None:
+    """Add the drawn tokens of the running rows to the counts, in place, each so many times."""
+    # `index_put_`, because a captured `scatter_add_` copies all counts (docs/log.md).
+    rows_B = torch.arange(len(token_B), device=token_B.device)
+    counts_BV.index_put_((rows_B, token_B), times * running_B.to(counts_BV.dtype), accumulate=True)

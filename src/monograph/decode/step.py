@@ -187,7 +187,7 @@ class State:
         counted_B = ~of_prompt_B | (knobs["counts_prompt"] > 0)
         for counts_BV, left_B in ((self.counts_BV, counted_B), (self.prompt_BV, of_prompt_B)):
             if counts_BV is not None:
-                counts_BV.scatter_add_(-1, token_B[:, None], -(gone_B & left_B)[:, None].to(counts_BV.dtype))
+                count_drawn(counts_BV, token_B, gone_B & left_B, -1)
 
 
 def decoded(code: int) -> tuple[int, Status]:

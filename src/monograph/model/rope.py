@@ -12,6 +12,7 @@ from torch import Tensor
 
 from monograph.model.config import LlamaConfig
 from monograph.model.families import LinearScaling, Llama3Scaling
+from monograph.ops.materialize import materialize
 
 CosSin = tuple[Tensor, Tensor]
 
@@ -73,7 +74,8 @@ def cos_sin(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Co
     """
     frequencies_F = inverse_frequencies(config, dtype, positions_BT.device)
     angles_B1TF = positions_BT[:, None, :, None].to(dtype) * frequencies_F
-    return angles_B1TF.cos(), angles_B1TF.sin()
+    # Fused into each rotation, a power, a cosine and a sine would be computed again for every element that is rotated.
+    return materialize(angles_B1TF.cos()), materialize(angles_B1TF.sin())
 
 
 def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin) -> Tensor:
@@ -87,7 +89,20 @@ def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin) -> Tensor:
     Returns:
         [B, H, T, D] in the dtype of the heads; the rotation is computed in the cosine's dtype and rounded once.
     """
+    if heads_BHTD.is_cuda:
+        # In the order [B, T, H, D] of the projections' outputs, attention's result needs no copy for the one after it.
+        cos_BT1F, sin_BT1F = (tensor.transpose(1, 2) for tensor in cos_sin_B1TF)
+        return _rotated_on_cuda(heads_BHTD.transpose(1, 2), cos_BT1F, sin_BT1F).transpose(1, 2)
     cos_B1TF, sin_B1TF = cos_sin_B1TF
     first_BHTF, second_BHTF = heads_BHTD.chunk(2, dim=-1)
     turned = (first_BHTF * cos_B1TF - second_BHTF * sin_B1TF, second_BHTF * cos_B1TF + first_BHTF * sin_B1TF)
     return torch.cat(turned, dim=-1).to(heads_BHTD.dtype)
+
+
+def _rotated_on_cuda(heads_BTHD: Tensor, cos_BT1F: Tensor, sin_BT1F: Tensor) -> Tensor:
+    """Return the same by elementwise operators, so that a compiler fuses the backward pass with what reads it."""
+    pairs_BTH2F = heads_BTHD.unflatten(-1, (2, -1))
+    first_21 = torch.arange(2, device=heads_BTHD.device).unsqueeze(-1) == 0
+    cos_BT11F, sin_BT11F = cos_BT1F.unsqueeze(-2), sin_BT1F.unsqueeze(-2)
+    turned = pairs_BTH2F * cos_BT11F + pairs_BTH2F.flip(-2) * torch.where(first_21, -sin_BT11F, sin_BT11F)
+    return turned.flatten(-2).to(heads_BTHD.dtype)

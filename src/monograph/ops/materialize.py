@@ -26,3 +26,8 @@ def _materialize(value: Tensor) -> Tensor:
 @_materialize.register_fake
 def _(value: Tensor) -> Tensor:
     return torch.empty_like(value)
+
+
+@_materialize.register_vmap
+def _(info, in_dims, value):  # type: ignore[no-untyped-def]
+    return torch.ops.monograph.materialize(value), in_dims[0]
