@@ -67,6 +67,14 @@ def tell_processors_apart() -> None:
         config.cpp.simdlen = config.cpp.simdlen or pick_vec_isa().bit_width()
 
 
+def cats_in_parts() -> dict[str, int]:
+    """Return the option by which each part of a concatenation has its own kernel, if this torch has it."""
+    from torch._inductor import config
+
+    name = "max_complex_pointwise_cat_inputs"
+    return {name: 0} if hasattr(config, name) else {}
+
+
 def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:
     """Return a pass for Inductor that calls `rewrite`; its key in the cache is the hash of its sources, `files`."""
     import torch._inductor.custom_graph_pass as passes

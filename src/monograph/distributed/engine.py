@@ -9,6 +9,7 @@ subnormals differently. So they are set to sum instead. A window's micro-batches
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar, final
@@ -27,6 +28,7 @@ from monograph.loss import Batch, fill_of
 from monograph.ops.philox import LOW32
 from monograph.optim import unlinked
 from monograph.step import Layout, Step
+from monograph.step.layout import on_device
 
 T = TypeVar("T")
 
@@ -97,7 +99,9 @@ class Replicated(RankEngine):
             others: further arguments of `Step`.
         """
         self.world = world
-        layout = Layout(accumulate=self._accumulate, complete=total)
+        # DDP asks for gradients by hooks, so products must not add them.
+        apart = functools.partial(on_device, fused=False)
+        layout = Layout(planes=apart, accumulate=self._accumulate, complete=total)
         step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
         step.recorder = None  # a replayed micro-step would contain collectives
         compat.one_graph_under_ddp()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Literal, TypeVar
 
@@ -59,9 +59,15 @@ def capture(step: T, backend: Backend = "inductor", scope: Scope = "whole") -> T
             f"capture takes a monograph.Step, not a {type(step).__name__}; an engine has capture(window) of its own"
         )
     _require_buffers_kept(step)
-    capture_by(functools.partial(compiled, backend=_drawing_alike(step, backend, scope)), step, scope)
+    capture_by(_compiler(step, backend, scope), step, scope)
     _replay(step, scope)
     return step
+
+
+def _compiler(step: Any, backend: Backend, scope: Scope) -> Compiler:
+    # On a GPU, a kernel that computes all parts of a concatenation at once does so for each part's elements.
+    options = compat.cats_in_parts() if step.device.type == "cuda" else {}
+    return functools.partial(compiled, backend=_drawing_alike(step, backend, scope), more=options)
 
 
 def _require_buffers_kept(step: Any) -> None:
@@ -194,8 +200,10 @@ class CaptureFailed(UsageError):
     """The error of a function that cannot be captured as one graph; the message is `reason`'s line."""
 
 
-def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Callable[..., Any]:
-    """Return the function compiled as one full graph with static shapes.
+def compiled(
+    function: Callable[..., Any], backend: Backend = "inductor", more: Mapping[str, Any] = types.MappingProxyType({})
+) -> Callable[..., Any]:
+    """Return the function compiled as one full graph with static shapes, by `more` options of Inductor, too.
 
     In a mode that makes fake tensors, the function itself runs.
 
@@ -217,7 +225,7 @@ def compiled(function: Callable[..., Any], backend: Backend = "inductor") -> Cal
         # By default, the partitioner keeps the dense copy of every frozen int8 or nf4 weight for the backward pass, and
         # recomputes values from a buffer that the forward pass has overwritten.
         marks = compat.graph_pass(compat.mark_recomputed, inductor.__file__)
-        options = matmul.passes() | {"joint_custom_post_pass": marks}
+        options = matmul.passes() | {"joint_custom_post_pass": marks} | {**more}
     torch_backend = compat.aot_eager() if backend == "aot_eager" else backend
     graph = torch.compile(
         _with_own_code(function), fullgraph=True, dynamic=False, backend=torch_backend, options=options

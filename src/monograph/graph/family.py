@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from monograph import compat
 from monograph.graph.recording import storage_of
+from monograph.ops.fused_gradients import Fused, fused_of, linear
 
 
 class Sibling(nn.Linear):
@@ -53,7 +54,12 @@ class Family:
         weight: [N, K], one view of all weights; None while they do not lie side by side, so that each layer computes
             alone.
         bias: [N], likewise; None also if the layers have no biases.
+        fused: those of all weights, see `monograph.ops.fused_gradients`, if each of them has the attribute.
     """
+
+    weight: Tensor | None
+    bias: Tensor | None
+    fused: Fused | None
 
     def __init__(self, layers: Iterable[nn.Linear]) -> None:
         self.layers = list(layers)
@@ -94,10 +100,18 @@ class Family:
         self.lay()
 
     def lay(self) -> None:
-        """Set `weight` and `bias`; join the parameters in memory if they are alike and nothing else shares theirs."""
-        self.weight, self.bias = _whole(self.weights), _whole(self.biases)
+        """Join the parameters in memory if they are alike and nothing else shares theirs; see `look`."""
+        for parts in (self.weights, self.biases):
+            _join(parts)
+        self.look()
+
+    def look(self) -> None:
+        """Set `weight`, `bias` and `fused` by where the parameters lie now."""
+        self.weight, self.bias, self.fused = _whole(self.weights), _whole(self.biases), None
         if self.weight is None or (self.biases and self.bias is None):
             self.weight = self.bias = None
+        elif None not in (fused := [getattr(weight, "fused", None) for weight in self.weights]):
+            self.fused = Fused(*(_whole(list(parts)) for parts in zip(*fused, strict=True)))  # type: ignore[arg-type]
 
     def output(self, place: int, input: Tensor) -> Tensor | None:
         """Return the output of the layer at `place` for its input, or None if the layer must compute it alone."""
@@ -141,8 +155,10 @@ class Family:
 
     def products(self, input: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of all layers for one input."""
-        weight, bias = _joined(self.weight, self.weights), _joined(self.bias, self.biases)
-        return F.linear(input, weight, bias).split(self.sizes, -1)
+        bias = _joined(self.bias, self.biases)
+        if fused_of(self):
+            return linear(input, self.weights[0], bias, owner=self).split(self.sizes, -1)
+        return F.linear(input, _joined(self.weight, self.weights), bias).split(self.sizes, -1)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Family:
         """Copy the family, and join the copies of its parameters in memory."""
@@ -189,17 +205,19 @@ def version_of(input: Tensor) -> int:
 # ---- where parameters lie --------------------------------------------------------------------------------------------
 
 
-def _whole(parts: list[Tensor]) -> Tensor | None:
-    """Return one view of all parts, which are moved together if nothing else uses their memory; None if impossible."""
-    if not parts or len({(part.dtype, part.device) for part in parts}) > 1:
-        return None
-    if not adjacent(parts):
-        # Other users of the memory (a step's plane, a view) would not follow a part that is moved.
-        if not all(_owns(part) for part in parts):
-            return None
+def _join(parts: list[Any]) -> None:
+    """Move tensors that are alike next to each other, unless something else uses their memory."""
+    # Other users of the memory (a step's plane, a view) would not follow a part that is moved.
+    if len({(part.dtype, part.device) for part in parts}) == 1 and all(_owns(part) for part in parts):
         joined = torch.cat([part.detach() for part in parts])
         for part, piece in zip(parts, joined.split([len(part) for part in parts]), strict=True):
             part.data = piece
+
+
+def _whole(parts: list[Tensor]) -> Tensor | None:
+    """Return one view of all parts if they lie side by side."""
+    if not parts or len({(part.dtype, part.device) for part in parts}) > 1 or not adjacent(parts):
+        return None
     # A view of the first part's data, so that autograd notices a change between forward and backward pass.
     first, rows = parts[0].detach(), sum(len(part) for part in parts)
     return first.as_strided((rows, *first.shape[1:]), first.stride(), first.storage_offset())

@@ -184,6 +184,21 @@ def fuse_siblings(module: nn.Module, example: Any) -> Fusion:
     return Fusion(tuple(tuple(name_of[id(layer)] for layer in family.layers) for family in families(module)), separate)
 
 
+def fuse_known(module: nn.Module) -> None:
+    """Fuse the linear layers that parts of a module name as their `siblings`, without a run; see `fuse_siblings`.
+
+    Layers stay separate if something forbids to fuse one of them, or if they are alike in too little.
+    """
+    obstacles = _obstacles(module)
+    for name, part in module.named_modules():
+        names = [f"{name}.{sibling}" for sibling in getattr(part, "siblings", ())]
+        layers: list[Any] = [module.get_submodule(layer) for layer in names]
+        if names and not obstacles.keys() & set(names) and len({_kind(layer) for layer in layers}) == 1:
+            for family in _families(layers):
+                family.install()
+    compat.allow_stashes_in_recomputed()
+
+
 def unfuse_siblings(module: nn.Module) -> None:
     """Let every layer of a module compute alone again, and give each parameter its own memory, with the same bits.
 
@@ -217,7 +232,7 @@ def side_by_side(module: nn.Module, parameters: Mapping[str, nn.Parameter]) -> d
 def part_moved(module: nn.Module) -> None:
     """Split families whose parameters were moved apart into smaller ones that still lie side by side."""
     for family in families(module):
-        family.lay()
+        family.look()
         if family.weight is None:
             _replace(family, [family.layers])
 

@@ -147,6 +147,8 @@ class RMSNorm(nn.Module):
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions, and biases and norms of heads if the family has them."""
 
+    siblings = ("q_proj", "k_proj", "v_proj")
+
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
         query, key_value = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
@@ -181,6 +183,8 @@ class Attention(nn.Module):
 
 class MLP(nn.Module):
     """A SwiGLU layer, down(silu(gate x) * up x) (Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202)."""
+
+    siblings = ("gate_proj", "up_proj")
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -235,6 +239,8 @@ class Llama(nn.Module):
         seed: seeds the initial weights.
         attention: the attention implementation, see `attention_mask`; others than "auto" are for comparisons.
     """
+
+    fuses = True  # it takes no gradients itself, so products may add those of weights (`monograph.ops.fused_gradients`)
 
     def __init__(self, config: LlamaConfig, seed: int = 0, attention: Impl = "auto") -> None:
         super().__init__()

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from monograph import compat
+from monograph.ops.fused_gradients import add_product_, block_rows, fused_of
 from monograph.ops.token_rows import Rows, change, replaced
 
 # Upper bound of a chunk's fp32 logits, as far as MAX_CHUNKS allows it: small enough to stay near a CPU's cache, large
@@ -21,8 +22,6 @@ CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 # A compiled graph unrolls the loop over chunks, so chunks cost compile time; and each reads and writes the weight's
 # whole gradient, [V, D]. Eight are enough for an eighth of the memory of dense logits (benchmarks/loss.py).
 MAX_CHUNKS = 8
-# Size in fp32 of the parts on which in-place work is done: small enough for a CPU's cache.
-BLOCK_BYTES = {"cpu": 8 * 2**20, "cuda": 512 * 2**20}
 
 
 def linear_cross_entropy(
@@ -34,6 +33,7 @@ def linear_cross_entropy(
     chunks: int | None = None,
     impl: Literal["chunked", "reference"] = "chunked",
     rows: Rows | None = None,
+    device_type: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropies of a linear classifier and the number of targets.
 
@@ -54,6 +54,7 @@ def linear_cross_entropy(
         impl: "chunked" or "reference".
         rows: trained rows that replace some of a frozen weight's; only they get a gradient, and the weight is not
             copied. Their change to the logits is computed separately, so unchanged rows keep the logits' bits.
+        device_type: "cpu" or "cuda", by whose limits the work is cut up; None: that of the tensors.
 
     Returns:
         (loss, count): 0-d fp32 (fp64 for fp64 input) sum in nats, differentiable; 0-d int64 number of targets.
@@ -71,13 +72,15 @@ def linear_cross_entropy(
         return F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum"), count
     if impl != "chunked":
         raise ValueError(f"impl must be 'chunked' or 'reference', not {impl!r}")
-    chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type)
+    device_type = device_type or hidden_ND.device.type
+    chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], device_type)
     if torch.is_grad_enabled():
         # `requires_grad` is not visible inside a transform of torch.func.
-        if rows is not None or not (weight_VD.requires_grad or compat.in_transform()):
-            row_tensors = rows or (None, None, None)
-            return _FrozenLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks, *row_tensors)[0], count
-        return _ChunkedLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, chunks)[0], count
+        learned = rows is None and (weight_VD.requires_grad or compat.in_transform())
+        fused_VD, total_VD = fused_of(weight_VD) or (None, None)
+        tensors = *(rows or (None, None, None)), fused_VD, total_VD
+        how = chunks, device_type, learned
+        return _ChunkedLoss.apply(hidden_ND, weight_VD, safe_N, weights_N, how, *tensors)[0], count
     return _loss_only(hidden_ND, weight_VD, safe_N, weights_N, chunks, rows), count
 
 
@@ -85,10 +88,6 @@ def chunk_count(tokens: int, vocabulary: int, device_type: str) -> int:
     """Return the number of chunks in which a chunk's fp32 logits stay under CHUNK_BYTES, at most MAX_CHUNKS."""
     limit = CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"])
     return max(1, min(MAX_CHUNKS, tokens, -(-tokens * vocabulary * 4 // limit)))
-
-
-def _block_bytes(tensor: Tensor) -> int:
-    return BLOCK_BYTES.get(tensor.device.type, BLOCK_BYTES["cuda"])
 
 
 def _added(weight_VD: Tensor, rows: Rows | None) -> Rows | None:
@@ -123,57 +122,30 @@ def _pieces(
     return zip(*(tensor.tensor_split(chunks) for tensor in (hidden_ND, targets_N, weights_N)), strict=True)
 
 
-def _chunk_gradients(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor, grad_weight_VD: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a chunk's loss and gradients; the weight's gradient is added to that of the earlier chunks."""
-    term, grad_CD, hidden_CD, grad_CV = _chunk_difference(hidden_CD, weight_VD, targets_C, weights_C)
-    if grad_weight_VD is None:
-        grad_weight_VD = (grad_CV.T @ hidden_CD).to(weights_C.dtype)
-    else:
-        _add_product_(grad_weight_VD, grad_CV, hidden_CD)
-    return term, grad_CD, grad_weight_VD
-
-
 def _chunk_difference(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor, added: Rows | None = None
+    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor, device_type: str, added: Rows | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return a chunk's loss, the hidden states' gradient, and the factors of the weight's: states and softmax - onehot.
 
     It is a separate function so that no tensor of a chunk is still alive in the next one.
     """
+    compiles = torch.compiler.is_compiling()
+    if compiles and device_type == "cuda" and added is None:
+        loss, grad_CV = _traced_on_cuda(hidden_CD, weight_VD, targets_C, weights_C)
+        return loss, grad_CV @ weight_VD, hidden_CD, grad_CV
     # Ignored rows become zero, so that they add nothing to the weight's gradient. Under vmap this also makes the logits
     # batched if the targets are, which the in-place writes below need.
     kept_C1 = weights_C.unsqueeze(-1).to(hidden_CD.dtype)
     hidden_CD = hidden_CD * kept_C1
-    difference = _traced_difference if torch.compiler.is_compiling() else _eager_difference
-    losses_C, grad_CV = difference(hidden_CD, weight_VD, targets_C, weights_C.dtype, added)
+    if compiles:
+        losses_C, grad_CV = _traced_difference(hidden_CD, weight_VD, targets_C, weights_C.dtype, added)
+    else:
+        rows = block_rows(device_type, weight_VD.shape[0])
+        losses_C, grad_CV = _eager_difference(hidden_CD, weight_VD, targets_C, weights_C.dtype, added, rows)
     grad_CD = grad_CV @ weight_VD
     if added is not None:
         grad_CD = grad_CD + grad_CV.index_select(-1, added.index_K) @ added.values_KD
     return (losses_C * weights_C).sum(), grad_CD * kept_C1, hidden_CD, grad_CV
-
-
-# An operator, because a compiler would fuse a plain sum into one kernel that reads all chunks' products, [V, D] each,
-# and so keep all of them in memory.
-@torch.library.custom_op("monograph::add_product_", mutates_args=("total",))
-def _add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left^T @ right to `total`, over any leading dimensions, some rows of `total` at a time."""
-    rows = max(1, _block_bytes(total) // (4 * total.shape[-1]))
-    for part, columns in zip(total.split(rows, dim=-2), left.split(rows, dim=-1), strict=True):
-        part.add_(columns.mT @ right)
-
-
-@_add_product_.register_fake
-def _(total: Tensor, left: Tensor, right: Tensor) -> None:
-    pass
-
-
-@_add_product_.register_vmap
-def _(info, in_dims, total, left, right):  # type: ignore[no-untyped-def]
-    front = [t if dim is None else t.movedim(dim, 0) for t, dim in zip((total, left, right), in_dims, strict=True)]
-    _add_product_(*front)
-    return None, None
 
 
 def _traced_difference(
@@ -192,12 +164,30 @@ def _traced_difference(
     return (lse_C1 - logits_CV.gather(-1, chosen_C1)).squeeze(-1), grad_CV.to(hidden_CD.dtype)
 
 
-def _eager_difference(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype, added: Rows | None
+def _traced_on_cuda(
+    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the same, computed in place and in parts: on a CPU a new [C, V] tensor costs more than its arithmetic."""
+    """Return losses [C] and the difference, both weighted, in the form that takes Inductor two passes over the logits.
+
+    A CPU gains nothing, as it would compute the exponentials twice.
+    """
+    logits_CV = (hidden_CD @ weight_VD.T).to(weights_C.dtype)
+    largest_C1 = logits_CV.amax(-1, keepdim=True)
+    exp_CV = (logits_CV - largest_C1).exp()
+    sum_C1 = exp_CV.sum(-1, keepdim=True)
+    chosen_CV = torch.arange(weight_VD.shape[0], device=weight_VD.device) == targets_C.unsqueeze(-1)
+    # A sum over the row takes the place of a gather, which would be a kernel of its own.
+    losses_C1 = sum_C1.log() + largest_C1 - torch.where(chosen_CV, logits_CV, 0.0).sum(-1, keepdim=True)
+    weights_C1 = weights_C.unsqueeze(-1)
+    grad_CV = (exp_CV / sum_C1 - chosen_CV.to(exp_CV.dtype)) * weights_C1
+    return (losses_C1 * weights_C1).squeeze(-1), grad_CV.to(hidden_CD.dtype)
+
+
+def _eager_difference(
+    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, dtype: torch.dtype, added: Rows | None, rows: int
+) -> tuple[Tensor, Tensor]:
+    """Return the same in place, some rows at a time: on a CPU a new [C, V] tensor costs more than its arithmetic."""
     logits_CV = _logits(hidden_CD, weight_VD, added)
-    rows = max(1, _block_bytes(logits_CV) // (4 * weight_VD.shape[0]))
     losses: list[Tensor] = []
     for logits_RV, targets_R in zip(logits_CV.split(rows), targets_C.split(rows), strict=True):
         log_RV = logits_RV.to(dtype).log_softmax(-1)
@@ -213,77 +203,59 @@ class _ChunkedLoss(torch.autograd.Function):
 
     In-place writes to a returned tensor give wrong gradients when Dynamo traces an autograd.Function
     (pytorch/pytorch#180642), and vmap cannot write a batched value into an unbatched buffer.
-    """
 
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(hidden_ND, weight_VD, targets_N, weights_N, chunks):  # type: ignore[no-untyped-def]
-        terms: list[Tensor] = []
-        grads: list[Tensor] = []
-        grad_weight_VD = None
-        weight_VD = weight_VD.to(hidden_ND.dtype)  # cast here, so that its gradient is not rounded to that dtype
-        for hidden_CD, targets_C, weights_C in _pieces(hidden_ND, targets_N, weights_N, chunks):
-            term, grad_CD, grad_weight_VD = _chunk_gradients(hidden_CD, weight_VD, targets_C, weights_C, grad_weight_VD)
-            terms.append(term)
-            grads.append(grad_CD)
-        return torch.stack(terms).sum(), torch.cat(grads), grad_weight_VD
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
-        _, grad_hidden_ND, grad_weight_VD = output
-        ctx.mark_non_differentiable(grad_hidden_ND, grad_weight_VD)
-        ctx.set_materialize_grads(False)  # otherwise both unused outputs get a full-size gradient of zeros
-        ctx.save_for_backward(grad_hidden_ND, grad_weight_VD)
-        ctx.weight_dtype = inputs[1].dtype
-
-    @staticmethod
-    def backward(ctx, grad_loss, _grad_hidden, _grad_weight):  # type: ignore[no-untyped-def]
-        if grad_loss is None:  # nothing depends on the loss
-            return None, None, None, None, None
-        grad_hidden_ND, grad_weight_VD = ctx.saved_tensors
-        hidden = (grad_hidden_ND * grad_loss).to(grad_hidden_ND.dtype)
-        weight = (grad_weight_VD * grad_loss).to(ctx.weight_dtype)
-        return hidden, weight, None, None, None
-
-
-class _FrozenLoss(torch.autograd.Function):
-    """Compute the loss for a frozen weight, which saves a third of the arithmetic and one [V, D] tensor.
-
-    With rows it also computes their gradient, the sum over chunks of (softmax - onehot)[:, index].T @ hidden.
+    A frozen weight has no gradient, which saves a third of the arithmetic and one [V, D] tensor. Its rows' gradient is
+    the sum over chunks of (softmax - onehot)[:, index].T @ hidden. A fused weight's is added where `Fused` says.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - tensors must be arguments of their own
-        hidden_ND, weight_VD, targets_N, weights_N, chunks, values_KD, index_K, slot_V
+        hidden_ND, weight_VD, targets_N, weights_N, how, values_KD, index_K, slot_V, fused_VD, total_VD
     ):
-        weight_VD = weight_VD.to(hidden_ND.dtype)
+        chunks, device_type, learned = how
+        # Cast here, so that its gradient is not rounded to that dtype.
+        weight_VD = (weight_VD if fused_VD is None else fused_VD).to(hidden_ND.dtype)
         added = None if values_KD is None else _added(weight_VD, Rows(values_KD, index_K, slot_V))
+        summed = total_VD if added is None else added.values_KD
+        grad = None if summed is None else torch.zeros_like(summed, dtype=weights_N.dtype)
         terms: list[Tensor] = []
         grads: list[Tensor] = []
-        grad_KD = None if added is None else torch.zeros_like(added.values_KD, dtype=weights_N.dtype)
         for hidden_CD, targets_C, weights_C in _pieces(hidden_ND, targets_N, weights_N, chunks):
-            term, grad_CD, kept_CD, grad_CV = _chunk_difference(hidden_CD, weight_VD, targets_C, weights_C, added)
+            term, grad_CD, kept_CD, grad_CV = _chunk_difference(
+                hidden_CD, weight_VD, targets_C, weights_C, device_type, added
+            )
             terms.append(term)
             grads.append(grad_CD)
-            if grad_KD is not None:
-                grad_KD = grad_KD + (grad_CV.index_select(-1, index_K).T @ kept_CD).to(weights_N.dtype)
-            del grad_CV
-        return torch.stack(terms).sum(), torch.cat(grads), grad_KD
+            if grad is not None and learned:
+                add_product_(grad, grad_CV, kept_CD)
+            elif learned:
+                grad = (grad_CV.T @ kept_CD).to(weights_N.dtype)
+            elif grad is not None:
+                grad = grad + (grad_CV.index_select(-1, index_K).T @ kept_CD).to(weights_N.dtype)
+            del kept_CD, grad_CV
+        # Only on a GPU a term is several numbers: one kernel then adds up all chunks' losses.
+        return torch.cat([term.view(-1) for term in terms]).sum(), torch.cat(grads), grad
 
     @staticmethod
     def setup_context(ctx, inputs, output):  # type: ignore[no-untyped-def]
         ctx.mark_non_differentiable(*(grad for grad in output[1:] if grad is not None))
-        ctx.set_materialize_grads(False)
+        ctx.set_materialize_grads(False)  # otherwise both unused outputs get a full-size gradient of zeros
         ctx.save_for_backward(*output[1:])
-        ctx.rows_dtype = None if inputs[5] is None else inputs[5].dtype
+        ctx.learned, ctx.total_VD = inputs[4][2], inputs[9]
+        ctx.dtype = getattr(inputs[1] if ctx.learned else inputs[5], "dtype", None)
 
     @staticmethod
-    def backward(ctx, grad_loss, _grad_hidden, _grad_rows):  # type: ignore[no-untyped-def]
-        if grad_loss is None:
-            return (None,) * 8
-        grad_hidden_ND, grad_KD = ctx.saved_tensors
-        rows = None if grad_KD is None else (grad_KD * grad_loss).to(ctx.rows_dtype)
-        return (grad_hidden_ND * grad_loss).to(grad_hidden_ND.dtype), None, None, None, None, rows, None, None
+    def backward(ctx, grad_loss, _grad_hidden, _grad):  # type: ignore[no-untyped-def]
+        if grad_loss is None:  # nothing depends on the loss
+            return (None,) * 10
+        grad_hidden_ND, grad = ctx.saved_tensors
+        hidden = (grad_hidden_ND * grad_loss).to(grad_hidden_ND.dtype)
+        if ctx.total_VD is not None:
+            ctx.total_VD.add_(grad * grad_loss)
+            grad = None
+        elif grad is not None:
+            grad = (grad * grad_loss).to(ctx.dtype)
+        weight, rows = (grad, None) if ctx.learned else (None, grad)
+        return hidden, weight, None, None, None, rows, None, None, None, None

@@ -21,6 +21,7 @@ from torch.nn.parameter import is_lazy
 from monograph.errors import UsageError
 from monograph.graph.inspect import in_the_same_memory, own_state
 from monograph.graph.mmap_weights import keep, kept_dtype
+from monograph.ops.fused_gradients import Fused
 from monograph.optim.narrow import BLOCK
 
 Knob = float | Tensor  # a number, or one for each member of a stack: [N], fp64
@@ -70,6 +71,7 @@ class Plane:
         parts: the elements of each part of the module in it, one part after another: see `planes`.
         start: the index of its first element in the module's plane of this number, if it is only a part of that.
         state: the optimizer's buffers by name, each [size], or [size / 256] with one number for each block of 256.
+        rounded: the parameters in the dtype of products, which `round` writes; None if products read them themselves.
     """
 
     kind: Kind
@@ -80,6 +82,7 @@ class Plane:
     parts: tuple[int, ...] = ()
     start: int | Tensor = 0
     state: dict[str, Tensor] = field(default_factory=dict)
+    rounded: Tensor | None = None
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter's name and its part of `flat`, in its shape unless `flat` has one number per block."""
@@ -103,6 +106,19 @@ class Plane:
         for (_, parameter, _), (_, view) in zip(self.slots, self.views(self.grad), strict=True):
             parameter.grad = view.data  # for autograd it is no view, or Dynamo would trace its base with symbols
 
+    def fuse(self) -> None:
+        """Let products add the gradients of matrices; see `monograph.ops.fused_gradients`."""
+        if self.kind.vector or self.grad.dtype == torch.float64:
+            return
+        weights = self.views(self.param if self.rounded is None else self.rounded)
+        for (_, parameter, _), (_, weight), (_, total) in zip(self.slots, weights, self.views(self.grad), strict=True):
+            parameter.fused = Fused(weight.data, total.data)  # type: ignore[attr-defined]
+
+    def round(self) -> None:
+        """Bring `rounded` up to date."""
+        if self.rounded is not None:
+            self.rounded.copy_(self.param)
+
 
 @contextmanager
 def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
@@ -118,6 +134,23 @@ def unlinked(planes: Iterable[Plane]) -> Iterator[None]:
     finally:
         for plane in narrow:
             plane.link()
+
+
+@contextmanager
+def vectors_at_once(planes: Iterable[Plane]) -> Iterator[None]:
+    """Add the gradients of vectors that the block computes in one kernel, at its end, instead of in one for each."""
+    parameters = [slot.parameter for plane in planes if plane.kind.vector for slot in plane.slots]
+    totals = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+        found = [(total, p.grad) for total, p in zip(totals, parameters, strict=True) if p.grad is not None]
+        if found:
+            torch._foreach_add_(*map(list, zip(*found, strict=True)))
+    finally:
+        for parameter, total in zip(parameters, totals, strict=True):
+            parameter.grad = total
 
 
 def require_movable(module: nn.Module) -> None:

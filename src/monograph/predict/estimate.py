@@ -2,12 +2,14 @@
 
 The estimate takes microseconds, so that a search can compare many candidates; `footprint` traces the chosen one.
 
-static     = P (bytes of the weight + 4 of its gradient + bytes of its optimizer state) for P trained parameters; with
+static     = P (bytes of the weight + 4 of its gradient + bytes of its optimizer state) for P trained parameters, and
+             2 more of the rounded weight where products add gradients (`fused`) and nothing is recomputed; with
              adapters P counts their parameters alone, and the bytes of the frozen base are added
 stored     = L times numbers per token and layer (`stored_numbers`), times bytes of a number; a block that is captured
              in a low precision and recomputes nothing also keeps its weights, rounded
 head       = gradient of the hidden states, plus the larger of: logits of a chunk, their gradient, the head's gradient,
-             and the head's rounded weights (in fp32 the product of a chunk instead); the head's gradient twice
+             and the head's rounded weights (in fp32 the product of a chunk instead); the head's gradient twice. Where
+             products add gradients, the larger of: a chunk's logits and their gradient; one of them and the head's
 peak       = static + max(stored + head,  stored + one block's work,  new gradients where a graph returns them,
                           an update's intermediates: of the largest plane if eager, of Muon's planes if captured)
 """
@@ -137,7 +139,7 @@ def _kept(work: Work, remat: str | float) -> Choice:
 def _rounded(work: Work) -> int:
     """Return how many numbers of a captured block's weights are kept rounded to the compute dtype."""
     as_kept = work.compile == "none" or work.precision == "fp32" or work.optim.state == "all-bf16" or work.lora
-    return 0 if as_kept else sum(map(math.prod, _shapes(work.config)))
+    return 0 if as_kept or work.fused else sum(map(math.prod, _shapes(work.config)))
 
 
 class _Frozen(NamedTuple):
@@ -180,20 +182,26 @@ def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
     weight, whole_blocks = 2 if state == "all-bf16" else 4, work.remat in ("full", "offload")
     trained, frozen_bytes = _frozen(config, lora, work.precision) if lora else (config.parameter_count(), 0)
     moments = 1 if lora and rule == "muon" else MOMENTS[rule]
-    static = frozen_bytes + trained * (weight + 4 + moments * STATE_BYTES[state or "fp32"] + weight * ema)
+    rounded = 2 if work.fused and work.remat == "none" and weight == 4 else 0
+    static = frozen_bytes + trained * (weight + rounded + 4 + moments * STATE_BYTES[state or "fp32"] + weight * ema)
     inner = lora.rank * len(_shapes(config)) if lora and not whole_blocks else 0
     kept = (stored_numbers(work, work.remat) + inner) * tokens + _rounded(work) * (work.remat == "none")
     stored = ON_THEIR_WAY * work.input_bytes if work.remat == "offload" else config.num_hidden_layers * kept * number
     dense = (4 + number) * max(map(math.prod, _shapes(config))) if lora and lora.base != "auto" else 0
     block = stored_numbers(work, "none") * number * tokens + dense
     head = 0 if lora else config.vocab_size * config.hidden_size
-    logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size * (4 + number)
-    loss = max(logits + (4 + number) * head, 8 * head) + 2 * work.input_bytes
+    logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size
+    if work.fused:  # eagerly, a chunk's logits are in fp32 twice while they become their gradient
+        loss = max(logits * (2 * number if work.compile != "none" else 8 + number), logits * number + 4 * head)
+    else:
+        loss = max((logits + head) * (4 + number), 8 * head)
+    loss += 2 * work.input_bytes
     stack = _largest_stack(config) if rule == "muon" and not lora else 0
     if work.compile == "none":
         after = EAGER_UPDATE_BYTES[state or "fp32"] * max(stack, trained - _matrices(config) * bool(stack))
     else:
-        returned = trained if work.compile == "whole" or lora else head  # new gradients that one graph returns
+        # New gradients that one graph returns; where products add them, those of the head alone.
+        returned = trained if (work.compile == "whole" or lora) and not work.fused else head
         after = max(4 * returned, ORTHOGONAL_NUMBERS * number * stack)
     return int(static + max(stored + max(loss, 2 * block), after))
 

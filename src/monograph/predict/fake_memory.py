@@ -1,7 +1,7 @@
 """Count the bytes that code would have alive, by origin, on tensors that have a shape but no data.
 
 Code inside a `FakeMemory` runs unchanged, on a CPU and in almost no memory. Eager operations are counted as they are
-dispatched; captured graphs are counted by walking their kernels (`monograph.predict.lifetimes`).
+dispatched; captured graphs are counted by walking their kernels (`monograph.predict.kernels`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from monograph import compat
-from monograph.predict.lifetimes import Kernel, Name, inner_bytes, kernels
+from monograph.predict.kernels import inner_bytes, kernels
+from monograph.predict.lifetimes import Kernel, Name
 
 ORIGINS = ("weights", "gradients", "moments", "activations", "loss head", "workspace")
 PASSING = ORIGINS[3:]  # the origins whose memory a micro-step allocates and frees again

@@ -29,7 +29,8 @@ from monograph.ops.attention import QUERIES
 from monograph.ops.cross_entropy import chunk_count
 from monograph.optim import Optimizer
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, Sample
-from monograph.step import Clip, Step, accumulate, update
+from monograph.step import Clip, Layout, Step, accumulate, update
+from monograph.step.layout import on_device
 
 Compile = Scope | Literal["none"]
 DEPTHS = 2, 3  # blocks of the traced models
@@ -78,6 +79,11 @@ class Work:
     def micro_batches(self) -> int:
         """Return the micro-batches of an update."""
         return -(-self.window_rows // self.rows)
+
+    @property
+    def fused(self) -> bool:
+        """Return whether products add gradients, as `monograph.step.layout.fuses` decides for the engine."""
+        return self.device_type == "cuda" and self.precision in ("bf16", "fp16")
 
     @property
     def number_bytes(self) -> int:
@@ -238,11 +244,12 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
         # On CUDA the fused attention stands in for flex attention.
         on_cuda = work.device_type == "cuda"
         model = Llama(work.config, attention="sdpa" if on_cuda else "auto")
+        planes = functools.partial(on_device, fused=work.fused)
         if work.lora:
             put(model, work.lora, precision=Precision(work.precision))
         step = Step(
             model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), remat=named(work.remat),
-            loss=_Loss(work.device_type),
+            loss=_Loss(work.device_type), layout=Layout(planes=planes),
         )  # fmt: skip
         for plane in step.planes:
             memory.assign("gradients", [plane.grad])
@@ -276,7 +283,7 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
 
 
 class _Loss(TokenLoss):
-    """The `token_loss` in as many chunks as on the planned device, wherever the trace runs."""
+    """The `token_loss` in as many parts as on the planned device, wherever the trace runs."""
 
     def __init__(self, device_type: str) -> None:
         super().__init__()
@@ -285,6 +292,5 @@ class _Loss(TokenLoss):
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
         head: Any = model.lm_head
-        chunks = chunk_count(batch["tokens"].numel(), head.weight.shape[0], self.device_type)
         hidden_ND, targets_N = hidden_BTD.flatten(0, -2), batch["targets"].flatten()
-        return self.head(hidden_ND, head.weight, targets_N, chunks=chunks, rows=rows_of(head))
+        return self.head(hidden_ND, head.weight, targets_N, rows=rows_of(head), device_type=self.device_type)

@@ -101,6 +101,8 @@ def squares(plane: Plane, grad: Tensor) -> list[Tensor]:
     """Return the sum of squares of each of the plane's parts, fp64."""
     # Squares are summed part by part, so that the norm has the same bits whether a plane is one piece or in stages.
     parts = grad.split(plane.parts, dim=-1)
+    if grad.is_cuda and grad.ndim == 1:  # few kernels for all parts, in each of which a part's sum is its own
+        return [norm.square() for norm in torch._foreach_norm(parts, dtype=torch.float64)]
     norms = (torch.linalg.vector_norm(part, dim=-1, dtype=torch.float64) for part in parts)
     return [norm.square().reshape(grad.shape[:-1]) for norm in norms]  # torch 2.11 keeps a dimension of one number
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,21 +15,60 @@ from monograph.errors import InputRefused, UsageError
 from monograph.graph import siblings
 from monograph.graph.inspect import buffers_kept, parts
 from monograph.graph.lora import kept_state
+from monograph.graph.remat import Remat
 from monograph.loss import TokenLoss, counted, counts, pair
-from monograph.optim import Plane, planes, trainable, unlinked
+from monograph.ops.fused_gradients import fusing
+from monograph.optim import Plane, planes, trainable, unlinked, vectors_at_once
 from monograph.schedule import factor_at
 
 Sums = tuple[Tensor, Tensor]  # sum of losses, and number of targets
 Memory = tuple[Any, ...]  # storage, offset, shape and strides
 
 
-def on_device(step: Any) -> list[Plane]:
-    """Move the trainable parameters into planes, on the device where they are."""
+def on_device(step: Any, fused: bool | None = None) -> list[Plane]:
+    """Move the trainable parameters into planes, on the device where they are.
+
+    With `fused` products add gradients, see `monograph.ops.fused_gradients`; None: where that saves work.
+    """
+    if fuses(step, any(p.is_cuda for p in step.model.parameters())) if fused is None else fused:
+        fuse(step)
     # Fused siblings are read as one matrix, so their parameters must lie next to each other in a plane.
     in_order = siblings.side_by_side(step.model, trainable(step.model))
     made = planes(in_order, step.optim.kinds(step.model), step.optim.state, parts=parts(step.model))
     siblings.part_moved(step.model)
-    return [step.begun(plane) for plane in made]
+    begun = [step.begun(plane) for plane in made]
+    if step.fusing is fusing:
+        # Where nothing is recomputed, a backward pass needs all rounded weights anyway.
+        rounds = isinstance(step.remat, Remat.Off)
+        for plane in begun:
+            if rounds and not plane.kind.vector and plane.param.dtype != step.precision.dtype:
+                plane.rounded = torch.empty_like(plane.param, dtype=step.precision.dtype)
+            plane.fuse()
+        step.fusing = functools.partial(_fusing, begun)
+    for family in siblings.families(step.model):
+        family.look()
+    return begun
+
+
+@contextmanager
+def _fusing(planes: Sequence[Plane]) -> Iterator[None]:
+    with fusing(), vectors_at_once(planes):
+        yield
+
+
+def fuses(step: Any, on_cuda: bool) -> bool:
+    """Return whether a step's products can add gradients, and do so in less time."""
+    # A CPU computes separate siblings faster, and cannot add bf16 products to fp32 numbers. Code of others may ask for
+    # gradients itself, or by hooks.
+    own = type(step.loss) is TokenLoss and vars(type(step.model)).get("fuses", False)
+    hooked = any(p._backward_hooks or p._post_accumulate_grad_hooks for p in step.model.parameters())
+    return on_cuda and step.precision.name in ("bf16", "fp16") and own and not hooked
+
+
+def fuse(step: Any) -> None:
+    """Prepare a step, before its planes are made, for products that add gradients, those of siblings at once."""
+    siblings.fuse_known(step.model)
+    step.fusing = fusing
 
 
 def named(step: Any, scope: str) -> list[tuple[Any, str]]:
@@ -57,6 +96,8 @@ def one_by_one(step: Any, batches: Sequence[Any]) -> None:
     """Add the gradient of each micro-batch to the planes."""
     # Gradients are linked in each window, as `zero_grad()` may have set `.grad` to None since the last one.
     step.link()
+    for plane in step.planes:
+        plane.round()
     for batch in batches:
         step.micro_step(batch)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, final
 
 import torch
@@ -104,9 +104,9 @@ class Step:
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(self.model, self.remat)
         self.kept_for: bool | None = None
+        self.index, self.holds_average, self.fusing = 0, False, nullcontext
         self.planes = layout.planes(self)
         self.device = layout.device or self.planes[0].param.device
-        self.index, self.holds_average = 0, False
         zeros = functools.partial(torch.zeros, lead := self.planes[0].param.shape[:-1], device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (docs/log.md).
         self.lr, self.loss_sum, self.count = (zeros(dtype=torch.float64) for _ in range(3))
@@ -232,9 +232,10 @@ class Step:
 
     def _micro_step(self, batch: Any) -> None:
         """Add a micro-batch's gradient, loss and count, in place in the device's memory and nowhere else."""
-        with unlinked(self.planes), self.context():
-            loss, loss_sum, count = self.forward(batch, self.loss_factor)
-        self.differentiate(loss, loss_sum, count)
+        with self.fusing():  # in the backward pass, too, which may recompute parts of the forward pass
+            with unlinked(self.planes), self.context():
+                loss, loss_sum, count = self.forward(batch, self.loss_factor)
+            self.differentiate(loss, loss_sum, count)
 
     def differentiate(self, loss: Tensor, loss_sum: Tensor, count: Tensor) -> bool:
         """Add a micro-batch's gradient, loss and count; return whether it has a gradient.

@@ -21,6 +21,7 @@ from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer, Plane
 from monograph.schedule import Schedule
 from monograph.step import Clip, Layout, Step
+from monograph.step.layout import fuse, fuses
 from monograph.step.step import all_or_nothing
 from monograph.stream.chunked_update import HALF_DONE
 from monograph.stream.cuda import executor
@@ -130,6 +131,8 @@ class Streamed(Engine):
 
     def _stored(self, step: Step) -> list[Plane]:
         """Move the planes of all stages to their homes."""
+        if fuses(step, self.placement.device.type == "cuda"):
+            fuse(step)
         kinds, rounds = step.optim.kinds(step.model), step.precision.rounds
         self.store = stored(step.model, kinds, step.optim, rounds=rounds, placement=self.placement)
         return [entry.plane for entry in self.store.stored]

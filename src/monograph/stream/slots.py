@@ -120,12 +120,17 @@ class StageOnDevice:
         before = [slot.parameter.data for plane in self.planes for slot in plane.slots]
         for plane in self.planes:
             plane.hold(plane.param)
+            plane.fuse()
+        for family in self.stage.families:
+            family.look()
         try:
             yield
         finally:
             for parameter, data in zip(self.stage.slots, before, strict=True):
                 parameter.grad = None
                 parameter.data = data
+            for family in self.stage.families:
+                family.look()
 
     def link(self) -> None:
         """Make the backward pass add gradients to those in the slot."""

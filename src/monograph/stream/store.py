@@ -15,7 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.graph.family import Family
 from monograph.graph.inspect import blocks
+from monograph.graph.siblings import families
 from monograph.optim import Kind, Optimizer, Plane, initialise, join, planes, split, splittable, trainable
 from monograph.stream.lanes import Home, Space
 from monograph.stream.placement import Placement, on_host, place
@@ -97,6 +99,7 @@ class Stage:
         name: a name for messages.
         index: its index among the stages.
         blocks: its blocks, each with its index among the model's blocks; empty in the first and the last stage.
+        families: the linear layers of its blocks that are computed together.
         stored: its planes.
         version: the number of times that its weights were changed.
     """
@@ -104,6 +107,7 @@ class Stage:
     name: str
     index: int
     blocks: list[tuple[int, nn.Module]]
+    families: list[Family]
     stored: list[Stored]
     version: int = 0
 
@@ -190,7 +194,7 @@ def stored(  # noqa: PLR0913 - a store is made of all these
         store.tied = store.tied or bool(held.keys() & taken)
         own = {names[key]: p for key, p in held.items() if key not in taken}
         taken |= held.keys()
-        stage = Stage(stage_name, len(store.stages), run, [])
+        stage = Stage(stage_name, len(store.stages), run, [f for _, block in run for f in families(block)], [])
         of_block = {names[id(p)]: at for at, block in run for p in block.parameters() if id(p) in names}
         for plane in planes(own, kinds, optim.state, parts=of_block):
             plane.number, start = numbers[plane.kind], reached[plane.kind]

@@ -178,6 +178,7 @@ class Walk:
     def bound(self, needed: Sequence[StageOnDevice], call: Callable[[], Any], backward: bool) -> Any:
         """Run a call while the model's parameters are in the slots, and their gradients, too, if `backward`."""
         with ExitStack() as stack:
+            stack.enter_context(self.step.fusing())
             for stage in needed:
                 stack.enter_context(stage.parameters())
                 if backward:

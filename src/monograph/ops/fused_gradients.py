@@ -1,0 +1,132 @@
+"""Compute linear layers and embeddings that add their weights' gradients to other tensors, as Megatron's fused ones do.
+
+        y = x q(W)^T        dx = dy q(W)        total += dy^T x
+
+The sum is part of the matrix product, and q(W) is the weight in the dtype of the products. Autograd gets no gradient
+of W: without this, each gradient would be written, cast and added by kernels of their own.
+
+Shapes: V rows, D channels, N rows and K columns of any matrices.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from monograph import compat
+
+_linear, _embedding = F.linear, F.embedding
+
+
+class Fused(NamedTuple):
+    """The tensors of a weight, as its attribute `fused`.
+
+    Attributes:
+        weight: the weight, in the dtype of the products if it was rounded before, else each product rounds it.
+        total: the sum of the weight's gradients, in their dtype.
+    """
+
+    weight: Tensor
+    total: Tensor
+
+
+def fusing() -> AbstractContextManager[None]:
+    """In the block, layers add the gradients of weights that have the attribute `fused`, in their backward passes."""
+    return compat.functional({"linear": linear, "embedding": embedding})
+
+
+def fused_of(owner: Any) -> Fused | None:
+    """Return the attribute `fused` of a weight, or of several in one piece, inside of `fusing`, else None."""
+    return getattr(owner, "fused", None) if F.linear is linear else None
+
+
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, owner: Any = None) -> Tensor:
+    """Return `F.linear`, in the dtype of the products if the weight, or its `owner`, is fused."""
+    if (fused := fused_of(weight if owner is None else owner)) is None:
+        return _linear(input, weight, bias)
+    kind = input.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else fused.weight.dtype
+    narrow = None if bias is None else bias.to(dtype)
+    output: Tensor = _Linear.apply(input.to(dtype), weight, narrow, fused.weight.to(dtype), fused.total)
+    return output
+
+
+def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *others: Any, **named: Any) -> Tensor:
+    """Return `F.embedding`; rows at `padding_idx` add no gradient."""
+    fused = fused_of(weight)
+    # The norm's exponent, 2, is given even without `max_norm`.
+    if fused is None or any(value not in (None, False, 2.0) for value in (*others, *named.values())):
+        return _embedding(input, weight, padding_idx, *others, **named)
+    looked_up: Tensor = _Embedding.apply(input, weight, fused.total, padding_idx)
+    return looked_up
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, rounded: Tensor, total: Tensor) -> Tensor:
+        ctx.save_for_backward(input, rounded)
+        ctx.total = total  # not saved, as other layers' backward passes may change it before
+        return _linear(input, rounded, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        input, rounded = ctx.saved_tensors
+        rows = grad.flatten(0, -2)
+        add_product_(ctx.total, rows, input.flatten(0, -2))
+        return grad @ rounded, None, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, total: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.total, ctx.padding_idx = total, padding_idx
+        return _embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        (tokens,) = ctx.saved_tensors
+        if ctx.padding_idx is not None:
+            grad = grad.masked_fill((tokens == ctx.padding_idx).unsqueeze(-1), 0)
+        ctx.total.index_add_(0, tokens.flatten(), grad.flatten(0, -2).to(ctx.total.dtype))
+        return None, None, None, None
+
+
+def block_rows(device_type: str, columns: int) -> int:
+    """Return how many rows of so many columns a part of in-place work has: on a CPU, as many as its cache holds."""
+    return max(1, (8 if device_type == "cpu" else 512) * 2**20 // (4 * columns))
+
+
+# An operator, because a compiler would fuse a plain sum into one kernel that reads all products of a loss's chunks,
+# [V, D] each, and so keep all of them in memory. It takes rows that a compiler has padded, or that would be a copy.
+@torch.library.custom_op("monograph::add_product_", mutates_args=("total",), tags=torch.Tag.flexible_layout)
+def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """Add left^T @ right to `total`, over any leading dimensions; the sum of bf16 products is fp32 on a GPU."""
+    if total.is_cuda:
+        # cuBLAS adds to the result in fp32, without a kernel and a tensor for the product.
+        add = torch.ops.aten.addmm if total.ndim == 2 else torch.ops.aten.baddbmm
+        if left.dtype == total.dtype:
+            add.out(total, left.mT, right, out=total)
+        else:
+            add.dtype_out(total, left.mT, right, total.dtype, out=total)
+        return
+    # Some rows of `total` at a time: a CPU writes the product, and reads it again.
+    rows = block_rows("cpu", total.shape[-1])
+    for part, columns in zip(total.split(rows, dim=-2), left.split(rows, dim=-1), strict=True):
+        part.add_(columns.mT @ right)
+
+
+@add_product_.register_fake
+def _(total: Tensor, left: Tensor, right: Tensor) -> None:
+    pass
+
+
+@add_product_.register_vmap
+def _(info, in_dims, total, left, right):  # type: ignore[no-untyped-def]
+    front = [t if dim is None else t.movedim(dim, 0) for t, dim in zip((total, left, right), in_dims, strict=True)]
+    add_product_(*front)
+    return None, None

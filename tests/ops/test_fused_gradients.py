@@ -1,0 +1,236 @@
+"""Run: pytest tests/ops/test_fused_gradients.py
+
+Products that add the gradients of weights to a step's planes: they are those that autograd adds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import monograph.step.layout
+import monograph.stream.engine
+from batches import packed, ragged, tiny_llama
+from monograph.graph.precision import Precision
+from monograph.graph.remat import Remat
+from monograph.graph.siblings import families, fuse_known, fuse_siblings
+from monograph.loss import TokenLoss, token_loss
+from monograph.model.llama import Llama
+from monograph.model.rope import _rotated_on_cuda, rotate
+from monograph.ops.cross_entropy import _traced_difference, _traced_on_cuda, linear_cross_entropy
+from monograph.ops.fused_gradients import Fused, embedding, fusing, linear
+from monograph.optim import vectors_at_once
+from monograph.resident import Resident
+from monograph.stream import Streamed
+from numerics import error_within, relative_error
+from streamed import other_bits
+
+
+def engine(
+    fused: bool = False,
+    precision: str = "fp32",
+    remat: Any = None,
+    dtype: torch.dtype = torch.float32,
+    kind: Callable[..., Any] = Resident,
+    **sizes: Any,
+) -> Any:
+    """An engine of two rows a micro-batch; fused as on a GPU, or separate as on a CPU."""
+    with pytest.MonkeyPatch.context() as patched:
+        for module in (monograph.step.layout, monograph.stream.engine):
+            patched.setattr(module, "fuses", lambda *_: fused)
+        return kind(tiny_llama(dtype, **sizes), precision=Precision(precision), remat=remat, micro_batch=2)
+
+
+def gradient(made: Resident, window: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The gradient of a window, by parameter."""
+    made.accumulate(window)
+    return {name: view.clone() for plane in made.step.planes for name, view in plane.views(plane.grad)}
+
+
+def crossed(*axes: Sequence[Any], day: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """All combinations, those that are not in `day` at night."""
+    every = itertools.product(*axes)
+    return [pytest.param(*each, marks=() if each in day else pytest.mark.slow) for each in every]
+
+
+STORED, RECOMPUTED, BUDGET = None, Remat.Full(), Remat.Budget(0.5)
+
+
+@pytest.mark.parametrize(
+    ("scope", "remat", "tied"),
+    crossed(
+        ("none", "whole", "blocks"), (STORED, RECOMPUTED, BUDGET), (False, True),
+        day=[("none", STORED, True), ("whole", BUDGET, False), ("blocks", RECOMPUTED, True)],
+    ),
+)  # fmt: skip
+def test_added_in_products_equals_added_by_autograd(scope, remat, tied):
+    window = packed(5)  # the last micro-batch is filled up
+    found = []
+    for options in ({"fused": True}, {}, {"dtype": torch.float64}):
+        made = engine(remat=remat, tie_word_embeddings=tied, pad_token_id=3, **options)
+        if scope != "none" and options:
+            assert made.capture(window, "aot_eager", scope) is None
+        gradient(made, window)
+        found.append(gradient(made, window))  # on top of the first
+    for name, ours in found[0].items():
+        assert error_within(ours, found[1][name], found[2][name]), name
+
+
+def test_biases_are_part_of_the_product():
+    """As in Qwen 2: with a sum of its own the output would be rounded twice."""
+    drawn = torch.randn(3, 40, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weight = torch.randn(6, 8, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    bias, plain = (torch.linspace(-3, 3, 6).requires_grad_() for _ in range(2))
+    weight.fused = Fused(weight.detach(), torch.zeros(6, 8))  # type: ignore[attr-defined]
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = F.linear(drawn, weight, plain)
+        with fusing():
+            ours = linear(drawn, weight, bias)
+    assert torch.equal(ours, expected)
+    (ours * drawn[..., :6]).sum().backward()
+    (expected * drawn[..., :6]).sum().backward()
+    assert torch.equal(bias.grad, plain.grad) and torch.equal(weight.fused.total, weight.grad)
+
+
+def test_weights_are_rounded_again_in_each_window():
+    made, separate, exact = engine(True, "bf16"), engine(precision="bf16"), engine(dtype=torch.float64)
+    for seed in range(3):
+        for each in (separate, exact):
+            for plane, ours in zip(each.step.planes, made.step.planes, strict=True):
+                for (_, target), (_, source) in zip(plane.views(plane.param), ours.views(ours.param), strict=True):
+                    target.copy_(source)
+        window = ragged(4, seed)
+        ours, theirs, expected = (gradient(each, window) for each in (made, separate, exact))
+        for name in ours:
+            # Where products are not rounded before they are added, gradients are more exact, but the CPU rounds them.
+            assert error_within(ours[name].bfloat16(), theirs[name].bfloat16(), expected[name]), (seed, name)
+        rounded = [plane for plane in made.step.planes if plane.rounded is not None]
+        assert rounded and all(torch.equal(plane.rounded, plane.param.bfloat16()) for plane in rounded)
+        made.update()
+        separate.step.discard()
+        exact.step.discard()
+
+
+@pytest.mark.parametrize(
+    ("scope", "precision", "tied"),
+    crossed(
+        ("none", "blocks"), ("bf16", "fp16"), (False, True),
+        day=[("none", "fp16", True), ("blocks", "bf16", False)],
+    ),
+)  # fmt: skip
+def test_fused_is_streamed_in_bits(scope, precision, tied):
+    """Law 4 as it stands on a GPU; its own test is of a CPU's steps, which are not fused."""
+    rows = 2 if tied else 5  # two stages add to a tied gradient, in another order if there are several micro-batches
+    left = []
+    for kind in (Resident, Streamed):
+        made = engine(True, precision, kind=kind, tie_word_embeddings=tied)
+        assert families(made.model) and made.step.fusing is not nullcontext
+        if scope != "none":
+            assert made.capture(packed(rows), "aot_eager", scope) is None
+        for seed in range(2):
+            made.accumulate(packed(rows, seed))
+            made.update()
+        loss, _ = made.evaluate(packed(5, 3))
+        left.append(made.state().model | {"loss": loss})
+    assert not other_bits(*left)
+
+
+def test_only_matrices_are_fused_and_only_in_a_micro_step():
+    made = engine(True, "bf16")
+    assert all((plane.rounded is None) == plane.kind.vector for plane in made.step.planes)
+    weight = made.model.lm_head.weight
+    loss, _ = linear_cross_entropy(torch.ones(1, weight.shape[1]), weight, torch.tensor([3]))
+    (grad,) = torch.autograd.grad(loss, weight)  # outside of a step autograd returns gradients
+    assert bool(grad.any()) and not bool(weight.grad.any())
+    F.linear(torch.ones(1, weight.shape[1]), weight).sum().backward()  # and adds them, once
+    assert torch.equal(weight.grad, torch.ones_like(weight))
+    with fusing():
+        linear(torch.ones(1, weight.shape[1]), weight).sum().backward()  # and here the product
+    assert torch.equal(weight.grad, torch.full_like(weight, 2.0))
+
+
+def test_rows_of_padding_and_repeated_tokens():
+    tokens, weight = torch.tensor([[0, 2, 2], [1, 0, 4]]), torch.randn(5, 3, requires_grad=True)
+    factor = torch.arange(18.0).view(2, 3, 3)
+    (F.embedding(tokens, weight, 0) * factor).sum().backward()
+    total = torch.ones(5, 3)
+    weight.fused = Fused(weight.detach(), total)
+    with fusing():
+        (embedding(tokens, weight, 0) * factor).sum().backward()
+    assert torch.equal(total, weight.grad + 1)
+
+
+def test_siblings_of_a_llama_are_known():
+    known, watched = tiny_llama(), tiny_llama()
+    fuse_known(known)
+    fuse_siblings(watched, torch.zeros(1, 8, dtype=torch.int64))
+    sizes = [[family.sizes for family in families(model)] for model in (known, watched)]
+    assert sizes[0] == sizes[1] == [[32, 16, 16], [48, 48]] * 2
+    hooked = tiny_llama()
+    hooked.model.layers[0].mlp.up_proj.register_forward_hook(lambda *_: None)
+    fuse_known(hooked)
+    assert [family.sizes for family in families(hooked)] == [[32, 16, 16], [32, 16, 16], [48, 48]]
+
+
+def test_forms_for_a_gpu_equal_those_for_a_cpu():
+    generator = torch.Generator().manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    heads, angles = drawn(2, 3, 5, 8), drawn(2, 1, 5, 4)
+    turned = [tensor.transpose(1, 2) for tensor in (angles.cos(), angles.sin())]
+    ours = _rotated_on_cuda(heads.transpose(1, 2), *turned).transpose(1, 2)
+    assert torch.equal(ours, rotate(heads, (angles.cos(), angles.sin())))
+    hidden, weight, targets = drawn(6, 4), drawn(9, 4), torch.tensor([0, 8, 3, 3, 0, 1])
+    weights = torch.tensor([1.0, 1, 1, 0, 1, 1], dtype=torch.float64)
+    losses, grad = _traced_difference(hidden, weight, targets, torch.float64, None)
+    our_losses, our_grad = _traced_on_cuda(hidden, weight, targets, weights)
+    # The sums have at most nine terms near 1, and what is rounded are fp64 numbers.
+    assert relative_error(our_losses, losses * weights) < 32 * torch.finfo(torch.float64).eps
+    assert relative_error(our_grad, grad * weights[:, None]) < 32 * torch.finfo(torch.float64).eps
+
+
+def test_who_is_fused_on_a_gpu():
+    """Code of others may ask for gradients that autograd does not see then."""
+
+    class OwnLoss(TokenLoss):
+        pass
+
+    class OwnLlama(Llama):
+        pass
+
+    def fuses(model: Any = None, precision: str = "bf16", loss: Any = token_loss, on_cuda: bool = True) -> bool:
+        made = Resident(model or tiny_llama(), loss=loss, precision=Precision(precision))
+        return monograph.step.layout.fuses(made.step, on_cuda)
+
+    hooked, told = tiny_llama(), tiny_llama()
+    hooked.lm_head.weight.register_hook(lambda gradient: gradient)
+    told.lm_head.weight.register_post_accumulate_grad_hook(lambda parameter: None)
+    assert fuses() and fuses(precision="fp16")
+    assert not any([
+        fuses(on_cuda=False), fuses(precision="fp32"), fuses(precision="fp8"), fuses(loss=OwnLoss()),
+        fuses(OwnLlama(tiny_llama().config)), fuses(hooked), fuses(told),
+    ])  # fmt: skip
+
+
+def test_gradients_of_vectors_are_added_at_once_to_where_they_were():
+    planes = engine(True).step.planes
+    parameters = [slot.parameter for plane in planes if plane.kind.vector for slot in plane.slots]
+    for plane in planes:
+        plane.link()
+        plane.grad.fill_(1.0)
+    totals = [parameter.grad for parameter in parameters]
+    with vectors_at_once(planes):
+        (parameters[0] * 2).sum().backward()
+    assert all(parameter.grad is total for parameter, total in zip(parameters, totals, strict=True))
+    assert [float(total.mean()) for total in totals] == [3.0, *[1.0] * (len(totals) - 1)]
+    with pytest.raises(RuntimeError, match="stopped"), vectors_at_once(planes):
+        raise RuntimeError("stopped")
+    assert all(parameter.grad is total for parameter, total in zip(parameters, totals, strict=True))
