@@ -121,6 +121,42 @@ def fusing() -> str:
     return "\n".join(lines)
 
 
+def launching() -> str:
+    """Return what a step and a decode step launch and move, by benchmarks/launches.py."""
+    lines = [
+        "| model | rows x tokens | part | launches | products | moved by Triton | by attention | host waits |",
+        "|---" * 8 + "|",
+    ]
+    for case in result("launches")["cases"]:
+        for part, count in case["counts"].items():
+            moved = [(count["triton_bytes"] + count["again_bytes"]) / 1e9, count["attention_bytes"] / 1e9]
+            rows = f"{case['rows']} x {case['length']}" if part.startswith("micro-step") else ""
+            cells = [case["case"], rows, part]
+            cells += [f"{count['launches']:,.0f}" if not count["graphs"] else "1 graph", f"{count['cublas']:,.0f}"]
+            cells += [f"{gigabytes:.3g} GB" if gigabytes else "" for gigabytes in moved]
+            lines.append(f"| {' | '.join([*cells, str(int(count['waits'] + count['waiting_copies']))])} |")
+    return "\n".join(lines)
+
+
+def limiting() -> str:
+    """Return the roofline of benchmarks/launches.py by card."""
+    cards = list(result("launches")["cases"][0]["roofline"])
+    lines = [f"| model | {' | '.join(cards)} |", "|---" * (len(cards) + 1) + "|"]
+    for case in result("launches")["cases"]:
+        cells = (f"{case['roofline'][card]['mfu']:.1%}" for card in cards)
+        lines.append(f"| {case['case']} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def taking() -> str:
+    """Return how far predicted peaks are from the allocator's on a pretended card, by benchmarks/plan.py."""
+    lines = ["| step | configurations | worst | median |", "|---|---|---|---|"]
+    of_steps = {name: of for name, of in result("plan_pretended")["summary"].items() if isinstance(of, dict)}
+    for name, of in of_steps.items():
+        lines.append(f"| {name} | {of['cases']} | {of['worst']:.1%} | {of['median']:.1%} |")
+    return "\n".join(lines)
+
+
 def carrying() -> str:
     """Return the losses of every rate at every width of benchmarks/transfer.py, and their vertices."""
     found = result("transfer")

@@ -55,12 +55,14 @@ QUICK = [
         True,
         [f"{HERE}/test_order.py", "-k", "missing_wait or event or memory or (backward and offloaded and fp32)"],
     ),
+    Part("launches", "90", False, [f"{HERE}/test_counts.py"]),
     Part("gpu tests", "90", True, ["-m", "gpu", "tests/laws/test_accumulated_is_large_batch.py", "tests/graph"]),
 ]
 ALL = [
     Part("driver", "90", False, DRIVER),
     Part("numbers", "90", True, NUMBERS),
     Part("order", "90", True, [f"{HERE}/test_order.py"]),
+    Part("launches", "90", False, [f"{HERE}/test_counts.py"]),
     *(Part("gpu tests", sm, True, ["-m", "gpu", "tests"]) for sm in ("90", "89", "80")),
 ]
 

@@ -131,10 +131,11 @@ def test_no_wait_of_streaming_is_superfluous(place: str) -> None:
     """A sample of the waits of a run, each left out in turn: the run's result is wrong for one of the first seeds."""
     expected, _ = left_by(place, "fp32", None)
     _, waits = left_by(place, "fp32", 0)
-    chosen = random.Random(place).sample(range(1, waits // 2 + 1), 8)  # what a run ends with protects nothing more
+    early = range(1, waits // 2 + 1)  # what a run ends with protects nothing more
+    chosen = random.Random(place).sample(early, min(8, len(early)))  # a host thread's waits depend on its speed
 
     def shows(ignored: int) -> bool:
-        for seed in range(SEEDS):
+        for seed in range(3 * SEEDS):
             try:
                 if other_bits(left_by(place, "fp32", seed, ignored)[0], expected):
                     return True

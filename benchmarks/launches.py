@@ -1,0 +1,286 @@
+"""Count what training and sampling launch on a GPU, without one: kernels, bytes, FLOPs, waits, and a roofline of them.
+
+The project's own step and decoder are compiled for sm_90 and run on a pretended card (`pretended.py`), where kernels
+compute nothing. Two depths are compiled and extrapolated to the model's own, since every count is linear in the number
+of layers; nano, whose own depth is compiled as well, checks that. The same code gives the same counts at each run.
+
+Triton's bytes are Inductor's: each of a kernel's arguments counts once. What a loop over a row reads a second or third
+time is listed apart (a cache may have it), and so are attention's kernels, whose time is taken from their FLOPs. Times
+are of datasheets: 65 % of the peak for products, 42 % for attention, 80 % of the bandwidth; a kernel without a loop
+takes no less time than its instructions, branches that are hardly taken among them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+from argparse import Namespace
+from typing import Any, NamedTuple
+
+import harness
+import pretended
+import torch
+from sampler import FULL
+from steps import Shape, packed_window
+
+from monograph.decode.generator import Generator, Request
+from monograph.decode.knobs import chain_of
+from monograph.device import named
+from monograph.graph.precision import Precision
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.optim import AdamW
+from monograph.predict.roofline import flops_per_token
+from monograph.resident import Resident
+
+Numbers = dict[str, float]
+PRODUCTS, ATTENTION, TRAFFIC = 0.65, 0.42, 0.8  # shares of the datasheet's rates
+CARDS = ("H200", "A100-80", "4090")
+
+
+class Case(NamedTuple):
+    """A preset, the rows of a micro-batch that fit an H200, and the depths that are compiled."""
+
+    preset: str
+    rows: int
+    length: int
+    depths: tuple[int, int]
+
+
+CASES = {
+    "124m": Case("124m", 32, 2048, (2, 4)),
+    "1b": Case("1b", 16, 2048, (2, 4)),
+    "nano": Case("nano", 64, 256, (1, 3)),
+}
+BATCHES, PROMPT, TOKENS = (1, 64), 512, 64  # of decoding
+
+
+def shape_of(case: Case, layers: int | None = None) -> Shape:
+    """Return the preset's shape, with another number of layers if one is given."""
+    over = {} if layers is None else {"num_hidden_layers": layers}
+    config = LlamaConfig.preset(case.preset, **over)
+    return Shape(config, case.length, case.rows)
+
+
+def model_of(config: LlamaConfig) -> Llama:
+    """Return a model on the card whose weights nobody wrote."""
+    with torch.device("meta"):
+        model = Llama(config)
+    model = model.to_empty(device="cuda")
+    model.tie_weights()
+    return model
+
+
+def engine_of(shape: Shape) -> Resident:
+    """Return the engine that `monograph train` builds by default."""
+    return Resident(
+        model_of(shape.config), optim=AdamW(lr=1e-3), clip=1.0, precision=Precision("bf16"), micro_batch=shape.rows
+    )
+
+
+def training(shape: Shape, packed: bool) -> dict[str, Numbers]:
+    """Return the counts of a micro-step that is called, of one that is replayed, and of an update."""
+    torch.cuda.reset_peak_memory_stats()
+    window = packed_window(shape, torch.device("cuda"))
+    if not packed:
+        window = {name: window[name] for name in ("tokens", "targets")}
+    engine = engine_of(shape)
+    step = engine.step
+    assert step.recorder is not None
+    step.recorder.least = 0.0  # type: ignore[attr-defined]  # the pretended card is never busy
+    if obstacle := engine.capture(window):
+        raise SystemExit(f"launches.py: the step cannot be captured: {obstacle}")
+    engine.accumulate(window)
+    engine.update()
+    batch = next(engine._micro_batches(window))
+    with pretended.Counted() as replayed:
+        step.micro_step(batch)
+    if not replayed.graphs:
+        raise SystemExit("launches.py: the micro-step is not replayed")
+    with pretended.Counted() as called:
+        step._micro_step(batch)
+    with pretended.Products() as products:
+        step._micro_step(batch)
+    with pretended.Counted() as updated:
+        engine.update()
+    times = ({f"triton_s {name}": part.triton_s(*rates(name)) for name in CARDS} for part in (called, updated))
+    peak = torch.cuda.max_memory_reserved()
+    return {
+        "micro-step called": called.numbers() | {"flops": products.flops, "peak_bytes": peak} | next(times),
+        "micro-step replayed": replayed.numbers(),
+        "update": updated.numbers() | next(times),
+    }
+
+
+def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
+    """Return the counts of a decode step with the full chain of filters, and of its sampler alone."""
+    model = model_of(config).to(torch.bfloat16)
+    generator = Generator(
+        model, chain_of([FULL]), rows=rows, slots=PROMPT + TOKENS, vocabulary=config.vocab_size, compiled=True
+    )
+    for seed in range(rows):
+        sampling = dataclasses.replace(FULL, seed=seed)
+        generator.submit(Request((5,) * PROMPT, sampling, TOKENS))
+    # Not `run`, which would wait for the end of a text: no token is drawn here.
+    generator._admit()
+    generator._launch()
+    step = generator.replays._function
+    arguments = generator.cache.blocks, "window"
+    with pretended.Counted() as whole:
+        step(*arguments)
+    with pretended.Products() as products:
+        step(*arguments)
+    head = max(place for place, (library, _) in enumerate(whole.launches) if library == "cublas")
+    sampler = pretended.Counted(whole.launches[head + 1 :])
+    triton = sum(library == "triton" for library, _ in sampler.launches)
+    sampler.kernels = whole.kernels[len(whole.kernels) - triton :]
+    weights = sum(p.nbytes for p in {id(p): p for p in model.parameters()}.values())
+    return {
+        f"decode step, batch {rows}": whole.numbers()
+        | {"flops": products.flops, "product_bytes": products.bytes, "weight_bytes": weights},
+        f"its sampler, batch {rows}": sampler.numbers(),
+    }
+
+
+def counts(case: Case, layers: int | None, args: Namespace) -> dict[str, Numbers]:
+    """Return all counts of a shape of a depth."""
+    shape = shape_of(case, layers)
+    torch._dynamo.reset()
+    found = training(shape, not args.unpacked)
+    if case.preset == "1b" or args.smoke:
+        for rows in BATCHES:
+            gc.collect()
+            torch._dynamo.reset()
+            found |= decoding(shape.config, rows)
+    gc.collect()
+    torch.cuda.empty_cache()
+    return found
+
+
+def extrapolated(few: dict[str, Numbers], many: dict[str, Numbers], depths: tuple[int, int], layers: int) -> Any:
+    """Return the counts at a depth by the line through two others; a maximum stays one."""
+
+    def at(name: str, low: float, high: float) -> float:
+        if name in pretended.LARGEST:
+            return max(low, high)
+        return low + (high - low) * (layers - depths[0]) / (depths[1] - depths[0])
+
+    return {
+        part: {name: at(name, value, many[part][name]) for name, value in numbers.items()}
+        for part, numbers in few.items()
+    }
+
+
+def rates(name: str) -> tuple[float, float]:
+    """Return a card's bytes/s and warp instructions/s: a multiply-add of 32 lanes is one instruction and 64 FLOPs."""
+    card = named(name)
+    assert card.bandwidth_bytes_per_s
+    return card.bandwidth_bytes_per_s * TRAFFIC, card.peak_flops["fp32"] / 64
+
+
+def roofline(case: Case, found: dict[str, Numbers]) -> dict[str, dict[str, float]]:
+    """Return by card the milliseconds of a micro-step and its update by cause, and the MFU."""
+    shape, micro, update = shape_of(case), found["micro-step called"], found["update"]
+    config, tokens = shape.config, case.rows * case.length
+    per_token = flops_per_token(config, case.length)
+    width = config.num_attention_heads * config.head_dim
+    attended = 6 * config.num_hidden_layers * width * case.length * tokens
+    times = {}
+    for name in CARDS:
+        peak = named(name).peak_flops["bf16"]
+        parts = {
+            "products": micro["flops"] / (peak * PRODUCTS),
+            "attention": attended / (peak * ATTENTION),
+            "triton": micro[f"triton_s {name}"],
+            "update": update[f"triton_s {name}"],
+        }
+        times[name] = {part: 1e3 * seconds for part, seconds in parts.items()}
+        times[name]["mfu"] = per_token * tokens / sum(parts.values()) / peak
+    return times
+
+
+def measured(name: str, args: Namespace) -> dict[str, Any]:
+    """Count one case at its depth."""
+    case = CASES[name]
+    if args.smoke:
+        case = case._replace(rows=2, length=64)
+    own = shape_of(case).config.num_hidden_layers
+    depths = tuple(args.layers) if args.layers else case.depths
+    few, many = (counts(case, layers, args) for layers in depths)
+    found = extrapolated(few, many, depths, own)
+    result = {"case": name, "rows": case.rows, "length": case.length, "packed": not args.unpacked}
+    result |= {"layers": own, "compiled_layers": depths, "counts": found, "roofline": roofline(case, found)}
+    if own < max(depths):
+        exact = counts(case, own, args)
+        compared = {(part, number) for part, numbers in exact.items() for number in numbers}
+        different = [
+            f"{part}: {number} {found[part][number]:g}, not {exact[part][number]:g}"
+            for part, number in sorted(compared)
+            # Launches to the last one; bytes nearly, as Inductor counts some small tensors twice.
+            if number not in (*pretended.LARGEST, "peak_bytes")
+            and abs(found[part][number] - exact[part][number]) > 5e-3 * abs(exact[part][number])
+        ]
+        result["extrapolated_is_compiled"] = different or True
+    return result
+
+
+HEADERS = ["", "launches", *pretended.LIBRARIES, "Triton GB", "again", "attention", "TFLOP", "registers", "stack"]
+HEADERS += ["graphs", "waits", "waiting copies"]
+
+
+def row(name: str, numbers: Numbers) -> list[str]:
+    """Return a line of the table."""
+    whole = ("launches", *pretended.LIBRARIES)
+    return [
+        name,
+        *(f"{numbers[key]:,.0f}" for key in whole),
+        *(f"{numbers[key] / 1e9:,.3f}" for key in ("triton_bytes", "again_bytes", "attention_bytes")),
+        f"{numbers['flops'] / 1e12:,.3f}" if "flops" in numbers else "",
+        *(f"{numbers[key]:.0f}" for key in (*pretended.LARGEST, "graphs", "waits", "waiting_copies")),
+    ]
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print a case's tables."""
+    few, many = result["compiled_layers"]
+    kind = "packed" if result["packed"] else "one document a row"
+    print(f"\n{result['case']}, {result['rows']} x {result['length']}, {kind}, bf16, sm_90:")
+    print(f"{result['layers']} layers, extrapolated linearly from {few} and {many}", end="")
+    check = result.get("extrapolated_is_compiled")
+    print("" if check is None else "; compiled, too: the same" if check is True else f"; compiled, too: {check}")
+    harness.print_table(HEADERS, [row(name, numbers) for name, numbers in result["counts"].items()])
+    for name, numbers in result["counts"].items():
+        if weights := numbers.get("weight_bytes"):
+            sampler = result["counts"][name.replace("decode step", "its sampler")]
+            moved = numbers["product_bytes"] + numbers["triton_bytes"] + numbers["again_bytes"]
+            own = sampler["triton_bytes"] + sampler["again_bytes"]
+            print(f"{name}: {moved / weights:.4f} times the weights' {weights / 1e9:.3f} GB; sampler {own / moved:.2%}")
+    peak = result["counts"]["micro-step called"]["peak_bytes"]
+    print(f"memory of the card that was taken: {peak / 2**30:.1f} GiB")
+    parts = ("products", "attention", "triton", "update")
+    table = [
+        [card, *(f"{times[part]:.2f}" for part in parts), f"{times['mfu']:.1%}"]
+        for card, times in result["roofline"].items()
+    ]
+    harness.print_table(["roofline, ms", *parts, "MFU"], table)
+
+
+def main() -> None:
+    """Count and print; see `--help`."""
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--layers", nargs=2, type=int, metavar="N", help="the two depths that are compiled")
+    parser.add_argument("--unpacked", action="store_true", help="one document a row: attention by cuDNN")
+    args = parser.parse_args()
+    if args.smoke:
+        args.cases, args.layers = ["nano"], [1, 3]
+    pretended.watch()
+    found = harness.result("launches", {"cases": args.cases, "unpacked": args.unpacked, "smoke": args.smoke})
+    for name in args.cases:
+        found["cases"].append(measured(name, args))
+        harness.write(args.out, found)
+        show(found["cases"][-1])
+
+
+if __name__ == "__main__":
+    main()

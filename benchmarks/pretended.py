@@ -1,0 +1,250 @@
+"""Count what a call launches on a pretended card (docs/gpu.md).
+
+Imported under the pretended driver, before anything is compiled. Kernels compute nothing, so numbers mean nothing here;
+launches, arguments, copies, waits and the compiled kernels are those of the real torch, Inductor and Triton.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import re
+import struct
+import sys
+import warnings
+from collections import Counter
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._inductor import config
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+from torch.profiler import ProfilerActivity, profile
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "tests"))  # where a benchmark is run by itself
+from pretended_gpu import card  # noqa: E402
+
+LIBRARIES = ("triton", "cublas", "aten", "cudnn", "memset")
+_NAMES = {"blas": "cublas", "torch": "aten"}  # by the driver's names
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm")
+ATTENTION = ("flex_attention", "cudnn_attention")  # parts of the names of attention's kernels
+_BYTES = {"c10::BFloat16": 2, "c10::Half": 2, "float": 4, "double": 8, "long int": 8, "int": 4, "bool": 1}
+
+
+@dataclass
+class Kernel:
+    """A launch of a Triton kernel.
+
+    Attributes:
+        name: its function's name.
+        once_bytes: what it reads and writes, each argument once.
+        again_bytes: what a second and third loop over a row read again.
+        warp_instructions: instructions of all warps, branches that are not taken among them; 0 if it has a loop.
+        registers: of a thread.
+        stack_bytes: of a thread: registers that were spilled, and arrays.
+    """
+
+    name: str
+    once_bytes: float
+    again_bytes: float
+    warp_instructions: float
+    registers: int
+    stack_bytes: int
+
+    @property
+    def is_attention(self) -> bool:
+        """Return whether the kernel computes attention, whose time is that of its FLOPs."""
+        return any(part in self.name for part in ATTENTION)
+
+
+@dataclass
+class Counted:
+    """A `with` block, and what it launched afterwards.
+
+    Attributes:
+        launches: launches in their order, as (library, name).
+        kernels: Triton's launches among them.
+        waits: calls in which the host waited.
+        waiting_copies: copies that the host waited for.
+        graphs: launches of captured graphs.
+    """
+
+    launches: list[tuple[str, str]] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+    waits: int = 0
+    waiting_copies: int = 0
+    graphs: int = 0
+
+    def __enter__(self) -> Counted:
+        _RUNNING.append(self)
+        self._log = ExitStack()
+        self._logged = self._log.enter_context(card.logged())
+        return self
+
+    def __exit__(self, *raised: object) -> None:
+        _RUNNING.pop()
+        self._log.close()
+        if faults := card.faults():
+            raise SystemExit(f"launches.py: {faults[0]}")
+        log, launched = self._logged, self._logged.of(card.Launch)
+        triton = (launch for launch in launched if launch.library == "triton")
+        for kernel, launch in zip(self.kernels, triton, strict=True):
+            kernel.warp_instructions *= math.prod(launch.grid) * -(-launch.threads // 32)
+        self.launches += [(_NAMES.get(launch.library, launch.library), launch.name) for launch in launched]
+        self.launches += [("memset", "memset")] * len(log.of(card.Memset))
+        self.waits += len(log.of(card.Wait))
+        self.waiting_copies += sum(copy.waits for copy in log.of(card.Copy))
+        self.graphs += len(log.of(card.GraphLaunch))
+
+    def numbers(self) -> dict[str, float]:
+        """Return the counts that grow linearly with the number of layers, and the largest needs of a kernel."""
+        by_library = Counter(library for library, _ in self.launches)
+        attention = [kernel for kernel in self.kernels if kernel.is_attention]
+        others = [kernel for kernel in self.kernels if not kernel.is_attention]
+        return {
+            "launches": len(self.launches),
+            **{library: by_library[library] for library in LIBRARIES},
+            "triton_bytes": sum(kernel.once_bytes for kernel in others),
+            "again_bytes": sum(kernel.again_bytes for kernel in others),
+            "attention_bytes": sum(kernel.once_bytes for kernel in attention),
+            "graphs": self.graphs,
+            "waits": self.waits,
+            "waiting_copies": self.waiting_copies,
+            "registers": max((kernel.registers for kernel in self.kernels), default=0),
+            "stack_bytes": max((kernel.stack_bytes for kernel in self.kernels), default=0),
+        }
+
+    def triton_s(self, bytes_per_s: float, warp_instructions_per_s: float) -> float:
+        """Return the seconds of Triton's kernels but attention's: each takes that of its bytes or its instructions."""
+        return sum(
+            max(
+                (kernel.once_bytes + kernel.again_bytes) / bytes_per_s,
+                kernel.warp_instructions / warp_instructions_per_s,
+            )
+            for kernel in self.kernels
+            if not kernel.is_attention
+        )
+
+
+LARGEST = ("registers", "stack_bytes")  # the numbers that are a maximum and no sum
+_RUNNING: list[Counted] = []
+
+
+def watch() -> None:
+    """Note Triton's kernels at each launch, and let cuDNN's attention, which cannot be pretended, only log itself.
+
+    Raises:
+        SystemExit: this process does not run on a pretended card.
+    """
+    if not card.PRELOADED:
+        command = "python tests/pretended_gpu/environment.py run 90 python benchmarks/launches.py"
+        raise SystemExit(f"launches.py counts on a pretended card (docs/gpu.md): {command}")
+    config.benchmark_kernel = True  # Inductor then writes the bytes that a kernel moves next to its code
+    # Pretended times say nothing: the first of a kernel's configurations stands for what a card would choose.
+    CachingAutotuner.benchmark_all_configs = lambda self, *_, **__: {  # type: ignore[method-assign]
+        launcher: float(place) for place, launcher in enumerate(self.launchers)
+    }
+    run = CachingAutotuner.run
+
+    @functools.wraps(run)
+    def noted(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        result = run(self, *arguments, **keywords)
+        for counted in _RUNNING:
+            counted.kernels.append(_kernel(self, arguments))
+        return result
+
+    CachingAutotuner.run = noted  # type: ignore[method-assign]
+    _log_cudnn()
+
+
+def _kernel(tuner: Any, arguments: tuple[Any, ...]) -> Kernel:
+    tensors = dict(zip(tuner.triton_meta["signature"], arguments, strict=False))
+    sizes = {name: value.nbytes for name, value in tensors.items() if isinstance(value, torch.Tensor)}
+    # Template kernels and those written by hand have no estimate: each tensor is read or written once.
+    estimate = tuner.inductor_meta.get("kernel_num_gb")
+    once = sum(sizes.values()) if estimate is None else estimate * 1e9
+    launcher = tuner.launchers[0]
+    return Kernel(
+        tuner.fn.__name__,
+        once,
+        # Of a table, such as an embedding, only some rows are read.
+        sum(min(sizes.get(name, 0), once) * (times - 1) for name, times in _passes(tuner.fn.src).items()),
+        0 if " in tl.range(" in tuner.fn.src else _instructions(launcher.cache_hash),
+        launcher.n_regs,
+        launcher.n_spills * 4 if launcher.n_spills else 0,
+    )
+
+
+@functools.cache
+def _instructions(folder: str) -> int:
+    """Return the number of instructions in a kernel's machine code, 16 bytes each."""
+    (file,) = Path(os.environ["TRITON_CACHE_DIR"], folder).glob("*.cubin")
+    code = file.read_bytes()
+    (sections,), (size, count, names) = struct.unpack_from("<Q", code, 40), struct.unpack_from("<HHH", code, 58)
+    entries = [struct.unpack_from("<IIQQQQ", code, sections + place * size) for place in range(count)]
+    texts = entries[names][4]
+    return sum(entry[5] for entry in entries if code[texts + entry[0] :].startswith(b".text.")) // 16
+
+
+@functools.cache
+def _passes(source: str) -> dict[str, int]:
+    """Return in how many loops over the reduced dimension a kernel reads each argument, if in any."""
+    loops = re.split(r"\n    for r0_offset in ", source)[1:]
+    # A loop ends where the indentation does.
+    bodies = [re.split(r"\n    (?=\S)", loop)[0] for loop in loops]
+    return Counter(name for body in bodies for name in set(re.findall(r"tl\.load\((\w+_ptr\d+)", body)))
+
+
+def _log_cudnn() -> None:
+    """Replace cuDNN's two operators of attention by functions that log a launch and allocate their results."""
+    library = torch.library.Library("aten", "IMPL")
+
+    def launched(name: str) -> None:
+        card.launch("cudnn", name, torch.cuda.current_stream().cuda_stream)
+
+    def forward(q: Any, k: Any, v: Any, bias: Any, lse: bool, *_: Any, scale: float | None = None) -> Any:
+        launched("cudnn_attention")
+        none, number = (torch.empty(size, dtype=torch.int64, device=q.device) for size in ((0,), ()))
+        log_sums = q.new_empty(*q.shape[:3], 1, dtype=torch.float32)
+        return torch.empty_like(q), log_sums, none, none, q.shape[2], k.shape[2], number, number, none
+
+    def backward(grad: Any, q: Any, k: Any, v: Any, *_: Any, scale: float | None = None) -> Any:
+        launched("cudnn_attention_backward")
+        return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # they replace torch's own
+        library.impl("_scaled_dot_product_cudnn_attention", forward, "CUDA")
+        library.impl("_scaled_dot_product_cudnn_attention_backward", backward, "CUDA")
+    _KEPT.append(library)
+
+
+_KEPT: list[Any] = []
+
+
+class Products:
+    """A `with` block whose matrix products are seen with their shapes: `flops` and `bytes` afterwards."""
+
+    flops = bytes = 0.0
+
+    def __enter__(self) -> Products:
+        self._profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+        self._profile.__enter__()
+        return self
+
+    def __exit__(self, *raised: Any) -> None:
+        self._profile.__exit__(*raised)
+        for event in self._profile.profiler.kineto_results.events():  # type: ignore[union-attr]
+            if event.name() in PRODUCTS:
+                shapes = [shape for shape in event.shapes() if shape]
+                kinds = [kind for shape, kind in zip(event.shapes(), event.dtypes(), strict=True) if shape]
+                left, right = shapes[-3:-1] if _has_out(event, shapes) else shapes[-2:]
+                self.flops += 2 * math.prod(left) * right[-1]
+                self.bytes += sum(math.prod(s) * _BYTES[k] for s, k in zip(shapes, kinds, strict=True))
+
+
+def _has_out(event: Any, shapes: list[list[int]]) -> bool:
+    return len(shapes) > (2 if event.name() in PRODUCTS[:2] else 3)

@@ -1,0 +1,45 @@
+"""Run: python tests/pretended_gpu/environment.py run 90 python -m pytest tests/pretended_gpu/test_counts.py
+
+What a small model's micro-step and update launch, and the bytes that their kernels move, do not grow unseen. In a
+process of its own, since counting changes how Inductor writes kernels.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+KEPT = BENCHMARKS / "results" / "launches.json"
+
+
+@pytest.fixture(scope="module")
+def counted() -> dict[str, dict[str, float]]:
+    sys.path.insert(0, str(BENCHMARKS))
+    import launches
+    import pretended
+
+    pretended.watch()
+    return launches.counts(launches.CASES["nano"], None, Namespace(unpacked=False, smoke=False))
+
+
+def test_a_step_launches_no_more_and_moves_no_more_bytes_than_was_written_down(counted) -> None:
+    """What takes less is written down by `benchmarks/launches.py`, which also counts larger models."""
+    kept = next(case for case in json.loads(KEPT.read_text())["cases"] if case["case"] == "nano")
+    grown = [
+        f"{part}: {name} {found[name]:,.0f}, {kept['counts'][part][name]:,.0f} in {KEPT.name}"
+        for part, found in counted.items()
+        for name in ("launches", "triton_bytes", "again_bytes", "waits", "waiting_copies")
+        if found[name] > kept["counts"][part][name] * 1.005  # the kept bytes are on a line through two other depths
+    ]
+    assert not grown
+
+
+def test_a_replayed_micro_step_is_one_graph_and_nothing_waits(counted) -> None:
+    replayed = counted["micro-step replayed"]
+    assert (replayed["graphs"], replayed["launches"]) == (1, 0)
+    assert not any(part["waits"] or part["waiting_copies"] for part in counted.values())
