@@ -103,11 +103,15 @@ class Torchrun:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a process may still hold locks: one that is ending has no command line any more, but still its files."""
+    """Whether a process may still hold locks: it has no command line while it ends, but its files until all threads do.
+
+    Its first thread may be a zombie before the others are, so each one is asked.
+    """
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+        threads = [(thread / "stat").read_text() for thread in Path(f"/proc/{pid}/task").iterdir()]
     except OSError:
-        return False
+        return Path(f"/proc/{pid}").exists()  # a thread ended meanwhile, or all of them did
+    return any(thread.rpartition(")")[2].split()[0] not in "ZX" for thread in threads)
 
 
 def _command_line(pid: int) -> bytes:
