@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,7 +21,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, Stored, mapped_tensors, new_folder, read_headers, write_json, write_tensors
 from monograph.model.llama import Llama
 from monograph.storage.reading import exists, inside, is_folder, read_json
-from monograph.text.tokenizer_config import TokenizerConfig
+from monograph.text.tokenizer import Tokenizer
 
 LONGEST_FAULT = 400  # characters of an error message that quotes a file, whose text may have any length
 SHARD_BYTES = 5_000_000_000  # transformers 4 begins a new file at this size
@@ -29,34 +29,6 @@ SHARD_BYTES = 5_000_000_000  # transformers 4 begins a new file at this size
 _LAYER = re.compile(r"model\.layers\.(0|[1-9]\d{0,8})\..+")
 # A buffer in old exports, which follows from config.json.
 _DERIVED = re.compile(r".*\.rotary_emb\.inv_freq")
-
-
-class Tokenizer(Protocol):
-    """A tokenizer that can be saved with a model."""
-
-    @property
-    def bos_id(self) -> int | None:
-        """Return the id that begins a document."""
-        ...
-
-    @property
-    def eos_id(self) -> int | None:
-        """Return the id that ends a document."""
-        ...
-
-    @property
-    def space_first(self) -> bool:
-        """Return whether a space is put before a text that does not begin with one."""
-        ...
-
-    @property
-    def config(self) -> TokenizerConfig:
-        """Return the settings that are stored next to tokenizer.json."""
-        ...
-
-    def save(self, path: Path) -> None:
-        """Write a tokenizer.json in the format of the `tokenizers` library."""
-        ...
 
 
 def read_config(folder: str | Path) -> LlamaConfig:
@@ -205,7 +177,7 @@ def _tokenizer_config(folder: Path, tokenizer: Tokenizer, config: LlamaConfig) -
         "model_max_length": config.max_position_embeddings,
         "clean_up_tokenization_spaces": False,
         "add_prefix_space": tokenizer.space_first,  # else transformers 4 would set it to false in tokenizer.json
-        **(tokenizer.config.tokens or {key: text_of[id_] for key, id_ in ends.items() if id_ is not None}),
+        **(tokenizer.config.tokens or {key: text_of[id_] for key, id_ in ends.items()}),
     }
 
 
