@@ -73,28 +73,22 @@ class Engine(Protocol):
     @property
     def model(self) -> nn.Module:
         """Return the original module, never a compiled wrapper."""
-        ...
 
     @property
     def index(self) -> int:
         """Return the number of updates done so far, skipped ones included."""
-        ...
 
     def accumulate(self, window: Any) -> None:
         """Add the exact gradient of one update's window."""
-        ...
 
     def update(self) -> Update:
         """Apply the gradient."""
-        ...
 
     def state(self) -> EngineState:
         """Return views of the current state; copy them to keep them."""
-        ...
 
     def load_state(self, state: EngineState) -> None:
         """Continue from a state."""
-        ...
 
 
 def train(engine: Engine, batches: Iterable[Any], updates: int | None = None) -> Iterator[Update]:
@@ -129,7 +123,6 @@ class Windows(Protocol):
 
     def state(self) -> dict[str, Any]:
         """Return its position, JSON-serialisable."""
-        ...
 
 
 def save_checkpoint(engine: Engine, batches: Windows, folder: str | Path, keep: int = 2) -> Path:

@@ -34,11 +34,9 @@ class CountedLoss(Protocol):
 
     def __call__(self, model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
         """Return the 0-d differentiable sum of the losses, and the number of targets or the sum of their weights."""
-        ...
 
     def count(self, batch: Any) -> Tensor | float:
         """Return the number of targets in the batch, or the sum of their weights: a 0-d tensor, or a number."""
-        ...
 
 
 def counts(loss: object) -> TypeGuard[CountedLoss]:

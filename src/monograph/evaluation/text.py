@@ -27,7 +27,6 @@ class Evaluates(Protocol):
 
     def evaluate(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return (sum of losses in nats, number of targets) without gradients; both are [N] for N members."""
-        ...
 
 
 class Evaluation(NamedTuple):

@@ -30,7 +30,6 @@ class Graph(Protocol):
 
     def replay(self) -> None:
         """Do the work again."""
-        ...
 
 
 class Recorder(Protocol):
@@ -38,7 +37,6 @@ class Recorder(Protocol):
 
     def warm_up(self, work: Work) -> str | None:
         """Do the work under the conditions of a capture; return why it cannot be captured, or None."""
-        ...
 
     def record(self, work: Work) -> Graph:
         """Capture the device work that `work` launches, without running it.
@@ -46,7 +44,6 @@ class Recorder(Protocol):
         Raises:
             RuntimeError: it cannot be captured.
         """
-        ...
 
 
 class NotReplayable(Exception):
