@@ -287,14 +287,17 @@ class Engine:
         """
         step = self.step
         step.layout.at_rest(step, True)  # the caller may write to the views
-        optimizer = {
+        counters = {name: counter.tolist() for name, counter in step.counters.items()}
+        return EngineState(step.layout.weights(step), self._buffers(), {"index": step.index, **counters})
+
+    def _buffers(self) -> dict[str, Tensor]:
+        """Return views of the optimizer's buffers, by buffer and parameter."""
+        return {
             f"{buffer}.{name}": view
-            for plane in step.planes
+            for plane in self.step.planes
             for buffer, flat in plane.state.items()
             for name, view in plane.views(flat)
         }
-        counters = {name: counter.tolist() for name, counter in step.counters.items()}
-        return EngineState(step.layout.weights(step), optimizer, {"index": step.index, **counters})
 
     def load_state(self, state: EngineState) -> None:
         """Copy a state into the live tensors; it may come from another engine with the same model and optimizer.

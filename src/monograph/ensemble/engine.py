@@ -258,17 +258,11 @@ class Ensemble(Engine):
         Args:
             member: the member's number.
         """
-        step = self.step
-        optimizer = {
-            f"{buffer}.{name}": view[member].clone()
-            for plane in step.planes
-            for buffer, flat in plane.state.items()
-            for name, view in plane.views(flat)
-        }
         # Tensors are copied, as a view of one member would keep the memory of all members alive.
+        optimizer = {name: view[member].clone() for name, view in self._buffers().items()}
         model = {name: tensor.clone() for name, tensor in kept_state(self.members[member]).items()}
         counters = {name: counter.tolist() for name, counter in self.stacked.counters(member).items()}
-        return EngineState(model, optimizer, {"index": step.index, **counters})
+        return EngineState(model, optimizer, {"index": self.index, **counters})
 
 
 def _built(
