@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 
 from monograph.errors import InputRefused
 from monograph.graph.family import Sibling
-from monograph.graph.inspect import buffers_kept
+from monograph.graph.inspect import buffers_kept, modes_kept
 from monograph.optim.planes import require_movable
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -100,15 +100,11 @@ def _require_stackable(path: str, module: nn.Module, own: set[int]) -> None:
 
 def _writes_buffers(parametrizations: Any) -> bool:
     """Return whether parametrizations write their buffers when they are evaluated in training mode."""
-    modes = [(part, part.training) for part in parametrizations.modules()]
-    with torch.no_grad(), buffers_kept(parametrizations.train()):
+    with torch.no_grad(), modes_kept(parametrizations), buffers_kept(parametrizations.train()):
         before = [(id(buffer), buffer._version) for buffer in parametrizations.buffers()]
         for parametrization in parametrizations.children() if before else ():
             parametrization()
-        written = before != [(id(buffer), buffer._version) for buffer in parametrizations.buffers()]
-    for part, mode in modes:
-        part.training = mode
-    return written
+        return before != [(id(buffer), buffer._version) for buffer in parametrizations.buffers()]
 
 
 def _reaches(value: Any, own: set[int], seen: set[tuple[int, bool]], closed: bool = False) -> bool:

@@ -53,12 +53,12 @@ class Watch:
     @contextmanager
     def __call__(self) -> Iterator[None]:
         """In the block, observe what runs."""
-        handle = register_module_forward_pre_hook(lambda module, _: self._called.add(module))
-        try:
-            with running(self.module) as self.where, compat.loops_told(self._tell):
-                yield
-        finally:
-            handle.remove()
+        with (
+            register_module_forward_pre_hook(lambda module, _: self._called.add(module)),
+            running(self.module) as self.where,
+            compat.loops_told(self._tell),
+        ):
+            yield
 
     def _tell(self, operator: str) -> None:
         operators = self._looped.setdefault(self.where[-1] if self.where else OUTSIDE, [])

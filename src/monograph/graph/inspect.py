@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import chain
 from operator import itemgetter
 from types import SimpleNamespace
@@ -211,13 +211,11 @@ def running(module: nn.Module) -> Iterator[list[str]]:
         stack.pop()
 
     # Before all other hooks, so that a module is in the list when a hook of its own raises.
-    handles = [child.register_forward_pre_hook(enter, prepend=True) for child in names]
-    handles += [child.register_forward_hook(leave) for child in names]
-    try:
+    with ExitStack() as hooks:
+        for child in names:
+            hooks.enter_context(child.register_forward_pre_hook(enter, prepend=True))
+            hooks.enter_context(child.register_forward_hook(leave))
         yield stack
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager

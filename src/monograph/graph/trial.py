@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
@@ -94,13 +94,11 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
             first.append(f"{names[child]} ({type(child).__name__})")
 
     # Only modules without submodules: the output of any other is not finite because one of these is not.
-    handles = [child.register_forward_hook(check) for child in module.modules() if not list(child.children())]
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for child in module.modules():
+            if not list(child.children()):
+                hooks.enter_context(child.register_forward_hook(check))
+        run()
     # Such a parameter comes first, because it explains every output that is not finite.
     bad = [name for name, p in module.named_parameters() if not bool(p.isfinite().all())]
     if bad:
