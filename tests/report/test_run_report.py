@@ -271,9 +271,10 @@ def test_a_persons_own_style_is_neither_used_nor_changed() -> None:
 
 
 def test_values_that_are_not_finite_are_left_out() -> None:
-    tokens, loss = figures._series(
-        [{"tokens": 1, "x": 2.0}, {"tokens": 2, "x": None}, {"tokens": 3}, {"tokens": 4, "x": 5}], "x"
-    )
+    from matplotlib.figure import Figure
+
+    rows = [{"tokens": 1, "x": 2.0}, {"tokens": 2, "x": None}, {"tokens": 3}, {"tokens": 4, "x": 5}]
+    tokens, loss = figures._series(Figure().add_subplot(), rows, "x", "x")
     assert tokens.tolist() == [1, 4] and loss.tolist() == [2, 5]
     assert all(map(math.isfinite, loss))
 

@@ -53,7 +53,7 @@ def draw(
         for name, (key, panel) in panels.items()
         if any(row.get(key) is not None for row in metrics)
     }
-    if ledger := _ledger(metrics):
+    if ledger := next((row["memory"] for row in reversed(metrics) if (row.get("memory") or {}).get("measured")), None):
         present["memory"] = partial(_memory, ledger=ledger)
     with style():
         sheet = _sheet(present, title, subtitle)
@@ -95,8 +95,7 @@ def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: s
 
 
 def _held_out(axes: Axes, metrics: Sequence[Row], yardsticks: Mapping[str, float]) -> None:
-    tokens, bits = _series(metrics, "eval_bits_per_byte")
-    _set_up(axes, "Held-out text, bits per byte", tokens)
+    tokens, bits = _series(axes, metrics, "eval_bits_per_byte", "Held-out text, bits per byte")
     low = min([float(bits.min()), *yardsticks.values()])
     # The first value is an untrained model's. On its scale all later ones would be one flat line.
     high = max([min(float(bits.max()), 2.2 * float(bits[-1])), *yardsticks.values()])
@@ -111,14 +110,12 @@ def _held_out(axes: Axes, metrics: Sequence[Row], yardsticks: Mapping[str, float
 
 
 def _loss(axes: Axes, metrics: Sequence[Row]) -> None:
-    tokens, loss = _series(metrics, "train_loss")
-    _set_up(axes, "Training loss, nats per token", tokens)
+    tokens, loss = _series(axes, metrics, "train_loss", "Training loss, nats per token")
     _trend(axes, tokens, loss, lambda value: f"{value:.2f}")
 
 
 def _learning_rate(axes: Axes, metrics: Sequence[Row]) -> None:
-    tokens, lr = _series(metrics, "lr")
-    _set_up(axes, "Learning rate", tokens)
+    tokens, lr = _series(axes, metrics, "lr", "Learning rate")
     step = _thinning(lr)
     axes.plot(tokens[::step], lr[::step], color=ACCENT, linewidth=1.8)
     axes.set_ylim(0, 1.18 * float(lr.max()) or 1)
@@ -130,16 +127,14 @@ def _learning_rate(axes: Axes, metrics: Sequence[Row]) -> None:
 
 
 def _gradient_norm(axes: Axes, metrics: Sequence[Row]) -> None:
-    tokens, norm = _series(metrics, "grad_norm")
-    _set_up(axes, "Gradient norm, before clipping", tokens)
+    tokens, norm = _series(axes, metrics, "grad_norm", "Gradient norm, before clipping")
     # One spike would flatten the rest, so the top 0.5 % may leave the frame.
     axes.set_ylim(0, 1.15 * float(np.quantile(norm, 0.995)) or 1)
     _trend(axes, tokens, norm, lambda value: f"{value:.2g}")
 
 
 def _speed(axes: Axes, metrics: Sequence[Row]) -> None:
-    tokens, speed = _series(metrics, "tokens_per_s")
-    _set_up(axes, "Tokens per second", tokens)
+    tokens, speed = _series(axes, metrics, "tokens_per_s", "Tokens per second")
     axes.set_ylim(0, 1.3 * float(speed.max()) or 1)
     axes.yaxis.set_major_formatter(lambda value, _: quantities.count(value))
     _trend(axes, tokens, speed, quantities.count)
@@ -166,23 +161,16 @@ def _memory(axes: Axes, ledger: Mapping[str, Mapping[str, int]]) -> None:
     axes.set_xlabel(", ".join(ledger["planned"]), fontsize=7, color=MUTED, loc="left")
 
 
-def _ledger(metrics: Sequence[Row]) -> Mapping[str, Mapping[str, int]] | None:
-    return next((row["memory"] for row in reversed(metrics) if (row.get("memory") or {}).get("measured")), None)
-
-
-def _series(metrics: Sequence[Row], key: str) -> tuple[Floats, Floats]:
+def _series(axes: Axes, metrics: Sequence[Row], key: str, title: str) -> tuple[Floats, Floats]:
+    """Set up the axes of a key; return the tokens and the values of the rows that have it."""
     rows = [(row["tokens"], row[key]) for row in metrics if row.get(key) is not None]
-    values = np.array(rows, dtype=np.float64).reshape(-1, 2)
-    return values[:, 0], values[:, 1]
-
-
-def _set_up(axes: Axes, title: str, tokens: Floats) -> None:
+    tokens, values = np.array(rows, dtype=np.float64).reshape(-1, 2).T
     axes.set_title(title)
     axes.set_xlim(0, float(tokens[-1]) or 1)
-    axes.locator_params(axis="x", nbins=5, steps=[1, 2, 2.5, 5, 10])
-    axes.locator_params(axis="y", nbins=5, steps=[1, 2, 2.5, 5, 10])
+    axes.locator_params(nbins=5, steps=[1, 2, 2.5, 5, 10])
     axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
     axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
+    return tokens, values
 
 
 def _trend(axes: Axes, tokens: Floats, values: Floats, written: Callable[[float], str]) -> None:
