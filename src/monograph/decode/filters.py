@@ -7,7 +7,6 @@ probability of a token among those that are left.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -210,17 +209,5 @@ def xtc(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     return kept._replace(high_B1=torch.where(used_B1, candidates.high_B1.minimum(high_B1), candidates.high_B1))
 
 
-FILTERS: dict[str, Callable[[Candidates, dict[str, Tensor]], Candidates]] = {
-    "temperature": temperature,
-    "dynamic_temperature": dynamic_temperature,
-    "top_n_sigma": top_n_sigma,
-    "top_k": top_k,
-    "top_p": top_p,
-    "min_p": min_p,
-    "top_a": top_a,
-    "typical": typical,
-    "epsilon": epsilon,
-    "eta": eta,
-    "xtc": xtc,
-    "mirostat": mirostat,
-}
+_ALL = (temperature, dynamic_temperature, top_n_sigma, top_k, top_p, min_p, top_a, typical, epsilon, eta, xtc, mirostat)
+FILTERS = {stage.__name__: stage for stage in _ALL}

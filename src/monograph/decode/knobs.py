@@ -192,22 +192,18 @@ def _numbers(sampling: Sampling, chain: Chain, stop_ids: Sequence[int]) -> dict[
         "log_epsilon": _log(sampling.epsilon_cutoff),
         "log_eta": _log(sampling.eta_cutoff),
     }
-    return {name: values[name] for stage in chain.stages for name in _KNOBS[stage]}
+    return {name: values[name] for stage in chain.stages for name in _KNOBS.get(stage, (stage,))}
 
 
-_KNOBS = {
+# Stages that are not listed have one knob, of their name.
+_KNOBS: dict[str, tuple[str, ...]] = {
     "bias": ("bias_ids", "bias_values"),
     "min_tokens": ("stop_ids", "min_tokens"),
     "last_n": ("penalty_last_n", "counts_prompt"),
     "repetition": ("repetition_penalty",),
     "counted": ("frequency_penalty", "presence_penalty"),
     "dry": ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
-    "min_keep": ("min_keep",),
-    "temperature": ("temperature",),
     "dynamic_temperature": ("temperature", "temperature_range", "temperature_exponent"),
-    "top_n_sigma": ("top_n_sigma",),
-    "top_k": ("top_k",),
-    "top_p": ("top_p",),
     "min_p": ("log_min_p",),
     "top_a": ("log_top_a",),
     "typical": ("typical_p",),
