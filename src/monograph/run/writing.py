@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,6 +12,7 @@ from monograph.interrupts import taken_back
 from monograph.run.folder import Run, claim_new_folder, explained
 from monograph.run.run_index import SWEEP
 from monograph.storage.reading import contents, entries, exists, is_file, parse_json, without_links
+from monograph.storage.writing import write_durably
 from monograph.text import tokenizer_config
 from monograph.text.tokenizer import Tokenizer
 
@@ -21,10 +21,7 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file so that a crash leaves either the old or the new content; raises DiskFull."""
     partial = path.with_suffix(".partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
+        write_durably(partial, text, mode="w")
         partial.replace(path)
     except OSError as error:
         with suppress(OSError):

@@ -74,9 +74,9 @@ def held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Create a UTF-8 file and wait until it is on the disk."""
-    with open(path, "x", encoding="utf-8") as file:
+def write_durably(path: Path, text: str, mode: str = "x") -> None:
+    """Create a UTF-8 file, or with mode "w" replace its content, and wait until it is on the disk."""
+    with open(path, mode, encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
