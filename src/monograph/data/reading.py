@@ -5,16 +5,17 @@ The tokens of the parts are the tokens of the whole text. A file whose name ends
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from monograph.data.progress import Meter
 from monograph.errors import InputRefused
-from monograph.storage.reading import open_input, unreadable
+from monograph.storage.reading import open_input, refusing
 
 T = TypeVar("T")
 BLOCK_BYTES = 1 << 20
@@ -36,11 +37,18 @@ class Damaged(InputRefused):
         self.fault = fault
 
 
-def missing(source: Path | str, library: str, extra: str) -> InputRefused:
-    """Return the error for a source that needs an optional library that is not installed."""
-    return InputRefused(
-        f"{source}: reading it needs {library}, which is not installed: pip install 'monograph[{extra}]'"
-    )
+def imported(library: str, source: Path | str, extra: str) -> Any:
+    """Import an optional library that reading a source needs.
+
+    Raises:
+        InputRefused: it is not installed.
+    """
+    try:
+        return importlib.import_module(library)
+    except ImportError:
+        raise InputRefused(
+            f"{source}: reading it needs {library}, which is not installed: pip install 'monograph[{extra}]'"
+        ) from None
 
 
 def raw_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
@@ -49,14 +57,11 @@ def raw_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
     Raises:
         Unreadable: the file cannot be read.
     """
-    try:
-        with open_input(path) as file:
-            while block := file.read(BLOCK_BYTES):
-                if meter is not None:
-                    meter.add(len(block))
-                yield block
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with refusing(path), open_input(path) as file:
+        while block := file.read(BLOCK_BYTES):
+            if meter is not None:
+                meter.add(len(block))
+            yield block
 
 
 def read_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:
@@ -115,10 +120,7 @@ def _gunzip(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
 
 
 def _unzstd(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
-    try:
-        import zstandard
-    except ImportError:
-        raise missing(path, "zstandard", "zstd") from None
+    zstandard = imported("zstandard", path, "zstd")
     decoder, frame = zstandard.ZstdDecompressor(), None
     for block in raw:
         for begin in range(0, len(block), _ZSTD_STEP_BYTES):
@@ -150,10 +152,8 @@ _NEAR_END_CHARS = 2000
 
 def status_of(path: Path) -> os.stat_result:
     """Return a source file's `os.stat`; raise the errors of `unreadable`."""
-    try:
+    with refusing(path):
         return os.stat(path)
-    except OSError as error:
-        raise unreadable(path, error) from None
 
 
 def cut_position(path: Path, wanted: int, size: int) -> int:
@@ -214,14 +214,11 @@ def _stretch(path: Path, start: int, stop: int) -> Iterator[bytes]:
             if wanted:
                 yield wanted
         return
-    try:
-        with open_input(path) as file:
-            file.seek(start)
-            while start < stop and (block := file.read(min(BLOCK_BYTES, stop - start))):
-                start += len(block)
-                yield block
-    except OSError as error:
-        raise unreadable(path, error) from None
+    with refusing(path), open_input(path) as file:
+        file.seek(start)
+        while start < stop and (block := file.read(min(BLOCK_BYTES, stop - start))):
+            start += len(block)
+            yield block
 
 
 def _not_utf8(path: Path, offset: int, byte: int) -> InputRefused:

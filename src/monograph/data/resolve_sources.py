@@ -19,7 +19,7 @@ from monograph.data.progress import Meter, Progress
 from monograph.data.reading import BLOCK_BYTES
 from monograph.data.tables import hub_tables, saved_tables
 from monograph.errors import InputRefused, UsageError
-from monograph.storage.reading import exists, is_file, is_folder, matching, read_input, resolved, unreadable
+from monograph.storage.reading import exists, is_file, is_folder, matching, read_input, refusing, resolved
 from monograph.storage.writing import writing
 
 # A line of this many bytes, without indentation, is hardly ever written twice by chance.
@@ -161,7 +161,7 @@ def _walk(folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset(
     """Return (relative name, path) of the regular files under a folder, sorted; links do not enter a folder twice."""
     files: list[tuple[str, Path]] = []
     pending, entered = [(folder, "")], set()
-    try:
+    with refusing(folder):
         while pending:
             current, prefix = pending.pop()
             status = os.stat(current)
@@ -182,6 +182,4 @@ def _walk(folder: Path, skipped: Skipped, leave_out: frozenset[str] = frozenset(
                     files.append((prefix + entry.name, Path(entry.path)))
                 else:
                     skipped.append((entry.path, "not a regular file"))
-    except OSError as error:
-        raise unreadable(Path(error.filename or folder), error) from None
     return sorted(files)

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from monograph.data.reading import Damaged, missing, unpacked
+from monograph.data.reading import Damaged, imported, unpacked
 from monograph.data.records import LONGEST_BYTES, Fault, Record, checked, not_utf8
 from monograph.errors import InputRefused
 from monograph.storage.reading import error_number, is_file, open_input, read_json, unreadable
@@ -65,10 +65,7 @@ def table_columns(path: Path) -> list[str]:
 @contextmanager
 def _read_by_pyarrow(path: Path) -> Iterator[Any]:
     """Yield the module pyarrow, and turn errors in the block into errors that name the file."""
-    try:
-        import pyarrow as pa
-    except ImportError:
-        raise missing(path, "pyarrow", "parquet") from None
+    pa = imported("pyarrow", path, "parquet")
     try:
         open_input(path).close()  # pyarrow would wait for a FIFO
         yield pa
@@ -288,12 +285,9 @@ def hub_tables(name: str) -> list[Path]:
     """
     owner, _, rest = name.removeprefix("hf://").partition("/")
     dataset, _, configuration = rest.partition("/")
+    datasets = imported("datasets", name, "hub")
     try:
-        from datasets import load_dataset
-    except ImportError:
-        raise missing(name, "datasets", "hub") from None
-    try:
-        loaded = load_dataset(f"{owner}/{dataset}", configuration or None, split="train")
+        loaded = datasets.load_dataset(f"{owner}/{dataset}", configuration or None, split="train")
         return [Path(file["filename"]) for file in loaded.cache_files]
     except Exception as error:  # the library and the network may raise anything
         reason = " ".join(str(error).split())[:160] or type(error).__name__

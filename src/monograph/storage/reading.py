@@ -71,6 +71,15 @@ def readable(path: str | os.PathLike[str]) -> Iterator[None]:
         raise unreadable(path, error) from error
 
 
+@contextmanager
+def refusing(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Turn the system's errors in the block into those of `unreadable`."""
+    try:
+        yield
+    except OSError as error:
+        raise unreadable(path, error) from None
+
+
 def open_input(path: Path) -> BinaryIO:
     """Open a user's file for reading; nothing else in the package does. Wrap reads of the file in `readable`.
 
@@ -116,10 +125,8 @@ def contents(path: Path, most_bytes: int | None = MOST_JSON_BYTES) -> bytes | No
         Unreadable: see `readable`.
         InputRefused: the file is larger than `most_bytes`.
     """
-    try:
+    with refusing(path):
         return read_input(path, most_bytes) if is_file(path) else None
-    except OSError as error:
-        raise unreadable(path, error) from error
 
 
 def status(path: str | os.PathLike[str], follow: bool = True) -> os.stat_result | None:
