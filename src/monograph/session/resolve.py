@@ -79,7 +79,6 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     schedule, _, final = settings.optim.schedule.partition(":")
     per_update = int(train.tokens_per_update)
     updates = train.updates or (defaults.updates_of(train.tokens, per_update) if train.tokens else 0)
-    warmup, eval_every, save_every = _intervals(settings, Length(updates))
     plan = Plan(
         settings=settings,
         recipe=recipe,
@@ -103,9 +102,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         remat=train.remat,
         memory=train.memory,
         updates=updates,
-        warmup_updates=warmup,
-        eval_every=eval_every,
-        save_every=save_every,
+        **_intervals(settings, Length(updates)),
     )
     if not shape_alone:
         require_tokens(settings)
@@ -317,29 +314,22 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
 
 
 def _lasting(plan: Plan, length: Length) -> Plan:
-    warmup, eval_every, save_every = _intervals(plan.settings, length)
-    recorded = {"optim.warmup_updates": warmup, "train.eval_every": eval_every, "train.save_every": save_every}
+    fixed = _intervals(plan.settings, length)
+    recorded = {f"{'optim' if key == 'warmup_updates' else 'train'}.{key}": value for key, value in fixed.items()}
     recorded |= {} if plan.epochs else {"train.updates": length.updates}
-    return replace(
-        plan,
-        settings=plan.settings.resolve(recorded, ORIGIN),
-        updates=length.updates,
-        warmup_updates=warmup,
-        eval_every=eval_every,
-        save_every=save_every,
-    )
+    return replace(plan, settings=plan.settings.resolve(recorded, ORIGIN), updates=length.updates, **fixed)
 
 
-def _intervals(settings: Settings, length: Length) -> tuple[int, int, int]:
+def _intervals(settings: Settings, length: Length) -> dict[str, Any]:
     """Return the number of updates of the warm-up, between evaluations and between checkpoints."""
     warmup, train = settings.optim.warmup_updates, settings.train
     checkpoints = defaults.interval(length.updates, defaults.CHECKPOINTS)
     evaluations = defaults.interval(length.updates, length.evaluations)
-    return (
-        defaults.warmup(length.updates) if warmup == "auto" else warmup,
-        evaluations if train.eval_every == "auto" else train.eval_every,
-        checkpoints if train.save_every == "auto" else train.save_every,
-    )
+    return {
+        "warmup_updates": defaults.warmup(length.updates) if warmup == "auto" else warmup,
+        "eval_every": evaluations if train.eval_every == "auto" else train.eval_every,
+        "save_every": checkpoints if train.save_every == "auto" else train.save_every,
+    }
 
 
 # ── for a plan alone ────────────────────────────────────────────────────────────────────────────
