@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as jsonlib
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -126,7 +126,6 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     }
     if exists(folder.parent_file):
         files["from.json"] = _fault(lambda: recorded_parent(folder))
-    tables = {"files": files, "checkpoints": checkpoints}
     faults = files | checkpoints
     lines = {name: _said(fault) for name, fault in faults.items()}
     # An unreadable file is reported first: while it is unread, it is unknown whether a checkpoint is sound.
@@ -138,11 +137,8 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
         error = NoValidCheckpoint(f"{folder.checkpoints}: no checkpoint is sound: {why}; {instead}")
     elif damaged and not error:
         error = InputRefused(f"{folder.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}")
-    listed = {
-        key: [{"name": name, "fault": None if fault is None else str(fault)} for name, fault in table.items()]
-        for key, table in tables.items()
-    }
-    return {"run": str(folder.folder), **listed}, lines, error
+    facts = {"run": str(folder.folder), "files": _listed(files), "checkpoints": _listed(checkpoints)}
+    return facts, lines, error
 
 
 def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
@@ -155,8 +151,11 @@ def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError
     error = next((fault for fault in files.values() if fault), None)
     if error and not isinstance(error, Unreadable):
         error = InputRefused(str(error))
-    listed = [{"name": name, "fault": None if fault is None else str(fault)} for name, fault in files.items()]
-    return {"run": folder, "files": listed, "checkpoints": []}, lines, error
+    return {"run": folder, "files": _listed(files), "checkpoints": []}, lines, error
+
+
+def _listed(faults: Mapping[str, MonographError | None]) -> list[dict[str, str | None]]:
+    return [{"name": name, "fault": None if fault is None else str(fault)} for name, fault in faults.items()]
 
 
 def _fault(read: Callable[[], object], recorded: str | None = None) -> MonographError | None:
