@@ -95,9 +95,7 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> int:
         )
     sides = [_side(name) for name in runs]
     reading = next((side.subjects[0].reading for side in sides if side.is_run), {})
-    quiz = hold_questions(data, reading.get("text_key", "text"))
-    if chat and not quiz:
-        raise UsageError("--chat is how questions are asked: give a file of them with --data")
+    quiz = hold_questions(data, reading.get("text_key", "text"), chat)
     first = sides[0]
     on = f"on {' and '.join(data)}" if data else f"on what {first.name} held out"
     with Progress().stage("compare", on) as stage:

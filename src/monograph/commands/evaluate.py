@@ -29,9 +29,7 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
     if not trained and not data:
         raise UsageError(f"{run} is no run, so nothing was held out for it: give the text to score with --data")
     subject.module.to(default_device()).eval()
-    quiz = hold_questions(data, subject.reading.get("text_key", "text"))
-    if chat and not quiz:
-        raise UsageError("--chat is how questions are asked: give a file of them with --data")
+    quiz = hold_questions(data, subject.reading.get("text_key", "text"), chat)
     with Progress().stage("evaluate", run) as stage:
         measured, line = _questions(subject, data, chat, stage.report) if quiz else _text(subject, data, stage.report)
     if isinstance(measured, Evaluation):

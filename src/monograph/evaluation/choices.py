@@ -169,17 +169,20 @@ class Question(NamedTuple):
     where: str
 
 
-def hold_questions(places: Sequence[str], text_key: str) -> bool:
+def hold_questions(places: Sequence[str], text_key: str, chat: bool = False) -> bool:
     """Return whether the files hold questions: JSON lines whose first record has `choices` and no text.
 
     Raises:
-        UsageError: some files do and some do not; their scores cannot be compared.
+        UsageError: some files do and some do not; their scores cannot be compared. Or none do and `chat` is set, which
+            is a way to ask questions.
         InputRefused: a file cannot be read.
     """
     holding = [place for place in places if _holds_questions(Path(os.path.expanduser(place)), text_key)]
     if holding and len(holding) < len(places):
         other = next(place for place in places if place not in holding)
         raise UsageError(f"--data: {holding[0]} holds questions and {other} does not; evaluate them one by one")
+    if chat and not holding:
+        raise UsageError("--chat is how questions are asked: give a file of them with --data")
     return bool(holding)
 
 
