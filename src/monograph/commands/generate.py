@@ -256,7 +256,8 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
         return _print_json(written)
     began = clock()
     _print_text(written, lambda number: "" if options.chat else str(given[number // options.n][0]), bool(limits))
-    _print_speed(written.tokens, clock() - began, sampling.seed)
+    speed = f"{counted(written.tokens, 'token')}, {written.tokens / max(clock() - began, 1e-9):.0f} tok/s"
+    print(f"{speed}, sampled in the graph; same seed, same text (--seed {sampling.seed})", file=sys.stderr)
     return 0
 
 
@@ -299,11 +300,6 @@ def _print_text(written: Generation, head: Callable[[int], str], limited: bool) 
             elif limited and piece.completion.finish_reason == "length":
                 warn("cut before it was whole: give more --max-tokens")
     return done
-
-
-def _print_speed(tokens: int, seconds: float, seed: int) -> None:
-    speed = f"{counted(tokens, 'token')}, {tokens / max(seconds, 1e-9):.0f} tok/s"
-    print(f"{speed}, sampled in the graph; same seed, same text (--seed {seed})", file=sys.stderr)
 
 
 def _print_json(written: Generation) -> int:

@@ -154,7 +154,8 @@ def by_document(engine: Evaluates, rows: Rows, progress: Progress | None = None)
             counted, targets, size = counted + int(torch.atleast_1d(count)[0]), targets + targets_of, size + length
         if counted != targets:
             raise UsageError("the loss counts something other than the rows' targets: its sum says nothing about bytes")
-        bits.append(_sum(sums) / math.log(2))
+        sum_N = torch.stack(sums).sum(0).cpu().numpy() if sums else np.zeros(1)
+        bits.append(sum_N / math.log(2))
         sizes.append(size)
         meter.add(1)
     return Scores(np.stack(bits), np.array(sizes))
@@ -186,7 +187,3 @@ def _of_unit(rows: Rows, indices_R: NDArray[np.int64], mine_RT: NDArray[np.bool_
     empty = rows.empty(ROWS - len(indices_R))
     batch = {key: torch.from_numpy(np.concatenate([values, empty[key]])) for key, values in window.items()}
     return batch, int((window["targets"] != IGNORE).sum()), rows.bytes_of(window)
-
-
-def _sum(sums: list[Tensor]) -> NDArray[np.float64]:
-    return torch.stack(sums).sum(0).cpu().numpy() if sums else np.zeros(1)

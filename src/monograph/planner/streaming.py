@@ -135,7 +135,8 @@ def streamed(
         seen[candidate.placement.where] += 1
         if seen[candidate.placement.where] <= TIMED:
             distinct[index] = _timed(candidate, device, limits, peak_flops)
-    best, *others = sorted(distinct, key=_rank)
+    # Candidates timed by the clock come first, as a closed form is never longer than its time.
+    best, *others = sorted(distinct, key=lambda candidate: (candidate.bottleneck is None, candidate.update_s))
     return [best, *(replace(candidate, why=_why(candidate, best)) for candidate in others)]
 
 
@@ -234,11 +235,6 @@ def _distinct(candidates: Sequence[StreamCandidate]) -> list[StreamCandidate]:
         key = candidate.work.precision, place.when, place.where, place.offload, place.blocks_per_stage
         first.setdefault(key, candidate)
     return list(first.values())
-
-
-def _rank(candidate: StreamCandidate) -> tuple[bool, float]:
-    """Return the sort key: candidates timed by the clock come first, as a closed form is never longer than its time."""
-    return candidate.bottleneck is None, candidate.update_s
 
 
 def _why(candidate: StreamCandidate, best: StreamCandidate) -> str:
