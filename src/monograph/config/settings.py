@@ -6,6 +6,7 @@ import difflib
 import hashlib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
@@ -180,11 +181,10 @@ def _check_together(settings: Settings) -> None:
 
 
 def _reads(adapter: TypeAdapter[Any], text: str) -> bool:
-    try:
+    with suppress(ValidationError):
         adapter.validate_python(text)
-    except ValidationError:
-        return False
-    return True
+        return True
+    return False
 
 
 def _shown(value: Any) -> str:

@@ -11,9 +11,9 @@ import hashlib
 import os
 import struct
 import zlib
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -35,7 +35,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
     return _DTYPES[2 if vocab_size <= 1 << 16 else 4]
 
 
-class ShardWriter:
+class ShardWriter(AbstractContextManager["ShardWriter"]):
     """A piecewise writer of one array; the file is complete and durable once the `with` block ends without an error.
 
     Args:
@@ -59,13 +59,7 @@ class ShardWriter:
         while len(self._pending) >= BLOCK_BYTES:
             self._write_block(BLOCK_BYTES)
 
-    def __enter__(self) -> ShardWriter:
-        """Return this writer."""
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         """Complete the file, or only close it after an error."""
         with self._file:
             if kind is None:

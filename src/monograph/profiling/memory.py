@@ -10,7 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
+from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -122,11 +122,9 @@ class LiveBytes:
         self._profile.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._profile.__exit__(kind, error, trace)
-        if error is not None:
+    def __exit__(self, *raised: Any) -> None:
+        self._profile.__exit__(*raised)
+        if raised[0] is not None:
             return
         live_bytes = dict[int, int]()  # by address
         for address, size_bytes in self._allocations():

@@ -6,6 +6,7 @@ Shapes: N members, R rows of a window.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -88,7 +89,7 @@ class MemberEngine:
             counter.copy_(torch.as_tensor(state.scalars[name], dtype=counter.dtype))
 
 
-class Windows:
+class Windows(Iterator[Batch]):
     """The members' windows: [R, ...] shared by all members if they have one seed, else [N, R, ...], one for each."""
 
     def __init__(self, sessions: Sequence[Session]):
@@ -101,9 +102,6 @@ class Windows:
                 session.batches = shared
         self._sources = list(by_seed.values())
         self._which = [list(by_seed).index(session.plan.seed) for session in sessions]
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self
 
     def __next__(self) -> Batch:
         windows = [next(source) for source in self._sources]
@@ -290,11 +288,10 @@ def _common(batch: MemberBatch, ended: dict[int, int]) -> int:
 
 
 def _sound(session: Session, update: int) -> bool:
-    try:
+    with suppress(NoValidCheckpoint):
         _checkpoint(session, update)
-    except NoValidCheckpoint:
-        return False
-    return True
+        return True
+    return False
 
 
 def _checkpoint(session: Session, at: int | None) -> Checkpoint:
