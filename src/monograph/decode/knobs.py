@@ -162,18 +162,9 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
 
     Args:
         sampling: the request's options.
-        chain: a chain that serves the request.
+        chain: a chain that serves the request, see `Chain.serves`.
         stop_ids: the request's stop tokens, which min_tokens forbids at first.
-
-    Raises:
-        ValueError: the chain does not serve the request.
     """
-    if not chain.serves(sampling, len(stop_ids)):
-        raise ValueError(f"{chain} does not serve {sampling}")
-    return _numbers(sampling, chain, stop_ids)
-
-
-def _numbers(sampling: Sampling, chain: Chain, stop_ids: Sequence[int]) -> dict[str, Any]:
     # A chain may have stages that this request does not use: the values of their knobs change no bit.
     seen = sampling.penalty_last_n != 0
     # A knob that is not listed here is the option of its name.
@@ -221,7 +212,7 @@ def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor
     """Return knobs that turn all stages off, with the temperature 1: fp32 or int64 [B], lists of ids [B, M]."""
     return {
         name: torch.tensor([value] * rows, dtype=_dtype(name), device=device)
-        for name, value in _numbers(_OFF, chain, ()).items()
+        for name, value in knobs_of(_OFF, chain).items()
     }
 
 
