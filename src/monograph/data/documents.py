@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,8 +34,7 @@ BUCKETS = 1 << 16
 Group = TypeVar("Group", bound=Hashable)
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """The choice of held-out documents.
 
     Attributes:
@@ -177,8 +176,7 @@ class Reading:
     answering: Answering | None = None
 
 
-@dataclass(frozen=True)
-class Survey:
+class Survey(NamedTuple):
     """The result of a first pass over all records.
 
     Attributes:

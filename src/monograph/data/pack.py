@@ -9,8 +9,8 @@ import mmap
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +22,7 @@ Int64 = NDArray[np.int64]
 BLOCK_PIECES = 1 << 18
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """The place of each piece in the rows.
 
     Attributes:

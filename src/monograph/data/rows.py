@@ -10,9 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +26,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: the increment of
 UInt64 = NDArray[np.uint64]
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """A run of consecutive rows with one weight, and how many visits an epoch makes to them."""
 
     rows: int
@@ -139,8 +137,7 @@ IGNORE = -100  # torch's ignore_index marks a position without a target
 Int64 = NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A stretch of a document in a row: `length` inputs from token `begin` on; the document has `tokens` tokens."""
 
     document: str
@@ -293,8 +290,7 @@ class Rows:
     def first_prompt(self) -> list[int]:
         """Return the ids of the first conversation up to where its first answer begins."""
         assert self._side.answers is not None
-        ids: list[int] = self._side.tokens[: self._side.answers[0]].tolist()
-        return ids
+        return self._side.tokens[: self._side.answers[0]].tolist()
 
     def in_order(self, batch_rows: int, limit: int | None = None) -> Iterator[Batch]:
         """Yield every row once, or `limit` evenly spaced rows, in batches of `batch_rows` rows.

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tokenizers
@@ -124,8 +124,7 @@ class Side:
         return f"{file}:{record}" if record else file
 
 
-@dataclass(frozen=True)
-class Stored:
+class Stored(NamedTuple):
     """A tokenised corpus and its folder; `skipped` is {reason: count} of skipped records."""
 
     folder: Path

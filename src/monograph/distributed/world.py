@@ -8,10 +8,9 @@ import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -29,8 +28,7 @@ FINISHING_S = 60.0
 PORTS = 20_000  # the first of 10,000 ports used where SLURM names none; systems use others for outgoing connections
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """The place of a process among the others, as its launcher gives it.
 
     Attributes:

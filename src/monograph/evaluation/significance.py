@@ -86,8 +86,7 @@ class Setting:
     tied: bool | None = None
 
 
-@dataclass(frozen=True)
-class Best:
+class Best(NamedTuple):
     """The setting with the lowest mean, and the index of its member with the lowest value."""
 
     setting: Setting

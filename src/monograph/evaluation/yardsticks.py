@@ -13,7 +13,7 @@ import gzip
 import io
 import lzma
 import tokenize
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,8 +89,7 @@ def kneser_ney_bits_per_byte(train_bytes: bytes, held_out_bytes: bytes, order: i
     return -float(np.log2(probability_H).sum()) / len(held_out)
 
 
-@dataclass(frozen=True)
-class _Table:
+class _Table(NamedTuple):
     """One order of the model: its sorted distinct (order + 1)-grams, with running sums of counts and discounts.
 
     Attributes:

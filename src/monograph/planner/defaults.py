@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from monograph.device import Device
 from monograph.predict.footprint import Compile
 
 
-@dataclass(frozen=True)
-class Default:
+class Default(NamedTuple):
     """The model that is trained where the settings name none, with measured figures (benchmarks/first_run.py).
 
     Attributes:

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.profiler import ProfilerActivity, record_function
@@ -176,8 +176,7 @@ def profile(
     return Profile(measured.whole_s, watched_s, UPDATES, steps, machine, judged, file)
 
 
-@dataclass(frozen=True, order=True)
-class _Times:
+class _Times(NamedTuple):
     """The seconds of a whole update, and of the optimizer in it."""
 
     whole_s: float

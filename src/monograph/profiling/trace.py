@@ -17,8 +17,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from monograph.profiling.intervals import Kernel, Operands, Part, Span, Timeline
 
@@ -42,8 +41,7 @@ _WAITS = re.compile(r"Synchronize|^aten::_local_scalar_dense$")
 _BACKWARD = "autograd::engine::evaluate_function"
 
 
-@dataclass(frozen=True)
-class _Place:
+class _Place(NamedTuple):
     """Where an event lies in the step.
 
     Attributes:

@@ -8,9 +8,8 @@ A metrics row is a dictionary with these keys: `tokens` (seen so far), `train_lo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,8 +27,7 @@ _SIZES = {"held_out": (7.3, 3.2), "loss": (3.5, 3.2)}  # inches; the other figur
 _POINTS = 1200  # the most points of a line: more than a figure is pixels wide
 
 
-@dataclass(frozen=True)
-class Drawing:
+class Drawing(NamedTuple):
     """A finished figure as an SVG element, and as a PNG file if it has one."""
 
     name: str

@@ -9,6 +9,7 @@ import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from monograph.report import quantities
 
@@ -19,8 +20,7 @@ SCALE_WIDTH = 6  # characters before the plot, such as "4.0 "
 YARDSTICK_WIDTH = 18  # characters after it, such as "  order 6 1.87"
 
 
-@dataclass(frozen=True)
-class Cells:
+class Cells(NamedTuple):
     """A set of characters to draw with: the number of dots across and down a cell, and the character for lit dots."""
 
     across: int
