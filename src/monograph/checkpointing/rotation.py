@@ -31,7 +31,7 @@ from monograph.checkpointing.folder import (
 )
 from monograph.errors import DiskFull, NoValidCheckpoint, Unreadable, UsageError
 from monograph.storage import blocks, tensor_layout
-from monograph.storage.reading import entries, exists, is_folder
+from monograph.storage.reading import entries, exists, free_bytes, is_folder
 from monograph.storage.writing import sync
 
 FEWEST_KEPT = 1
@@ -76,7 +76,7 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
         checkpoints.mkdir(parents=True, exist_ok=True)
         sync(checkpoints.parent)  # also if the folder existed: a save that was killed right here may have made it
         remove_leftovers(checkpoints)
-        if _free(checkpoints) < _length(files):
+        if free_bytes(checkpoints) < _length(files):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(checkpoints))
         _write(temporary, checkpoint, files, write or blocks.write_file)
         _publish(temporary, final)
@@ -210,10 +210,5 @@ def _length(files: Encoded) -> int:
 def _needed(checkpoints: Path, files: Encoded) -> str:
     needed = f"it needs {_length(files):,} bytes"
     with suppress(OSError, Unreadable):  # an error here must not hide the one that is being reported
-        needed += f", {_free(checkpoints):,} are free"
+        needed += f", {free_bytes(checkpoints):,} are free"
     return needed
-
-
-def _free(checkpoints: Path) -> int:
-    existing = next(path for path in (checkpoints, *checkpoints.absolute().parents) if exists(path))
-    return shutil.disk_usage(existing).free

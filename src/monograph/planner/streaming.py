@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -28,7 +27,7 @@ from monograph.predict.roofline import (
     pass_times,
 )
 from monograph.report.quantities import gibibytes
-from monograph.storage.reading import exists
+from monograph.storage.reading import free_bytes
 from monograph.stream import Placement
 from monograph.stream.clock import Link
 from monograph.stream.placement import When, Where
@@ -70,16 +69,11 @@ class Limits:
     def here(cls, device: Device, device_bytes: int, folder: Path | None = None) -> Limits:
         """Return the limits of this machine, with `device_bytes` on the device."""
         host = describe(torch.device("cpu"))
-        disk = shutil.disk_usage(_there(folder or Path(tempfile.gettempdir()))).free
+        disk = free_bytes(folder or Path(tempfile.gettempdir()))
         rate = CPU_BYTES_PER_S if device.type == "cpu" else LINK_SHARE * (device.link_bytes_per_s or LINK_BYTES_PER_S)
         link = Link(rate, rate, DISK_BYTES_PER_S)
         host_bytes, disk_bytes = int(HOST_SHARE * host.free_memory_bytes), int(DISK_SHARE * disk)
         return cls(device_bytes, host_bytes, disk_bytes, link, None, device.type == "cpu", folder)
-
-
-def _there(folder: Path) -> Path:
-    """Return the folder, or its nearest parent that exists."""
-    return next(parent for parent in (folder, *folder.absolute().parents) if exists(parent))
 
 
 BLOCKS_PER_STAGE = 1, 2, 4

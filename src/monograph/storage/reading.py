@@ -13,6 +13,7 @@ import glob
 import json
 import os
 import re
+import shutil
 import stat
 from collections import Counter
 from collections.abc import Iterator
@@ -156,6 +157,12 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     """Return whether a folder is there; raise Unreadable."""
     entry = status(path)
     return entry is not None and stat.S_ISDIR(entry.st_mode)
+
+
+def free_bytes(folder: Path) -> int:
+    """Return what is free on the disk of a folder, or of its nearest parent that exists."""
+    existing = next(path for path in (folder, *folder.absolute().parents) if exists(path))
+    return shutil.disk_usage(existing).free
 
 
 def entries(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:
