@@ -135,13 +135,18 @@ def state_in(folder: Path, run: Run) -> dict[str, Any]:
     return state
 
 
-def require_metrics(run: Run) -> None:
-    """Require the metrics whose digest the newest sound checkpoint of a run records; raises InputRefused."""
+def newest_state(run: Run) -> dict[str, Any]:
+    """Return the state of the newest sound checkpoint; an empty mapping if there is none."""
     for folder in reversed(entries(run.checkpoints, "step-")):
         with suppress(CheckpointDamaged):
-            state = state_in(folder, run)
-            run.require_metrics(state["metrics_offset"], state.get("metrics_sha256"))
-            return
+            return state_in(folder, run)
+    return {}
+
+
+def require_metrics(run: Run) -> None:
+    """Require the metrics whose digest the newest sound checkpoint of a run records; raises InputRefused."""
+    if state := newest_state(run):
+        run.require_metrics(state["metrics_offset"], state.get("metrics_sha256"))
 
 
 def require(state: Mapping[str, Any], update: int, run: Run) -> None:

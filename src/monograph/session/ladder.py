@@ -246,6 +246,7 @@ class Ladder:
     def obstacle(self, way: Way, rung: Rung) -> str | None:
         """Return why the rung cannot be measured on this machine or text; None if no reason is known."""
         plan, on_cpu = self.plan, self.machine.type == "cpu"
+        no_adapters = None if plan.recipe.init else "model.init names no weights that could be frozen"
         obstacles = {
             "compiled": compiler_obstacle() if on_cpu else None,
             "bf16": None if self.machine.has_bf16 else "this device has no bf16 arithmetic",
@@ -254,15 +255,10 @@ class Ladder:
             "accumulation": "a micro-batch has one row already" if plan.micro_batch == 1 else None,
             "offload": "a CPU's memory is the host's" if on_cpu else None,
             "8-bit state": "all rungs have it: optim.name" if plan.optimizer.endswith(":8bit") else None,
-            "adapters": self._no_adapters(),
+            "adapters": "all rungs have them: lora.rank" if plan.recipe.lora else no_adapters,
             "streaming": "a CPU's memory is the host's" if on_cpu else None,
         }
         return obstacles.get(rung.name)
-
-    def _no_adapters(self) -> str | None:
-        if self.plan.recipe.lora:
-            return "all rungs have them: lora.rank"
-        return None if self.plan.recipe.init else "model.init names no weights that could be frozen"
 
     def climb(self, rung: Rung, before: Way, progress: Progress) -> tuple[Way, Climbed | str]:
         """Train and measure one rung.

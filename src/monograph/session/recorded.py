@@ -6,11 +6,9 @@ import hashlib
 import os
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from monograph.checkpointing import CheckpointDamaged
 from monograph.config import Settings, load
 from monograph.config.settings import EXCLUSIVE
 from monograph.data.sources import weighted
@@ -46,7 +44,7 @@ def run_settings(
         InputRefused: the file has changed since the run was begun, or it names code that this user does not trust.
         UsageError: the file is not a configuration, and no checkpoint records a fingerprint of it.
     """
-    state = _state(run)
+    state = recorded_state.newest_state(run)
     expected = recorded or state.get("settings")
     try:
         settings = load(run.config, {}, {})
@@ -128,16 +126,7 @@ def strange_text(run: Run, settings: Settings) -> str:
 
 def _leads_out(place: Path, home: Path) -> bool:
     """Return whether a file, a folder, a pattern or a link among its matches leads out of the folder `home`."""
-    named = [place, *matching(place), *matching(place / "**")]
-    return any(home not in without_links(path).parents for path in named)
-
-
-def _state(run: Run) -> dict[str, Any]:
-    """Return the state of the newest sound checkpoint; an empty mapping if there is none."""
-    for folder in reversed(entries(run.checkpoints, "step-")):
-        with suppress(CheckpointDamaged):
-            return recorded_state.state_in(folder, run)
-    return {}
+    return any(home not in without_links(path).parents for path in [place, *matching(place), *matching(place / "**")])
 
 
 def _changed(run: Run, expected: str, found: str) -> InputRefused:

@@ -121,7 +121,6 @@ class Reporter:
         self.recompiles = 0
         self.rates: deque[float] = deque(maxlen=RECENT)
         self.held_out: Evaluation | None = None
-        self.averaged = session.plan.averaged
         self.lines = (0, 0)
 
     def sample_updates(self) -> list[int]:
@@ -206,8 +205,7 @@ class Reporter:
         self.evaluate(block, self.session.updates, limit=None)
         self.sample(block, self.session.updates)
         if self.python:
-            texts = [text for text in self._write(4, JUDGED_TOKENS) if text]
-            shares = [accepted_share(text) for text in texts]
+            shares = [accepted_share(text) for text in self._write(4, JUDGED_TOKENS) if text]
             self.lines = sum(f[0] for f in shares), sum(f[1] for f in shares)
 
     def finish(self) -> dict[str, Any]:
@@ -258,7 +256,7 @@ class Reporter:
             "train_loss": last.get("train_loss"),
             "eval_loss": self.held_out.loss if self.held_out else None,
             "eval_bits_per_byte": self.held_out.bits_per_byte if self.held_out else None,
-            "eval_weights": "averaged" if self.averaged else "last",
+            "eval_weights": "averaged" if session.plan.averaged else "last",
             "tokens_per_s": rate,
             "mfu": use,
             "peak_memory_bytes": session.peak_memory_bytes,
@@ -287,7 +285,7 @@ class Reporter:
         ranked = sorted(self.yardsticks.items(), key=lambda item: -item[1])
         below = [f"{name} {value:.2f}" for name, value in ranked if bits < value]
         above = [f"{name} {value:.2f}" for name, value in ranked if bits >= value]
-        text = f"   held-out {bits:.2f} bits/byte" + (" of averaged weights" if self.averaged else "")
+        text = f"   held-out {bits:.2f} bits/byte" + (" of averaged weights" if self.session.plan.averaged else "")
         text += f"   below {', '.join(below)}" if below else ""
         return text + (f"; next: {above[0]} (train longer: --minutes)" if above else "")
 
@@ -330,8 +328,7 @@ class Reporter:
             return {}
         kept = corpus.folder / "yardsticks.json"
         with suppress(ValueError, InputRefused):
-            values: dict[str, float] = parse_json(contents(kept) or b"")
-            return values
+            return parse_json(contents(kept) or b"")
         with self.progress.stage("yardstick", "gzip, xz, trigram and order-6 models of the same files") as stage:
             values = yardsticks(b"".join(corpus.train.texts()), b"".join(corpus.held_out.texts()), stage.report)
             stage.result = ", ".join(f"{name} {value:.2f}" for name, value in values.items())
