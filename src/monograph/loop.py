@@ -162,5 +162,4 @@ def load_checkpoint(engine: Engine, folder: str | Path, warn: Callable[[str], No
     checkpoint = checkpointing.newest(Path(folder), warn)
     state = checkpoint.state
     engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, state["engine"]))
-    position: dict[str, Any] = state["data"]
-    return position
+    return state["data"]

@@ -137,8 +137,7 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
         error = NoValidCheckpoint(f"{folder.checkpoints}: no checkpoint is sound: {why}; {instead}")
     elif damaged and not error:
         error = InputRefused(f"{folder.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}")
-    facts = {"run": str(folder.folder), "files": _listed(files), "checkpoints": _listed(checkpoints)}
-    return facts, lines, error
+    return {"run": str(folder.folder), "files": _listed(files), "checkpoints": _listed(checkpoints)}, lines, error
 
 
 def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:

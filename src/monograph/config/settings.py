@@ -75,8 +75,7 @@ class Settings(BaseModel):
     @property
     def fingerprint(self) -> str:
         """Return the hex SHA-256 of the values, which ignores their origins and the keys in `ANYWHERE`."""
-        anywhere = self.resolve(ANYWHERE, "fingerprint")
-        return hashlib.sha256(anywhere.to_toml().encode()).hexdigest()
+        return hashlib.sha256(self.resolve(ANYWHERE, "fingerprint").to_toml().encode()).hexdigest()
 
     def has_fingerprint(self, sha256: str) -> bool:
         """Return whether `sha256` is the fingerprint of these settings, as taken by this version or an earlier one.

@@ -262,8 +262,7 @@ def saved_tables(folder: Path) -> list[Path] | None:
         return None
     state = read_json(folder / _STATE, _AGAIN)
     try:
-        names = [file["filename"] for file in state["_data_files"]]
-        paths = [folder / name for name in names]
+        paths = [folder / file["filename"] for file in state["_data_files"]]
     except (KeyError, TypeError):
         raise InputRefused(f"{folder / _STATE}: is not what save_to_disk writes{_AGAIN}") from None
     if state.get("_indices_data_files"):

@@ -112,6 +112,5 @@ def kinds(of_members: Sequence[Mapping[str, Kind]], device: torch.device) -> dic
 def knob(values: Sequence[Any], device: torch.device) -> Knob:
     """Return the members' common value, or else a tensor [N] of their values, fp64."""
     if all(value == values[0] for value in values):
-        common: float = values[0]
-        return common
+        return values[0]
     return torch.tensor(values, dtype=torch.float64, device=device)

@@ -139,8 +139,7 @@ class _RatedDropout(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Do what one member's dropout does."""
-        out: Tensor = getattr(nn.functional, self._function)(hidden, self.rate, self.training)
-        return out
+        return getattr(nn.functional, self._function)(hidden, self.rate, self.training)
 
 
 def _share(stacked: Tensor, number: int) -> Memory:

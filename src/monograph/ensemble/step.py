@@ -159,8 +159,7 @@ class Stacked:
         if not self.each:
             return counted(loss.count(batch), device).expand(self.members.stack.size)
         # It is vmapped, as a loss counts one member's batch and may index it by position.
-        count: Tensor = torch.vmap(lambda batch: counted(loss.count(batch), device))(batch)
-        return count
+        return torch.vmap(lambda batch: counted(loss.count(batch), device))(batch)
 
     def _accumulate(self, step: Step, batches: Sequence[Any]) -> None:
         self.members.stack.require_views(step.index)

@@ -33,8 +33,7 @@ _LIBRARY = torch.library.Library("monograph", "DEF")
 
 def onednn(left_NK: Tensor, right_KM: Tensor) -> Tensor:
     """Return left @ right, fp32, by oneDNN."""
-    product: Tensor = compat.onednn_matmul(left_NK, right_KM)
-    return product
+    return compat.onednn_matmul(left_NK, right_KM)
 
 
 def small(left_NK: Tensor, right_KM: Tensor) -> Tensor:

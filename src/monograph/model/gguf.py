@@ -353,8 +353,7 @@ def neighbouring(rows: Tensor, head_dim: int) -> Tensor:
         rows: [heads * head_dim, ...], a weight or a bias.
         head_dim: number of rows of a head.
     """
-    halves = rows.unflatten(0, (-1, 2, head_dim // 2))
-    return halves.transpose(1, 2).reshape(rows.shape)
+    return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(rows.shape)
 
 
 def _rope_divisors(config: LlamaConfig) -> Tensor:

@@ -188,15 +188,13 @@ def ladder_page(title: str, ladder: Values, drawing: Drawing, config: str) -> st
 
 def fastest(ladder: Values) -> Values:
     """Return the rung with the most tokens per second."""
-    best: Values = max(ladder["rungs"], key=lambda rung: rung[SPEED[ladder["ratios_of"]]] or 0)
-    return best
+    return max(ladder["rungs"], key=lambda rung: rung[SPEED[ladder["ratios_of"]]] or 0)
 
 
 def gain(ladder: Values) -> float:
     """Return how many times as fast as the first rung the fastest is."""
     speed = SPEED[ladder["ratios_of"]]
-    times: float = fastest(ladder)[speed] / ladder["rungs"][0][speed]
-    return times
+    return fastest(ladder)[speed] / ladder["rungs"][0][speed]
 
 
 def standing(ladder: Values) -> str:

@@ -181,8 +181,7 @@ class Run:
         Equal bytes at the beginning are not written again, so that even a power cut cannot lose the number. Leftover
         bytes at the end are cut off last, so that a reader never sees an empty file.
         """
-        holder = {"serial": number, "pid": os.getpid(), "host": socket.gethostname()}
-        content = json.dumps(holder).encode()
+        content = json.dumps({"serial": number, "pid": os.getpid(), "host": socket.gethostname()}).encode()
         kept = len(os.path.commonprefix([contents(self.lock_file) or b"", content]))
         with explained(self.lock_file):
             os.lseek(descriptor, kept, os.SEEK_SET)

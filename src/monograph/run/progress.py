@@ -39,8 +39,7 @@ class Progress:
 
     def header(self, text: str) -> None:
         """Print a line without a label, followed by an empty one."""
-        rows = textwrap.wrap(text, self.screen.width)
-        self.screen.print(*(Text(row, style="bold") for row in rows), Text(""))
+        self.screen.print(*(Text(row, style="bold") for row in textwrap.wrap(text, self.screen.width)), Text(""))
 
     def line(self, label: str, *texts: str) -> None:
         """Print `label` in its column and each of `texts` on a line of its own next to it, wrapped."""

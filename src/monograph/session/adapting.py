@@ -68,8 +68,7 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
 
 def _values(lora: Lora) -> dict[str, Any]:
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
-    values = lora.rank, lora.alpha, targets, lora.dropout, lora.base
-    return dict(zip(FIXED, values, strict=True))
+    return dict(zip(FIXED, (lora.rank, lora.alpha, targets, lora.dropout, lora.base), strict=True))
 
 
 def _as_stored(settings: Settings, init: str, given: dict[str, str]) -> dict[str, Any]:

@@ -213,8 +213,7 @@ class Session:
         Raises:
             InputRefused: the tensors do not fit this model.
         """
-        scalars = dict(checkpoint.state["engine"])
-        self.engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, scalars))
+        self.engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, dict(checkpoint.state["engine"])))
         self.engine.step.index = 0
 
     def branch(self, checkpoint: Checkpoint, parent: Run) -> None:

@@ -156,8 +156,7 @@ class Sweep:
     @property
     def points(self) -> list[Point]:
         """Return the values that each member varies."""
-        points: list[Point] = self.record["points"]
-        return points
+        return self.record["points"]
 
     def member(self, index: int) -> Run:
         """Return a member's run folder, which may not exist yet."""

@@ -237,8 +237,7 @@ def verify(outcome: Outcome, progress: Progress) -> dict[str, Any]:
 
 def largest(one: list[float], other: list[float]) -> float:
     """Return the largest difference at any update; nan and infinity are equal to themselves."""
-    pairs = zip(one, other, strict=True)
-    return max(0.0 if a == b or (a != a and b != b) else abs(a - b) for a, b in pairs)
+    return max(0.0 if a == b or (a != a and b != b) else abs(a - b) for a, b in zip(one, other, strict=True))
 
 
 def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compiled: bool) -> list[float]:
@@ -250,8 +249,7 @@ def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compil
     seed_all(plan.seed)
     with progress.stage("alone", "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}") as stage:
         if compiled:
-            window = first_window([built], text)
-            engine.capture(window, scope="blocks" if built.plan.compile == "blocks" else "whole")
+            engine.capture(first_window([built], text), scope="blocks" if built.plan.compile == "blocks" else "whole")
         on_device = []
         for update in train(engine, batches, updates):
             on_device.append(update.loss)

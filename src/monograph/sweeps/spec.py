@@ -223,8 +223,7 @@ def _of_newest_run() -> Settings:
     if not runs:
         return load(None, {}).resolve(short, ORIGIN)
     run = Run(runs[-1])
-    own = run_settings(run)
-    kept = {key: value for key, value in own.pinned().items() if key not in _NOT_TAKEN}
+    kept = {key: value for key, value in run_settings(run).pinned().items() if key not in _NOT_TAKEN}
     if is_file(run.tokenizer):
         kept["data.tokenizer"] = str(run.tokenizer)
     return load(None, {}).resolve(kept, str(run.config)).resolve(short, ORIGIN)

@@ -172,8 +172,7 @@ def _asked(process: subprocess.Popen[bytes], line: str) -> list[dict[str, str]] 
             if not piece:
                 return None
             received += piece
-    answers: list[dict[str, str]] = json.loads(received)
-    return answers
+    return json.loads(received)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -356,6 +356,5 @@ def _is_known_split(step: Any) -> bool:
         return False
     pattern = step.get("pattern")
     at_letters = _kind(step) == "Punctuation" or (isinstance(pattern, dict) and list(pattern) == ["String"])
-    if at_letters:
-        return True
-    return step["behavior"] == "Isolated" and step.get("invert") is False and pattern in _KNOWN_REGEXES
+    kept = step["behavior"] == "Isolated" and step.get("invert") is False
+    return at_letters or (kept and pattern in _KNOWN_REGEXES)
