@@ -131,16 +131,13 @@ def compare_on(
     return Comparison(first, second, gap, by, (size_a, size_b) if size_a and size_b else None)
 
 
-def compare_answers(
-    a: Mapping[Hashable, Sequence[Answer]], b: Mapping[Hashable, Sequence[Answer]], by: str = "seed"
-) -> Comparison:
+def compare_answers(a: Mapping[Hashable, Sequence[Answer]], b: Mapping[Hashable, Sequence[Answer]]) -> Comparison:
     """Compare two sides of one or several models each that answered the same questions.
 
     Args:
-        a: the answers of each member of the first side, by the member's value of the repeated knob.
+        a: the answers of each member of the first side, by the member's seed. If the sides share several seeds, members
+            are paired by seed; else one member of each side is compared question by question.
         b: the answers of the second side.
-        by: the repeated knob. If the sides share several of its values, members are paired by it; else one member of
-            each side is compared question by question.
     """
     both = [key for key in a if key in b]
     if len(both) > 1:
@@ -150,7 +147,7 @@ def compare_answers(
         pairs = [(float(i.acc), float(j.acc)) for i, j in zip(a[keys[0]], b[keys[1]], strict=True)]
     first, second = (float(np.mean(values)) for values in zip(*pairs, strict=True))
     gap = mean([j - i for i, j in pairs])
-    return Comparison(first, second, gap, by if len(both) > 1 else "question", unit="acc")
+    return Comparison(first, second, gap, "seed" if len(both) > 1 else "question", unit="acc")
 
 
 def _share(answers: Sequence[Answer]) -> float:
