@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from monograph import compat
 from monograph.engine import out_of_memory
 from monograph.ensemble.agreement import computed
-from monograph.ensemble.dropout import Dropout
+from monograph.ensemble.dropout import Counter, Dropout
 from monograph.ensemble.layers import CannotBatch, Layers, Watch, refusal
 from monograph.ensemble.recurrent import KERNELS
 from monograph.ensemble.stack import Stack
@@ -46,7 +46,7 @@ class Members:
         self.stack, self.seeds = stack, seeds
         self.draw = torch.zeros((), dtype=torch.int64, device=seeds.device)
         # Dropout reads its seed from this module, in which vmap puts each member's own.
-        self._counter = _Counter(seeds[0], self.draw)  # made here, as a traced function should not make modules
+        self._counter = Counter(seeds[0], self.draw)  # made here, as a traced function should not make modules
         self._dropout = Dropout(self._counter)
         compat.warn_of_loops(False)  # `_eager` warns of loops after its first look
         self._for_graphs: dict[bool, bool] = {}  # by training mode: whether to call as if compiling
@@ -304,18 +304,6 @@ def _not_that(name: str, *of: Any) -> InputRefused:
         f"the members cannot be batched: the forward pass sets the buffer {name}, {was}, to {now}: make it as large as "
         "it gets, and of one dtype, from the beginning"
     )
-
-
-class _Counter(nn.Module):
-    """A module whose buffers are the numbers that `Dropout` reads."""
-
-    seed: Tensor
-    draw: Tensor
-
-    def __init__(self, seed: Tensor, draw: Tensor):
-        super().__init__()
-        self.register_buffer("seed", seed, persistent=False)
-        self.register_buffer("draw", draw, persistent=False)
 
 
 def _places(modules: list[tuple[str, nn.Module]]) -> list[tuple[str, nn.Module, str, str]]:

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from monograph.ops.philox import LOW32, philox
 
 F = torch.nn.functional
 
 
-class Counter(Protocol):
-    """The numbers that tell a member's passes apart.
+class Counter(nn.Module):
+    """A module whose buffers are the numbers that tell a member's passes apart.
 
     Attributes:
         seed: the member's seed, 0-d int64.
@@ -27,6 +27,11 @@ class Counter(Protocol):
 
     seed: Tensor
     draw: Tensor
+
+    def __init__(self, seed: Tensor, draw: Tensor):
+        super().__init__()
+        self.register_buffer("seed", seed, persistent=False)
+        self.register_buffer("draw", draw, persistent=False)
 
 
 class Dropout:
