@@ -126,15 +126,6 @@ def _unknown(key: str, known: Iterable[str]) -> str:
     return key + (did_you_mean(key, known) or f"; expected one of {', '.join(sorted(known))}")
 
 
-def schema_text(path: Path) -> str:
-    """Return the text of a JSON schema's file.
-
-    Raises:
-        InputRefused: the file cannot be read, is larger than 1 MiB, or is not UTF-8.
-    """
-    return _text_of(path, "--json-schema", LARGEST_SCHEMA_BYTES)
-
-
 def _is_message(value: Any) -> bool:
     """Return whether a value is a chat message: a role with a text, a list of parts, or tool calls."""
     if not isinstance(value, dict) or not isinstance(value.get("role"), str):
@@ -237,7 +228,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     records = prompts_of(file, options.chat, sampling, tokenizer.vocab_size) if file else ()
     given: list[tuple[str | list[Message], Sampling]] = [*((prompt, sampling) for prompt in prompts), *records]
     for kind, value in limits.items():
-        wanted = schema_text(value) if isinstance(value, Path) else value
+        wanted = _text_of(value, "--json-schema", LARGEST_SCHEMA_BYTES) if isinstance(value, Path) else value
         for lost in map(tokenizer.loss, wanted if kind == "choices" else ()):
             if lost:  # leaving this choice out would ask a different question
                 raise InputRefused(f"--choice: {lost}")

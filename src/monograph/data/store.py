@@ -64,15 +64,10 @@ class Request:
         records = any(file.has_records for file in self.text.files)
         reading: list[Any] | None = [self.reading.text_key, self.reading.skip_bad] if records else None
         if reading and self.reading.answering:
-            reading += [self.reading.answering, *self._template]
+            assert isinstance(self.tokenizer, Tokenizer)
+            template, stops = template_of(self.tokenizer), sorted(stops_of(self.tokenizer))
+            reading += [self.reading.answering, template.source, sorted(template.tokens.items()), stops, DAY]
         return [FORMAT, self.text.sha256, self.held_out, reading]
-
-    @property
-    def _template(self) -> list[Any]:
-        """Return the values that decide the tokens of conversations, in addition to the tokenizer."""
-        assert isinstance(self.tokenizer, Tokenizer)
-        template = template_of(self.tokenizer)
-        return [template.source, sorted(template.tokens.items()), sorted(stops_of(self.tokenizer)), DAY]
 
     @property
     def key(self) -> str:

@@ -212,7 +212,9 @@ class Generator:
         """Decode until every request has ended; yield its events, in order for each request."""
         under_way: _Block | None = None
         while under_way is not None or self._waiting or any(self._records):
-            self._admit()
+            for row, record in enumerate(self._records):
+                if record is None and self._waiting:
+                    self._place(row, *self._waiting.popleft())
             launched = self._launch()
             # On a GPU read the previous block while this one runs, on a CPU read this one now.
             for block in (under_way, None if self.ahead else launched):
@@ -221,11 +223,6 @@ class Generator:
             under_way = launched if self.ahead else None
 
     # ── a request's way through a row ─────────────────────────────────────────────────────────
-
-    def _admit(self) -> None:
-        for row, record in enumerate(self._records):
-            if record is None and self._waiting:
-                self._place(row, *self._waiting.popleft())
 
     def _place(self, row: int, number: int, request: Request) -> None:
         began, prompt = clock(), request.prompt_ids

@@ -15,7 +15,6 @@ from monograph.distributed.engine import Replicated, Sharded
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.lora import Lora
 from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
@@ -170,7 +169,10 @@ def build_run(
     if plan.transfer:
         plan.transfer.initialise_(model)
     if lora:
-        _adapt(model, lora, plan, device)
+        start = read_adapter(recipe.adapter) if recipe.adapter else None
+        if start:
+            require_base_of(start, str(recipe.base_sha256))
+        put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.precision), device=device)
     return BuiltRun(plan, model, loss, notes)
 
 
@@ -180,14 +182,6 @@ def _require_fit(config: LlamaConfig, text: Corpus, length: int) -> None:
             f"model.vocab_size = {config.vocab_size} is smaller than the tokenizer's {text.vocab_size}: raise it"
         )
     require_positions(length, config)
-
-
-def _adapt(model: nn.Module, lora: Lora, plan: Plan, device: torch.device | None) -> None:
-    """Put adapters on a model's weights: new ones, or those of a stored adapter."""
-    start = read_adapter(plan.recipe.adapter) if plan.recipe.adapter else None
-    if start:
-        require_base_of(start, str(plan.recipe.base_sha256))
-    put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.precision), device=device)
 
 
 def _shape(model: nn.Module) -> LlamaConfig | None:
