@@ -33,7 +33,7 @@ from data.damaged_files import damaged_line
 from faults.examples import two_saves
 from monograph import checkpointing
 from monograph.checkpointing.folder import FileEntry, Manifest
-from monograph.commands.generate import prompts_of, sampling_of, schema_text
+from monograph.commands.generate import LARGEST_SCHEMA_BYTES, _text_of, prompts_of, sampling_of
 from monograph.commands.plan import memory_size
 from monograph.config import load
 from monograph.config.axes import axes_of, points
@@ -380,8 +380,9 @@ def given(path: Path) -> dict[str, Callable[[], object]]:
     return {
         ".toml": lambda: load(classify([str(path)]).toml, {}, {}), ".pth": lambda: torch_file.read(path, {}),
         ".py": lambda: Recipe(f"{path}:build", "nano", {}, 0).checked(), ".json": lambda: Tokenizer.from_file(path),
-        ".prompts": lambda: list(prompts_of(path, chat=False)), ".schema": lambda: schema_text(path),
-        ".ndjson": lambda: read_questions([str(path)]), ".raw.parquet": lambda: list(table_rows(path, "text")),
+        ".prompts": lambda: list(prompts_of(path, chat=False)), ".ndjson": lambda: read_questions([str(path)]),
+        ".schema": lambda: _text_of(path, "", LARGEST_SCHEMA_BYTES),
+        ".raw.parquet": lambda: list(table_rows(path, "text")),
         ".raw.arrow": lambda: list(table_rows(path, "text")), ".raw.gz": lambda: list(read_blocks(path)),
         **{kind: lambda: find(path, path.parent) for kind in sources},
     }  # fmt: skip
