@@ -100,6 +100,26 @@ def test_a_captured_step(name, measured):
     assert predicted == pytest.approx(measured(CAPTURED[name]), rel=WORST)
 
 
+def on_a_gpu(layers, optim, precision, **more):
+    config = shape(num_hidden_layers=layers, head_dim=16, max_position_embeddings=256)
+    return Work(config, 8, 256, optim, precision, "none", device_type="cuda", **more)
+
+
+ON_A_GPU = {
+    "fp32, grouped heads, no borders": on_a_gpu(6, AdamW(), "fp32", packed=False),
+    "fp16, packed": on_a_gpu(4, AdamW(), "fp16", window_rows=16),
+    "bf16, muon, a share recomputed": on_a_gpu(6, Muon(), "bf16", remat=0.5, packed=False),
+    "bf16, 8-bit state": on_a_gpu(4, AdamW(state="8bit"), "bf16"),
+    "bf16, adapters beside 4 bits, packed": on_a_gpu(6, AdamW(), "bf16", lora=Lora(8, base="nf4")),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_A_GPU)
+def test_a_step_on_a_gpu(name, measured):
+    assert footprint(ON_A_GPU[name]).peak_bytes == pytest.approx(measured(ON_A_GPU[name]), rel=WORST)
+
+
 def test_frozen_weights_have_neither_gradient_nor_moments():
     """2 bytes a number of the base in bf16, and 16 a number of the adapters: 4 of each of 4 kinds."""
     work = replace(EAGER["adapters"], precision="bf16")

@@ -142,3 +142,19 @@ def test_on_a_gpu_every_kernel_that_can_run_is_as_exact_as_the_reference(dtype):
         for call in (attention, graph):
             for ours, same, truth in zip(run("sdpa", kernel, dtype, card, call), naive, exact, strict=True):
                 assert error_within(ours, same, truth, k=4), kernel
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_on_a_gpu_no_dtype_keeps_the_scores_of_all_pairs(dtype):
+    """Torch's fused kernels for fp32, and for fp16 before sm_80, do not read fewer key-value heads than query heads."""
+    if dtype == torch.bfloat16 and not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip("this card has no bf16")
+    heads, length = 8, 1024
+    query, key, value = (
+        torch.zeros(1, count, length, 64, device="cuda", dtype=dtype, requires_grad=True) for count in (heads, 2, 2)
+    )
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    attention(query, key, value, None).sum().backward()
+    assert torch.cuda.max_memory_allocated() - before < heads * length**2 * query.element_size()

@@ -83,7 +83,7 @@ def _halved(parts_N: Tensor) -> Tensor:
 
 
 Impl = Literal["auto", "reference", "sdpa", "flex", "blocks"]
-Kernel = Literal["torch", "cudnn", "flash", "efficient"]
+Kernel = Literal["torch", "repeated", "cudnn", "flash", "efficient"]
 Mask = Tensor | BlockMask | None
 
 _BACKENDS = {
@@ -121,8 +121,8 @@ def attention(
             it takes half the time of the fused kernel (docs/log.md), and memory that grows with T^2.
             "auto": "flex" for a BlockMask, else "sdpa", but "blocks" for bf16 and up to 1,024 keys in a compiled graph
             on a CPU, where a mask that is not causal needs "sdpa".
-        kernel: the torch kernel of "sdpa" if there is no mask: torch's own choice, or one by name on a GPU. The only
-            kernel that reads dense masks takes all of them.
+        kernel: the torch kernel of "sdpa" if there is no mask: torch's own choice, its choice for "repeated" key-value
+            heads, or one by name on a GPU. The only kernel that reads dense masks takes all of them.
 
     Returns:
         [B, H, T, D] in the dtype of the query.
@@ -150,17 +150,23 @@ def attention(
 
 
 def _sdpa(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None, kernel: Kernel) -> Tensor:
-    if kernel == "efficient" or (mask is not None and query_BHTD.is_cuda):
-        # The only CUDA kernel that reads a dense mask (memory-efficient) needs as many key-value heads as query heads;
-        # with fewer, torch would take the unfused path.
+    if kernel in ("efficient", "repeated") or (
+        query_BHTD.is_cuda and (mask is not None or not _flash_reads(query_BHTD))
+    ):
+        # The only CUDA kernel that reads a dense mask, or fp32, or runs before sm_80 (memory-efficient) needs as many
+        # key-value heads as query heads; with fewer, torch would take the unfused path.
         key_BKSD, value_BKSD = (_expand(heads, query_BHTD.shape[1]) for heads in (key_BKSD, value_BKSD))
-    if kernel == "torch" or mask is not None:
+    if kernel in ("torch", "repeated") or mask is not None:
         return F.scaled_dot_product_attention(
             query_BHTD, key_BKSD, value_BKSD, attn_mask=mask, is_causal=mask is None, enable_gqa=True
         )
     with sdpa_kernel(_BACKENDS[kernel]):
         out = F.scaled_dot_product_attention(query_BHTD, key_BKSD, value_BKSD, is_causal=True, enable_gqa=True)
     return out
+
+
+def _flash_reads(query_BHTD: Tensor) -> bool:
+    return query_BHTD.dtype.itemsize == 2 and torch.cuda.get_device_properties(query_BHTD.device).major >= 8
 
 
 def _blocks_are_faster(query_BHTD: Tensor, key_BKSD: Tensor) -> bool:

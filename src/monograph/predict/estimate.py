@@ -63,6 +63,7 @@ def stored_numbers(work: Work, remat: str | float) -> float:
     """
     config = work.config
     width, query, key_value = _widths(config)
+    key_value = query if work.repeats_heads else key_value
     if remat in ("full", "offload"):
         return width if remat == "full" else 0
     if remat != "none":

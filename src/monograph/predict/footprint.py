@@ -86,6 +86,21 @@ class Work:
         return self.device_type == "cuda" and self.precision in ("bf16", "fp16")
 
     @property
+    def masked(self) -> bool:
+        """Return whether attention reads dense masks, as for all borders but those in a CUDA graph's flex attention."""
+        config, layers = self.config, range(self.config.num_hidden_layers)
+        bordered = self.packed or any((config.window(layer) or self.length) < self.length for layer in layers)
+        return bordered and (self.device_type == "cpu" or self.compile == "none")
+
+    @property
+    def repeats_heads(self) -> bool:
+        """Return whether attention needs as many key-value heads as query heads: on CUDA, with a dense mask or in fp32.
+
+        A T4's kernel for fp16 does, too, which is not known here.
+        """
+        return self.device_type == "cuda" and (self.masked or (self.precision == "fp32" and not self.packed))
+
+    @property
     def number_bytes(self) -> int:
         """Return the bytes of a number of the compute dtype."""
         return 4 if self.precision == "fp32" else 2
@@ -241,9 +256,9 @@ def _cut(work: Work, layers: int) -> Work:
 
 def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
     with FakeMemory(work.config.vocab_size, work.device_type, graphs) as memory:
-        # On CUDA the fused attention stands in for flex attention.
-        on_cuda = work.device_type == "cuda"
-        model = Llama(work.config, attention="sdpa" if on_cuda else "auto")
+        model = Llama(work.config)
+        if work.device_type == "cuda":  # fused attention without a mask stands in for flex attention
+            model.use_attention("sdpa", "repeated" if work.repeats_heads else "torch")
         planes = functools.partial(on_device, fused=work.fused)
         if work.lora:
             put(model, work.lora, precision=Precision(work.precision))
@@ -255,7 +270,7 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
             memory.assign("gradients", [plane.grad])
             memory.assign("moments", plane.state.values())
         memory.origin = "activations"
-        names = ("tokens", "targets", *(("segments", "positions") if work.packed and not on_cuda else ()))
+        names = ("tokens", "targets", *(("segments", "positions") if work.packed and work.masked else ()))
         window = {name: torch.zeros(max(work.rows, work.window_rows), work.length, dtype=torch.int64) for name in names}
         batch = {name: rows[: work.rows] for name, rows in window.items()}
         if work.compile != "none":
