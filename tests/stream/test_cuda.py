@@ -15,6 +15,7 @@ import torch
 
 from batches import packed, tiny_llama
 from monograph import compat
+from monograph.graph.remat import Remat
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.stream import Streamed, cuda
@@ -172,6 +173,18 @@ def test_streamed_on_a_gpu_is_resident_on_it(place: str, precision: str) -> None
     results = [
         trained(Resident(tiny_llama(**sizes).to(CARD), **changes), windows()),
         trained(Streamed(tiny_llama(**sizes), placement=placement, **changes), windows()),
+    ]
+    on_host = [{name: tensor.cpu() for name, tensor in left.items()} for left in results]
+    assert not other_bits(*on_host)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_share_is_chosen_where_blocks_compute() -> None:
+    """A pass without numbers has the weights on the card, although they are at home on the host."""
+    sizes, changes = {"head_dim": 16, "num_hidden_layers": 2}, arguments("bf16", remat=Remat.Budget(0.5))
+    results = [
+        trained(Resident(tiny_llama(**sizes).to(CARD), **changes), windows(1)),
+        trained(Streamed(tiny_llama(**sizes), placement=replace(EVERY[PLACES[0]], device=CARD), **changes), windows(1)),
     ]
     on_host = [{name: tensor.cpu() for name, tensor in left.items()} for left in results]
     assert not other_bits(*on_host)

@@ -33,6 +33,7 @@ def table_rows(path: Path, key: str) -> Iterator[Record]:
     """
     columns = _parquet_columns if path.suffix.lower() == ".parquet" else _arrow_columns
     with _read_by_pyarrow(path) as pa:
+        _require_strings(pa, path, _schema(pa, path), key)
         values = (value for column in columns(pa, path, key) for value in column)
         # A dictionary stores a text once for all of its rows, so count the length of each row's text against bombs.
         sized = ((len(text), text) for text in (_text(value, key) for value in values))
@@ -106,7 +107,6 @@ def _text(value: Any, key: str) -> str | Fault:
 
 
 def _parquet_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
-    _require_strings(pa, path, _schema(pa, path), key)
     # Read as a dictionary, a text that a file repeats a million times is in memory once.
     for part in _parquet_parts(pa, path, [key], read_dictionary=[key]):
         yield part.column(part.schema.get_field_index(key))
@@ -139,7 +139,6 @@ def _schema(pa: Any, path: Path) -> Any:
 
 
 def _arrow_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
-    _require_strings(pa, path, _schema(pa, path), key)
     for batch in _arrow_parts(pa, path, [key]):
         column = batch.column(batch.schema.get_field_index(key))
         if not pa.types.is_dictionary(column.type):

@@ -18,8 +18,7 @@ class Knobs:
     _read: set[str]
 
     def __init__(self, **values: Any) -> None:
-        object.__setattr__(self, "_values", values)
-        object.__setattr__(self, "_read", set())
+        self.__setstate__(values)
 
     @staticmethod
     def unread(knobs: Knobs) -> list[str]:

@@ -269,12 +269,15 @@ def _put(buffers: list[_Buffer]) -> None:
 # ---- budgets --------------------------------------------------------------------------------------------------------
 
 
-def choose_kept(module: nn.Module, run: Callable[[nn.Module], object], *, captured: bool) -> None:
+def choose_kept(
+    module: nn.Module, run: Callable[[nn.Module], object], *, captured: bool, device: torch.device | None = None
+) -> None:
     """Choose which results blocks with a `Pointwise` or `Budget` policy keep, from one pass with fake tensors.
 
     Args:
         module: a module whose blocks follow a policy.
         run: runs a module on a batch; it is given a copy with fake tensors.
+        device: where the blocks will compute, if the module's tensors are elsewhere, as those of a streamed one are.
         captured: whether the blocks will run in a compiled graph, where they may compute and keep other tensors.
 
     Raises:
@@ -291,7 +294,7 @@ def choose_kept(module: nn.Module, run: Callable[[nn.Module], object], *, captur
     if captured:
         compat.quiet_selective_recompute()
     budgeted = any(isinstance(plan.policy, Remat.Budget) for plan in choosing.values())
-    recordings = recorded(module, run, captured=captured, stored=budgeted)
+    recordings = recorded(module, run, device, captured=captured, stored=budgeted)
     for name, plan in choosing.items():
         names = _kept_of(plan.policy, recordings[name])
         plan.contexts, plan.kept = (_keeping(names), str(sorted(names))) if names else (None, "")
@@ -307,7 +310,12 @@ def _kept_of(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]
 
 
 def recorded(
-    module: nn.Module, run: Callable[[nn.Module], object], *, captured: bool, stored: bool = True
+    module: nn.Module,
+    run: Callable[[nn.Module], object],
+    device: torch.device | None = None,
+    *,
+    captured: bool,
+    stored: bool = True,
 ) -> dict[str, Recording]:
     """Return a recording of each block of a module, by name.
 
@@ -316,6 +324,7 @@ def recorded(
     Args:
         module: see `choose_kept`.
         run: see `choose_kept`.
+        device: see `choose_kept`.
         captured: see `choose_kept`.
         stored: whether to compute `stored_bytes` of captured blocks, which a budget needs; one block of each kind is
             traced as a graph for it.
@@ -327,7 +336,7 @@ def recorded(
     state = (*module.parameters(), *module.buffers())
     # The planner's module has fake tensors already, which work in their own mode only.
     mode = next((t.fake_mode for t in state if isinstance(t, FakeTensor)), FakeTensorMode(allow_non_fake_inputs=True))
-    empty = {id(t): t if isinstance(t, FakeTensor) else mode.from_tensor(t) for t in state}
+    empty = {id(t): t if isinstance(t, FakeTensor) else _fake(t, mode, device) for t in state}
     reason = "they did not run"
     with mode, torch.enable_grad(), compat.as_if_compiling() if captured else nullcontext():
         try:
@@ -345,6 +354,11 @@ def recorded(
             f"({reason}): use Remat.Full() or Remat.Off()"
         )
     return recordings
+
+
+def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
+    moved = mode.from_tensor(tensor).detach().to(device or tensor.device)
+    return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
 
 
 def _recording(

@@ -276,19 +276,25 @@ class Way:
         work, number = self.work, self.work.number_bytes
         config, tokens = work.config, work.tokens
         inside = stored_numbers(work, work.remat) * number * tokens * self.blocks_per_stage
-        block = stored_numbers(work, "none") * number * tokens
         head = config.vocab_size * config.hidden_size
-        chunk = tokens / chunk_count(tokens, config.vocab_size, work.device_type)
-        loss = chunk * config.vocab_size * (4 + number) + 8 * head + 2 * work.input_bytes
+        logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size
+        # A block's backward pass begins with the gradients of gate, up and their product, and ends with those of its
+        # weights, where products do not add them. A chunk's logits become their gradient, next to the rounded head.
+        eager, rounded, added = work.compile == "none", number % 4, 0 if work.fused else 4
+        weights = sum(plane.numbers for plane in self.stages.middle) / self.blocks_per_stage
+        again = stored_numbers(work, "none") - stored_numbers(work, work.remat)  # in the block that is recomputed
+        block = (again + 3 * config.intermediate_size) * number * tokens + added * weights
+        loss = logits * ((8 if eager else number) + (rounded or 4 * (not eager)))
+        loss += head * (rounded + (4 if eager else added)) + 2 * work.input_bytes
         matrices = [plane.whole for plane in self.stages.middle if plane.whole > 1]
         largest = max(MOST, *matrices, 1)
-        if work.compile == "none":
+        if eager:
             update = (EAGER_UPDATE_BYTES[work.optim.state] + 8) * largest
         else:
             update = max(4 * largest, ORTHOGONAL_NUMBERS * number * max(matrices, default=0))
-        passes = inside + max(2 * block, loss - inside, 4 * head - inside, update - inside)
-        every = work.window_rows * work.length
-        masks = every * (work.length + 4 * config.head_dim) if work.packed else 0  # dense masks, cosines and sines
+        passes = inside + max(block, loss - inside, 4 * head - inside, update - inside)
+        # Dense masks, cosines and sines.
+        masks = work.window_rows * work.length * (work.length + 4 * config.head_dim) if work.packed else 0
         return {
             "boundaries": self._states * work.input_bytes,
             "activations": int(inside),

@@ -227,7 +227,8 @@ class Step:
         captured = self.scope != "none"
         if self.kept_for != captured:
             with unlinked(self.planes), self.context(), buffers_kept(self.loss):
-                recompute.choose_kept(self.model, lambda twin: self.loss(twin, batch), captured=captured)
+                run, device = lambda twin: self.loss(twin, batch), self.device
+                recompute.choose_kept(self.model, run, captured=captured, device=device)
             self.kept_for = captured
 
     def _micro_step(self, batch: Any) -> None:
