@@ -14,11 +14,13 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import NamedTuple
 
 import environment
+import reached
 
 HERE = "tests/pretended_gpu"
 DRIVER = [f"{HERE}/test_{name}.py" for name in ("driver", "capture", "cards", "hook", "launches", "environment")]
@@ -67,11 +69,15 @@ ALL = [
 ]
 
 
-def run(part: Part, more: list[str]) -> dict[str, object]:
-    """Run a part; return how many tests passed, failed and were skipped, and how long it took."""
+def run(part: Part, more: list[str], covered: Path | None = None) -> dict[str, object]:
+    """Run a part; return how many tests passed, failed and were skipped, and how long it took.
+
+    With `covered`, the lines that it executes are written into that folder.
+    """
     left_out = [argument for test in CANNOT for argument in ("--deselect", test)]
     plugin = ["-p", "pretended_gpu.plugin"] if part.numbers else []
-    command = [sys.executable, f"{HERE}/environment.py", "run", part.sm, "python", "-m", "pytest", "-q", "-p",
+    python = ["python", *(["-m", "coverage", "run", f"--rcfile={covered}/settings"] if covered else [])]
+    command = [sys.executable, f"{HERE}/environment.py", "run", part.sm, *python, "-m", "pytest", "-q", "-p",
                "no:cacheprovider", *plugin, *left_out, *part.tests, *more]  # fmt: skip
     print(f"\n{part.name}, sm_{part.sm}", flush=True)
     began, last = time.monotonic(), ""
@@ -96,17 +102,34 @@ def main() -> int:
         print("gpu-less: not run, as torch's CUDA build is not installed here (make gpu-less installs it, 5 GB)")
         return 0
     parts = [Part("asked", "90", True, [])] if more else QUICK if asked.quick else ALL
-    rows = [run(part, more) for part in parts]
+    with tempfile.TemporaryDirectory() as folder:
+        covered = None if asked.quick or more else Path(folder)
+        if covered:
+            (covered / "settings").write_text(reached.settings(covered))
+        rows = [run(part, more, covered if part.numbers and part.sm == "90" else None) for part in parts]
+        lines = of_lines(covered) if covered else None
     print(f"\n{'part':12} {'card':7} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     for row in rows:
         failed = row.get("failed", 0) or row.get("error", 0) or ("?" if row["code"] else 0)
         print(f"{row['part']:12} sm_{row['sm']:4} {row.get('passed', 0):>7} {failed:>7} {row.get('skipped', 0):>8} "
               f"{row['wall_s']:>8}")  # fmt: skip
+    if lines:
+        print(lines["said"])
     for test, reason in CANNOT.items():
         print(f"not run: {test.rpartition('::')[2]}: {reason}")
     if asked.out:
-        asked.out.write_text(json.dumps({"schema": "monograph-gpu-less-1", "parts": rows, "not_run": CANNOT}, indent=1))
-    return int(any(row["code"] for row in rows))
+        found = {"schema": "monograph-gpu-less-1", "parts": rows, "lines": lines, "not_run": CANNOT}
+        asked.out.write_text(json.dumps(found, indent=1))
+    return int(any(row["code"] for row in rows) or bool(lines and lines["code"]))
+
+
+def of_lines(folder: Path) -> dict[str, object]:
+    """Return which of the lines that only a GPU reaches were reached."""
+    # From the folder above: beside it, numbers.py would stand for the standard library's.
+    command = [environment.python(), "-m", "pretended_gpu.reached", folder]
+    done = subprocess.run(command, cwd=environment.ROOT / "tests", capture_output=True, text=True)
+    print(f"\n{done.stdout}{done.stderr}", flush=True)
+    return {"code": done.returncode, "said": (done.stdout.splitlines() or ["no lines"])[-1]}
 
 
 if __name__ == "__main__":

@@ -81,7 +81,7 @@ def install() -> None:
     includes()  # a CPU build has none, and the rest need not be fetched then
     others = home() / "constraints.txt"
     others.write_text("\n".join(pin for pin in pins if not pin.startswith("torch==")))
-    pip("--no-build-isolation", "--constraint", str(others), "--editable", f"{ROOT}[dev]")
+    pip("--no-build-isolation", "--constraint", str(others), "--editable", f"{ROOT}[dev]", "coverage>=7.10")
 
 
 def pip(*arguments: str) -> None:
