@@ -11,9 +11,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn.attention.flex_attention import BlockMask
 
+from monograph.graph.capture import release
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.optim import AdamW
+from monograph.resident import Resident
 from numerics import error_within, relative_error
 
 CONFIG = LlamaConfig(
@@ -229,6 +233,24 @@ def test_packed_is_separate_on_a_gpu(impl, compiled, family):
         model.compile(fullgraph=True, dynamic=False)
     for ours, naive, truth in zip(_results(model, _packed_on_gpu, documents), alone, exact, strict=True):
         assert error_within(ours, naive, truth)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_blocks_that_are_graphs_have_flex_attention_on_a_gpu(family):
+    documents, model = _documents(LENGTHS), Llama(FAMILIES[family]).cuda()
+    alone = _results(model, _alone_on_gpu, documents)
+    exact = _results(Llama(FAMILIES[family]).double(), _alone, documents)
+    tokens, segments, positions, _ = _pack(documents)
+    window = {"tokens": tokens, "targets": tokens, "segments": segments, "positions": positions}
+    engine = Resident(model, optim=AdamW())
+    assert engine.capture(window, scope="blocks") is None
+    masks = model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())[1]
+    assert all(isinstance(mask, BlockMask) for mask in masks)
+    for ours, naive, truth in zip(_results(model, _packed_on_gpu, documents), alone, exact, strict=True):
+        assert error_within(ours, naive, truth, k=4)  # a kernel's own order of sums, as in ops/test_attention_kernels
+    release(engine.step)
+    assert isinstance(model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())[1][0], torch.Tensor)
 
 
 def _alone_on_gpu(model, documents):

@@ -170,7 +170,7 @@ def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
     compat.allow_variants()
     compat.quiet_inputs_of_blocks()
     shared = compiler(_run)  # one function, so that blocks that are alike share its graph
-    new: list[tuple[Any, str, Any]] = []
+    new: list[tuple[Any, str, Any]] = [(step.model, "blocks_captured", True)]
     for block in model_blocks.values():
         owner, name = recompute.innermost(block)
         forward = getattr(owner, name)

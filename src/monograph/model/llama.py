@@ -32,10 +32,12 @@ FLEX_HEAD = 16  # the smallest head_dim that flex attention computes on a GPU
 _LAST = 2**62  # above every document number; F.pad converts its value to a double, so 2^63 - 1 overflows (torch 2.13)
 
 
-def attention_mask(segments_BT: Tensor | None, tokens_BT: Tensor, impl: Impl, window: int | None = None) -> Mask:
+def attention_mask(
+    segments_BT: Tensor | None, tokens_BT: Tensor, impl: Impl, window: int | None = None, captured: bool = False
+) -> Mask:
     """Return the mask of a forward pass without a cache, in the form that `impl` reads.
 
-    "auto" gives a block mask for flex attention in a compiled graph on a GPU, the only place where it is fused, and a
+    "auto" gives a block mask for flex attention in compiled graphs on a GPU, the only place where it is fused, and a
     dense boolean mask elsewhere. Without segments and without a window that is shorter than the row, only causality is
     left, which needs no mask (None).
 
@@ -44,11 +46,13 @@ def attention_mask(segments_BT: Tensor | None, tokens_BT: Tensor, impl: Impl, wi
         tokens_BT: the tokens, for shape and device.
         impl: the attention implementation.
         window: number of positions that a query sees, its own the last of them; None: all up to its own.
+        captured: whether the blocks, which read the mask, are compiled graphs of their own.
     """
     window = None if window is None or window >= tokens_BT.shape[1] else window
     if segments_BT is None and window is None and impl != "flex":
         return None
-    if impl == "flex" or (impl == "auto" and tokens_BT.is_cuda and torch.compiler.is_compiling()):
+    captured = captured or torch.compiler.is_compiling()
+    if impl == "flex" or (impl == "auto" and tokens_BT.is_cuda and captured):
         return block_mask(torch.ones_like(tokens_BT) if segments_BT is None else segments_BT, window)
     # Without segments, one mask serves all rows.
     return dense_mask(torch.ones_like(tokens_BT[:1]) if segments_BT is None else segments_BT, window)
@@ -241,6 +245,7 @@ class Llama(nn.Module):
     """
 
     fuses = True  # it takes no gradients itself, so products may add those of weights (`monograph.ops.fused_gradients`)
+    blocks_captured = False  # whether each block is a compiled graph of its own (`monograph.graph.capture`)
 
     def __init__(self, config: LlamaConfig, seed: int = 0, attention: Impl = "auto") -> None:
         super().__init__()
@@ -338,7 +343,8 @@ class Llama(nn.Module):
         windows = [min(self.config.window(layer) or length, length) for layer in range(self.config.num_hidden_layers)]
         small = self.config.head_dim < FLEX_HEAD
         impl: Impl = "sdpa" if self.attention == "auto" and small else self.attention
-        by_window = {w: attention_mask(segments, tokens_BT, impl, w) for w in dict.fromkeys(windows)}
+        captured = self.blocks_captured
+        by_window = {w: attention_mask(segments, tokens_BT, impl, w, captured) for w in dict.fromkeys(windows)}
         return cos_sin(positions, self.config, dtype), [by_window[window] for window in windows]
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
