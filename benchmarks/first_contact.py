@@ -1,0 +1,83 @@
+"""Print what was predicted without a GPU next to what one measured.
+
+    python benchmarks/first_contact.py [FOLDER]
+
+FOLDER has the files of `benchmarks/gpu.sh all` (default benchmarks/results). Predictions are those of
+`benchmarks/launches.py` and of `benchmarks/plan.py` on a pretended card, in benchmarks/results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import harness
+
+RESULTS = Path(__file__).parent / "results"
+CARDS = {"H200": "H200", "H100": "H200", "A100": "A100-80", "4090": "4090"}  # the H100's arithmetic is the H200's
+SHAPES = {"124m": "124m", "1.2b": "1b"}  # train.py's models, as launches.py calls them
+
+
+def read(path: Path) -> dict[str, Any]:
+    """Return a result, or {} if there is none."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    return found
+
+
+def laws(found: dict[str, Any]) -> list[list[str]]:
+    """Return the lines of the laws: all of them are predicted to hold."""
+    rows = []
+    for name in ("gpu", "laws"):
+        run = found.get(name, {})
+        passed = run.get("tests", 0) - sum(run.get(key, 0) for key in ("failures", "errors", "skipped"))
+        wrong = ", ".join(run.get("failed", [])[:3]) or ("out of time" if run.get("exit") == 124 else "none")
+        rows.append([f"laws, {name}", "all hold", f"{passed} passed, failed: {wrong}"])
+    return rows
+
+
+def train(found: dict[str, Any], launches: dict[str, Any]) -> list[list[str]]:
+    """Return the lines of model FLOPs utilisation by the roofline of what a step launches."""
+    name = str(found.get("machine", {}).get("device", ""))
+    card = next((known for part, known in CARDS.items() if part in name), None)
+    predicted = {case["case"]: case["roofline"] for case in launches.get("cases", [])}
+    rows = []
+    for case in found.get("cases", []):
+        if case["model"] in SHAPES and case["system"] == "monograph":
+            most = predicted.get(SHAPES[case["model"]], {}).get(card, {}).get("mfu")
+            measured = f"{case['mfu']:.1%}" if case.get("mfu") else case.get("error", "-")
+            rows.append([f"MFU, {case['model']}", f"{most:.1%} at most" if most else "-", measured])
+    return rows
+
+
+def memory(found: dict[str, Any], pretended: dict[str, Any]) -> list[list[str]]:
+    """Return the lines of the plan's worst error, by kind of step."""
+    rows = []
+    for kind, of in found.get("summary", {}).items():
+        if isinstance(of, dict):
+            before = pretended["summary"].get(kind, {}).get("worst")
+            shown = "-" if before is None else f"{before:.1%} on a pretended card"
+            rows.append([f"plan's worst error, {kind}", shown, f"{of['worst']:.1%}"])
+    return rows
+
+
+def main() -> None:
+    """Print the table, and what is missing or failed."""
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    found = {
+        name: read(folder / f"{name}.json") for name in ("laws", "train", "memory", "generate", "stream", "ensemble")
+    }
+    launches, pretended = read(RESULTS / "launches.json"), read(RESULTS / "plan_pretended.json")
+    rows = [*(laws(found["laws"]) if found["laws"] else [])]
+    rows += [*train(found["train"], launches), *memory(found["memory"], pretended)]
+    harness.print_table(["", "predicted", "measured"], rows)
+    for name, result in found.items():
+        if not result:
+            print(f"{name}: not measured yet")
+        elif result.get("schema") == "monograph-failed-1":
+            print(f"{name}: failed, exit code {result['exit']}")
+
+
+if __name__ == "__main__":
+    main()
