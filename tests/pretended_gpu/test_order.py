@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,10 @@ import torch
 from torch import Tensor
 
 from batches import packed, tiny_llama
+from monograph.decode.generator import Generator, Request
+from monograph.decode.knobs import chain_of
+from monograph.decode.sampling import Sampling
+from monograph.decode.step import Outbox
 from monograph.graph.remat import Remat
 from monograph.resident import Resident
 from monograph.stream import Streamed
@@ -108,12 +113,12 @@ def left_by(place: str, precision: str, seed: int | None, ignored: int = 0) -> t
         engine = Streamed(tiny_llama(**LAYERS), placement=replace(placement, device=CARD, on_device=there), **changes)
         driver.card_ignore_wait(order.number(ignored))
         try:
-            left = trained(engine, windows(2))
-            torch.cuda.synchronize()
+            # At once, as a checkpoint does: nobody but the engine waits for what is on its way to the host.
+            left = {name: tensor.cpu().clone() for name, tensor in trained(engine, windows(2)).items()}
         finally:
             waits = driver.card_waits()
             driver.card_ignore_wait(order.number(0))
-        return {name: tensor.cpu() for name, tensor in left.items()}, waits
+        return left, waits
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
@@ -169,3 +174,53 @@ def pinned(count: int) -> Iterator[dict[str, Tensor]]:
 def test_a_resident_run_does_not_depend_on_when_copies_are_made(policy: Any) -> None:
     expected = resident(None, remat=policy)
     assert all(not other_bits(resident(seed, remat=policy), expected) for seed in range(SEEDS))
+
+
+
+# ── sampling ────────────────────────────────────────────────────────────────────────────────────
+
+
+def sampled(seed: int | None) -> dict[int, list[int]]:
+    """The tokens of three requests in two rows, four steps a block."""
+    model = tiny_llama(num_hidden_layers=1).to(CARD)
+    machine = Generator(model, chain_of([Sampling()]), rows=2, slots=32, vocabulary=model.config.vocab_size, block=4)
+    found = {machine.submit(Request((5, 6, 7), Sampling(seed=seed), 9)): list[int]() for seed in range(3)}
+    with nullcontext() if seed is None else order.deferred(seed):
+        for event in machine.run():
+            found[event.number] += event.token_ids
+    return found
+
+
+def test_sampled_tokens_do_not_depend_on_when_lines_are_copied() -> None:
+    expected = sampled(None)
+    assert len({tuple(tokens) for tokens in expected.values()}) == 3 and all(map(len, expected.values()))
+    assert all(sampled(seed) == expected for seed in range(2))
+
+
+def sent(seed: int, without: str | None = None) -> list[list[int]]:
+    """Lines that the device writes, as the host reads each block while the next one runs."""
+    found, steps = list[list[int]](), 4
+    with order.deferred(seed), pytest.MonkeyPatch.context() as patch:
+        ring, line = torch.zeros(2 * steps, 2, dtype=torch.int32, device=CARD), torch.zeros(1, dtype=int, device=CARD)
+        value, outbox, before = torch.zeros(1, 2, dtype=torch.int32, device=CARD), Outbox([ring]), None
+        if without:
+            owner = torch.cuda.Event if without == "synchronize" else torch.cuda.Stream
+            patch.setattr(owner, without, lambda *_: None)
+        for _ in range(5):
+            outbox.begin(line)
+            for _ in range(steps):
+                value += 1
+                ring.index_copy_(0, line, value)
+                line += 1
+            half = outbox.send(steps)
+            if before is not None:
+                found += outbox.read(before, steps)[0].tolist()
+            before = half
+    return found
+
+
+def test_no_wait_of_the_outbox_is_missing_or_superfluous() -> None:
+    expected = [[n, n] for n in range(1, 17)]
+    assert all(sent(seed) == expected for seed in range(3 * SEEDS))
+    for wait in ("wait_stream", "wait_event", "synchronize"):
+        assert any(sent(seed, wait) != expected for seed in range(3 * SEEDS)), wait
