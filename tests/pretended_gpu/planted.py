@@ -1,0 +1,234 @@
+"""Plant faults that only a GPU shows into a copy of the package, one at a time: its tests on a pretended card see them.
+
+    python tests/pretended_gpu/environment.py run 90 python -m pretended_gpu.planted [--only TEXT] [--out FILE]
+
+A fault is one edit of one line: a wait is left out, memory is not page-locked, the host reads in a capture, a graph is
+stale, a tensor is on the other device. It counts as caught if its test fails, or does not end. What is missed is
+printed, for a person to judge.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+assert torch.__version__  # loaded before the children, which are copies of this process
+
+ROOT = Path(__file__).resolve().parents[2]
+SRC = Path("src/monograph")
+LIMIT_S = 420
+PLUGIN = ["-p", "pretended_gpu.plugin"]
+
+
+class Fault(NamedTuple):
+    """In `file`, `before` becomes `after`; `tests` are pytest's arguments that shall see it."""
+
+    file: str
+    before: str
+    after: str
+    tests: str
+
+
+ORDER = "tests/pretended_gpu/test_order.py"
+NEXT = f"{ORDER} -k 'streamed_is_resident and fp32 and (next or backward)'"
+ON_HOST = f"{ORDER} -k 'streamed_is_resident and fp32 and host'"
+OFFLOADED = f"{ORDER} -k 'resident_run and offloaded'"
+OUTBOX = f"{ORDER} -k outbox"
+REPLAYED = "tests/laws/test_replayed_on_a_gpu.py -m gpu"
+STREAMED = "tests/stream/test_cuda.py -m gpu -k 'resident_on_it and bf16'"
+ADDED = "tests/laws/test_accumulated_is_large_batch.py -m gpu"
+PACKED = "tests/laws/test_packed_is_separate.py -m gpu -k 'on_a_gpu and auto and (llama or mistral)'"
+KERNELS = "tests/ops/test_attention_kernels.py tests/ops/test_attention.py -m gpu"
+COUNTS = "tests/pretended_gpu/test_counts.py"
+PLANNED = "tests/laws/test_planned_is_measured.py -m gpu"
+CAPTURED = "tests/laws/test_replayed_on_a_gpu.py -m gpu -k 'another_shape or reads_is or that_fails or running_means'"
+LAUNCHED = "tests/laws/test_replayed_on_a_gpu.py -m gpu -k one_launch"
+
+FAULTS = [
+    # Streaming: what waits for what.
+    Fault("stream/cuda.py", "stream.wait_event(self._event(mark))", "pass", NEXT),
+    Fault("stream/cuda.py", "self._host.until(mark.number)", "pass", ON_HOST),
+    Fault("stream/cuda.py", "[self._event(mark).synchronize for mark in work.waits]", "[]", ON_HOST),
+    Fault("stream/cuda.py", "self._event(work.mark).record(stream)", "pass", NEXT),
+    Fault("stream/cuda.py", "self._event(work.mark).record(stream)", "self._event(work.mark).record()", NEXT),
+    Fault("stream/cuda.py", "self._events[mark.lane][mark.number % EVENTS]",
+          "self._events[mark.lane][(mark.number + 1) % EVENTS]", NEXT),
+    Fault("stream/cuda.py", "torch.cuda.synchronize(self.device)", "pass", NEXT),
+    Fault("stream/cuda.py", "        self._host.until()\n", "", ON_HOST),
+    Fault("stream/cuda.py", 'stream = self._streams[work.mark.lane]', 'stream = self._streams["in"]', NEXT),
+    Fault("stream/placement.py", "return pinned(like, label)", "return torch.empty_like(like, device='cpu')",
+          "tests/stream/test_pinned.py -m gpu"),
+    Fault("stream/passes.py", '*([torch.cuda.get_rng_state(device)] if device.type == "cuda" else [])', "", STREAMED),
+    Fault("stream/engine.py", 'fuses(step, self.placement.device.type == "cuda")', "fuses(step, False)", STREAMED),
+    Fault("graph/recompute.py", ".detach().to(device or tensor.device)", ".detach()",
+          "tests/stream/test_cuda.py -m gpu -k share"),
+    # Activations that are offloaded.
+    Fault("graph/recompute.py", "self.stream.wait_stream(torch.cuda.current_stream(tensor.device))", "pass", OFFLOADED),
+    Fault("graph/recompute.py", "tensor.record_stream(self.stream)", "pass", OFFLOADED),
+    Fault("graph/recompute.py", "stream.wait_event(arrived)", "pass", OFFLOADED),
+    Fault("graph/recompute.py", "tensor.record_stream(stream)", "pass", OFFLOADED),
+    Fault("graph/recompute.py", "pin_memory=self.stream is not None", "pin_memory=False", OFFLOADED),
+    Fault("graph/recompute.py", "return tensor, self.stream.record_event()", "return tensor, torch.cuda.Event()",
+          OFFLOADED),
+    # The outbox of decoding.
+    Fault("decode/step.py", "self._stream.wait_stream(torch.cuda.current_stream(device))", "pass", OUTBOX),
+    Fault("decode/step.py", "torch.cuda.current_stream(device).wait_event(self._events[1 - half])", "pass", OUTBOX),
+    Fault("decode/step.py", "self._events[half].synchronize()", "pass", OUTBOX),
+    Fault("decode/step.py", "self._events[half].record()", "pass", OUTBOX),
+    Fault("decode/step.py", "half, self._half = self._half, 1 - self._half", "half = self._half", OUTBOX),
+    Fault("decode/step.py", "line_1.fill_(self._half * self.lines)", "line_1.fill_(0)", OUTBOX),
+    Fault("decode/step.py", "pin_memory=cuda", "pin_memory=False", OUTBOX),
+    # Windows on their way to the card.
+    Fault("data/batches.py", "{key: tensor.pin_memory() for key, tensor in tensors.items()}", "tensors",
+          "tests/data/test_batches.py -m gpu"),
+    Fault("storage/tensor_layout.py", ".cpu()", "", "tests/storage/test_tensor_layout.py -m gpu"),
+    # Captures and replays.
+    Fault("graph/replay.py", "self._stream.wait_stream(current)", "pass", CAPTURED),
+    Fault("graph/replay.py", "current.wait_stream(self._stream)", "pass", CAPTURED),
+    Fault("graph/replay.py", "        if waits:", "        if not waits and False:", CAPTURED),
+    Fault("graph/replay.py", "return None if torch.equal(drawn, torch.get_rng_state()) else", "return None and",
+          "tests/pretended_gpu/test_graphs.py"),
+    Fault("graph/replay.py", "                buffer.copy_(leaf)", "                pass", CAPTURED),
+    Fault("graph/replay.py", "(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor)", "0 if isinstance(leaf, Tensor)",
+          CAPTURED),
+    Fault("graph/replay.py", "except RuntimeError as error:", "except KeyError as error:", CAPTURED),
+    Fault("graph/replay.py", "obstacle = recorder.warm_up(work)", "obstacle = None", CAPTURED),
+    Fault("graph/replay.py", "self._graphs[variant] = _captured(work, self._recorder)",
+          "self._graphs[variant] = _captured(work, self._recorder)\n                self._graphs[variant].replay()",
+          CAPTURED),
+    Fault("graph/replay.py", "leaf.device != self._device", "False", LAUNCHED),
+    Fault("graph/capture.py", "    return isinstance(step.micro_step, StaticInputs) and step.micro_step.give_back()",
+          "    return False", f"{REPLAYED} -k pool"),
+    Fault("graph/capture.py", 'return "blocks are recomputed between graphs" if scope == "blocks" and remat !='
+          " Remat.Off() else None", "return None", f"{REPLAYED} -k sent_to"),
+    Fault("graph/capture.py", '[(step.model, "blocks_captured", True)]', "[]",
+          "tests/laws/test_packed_is_separate.py -m gpu -k blocks_that"),
+    Fault("step/step.py", 'CudaGraphs(self.device) if self.device.type == "cuda" else None', "None", LAUNCHED),
+    Fault("step/step.py", "self.loss_factor.copy_(", "self.loss_factor.fill_(float(total)) or self.loss_factor.copy_(",
+          LAUNCHED),
+    Fault("profiling/memory.py", "return torch.cuda.max_memory_allocated(device) + held",
+          "return torch.cuda.max_memory_allocated(device)", f"{REPLAYED} -k pool"),
+    # Numbers that only a card computes.
+    Fault("ops/fused_gradients.py", "add.dtype_out(total, left.mT", "add.dtype_out(total * 0, left.mT", STREAMED),
+    Fault("ops/fused_gradients.py", "add.out(total, left.mT, right, out=total)",
+          "add.out(total * 0, left.mT, right, out=total)", ADDED),
+    Fault("model/rope.py", "torch.where(first_21, -sin_BT11F", "torch.where(~first_21, -sin_BT11F", PACKED),
+    Fault("model/rope.py", "pairs_BTH2F.flip(-2)", "pairs_BTH2F", PACKED),
+    Fault("model/rope.py", "unflatten(-1, (2, -1))", "unflatten(-1, (-1, 2)).mT", PACKED),
+    Fault("ops/attention.py", '{"FORCE_USE_FLEX_ATTENTION": True}', "{}", f"{KERNELS} -k few_queries"),
+    Fault("ops/attention.py", "(mask is not None or not _flash_reads(query_BHTD))", "mask is not None",
+          f"{KERNELS} -k scores_of_all"),
+    Fault("ops/attention.py", "query_BHTD.dtype.itemsize == 2 and", "", f"{KERNELS} -k scores_of_all"),
+    Fault("ops/attention.py", "repeat_interleave(query_heads // heads_BKSD.shape[1], dim=1)",
+          "repeat(1, query_heads // heads_BKSD.shape[1], 1, 1)", f"{KERNELS} -k as_exact"),
+    Fault("model/llama.py", "full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril(-1)",
+          "full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril()", PACKED),
+    Fault("model/llama.py", "seen & (query - key < window)", "seen & (query - key <= window)", PACKED),
+    Fault("model/llama.py", "FLEX_HEAD = 16", "FLEX_HEAD = 1", f"{REPLAYED} -k one_launch"),
+    Fault("model/llama.py", "low_BN, high_BN = blocks_BNX.amin(dim=-1), blocks_BNX.amax(dim=-1)",
+          "low_BN = high_BN = blocks_BNX.amin(dim=-1)", PACKED),
+    # Launches, and memory that a plan counts on.
+    Fault("graph/capture.py", 'compat.cats_in_parts() if step.device.type == "cuda" else {}', "{}", COUNTS),
+    Fault("step/layout.py", 'return on_cuda and step.precision.name in ("bf16", "fp16")', "return False", COUNTS),
+    Fault("step/clip.py", "if grad.is_cuda and grad.ndim == 1:", "if False:", COUNTS),
+    Fault("step/step.py", "self.lr.fill_(lr)", "self.lr.copy_(torch.tensor(lr))", COUNTS),
+    Fault("ops/cross_entropy.py", 'if compiles and device_type == "cuda" and added is None:', "if False:", COUNTS),
+    Fault("predict/footprint.py", 'return self.device_type == "cuda" and self.precision in ("bf16", "fp16")',
+          "return False", PLANNED),
+    Fault("predict/footprint.py", "bordered and (self.device_type == \"cpu\" or self.compile == \"none\")",
+          "bordered and self.device_type == \"cpu\"", PLANNED),
+    # What a run keeps.
+    Fault("session/session.py", "torch.cuda.set_rng_state(recorded_state.tensor_of(saved[\"cuda\"]), device)", "pass",
+          "tests/session/test_random_state.py -m gpu"),
+    Fault("session/session.py", "_hex(torch.cuda.get_rng_state(device))", "_hex(torch.get_rng_state())",
+          "tests/session/test_random_state.py -m gpu"),
+    Fault("graph/siblings.py", "torch.random.fork_rng(devices=sorted(cards))", "torch.random.fork_rng(devices=[])",
+          "tests/graph -m gpu"),
+]  # fmt: skip
+
+
+class Copy:
+    """A copy of the package in which one fault at a time is planted."""
+
+    def __init__(self, folder: Path):
+        shutil.copytree(ROOT / SRC, folder / SRC, ignore=shutil.ignore_patterns("__pycache__"))
+        self.folder = folder
+
+    def caught(self, fault: Fault | None, tests: str, limit_s: float) -> bool:
+        """Whether the tests fail, or do not end, with this fault; without one, whether they pass."""
+        file = self.folder / SRC / (fault.file if fault else "step/step.py")
+        sound = file.read_text(encoding="utf-8")
+        try:
+            if fault:
+                file.write_text(sound.replace(fault.before, fault.after, 1), encoding="utf-8")
+            return _code(self.folder, shlex.split(tests), limit_s) != 0
+        finally:
+            file.write_text(sound, encoding="utf-8")
+
+
+def _code(folder: Path, tests: list[str], limit_s: float) -> int:
+    """Run pytest in a child, which has torch already, on the copy; return its exit code, or 124 if it does not end."""
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        sys.path.insert(0, str(folder / "src"))
+        sys.dont_write_bytecode = True
+        null = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(null, stream)
+        code = 1
+        try:
+            code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", *PLUGIN, *tests]))
+        finally:  # whatever a fault raises, the child must not go on as its parent
+            os._exit(code)
+    ends = time.monotonic() + limit_s
+    while time.monotonic() < ends:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return 124
+
+
+def main() -> int:
+    """Try the faults; print a line for each and the score; return 1 if fewer than 95 % are caught."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", metavar="TEXT", help="faults whose file or edit has this text")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="write the results as JSON")
+    asked = parser.parse_args()
+    chosen = [fault for fault in FAULTS if asked.only in f"{fault.file} {fault.before} {fault.after}"]
+    rows = list[dict[str, object]]()
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Copy(Path(folder))
+        sound: dict[str, bool] = {}
+        for fault in chosen:
+            began = time.monotonic()
+            if fault.tests not in sound and copy.caught(None, fault.tests, 4 * LIMIT_S):
+                sys.exit(f"without a fault these fail: {fault.tests}")
+            sound[fault.tests] = True
+            caught = copy.caught(fault, fault.tests, LIMIT_S)
+            rows.append({**fault._asdict(), "caught": caught, "wall_s": round(time.monotonic() - began, 1)})
+            print(f"{'caught' if caught else 'MISSED'} {fault.file}: {fault.before!r} -> {fault.after!r}", flush=True)
+            if asked.out:
+                asked.out.write_text(json.dumps({"schema": "monograph-planted-1", "faults": rows}, indent=1) + "\n")
+    score = sum(bool(row["caught"]) for row in rows)
+    print(f"{score} of {len(rows)} faults caught")
+    return int(score < 0.95 * len(rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
