@@ -17,11 +17,14 @@ from dialogues import said, write_chats
 
 @pytest.fixture(scope="module")
 def taught(server: CommandServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder, a run that taught it to repeat a word, and a quiz about that."""
+    """A folder, a run that taught it to repeat a word, and a quiz about that; the run's name ends with an "a".
+
+    The verdict of a comparison is first about sides "a" and "b".
+    """
     here = tmp_path_factory.mktemp("taught")
     folder_that_chats(here, "chatml")
     write_chats(here / "chats.jsonl", [said(f"{word} {n}", word) for n in range(16) for word in WORDS])
-    done = server.run(here, "train", *SHORT, "train.updates=40", "--out", "run", figures=0)
+    done = server.run(here, "train", *SHORT, "train.updates=40", "--out", "delta", figures=0)
     assert done.code == 0, done.err
     records = [
         {"query": f"{word} {n}", "choices": list(WORDS), "answer": WORDS.index(word)}
@@ -37,7 +40,7 @@ def last(out: str) -> Any:
 
 
 def test_before_and_after_on_questions(server: CommandServer, taught: Path) -> None:
-    done = server.run(taught, "compare", "chatty", "run", "--data", "quiz.jsonl", "--chat", "--json")
+    done = server.run(taught, "compare", "chatty", "delta", "--data", "quiz.jsonl", "--chat", "--json")
     assert done.code == 0, done.err
     found = last(done.out)
     before, after = found["runs"]
@@ -48,33 +51,33 @@ def test_before_and_after_on_questions(server: CommandServer, taught: Path) -> N
     # The paired differences are 0 where the base was right, 1 where it was wrong.
     wrong = 1 - before["acc"]
     assert difference["standard_error"] == pytest.approx(math.sqrt(wrong * before["acc"] / 31))
-    assert "acc (32 questions) · run is better" in done.out
-    for name, each in (("chatty", before), ("run", after)):
+    assert "acc (32 questions) · delta is better" in done.out
+    for name, each in (("chatty", before), ("delta", after)):
         alone = server.run(taught, "evaluate", name, "--data", "quiz.jsonl", "--chat", "--json")
         assert last(alone.out)["acc"] == each["acc"] and last(alone.out)["acc_norm"] == each["acc_norm"]
-    back = server.run(taught, "compare", "run", "chatty", "--data", "quiz.jsonl", "--chat")
-    assert back.code == 0 and "run is better" in back.out and "chatty - run = -" in back.out
+    back = server.run(taught, "compare", "delta", "chatty", "--data", "quiz.jsonl", "--chat")
+    assert back.code == 0 and "delta is better" in back.out and "chatty - delta = -" in back.out
 
 
 def test_before_and_after_on_answers(server: CommandServer, taught: Path) -> None:
-    done = server.run(taught, "compare", "run", "chatty", "--json")
+    done = server.run(taught, "compare", "delta", "chatty", "--json")
     assert done.code == 0, done.err
     after, before = (each["bits_per_byte"] for each in last(done.out)["runs"])
-    assert after < before and "bits/byte" in done.out and "run is better" in done.out
-    own = server.run(taught, "evaluate", "run", "--json")
+    assert after < before and "bits/byte" in done.out and "delta is better" in done.out
+    own = server.run(taught, "evaluate", "delta", "--json")
     assert last(own.out)["bits_per_byte"] == pytest.approx(after, rel=1e-6)
-    given = server.run(taught, "compare", "chatty", "run", "--data", "chats.jsonl", "--json")
+    given = server.run(taught, "compare", "chatty", "delta", "--data", "chats.jsonl", "--json")
     assert given.code == 0 and last(given.out)["runs"][0]["bits_per_byte"] > after, given.err
 
 
 def test_what_cannot_be_compared_is_said_in_one_line(server: CommandServer, taught: Path) -> None:
-    done = server.run(taught, "compare", "chatty", "run")
+    done = server.run(taught, "compare", "chatty", "delta")
     assert done.code == 2 and "chatty is no run, so nothing was held out for it" in done.err
-    done = server.run(taught, "compare", "run", "chatty", "--chat")
+    done = server.run(taught, "compare", "delta", "chatty", "--chat")
     assert done.code == 2 and "--chat is how questions are asked" in done.err
-    done = server.run(taught, "evaluate", "run", "--chat")
+    done = server.run(taught, "evaluate", "delta", "--chat")
     assert done.code == 2 and "--chat is how questions are asked" in done.err
     shutil.copytree(taught / "chatty", taught / "silent")
     (taught / "silent" / "chat_template.jinja").unlink()
-    done = server.run(taught, "compare", "silent", "run", "--data", "quiz.jsonl", "--chat")
+    done = server.run(taught, "compare", "silent", "delta", "--data", "quiz.jsonl", "--chat")
     assert done.code == 3 and "the model has no chat template" in done.err.splitlines()[-1]

@@ -188,7 +188,8 @@ def _line(first: _Side, side: _Side, comparison: Comparison, documents: int) -> 
     error = "" if gap.standard_error is None else f" ± {gap.standard_error:.4f}"
     grouped = comparison.paired_by == "document" and gap.n < documents
     pairs = f"{gap.n} groups of documents" if grouped else counted(gap.n, comparison.paired_by)
-    verdict = comparison.verdict.replace("b is", f"{side.name} is").replace("a is", f"{first.name} is")
+    better = {"a is better": first, "b is better": side}.get(comparison.verdict)
+    verdict = f"{better.name} is better" if better else comparison.verdict
     cost = [f"{percent(first.params, side.params)} parameters"]
     if first.tokens_per_s and side.tokens_per_s:
         cost.append(f"{percent(first.tokens_per_s, side.tokens_per_s)} tokens/s")
