@@ -81,6 +81,7 @@ class CommandServer:
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
             "OMP_NUM_THREADS": "1",  # a fork does not take other threads along
+            "TORCH_CPP_LOG_LEVEL": "ERROR",  # as the command line says before torch is imported
         }
         self._server = subprocess.Popen(
             [sys.executable, __file__], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True

@@ -52,6 +52,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     # OpenMP threads that wait by spinning make a step up to 20 times slower as soon as anything else runs on a core
     # (docs/log.md). libgomp reads the variable when torch is imported, which happens later.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    # Torch would write a line of its own each time a GPU's memory does not suffice at once, even if it then finds some.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         _require_surroundings(given)
         code = _run(_with_resume_value(given))
