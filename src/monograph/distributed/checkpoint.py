@@ -79,7 +79,8 @@ def newest(
 def not_finite(world: World, tensors: Mapping[str, Tensor]) -> list[str]:
     """Return the names of the tensors that are not finite on some rank; a collective."""
     own = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values()]
-    counts = world.sum(torch.stack([(~tensor.isfinite().all()).long() for tensor in own])).tolist()
+    # A streamed model has tensors on the device and on the host.
+    counts = world.sum(torch.stack([(~each.isfinite().all()).long().to(own[0].device) for each in own])).tolist()
     return [name for name, bad in zip(tensors, counts, strict=True) if bad]
 
 
