@@ -82,6 +82,7 @@ class Kernel:
         called[self.name] += 1
         if self.kernel is None:
             raise NotImplementedError(f"aten::{self.name} has no numbers on a pretended card: no kernel of a CPU")
+        self._require_one_device(args, kwargs)
         waits = _has_mask(args[1]) if self.by_index else self.reads
         if waits:
             order.wait()  # the host reads numbers to know the result's shape
@@ -110,6 +111,14 @@ class Kernel:
                 return compute(*args, **kwargs)
 
         return numbers
+
+    def _require_one_device(self, args: Any, kwargs: Any) -> None:
+        """Refuse tensors of the host, as kernels do; they take those of one number, and indices."""
+        if self.by_index or self.name.startswith("_foreach"):
+            return
+        for tensor in _tensors((args, kwargs)):
+            if tensor.device.type == "cpu" and tensor.ndim:
+                raise RuntimeError(f"Expected all tensors on one device: aten::{self.name} got one of the host")
 
     def _make_room(self, targets: list[Any], of_shapes: Any, args: Any, kwargs: Any) -> None:
         """Make results as large as the operator will, which was given empty ones."""

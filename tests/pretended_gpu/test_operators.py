@@ -108,3 +108,12 @@ def test_the_seed_and_the_offset_of_the_card_decide_what_is_drawn() -> None:
 def test_an_operator_without_numbers_says_its_name() -> None:
     with pytest.raises(NotImplementedError, match="aten::_convert_weight_to_int4pack has no numbers"):
         torch._convert_weight_to_int4pack(torch.ones(16, 32, dtype=torch.uint8, device=CARD), 2)
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    """As on a card, where a number and indices may come from the host."""
+    ours, theirs = torch.ones(3, device="cuda"), torch.ones(3)
+    for mixed in (lambda: ours * theirs, lambda: torch.cat([ours, theirs]), lambda: theirs.add_(ours)):
+        with pytest.raises(RuntimeError, match="on one device"):
+            mixed()
+    assert (ours * torch.tensor(2.0))[torch.tensor([0, 2])].tolist() == [2, 2]
