@@ -360,7 +360,7 @@ class Engine:
 
     def _filled(self, batch: Batch, rows: int) -> Batch:
         """Return the batch filled up with rows without targets, if the loss has a `fill`."""
-        dim = self._row_dim
+        dim, device = self._row_dim, self.step.device
         own = next(iter(batch.values())).shape[dim]
         if own == rows:
             return batch
@@ -370,7 +370,7 @@ class Engine:
                 self.announce(f"a micro-batch of {_rows(own)} is one more graph, as the loss has no `fill`")
             return batch
         empty = self._empty_rows(batch, rows - own, fill)
-        return {name: torch.cat([tensor, empty[name]], dim) for name, tensor in batch.items()}
+        return {name: torch.cat([part.to(device, non_blocking=True), empty[name]], dim) for name, part in batch.items()}
 
 
 def require_member_axis(tensors: Any, members: int, what: str) -> None:
