@@ -55,12 +55,19 @@ def doubled(wait: Callable[[torch.cuda.Stream], Any], seed: int) -> list[float]:
         return result.tolist()
 
 
+def by_an_idle_stream(side: torch.cuda.Stream) -> None:
+    between = torch.cuda.Stream()
+    between.wait_stream(torch.cuda.current_stream())
+    side.wait_stream(between)
+
+
 def test_a_missing_wait_shows_for_some_seeds_and_each_kind_of_wait_is_enough() -> None:
     waits: list[Callable[[torch.cuda.Stream], Any]] = [
         lambda side: side.wait_stream(torch.cuda.current_stream()),
         lambda side: side.wait_event(torch.cuda.current_stream().record_event()),
         lambda side: torch.cuda.current_stream().record_event().synchronize(),
         lambda side: torch.cuda.synchronize(),
+        by_an_idle_stream,
     ]
     assert all(doubled(wait, seed) == [4.0] * 8 for wait in waits for seed in range(SEEDS))
     assert {tuple(doubled(lambda side: None, seed)) for seed in range(SEEDS)} == {(2.0,) * 8, (4.0,) * 8}

@@ -1,8 +1,9 @@
 // In which order the work of streams may be done, if it is not done at once: a hook (card.h) for order.py.
 //
 // Work is done by Python, which asks here what may be done next. A stream counts the pieces of work that it was given
-// and those that were done. An event is a place in a stream: it has happened when so many pieces are done. A wait for an
-// event is a barrier in the waiting stream: its later work may not begin before the event has happened.
+// and those that were done. An event is a place in a stream: it has happened when so many pieces are done, and what the
+// stream had to wait for since its last piece. A wait for an event is a barrier in the waiting stream: its later work may
+// not begin before the event has happened.
 //
 // This is C, with a lock of its own, because torch's allocator records and queries events while it holds a lock: code in
 // Python would wait there for Python's lock, whose holder may wait for the allocator's. Only calls for which the host
@@ -20,7 +21,7 @@ typedef struct Barrier {
     Queue *other;     // ... until so many pieces of the other stream are done
     uint64_t number;
     struct Barrier *next;
-} Barrier;
+} Barrier;  // also what an event or the host waits for: then only the other stream and its number
 
 struct Queue {
     void *stream;
@@ -32,8 +33,7 @@ struct Queue {
 
 typedef struct Place {
     void *event;
-    Queue *queue;
-    uint64_t number;
+    Barrier *before;  // what is done when it has happened
     struct Place *next;
 } Place;
 
@@ -70,8 +70,41 @@ static Place *place_of(void *event) {
     return *first = place;
 }
 
-static bool happened(const Place *place) {
-    return !place->queue || place->queue->done >= place->number;
+static Barrier *with(Barrier *next, uint64_t at, Queue *other, uint64_t number) {
+    Barrier *barrier = calloc(1, sizeof *barrier);
+    *barrier = (Barrier){at, other, number, next};
+    return barrier;
+}
+
+static void drop(Barrier *barrier) {
+    while (barrier) {
+        Barrier *next = barrier->next;
+        free(barrier);
+        barrier = next;
+    }
+}
+
+static Barrier *copied(const Barrier *barrier) {
+    Barrier *copy = NULL;
+    for (; barrier; barrier = barrier->next)
+        copy = with(copy, barrier->at, barrier->other, barrier->number);
+    return copy;
+}
+
+// What is done before anything that the stream is given next.
+static Barrier *all_of(Queue *queue) {
+    Barrier *before = with(NULL, 0, queue, queue->given);
+    for (const Barrier *barrier = queue->barriers; barrier; barrier = barrier->next)
+        if (barrier->at == queue->given)
+            before = with(before, 0, barrier->other, barrier->number);
+    return before;
+}
+
+static bool happened(const Barrier *before) {
+    for (; before; before = before->next)
+        if (before->other->done < before->number)
+            return false;
+    return true;
 }
 
 // Whether this wait, which has something to wait for, is the one that is left out.
@@ -79,12 +112,25 @@ static bool left_out(void) {
     return ++waits == ignored;
 }
 
-static void bar(Queue *queue, Queue *other, uint64_t number) {
-    if (other->done >= number || left_out())
+// Forget the barriers that nothing waits for any more.
+static void drop_passed(Queue *queue) {
+    for (Barrier **barrier = &queue->barriers; *barrier;) {
+        Barrier *old = *barrier;
+        if (old->at >= queue->done && old->other->done < old->number) {
+            barrier = &old->next;
+            continue;
+        }
+        *barrier = old->next;
+        free(old);
+    }
+}
+
+static void bar(Queue *queue, const Barrier *before) {
+    if (happened(before) || left_out())
         return;
-    Barrier *barrier = calloc(1, sizeof *barrier);
-    *barrier = (Barrier){queue->given, other, number, queue->barriers};
-    queue->barriers = barrier;
+    drop_passed(queue);
+    for (; before; before = before->next)
+        queue->barriers = with(queue->barriers, queue->given, before->other, before->number);
 }
 
 static bool blocked(const Queue *queue) {
@@ -94,47 +140,36 @@ static bool blocked(const Queue *queue) {
     return false;
 }
 
-static void drop_passed(Queue *queue) {
-    for (Barrier **barrier = &queue->barriers; *barrier;) {
-        Barrier *old = *barrier;
-        if (old->at >= queue->done) {
-            barrier = &old->next;
-            continue;
-        }
-        *barrier = old->next;
-        free(old);
-    }
-}
-
 static int ordered(int moment, void *stream, void *other) {
     bool busy = false;
-    Queue *awaited = NULL;
-    uint64_t number = 0;
+    Barrier *before = NULL, *awaited = NULL;
     pthread_mutex_lock(&mutex);
     Queue *queue = queue_of(stream);
     Place *place = moment == STREAM_JOINS ? NULL : place_of(other);
     switch (moment) {
-    case EVENT_RECORDED: place->queue = queue, place->number = queue->given; break;
-    case STREAM_WAITS:
-        if (place->queue)
-            bar(queue, place->queue, place->number);
+    case EVENT_RECORDED:
+        drop(place->before);
+        place->before = all_of(queue);
         break;
-    case STREAM_JOINS: bar(queue, queue_of(other), queue_of(other)->given); break;
-    case EVENT_QUERIED: busy = !happened(place); break;
-    case STREAM_QUERIED: busy = queue->done < queue->given; break;
+    case STREAM_WAITS: bar(queue, place->before); break;
+    case STREAM_JOINS: bar(queue, before = all_of(queue_of(other))); break;
+    case EVENT_QUERIED: busy = !happened(place->before); break;
+    case STREAM_QUERIED: busy = !happened(before = all_of(queue)); break;
     case EVENT_SYNCHRONIZED:
-        if (!happened(place) && !left_out())
-            awaited = place->queue, number = place->number;
+        if (!happened(place->before) && !left_out())
+            awaited = copied(place->before);
         break;
     case STREAM_SYNCHRONIZED:
     case COPIED:
-    case HOST_FUNCTION: awaited = queue, number = queue->given; break;
+    case HOST_FUNCTION: awaited = all_of(queue); break;
     default: break;
     }
     pthread_mutex_unlock(&mutex);
-    if (awaited)
-        until(awaited->stream, number);
-    else if (moment == DEVICE_SYNCHRONIZED)
+    for (const Barrier *each = awaited; each; each = each->next)
+        until(each->other->stream, each->number);
+    drop(before);
+    drop(awaited);
+    if (moment == DEVICE_SYNCHRONIZED)
         until(NULL, 0);
     return busy;
 }
