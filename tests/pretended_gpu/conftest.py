@@ -11,7 +11,7 @@ from pretended_gpu import card
 
 # Where the driver is not preloaded, only the making of the environment is tested; without the plugin, only the driver
 # and the counts of launches.
-OF_DRIVER = ["driver", "capture", "cards", "hook", "launches", "counts"]
+OF_DRIVER = ["driver", "capture", "cards", "hook", "launches", "counts", "machine_code"]
 OF_NUMBERS = ["operators", "graphs", "order", "memory", "narrow", "programs", "libdevice", "interpreted"]
 collect_ignore = [
     *([] if card.PRELOADED else [f"test_{name}.py" for name in OF_DRIVER]),

@@ -22,7 +22,8 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     Returns:
         Four words in [0, 2^32), int64.
     """
-    c0, c1, c2, c3 = counter
+    # The masks change no word. Inductor would multiply indices, such as a range's, as 32-bit numbers on a GPU.
+    c0, c1, c2, c3 = counter[0] & LOW32, counter[1], counter[2] & LOW32, counter[3]
     k0, k1 = key
     for _ in range(_ROUNDS):
         # Products may overflow int64, so the mask also removes the sign bits that the shift copies into the upper half.
