@@ -204,7 +204,7 @@ class Step:
         """Fill in the learning rate of the current update, and return it."""
         lr = self.layout.rates(self)
         if isinstance(lr, tuple):
-            self.lr.copy_(torch.tensor(lr, dtype=torch.float64), non_blocking=True)
+            self.lr.copy_(torch.tensor(lr, dtype=torch.float64, pin_memory=self.lr.is_cuda), non_blocking=True)
         else:
             self.lr.fill_(lr)
         return lr
