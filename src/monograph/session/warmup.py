@@ -211,7 +211,9 @@ def _prepare(session: Session, progress: Progress) -> None:
 def _capture(session: Session, window: Batch, scope: graph.Scope) -> str | None:
     """Capture the step; return why it stays eager, or None."""
     engine, model = session.engine, session.engine.model
-    reason = engine.capture(window, scope=scope)
+    # Triton uses tensor cores from sm_80 on. Without them a T4 has 8 TFLOP/s for flex attention, and 65 for sdpa's.
+    old = isinstance(model, Llama) and engine.step.device.type == "cuda" and not describe().has_bf16
+    reason = "flex_attention on an old GPU" if old else engine.capture(window, scope=scope)
     if reason and "flex_attention" in reason and isinstance(model, Llama):
         # Its kernels may need more shared memory for large heads than this GPU has. Dense masks need none.
         model.use_attention("sdpa", session.kernel or "torch")
