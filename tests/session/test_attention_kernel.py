@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from batches import packed, ragged, tiny_llama
+from monograph.device import named
 from monograph.distributed.world import World
 from monograph.session import warmup
-from monograph.session.warmup import _capture, choose_kernel, chosen
+from monograph.session.warmup import capture, choose_kernel, chosen
 
 TIMES = {"torch": 2.0, "cudnn": 1.0, "flash": 2.0}
 
@@ -90,17 +91,20 @@ TOO_LARGE = "out of resource: triton_tem_fused_flex_attention_backward_7 Require
 
 
 @pytest.mark.parametrize(
-    ("reasons", "left", "attention"),
+    ("card", "reasons", "left", "attention"),
     [
-        ([None], None, "auto"),
-        (["no"], "no", "auto"),
-        ([TOO_LARGE, None], None, "sdpa"),
-        ([TOO_LARGE, "no"], "no", "sdpa"),
+        ("H100", [None], None, "auto"),
+        ("H100", ["no"], "no", "auto"),
+        ("H100", [TOO_LARGE, None], None, "sdpa"),
+        ("H100", [TOO_LARGE, "no"], "no", "sdpa"),
+        ("T4", [None], None, "sdpa"),
     ],
 )
-def test_where_flex_attention_does_not_fit_the_gpu_a_graph_has_dense_masks(reasons, left, attention):
+def test_where_flex_attention_does_not_fit_the_gpu_a_graph_has_dense_masks(card, reasons, left, attention, monkeypatch):
+    """Nor is it taken where it has no tensor cores."""
+    monkeypatch.setattr(warmup, "describe", lambda device: named(card))
     run, coming = session(tiny_llama(), kernel="cudnn"), iter(reasons)
     run.engine.capture = lambda window, scope: next(coming)
-    assert _capture(run, packed(2), "whole") == left and next(coming, "all asked") == "all asked"
+    assert capture(run.engine, packed(2), "whole", "cudnn") == left and next(coming, "all asked") == "all asked"
     assert run.engine.model.attention == attention
     assert attention == "auto" or kernels(run.engine.model) == {"cudnn"}

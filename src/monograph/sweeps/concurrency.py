@@ -26,8 +26,8 @@ from monograph.planner import defaults
 from monograph.report.quantities import counted, duration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
+from monograph.session import warmup
 from monograph.session.setup import BuiltRun
-from monograph.session.warmup import seconds_per_update
 from monograph.sweeps.batch import EVALUATIONS, MemberBatch, batch_of, engine_of, models_of, of_length, refill, stacked
 from monograph.sweeps.spec import Group, Member
 
@@ -259,7 +259,7 @@ def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> No
     what = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
     by_block = scope == "blocks" and not isinstance(engine, Ensemble)
     with progress.stage("compile", what) as stage, buffers_kept(engine.model, engine.step.loss):
-        reason = engine.capture(window, scope="blocks" if by_block else "whole")
+        reason = warmup.capture(engine, window, "blocks" if by_block else "whole")
         stage.result = reason or "0 graph breaks"
 
 
@@ -271,10 +271,10 @@ def timed_update(engine: Engine, window: Batch) -> float:
         engine.update()  # frozen members compute their update, too, and discard it
 
     if not isinstance(engine, Ensemble):
-        return seconds_per_update(engine, lambda: engine.rehearse(window))
+        return warmup.seconds_per_update(engine, lambda: engine.rehearse(window))
     frozen, index = engine.stacked.frozen, engine.index
     frozen.fill_(True)
-    seconds = seconds_per_update(engine, together)
+    seconds = warmup.seconds_per_update(engine, together)
     frozen.fill_(False)
     engine.step.index = index
     return seconds

@@ -24,6 +24,7 @@ from monograph.session.reporting import finished, standard_json
 from monograph.session.resolve import resolve
 from monograph.session.session import seed_all
 from monograph.session.setup import build_run, make_engine, open_corpus
+from monograph.session.warmup import capture
 from monograph.storage.reading import entries
 from monograph.sweeps.concurrency import first_window
 from monograph.sweeps.folder import SCHEMA, Sweep
@@ -249,7 +250,7 @@ def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compil
     seed_all(plan.seed)
     with progress.stage("alone", "compiled" if compiled else f"eager, micro-batches of {engine.micro_batch}") as stage:
         if compiled:
-            engine.capture(first_window([built], text), scope="blocks" if built.plan.compile == "blocks" else "whole")
+            capture(engine, first_window([built], text), "blocks" if built.plan.compile == "blocks" else "whole")
         on_device = []
         for update in train(engine, batches, updates):
             on_device.append(update.loss)
