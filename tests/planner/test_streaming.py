@@ -20,6 +20,7 @@ from monograph.planner.streaming import ways
 from monograph.predict.footprint import Work
 from monograph.predict.roofline import pass_times, update_time
 from monograph.stream import Streamed
+from monograph.stream.chunked_update import MOST
 from monograph.stream.clock import Link
 from monograph.stream.lanes import Home
 from monograph.stream.store import GRADIENT
@@ -109,6 +110,13 @@ def test_as_much_as_fits_stays_on_the_device_and_leaves_the_host():
         assert sum(tiers["device"].values()) <= limit and kept > before
         before = kept
     assert not tiers["host"] and not tiers["device"]["slots"] and not tiers["device"]["staging buffers"]
+
+
+def test_a_piece_of_an_update_is_no_larger_than_the_plane_that_it_is_cut_from():
+    tiny = LlamaConfig(vocab_size=259, hidden_size=64, intermediate_size=96, num_hidden_layers=1, num_attention_heads=4)
+    for scope in ("blocks", "none"):
+        work = replace(way_of(config=tiny).work, compile=scope)
+        assert sum(replace(way_of(config=tiny), work=work).passing.values()) < 4 * MOST, "the gradient of a whole piece"
 
 
 def test_weights_stay_first_and_evenly_through_the_depth():

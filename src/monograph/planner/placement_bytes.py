@@ -288,7 +288,8 @@ class Way:
         # The head's gradient adds up over chunks; that of one chunk follows its logits.
         loss += head * (rounded + (4 if eager or chunks > 1 else added)) + 2 * work.input_bytes
         matrices = [plane.whole for plane in self.stages.middle if plane.whole > 1]
-        largest = max(MOST, *matrices, 1)
+        planes = (*self.stages.first, *self.stages.middle, *self.stages.last)
+        largest = max(end - begin for plane in planes for begin, end in plane.pieces())
         if eager:
             update = (EAGER_UPDATE_BYTES[work.optim.state] + 8) * largest
         else:
