@@ -22,7 +22,7 @@ from monograph.stream import Streamed, cuda
 from monograph.stream.cuda import EVENTS, HostThread, Streams, executor
 from monograph.stream.lanes import Home, Immediately, Lanes, Mark, Space, Work
 from stream.fake_gpu import CARD, FakeEvent, FakeGpu
-from streamed import EVERY, arguments, by_day, crossed, other_bits, streamed, trained, twin, windows
+from streamed import EVERY, LAYERS, arguments, by_day, crossed, other_bits, streamed, trained, twin, windows
 
 
 def test_a_cpu_does_everything_at_once() -> None:
@@ -188,3 +188,19 @@ def test_on_a_gpu_a_share_is_chosen_where_blocks_compute() -> None:
     ]
     on_host = [{name: tensor.cpu() for name, tensor in left.items()} for left in results]
     assert not other_bits(*on_host)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_model_in_many_places_is_called_and_saved_on_the_host(precision: str) -> None:
+    """As for a run's samples and checkpoints: a device that is full has no room for copies of weights."""
+    placement = replace(EVERY["some stages on the device"], device=CARD)
+    engine = Streamed(tiny_llama(num_hidden_layers=LAYERS), placement=placement, **arguments(precision))
+    tokens, before = torch.arange(8)[None], torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    with engine.step.assembled() as model:
+        logits = model(tokens)
+    engine.state()
+    assert torch.cuda.max_memory_allocated() == before
+    # In bf16, some weights were changed by their last bit to be split.
+    torch.testing.assert_close(logits, tiny_llama(num_hidden_layers=LAYERS)(tokens))

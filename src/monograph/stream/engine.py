@@ -183,14 +183,14 @@ class Streamed(Engine):
     def _assembled(self, step: Step) -> Iterator[nn.Module]:
         """In the block the module can be called as before it was stored: on the host, with its weights in fp32."""
         self._at_rest(step, True)
-        # Split weights are bf16 at home, so a call would use the rounded weights alone.
-        split_ones = [entry for entry in self.store.stored if entry.splits]
-        for entry in split_ones:
-            entry.plane.hold(entry.plane.state["ema"] if step.holds_average else entry.master())
+        # Split weights are bf16 at home, so a call would use the rounded weights alone; others may be on the device.
+        for entry in self.store.stored:
+            averaged = entry.splits and step.holds_average
+            entry.plane.hold((entry.plane.state["ema"] if averaged else entry.master()).cpu())
         try:
             yield step.model
         finally:
-            for entry in split_ones:
+            for entry in self.store.stored:
                 entry.plane.hold(entry.plane.param)
 
     # ── the trial ───────────────────────────────────────────────────────────────────────────────

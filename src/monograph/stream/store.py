@@ -71,10 +71,10 @@ class Stored:
     on_host: bool
 
     def master(self) -> Tensor:
-        """Return the fp32 (or fp64) weights: a copy if they are split, else the weights themselves."""
+        """Return the fp32 (or fp64) weights: a copy on the host if they are split, else the weights themselves."""
         weights = self.buffers[WEIGHTS].tensor
-        # Halves may lie in different places, if only one of them has room on the device.
-        return join(weights, self.buffers[REST].tensor.to(weights.device)) if self.splits else weights
+        # A device is filled, and has no room for copies.
+        return join(weights.cpu(), self.buffers[REST].tensor.cpu()) if self.splits else weights
 
     def set_master(self, master: Tensor) -> None:
         """Take over the weights `master` [size]."""
