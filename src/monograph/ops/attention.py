@@ -200,7 +200,8 @@ def _in_blocks(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: T
 
 
 def _expand(heads_BKSD: Tensor, query_heads: int) -> Tensor:
-    return heads_BKSD.repeat_interleave(query_heads // heads_BKSD.shape[1], dim=1)
+    groups = query_heads // heads_BKSD.shape[1]
+    return heads_BKSD if groups == 1 else heads_BKSD.repeat_interleave(groups, dim=1)
 
 
 def _reference(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None) -> Tensor:
