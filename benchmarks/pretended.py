@@ -88,7 +88,7 @@ class Counted:
         _RUNNING.pop()
         self._log.close()
         if faults := card.faults():
-            raise SystemExit(f"launches.py: {faults[0]}")
+            raise SystemExit(f"a call that CUDA forbids: {faults[0]}")
         log, launched = self._logged, self._logged.of(card.Launch)
         triton = (launch for launch in launched if launch.library == "triton")
         for kernel, launch in zip(self.kernels, triton, strict=True):
@@ -140,8 +140,9 @@ def watch() -> None:
         SystemExit: this process does not run on a pretended card.
     """
     if not card.PRELOADED:
-        command = "python tests/pretended_gpu/environment.py run 90 python benchmarks/launches.py"
-        raise SystemExit(f"launches.py counts on a pretended card (docs/gpu.md): {command}")
+        script = Path(sys.argv[0]).name
+        command = f"python tests/pretended_gpu/environment.py run 90 python benchmarks/{script}"
+        raise SystemExit(f"{script} counts on a pretended card (docs/gpu.md): {command}")
     config.benchmark_kernel = True  # Inductor then writes the bytes that a kernel moves next to its code
     # Pretended times say nothing: the first of a kernel's configurations stands for what a card would choose.
     CachingAutotuner.benchmark_all_configs = lambda self, *_, **__: {  # type: ignore[method-assign]

@@ -148,6 +148,29 @@ def limiting() -> str:
     return "\n".join(lines)
 
 
+def assembling() -> str:
+    """Return what the machine code of each case needs by card, by benchmarks/machine_code.py."""
+    cases = result("machine_code")["cases"]
+    cards = sorted({case["sm"] for case in cases})
+    lines = [f"| | {' | '.join(f'sm_{card}' for card in cards)} |", "|---" * (len(cards) + 1) + "|"]
+    for name in dict.fromkeys(case["case"] for case in cases):
+        of_card = {case["sm"]: assembled(case) for case in cases if case["case"] == name}
+        lines.append(f"| {name} | {' | '.join(of_card.get(card, 'not run') for card in cards)} |")
+    return "\n".join(lines)
+
+
+def assembled(case: Found) -> str:
+    """Return the most registers that a kernel of the case needs, and the most bytes that one spills, if any does."""
+    if "refused" in case:
+        return "refused"
+    kinds = case["kernels"].values()
+    if case["eager"] or not kinds:
+        return "eager" if case["eager"] else f"{len(case['parts'])} captured"
+    spilled = max(kind["spilled_bytes"] for kind in kinds)
+    registers = max(kind["registers"] for kind in kinds)
+    return f"{registers}, {spilled:,} B" if spilled else str(registers)
+
+
 def taking() -> str:
     """Return how far predicted peaks are from the allocator's on a pretended card, by benchmarks/plan.py."""
     lines = ["| step | configurations | worst | median |", "|---|---|---|---|"]

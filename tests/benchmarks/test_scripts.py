@@ -30,12 +30,13 @@ def test_each_script_is_tested_here_and_can_be_imported(script):
         assert not hasattr(script(path.stem), "main") or f'"{path.stem}"' in tested
 
 
-def test_launches_are_counted_on_a_pretended_card_alone(script, monkeypatch):
-    """What it counts is tested there: tests/pretended_gpu/test_counts.py."""
+@pytest.mark.parametrize("name", ["launches", "machine_code"])
+def test_launches_are_counted_on_a_pretended_card_alone(name, script, monkeypatch):
+    """What is counted is tested there: test_counts.py and test_machine_code.py of tests/pretended_gpu."""
     monkeypatch.syspath_prepend(BENCHMARKS)
-    monkeypatch.setattr("sys.argv", ["launches.py", "--smoke"])
-    with pytest.raises(SystemExit, match=r"counts on a pretended card \(docs/gpu.md\)"):
-        script("launches").main()
+    monkeypatch.setattr("sys.argv", [f"{name}.py", "--smoke"])
+    with pytest.raises(SystemExit, match=rf"{name}.py counts on a pretended card \(docs/gpu.md\)"):
+        script(name).main()
 
 
 def test_sampler(script, monkeypatch, tmp_path):

@@ -1,9 +1,10 @@
 """`make gpu-less`: everything that runs on a pretended card, as a table; with --quick what holds three minutes.
 
-    python tests/pretended_gpu/all.py [--quick] [--out FILE] [PYTEST ARGUMENT ...]
+    python tests/pretended_gpu/all.py [--quick | --nightly] [--out FILE] [PYTEST ARGUMENT ...]
 
 With arguments for pytest only these tests run, on sm_90. --quick runs nothing, and says so, where the environment was
-not made (environment.py), as it downloads 5 GB.
+not made (environment.py), as it downloads 5 GB. --nightly also compiles every way to train and decode for every card,
+which takes more than an hour.
 """
 
 from __future__ import annotations
@@ -65,8 +66,10 @@ ALL = [
     Part("numbers", "90", True, NUMBERS),
     Part("order", "90", True, [f"{HERE}/test_order.py"]),
     Part("launches", "90", False, [f"{HERE}/test_counts.py"]),
+    Part("machine code", "90", False, [f"{HERE}/test_machine_code.py", "-m", "not slow"]),
     *(Part("gpu tests", sm, True, ["-m", "gpu", "tests"]) for sm in ("90", "89", "80")),
 ]
+NIGHTLY = [Part("machine code", sm, False, [f"{HERE}/test_machine_code.py"]) for sm in environment.CARDS]
 
 
 def run(part: Part, more: list[str], covered: Path | None = None) -> dict[str, object]:
@@ -96,12 +99,13 @@ def main() -> int:
     """Run the parts, print the table, and return 1 if anything failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--nightly", action="store_true")
     parser.add_argument("--out", type=Path, metavar="FILE", help="write the table as JSON")
     asked, more = parser.parse_known_args()
     if asked.quick and not environment.python().exists():
         print("gpu-less: not run, as torch's CUDA build is not installed here (make gpu-less installs it, 5 GB)")
         return 0
-    parts = [Part("asked", "90", True, [])] if more else QUICK if asked.quick else ALL
+    parts = [Part("asked", "90", True, [])] if more else QUICK if asked.quick else ALL + NIGHTLY * asked.nightly
     with tempfile.TemporaryDirectory() as folder:
         covered = None if asked.quick or more else Path(folder)
         if covered:

@@ -1,13 +1,65 @@
 """Run: python tests/pretended_gpu/environment.py run 90 python -m pytest tests/pretended_gpu/test_machine_code.py
 
-What is compiled for a GPU compiles down to this card's machine code.
+Every way to train and decode compiles down to this card's machine code (`benchmarks/machine_code.py`): steps are
+captured, the host waits for nothing that it need not, and kernels spill no more than their kind must. In a process of
+its own, since noting kernels changes how Inductor caches them. `all.py --nightly` runs it for every card.
 """
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))
+import machine_code
+from machine_code import SM
+
 from monograph.decode.reproducible import gumbel_noise
+
+machine_code.watch()
+DAY = ("124m", "fp8", "ensemble of 3", "streamed")
+CASES = [pytest.param(name, marks=() if name in DAY else pytest.mark.slow) for name in machine_code.CASES]
+# Bytes of registers that a thread stores because it has no more of them, by kind of kernel. A pointwise kernel holds
+# few numbers at once. Of a reduction Inductor measures no configuration that takes more than 64 bytes, if another one
+# is there. Attention's tiles are torch's own for each card; with heads of up to 128 channels in 16 bits a thread stores
+# no more than its 255 registers hold. Heads of 256 and fp32 have sums that are larger than that: nothing bounds them.
+SPILLED = {"pointwise": 0, "row in registers": 64, "loop over a row": 64, "attention": 4 * 255}
+LARGE = ("heads of 256", "fp32")
+# The most waits of the host by kind of case and part; no other part has any. A block of tokens is read once. A streamed
+# update is followed by one wait here, and one of the host's thread for the gradients, if it updates.
+WAITS = {
+    "streamed": {"update": 2, "evaluation": 2},
+    "decoding": {"block read": 1},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_compiled_is_captured_waits_for_nothing_and_spills_little(name: str) -> None:
+    case = machine_code.measured(name)
+    if name == "fp8" and SM < 89:
+        assert "has no fp8 arithmetic" in case["refused"]
+        return
+    if name == "adamw:bf16" and SM < 80:
+        assert "BF16 is not supported" in case["eager"]
+        return
+    assert (case["eager"], case["said"]) == (None, []) and case["captured"] is not False
+    assert_kernels_fit(case["kernels"], "attention" if name in LARGE else None)
+    waits = {part: counts["waits"] + counts["waiting_copies"] for part, counts in case["parts"].items()}
+    most = WAITS.get(name.split(",")[0], {})
+    assert not {part: number for part, number in waits.items() if number > most.get(part, 0)}
+
+
+def assert_kernels_fit(kernels: dict[str, dict[str, Any]], unbounded: str | None) -> None:
+    """The kernels of every kind fit the card; those of all kinds but one spill little."""
+    room = torch.cuda.get_device_properties(0).shared_memory_per_block_optin
+    assert all(most["shared_bytes"] <= room for most in kernels.values())
+    assert SM >= 80 or "attention" not in kernels, "flex attention has no tensor cores there"
+    spilled = {kind: most["spilled_bytes"] for kind, most in kernels.items() if kind != unbounded}
+    assert not {kind: size for kind, size in spilled.items() if size > SPILLED[kind]}
 
 
 def test_noise_for_a_range_of_tokens_is_compiled() -> None:
@@ -15,3 +67,9 @@ def test_noise_for_a_range_of_tokens_is_compiled() -> None:
     seed_B = torch.zeros(2, dtype=torch.int64, device="cuda")
     noise = torch.compile(lambda seed, position: gumbel_noise(seed, position, 1000), fullgraph=True)
     assert noise(seed_B, seed_B).shape == (2, 1000)
+
+
+def test_grouped_heads_in_fp32_have_a_fused_kernel() -> None:
+    """torch's unfused way would keep the scores of all pairs, as products of cuBLAS."""
+    counts = machine_code.attending("torch", 64, torch.float32, torch.device("cuda", 0))
+    assert counts.launches and not counts.numbers()["cublas"]
