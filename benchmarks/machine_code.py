@@ -310,7 +310,7 @@ HEADERS = ["", "captured", "launches", "waits", "registers", "stack", "spilled",
 def row(case: dict[str, Any]) -> list[str]:
     """Return a case's line of the table: its first part, and the most that a kernel needs."""
     if "refused" in case:
-        return [case["case"], case["refused"]]
+        return [f"{case['case']}: {case['refused']}", *[""] * (len(HEADERS) - 1)]
     parts = list(case["parts"].values())
     most = [max((kind[need] for kind in case["kernels"].values()), default=0) for need in NEEDS]
     waits = sum(part["waits"] + part["waiting_copies"] for part in parts)

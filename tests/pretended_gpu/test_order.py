@@ -183,7 +183,6 @@ def test_a_resident_run_does_not_depend_on_when_copies_are_made(policy: Any) -> 
     assert all(not other_bits(resident(seed, remat=policy), expected) for seed in range(SEEDS))
 
 
-
 # ── sampling ────────────────────────────────────────────────────────────────────────────────────
 
 
