@@ -5,7 +5,7 @@ recomputation keeps for its backward pass:
 
     torch   the whole step's graph is partitioned with torch._functorch.config.activation_memory_budget = share
     even    every block keeps the same share, Remat.Budget(share), whatever its input takes
-    spread  a knapsack over the blocks, monograph.graph.remat.spread; inputs are part of the share, as they are in torch
+    spread  a knapsack over the blocks, `spread` below; inputs are part of the share, as they are in torch
 
 "whole" is one graph of the whole step, "blocks" is one graph that all blocks share. Bytes are the largest sum of live
 allocations of one micro-step, forward and backward, beyond weights, gradients and optimizer state. Products are its
@@ -34,7 +34,7 @@ from torch.profiler import ProfilerActivity, profile
 from monograph.device import clock, default_device
 from monograph.graph.capture import capture
 from monograph.graph.recompute import recorded
-from monograph.graph.remat import Policy, Remat, spread
+from monograph.graph.remat import Choice, Policy, Remat, front, within
 from monograph.loss import token_loss
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -293,6 +293,34 @@ def main() -> None:
         ratios, worst = ", ".join(f"{share} {ratio:.3f}" for share, ratio in over.items()), max(over.values())
         print(f"{label}: bytes over torch's {ratios}; goal 1 {'met' if worst <= 1 else 'missed'}")
     print(f"torch's points that none of ours dominates: {found['verdict']['undominated'] or 'none'}")
+
+
+def spread(curve: Sequence[Choice], off_bytes: int, layers: int, limit_bytes: int) -> Remat.PerLayer | None:
+    """Return policies of equal blocks that keep at most `limit_bytes` together and recompute the fewest FLOPs.
+
+    This is a knapsack over the blocks: each keeps everything, or one choice of the curve that all share. Ties in FLOPs
+    go to the fewest bytes, except that nothing is recomputed if everything fits.
+
+    Args:
+        curve: the choices of one block, `monograph.graph.recording.Recording.curve`.
+        off_bytes: bytes that a block keeps if nothing is recomputed.
+        layers: how many blocks.
+        limit_bytes: bytes that all blocks together may keep, not counting their inputs.
+
+    Returns:
+        The policies; blocks that recompute the most come first, because their backward passes are the last. None if
+        even `Remat.Full` keeps too much, which means a limit below 0.
+    """
+    # Captured, keeping all products costs no FLOPs either and fewer bytes: the knapsack would recompute needlessly.
+    if layers * off_bytes <= limit_bytes:
+        return Remat.PerLayer((Remat.Off(),) * layers)
+    smaller = [choice for choice in curve if choice.stored_bytes < off_bytes]
+    options = [choice._replace(what=(Remat.Budget(choice.stored_bytes / off_bytes),)) for choice in smaller]
+    options.append(Choice(off_bytes, 0, (Remat.Off(),)))
+    best = within(front([options] * layers), limit_bytes)
+    if best is None:
+        return None
+    return Remat.PerLayer(tuple(sorted(best.what, key=lambda policy: getattr(policy, "fraction", 1.0))))
 
 
 if __name__ == "__main__":

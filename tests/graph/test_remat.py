@@ -15,8 +15,9 @@ from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
 from monograph.graph.recompute import choose_kept, follow, recorded
-from monograph.graph.remat import Choice, Remat, front, named, spread, within
+from monograph.graph.remat import Choice, Remat, front, named, within
 from monograph.loss import token_loss
+from scripts import ROOT, script
 
 items = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 30)), max_size=6)
 
@@ -48,11 +49,17 @@ def test_a_long_front_is_thinned_and_still_adds_up():
         assert best.stored_bytes >= limit - 14 * 2**14 / 512
 
 
+@pytest.fixture
+def spread(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return script("benchmarks/remat.py").spread
+
+
 CURVE = (Choice(0, 70, ()), Choice(3, 40, ()), Choice(5, 12, ()), Choice(8, 2, ()))
 
 
 @pytest.mark.parametrize("limit", range(0, 45, 3))
-def test_no_other_policies_of_equal_blocks_are_better(limit):
+def test_no_other_policies_of_equal_blocks_are_better(limit, spread):
     off, layers = 11, 4
     options = [(c.stored_bytes, c.flops) for c in CURVE] + [(off, 0)]
     fewest = min(
@@ -66,13 +73,13 @@ def test_no_other_policies_of_equal_blocks_are_better(limit):
     assert sum(dict(options)[size] for size in sizes) == fewest
 
 
-def test_bytes_that_save_no_flops_are_not_kept():
+def test_bytes_that_save_no_flops_are_not_kept(spread):
     free = tuple(choice._replace(flops=choice.flops - 2) for choice in CURVE)
     assert spread(free, 11, 4, 43).policies == (Remat.Budget(8 / 11),) * 4
     assert spread(free, 11, 4, 44).policies == (Remat.Off(),) * 4
 
 
-def test_nothing_fits_below_zero():
+def test_nothing_fits_below_zero(spread):
     assert spread(CURVE, 11, 4, -1) is None
 
 

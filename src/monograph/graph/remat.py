@@ -5,7 +5,7 @@ Under a budget the choice is a 0-1 knapsack: keeping a result costs bytes, compu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -147,31 +147,3 @@ def named(value: str | float) -> Policy:
         return Remat.Budget(value)
     by_name: dict[str, Policy] = {"pointwise": Remat.Pointwise(), "full": Remat.Full(), "offload": Remat.Offload()}
     return by_name.get(value, Remat.Off())
-
-
-def spread(curve: Sequence[Choice], off_bytes: int, layers: int, limit_bytes: int) -> Remat.PerLayer | None:
-    """Return policies of equal blocks that keep at most `limit_bytes` together and recompute the fewest FLOPs.
-
-    This is a knapsack over the blocks: each keeps everything, or one choice of the curve that all share. Ties in FLOPs
-    go to the fewest bytes, except that nothing is recomputed if everything fits.
-
-    Args:
-        curve: the choices of one block, `monograph.graph.recording.Recording.curve`.
-        off_bytes: bytes that a block keeps if nothing is recomputed.
-        layers: how many blocks.
-        limit_bytes: bytes that all blocks together may keep, not counting their inputs.
-
-    Returns:
-        The policies; blocks that recompute the most come first, because their backward passes are the last. None if
-        even `Remat.Full` keeps too much, which means a limit below 0.
-    """
-    # Captured, keeping all products costs no FLOPs either and fewer bytes: the knapsack would recompute needlessly.
-    if layers * off_bytes <= limit_bytes:
-        return Remat.PerLayer((Remat.Off(),) * layers)
-    smaller = [choice for choice in curve if choice.stored_bytes < off_bytes]
-    options = [choice._replace(what=(Remat.Budget(choice.stored_bytes / off_bytes),)) for choice in smaller]
-    options.append(Choice(off_bytes, 0, (Remat.Off(),)))
-    best = within(front([options] * layers), limit_bytes)
-    if best is None:
-        return None
-    return Remat.PerLayer(tuple(sorted(best.what, key=lambda policy: getattr(policy, "fraction", 1.0))))
