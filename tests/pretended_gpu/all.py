@@ -24,7 +24,9 @@ import environment
 import reached
 
 HERE = "tests/pretended_gpu"
-DRIVER = [f"{HERE}/test_{name}.py" for name in ("driver", "capture", "cards", "hook", "launches", "environment")]
+DRIVER = [
+    f"{HERE}/test_{name}.py" for name in ("driver", "capture", "cards", "hook", "launches", "waits", "environment")
+]
 NUMBERS = [
     f"{HERE}/test_{name}.py"
     for name in ("operators", "graphs", "memory", "narrow", "programs", "libdevice", "interpreted")
