@@ -1,4 +1,4 @@
-"""Run: pytest tests/pretended_gpu/test_planted.py (each fault of planted.py is one edit of what is there; reached.py)"""
+"""Run: pytest tests/pretended_gpu/test_planted.py (faults can be planted; lines that only a GPU reaches are found)"""
 
 from __future__ import annotations
 

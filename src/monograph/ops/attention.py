@@ -150,9 +150,8 @@ def attention(
 
 
 def _sdpa(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None, kernel: Kernel) -> Tensor:
-    if kernel in ("efficient", "repeated") or (
-        query_BHTD.is_cuda and (mask is not None or not _flash_reads(query_BHTD))
-    ):
+    own_keys = query_BHTD.is_cuda and (mask is not None or not _flash_reads(query_BHTD))
+    if own_keys or kernel in ("efficient", "repeated"):
         # The only CUDA kernel that reads a dense mask, or fp32, or runs before sm_80 (memory-efficient) needs as many
         # key-value heads as query heads; with fewer, torch would take the unfused path.
         key_BKSD, value_BKSD = (_expand(heads, query_BHTD.shape[1]) for heads in (key_BKSD, value_BKSD))

@@ -276,7 +276,8 @@ def _remedy(request: Request, device: Device, limits: Limits) -> str:
     """Return a sentence on what would fit: an optimizer state of fewer bytes, or fewer tokens in an update."""
     rule, narrow = request.optimizer.partition(":")[0], ["bf16", "8bit"]
     narrow = narrow[narrow.index(request.optim.state) + 1 :] if request.optim.state in narrow else narrow
-    for tokens in (request.tokens_per_update, *(request.length * rows for rows in _fewer(request.rows))):
+    fewer_rows = sorted({max(1, request.rows // 4), 1} - {request.rows}, reverse=True)
+    for tokens in (request.tokens_per_update, *(request.length * rows for rows in fewer_rows)):
         for state in narrow if tokens == request.tokens_per_update else [request.optim.state, *narrow]:
             name = rule if state == "fp32" else f"{rule}:{state}"
             micro_batch = request.micro_batch and min(request.micro_batch, tokens // request.length)
@@ -289,11 +290,6 @@ def _remedy(request: Request, device: Device, limits: Limits) -> str:
                 narrower = "" if state == request.optim.state else f"optim.name = {name}"
                 return " and ".join(filter(None, (narrower, fewer))) + " would fit"
     return f"neither optim.name = {rule}:8bit nor a smaller train.tokens_per_update would fit"
-
-
-def _fewer(rows: int) -> list[int]:
-    """Return a quarter of the rows, and one row, if these are fewer."""
-    return sorted({max(1, rows // 4), 1} - {rows}, reverse=True)
 
 
 def describe_way(candidate: StreamCandidate) -> str:
