@@ -198,6 +198,8 @@ def decoded(code: int) -> tuple[int, Status]:
 class Outbox:
     """The way of the rings' lines to the host; of the two halves of a ring the host reads one, the device writes one.
 
+    A half is written again two blocks later, so a block must be read before the block after the next begins.
+
     Attributes:
         lines: lines of half a ring.
         bytes_out: bytes that were copied to the host.
@@ -227,15 +229,12 @@ class Outbox:
             for source, target in pairs:
                 target.copy_(source)
             return half
-        device = self._rings[0].device
         # On a separate stream, so that the next block runs while this one's lines are copied.
-        self._stream.wait_stream(torch.cuda.current_stream(device))
+        self._stream.wait_stream(torch.cuda.current_stream(self._rings[0].device))
         with torch.cuda.stream(self._stream):
             for source, target in pairs:
                 target.copy_(source, non_blocking=True)
             self._events[half].record()
-        # The next block writes the other half, whose lines have to be copied before.
-        torch.cuda.current_stream(device).wait_event(self._events[1 - half])
         return half
 
     def read(self, half: int, steps: int) -> list[Tensor]:
