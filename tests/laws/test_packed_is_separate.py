@@ -231,8 +231,9 @@ def test_packed_is_separate_on_a_gpu(impl, compiled, family):
     if compiled:
         torch.compiler.reset()
         model.compile(fullgraph=True, dynamic=False)
+    k = 4 if compiled else 2  # a kernel has an order of sums of its own, as in ops/test_attention_kernels.py
     for ours, naive, truth in zip(_results(model, _packed_on_gpu, documents), alone, exact, strict=True):
-        assert error_within(ours, naive, truth)
+        assert error_within(ours, naive, truth, k=k)
 
 
 @pytest.mark.gpu
@@ -248,7 +249,7 @@ def test_blocks_that_are_graphs_have_flex_attention_on_a_gpu(family):
     masks = model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())[1]
     assert all(isinstance(mask, BlockMask) for mask in masks)
     for ours, naive, truth in zip(_results(model, _packed_on_gpu, documents), alone, exact, strict=True):
-        assert error_within(ours, naive, truth, k=4)  # a kernel's own order of sums, as in ops/test_attention_kernels
+        assert error_within(ours, naive, truth, k=4)  # see above
     release(engine.step)
     assert isinstance(model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())[1][0], torch.Tensor)
 

@@ -88,7 +88,7 @@ def test_dropout_and_running_means():
 
 
 def test_one_launch_a_micro_batch_and_no_wait(monkeypatch):
-    made = engine(CudaGraphs(CARD))
+    made = Resident(tiny_llama().to(CARD), micro_batch=2)
     window = {name: tensor.to(CARD) for name, tensor in packed(6).items()}
     assert made.capture(window) is None
     addresses, launched, replay = [plane.grad.data_ptr() for plane in made.step.planes], [], torch.cuda.CUDAGraph.replay

@@ -24,7 +24,7 @@ from monograph.loss import TokenLoss, token_loss
 from monograph.model.llama import Llama
 from monograph.model.rope import _rotated_on_cuda, rotate
 from monograph.ops.cross_entropy import _traced_difference, _traced_on_cuda, linear_cross_entropy
-from monograph.ops.fused_gradients import Fused, embedding, fusing, linear
+from monograph.ops.fused_gradients import Fused, add_product_, embedding, fusing, linear
 from monograph.optim import vectors_at_once
 from monograph.resident import Resident
 from monograph.stream import Streamed
@@ -234,3 +234,17 @@ def test_gradients_of_vectors_are_added_at_once_to_where_they_were():
     with pytest.raises(RuntimeError, match="stopped"), vectors_at_once(planes):
         raise RuntimeError("stopped")
     assert all(parameter.grad is total for parameter, total in zip(parameters, totals, strict=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_a_product_is_added_to_what_is_there(batch: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    draws = torch.Generator().manual_seed(0)
+    total, left, right = (torch.randn(*batch, *size, generator=draws) for size in ((6, 5), (40, 6), (40, 5)))
+    left, right = left.to(dtype), right.to(dtype)
+    exact = total.double() + left.double().mT @ right.double()
+    total, left, right = (tensor.to(device) for tensor in (total, left, right))
+    add_product_(total, left, right)
+    rounded = dtype == torch.bfloat16 and device == "cpu"  # which has no product of bf16 with an fp32 result
+    torch.testing.assert_close(total.cpu().double(), exact, rtol=0, atol=0.05 if rounded else 1e-5)
