@@ -4,8 +4,7 @@ An operator has two halves, as on a real card. When it is called, the shapes, st
 computed on the meta device, and memory is taken from torch's own CUDA allocator. When the card does its work
 (`order.launch`), the CPU's kernel computes the numbers, at once, later, or at each replay of a captured graph.
 
-Without numbers yet: products of fp8 (`_scaled_mm`), and operators that have neither a CPU kernel nor a decomposition;
-these raise by name.
+Without numbers: operators that have neither a CPU kernel nor a decomposition; these raise by name.
 """
 
 from __future__ import annotations

@@ -105,6 +105,15 @@ def test_the_seed_and_the_offset_of_the_card_decide_what_is_drawn() -> None:
     assert torch.equal(on_host, torch.get_rng_state())
 
 
+def test_products_of_fp8_are_rounded_to_bf16_once() -> None:
+    left, right = torch.randn(32, 64).to(torch.float8_e4m3fn), torch.randn(48, 64).to(torch.float8_e4m3fn).t()
+    given = [each.to(CARD) for each in (left, right, torch.tensor(0.5), torch.tensor(4.0))]
+    found = torch._scaled_mm(*given, out_dtype=torch.bfloat16)
+    exact = (left.double() @ right.double()) * 2
+    # Half a unit in the last place of bf16, and sums in fp32 of products of up to 4 x 4.
+    torch.testing.assert_close(found.cpu().double(), exact, rtol=2**-8 + 2**-20, atol=64 * 16 * 2**-24)
+
+
 def test_an_operator_without_numbers_says_its_name() -> None:
     with pytest.raises(NotImplementedError, match="aten::_convert_weight_to_int4pack has no numbers"):
         torch._convert_weight_to_int4pack(torch.ones(16, 32, dtype=torch.uint8, device=CARD), 2)
