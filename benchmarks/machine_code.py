@@ -264,8 +264,8 @@ def watch() -> None:
     cubins.watch()
 
 
-def measured(name: str) -> dict[str, Any]:
-    """Run a case; return what it needs on this card."""
+def measured(name: str) -> tuple[dict[str, Any], list[cubins.Kernel]]:
+    """Run a case; return what it needs on this card, and its kernels."""
     torch._dynamo.reset()
     began, before = clock(), len(card.faults())
     case: dict[str, Any] = {"case": name, "sm": SM, "dtype": HALF}
@@ -273,7 +273,7 @@ def measured(name: str) -> dict[str, Any]:
         try:
             found = CASES[name]()
         except Refused as refused:
-            return case | {"refused": str(refused)}
+            return case | {"refused": str(refused)}, []
     if faults := card.faults()[before:]:
         raise SystemExit(f"machine_code.py: {name}: {faults[0]}")
     case |= {name: found[name] for name in ("eager", "captured", "said", "attention")}
@@ -283,7 +283,7 @@ def measured(name: str) -> dict[str, Any]:
     found.clear()
     gc.collect()
     torch.cuda.empty_cache()
-    return case
+    return case, kernels
 
 
 def counts_of(counted: pretended.Counted) -> dict[str, float]:
@@ -330,7 +330,7 @@ def main() -> None:
     found = harness.result("machine_code", {"rows": ROWS, "length": LENGTH}, others(args.out, args.cases))
     for name in args.cases:
         print(name, flush=True)
-        found["cases"].append(measured(name))
+        found["cases"].append(measured(name)[0])
         print(json.dumps(found["cases"][-1]), flush=True)
         harness.write(args.out, found)
     harness.print_table(HEADERS, [row(case) for case in found["cases"] if case["sm"] == SM])
