@@ -69,6 +69,7 @@ ALL = [
     Part("order", "90", True, [f"{HERE}/test_order.py"]),
     Part("launches", "90", False, [f"{HERE}/test_counts.py"]),
     Part("machine code", "90", False, [f"{HERE}/test_machine_code.py", "-m", "not slow"]),
+    Part("commands", "90", True, [f"{HERE}/test_commands.py"]),
     *(Part("gpu tests", sm, True, ["-m", "gpu", "tests"]) for sm in ("90", "89", "80")),
 ]
 NIGHTLY = [Part("machine code", sm, False, [f"{HERE}/test_machine_code.py"]) for sm in environment.CARDS]
