@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,13 +65,13 @@ QUICK = [
     Part("gpu tests", "90", True, ["-m", "gpu", "tests/laws/test_accumulated_is_large_batch.py", "tests/graph"]),
 ]
 ALL = [
+    *(Part("gpu tests", sm, True, ["-m", "gpu", "tests"]) for sm in ("90", "89", "80")),
+    Part("order", "90", True, [f"{HERE}/test_order.py"]),
+    Part("commands", "90", True, [f"{HERE}/test_commands.py"]),
+    Part("machine code", "90", False, [f"{HERE}/test_machine_code.py", "-m", "not slow"]),
+    Part("launches", "90", False, [f"{HERE}/test_counts.py"]),
     Part("driver", "90", False, DRIVER),
     Part("numbers", "90", True, NUMBERS),
-    Part("order", "90", True, [f"{HERE}/test_order.py"]),
-    Part("launches", "90", False, [f"{HERE}/test_counts.py"]),
-    Part("machine code", "90", False, [f"{HERE}/test_machine_code.py", "-m", "not slow"]),
-    Part("commands", "90", True, [f"{HERE}/test_commands.py"]),
-    *(Part("gpu tests", sm, True, ["-m", "gpu", "tests"]) for sm in ("90", "89", "80")),
 ]
 NIGHTLY = [Part("machine code", sm, False, [f"{HERE}/test_machine_code.py"]) for sm in environment.CARDS]
 
@@ -85,13 +86,12 @@ def run(part: Part, more: list[str], covered: Path | None = None) -> dict[str, o
     python = ["python", *(["-m", "coverage", "run", f"--rcfile={covered}/settings"] if covered else [])]
     command = [sys.executable, f"{HERE}/environment.py", "run", part.sm, *python, "-m", "pytest", "-q", "-p",
                "no:cacheprovider", *plugin, *left_out, *part.tests, *more]  # fmt: skip
-    print(f"\n{part.name}, sm_{part.sm}", flush=True)
     began, last = time.monotonic(), ""
     settings = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=environment.ROOT, env=settings, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout
         for line in process.stdout:
-            print(line, end="", flush=True)
+            print(f"{part.name}, sm_{part.sm}: {line}", end="", flush=True)
             last = line.strip() or last
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|failed|error|skipped)", last)}
     seconds = round(time.monotonic() - began, 1)
@@ -113,7 +113,11 @@ def main() -> int:
         covered = None if asked.quick or more else Path(folder)
         if covered:
             (covered / "settings").write_text(reached.settings(covered))
-        rows = [run(part, more, covered if part.numbers and part.sm == "90" else None) for part in parts]
+        # As many at once as there are cores, the longest first.
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            rows = list(
+                pool.map(lambda part: run(part, more, covered if part.numbers and part.sm == "90" else None), parts)
+            )
         lines = of_lines(covered) if covered else None
     print(f"\n{'part':12} {'card':7} {'passed':>7} {'failed':>7} {'skipped':>8} {'seconds':>8}")
     for row in rows:

@@ -46,6 +46,7 @@ NEXT = f"{ORDER} -k 'streamed_is_resident and fp32 and (next or backward)'"
 ON_HOST = f"{ORDER} -k 'streamed_is_resident and fp32 and host'"
 OFFLOADED = f"{ORDER} -k 'resident_run and offloaded'"
 OUTBOX = f"{ORDER} -k outbox"
+ROPE = "tests/ops/test_fused_gradients.py -k rotat"
 WARM_UP = f"{ORDER} -k warm_up"
 WAITS = "tests/pretended_gpu/test_waits.py"
 REPLAYED = "tests/laws/test_replayed_on_a_gpu.py -m gpu"
@@ -128,9 +129,9 @@ FAULTS = [
           PRODUCTS),
     Fault("ops/fused_gradients.py", "add.out(total, left.mT, right, out=total)",
           "add.out(total * 0, left.mT, right, out=total)", PRODUCTS),
-    Fault("model/rope.py", "torch.where(first_21, -sin_BT11F", "torch.where(~first_21, -sin_BT11F", PACKED),
-    Fault("model/rope.py", "pairs_BTH2F.flip(-2)", "pairs_BTH2F", PACKED),
-    Fault("model/rope.py", "unflatten(-1, (2, -1))", "unflatten(-1, (-1, 2)).mT", PACKED),
+    Fault("model/rope.py", "torch.where(first_21, -sin_BT11F", "torch.where(~first_21, -sin_BT11F", ROPE),
+    Fault("model/rope.py", "pairs_BTH2F.flip(-2)", "pairs_BTH2F", ROPE),
+    Fault("model/rope.py", "unflatten(-1, (2, -1))", "unflatten(-1, (-1, 2)).mT", ROPE),
     Fault("ops/attention.py", '{"FORCE_USE_FLEX_ATTENTION": True}', "{}", f"{KERNELS} -k few_queries"),
     Fault("ops/attention.py", "(mask is not None or not _flash_reads(query_BHTD))", "mask is not None",
           f"{KERNELS} -k scores_of_all"),
