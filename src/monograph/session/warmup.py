@@ -200,8 +200,7 @@ def _prepare(session: Session, progress: Progress) -> None:
     else:
         with progress.stage("compile", "one block for all" if scope == "blocks" else "whole step") as stage:
             began = clock()
-            whole: graph.Scope = "blocks" if scope == "blocks" else "whole"
-            session.eager_reason = capture(engine, window, whole, session.kernel or "torch")
+            session.eager_reason = capture(engine, window, "blocks" if scope == "blocks" else "whole", session.kernel)
             session.compile_s = clock() - began
             replayed = ", micro-steps replayed" if graph.is_replayed(engine.step) else ""
             stage.result = "not possible" if session.eager_reason else f"0 graph breaks{replayed}"
@@ -209,10 +208,10 @@ def _prepare(session: Session, progress: Progress) -> None:
         progress.line("eager", f"training without a graph: {session.eager_reason}")
 
 
-def capture(engine: Engine, window: Batch, scope: graph.Scope, kernel: Kernel = "torch") -> str | None:
+def capture(engine: Engine, window: Batch, scope: graph.Scope, kernel: Kernel | None = None) -> str | None:
     """Capture the step of an engine; return why it stays eager, or None.
 
-    Where flex attention is impossible or slow, packed rows have dense masks, and the rest has `kernel`.
+    Where flex attention is impossible or slow, packed rows have dense masks, and the rest `kernel`, if one was chosen.
     """
     model = engine.model
     # Triton uses tensor cores from sm_80 on. Without them a T4 has 8 TFLOP/s for flex attention, and 65 for sdpa's.
@@ -220,7 +219,7 @@ def capture(engine: Engine, window: Batch, scope: graph.Scope, kernel: Kernel = 
     reason = "flex_attention on an old GPU" if old else engine.capture(window, scope=scope)
     if reason and "flex_attention" in reason and isinstance(model, Llama):
         # Its kernels may need more shared memory for large heads than this GPU has, and torch has none for an ensemble.
-        model.use_attention("sdpa", kernel)
+        model.use_attention("sdpa", kernel or "torch")
         reason = engine.capture(window, scope=scope)
     return reason
 
