@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from batches import large_batch_gradient, packed, ragged, tiny_llama
 from monograph import checkpointing, compat
 from monograph.checkpointing import Checkpoint
+from monograph.device import default_device
 from monograph.distributed.checkpoint import save
 from monograph.distributed.engine import Replicated, Sharded
 from monograph.distributed.world import World, place
@@ -52,7 +53,7 @@ def gradient(engine: Any) -> Tensor:
 
 
 def model(dtype: torch.dtype, tied: bool) -> Any:
-    return tiny_llama(dtype, tie_word_embeddings=tied)
+    return tiny_llama(dtype, tie_word_embeddings=tied).to(default_device())
 
 
 @functools.cache
@@ -147,6 +148,7 @@ def trajectories(world: World) -> dict[str, dict[str, float]]:
 
 # What stands beside ddp, and with a star beside fsdp too: the dtype of the weights, and the engine's options.
 BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
+    "fp32*": (torch.float32, {}),
     "bf16*": (torch.float32, {"precision": Precision("bf16")}),
     "fp16*": (torch.float32, {"precision": Precision("fp16")}),
     "recomputed*": (torch.float64, {"remat": Remat.Full()}),

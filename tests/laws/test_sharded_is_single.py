@@ -25,9 +25,11 @@ from monograph.storage import blocks
 BOUND = {"torch.float32": 1e-6, "torch.float64": 1e-12}
 
 
-def run(server: CommandServer, program: str, size: int, folder: Path, *more: object) -> dict[str, Any]:
+def run(
+    server: CommandServer, program: str, size: int, folder: Path, *more: object, call: str = "laws.sharded:main"
+) -> dict[str, Any]:
     out = folder / "results.json"
-    done = ranks(server, folder, size, program, out, *more, call="laws.sharded:main")
+    done = ranks(server, folder, size, program, out, *more, call=call)
     assert not any(each.code for each in done), done
     found: dict[str, Any] = json.loads(out.read_text())
     return found

@@ -69,6 +69,7 @@ ALL = [
     Part("order", "90", True, [f"{HERE}/test_order.py"]),
     Part("commands", "90", True, [f"{HERE}/test_commands.py"]),
     Part("machine code", "90", False, [f"{HERE}/test_machine_code.py", "-m", "not slow"]),
+    Part("two cards", "90", True, [f"{HERE}/test_ranks.py"]),
     Part("launches", "90", False, [f"{HERE}/test_counts.py"]),
     Part("driver", "90", False, DRIVER),
     Part("numbers", "90", True, NUMBERS),

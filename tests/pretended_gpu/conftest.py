@@ -12,7 +12,18 @@ from pretended_gpu import card
 # Where the driver is not preloaded, only the making of the environment is tested; without the plugin, only the driver,
 # the counts of launches and the machine code, of which an interpreter has none.
 OF_DRIVER = ["driver", "capture", "cards", "hook", "launches", "counts", "waits", "machine_code"]
-OF_NUMBERS = ["operators", "graphs", "order", "memory", "narrow", "programs", "libdevice", "interpreted", "commands"]
+OF_NUMBERS = [
+    "operators",
+    "graphs",
+    "order",
+    "memory",
+    "narrow",
+    "programs",
+    "libdevice",
+    "interpreted",
+    "commands",
+    "ranks",
+]
 PLUGIN = "pretended_gpu.plugin" in sys.modules
 collect_ignore = [
     *([] if card.PRELOADED else [f"test_{name}.py" for name in OF_DRIVER]),

@@ -6,8 +6,9 @@ import os
 
 os.environ["TRITON_INTERPRET"] = "1"  # read when kernels are made
 
-from pretended_gpu import graphs, interpreted, operators, order
+from pretended_gpu import collectives, graphs, interpreted, operators, order
 
 operators.install()
 interpreted.install(order.launch)
 graphs.install()
+collectives.install()

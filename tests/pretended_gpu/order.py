@@ -79,6 +79,11 @@ def until(stream: int | None, number: int) -> None:
             assert _some(), "every stream waits for another one"
 
 
+def is_deferred() -> bool:
+    """Return whether work waits until something waits for it."""
+    return _random is not None
+
+
 def wait() -> None:
     """Do all that the current stream was given, as the host is about to read what it computes."""
     torch.cuda.current_stream().synchronize()
