@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
 import monograph.cli
-from batches import ragged
+from batches import ragged, tiny_llama
 from laws import sharded
 from monograph.device import default_device
 from monograph.distributed.world import World, place
 from monograph.optim import AdamW
+from monograph.predict.footprint import Work, footprint
 from monograph.step import layout
 from pretended_gpu import card, collectives, numbers, order
 
@@ -74,6 +78,28 @@ def _two_updates(kind: str, world: World) -> dict[str, Tensor]:
     for seed in range(2):
         sharded.one_update(engine, ragged(7, seed=seed))
     return sharded.snapshot(engine).model
+
+
+def memory() -> None:
+    """Check what two ranks take of their cards against docs/distributed.md and the plan."""
+    world, device = World(place()), default_device()
+    sizes: dict[str, Any] = {"vocab_size": 3000, "hidden_size": 64, "intermediate_size": 160}
+    work = Work(tiny_llama(**sizes).config, 2, 16, AdamW(), compile="none", packed=False, device_type="cuda")
+    parameters, window = work.config.parameter_count(), ragged(4, length=work.length)
+    held, peak = {}, {}
+    for kind in sharded.ENGINES:
+        gc.collect()
+        before = torch.cuda.memory_allocated()
+        engine = sharded.ENGINES[kind](tiny_llama(**sizes).to(device), world=world, micro_batch=2, clip=1.0)
+        for _ in range(2):
+            torch.cuda.reset_peak_memory_stats()
+            sharded.one_update(engine, window)
+        held[kind] = torch.cuda.memory_allocated() - before
+        peak[kind] = torch.cuda.max_memory_allocated() - before
+        del engine
+    assert held == {"ddp": pytest.approx(20 * parameters, rel=0.05), "fsdp": pytest.approx(8 * parameters, rel=0.05)}
+    assert peak["ddp"] == pytest.approx(footprint(work).peak_bytes + 4 * parameters, rel=0.05), peak
+    world.leave()
 
 
 @contextmanager

@@ -39,6 +39,12 @@ def test_collectives_obey_streams(program: str, server: CommandServer, tmp_path:
     assert not any(each.code for each in done), done
 
 
+def test_a_rank_takes_the_memory_that_is_planned(server: CommandServer, tmp_path: Path) -> None:
+    """Law 12: `ddp` one more copy of the gradients; `fsdp` holds a share of weights, gradients and moments."""
+    done = ranks(server, tmp_path, 2, call="pretended_gpu.ranks:memory")
+    assert not any(each.code for each in done), done
+
+
 def test_two_updates_are_those_of_one_process(server: CommandServer, tmp_path: Path) -> None:
     """In fp32, bf16 and fp16, and with all that may stand beside `ddp` and `fsdp`; each rank only on its own card."""
     found = run(server, "combinations", 2, tmp_path, call=LAW)["combinations"]
