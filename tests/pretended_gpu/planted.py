@@ -1,4 +1,4 @@
-"""Plant faults that only a GPU shows into a copy of the package, one at a time: its tests on a pretended card see them.
+"""Plant faults that only a GPU shows into a copy of the project, one at a time: its tests on a pretended card see them.
 
     python tests/pretended_gpu/environment.py run 90 python -m pretended_gpu.planted [--only TEXT] [--out FILE]
 
@@ -29,7 +29,6 @@ assert torch.__version__  # loaded before the children, which are copies of this
 ROOT = Path(__file__).resolve().parents[2]
 SRC = Path("src/monograph")
 LIMIT_S = 420
-PATHS = ["-o", "pythonpath=tests"]  # with src it would come before the copy
 
 
 class Fault(NamedTuple):
@@ -46,6 +45,7 @@ NEXT = f"{ORDER} -k 'streamed_is_resident and fp32 and (next or backward)'"
 ON_HOST = f"{ORDER} -k 'streamed_is_resident and fp32 and host'"
 OFFLOADED = f"{ORDER} -k 'resident_run and offloaded'"
 OUTBOX = f"{ORDER} -k outbox"
+MASKS = "tests/model/test_masks.py"
 ROPE = "tests/ops/test_fused_gradients.py -k forms_for_a_gpu"
 WARM_UP = f"{ORDER} -k warm_up"
 WAITS = "tests/pretended_gpu/test_waits.py"
@@ -139,11 +139,11 @@ FAULTS = [
     Fault("ops/attention.py", "heads_BKSD.repeat_interleave(groups, dim=1)",
           "heads_BKSD.repeat(1, groups, 1, 1)", f"{KERNELS} -k as_exact"),
     Fault("model/llama.py", "full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril(-1)",
-          "full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril()", PACKED),
+          "full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril()", MASKS),
     Fault("model/llama.py", "seen & (query - key < window)", "seen & (query - key <= window)", PACKED),
     Fault("model/llama.py", "FLEX_HEAD = 16", "FLEX_HEAD = 1", f"{REPLAYED} -k one_launch"),
     Fault("model/llama.py", "low_BN, high_BN = blocks_BNX.amin(dim=-1), blocks_BNX.amax(dim=-1)",
-          "low_BN = high_BN = blocks_BNX.amin(dim=-1)", PACKED),
+          "low_BN = high_BN = blocks_BNX.amin(dim=-1)", MASKS),
     # Launches, and memory that a plan counts on.
     Fault("graph/capture.py", 'compat.cats_in_parts() if step.device.type == "cuda" else {}', "{}", COUNTS),
     Fault("step/layout.py", 'return on_cuda and step.precision.name in ("bf16", "fp16")', "return False", COUNTS),
@@ -160,15 +160,16 @@ FAULTS = [
     Fault("session/session.py", "_hex(torch.cuda.get_rng_state(device))", "_hex(torch.get_rng_state())",
           "tests/session/test_random_state.py -m gpu"),
     Fault("graph/siblings.py", "torch.random.fork_rng(devices=sorted(cards))", "torch.random.fork_rng(devices=[])",
-          "tests/graph -m gpu"),
+          "tests/graph/test_siblings.py -m gpu"),
 ]  # fmt: skip
 
 
 class Copy:
-    """A copy of the package in which one fault at a time is planted."""
+    """A copy of the project in which one fault at a time is planted."""
 
     def __init__(self, folder: Path):
-        shutil.copytree(ROOT / SRC, folder / SRC, ignore=shutil.ignore_patterns("__pycache__"))
+        ignored = shutil.ignore_patterns("__pycache__", ".*", "runs")
+        shutil.copytree(ROOT, folder, ignore=ignored, dirs_exist_ok=True)
         self.folder = folder
 
     def caught(self, fault: Fault | None, tests: str, limit_s: float) -> bool:
@@ -186,10 +187,11 @@ class Copy:
 def _code(folder: Path, tests: list[str], limit_s: float) -> int:
     """Run pytest in a child, which has torch already, on the copy; return its exit code, or 124 if it does not end."""
     of_driver = any(name in tests[0] for name in ("waits", "counts"))  # what is copied and launched, not computed
-    arguments = PATHS if of_driver else [*PATHS, "-p", "pretended_gpu.plugin"]
+    arguments = [] if of_driver else ["-p", "pretended_gpu.plugin"]
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
+        os.chdir(folder)
         sys.path.insert(0, str(folder / "src"))
         sys.dont_write_bytecode = True
         null = os.open(os.devnull, os.O_RDWR)
