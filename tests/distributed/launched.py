@@ -12,6 +12,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+import torch
+
 from clocks import HANG_S
 from commands.forked import CLI, CommandServer, Done
 
@@ -36,6 +38,8 @@ def ranks(
 ) -> list[Done]:
     """How the ranks of a command ended, which are forks: the first that fails ends all, as a launcher has it."""
     shared = variables | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    if torch.cuda.device_count() < size:  # NCCL refuses two ranks on one card
+        shared["CUDA_VISIBLE_DEVICES"] = ""
     places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
     started = [server.start(folder, *map(str, arguments), env=each, call=call, figures=0) for each in places]
     done = dict[int, Done]()
