@@ -449,3 +449,11 @@ def test_fp8_is_refused():
     mono.Step(model, precision=Precision("fp8"))
     fusion = fuse_siblings(model, ragged(2)["tokens"])
     assert not fusion.families and "not nn.Linear's" in fusion.separate["model.layers.0.mlp.up_proj"]
+
+
+@pytest.mark.gpu
+def test_a_look_leaves_a_card_s_random_numbers_as_they_are():
+    module = nn.Sequential(nn.Linear(4, 4), nn.Dropout()).cuda()
+    before = torch.cuda.get_rng_state()
+    fuse_siblings(module, torch.ones(2, 4, device="cuda"))
+    assert torch.equal(torch.cuda.get_rng_state(), before)
