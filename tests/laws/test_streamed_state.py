@@ -262,6 +262,15 @@ def test_what_a_second_pass_would_compute_otherwise_is_refused(how, words, where
             work(windows(1)[0])
 
 
+@pytest.mark.gpu
+def test_what_draws_a_gpu_s_random_numbers_is_refused_there():
+    engine = streamed(placement=Placement(device=torch.device("cuda", 0)))
+    block = engine.step.model.model.layers[2]
+    block.mlp.up_proj = Noisy(block.mlp.up_proj, "draws")
+    with pytest.raises(UsageError, match="draws random numbers"):
+        engine.accumulate(windows(1)[0])
+
+
 @pytest.mark.parametrize(("calls", "words"), [(0, "did not call its model"), (2, "calls its model 2 times")])
 def test_a_loss_that_does_not_call_its_model_once_is_refused(calls, words):
     plain = TokenLoss()
