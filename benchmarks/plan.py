@@ -186,7 +186,10 @@ def compared(case: Work | Way) -> dict[str, Any]:
 def measured(case: Work | Way) -> int:
     """Return the bytes alive at the peak of an update, weights, gradients and optimizer state included."""
     gc.collect()  # an engine is in cycles, and the last one's tensors would count as this one's
-    others_bytes = torch.cuda.memory_allocated() if default_device().type == "cuda" else 0
+    others_bytes = 0
+    if default_device().type == "cuda":
+        reset_peak_memory(default_device())
+        others_bytes = peak_memory_bytes(default_device())  # what graphs of others hold included
     work = case.work if isinstance(case, Way) else case
     engine: Engine = _streamed(case) if isinstance(case, Way) else _engine(case)
     engine.step.recorder = None  # a replay allocates nothing: it reads and writes what its recording has allocated
