@@ -41,6 +41,15 @@ def test_it_is_attention(groups: int, queries: int, blocks: int, window: int | N
         assert error_within(ours, naive, exact)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_products_of_bf16_are_summed_in_fp32() -> None:
+    query, keys, values, positions = inputs(2, 5, 3)
+    low = [tensor.to(torch.bfloat16) for tensor in (query, keys, values)]
+    naive, exact = (dense(*each, positions, None, "reference") for each in (low, (query, keys, values)))
+    ours = cached_attention(*(tensor.cuda() for tensor in low), positions.cuda()).cpu()
+    assert error_within(ours, naive, exact)
+
+
 COMPILED = [
     False,
     pytest.param(True, marks=pytest.mark.slow),
