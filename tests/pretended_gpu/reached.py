@@ -19,7 +19,7 @@ PACKAGE = Path(__file__).resolve().parents[2] / "src" / "monograph"
 # Lines that no test on a pretended sm_90 executes, by their file and the beginning of their text, with the reason.
 CANNOT = {
     "device.py: raise UsageError(": "a card older than torch's build: tests/test_device.py has one by name",
-    'graph/precision.py: return "this GPU has no bf16': "a card without bf16: tests/graph/test_precision.py has one by name",
+    'graph/precision.py: return "this GPU has no bf16': "a card without bf16: so has tests/graph/test_precision.py",
     "planner/streaming.py: updates +=": "planning for a GPU, which a CPU's tests do",
     "session/ladder.py: torch.cuda.empty_cache()": "a ladder on a card takes minutes",
     "session/session.py: return": "a rank of several, in a process that is not measured: test_ranks.py",
