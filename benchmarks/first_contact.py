@@ -2,7 +2,7 @@
 
     python benchmarks/first_contact.py [FOLDER]
 
-FOLDER has the files of `benchmarks/gpu.sh all` (default benchmarks/results). Predictions are those of
+FOLDER has the files of `benchmarks/gpu.sh all` (default benchmarks/results/gpu). Predictions are those of
 `benchmarks/launches.py` and of `benchmarks/plan.py` on a pretended card, in benchmarks/results.
 """
 
@@ -64,7 +64,7 @@ def memory(found: dict[str, Any], pretended: dict[str, Any]) -> list[list[str]]:
 
 def main() -> None:
     """Print the table, and what is missing or failed."""
-    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "gpu"
     found = {
         name: read(folder / f"{name}.json") for name in ("laws", "train", "memory", "generate", "stream", "ensemble")
     }

@@ -11,7 +11,7 @@
 #         generate: benchmarks/generate_peers.py, beside transformers where that is installed.
 #         ensemble: benchmarks/ensemble_peers.py, beside a loop of CUDA graphs.
 #   ARGUMENTS: for the part's script, for example: benchmarks/gpu.sh train --models 124m --micro-batch 64
-#   OUT:  the folder for the JSON (default benchmarks/results).
+#   OUT:  the folder for the JSON (default benchmarks/results; of `all` benchmarks/results/gpu).
 #   PYTHON: the interpreter (default .venv's, else python3).
 # It installs nothing. On a machine that has PyTorch and no network, carry the wheels of what is missing (pydantic,
 # pydantic_core, annotated_types, typing_inspection for its Python), and put them on the path:
@@ -23,6 +23,7 @@ cd "$(dirname "$0")/.."
 part=${1:-}
 shift || true
 out=${OUT:-benchmarks/results}
+[ "$part" = all ] && out=${OUT:-benchmarks/results/gpu}
 if [ -z "${PYTHON:-}" ]; then
   PYTHON=python3
   [ -x .venv/bin/python ] && PYTHON=.venv/bin/python
@@ -69,7 +70,7 @@ sys.exit(any(result[name]["exit"] not in (0, 5) for name in ("gpu", "laws")))
 PYTHON_END
 }
 
-# The parts in their order of worth; each is begun if a minute is left, and counts as done unless time cut it short.
+# The parts in their order of worth; each is begun if a minute is left. One that failed is done if it had the whole time.
 every() {
   local ends=$((SECONDS + limit)) each left code
   for each in laws train memory generate stream ensemble; do
@@ -81,7 +82,7 @@ every() {
     LIMIT=$left OUT=$out "$0" "$each" || code=$?
     [ -s "$out/$each.json" ] ||
       printf '{"schema": "monograph-failed-1", "part": "%s", "exit": %d}\n' "$each" "$code" >"$out/$each.json"
-    [ "$code" -eq 124 ] && [ "$left" -lt $((limit - 60)) ] || touch "$out/$each.done"
+    if [ "$code" -eq 0 ] || [ "$left" -ge $((limit - 60)) ]; then touch "$out/$each.done"; fi
   done
   "$PYTHON" benchmarks/first_contact.py "$out"
 }

@@ -22,8 +22,8 @@ CANNOT = {
     'graph/precision.py: return "this GPU has no bf16': "a card without bf16: so has tests/graph/test_precision.py",
     "planner/streaming.py: updates +=": "planning for a GPU, which a CPU's tests do",
     "session/ladder.py: torch.cuda.empty_cache()": "a ladder on a card takes minutes",
-    "session/session.py: return": "a rank of several, in a process that is not measured: test_ranks.py",
     "session/warmup.py: return peak_memory_bytes": "the same",
+    "session/session.py: return": "a rank of several, in a process that is not measured: test_ranks.py",
 }
 
 

@@ -122,7 +122,7 @@ def attention(
             "auto": "flex" for a BlockMask, else "sdpa", but "blocks" for bf16 and up to 1,024 keys in a compiled graph
             on a CPU, where a mask that is not causal needs "sdpa".
         kernel: the torch kernel of "sdpa" if there is no mask: torch's own choice, its choice for "repeated" key-value
-            heads, or one by name on a GPU. The only kernel that reads dense masks takes all of them.
+            heads, or one by name on a GPU. For a dense mask it is always torch's choice.
 
     Returns:
         [B, H, T, D] in the dtype of the query.
@@ -152,8 +152,8 @@ def attention(
 def _sdpa(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None, kernel: Kernel) -> Tensor:
     own_keys = query_BHTD.is_cuda and (mask is not None or not _flash_reads(query_BHTD))
     if own_keys or kernel in ("efficient", "repeated"):
-        # The only CUDA kernel that reads a dense mask, or fp32, or runs before sm_80 (memory-efficient) needs as many
-        # key-value heads as query heads; with fewer, torch would take the unfused path.
+        # The only fused kernel that every card has for a dense mask, for fp32, and before sm_80 (memory-efficient)
+        # needs as many key-value heads as query heads; with fewer, torch would take the unfused path.
         key_BKSD, value_BKSD = (_expand(heads, query_BHTD.shape[1]) for heads in (key_BKSD, value_BKSD))
     if kernel in ("torch", "repeated") or mask is not None:
         return F.scaled_dot_product_attention(
