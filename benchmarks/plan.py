@@ -13,15 +13,18 @@ from __future__ import annotations
 import gc
 import random
 import statistics
+import sys
 import time
 from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from typing import Any
 
 import harness
 import torch
 
-from monograph.device import default_device
+from monograph.device import default_device, describe
 from monograph.engine import Engine
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
@@ -40,6 +43,7 @@ GOAL, MEDIAN_GOAL, SECONDS = 0.05, 0.01, 10.0
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 EAGER, CAPTURED = 36, 8
 ON_A_GPU = 6, 10  # the same for a GPU
+BYTES_OF_ONE = 24 * 2**30  # of device memory that a configuration may need
 RESIDENT = 5  # buffers of a streamed model that stay on the device
 STEPS = {"none": "eager", "whole": "whole step", "blocks": "block by block"}
 INSTRUMENTS = {
@@ -68,12 +72,28 @@ def main() -> None:
         scope = "none" if index < eager else ("whole", "blocks")[index % 2]
         work = drawn(draw, index, scope) if device.type == "cpu" or given.smoke else drawn_large(draw, index, scope)
         works.append((STEPS[scope], work))
-    for index, (kind, work_or_way) in enumerate([*works, *kinds]):
-        found["cases"].append({"kind": kind} | compared(work_or_way))
-        print(f"{index + 1}: {kind}: {found['cases'][-1]['error']:+.2%}", flush=True)
-        found["summary"] = summary(found["cases"])
-        harness.write(given.out, found)
+    works += kinds
+    failed = []
+    with ProcessPoolExecutor(at_once(), get_context("spawn")) as pool:
+        futures = [pool.submit(compared, work) for _, work in works]
+        for index, ((kind, work), future) in enumerate(zip(works, futures, strict=True)):
+            try:
+                found["cases"].append({"kind": kind} | future.result())
+            except (RuntimeError, TypeError, ValueError) as error:
+                failed.append({"kind": kind, "work": str(work), "error": str(error)})
+                print(f"{index + 1}: {kind}: {failed[-1]['error'].splitlines()[0]}", flush=True)
+                continue
+            print(f"{index + 1}: {kind}: {found['cases'][-1]['error']:+.2%}", flush=True)
+            found["summary"] = summary(found["cases"])
+            harness.write(given.out, found | ({"failed": failed} if failed else {}))
     print(table(found["cases"]))
+    sys.exit(bool(failed))
+
+
+def at_once() -> int:
+    """Return how many configurations are measured at the same time: each counts its own process's memory."""
+    here = describe()
+    return max(1, min(here.cores // 2, (here.memory_bytes or 0) // BYTES_OF_ONE))
 
 
 def drawn(draw: random.Random, index: int, scope: str) -> Work:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
-from monograph.graph.capture import release
+from monograph.graph.capture import compiled, release
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
@@ -252,6 +252,19 @@ def test_blocks_that_are_graphs_have_flex_attention_on_a_gpu(family):
         assert error_within(ours, naive, truth, k=4)  # see above
     release(engine.step)
     assert isinstance(model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())[1][0], torch.Tensor)
+
+
+@pytest.mark.gpu
+def test_packed_is_separate_without_gradients_on_a_gpu():
+    """Of rows of several blocks, each has its own blocks: no backward pass fixes the layout of their lists."""
+    documents, model = _documents([300, 40, 120, 200, 130, 50]), Llama(CONFIG).cuda()
+    tokens, segments, positions, pieces = _pack(documents, row=384)
+    forward = compiled(lambda *inputs: model(inputs[0], segments=inputs[1], positions=inputs[2]))
+    with torch.no_grad():
+        hidden = forward(tokens.cuda(), segments.cuda(), positions.cuda()).cpu()
+        ours, alone = torch.cat([hidden[piece] for piece in pieces]), torch.cat(_alone_on_gpu(model, documents))
+        exact = torch.cat(_alone(Llama(CONFIG).double(), documents))
+    assert error_within(ours, alone, exact, k=4)  # see above
 
 
 def _alone_on_gpu(model, documents):

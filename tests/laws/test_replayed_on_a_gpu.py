@@ -150,15 +150,17 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was():
 
 
 def test_the_pool_is_part_of_the_peak_and_is_given_back():
+    gc.collect()
+    others = peak_memory_bytes(CARD) - torch.cuda.max_memory_allocated(CARD)  # what earlier tests' graphs hold
     made = engine(CudaGraphs(CARD), tiny_llama(hidden_size=256, intermediate_size=512), micro_batch=32)
     assert made.capture(ragged(32), "aot_eager") is None  # by it flex attention would copy a number to the card
     reset_peak_memory(CARD)
     made.accumulate(ragged(32))
     held, peak = torch.cuda.memory_reserved(CARD), peak_memory_bytes(CARD)
-    assert peak > torch.cuda.max_memory_allocated(CARD)
+    assert peak > torch.cuda.max_memory_allocated(CARD) + others
     assert give_back(made.step)
     gc.collect()
     torch.cuda.empty_cache()
     assert torch.cuda.memory_reserved(CARD) < held
     reset_peak_memory(CARD)
-    assert peak_memory_bytes(CARD) == torch.cuda.max_memory_allocated(CARD)
+    assert peak_memory_bytes(CARD) == torch.cuda.max_memory_allocated(CARD) + others

@@ -16,6 +16,14 @@ if PRELOADED:
     driver.card_waits.restype = driver.card_done_by.restype = ctypes.c_uint64
 
 
+def holds(first: int, end: int) -> bool:
+    """Return whether one piece of memory that a card reaches has all bytes from an address to the last before `end`."""
+    base, size = ctypes.c_uint64(), ctypes.c_size_t()
+    if driver.cuMemGetAddressRange_v2(ctypes.byref(base), ctypes.byref(size), ctypes.c_uint64(first)):
+        return False
+    return end <= base.value + size.value
+
+
 class Grid(NamedTuple):
     x: int
     y: int

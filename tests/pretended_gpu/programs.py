@@ -19,7 +19,7 @@ import triton.language as tl
 from triton._C.libtriton import ir
 from triton.runtime.interpreter import InterpreterBuilder, InterpreterOptions
 
-from pretended_gpu import libdevice
+from pretended_gpu import card, libdevice
 from pretended_gpu.narrow import NARROW, Array, array_dtype, from_memory, memory_dtype, rounded, to_memory
 
 ELEMENTS = 1 << 18  # of one array: more leave the cache, fewer are a longer Python loop
@@ -79,6 +79,9 @@ class Memory:
             return
         first, last = int(addresses.min()), int(addresses.max())
         self.at = (addresses - first) // kept.itemsize
+        if card.PRELOADED and not card.holds(first, last + kept.itemsize):
+            # A card stops here if these pages are nobody's, and else computes with what is not the kernel's.
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
         shape = ((last - first) // kept.itemsize + 1,)
         memory = {"data": (first, False), "shape": shape, "typestr": kept.str, "version": 3}
         self.array = np.asarray(SimpleNamespace(__array_interface__=memory))

@@ -47,6 +47,17 @@ def test_a_kernel_that_fails_says_which() -> None:
     assert failed.value.__notes__ == ["in the Triton kernel increased, programs [0] of (1, 1, 1)"]
 
 
+def test_an_address_outside_of_all_memory_is_an_error() -> None:
+    """On a card it may also be none: that memory can be another tensor's."""
+    x = torch.zeros(32, device="cuda")
+    beyond = torch.cuda.memory_snapshot()[0]["total_size"] // 4
+    with pytest.raises(RuntimeError, match="an illegal memory access was encountered"):
+        increased[(beyond // 8 + 1,)](x, 1, 8)
+    increased[(4,)](torch.zeros(32).pin_memory(), 1, 8)
+    with pytest.raises(RuntimeError, match="an illegal memory access was encountered"):
+        increased[(4,)](torch.zeros(32), 1, 8)
+
+
 # ── what Inductor makes of torch's functions ────────────────────────────────────────────────────
 
 

@@ -75,6 +75,25 @@ def cats_in_parts() -> dict[str, int]:
     return {name: 0} if hasattr(config, name) else {}
 
 
+@functools.cache
+def keep_strides_of_block_masks() -> None:
+    """Fix the strides of a block mask's lists before flex attention's kernel is written with them.
+
+    Without gradients Inductor may choose others for the axis of length 1 afterwards; torch 2.11 does. Rows after the
+    first one then see the wrong keys, or memory that is not theirs.
+    """
+    from torch._inductor.kernel.flex import flex_attention as flex
+
+    realize = flex.maybe_realize
+
+    def fixed(values: list[Any]) -> list[Any]:
+        found = realize(values)
+        flex.freeze_irnodes([x for x in found if hasattr(x, "get_dtype") and not x.get_dtype().is_floating_point])
+        return found
+
+    flex.maybe_realize = fixed
+
+
 def graph_pass(rewrite: Callable[[Any], None], *files: str) -> object:
     """Return a pass for Inductor that calls `rewrite`; its key in the cache is the hash of its sources, `files`."""
     import torch._inductor.custom_graph_pass as passes

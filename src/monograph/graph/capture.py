@@ -220,6 +220,8 @@ def compiled(
         compat.remove_cut_off_libraries()
         # The key of Inductor's cache lacks the vector width: another processor would run wrong code (docs/log.md).
         compat.tell_processors_apart()
+        if torch.cuda.is_available():  # only a GPU's kernel has them in its source
+            compat.keep_strides_of_block_masks()
         # Fused into the loop over a plane, an update's coefficients would be computed again for every 16 elements.
         compat.lower_to_memory(torch.ops.monograph.materialize.default)
         # By default, the partitioner keeps the dense copy of every frozen int8 or nf4 weight for the backward pass, and

@@ -103,7 +103,7 @@ def block_rows(device_type: str, columns: int) -> int:
 
 # An operator, because a compiler would fuse a plain sum into one kernel that reads all products of a loss's chunks,
 # [V, D] each, and so keep all of them in memory. It takes rows that a compiler has padded, or that would be a copy.
-@torch.library.custom_op("monograph::add_product_", mutates_args=("total",), tags=torch.Tag.flexible_layout)
+@torch.library.custom_op("monograph::add_product_", mutates_args=("total",), tags=[torch.Tag.flexible_layout])
 def add_product_(total: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left^T @ right to `total`, over any leading dimensions; the sum of bf16 products is fp32 on a GPU."""
     if total.is_cuda:
