@@ -66,7 +66,8 @@ def main() -> None:
     """Print the table, and what is missing or failed."""
     folder = Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS / "gpu"
     found = {
-        name: read(folder / f"{name}.json") for name in ("laws", "train", "memory", "generate", "stream", "ensemble")
+        name: read(folder / f"{name}.json")
+        for name in ("laws", "train", "kernels", "memory", "generate", "stream", "ensemble")
     }
     launches, pretended = read(RESULTS / "launches.json"), read(RESULTS / "plan_pretended.json")
     rows = [*(laws(found["laws"]) if found["laws"] else [])]

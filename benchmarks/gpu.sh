@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
 # Measures one part on the GPU of this machine and writes its numbers as JSON: benchmarks/gpu.sh PART [ARGUMENTS...]
-#   PART: all, or laws, train, memory, generate, stream or ensemble; each takes at most 9 minutes.
+#   PART: all, or laws, train, kernels, memory, generate, stream or ensemble; each takes at most 9 minutes.
 #         all: as many of the others, in this order, as fit in 9 minutes; the same command goes on with those that are
 #         left, then prints what was predicted without a GPU next to what was measured. What fails is written, too.
 #         laws: the tests that need a GPU, then all laws. train: benchmarks/train.py, which needs neither pydantic nor a
 #         test tool; beside it, where installed, transformers' Trainer (which needs accelerate); first, on small models,
 #         called against replayed micro-steps in one process (only that: gpu.sh train --systems replay).
+#         kernels: benchmarks/kernels.py, where the time of a step goes.
 #         memory: benchmarks/plan.py, predicted beside measured peak memory.
 #         stream: benchmarks/stream.py, streamed, killed and resumed beside resident.
 #         generate: benchmarks/generate_peers.py, beside transformers where that is installed.
@@ -36,13 +37,17 @@ limit=${LIMIT:-540}  # seconds
 pytest_part() {  # NAME SECONDS ARGUMENTS...
   local name=$1 seconds=$2 code=0
   shift 2
-  timeout "$seconds" "$PYTHON" -m pytest -q -p no:cacheprovider --junitxml="$reports/$name.xml" "$@" || code=$?
+  # A plugin that measures speed warns about other workers, which these tests take for an error.
+  timeout "$seconds" "$PYTHON" -m pytest -q -p no:cacheprovider -p no:benchmark --continue-on-collection-errors \
+    "${workers[@]}" --junitxml="$reports/$name.xml" "$@" || code=$?
   echo "$code" >"$reports/$name.exit"
 }
 
 laws() {
   reports=$(mktemp -d)
   trap 'rm -rf "$reports"' EXIT
+  workers=()
+  "$PYTHON" -c "import xdist" 2>/dev/null && workers=(-n $((($(nproc) + 1) / 2)) --dist=worksteal)
   pytest_part gpu $((limit * 56 / 100)) -m "gpu and not slow" tests
   pytest_part laws $((limit * 40 / 100)) -m "not gpu and not slow" tests/laws
   "$PYTHON" - "$reports" "$out/laws.json" <<'PYTHON_END'
@@ -73,7 +78,7 @@ PYTHON_END
 # The parts in their order of worth; each is begun if a minute is left. One that failed is done if it had the whole time.
 every() {
   local ends=$((SECONDS + limit)) each left code
-  for each in laws train memory generate stream ensemble; do
+  for each in laws train kernels memory generate stream ensemble; do
     left=$((ends - SECONDS))
     [ -e "$out/$each.done" ] && continue
     [ "$left" -ge 60 ] || { echo "left for the next time: $each"; continue; }
@@ -90,7 +95,7 @@ every() {
 case $part in
   all) every ;;
   laws) laws ;;
-  train | memory | stream | generate | ensemble)
+  train | kernels | memory | stream | generate | ensemble)
     script="benchmarks/$part.py"
     [ "$part" = generate ] && script=benchmarks/generate_peers.py
     [ "$part" = memory ] && script=benchmarks/plan.py
@@ -99,7 +104,7 @@ case $part in
     timeout "$limit" "$PYTHON" "$script" --out "$out/$part.json" "$@"
     ;;
   *)
-    echo "usage: benchmarks/gpu.sh all|laws|train|memory|generate|stream|ensemble" >&2
+    echo "usage: benchmarks/gpu.sh all|laws|train|kernels|memory|generate|stream|ensemble" >&2
     exit 2
     ;;
 esac

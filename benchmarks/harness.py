@@ -224,7 +224,7 @@ class HostSyncs:
     def __enter__(self) -> HostSyncs:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA])
+            self._profile = profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True)
             self._profile.__enter__()
             self._mark = record_function(_MARK)
             self._mark.__enter__()

@@ -1,8 +1,8 @@
 """Measure where the time of a training step goes on a GPU, kernel by kernel, next to the roofline of `launches.py`.
 
-Each case trains with half of the rows that `launches.py` counts, so that it fits 80 GB. Updates are timed without the profiler; then one update of one
-micro-batch is profiled: milliseconds of matrix products, of attention, of other kernels, of copies, and what is left of
-the update's time, in which the card had nothing to do.
+Each case trains with half of the rows that `launches.py` counts, so that it fits 80 GB. Updates are timed without the
+profiler; then one update of one micro-batch is profiled: milliseconds of matrix products, of attention, of other
+kernels, of copies, and what is left of the update's time, in which the card had nothing to do.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def measured(name: str, case: Case, args: Namespace) -> dict[str, Any]:
         update()
     times = harness.interleaved({"update": update}, args.rounds, device)["update"]
     seconds = harness.spread([each.wall_s for each in times])
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as seen:
+    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
         harness.timed(update, device)
     kernels = by_name(seen)
     tokens_per_s = shape.rows * shape.length / seconds["median"]

@@ -232,7 +232,7 @@ class Products:
     flops = bytes = 0.0
 
     def __enter__(self) -> Products:
-        self._profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+        self._profile = profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True)
         self._profile.__enter__()
         return self
 

@@ -73,7 +73,7 @@ def _results(model, forward, documents):
     readout = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     loss = (hidden * readout.to(hidden.dtype)).sum()
     gradients = torch.autograd.grad(loss, [p for name, p in model.named_parameters() if name != "lm_head.weight"])
-    return [hidden, *gradients]
+    return [hidden.detach(), *gradients]
 
 
 def _alone(model, documents):
@@ -221,6 +221,7 @@ def test_packed_is_separate_when_compiled(compiled_step):
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("impl", ["auto", "sdpa", "reference"])

@@ -134,17 +134,27 @@ def test_blocks_sent_to_the_host_are_called():
     assert lines == ["micro-steps are launched one by one: blocks are recomputed between graphs"]
 
 
-def test_a_capture_that_fails_leaves_the_device_as_it_was():
+@pytest.mark.parametrize("error", ["of the driver", "of the work"])
+def test_a_capture_that_fails_leaves_the_device_as_it_was(error):
     ones = torch.ones(4, device=CARD)
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved(CARD)
 
-    def waits():
+    def fails():
         if torch.cuda.is_current_stream_capturing():
+            torch.empty(2**26, device=CARD)
+            if error == "of the work":
+                raise RuntimeError("no")
             torch.cuda.current_stream().synchronize()
         ones.mul_(2)
 
     with pytest.raises(NotReplayable, match="the capture failed"):
-        Replays(waits, CudaGraphs(CARD)).run(2)
+        Replays(fails, CudaGraphs(CARD)).run(2)
     assert ones.tolist() == [4.0] * 4
+    gc.collect()
+    torch.cuda.empty_cache()
+    assert torch.cuda.memory_reserved(CARD) < held + 2**26
     assert torch.nn.functional.dropout(ones, 0.5).isfinite().all()
     compare(lambda recorder: engine(recorder, Moving(), loss=cross_entropy), ragged, "aot_eager")
 

@@ -156,3 +156,16 @@ def test_the_search_knows_what_an_update_has_alive(make, scope, state, layers):
     work = Work(config, 1, 8, make(state=state), "bf16", scope, "full")
     found = estimate_bytes(work, make.__name__.lower() + ("" if state == "fp32" else f":{state}"))
     assert footprint(work).peak_bytes == pytest.approx(found, rel=0.1)
+
+
+def test_on_a_gpu_query_key_and_value_are_one_product_and_attention_s_result_is_not_copied():
+    """Per token of a block, in bf16: 4 d around the residual sums, q, k, what attention returns, the product of query,
+    key and value, gate, up and what they give; in fp32 two norms' roots, and a sum for each head."""
+    config = tiny_llama(hidden_size=96, num_attention_heads=6, num_key_value_heads=3, intermediate_size=256).config
+    found = []
+    for layers in (2, 3):
+        work = Work(replace(config, num_hidden_layers=layers), 8, 64, AdamW(), "bf16", packed=False, device_type="cuda")
+        found.append(footprint(work).by_origin["activations"])
+    width, query, key_value = 96, 96, 48
+    numbers = 4 * width + (query + key_value + query) + (query + 2 * key_value) + 3 * config.intermediate_size
+    assert found[1] - found[0] == 8 * 64 * (2 * numbers + 4 * (2 + 6))

@@ -21,6 +21,7 @@ from monograph.resident import Resident
 from monograph.stream import Streamed, cuda
 from monograph.stream.cuda import EVENTS, HostThread, Streams, executor
 from monograph.stream.lanes import Home, Immediately, Lanes, Mark, Space, Work
+from numerics import relative_error
 from stream.fake_gpu import CARD, FakeEvent, FakeGpu
 from streamed import EVERY, LAYERS, arguments, by_day, crossed, other_bits, streamed, trained, twin, windows
 
@@ -174,8 +175,12 @@ def test_streamed_on_a_gpu_is_resident_on_it(place: str, precision: str) -> None
         trained(Resident(tiny_llama(**sizes).to(CARD), **changes), windows()),
         trained(Streamed(tiny_llama(**sizes), placement=placement, **changes), windows()),
     ]
-    on_host = [{name: tensor.cpu() for name, tensor in left.items()} for left in results]
-    assert not other_bits(*on_host)
+    resident, ours = ({name: tensor.cpu() for name, tensor in left.items()} for left in results)
+    if placement.where != "host":
+        assert not other_bits(resident, ours)
+    else:  # what the host updates has the host's roots, of which a GPU's differ in the last bit
+        bound = {"fp32": 1e-5, "bf16": 2**-8}[precision]
+        assert [name for name in ours if relative_error(ours[name], resident[name]) > bound] == []
 
 
 @pytest.mark.gpu

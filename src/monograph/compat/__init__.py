@@ -43,6 +43,7 @@ from monograph.compat.inductor import (
 from monograph.compat.operators import (
     allow_recurrent,
     allow_stashes_in_recomputed,
+    end_failed_capture,
     flops_of,
     functional,
     in_transform,
@@ -58,10 +59,11 @@ from monograph.compat.operators import (
 __all__ = [
     "activations_kept", "allow_recurrent", "allow_stashes_in_recomputed", "allow_variants", "aot_eager",
     "as_if_compiling", "cache_attention_kernels", "cache_custom_functions", "captured_graphs", "cats_in_parts",
-    "flops_of", "functional", "graph_breaks", "graph_pass", "graphs_from_cache", "hooks_kept", "in_transform",
-    "is_capture_error", "keep_strides_of_block_masks", "layers", "loops_told", "lower_to_call", "lower_to_memory", "mark_recomputed", "native",
-    "one_graph_under_ddp", "onednn_matmul", "partitioned", "quiet_inputs_of_blocks",
-    "quiet_layout_of_stacked_gradients", "quiet_missing_tf32", "quiet_profiler", "quiet_selective_recompute",
-    "remove_cut_off_libraries", "scaled_mm", "stored_by_graph", "sums_gradients", "tell_processors_apart",
-    "warn_of_loops", "watched_kernels", "without_fast_path", "without_modes", "without_numbers", "writes_in_place",
+    "end_failed_capture", "flops_of", "functional", "graph_breaks", "graph_pass", "graphs_from_cache", "hooks_kept",
+    "in_transform", "is_capture_error", "keep_strides_of_block_masks", "layers", "loops_told", "lower_to_call",
+    "lower_to_memory", "mark_recomputed", "native", "one_graph_under_ddp", "onednn_matmul", "partitioned",
+    "quiet_inputs_of_blocks", "quiet_layout_of_stacked_gradients", "quiet_missing_tf32", "quiet_profiler",
+    "quiet_selective_recompute", "remove_cut_off_libraries", "scaled_mm", "stored_by_graph", "sums_gradients",
+    "tell_processors_apart", "warn_of_loops", "watched_kernels", "without_fast_path", "without_modes",
+    "without_numbers", "writes_in_place",
 ]  # fmt: skip

@@ -6,6 +6,7 @@ Some functions direct or ask the partitioner, which decides what a compiled grap
 from __future__ import annotations
 
 import functools
+import importlib
 import operator
 import os
 import struct
@@ -67,12 +68,24 @@ def tell_processors_apart() -> None:
         config.cpp.simdlen = config.cpp.simdlen or pick_vec_isa().bit_width()
 
 
+@functools.cache
 def cats_in_parts() -> dict[str, int]:
-    """Return the option by which each part of a concatenation has its own kernel, if this torch has it."""
+    """Return the option by which each part of a concatenation has its own kernel."""
     from torch._inductor import config
 
-    name = "max_complex_pointwise_cat_inputs"
-    return {name: 0} if hasattr(config, name) else {}
+    if hasattr(config, name := "max_complex_pointwise_cat_inputs"):
+        return {name: 0}
+    # torch 2.11 has such an option for simple parts only.
+    lowering: Any = importlib.import_module("torch._inductor.lowering")
+    together = lowering.pointwise_cat
+
+    def cat(parts: Any, axis: int) -> Any:
+        if config.max_pointwise_cat_inputs:
+            return together(parts, axis)
+        return lowering.TensorBox(lowering.ir.ConcatKernel.create(parts, axis))
+
+    lowering.pointwise_cat = cat
+    return {"max_pointwise_cat_inputs": 0}
 
 
 @functools.cache
@@ -82,8 +95,7 @@ def keep_strides_of_block_masks() -> None:
     Without gradients Inductor may choose others for the axis of length 1 afterwards; torch 2.11 does. Rows after the
     first one then see the wrong keys, or memory that is not theirs.
     """
-    from torch._inductor.kernel.flex import flex_attention as flex
-
+    flex: Any = importlib.import_module("torch._inductor.kernel.flex.flex_attention")
     realize = flex.maybe_realize
 
     def fixed(values: list[Any]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,6 +36,24 @@ def writes_in_place(operator: Any) -> bool:
 def in_transform() -> bool:
     """Return whether a transform of `torch.func` (vmap, grad) is being applied."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def end_failed_capture(graph: torch.cuda.CUDAGraph, device: torch.device, pool: Any, stream: torch.cuda.Stream) -> None:
+    """Undo what torch leaves of a CUDA graph's capture that did not end.
+
+    Its memory pool stays in use. On torch 2.11 the pool stays open, too, and for the generator of random numbers the
+    capture goes on.
+    """
+    with contextlib.suppress(RuntimeError):
+        graph.pool()
+        return  # it ended, after an error of the captured work
+    with contextlib.suppress(RuntimeError):  # raised where the pool is closed
+        torch._C._cuda_endAllocateToPool(device.index, pool)
+    torch._C._cuda_releasePool(device.index, pool)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the graph is empty
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+            pass
 
 
 def allow_stashes_in_recomputed() -> None:

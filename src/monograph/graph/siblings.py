@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from monograph import compat
 from monograph.graph.family import Family, Sibling, adjacent, mode_of, version_of
@@ -111,7 +112,7 @@ def _obstacles(module: nn.Module) -> dict[str, str]:
             elif any(getattr(layer, hooks) for hooks in HOOKS):
                 obstacles[name] = "it has hooks"
             # A computed weight, such as a parametrized one, cannot be placed next to another.
-            elif type(layer._parameters.get("weight")) is not nn.Parameter:
+            elif type(layer._parameters.get("weight")) not in (nn.Parameter, FakeTensor):
                 obstacles[name] = "its weight is no plain parameter"
             elif tied:
                 obstacles[name] = f"it shares its weight with {tied[0]}"

@@ -167,6 +167,7 @@ class Attention(nn.Module):
         self.head_dim = config.head_dim
         self.impl = impl
         self.kernel: Kernel = "torch"
+        self.device_type = ""
 
     def forward(self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin, mask: Mask, cache: LayerCache | None = None) -> Tensor:
         """Return o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)), norms per head."""
@@ -174,8 +175,8 @@ class Attention(nn.Module):
             projection(hidden_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
             for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
-        query_BHTE = rotate(self.q_norm(query_BHTE), cos_sin_B1TF)
-        key_BKTE = rotate(self.k_norm(key_BKTE), cos_sin_B1TF)
+        query_BHTE = rotate(self.q_norm(query_BHTE), cos_sin_B1TF, self.device_type)
+        key_BKTE = rotate(self.k_norm(key_BKTE), cos_sin_B1TF, self.device_type)
         if cache is None:
             mixed_BHTE = attention(query_BHTE, key_BKTE, value_BKTE, mask, self.impl, self.kernel)
         else:
@@ -351,12 +352,12 @@ class Llama(nn.Module):
         """Return the logits over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
         return self.lm_head(hidden_BTD)
 
-    def use_attention(self, impl: Impl, kernel: Kernel = "torch") -> None:
-        """Set the attention implementation, as the argument `attention` does, and its torch kernel."""
+    def use_attention(self, impl: Impl, kernel: Kernel = "torch", device_type: str = "") -> None:
+        """Set the attention implementation, as the argument `attention` does, its torch kernel, `rotate`'s device."""
         self.attention = impl
         for block in self.model.layers:
             attention = cast(Block, block).self_attn
-            attention.impl, attention.kernel = impl, kernel
+            attention.impl, attention.kernel, attention.device_type = impl, kernel, device_type
 
     def tie_weights(self) -> None:
         """Share the embedding matrix with the head if the configuration ties them; repeat it after replacing either."""

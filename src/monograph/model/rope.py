@@ -78,18 +78,19 @@ def cos_sin(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype) -> Co
     return materialize(angles_B1TF.cos()), materialize(angles_B1TF.sin())
 
 
-def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin) -> Tensor:
+def rotate(heads_BHTD: Tensor, cos_sin_B1TF: CosSin, device_type: str = "") -> Tensor:
     """Rotate the pair (x[i], x[i + D/2]) of every head by the angle of its position and frequency i.
 
         y[i]       = x[i] cos - x[i + D/2] sin
         y[i + D/2] = x[i + D/2] cos + x[i] sin
 
-    Pairs are halves of the head, as in Hugging Face checkpoints, not neighbours as in Meta's own.
+    Pairs are halves of the head, as in Hugging Face checkpoints, not neighbours as in Meta's own. With a `device_type`
+    it is computed as on such a device.
 
     Returns:
         [B, H, T, D] in the dtype of the heads; the rotation is computed in the cosine's dtype and rounded once.
     """
-    if heads_BHTD.is_cuda:
+    if (device_type or heads_BHTD.device.type) == "cuda":
         # In the order [B, T, H, D] of the projections' outputs, attention's result needs no copy for the one after it.
         cos_BT1F, sin_BT1F = (tensor.transpose(1, 2) for tensor in cos_sin_B1TF)
         return _rotated_on_cuda(heads_BHTD.transpose(1, 2), cos_BT1F, sin_BT1F).transpose(1, 2)

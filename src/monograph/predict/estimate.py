@@ -51,7 +51,8 @@ def stored_numbers(work: Work, remat: str | float) -> float:
 
     Let d be the hidden size, q = query width / d, r = key-value width / d and phi = d_ff / d.
 
-        captured, nothing recomputed     d (4 + 2q + 2r + 3 phi), as elementwise code is fused
+        captured, nothing recomputed     d (4 + 2q + 2r + 3 phi), as elementwise code is fused; q + r more where query,
+                                         key and value are one product, which is kept for the value
         eager, nothing recomputed        d (7 + 2q + 2r + 4 phi), what each operation keeps; below fp32 4 d more, for
                                          the fp32 copies of the norms
         pointwise                        d (2 + 2q + 2r + 2 phi), the products alone
@@ -70,7 +71,8 @@ def stored_numbers(work: Work, remat: str | float) -> float:
         return width + _kept(work, remat).stored_bytes
     if work.compile != "none":
         scores = SCORE_NUMBERS * score_numbers(work)
-        return 4 * width + 2 * query + 2 * key_value + 3 * config.intermediate_size + scores
+        joined = query + key_value if work.fused and not work.lora else 0
+        return 4 * width + 2 * query + 2 * key_value + joined + 3 * config.intermediate_size + scores
     fp32_copies = 4 * width if work.precision != "fp32" else 0
     return 7 * width + 2 * query + 2 * key_value + 4 * config.intermediate_size + fp32_copies
 

@@ -258,7 +258,7 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
     with FakeMemory(work.config.vocab_size, work.device_type, graphs) as memory:
         model = Llama(work.config)
         if work.device_type == "cuda":  # fused attention without a mask stands in for flex attention
-            model.use_attention("sdpa", "repeated" if work.repeats_heads else "torch")
+            model.use_attention("sdpa", "repeated" if work.repeats_heads else "torch", "cuda")
         planes = functools.partial(on_device, fused=work.fused)
         if work.lora:
             put(model, work.lora, precision=Precision(work.precision))

@@ -115,7 +115,7 @@ class LiveBytes:
     def __init__(self) -> None:
         self.peak_bytes = 0
         self.kept_bytes = 0
-        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
     def __enter__(self) -> LiveBytes:
         compat.quiet_profiler()

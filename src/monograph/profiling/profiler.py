@@ -192,7 +192,7 @@ def _watched(engine: Engine, windows: Iterator[Any], update_s: float) -> tuple[t
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * (engine.step.device.type == "cuda")
     tries: list[tuple[torch.profiler.profile, float]] = []
     for _ in range(WATCHES):
-        watching = torch.profiler.profile(activities=activities, record_shapes=True)
+        watching = torch.profiler.profile(activities=activities, record_shapes=True, acc_events=True)
         try:
             with watched_kernels(), watching, _spans(engine):
                 _update(engine, _next(windows))  # the first profiled one takes longer
@@ -320,7 +320,7 @@ def _event_s() -> float:
     """
     one, times = torch.zeros(1), dict[bool, list[float]]({False: [], True: []})
     for watched in (False, True) * ROUNDS:
-        watching = torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True)
+        watching = torch.profiler.profile(activities=[ProfilerActivity.CPU], record_shapes=True, acc_events=True)
         with watching if watched else nullcontext():
             torch.neg(one)
             began = clock()
