@@ -51,6 +51,20 @@ def train(found: dict[str, Any], launches: dict[str, Any]) -> list[list[str]]:
     return rows
 
 
+def kernels(found: dict[str, Any], launches: dict[str, Any]) -> list[list[str]]:
+    """Return the lines of where a step's time goes, for as many tokens as were measured."""
+    counted = {case["case"]: case for case in launches.get("cases", [])}
+    rows = []
+    for case in found.get("cases", []):
+        if (of := counted.get(case["case"])) is None or "error" in case:
+            continue
+        share, roof = case["rows"] * case["length"] / (of["rows"] * of["length"]), of["roofline"]["H200"]
+        for kind, part in (("products", "products"), ("attention", "attention"), ("others", "triton")):
+            least = share * roof[part] + (roof["update"] if kind == "others" else 0)
+            rows.append([f"{case['case']}, {kind}", f"{least:.1f} ms", f"{case['milliseconds'][kind]:.1f} ms"])
+    return rows
+
+
 def memory(found: dict[str, Any], pretended: dict[str, Any]) -> list[list[str]]:
     """Return the lines of the plan's worst error, by kind of step."""
     rows = []
@@ -71,7 +85,8 @@ def main() -> None:
     }
     launches, pretended = read(RESULTS / "launches.json"), read(RESULTS / "plan_pretended.json")
     rows = [*(laws(found["laws"]) if found["laws"] else [])]
-    rows += [*train(found["train"], launches), *memory(found["memory"], pretended)]
+    rows += [*train(found["train"], launches), *kernels(found["kernels"], launches)]
+    rows += memory(found["memory"], pretended)
     harness.print_table(["", "predicted", "measured"], rows)
     for name, result in found.items():
         if not result:

@@ -81,7 +81,8 @@ def measured(name: str, case: Case, args: Namespace) -> dict[str, Any]:
         update()
     times = harness.interleaved({"update": update}, args.rounds, device)["update"]
     seconds = harness.spread([each.wall_s for each in times])
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as seen:
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
+    with profile(activities=activities, acc_events=True) as seen:
         harness.timed(update, device)
     kernels = by_name(seen)
     tokens_per_s = shape.rows * shape.length / seconds["median"]

@@ -24,7 +24,7 @@ def pages() -> dict[Path, list[str]]:
         "docs/sweep.md": [tables.sweeping()],
         "docs/profile.md": [tables.changing()],
         "docs/distributed.md": [tables.sharing()],
-        "docs/gpu.md": [tables.launching(), tables.limiting(), tables.assembling(), tables.taking()],
+        "docs/gpu.md": [tables.launching(), tables.limiting(), tables.assembling(), tables.taking(), tables.timing()],
     }
     return {ROOT / name: shown for name, shown in made.items()}
 

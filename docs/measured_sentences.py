@@ -29,6 +29,19 @@ def start(found: Found) -> str:
     return ", ".join(f"{case['shape']} {case['warm_over_cold']['median']:.2f} ×" for case in found["cases"])
 
 
+def train(found: Found) -> str:
+    """Tokens per second and share of the card's rate, and the speed over the peer's where it was measured."""
+    lines = []
+    for case in found["cases"]:
+        if case["system"] != "monograph":
+            continue
+        rate, of = case["tokens_per_s"]["median"], f"{case['mfu']:.1%}"
+        peers = [p for p in found["cases"] if p["model"] == case["model"] and p["system"] == "trainer"]
+        ratios = [f", {rate / p['tokens_per_s']['median']:.2f} × Trainer" for p in peers if "tokens_per_s" in p]
+        lines.append(f"{case['model']}: {rate:,.0f} tokens/s, {of} of the datasheet's FLOP/s{''.join(ratios)}")
+    return "; ".join(lines)
+
+
 def loss(found: Found) -> str:
     """Memory and time of the chunked loss, divided by those of dense logits, for the worst size and dtype."""
     lines = []
@@ -230,6 +243,11 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     "first_run": ("held-out text, a first model like that of `make train`, two seeds (lower is better)", first_run),
     "steps": ("tokens/s of a step as one graph, compared with the same step in eager mode (bf16)", steps),
     "start": ("time to the first update with a warm compile cache, compared with a cold one", start),
+    "gpu/train": (
+        "tokens/s on a GPU, bf16, one document a row, compared with transformers' Trainer with `torch_compile` "
+        "([how](docs/gpu.md#measured-on-a-card))",
+        train,
+    ),
     "train_peers": ("tokens/s compared with compiled peers, fp32, one thread ([how](docs/peers.md))", train_peers),
     "time_to_quality": ("held-out bits per byte compared with compiled peers ([how](docs/peers.md))", time_to_quality),
     "generate_peers": (

@@ -26,8 +26,8 @@ def table() -> str:
     """Return one row per script, with the machine that it ran on."""
     lines = ["| measured | figure | machine, printed by |", "|---|---|---|"]
     for name, (what, sentence) in ROWS.items():
-        script = f"[benchmarks/{name}.py](benchmarks/{name}.py)"
-        found = result(name)
+        path = f"benchmarks/{name.removeprefix('gpu/')}.py"
+        script, found = f"[{path}]({path})", result(name)
         at = found["machine"]
         lines.append(f"| {what} | {sentence(found)} | {at['device']}, {at['cores']} cores, {script} |")
     return "\n".join(lines)
@@ -177,6 +177,24 @@ def taking() -> str:
     of_steps = {name: of for name, of in result("plan_pretended")["summary"].items() if isinstance(of, dict)}
     for name, of in of_steps.items():
         lines.append(f"| {name} | {of['cases']} | {of['worst']:.1%} | {of['median']:.1%} |")
+    return "\n".join(lines)
+
+
+def timing() -> str:
+    """Return where the time of a step went on a card, by benchmarks/kernels.py, under what was expected of it."""
+    expected = {case["case"]: case for case in result("launches")["cases"]}
+    lines = [
+        "| model | rows x tokens | | products | attention | other kernels | copies | nothing |",
+        "|---" * 8 + "|",
+    ]
+    for case in result("gpu/kernels")["cases"]:
+        counted, took, rows = expected[case["case"]], case["milliseconds"], f"{case['rows']} x {case['length']}"
+        share = case["rows"] * case["length"] / (counted["rows"] * counted["length"])
+        roof = counted["roofline"]["H200"]
+        least = (share * roof["products"], share * roof["attention"], share * roof["triton"] + roof["update"])
+        lines.append(f"| {case['case']} | {rows} | expected | {' | '.join(f'{ms:.1f} ms' for ms in least)} | | |")
+        kinds = ("products", "attention", "others", "copies", "nothing")
+        lines.append(f"| | | measured | {' | '.join(f'{took[kind]:.1f} ms' for kind in kinds)} |")
     return "\n".join(lines)
 
 

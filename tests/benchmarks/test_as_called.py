@@ -84,7 +84,9 @@ def test_gpu_sh_all_goes_on_and_writes_what_failed(tmp_path):
         "part": "memory",
         "exit": 3,
     }
-    every = [f"benchmarks/{name}.py" for name in ("train", "plan", "generate_peers", "stream", "ensemble_peers")]
+    every = [
+        f"benchmarks/{name}.py" for name in ("train", "kernels", "plan", "generate_peers", "stream", "ensemble_peers")
+    ]
     assert called.read_text().split() == every
     (out / "stream.done").unlink()  # as if a part had been cut short
     said = run(LIMIT="30")

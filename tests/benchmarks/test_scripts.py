@@ -39,6 +39,15 @@ def test_launches_are_counted_on_a_pretended_card_alone(name, script, monkeypatc
         script(name).main()
 
 
+def test_kernels(script, monkeypatch, tmp_path):
+    """That a CPU runs none of a card's kernels is left as time in which the card had nothing to do."""
+    kernels = script("kernels")
+    monkeypatch.setattr(kernels.Resident, "capture", lambda engine, window, scope: None)
+    [case] = smoke(kernels, monkeypatch, tmp_path / "found.json")["cases"]
+    assert case["kernels"] == [] and case["milliseconds"]["nothing"] > 0
+    assert kernels.kind_of("nvjet_sm90_tst_256x128") == "products" and kernels.kind_of("triton_poi_x") == "others"
+
+
 def test_sampler(script, monkeypatch, tmp_path):
     sampler = script("sampler")
     monkeypatch.setattr(sampler, "compiled", lambda function: function)

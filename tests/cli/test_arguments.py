@@ -95,7 +95,7 @@ def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
     assert exported == (("last",), {"to": Path("there"), "format": "gguf", "dtype": "q8_0"})
     assert shown[0][0].train.seed == 1 and shown[1] == {"row": 3}
     assert built[0][0].train.seed == 0 and built[1] == {}
-    assert checked == ((None,), {"json": False})
+    assert checked == ((None,), {"laws": False, "json": False})
     assert profiled[0][0].train.seed == 2 and profiled[1] == {"out": Path("there"), "json": False}
 
 

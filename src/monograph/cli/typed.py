@@ -303,12 +303,13 @@ def check(
     run: Annotated[
         str | None, typer.Argument(metavar="[RUN]", help="verify this run's or model's files; default: this machine")
     ] = None,
+    laws: Annotated[bool, typer.Option("--laws", help="compare fast paths with slow ones here, in minutes")] = False,
     json: Json = False,
 ) -> int:
     """Say whether this machine or a run is in order."""
     from monograph.commands.check import run as command
 
-    return interrupts.working(command)(run, json=json)
+    return interrupts.working(command)(run, laws=laws, json=json)
 
 
 def _trust(said: bool) -> None:

@@ -13,7 +13,7 @@ import torch
 
 from monograph import __version__, checkpointing
 from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
-from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable
+from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable, UsageError
 from monograph.profiling.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.report.quantities import gibibytes, megabytes
 from monograph.run import recorded_state
@@ -29,9 +29,13 @@ from monograph.storage.reading import entries, exists, is_folder
 from monograph.text.tokenizer import Tokenizer
 
 
-def run(run: str | None, *, json: bool) -> int:
+def run(run: str | None, *, laws: bool, json: bool) -> int:
     """Print one fact a line, then raise the first fault; with `json`, also print one object with units in its keys."""
-    if run is None:
+    if laws:
+        if run is not None:
+            raise UsageError(f"--laws compares computations of this machine, and {run} has none: leave it out")
+        facts, lines, error = _laws()
+    elif run is None:
         facts, lines, error = *_machine(), None
     elif not names_run(run) and is_folder(run):
         facts, lines, error = _folder(run)
@@ -44,6 +48,22 @@ def run(run: str | None, *, json: bool) -> int:
     if error:
         raise error
     return 0
+
+
+def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
+    """Compare fast paths with slow ones; a line is printed as soon as it is known."""
+    from monograph.profiling.laws import laws
+
+    keep_compiled()
+    device, found = default_device(), []
+    print(f"{'machine':<40}{describe().summary}; one to three minutes")
+    for law in laws(device):
+        print(f"{law.name:<40}{law.said}", flush=True)
+        found.append(law)
+    broken = [law.name for law in found if not law.holds]
+    facts = {"laws": [{**law._asdict(), "holds": law.holds} for law in found]}
+    said = f"computes wrong on this machine with torch {torch.__version__}: {'; '.join(broken)}; please report it"
+    return facts, {}, MonographError(said) if broken else None
 
 
 def _machine() -> tuple[dict[str, Any], dict[str, str]]:

@@ -275,15 +275,17 @@ class Way:
         """Return the bytes on the device next to planes, by origin; all but boundaries and masks are estimates."""
         work, number = self.work, self.work.number_bytes
         config, tokens = work.config, work.tokens
-        inside = stored_numbers(work, work.remat) * number * tokens * self.blocks_per_stage
+        # The first block's input is the stage's, which is at a boundary.
+        inside = stored_numbers(work, work.remat) * number * tokens * self.blocks_per_stage - work.input_bytes
         head = config.vocab_size * config.hidden_size
         chunks = chunk_count(tokens, config.vocab_size, work.device_type)
-        # A block's backward pass begins with the gradients of gate, up and their product, and ends with those of its
-        # weights, where products do not add them. A chunk's logits become their gradient, next to the rounded head.
+        # A block's backward pass begins with the gradients of gate, up and their product (in a graph the product itself
+        # is gone by then), and ends with those of its weights, where products do not add them. A chunk's logits become
+        # their gradient, next to the rounded head.
         eager, rounded, added = work.compile == "none", number % 4, 0 if work.fused else 4
         weights = sum(plane.numbers for plane in self.stages.middle) / self.blocks_per_stage
         again = stored_numbers(work, "none") - stored_numbers(work, work.remat)  # in the block that is recomputed
-        block = (again + 3 * config.intermediate_size) * number * tokens + added * weights
+        block = (again + (3 if eager else 2) * config.intermediate_size) * number * tokens + added * weights
         loss = tokens / chunks * config.vocab_size * ((8 if eager else number) + (rounded or 4 * (not eager)))
         # The head's gradient adds up over chunks; that of one chunk follows its logits.
         loss += head * (rounded + (4 if eager or chunks > 1 else added)) + 2 * work.input_bytes
