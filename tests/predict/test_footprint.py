@@ -113,7 +113,7 @@ def test_no_update_is_traced_at_its_full_depth(optim, scope, monkeypatch):
 
     # Few tokens, so that the update is the peak.
     work = Work(
-        tiny_llama(num_hidden_layers=4, hidden_size=64, intermediate_size=192).config, 1, 4, optim, "bf16", scope
+        tiny_llama(num_hidden_layers=4, hidden_size=64, intermediate_size=192).config, 1, 4, optim, "fp32", scope
     )
     whole = footprint_of(curves(work))
     monkeypatch.setattr(footprint_module, "_curves", spy)
