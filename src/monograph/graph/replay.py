@@ -77,12 +77,14 @@ class CudaGraphs:
 
     def record(self, work: Work) -> Graph:
         """Capture the work; other threads, such as one that fills page-locked memory, may go on meanwhile."""
-        graph = torch.cuda.CUDAGraph()
+        graph, begun = torch.cuda.CUDAGraph(), False
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                begun = True
                 work()
         except BaseException:
-            compat.end_failed_capture(graph, self.device, self._pool, self._stream)
+            if begun:
+                compat.end_failed_capture(graph, self.device, self._pool, self._stream)
             raise
         return graph
 
