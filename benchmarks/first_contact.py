@@ -52,7 +52,7 @@ def train(found: dict[str, Any], launches: dict[str, Any]) -> list[list[str]]:
     predicted = {case["case"]: case["roofline"] for case in launches.get("cases", [])}
     rows = []
     for case in found.get("cases", []):
-        if case["model"] in SHAPES and case["system"] == "monograph":
+        if case["model"] in SHAPES and case["system"] == "monograph":  # of packed rows, which cost a little more
             most = predicted.get(SHAPES[case["model"]], {}).get(card, {}).get("mfu")
             measured = f"{case['mfu']:.1%}" if case.get("mfu") else case.get("error", "-")
             rows.append([f"MFU, {case['model']}", f"{most:.1%} at most" if most else "-", measured])

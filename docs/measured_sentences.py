@@ -33,7 +33,7 @@ def train(found: Found) -> str:
     """Tokens per second and share of the card's rate, and the speed over the peer's where it was measured."""
     lines = []
     for case in found["cases"]:
-        if case["system"] != "monograph":
+        if case["system"] != "monograph" or "error" in case:
             continue
         rate, of = case["tokens_per_s"]["median"], f"{case['mfu']:.1%}"
         peers = [p for p in found["cases"] if p["model"] == case["model"] and p["system"] == "trainer"]

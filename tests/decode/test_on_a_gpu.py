@@ -60,7 +60,7 @@ def test_a_thousand_steps_copy_four_bytes_a_row_and_step() -> None:
     replay, copies = machine.replays.run, list[Any]()
 
     def watched(times: int, *variant: Any) -> None:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
             replay(times, *variant)
             torch.cuda.synchronize()
         copies.extend(event for event in profile.events() if "Memcpy" in event.name and "DtoD" not in event.name)

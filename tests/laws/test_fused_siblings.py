@@ -111,7 +111,7 @@ def test_one_product_for_each_family(name):
     module = build()
     counts = []
     for _ in range(2):
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             both(module, example)
         counts.append({e.key: e.count for e in profile.key_averages()}["aten::linear"])
         fuse_siblings(module, given(example, torch.float32))

@@ -149,8 +149,10 @@ def test_a_capture_that_fails_leaves_the_device_as_it_was(error):
             torch.cuda.current_stream().synchronize()
         ones.mul_(2)
 
+    stream = torch.cuda.current_stream(CARD)
     with pytest.raises(NotReplayable, match="the capture failed"):
         Replays(fails, CudaGraphs(CARD)).run(2)
+    assert torch.cuda.current_stream(CARD) == stream
     assert ones.tolist() == [4.0] * 4
     gc.collect()
     torch.cuda.empty_cache()

@@ -7,38 +7,60 @@ import json
 import math
 
 import pytest
+import torch
 
 from cli.called import monograph_
 from monograph.device import default_device
 from monograph.profiling import laws as module
-from monograph.profiling.laws import Law, laws
+from monograph.profiling.laws import Compared, laws
+
+CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
     ("law", "said"),
     [
-        (Law("a", 1e-7, 2e-7), "1.0e-07 off, at most 2.0e-07"),
-        (Law("a", 3e-7, 2e-7), "BROKEN: 3.0e-07 off, at most 2.0e-07"),
-        (Law("a", math.nan, 2e-7), "BROKEN: nan off, at most 2.0e-07"),
-        (Law("a", 0, 0), "equal"),
-        (Law("a", 2, 0), "BROKEN: 2 differ"),
+        (Compared(1e-7, 2e-7), "1.0e-07 off, at most 2.0e-07"),
+        (Compared(3e-7, 2e-7), "BROKEN: 3.0e-07 off, at most 2.0e-07"),
+        (Compared(math.nan, 2e-7), "BROKEN: nan off, at most 2.0e-07"),
+        (Compared(0, 0), "0 differ"),
+        (Compared(2, 0), "BROKEN: 2 differ"),
+        (Compared(0, 0, "nothing is replayed"), "BROKEN: nothing is replayed"),
     ],
 )
 def test_a_law_says_how_far_off_it_is(law, said):
     assert law.said == said and law.holds == ("BROKEN" not in said)
 
 
-def test_a_broken_law_is_an_error(monkeypatch, capsys):
-    found = [Law("compiled = eager, fp32", 1.0, 2e-7), Law("streamed = resident, fp32", 0, 0)]
+def test_a_broken_law_is_an_error_and_the_others_are_compared_all_the_same(monkeypatch, capsys):
+    def fails():
+        raise RuntimeError("CUDA error: an illegal memory access\nmore")
+
+    found = [("a", lambda: Compared(math.nan, 2e-7)), ("b", fails), ("c", lambda: Compared(0, 0))]
     monkeypatch.setattr(module, "laws", lambda device: iter(found))
     assert monograph_("check", "--laws", "--json") == 1
     out, error = capsys.readouterr()
-    assert "BROKEN: 1.0e+00 off" in out and "equal" in out
-    assert [law["holds"] for law in json.loads(out.splitlines()[-1])["laws"]] == [False, True]
-    assert "computes wrong on this machine" in error and error.count("compiled = eager, fp32") == 1
+    told = json.loads(out.splitlines()[-1], parse_constant=pytest.fail)
+    assert [(law["holds"], law["error"]) for law in told["laws"]] == [(False, None), (False, None), (True, 0)]
+    assert "RuntimeError: CUDA error: an illegal memory access\n" in out and "a; b" in error
     assert monograph_("check", "--laws", "a_run") == 2
+
+
+def test_a_fault_breaks_its_law(monkeypatch):
+    """Documents that see each other, and an update that one engine makes otherwise."""
+    eager = {name: compare for name, compare in laws(CPU) if name.startswith(("packed", "streamed"))}
+    assert list(eager) == [f"{what} = {slow}, {name}" for name in ("fp32", "bf16")
+                           for what, slow in (("packed", "separate"), ("streamed", "resident"))]  # fmt: skip
+    assert eager["packed = separate, fp32"]().holds and eager["streamed = resident, fp32"]().holds
+    rows, alone = module._windows()
+    monkeypatch.setattr(module, "_windows", lambda: ({**rows, "segments": rows["segments"].clamp(max=1)}, alone))
+    small = module._Small(CPU, "fp32")
+    assert not small.off(small.engine).holds
+    monkeypatch.setattr(module.Resident, "update", lambda engine: None)
+    assert small.streamed().error > 0
 
 
 @pytest.mark.slow
 def test_all_laws_hold_here():
-    assert [law for law in laws(default_device()) if not law.holds] == []
+    found = {name: compare() for name, compare in laws(default_device())}
+    assert len(found) >= 9 and [name for name, law in found.items() if not law.holds] == []

@@ -97,7 +97,7 @@ def test_products_that_graphs_call_past_the_dispatcher_are_seen() -> None:
     lower_to_call(torch.ops.monograph.small_matmul.default, matmul.small_out)
     left, right, out = torch.randn(64, 48), torch.randn(48, 64), torch.empty(64, 64)
     before = extern_kernels.monograph_small_matmul
-    with watched_kernels(), torch.profiler.profile(record_shapes=True) as watching:
+    with watched_kernels(), torch.profiler.profile(record_shapes=True, acc_events=True) as watching:
         extern_kernels.monograph_small_matmul(left, right, out=out)
     assert extern_kernels.monograph_small_matmul is before
     [seen] = [each for each in watching.events() if each.name == "monograph::small_matmul"]
@@ -215,7 +215,7 @@ def test_a_real_step_captured(tmp_path) -> None:
 def test_a_trace_is_read_whatever_its_folder_is_called(tmp_path) -> None:
     folder = tmp_path / 'a "b" \\ é\n'
     folder.mkdir()
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as watched:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as watched:
         torch.zeros(2).neg()
     found = _exported(watched, folder / "trace.json")
     assert found == json.loads((folder / "trace.json").read_text()) and found["traceName"] == str(folder / "trace.json")

@@ -51,17 +51,24 @@ def run(run: str | None, *, laws: bool, json: bool) -> int:
 
 
 def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
-    """Compare fast paths with slow ones; a line is printed as soon as it is known."""
-    from monograph.profiling.laws import laws
+    """Compare fast paths with slow ones; a law's name is printed first, as its comparison may end the process."""
+    from monograph.profiling.laws import Compared, laws
 
     keep_compiled()
-    device, found = default_device(), []
+    device, found = default_device(), dict[str, Compared]()
     print(f"{'machine':<40}{describe().summary}; one to three minutes")
-    for law in laws(device):
-        print(f"{law.name:<40}{law.said}", flush=True)
-        found.append(law)
-    broken = [law.name for law in found if not law.holds]
-    facts = {"laws": [{**law._asdict(), "holds": law.holds} for law in found]}
+    for name, compare in laws(device):
+        print(f"{name:<40}", end="", flush=True)
+        try:
+            found[name] = compare()
+        except Exception as error:  # of torch or a driver: the other laws are compared all the same
+            found[name] = Compared(float("inf"), 0, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+        print(found[name].said)
+    broken = [name for name, law in found.items() if not law.holds]
+    listed = [{"name": name, "holds": law.holds, **law._asdict()} for name, law in found.items()]
+    # JSON has no infinity, and no NaN.
+    listed = [each | {"error": each["error"] if each["error"] < float("inf") else None} for each in listed]
+    facts = {"device": describe().name, "torch_version": torch.__version__, "laws": listed}
     said = f"computes wrong on this machine with torch {torch.__version__}: {'; '.join(broken)}; please report it"
     return facts, {}, MonographError(said) if broken else None
 

@@ -77,12 +77,13 @@ class CudaGraphs:
 
     def record(self, work: Work) -> Graph:
         """Capture the work; other threads, such as one that fills page-locked memory, may go on meanwhile."""
-        graph, begun = torch.cuda.CUDAGraph(), False
+        graph, begun, current = torch.cuda.CUDAGraph(), False, torch.cuda.current_stream(self.device)
         try:
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 begun = True
                 work()
         except BaseException:
+            torch.cuda.set_stream(current)  # torch leaves its own one if the capture cannot end
             if begun:
                 compat.end_failed_capture(graph, self.device, self._pool, self._stream)
             raise
