@@ -60,6 +60,12 @@ def test_a_fault_breaks_its_law(monkeypatch):
     assert small.streamed().error > 0
 
 
+@pytest.mark.gpu
+def test_replayed_updates_are_compared_with_called_ones_on_a_gpu():
+    found = dict(laws(torch.device("cuda", 0)))["replayed = called, fp32"]()
+    assert found.holds, found.said
+
+
 @pytest.mark.slow
 def test_all_laws_hold_here():
     found = {name: compare() for name, compare in laws(default_device())}
