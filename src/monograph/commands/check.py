@@ -29,7 +29,7 @@ from monograph.storage.reading import entries, exists, is_folder
 from monograph.text.tokenizer import Tokenizer
 
 
-def run(run: str | None, *, laws: bool, json: bool) -> int:
+def run(run: str | None, *, laws: bool = False, json: bool) -> int:
     """Print one fact a line, then raise the first fault; with `json`, also print one object with units in its keys."""
     if laws:
         if run is not None:

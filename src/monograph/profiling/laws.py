@@ -174,7 +174,7 @@ def _one_order() -> Iterator[None]:
 @torch.no_grad()
 def _generated(device: torch.device) -> Compared:
     """Compare the likeliest tokens that the decode graph writes with those of whole forward passes."""
-    model, slots = Llama(SHAPE).to(device).eval(), PROMPT + WRITTEN
+    model, slots = Llama(SHAPE).to(device).train(False), PROMPT + WRITTEN
     ids = _windows()[1]["tokens"][0, :PROMPT].to(device)
     generator = Generator(
         model, chain_of([Sampling(0)]), rows=1, slots=slots, vocabulary=SHAPE.vocab_size, compiled=True
