@@ -34,13 +34,8 @@ def laws(found: dict[str, Any]) -> list[list[str]]:
             continue
         passed = run.get("tests", 0) - sum(run.get(key, 0) for key in ("failures", "errors", "skipped"))
         failed = [each.rpartition(".")[2] for each in run.get("failed", [])]
-        wrong = (
-            f"{len(failed)} failed: {failed[0]}, ..."
-            if failed
-            else "out of time"
-            if run["exit"] == 124
-            else "none failed"
-        )
+        wrong = f"{len(failed)} failed: {failed[0]}, ..." if failed else "none failed"
+        wrong = "out of time" if run["exit"] == 124 else wrong
         rows.append([f"laws, {name}", "all hold", f"{passed} passed, {wrong}"])
     return rows
 

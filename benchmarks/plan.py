@@ -104,7 +104,7 @@ def attempted(work: Work | Way) -> dict[str, Any]:
     try:
         return compared(work)
     except Exception as error:
-        return {"error_of_step": str(error).splitlines()[0]}
+        return {"error_of_step": repr(error).partition("\\n")[0]}
 
 
 def drawn(draw: random.Random, index: int, scope: str) -> Work:

@@ -36,13 +36,16 @@ def test_a_broken_law_is_an_error_and_the_others_are_compared_all_the_same(monke
     def fails():
         raise RuntimeError("CUDA error: an illegal memory access\nmore")
 
-    found = [("a", lambda: Compared(math.nan, 2e-7)), ("b", fails), ("c", lambda: Compared(0, 0))]
+    def says_nothing():
+        raise AssertionError
+
+    found = [("a", lambda: Compared(math.nan, 2e-7)), ("b", fails), ("s", says_nothing), ("c", lambda: Compared(0, 0))]
     monkeypatch.setattr(module, "laws", lambda device: iter(found))
     assert monograph_("check", "--laws", "--json") == 1
     out, error = capsys.readouterr()
     told = json.loads(out.splitlines()[-1], parse_constant=pytest.fail)
-    assert [(law["holds"], law["error"]) for law in told["laws"]] == [(False, None), (False, None), (True, 0)]
-    assert "RuntimeError: CUDA error: an illegal memory access\n" in out and "a; b" in error
+    assert [(law["holds"], law["error"]) for law in told["laws"]] == [(False, None)] * 3 + [(True, 0)]
+    assert "RuntimeError: CUDA error: an illegal memory access\n" in out and "a; b; s" in error
     assert monograph_("check", "--laws", "a_run") == 2
 
 

@@ -62,7 +62,7 @@ def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
         try:
             found[name] = compare()
         except Exception as error:  # of torch or a driver: the other laws are compared all the same
-            found[name] = Compared(float("inf"), 0, f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
+            found[name] = Compared(float("inf"), 0, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
         print(found[name].said)
     broken = [name for name, law in found.items() if not law.holds]
     listed = [{"name": name, "holds": law.holds, **law._asdict()} for name, law in found.items()]
