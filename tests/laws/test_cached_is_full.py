@@ -10,7 +10,7 @@ from torch import Tensor
 
 from batches import tiny_llama
 from monograph.decode import Sampling, generate
-from monograph.decode.cache import KVCache, Reader
+from monograph.decode.cache import KVCache, Reader, Slots
 from monograph.model.families import FULL, SLIDING, LinearScaling, Llama3Scaling
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
@@ -43,9 +43,9 @@ def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> 
     Rows that are at their end go on reading their last token, as rows that have ended do.
     """
     cache = KVCache.allocate(model.config, ROWS, slots, model.lm_head.weight.dtype, torch.device("cpu"))
-    reader = Reader(model, slots, 4, lambda function: function)
+    reader = Reader(model, Slots(slots), 4, lambda function: function)
     for row, first in enumerate(firsts):
-        cache.copy_row(row, reader.read(tokens_BT[row, :first].tolist()), first)
+        cache.copy_row(row, reader.cache, reader.read(tokens_BT[row, :first].tolist()), first)
     found: list[list[Tensor]] = [[] for _ in firsts]
     for step in range(LENGTH):
         positions_B1 = torch.tensor([[min(first - 1 + step, LENGTH - 1)] for first in firsts])

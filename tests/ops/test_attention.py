@@ -91,7 +91,17 @@ def test_sdpa_is_as_exact_as_the_reference(dtype, masked):
         assert error_within(a, b, c, k=4)
 
 
-@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_cache_s_arithmetic_is_as_exact_as_the_reference(dtype):
+    """Over two blocks of keys, with documents; LENGTH is no multiple of a block."""
+    segments = _segments().where(_segments() > 0, 3)
+    for mask in (None, dense_mask(segments), dense_mask(torch.ones_like(segments), 40)):
+        exact = _run("reference", torch.float64, mask)
+        for a, b, c in zip(_run("cached", dtype, mask), _run("reference", dtype, mask), exact, strict=True):
+            assert error_within(a, b, c, k=4)
+
+
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks", "cached"])
 def test_no_mask_is_the_causal_mask(impl):
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
     for a, b in zip(_run(impl, torch.float64, None), _run(impl, torch.float64, causal), strict=True):
@@ -99,7 +109,7 @@ def test_no_mask_is_the_causal_mask(impl):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])
+@pytest.mark.parametrize("impl", ["reference", "sdpa", "blocks"])  # no row of "cached" sees nothing
 def test_a_query_that_sees_nothing_gets_zeros_and_passes_none_back(impl, dtype):
     mask = dense_mask(_segments())
     mask[1] = False

@@ -1,16 +1,17 @@
 """The key-value cache of a fixed size: slot s of a row holds keys and values of position s; rows advance independently.
 
-Prompts are read one at a time, in chunks of a fixed size at fixed positions, into a cache with one row, so that a
-prompt's keys and values depend on the prompt alone. The first decode step reads the prompt's last token.
+Prompts are read in chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one, unless a caller
+wants more), so that a prompt's keys and values depend on the prompt alone. The first decode step reads its last token.
 
 Shapes: N blocks, B rows, K key-value heads, H query heads, C slots of a block, E head dimension, T positions of a
-chunk, 1 the only row of the cache that prompts are read into.
+chunk, 1 broadcasts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,10 +31,12 @@ class KVCache:
         self.keys, self.values, self.seen_blocks = keys, values, seen_blocks
 
     @classmethod
-    def allocate(cls, config: LlamaConfig, rows: int, slots: int, dtype: torch.dtype, device: torch.device) -> KVCache:
-        """Allocate memory for at least `slots` positions of each row."""
+    def allocate(
+        cls, config: LlamaConfig, rows: int, slots: int, dtype: torch.dtype, device: torch.device, block: int = BLOCK
+    ) -> KVCache:
+        """Allocate memory for at least `slots` positions of each row, in blocks of `block` slots."""
         # Blocks are the outer axis, so that the first blocks, all that short texts need, lie in one piece of memory.
-        shape = (blocks_for(slots), rows, config.num_key_value_heads, BLOCK, config.head_dim)
+        shape = (-(-slots // block), rows, config.num_key_value_heads, block, config.head_dim)
         # A tensor for each layer: a captured graph that writes into a part of a tensor copies all of it (docs/log.md).
         keys, values = (
             [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)] for _ in range(2)
@@ -41,15 +44,24 @@ class KVCache:
         return cls(keys, values)
 
     @staticmethod
-    def bytes_per_row(config: LlamaConfig, slots: int, dtype: torch.dtype) -> int:
+    def bytes_per_row(config: LlamaConfig, slots: int, dtype: torch.dtype, block: int = BLOCK) -> int:
         """Return how many bytes `allocate` takes for one row."""
         heads = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return 2 * heads * blocks_for(slots) * BLOCK * dtype.itemsize
+        return 2 * heads * -(-slots // block) * block * dtype.itemsize
 
     @property
     def blocks(self) -> int:
         """The number of blocks, N."""
         return self.keys[0].shape[0]
+
+    @property
+    def block(self) -> int:
+        """The slots of a block, C."""
+        return self.keys[0].shape[3]
+
+    def visible(self, slots: int) -> int:
+        """Return how many blocks to read for that many slots: a power of two, since each number has a graph."""
+        return min(self.blocks, 1 << (-(-slots // self.block) - 1).bit_length())
 
     def first(self, blocks: int) -> KVCache:
         """Return a cache in the same memory, in which attention reads the first `blocks` blocks only."""
@@ -67,75 +79,88 @@ class KVCache:
         """Store new keys and values at their positions; return the attention of the queries (`cached_attention`)."""
         keys_NBKCE, values_NBKCE = self.keys[layer_index], self.values[layer_index]
         rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
-        where = (positions_BT // BLOCK, rows_B1, slice(None), positions_BT % BLOCK)
+        where = (positions_BT // self.block, rows_B1, slice(None), positions_BT % self.block)
         # Write to the whole tensor and read a slice of it: a captured write to a slice copies the cache (docs/log.md).
         keys_NBKCE[where] = key_BKTE.transpose(1, 2).to(keys_NBKCE.dtype)
         values_NBKCE[where] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
         seen = slice(self.seen_blocks)
         return cached_attention(query_BHTE, keys_NBKCE[seen], values_NBKCE[seen], positions_BT, window)
 
-    def copy_row(self, row: int, source: KVCache, slots: int) -> None:
-        """Copy the first slots of `source`, which has one row, to a row of this cache."""
-        blocks = blocks_for(slots)
+    def copy_row(self, row: int, source: KVCache, its_row: int, slots: int) -> None:
+        """Copy the first slots of a row of `source`, whose blocks are as long, to a row of this cache."""
+        blocks = -(-slots // self.block)
         for targets, sources in ((self.keys, source.keys), (self.values, source.values)):
-            torch._foreach_copy_([cache[:blocks, row] for cache in targets], [cache[:blocks, 0] for cache in sources])
+            torch._foreach_copy_([to[:blocks, row] for to in targets], [of[:blocks, its_row] for of in sources])
 
-    def clear(self, row: int) -> None:
-        """Set a row to zero, as is needed after numbers that are not finite."""
+    def clear(self, row: int | slice) -> None:
+        """Set a row, or several, to zero, as is needed after numbers that are not finite."""
         # Attention weighs hidden slots with 0, and 0 times NaN is NaN.
         for tensor in (*self.keys, *self.values):
             tensor[:, row] = 0
 
 
-def blocks_for(slots: int) -> int:
-    """Return how many blocks hold that many slots."""
-    return -(-slots // BLOCK)
+class Slots(NamedTuple):
+    """The form of a cache, on which the bits of what is read from it may depend.
 
+    Attributes:
+        most: positions of each row.
+        block: slots of a block; fewer cost less for short texts.
+        prompts: prompts that are read at once.
+    """
 
-def visible_blocks(slots: int, most: int) -> int:
-    """Return how many blocks to read for that many slots: a power of two, since a graph is captured for each number."""
-    return min(most, 1 << (blocks_for(slots) - 1).bit_length())
+    most: int
+    block: int = BLOCK
+    prompts: int = 1
 
 
 class Reader:
-    """Reads prompts into a cache with one row, which holds the prompt that was read last."""
+    """Reads prompts, one or several at once, into a cache that holds those that were read last."""
 
-    def __init__(self, model: Llama, slots: int, chunk: int, wrap: Wrap) -> None:
-        """Allocate a cache with one row.
+    def __init__(self, model: Llama, slots: Slots, chunk: int, wrap: Wrap) -> None:
+        """Allocate a cache with a row for each of the prompts that are read at once.
 
         Args:
             model: the language model, in evaluation mode.
-            slots: length of the longest prompt.
+            slots: its form; no prompt is longer than its positions.
             chunk: tokens read at once, a power of two up to the cache's block.
             wrap: a function that compiles another, or returns it unchanged.
         """
         weight = model.lm_head.weight
-        self.model, self.chunk, self.device = model, chunk, weight.device
-        self.cache = KVCache.allocate(model.config, 1, slots, weight.dtype, weight.device)
+        self.model, self.chunk, self.rows, self.device = model, chunk, slots.prompts, weight.device
+        self.cache = KVCache.allocate(model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block)
         self._pass = wrap(self._read_chunk)
-        self._held: tuple[int, ...] = ()
+        self._held: list[tuple[int, ...]] = []
 
-    def read(self, prompt: Sequence[int]) -> KVCache:
-        """Return the cache with keys and values of all tokens but the last; the prompt read last is not read again."""
+    def read(self, prompt: Sequence[int], further: Iterable[Sequence[int]] = ()) -> int:
+        """Return the row of the cache with keys and values of all of a prompt's tokens but the last.
+
+        Those that are held are not read again. If the prompt has to be read, so are as many of the further ones as fit.
+        """
         tokens = tuple(prompt[:-1])
-        if tokens != self._held:
-            self._held = ()  # an interrupt may come before all is read
-            # With fixed chunks at fixed positions a prompt's numbers depend on it alone, and few graphs are captured.
-            padded = torch.zeros(-(-len(tokens) // self.chunk) * self.chunk, dtype=torch.int64)
-            padded[: len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-            for begin in range(0, len(tokens), self.chunk):
-                chunk_1T = padded[None, begin : begin + self.chunk].to(self.device)
-                start = torch.full((1, 1), begin, device=self.device)
-                self._pass(chunk_1T, start, visible_blocks(begin + self.chunk, self.cache.blocks))
-            self._held = tokens
-        return self.cache
+        if tokens not in self._held:
+            self._held = []  # an interrupt may come before all is read
+            later = (tuple(other[:-1]) for other in further)
+            self._held = self._read(list(itertools.islice(dict.fromkeys((tokens, *later)), self.rows)))
+        return self._held.index(tokens)
+
+    def _read(self, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+        # With fixed chunks at fixed positions a prompt's numbers depend on it alone, and few graphs are captured.
+        longest = max(map(len, prompts))
+        padded = torch.zeros(self.rows, -(-longest // self.chunk) * self.chunk, dtype=torch.int64)
+        for row, tokens in enumerate(prompts):
+            padded[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
+        for begin in range(0, longest, self.chunk):
+            chunk_BT = padded[:, begin : begin + self.chunk].to(self.device)
+            start = torch.full((1, 1), begin, device=self.device)
+            self._pass(chunk_BT, start, self.cache.visible(begin + self.chunk))
+        return prompts
 
     def forget(self) -> None:
         """Clear the cache: it may hold numbers that are not finite."""
-        self.cache.clear(0)
-        self._held = ()
+        self.cache.clear(slice(None))
+        self._held = []
 
     @torch.no_grad()
-    def _read_chunk(self, tokens_1T: Tensor, start_11: Tensor, blocks: int) -> None:
-        positions_1T = start_11 + torch.arange(tokens_1T.shape[1], device=self.device)
-        self.model(tokens_1T, positions=positions_1T, cache=self.cache.first(blocks))
+    def _read_chunk(self, tokens_BT: Tensor, start_11: Tensor, blocks: int) -> None:
+        positions_1T = start_11 + torch.arange(tokens_BT.shape[1], device=self.device)
+        self.model(tokens_BT, positions=positions_1T.expand_as(tokens_BT), cache=self.cache.first(blocks))

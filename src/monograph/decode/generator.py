@@ -16,7 +16,7 @@ from torch import Tensor
 
 from monograph import compat
 from monograph.decode.automata import FREE, Automaton, Tables
-from monograph.decode.cache import KVCache, Reader, Wrap, visible_blocks
+from monograph.decode.cache import KVCache, Reader, Slots, Wrap
 from monograph.decode.candidates import Truncation
 from monograph.decode.knobs import Chain, knobs_of, new_knobs, write_row
 from monograph.decode.penalties import first_counts
@@ -144,7 +144,7 @@ class Generator:
         chain: Chain,
         *,
         rows: int,
-        slots: int,
+        slots: int | Slots,
         vocabulary: int,
         automata: Collection[Automaton] = (),
         block: int | None = None,
@@ -156,24 +156,26 @@ class Generator:
             model: the language model; it is put into evaluation mode.
             chain: the sampler's stages, all that any request will need.
             rows: most requests that run at once.
-            slots: positions of each row, at most the model's context.
+            slots: positions of each row, at most the model's context; with their form, if it is not the usual one.
             vocabulary: V, the size of the tokenizer's vocabulary.
             automata: all constraints and stop strings that requests will have.
             block: steps between two reads of the host; None: 16 on a GPU, 1 elsewhere, where reading hides nothing.
             compiled: whether to compile the step, and on a GPU replay it as a CUDA graph.
         """
         weight = model.eval().lm_head.weight
-        self.rows, self.slots, self.compiled = rows, slots, compiled
+        form = slots if isinstance(slots, Slots) else Slots(slots)
+        self.rows, self.slots, self.compiled = rows, form.most, compiled
         self.block = block or (16 if weight.is_cuda else 1)
         # Each number of visible blocks and each truncation is a graph of its own, and torch by itself allows eight.
         if compiled:
             compat.allow_variants()
         wrap: Wrap = compile_function if compiled else lambda function: function
-        longest = min(slots, CHUNKS[weight.device.type], model.config.max_position_embeddings)
-        self.reader = Reader(model, slots, 1 << longest.bit_length() - 1, wrap)
-        self.cache = KVCache.allocate(model.config, rows, slots, weight.dtype, weight.device)
+        longest = min(form.most, CHUNKS[weight.device.type], model.config.max_position_embeddings)
+        chunk = 1 << longest.bit_length() - 1
+        self.reader = Reader(model, form, chunk, wrap)
+        self.cache = KVCache.allocate(model.config, rows, form.most, weight.dtype, weight.device, form.block)
         # Two halves of lines: the host reads one while the device writes the other.
-        self.state = State.allocate(rows, slots, vocabulary, 2 * self.block, chain, weight.device)
+        self.state = State.allocate(rows, self.slots, vocabulary, 2 * self.block, chain, weight.device)
         self.knobs = new_knobs(chain, rows, weight.device)
         self.tables = Tables(automata, vocabulary, weight.device) if automata else None
         self.chain, self.vocabulary = chain, vocabulary
@@ -208,6 +210,10 @@ class Generator:
         self._submitted += 1
         return self._submitted - 1
 
+    def forget(self) -> None:
+        """Forget the last prompt's keys and values, which are stale once the weights have changed."""
+        self.reader.forget()
+
     def run(self) -> Iterator[Event]:
         """Decode until every request has ended; yield its events, in order for each request."""
         under_way: _Block | None = None
@@ -228,7 +234,8 @@ class Generator:
         began, prompt = clock(), request.prompt_ids
         # The last token of a prompt is read by the first step, which draws the token after it.
         if len(prompt) > 1:
-            self.cache.copy_row(row, self.reader.read(prompt), len(prompt) - 1)
+            further = (waiting.prompt_ids for _, waiting in self._waiting)
+            self.cache.copy_row(row, self.reader.cache, self.reader.read(prompt, further), len(prompt) - 1)
         self.prefill_s += clock() - began
         state, limit = self.state, min(request.max_tokens, self.slots - len(prompt))
         # -1 is no token's id, so unused places match nothing.
@@ -282,7 +289,7 @@ class Generator:
         # If one row needs the exact search, all rows use it: it gives the same bits.
         truncation: Truncation = "search" if any(record.exact for record in running) else "window"
         self.outbox.begin(self.state.line_1)
-        self.replays.run(steps, visible_blocks(longest, self.cache.blocks), truncation)
+        self.replays.run(steps, self.cache.visible(longest), truncation)
         for record in running:
             record.launched = min(record.launched + steps, record.limit)
         # Copy the list of records: rows may have other requests by the time the block is read.

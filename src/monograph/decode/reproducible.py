@@ -14,6 +14,8 @@ Shapes: B rows, V vocabulary, N some ids of each row.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -86,7 +88,7 @@ def _log(fraction: Tensor, exponent: Tensor) -> Tensor:
 
 
 # The purposes of random numbers, which are the fourth word of the counter.
-_GUMBEL, _ROW, _CONTINUATION = 0, 1, 2
+_GUMBEL, _ROW, _CONTINUATION, _ROLLOUT = 0, 1, 2, 3
 
 
 def uniform(word: Tensor) -> Tensor:
@@ -134,9 +136,19 @@ def row_uniform(seed_B: Tensor, position_B: Tensor) -> Tensor:
 
 def continuation_seed(seed: int, index: int) -> int:
     """Return the seed of the `index`-th of several continuations of one prompt: 63 bits of Philox(seed, index)."""
-    words = _words(torch.tensor(seed), torch.tensor(0), torch.tensor(index), _CONTINUATION)
+    return int(_seeds(_words(torch.tensor(seed), torch.tensor(0), torch.tensor(index), _CONTINUATION)))
+
+
+def rollout_seeds(seed: int, positions: Sequence[int], group: int) -> list[int]:
+    """Return the seeds of `group` answers to the prompt at each position: 63 bits of Philox(seed, position, answer)."""
+    position_P1 = torch.tensor(positions)[:, None]
+    words = _words(torch.tensor(seed), position_P1, torch.arange(group).expand(len(positions), group), _ROLLOUT)
+    return _seeds(words).flatten().tolist()
+
+
+def _seeds(words: Words) -> Tensor:
     # A seed is an int64 of 0 or more, hence 63 bits.
-    return (int(words[0]) << 31) | (int(words[1]) >> 1)
+    return (words[0] << 31) | (words[1] >> 1)
 
 
 def _words(seed: Tensor, position: Tensor, index: Tensor, purpose: int) -> Words:

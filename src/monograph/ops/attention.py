@@ -22,6 +22,10 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from monograph.device import clock, synchronize
 
 BLOCK = 128  # slots
+LEAST_BLOCK = 16
+# On a CPU a row of a product has the same bits whatever the number of rows, from so many on (docs/log.md). With fewer
+# queries, some are computed twice, so that a step of decoding has the bits of a pass over the whole text.
+SAME_ROWS = 4
 
 
 def cached_attention(
@@ -47,16 +51,25 @@ def cached_attention(
     Returns:
         [B, H, T, E] in the dtype of the query; scores, softmax and sums are fp32 or wider.
     """
-    blocks, _, key_heads, slots, head_dim = keys_NBKCE.shape
-    groups = query_BHTE.shape[1] // key_heads
-    wide = torch.promote_types(query_BHTE.dtype, torch.float32)
-    query_BKME = query_BHTE.unflatten(1, (key_heads, groups)).flatten(2, 3)
-    scores_NBKMC = _product(query_BKME, keys_NBKCE.transpose(-1, -2), wide) * head_dim**-0.5
+    blocks, _, key_heads, slots, _ = keys_NBKCE.shape
+    groups, length = query_BHTE.shape[1] // key_heads, query_BHTE.shape[2]
+    if groups * length < SAME_ROWS and not query_BHTE.is_cuda:
+        times = -(-SAME_ROWS // (groups * length))
+        query_BHTE, positions_BT = query_BHTE.repeat(1, 1, times, 1), positions_BT.repeat(1, times)
     slots_N111C = torch.arange(blocks * slots, device=positions_BT.device).view(blocks, 1, 1, 1, slots)
     distances_NB1MC = positions_BT.repeat(1, groups)[:, None, :, None] - slots_N111C
     seen_NB1MC = distances_NB1MC >= 0
     if window is not None:
         seen_NB1MC &= distances_NB1MC < window
+    return _over_blocks(query_BHTE, keys_NBKCE, values_NBKCE, seen_NB1MC)[:, :, :length]
+
+
+def _over_blocks(query_BHTE: Tensor, keys_NBKCE: Tensor, values_NBKCE: Tensor, seen_NB1MC: Tensor) -> Tensor:
+    key_heads, head_dim = keys_NBKCE.shape[2], keys_NBKCE.shape[-1]
+    groups = query_BHTE.shape[1] // key_heads
+    wide = torch.promote_types(query_BHTE.dtype, torch.float32)
+    query_BKME = query_BHTE.unflatten(1, (key_heads, groups)).flatten(2, 3)
+    scores_NBKMC = _product(query_BKME, keys_NBKCE.transpose(-1, -2), wide) * head_dim**-0.5
     scores_NBKMC = scores_NBKMC.masked_fill(~seen_NB1MC, -torch.inf)
     weights_NBKMC = (scores_NBKMC - scores_NBKMC.amax(dim=(0, -1), keepdim=True)).exp()
     total_BKM1 = _halved(weights_NBKMC.sum(-1, keepdim=True))
@@ -66,7 +79,8 @@ def cached_attention(
 
 def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype) -> Tensor:
     """Return batched matrix products, summed in the dtype `wide`."""
-    if left.dtype == wide or not left.is_cuda:
+    # Autocast makes queries narrower than the cache, which has the weights' dtype.
+    if left.dtype == wide or left.dtype != right_NBKXY.dtype or not left.is_cuda:
         return left.to(wide) @ right_NBKXY.to(wide)
     left_NBKMX = left.expand(*right_NBKXY.shape[:-2], *left.shape[-2:])
     return torch.bmm(left_NBKMX.flatten(0, 2), right_NBKXY.flatten(0, 2), out_dtype=wide).unflatten(
@@ -82,7 +96,7 @@ def _halved(parts_N: Tensor) -> Tensor:
     return parts_N[0]
 
 
-Impl = Literal["auto", "reference", "sdpa", "flex", "blocks"]
+Impl = Literal["auto", "reference", "sdpa", "flex", "blocks", "cached"]
 Kernel = Literal["torch", "repeated", "cudnn", "flash", "efficient"]
 Mask = Tensor | BlockMask | None
 
@@ -119,6 +133,9 @@ def attention(
             "blocks": one product for each 128 queries, with the keys up to the last of them, for a causal mask. For
             bf16 heads it rounds scores and probabilities to bf16, as most eager models do. In a compiled graph on a CPU
             it takes half the time of the fused kernel (docs/log.md), and memory that grows with T^2.
+            "cached": the arithmetic of `cached_attention` over a cache with T slots. On a CPU, in eager mode, a
+            document that begins its row has the bits that decoding gives it, token by token. It keeps all probabilities
+            for the backward pass.
             "auto": "flex" for a BlockMask, else "sdpa", but "blocks" for bf16 and up to 1,024 keys in a compiled graph
             on a CPU, where a mask that is not causal needs "sdpa".
         kernel: the torch kernel of "sdpa" if there is no mask: torch's own choice, its choice for "repeated" key-value
@@ -144,9 +161,33 @@ def attention(
         raise ValueError("impl='flex' reads a BlockMask, not a boolean tensor or None")
     if impl == "reference":
         return _reference(query_BHTD, key_BKSD, value_BKSD, mask)
+    if impl == "cached":
+        return _as_cached(query_BHTD, key_BKSD, value_BKSD, mask)
     if impl == "blocks" or (impl == "auto" and _blocks_are_faster(query_BHTD, key_BKSD)):
         return _in_blocks(query_BHTD, key_BKSD, value_BKSD, mask)
     return _sdpa(query_BHTD, key_BKSD, value_BKSD, mask, kernel)
+
+
+def block_of(slots: int) -> int:
+    """Return the slots of a block of a cache that never has more than so many: fewer than BLOCK for short texts."""
+    return min(BLOCK, max(LEAST_BLOCK, 1 << (slots - 1).bit_length()))
+
+
+def _as_cached(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None) -> Tensor:
+    length = key_BKSD.shape[2]
+    block = block_of(length)
+    blocks = -(-length // block)
+    if mask is None:
+        mask = torch.ones(length, length, dtype=torch.bool, device=key_BKSD.device).tril()
+    mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
+    # In the memory layout of the cache, on which the bits of a product may depend.
+    keys_NBKCD, values_NBKCD = (
+        F.pad(heads, (0, 0, 0, blocks * block - length)).unflatten(2, (blocks, block)).movedim(2, 0)
+        for heads in (key_BKSD, value_BKSD)
+    )
+    seen_NB1TC = F.pad(mask, (0, blocks * block - length)).unflatten(3, (blocks, block)).movedim(3, 0)
+    seen_NB1MC = seen_NB1TC.repeat(1, 1, 1, query_BHTD.shape[1] // key_BKSD.shape[1], 1)
+    return _over_blocks(query_BHTD, keys_NBKCD, values_NBKCD, seen_NB1MC)
 
 
 def _sdpa(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None, kernel: Kernel) -> Tensor:
