@@ -38,6 +38,7 @@ def texts(directory: Path) -> None:
         for part in range(8):
             (directory / name / f"{part}.txt").write_text(f"{name} {part}: the quick brown fox jumps.\n" * 40)
     (directory / "chats.jsonl").write_text('{"prompt": "What does it do?", "completion": "It jumps."}\n')
+    (directory / "prompts.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
     (directory / "run.toml").write_text("[train]\nupdates = 2\n")
     (directory / "RUN").mkdir()
     (directory / "RUN" / "config.toml").write_text("[train]\nupdates = 2\n")
@@ -181,7 +182,7 @@ def laws() -> list[list[str]]:
 
 
 def test_every_law_names_its_test_or_is_not_built() -> None:
-    assert [row[0] for row in laws()] == [str(number) for number in range(1, 15)]
+    assert [row[0] for row in laws()] == [str(number) for number in range(1, 20)]
     for number, _, bound, held_by in laws():
         files = [ROOT / path for path in re.findall(r"\((tests/[^)]+)\)", held_by)]
         assert files or "not built yet" in held_by, number

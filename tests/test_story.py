@@ -1,6 +1,6 @@
 """Run: pytest tests/test_story.py
 
-Data, sweep, train, kill, stream, two ranks, resume, compare, generate, export, finetune.
+Data, sweep, train, kill, stream, two ranks, resume, compare, generate, export, finetune, reinforce.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from commands.inputs import TINY, over, with_texts
 from commands.test_new_tokens import with_tokens
 from dialogues import TEMPLATES, said, write_chats
 from distributed.launched import Torchrun
+from llama_cpp import LlamaCpp
 from monograph import Sampling, checkpointing, generate, load
 from monograph.run.folder import Run
 from monograph.text.tokenizer import Tokenizer
@@ -92,6 +93,9 @@ def test_the_story(tmp_path: Path) -> None:
         # finetune what was exported: chat tokens that it never saw, killed once
         finetune(monograph, tmp_path)
 
+        # reinforce what was exported, by a reward that it gets now and then; killed once, and answered by llama.cpp
+        reinforce(monograph, tmp_path)
+
     model, tokenizer = load(run)
     exported, _ = load(tmp_path / "out")
     assert all(torch.equal(exported.state_dict()[name], tensor) for name, tensor in model.state_dict().items())
@@ -143,6 +147,27 @@ def finetune(monograph: CommandServer, here: Path) -> None:
     answer = monograph.run(here, "generate", "merged", "beta 7", "--chat", "--temperature", "0", "--json")
     [found] = json.loads(answer.out.splitlines()[-1])["completions"]
     assert (found["text"], found["finish_reason"]) == ("beta", "stop")
+
+
+def reinforce(monograph: CommandServer, here: Path) -> None:
+    """Teach the folder `out` to say beta, and let llama.cpp say it."""
+    (here / "prompts.jsonl").write_text("".join(f'{{"prompt": "{word} "}}\n' for word in ("alpha", "gamma", "delta")))
+    typed = [
+        "prompts.jsonl", "model.init=out", "rl.reward=regex:.*beta.*", "rl.prompts=3", "rl.max_new_tokens=6",
+        "data.held_out=0", "data.sequence_length=16", "optim.lr=3e-3", "train.updates=40", "train.save_every=10",
+        "train.compile=none", "train.precision=fp32",
+    ]  # fmt: skip
+    killed(monograph.start(here, "train", *typed, "--out", "better"), here, "better/checkpoints/step-0000001*")
+    done = monograph.run(here, "train", "--resume", "better", "--json")
+    found = json.loads(done.out.splitlines()[-1])
+    assert found["update"] == 40 and found["reward"] > found["reward_first"] + 0.3, done.err
+    assert found["drawn_minus_scored_max"] < 1e-5
+    assert monograph.run(here, "export", "better", "--to", "better.gguf", "--format", "gguf").code == 0
+    model, tokenizer = load(here / "better")
+    ids = [tokenizer.bos_id, *tokenizer.encode("alpha ")]
+    [ours] = generate(model, tokenizer, [ids], Sampling(temperature=0), max_tokens=6)
+    theirs = LlamaCpp(next((here / "better.gguf").glob("*.gguf"))).greedy(ids, 6)["tokens"]
+    assert theirs == ours.token_ids[: len(theirs)] and "beta" in ours.text
 
 
 def killed(command: Command, folder: Path, when: str) -> None:

@@ -72,7 +72,16 @@ def loss(model, batch):
 LORA = {key: value for key, value in SETTINGS.items() if not key.startswith("model.")} | {
     "model.init": "base", "lora.rank": 3, "lora.dropout": 0.2,
 }  # fmt: skip
-TIMES = {"tokens_per_s", "wall_s"}
+# Answers of adapters to prompts, with a reward that half of the bytes have.
+REWARDED = {key: value for key, value in LORA.items() if key != "train.tokens_per_update"} | {
+    "data.source": "prompts.jsonl", "rl.reward": "letters.py:score", "rl.prompts": 2, "rl.group": 3,
+    "rl.max_new_tokens": 6, "rl.temperature": 0.9, "lora.dropout": 0.0,
+}  # fmt: skip
+LETTERS = """
+def score(prompt, completion, record):
+    return len(completion) % 2 + 0.5 * any(letter in completion for letter in record["good"])
+"""
+TIMES = {"tokens_per_s", "wall_s", "drawn_s", "scored_s"}
 
 
 def write_inputs(folder: Path) -> None:
@@ -83,6 +92,9 @@ def write_inputs(folder: Path) -> None:
         (folder / "texts" / f"{number}.txt").write_text(text)
     records = [json.dumps({"text": " ".join(draws.choice(words) for _ in range(9))}) for _ in range(40)]
     (folder / "records.jsonl").write_text("\n".join([*records, '{"text": 5}']))
+    prompts = [json.dumps({"prompt": word, "good": "aeiou"}) for word in words]
+    (folder / "prompts.jsonl").write_text("\n".join(prompts))
+    (folder / "letters.py").write_text(LETTERS)
     (folder / "own.py").write_text(OWN_MODULE)
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
     config = LlamaConfig(vocab_size=259, num_key_value_heads=1, max_position_embeddings=32, **shape)

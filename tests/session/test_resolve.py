@@ -8,8 +8,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import torch
 
+from monograph import planner
 from monograph.config import load
+from monograph.decode.cache import KVCache
 from monograph.device import named
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model.config import LlamaConfig
@@ -19,6 +22,7 @@ from monograph.predict.footprint import Footprint
 from monograph.run.recipe import Recipe
 from monograph.session import setup
 from monograph.session.plan import Plan, Shape
+from monograph.session.reinforcing import cache_bytes
 from monograph.session.requirements import notes_on
 from monograph.session.resolve import REMATS, request_of, resolve, shape_of
 from monograph.text.tokenizer import Tokenizer
@@ -133,3 +137,22 @@ def test_fp32_on_a_gpu_is_said_to_leave_its_tensor_cores_idle():
     assert note.startswith("train.precision = fp32: ") and "TF32" in note
     for card in (named("T4"), replace(CARD, type="cpu")):  # without bf16, and without tensor cores
         assert not [*notes_on(sized(train__precision="fp32"), card)]
+
+
+def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
+    """As many bytes as decoding allocates are left out of what the planner may use."""
+    config = LlamaConfig.preset("nano", vocab_size=259, max_position_embeddings=64)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_hf()))
+    asked = {"model.init": str(tmp_path), "data.tokenizer": "bytes", "data.sequence_length": 64, "train.micro_batch": 2}
+    asked |= {"rl.reward": "exact", "rl.prompts": 3, "rl.group": 5, "rl.max_new_tokens": 9}
+    plan = resolve(load(None, asked, {}), CARD, built=False)
+    assert plan.rows == 15 and plan.reward == "exact" and plan.clip is not None and not plan.clip.skip_spikes
+    cache = KVCache.allocate(config, 15, 64, torch.float32, torch.device("cpu"))
+    needed = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
+    assert cache_bytes(plan, config) == needed
+    given: list[int] = []
+    monkeypatch.setattr(
+        planner, "budget", lambda device: given.append(device.free_memory_bytes) or choose.budget(device)
+    )
+    assert resolve(plan, CARD, Shape(config)).micro_batch == 2
+    assert given == [CARD.free_memory_bytes - needed]

@@ -94,6 +94,10 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> int:
             f"{runs[0]} is no run, so nothing was held out for it: name a run first, or a text with --data"
         )
     sides = [_side(name) for name in runs]
+    if not data and not sides[0].subjects[0].own_text:
+        raise UsageError(
+            f"{runs[0]} learned from its own answers, so no text was held out for it: give one with --data"
+        )
     reading = next((side.subjects[0].reading for side in sides if side.is_run), {})
     quiz = hold_questions(data, reading.get("text_key", "text"), chat)
     first = sides[0]
@@ -176,10 +180,11 @@ def _asked(sides: Sequence[_Side], data: list[str], chat: bool, report: Report) 
 
 
 def _speed(run: Run) -> float | None:
-    """Return the median training speed; None for a sweep's member, since members train together."""
-    if is_file(without_links(run.folder).parent.parent / SWEEP):
+    """Return the median training speed; None for a sweep's member, as members train together, and for drawn tokens."""
+    rows = run.rows()
+    if is_file(without_links(run.folder).parent.parent / SWEEP) or any("reward" in row for row in rows):
         return None
-    rates = [row["tokens_per_s"] for row in run.rows() if row.get("tokens_per_s")]
+    rates = [row["tokens_per_s"] for row in rows if row.get("tokens_per_s")]
     return statistics.median(rates) if rates else None
 
 

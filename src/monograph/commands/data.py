@@ -10,6 +10,7 @@ from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.report.quantities import counted
 from monograph.run.progress import Progress
+from monograph.session.requirements import require_texts
 from monograph.session.resolve import resolve
 from monograph.session.setup import open_corpus
 from monograph.terminal import own, takes_colour
@@ -17,6 +18,7 @@ from monograph.terminal import own, takes_colour
 
 def show(settings: Settings, *, row: int | None) -> int:
     """Print a packed row as text, its trained tokens marked; without a number, print the corpus's size and row 0."""
+    require_texts(settings, "data")
     plan = resolve(settings, describe())
     corpus = open_corpus(plan.reading, Progress())
     if row is None:
@@ -51,6 +53,7 @@ def _chats(corpus: Corpus) -> str:
 
 def build(settings: Settings) -> int:
     """Tokenise and cache the text, and print the folder."""
+    require_texts(settings, "data")
     corpus = open_corpus(resolve(settings, describe()).reading, Progress())
     print(f"{corpus.folder}: {corpus.stats.tokens:,} tokens, fingerprint {corpus.fingerprint[:16]}")
     return 0

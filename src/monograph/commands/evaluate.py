@@ -26,8 +26,9 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
     """Score the held-out rows of the run's data, or all given text or questions; see the command line's help."""
     trained = run_named(run)
     subject = of_run(trained, warn) if trained else of_folder(run, warn)
-    if not trained and not data:
-        raise UsageError(f"{run} is no run, so nothing was held out for it: give the text to score with --data")
+    if not data and not subject.own_text:
+        what = "learned from its own answers, so no text" if trained else "is no run, so nothing"
+        raise UsageError(f"{run} {what} was held out for it: give the text to score with --data")
     subject.module.to(default_device()).eval()
     quiz = hold_questions(data, subject.reading.get("text_key", "text"), chat)
     with Progress().stage("evaluate", run) as stage:

@@ -19,7 +19,7 @@ from monograph.predict.estimate import trained_adapters
 from monograph.predict.roofline import EFFICIENCIES, Calibration, peak_flops
 from monograph.report.quantities import count, duration, gibibytes
 from monograph.session.adapting import planned_tokens, token_notes
-from monograph.session.requirements import notes_on, require_one_device, require_possible, require_room
+from monograph.session.requirements import notes_on, require_plain, require_possible, require_room
 from monograph.session.resolve import request_of, resolve, shape_of
 from monograph.storage.cache_dir import cache_root, calibration_file
 
@@ -39,7 +39,7 @@ def run(
     settings: Settings, *, device: str | None, device_memory: str | None, host_memory: str | None, json: bool
 ) -> int:
     """Print the chosen way, its memory by origin and the alternatives; with `json`, print them as one object too."""
-    require_one_device(settings, "plan")
+    require_plain(settings, "plan")
     memory_bytes = None if device_memory is None else memory_size("--device-memory", device_memory)
     target = describe() if device is None else named(device)
     if memory_bytes is not None:

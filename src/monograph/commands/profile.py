@@ -22,7 +22,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.writing import results_folder, write_whole
 from monograph.session.plan import Plan
-from monograph.session.requirements import notes_on, require_one_device, require_possible
+from monograph.session.requirements import notes_on, require_plain, require_possible
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable
@@ -43,7 +43,7 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
         session = _open(planned(settings, progress), folder, progress)
         measured = _watched(session, folder, progress)
         size = session.plan.tokens_per_update
-        tokens_per_s = session.corpus.stats.packed_share * size / measured.update_s
+        tokens_per_s = session.text.stats.packed_share * size / measured.update_s
         drawing = draw_profile(measured.verdict, f"An update of {size:,} tokens")
         write_whole(folder / PICTURE, themed(drawing.svg))
         config = session.plan.settings.to_toml()
@@ -77,7 +77,7 @@ def planned(settings: Settings, progress: Progress) -> Plan:
     Raises:
         UsageError: the text comes from standard input or is a run, or this machine cannot train as asked.
     """
-    require_one_device(settings, "profile")
+    require_plain(settings, "profile")
     require_possible(settings, describe())
     source = settings.data.source
     sources = [source] if isinstance(source, str) else source
@@ -105,9 +105,9 @@ def _open(plan: Plan, folder: Path, progress: Progress) -> Session:
 
 
 def _watched(session: Session, folder: Path, progress: Progress) -> Profile:
-    plan, share = session.plan, session.corpus.stats.packed_share
+    plan, share = session.plan, session.text.stats.packed_share
     whole = 1.0 if plan.reading["packing"] == "padded" else share
-    rows = session.corpus.batches(plan.tokens_per_update, seed=plan.seed, pin=default_device().type == "cuda")
+    rows = session.text.batches(plan.tokens_per_update, seed=plan.seed, pin=default_device().type == "cuda")
     try:
         with progress.stage("profile", "a few updates, thrown away") as stage:
             measured = profile(session.engine, rows, folder / TRACE, used=share, packed=whole)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
 from monograph.loop import train
 from monograph.report.quantities import counted
+from monograph.rl.rewards import Reward, reward_of
 from monograph.run import writing
 from monograph.run.folder import Run
 from monograph.run.metrics_log import MetricsLog
@@ -25,6 +27,7 @@ from monograph.session import ranks, recorded
 from monograph.session.plan import Plan
 from monograph.session.ranks import show
 from monograph.session.recorded import strange_text
+from monograph.session.reinforcing import open_prompts, reward_named
 from monograph.session.reporting import Reporter, finished, standard_json
 from monograph.session.requirements import notes_on, require_possible
 from monograph.session.resolve import resolve
@@ -47,6 +50,10 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     settings, from_ = recorded.model_given(settings, from_)
     if not (resume or from_):  # otherwise settings recorded by a run come first; `_open` checks the result
         require_possible(settings, describe())
+        if reward_named(settings) and settings.model.init is None:
+            raise UsageError(
+                "rl.reward: a new model answers nothing: name one that was trained on text, by model.init or --from"
+            )
     world = ranks.meet(settings, resumed=resume is not None)
     progress = ranks.progress_of(world)
     repeatable(default_device())
@@ -72,11 +79,13 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
                 show(progress, "next", "train", "--from", folder.handle)
         else:
             ranks.require_launched(settings, world.own)
-            session = _open(folder, ranks.agreed(world, settings), world, progress)
-            report = Reporter(session, progress)
-            _loop(session, report, progress)
-            measure_memory(session)
-            summary = report.finish() if world.leads else {}
+            name = reward_named(settings)
+            with closing(reward_of(name)) if name else nullcontext() as reward:
+                session = _open(folder, ranks.agreed(world, settings), world, progress, reward)
+                report = Reporter(session, progress)
+                _loop(session, report, progress)
+                measure_memory(session)
+                summary = report.finish() if world.leads else {}
         world.leave()
     if json and world.leads:
         print(jsonlib.dumps(standard_json(summary)))
@@ -88,7 +97,7 @@ def _warn_of_text(run: Run, settings: Settings, progress: Progress) -> None:
         progress.line("warning", warning)
 
 
-def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> Session:
+def _open(folder: Run, settings: Settings, world: World, progress: Progress, reward: Reward | None) -> Session:
     machine = describe()
     require_possible(settings, machine)
     plan = resolve(settings, machine)
@@ -100,8 +109,8 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress) -> 
     settings = ranks.agreed(world, plan.settings)
     plan = plan if world.leads else resolve(settings, machine)
     with world.first():
-        text = open_corpus(plan.reading, progress)
-    session = open_session(folder, plan, text, default_device(), progress, world)
+        text = open_prompts(plan, reward, progress) if reward else open_corpus(plan.reading, progress)
+    session = open_session(folder, plan, text, default_device(), progress, world, reward)
     if world.leads and not exists(folder.tokenizer):
         writing.write_tokenizer(folder, session.corpus.tokenizer)
     session.engine.announce = partial(progress.line, "memory")
@@ -147,12 +156,12 @@ def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
 
 def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     engine, plan = session.engine, session.plan
-    # Reading an update's numbers waits for a GPU to finish it.
-    log = MetricsLog(session.run, every=1 if engine.step.device.type == "cpu" else 10)
+    # Reading an update's numbers waits for a GPU to finish it, as drawing answers from its weights does anyway.
+    log = MetricsLog(session.run, every=1 if session.reward or engine.step.device.type == "cpu" else 10)
     graphs = compat.captured_graphs()
     rate, session.training_since_s = 0.0, clock()
     with report.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
-        if session.corpus.stats.conversations and not engine.index:
+        if not engine.index and (session.reward or session.text.stats.conversations):
             report.evaluate(block, 0, limit=None)  # the untrained model's score
         began, since = clock(), 0
         for update in train(engine, windows(session), session.updates):
@@ -160,12 +169,13 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             last = done == session.updates
             report.recompiles = compat.captured_graphs() - graphs
             session.account(done)
-            written = log.add(update, {"tokens_per_s": rate or None, "wall_s": session.spent_s})
+            written = log.add(update, {"tokens_per_s": rate or None, "wall_s": session.spent_s, **session.drawn()})
             if written or last or clock() - began > SHOWN_S:
                 log.flush()
                 rate = report.rate(since, clock() - began)
                 loss, memory = log.last["train_loss"], session.peak_memory_bytes
-                block.update(done, loss=loss, tokens_per_s=rate, memory_bytes=memory, skipped=log.skipped)
+                figures = {"loss": loss, "reward": log.last.get("reward"), "skipped": log.skipped}
+                block.update(done, tokens_per_s=rate, memory_bytes=memory, **figures)
                 since, began = 0, clock()
             stopping, asked, lost, skipping = session.world.any(
                 stop.requested is not None, stop.save_requested, log.is_lost, log.streak > 0

@@ -43,6 +43,10 @@ _WHY_NOT = {
     "train.eval_every": _NO_EFFECT, "train.save_every": _NO_EFFECT, "train.keep": _NO_EFFECT,
     "model.vocab_size": "it is the tokenizer's", "lora.tokens": "which tokens a base never saw is no choice",
     "model.max_position_embeddings": "vary data.sequence_length",
+    **dict.fromkeys(
+        ("rl.reward", "rl.advantage", "rl.prompts", "rl.group", "rl.draws", "rl.max_new_tokens", "rl.temperature"),
+        "members of one graph learn from one text, and each would draw answers of its own: start a run for each value",
+    ),
 }  # fmt: skip
 
 _RANGES = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"

@@ -231,8 +231,33 @@ class LoraSection(Section):
     )
 
 
+class RlSection(Section):
+    """Reinforcement learning: answers of the model itself to prompts, rewarded and learned from."""
+
+    reward: Text | None = _key(
+        None,
+        "number, exact, regex:PATTERN, json-schema:FILE, python or FILE.py:FUNCTION",
+        "what scores an answer; default: nothing, and texts are learned",
+    )
+    advantage: Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce"] | None = _key(
+        None, "dr_grpo, rloo, grpo, dapo or reinforce", "what an answer weighs, by its group; default: dr_grpo"
+    )
+    prompts: Size | None = _key(None, _SIZE, "prompts of an update; default: 16")
+    group: Annotated[int, Field(ge=2, le=MOST_SIZE)] | None = _key(
+        None, f"a whole number from 2 to {MOST_SIZE}", "answers to each prompt; default: 8"
+    )
+    draws: Size | None = _key(
+        None, _SIZE, "most draws of an update, until rl.prompts groups have unequal rewards; default: 1"
+    )
+    max_new_tokens: Size | None = _key(None, _SIZE, "most tokens of an answer; default: half of data.sequence_length")
+    temperature: Annotated[float, Field(gt=0, le=100)] | None = _key(
+        None, "a number above 0, at most 100", "of the draws, and of the loss; default: 1"
+    )
+
+
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelSection, "data": DataSection, "optim": OptimSection, "train": TrainSection, "lora": LoraSection,
+    "rl": RlSection,
 }  # fmt: skip
 KEYS: tuple[str, ...] = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields)
 DEFAULT_MINUTES = 3.0

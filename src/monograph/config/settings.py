@@ -20,6 +20,7 @@ from monograph.config.keys import (
     LoraSection,
     ModelSection,
     OptimSection,
+    RlSection,
     TrainSection,
 )
 from monograph.errors import UsageError
@@ -44,8 +45,14 @@ class Settings(BaseModel):
     optim: OptimSection = OptimSection()
     train: TrainSection = TrainSection(minutes=DEFAULT_MINUTES)
     lora: LoraSection = LoraSection()
+    rl: RlSection = RlSection()
     origins: Mapping[str, str] = Field(default_factory=dict, repr=False)
     """The origin of each key that was set, by dotted key: "run.toml:7", "MONOGRAPH_TRAIN_SEED", "command line"."""
+
+    @property
+    def programs(self) -> list[str]:
+        """Return the values that may name a Python file to run."""
+        return [value for value in (self.model.init, self.rl.reward) if value is not None]
 
     def values(self) -> dict[str, Any]:
         """Return every key's value, by dotted key, in the order of `KEYS`."""

@@ -113,7 +113,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
         prompt, completion = _side(record, PROMPT, "user"), _side(record, COMPLETION, "assistant")
         messages, trained_from = prompt + completion, len(prompt)
     else:
-        messages = _messages(record[form], form)
+        messages = read_messages(record[form], form)
     if len(messages) > MOST_MESSAGES:
         raise Unusable("too long", f"has {len(messages):,} messages, more than {MOST_MESSAGES:,}")
     _require_order(messages, form)
@@ -130,10 +130,17 @@ def _form(record: Container[str]) -> str | None:
 
 def _side(record: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
     value = record[key]
-    return [_message({"role": role, "content": value}, key, key)] if isinstance(value, str) else _messages(value, key)
+    return (
+        [_message({"role": role, "content": value}, key, key)] if isinstance(value, str) else read_messages(value, key)
+    )
 
 
-def _messages(value: Any, key: str) -> list[dict[str, Any]]:
+def read_messages(value: Any, key: str) -> list[dict[str, Any]]:
+    """Return the messages under a record's key, each with a role and a content.
+
+    Raises:
+        Unusable: there are none, or one is bad.
+    """
     if not isinstance(value, list):
         raise Unusable("no conversation", f"{short(key)} is {KINDS[type(value)]}, not an array of messages")
     if not value:

@@ -94,6 +94,11 @@ class Corpus:
         """Return the number of the tokenizer's ids."""
         return self.tokenizer.vocab_size
 
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Return {reason: count} of the files and records that were skipped."""
+        return self.stats.skipped
+
     def batches(
         self,
         tokens_per_update: int,

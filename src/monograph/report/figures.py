@@ -2,7 +2,8 @@
 
 A metrics row is a dictionary with these keys: `tokens` (seen so far), `train_loss` (nats per token), `lr`, `grad_norm`,
 `tokens_per_s`, `skipped` (true if the update was skipped), `eval_bits_per_byte`, and `memory`
-(`monograph.profiling.memory.ledger`). A figure shows the rows in which its key has a value.
+(`monograph.profiling.memory.ledger`); with rewards also `reward`, `eval_reward` and `entropy`, and then the score and
+the loss give their places to the reward and the entropy. A figure shows the rows in which its key has a value.
 """
 
 from __future__ import annotations
@@ -23,7 +24,12 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Floats = NDArray[np.float64]
 
-_SIZES = {"held_out": (7.3, 3.2), "loss": (3.5, 3.2)}  # inches; the other figures are smaller
+_SIZES = {
+    "held_out": (7.3, 3.2),
+    "reward": (7.3, 3.2),
+    "loss": (3.5, 3.2),
+    "entropy": (3.5, 3.2),
+}  # inches; the other figures are smaller
 _POINTS = 1200  # the most points of a line: more than a figure is pixels wide
 
 
@@ -41,7 +47,9 @@ def draw(
     """Return a PNG sheet of all figures for which `metrics` has rows, under `title` and `subtitle`, and each figure."""
     panels: dict[str, tuple[str, Callable[..., None]]] = {
         "held_out": ("eval_bits_per_byte", partial(_held_out, yardsticks=yardsticks)),
+        "reward": ("reward", _reward),
         "loss": ("train_loss", _loss),
+        "entropy": ("entropy", _entropy),
         "learning_rate": ("lr", _learning_rate),
         "gradient_norm": ("grad_norm", _gradient_norm),
         "speed": ("tokens_per_s", _speed),
@@ -51,6 +59,8 @@ def draw(
         for name, (key, panel) in panels.items()
         if any(row.get(key) is not None for row in metrics)
     }
+    if "reward" in present:  # such a loss is an average of advantages, about 0 all the time
+        del present["loss"]
     if ledger := next((row["memory"] for row in reversed(metrics) if (row.get("memory") or {}).get("measured")), None):
         present["memory"] = partial(_memory, ledger=ledger)
     with style():
@@ -81,7 +91,9 @@ def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: s
     )
     places = {
         "held_out": upper[0],
+        "reward": upper[0],
         "loss": upper[1],
+        "entropy": upper[1],
         "learning_rate": lower[0],
         "gradient_norm": lower[1],
         "speed": lower[2],
@@ -105,6 +117,21 @@ def _held_out(axes: Axes, metrics: Sequence[Row], yardsticks: Mapping[str, float
     axes.plot(tokens[-1:], bits[-1:], "o", color=ACCENT, markersize=5, clip_on=False)
     names = [(level, f"{name}  {level:.2f}", MUTED, "normal") for name, level in yardsticks.items()]
     _labels_at_right(axes, [*names, (float(bits[-1]), f"this run  {bits[-1]:.2f}", ACCENT, "bold")])
+
+
+def _reward(axes: Axes, metrics: Sequence[Row]) -> None:
+    tokens, reward = _series(axes, metrics, "reward", "Mean reward of an update's answers")
+    _trend(axes, tokens, reward, lambda value: f"{value:.2f}")
+    held = np.array([(row["tokens"], row["eval_reward"]) for row in metrics if row.get("eval_reward") is not None])
+    if len(held):
+        axes.plot(*held.T, "o-", color=INK, linewidth=1, markersize=3.5)
+        axes.text(0.01, 0.98, "points: held-out prompts", transform=axes.transAxes, va="top", fontsize=8, color=MUTED)
+
+
+def _entropy(axes: Axes, metrics: Sequence[Row]) -> None:
+    tokens, entropy = _series(axes, metrics, "entropy", "Entropy of the draws, nats per token")
+    axes.set_ylim(0, 1.15 * float(entropy.max()) or 1)
+    _trend(axes, tokens, entropy, lambda value: f"{value:.2f}")
 
 
 def _loss(axes: Axes, metrics: Sequence[Row]) -> None:

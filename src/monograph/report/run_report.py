@@ -23,6 +23,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("tokens_per_s", "tokens/s", quantities.count),
     ("mfu", "of peak FLOP/s", lambda value: f"{100 * value:.0f} %"),
     ("peak_memory_bytes", "peak memory", quantities.memory),
+    ("reward", "reward", lambda value: f"{value:.3f}"),
     ("train_loss", "loss, nats", lambda value: f"{value:.3f}"),
     ("eval_loss", "held-out, nats", lambda value: f"{value:.3f}"),
 )
@@ -32,6 +33,11 @@ _NAMES = {
     "compile_s": "tracing and compiling",
     "graph_breaks": "graph breaks",
     "dtype": "precision",
+    "reward_first": "reward at first",
+    "pass_at_1": "right answers",
+    "eval_reward": "reward, held out",
+    "eval_pass_at_1": "right answers, held out",
+    "drawn_minus_scored_max": "largest difference of drawn and scored log-probabilities",
 }
 
 
@@ -62,7 +68,13 @@ def write_report(
     write_whole(figures / "sheet.png", sheet)
     for drawing in drawings:
         write_whole(figures / f"{drawing.name}.png", drawing.png)
-    known = [(name, written(summary[key])) for key, name, written in _FIGURES if summary.get(key) is not None]
+    rewarded = summary.get("reward") is not None
+    left_out = ("train_loss",) if rewarded else ()  # an average of advantages, no nats
+    known = [
+        (name, written(summary[key]))
+        for key, name, written in _FIGURES
+        if summary.get(key) is not None and key not in left_out
+    ]
     text = page(
         title=run_folder.name,
         headline=headline,
@@ -70,7 +82,7 @@ def write_report(
         figures=known,
         drawings=drawings,
         sections=[
-            section("What it writes, from the same prompt", _samples(samples)),
+            section("What it writes" if rewarded else "What it writes, from the same prompt", _samples(samples)),
             section("Held out", _evaluations(metrics)),
             section("The run", pairs(_rest(summary)), config_of(run_folder)),
         ],
@@ -80,6 +92,8 @@ def write_report(
 
 def _headline(summary: Summary) -> str:
     bits = summary.get("eval_bits_per_byte")
+    if summary.get("reward") is not None:
+        return f"A reward of {summary['reward']:.2f}, from {summary['reward_first']:.2f} at first"
     if bits is not None:
         return f"{bits:.2f} bits per byte on text it has not seen"
     loss = summary.get("train_loss")

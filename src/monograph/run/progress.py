@@ -64,9 +64,14 @@ class Progress:
         finally:
             self.screen.print(*stage.ended(self.screen.width))
 
-    def training(self, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int = 0) -> TrainingBlock:
-        """Return the block for a run of `updates` updates and `tokens` tokens that goes on from update `start`."""
-        return TrainingBlock(self.screen, updates, tokens, yardsticks, start)
+    def training(
+        self, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int = 0, measure: str = "bits per byte"
+    ) -> TrainingBlock:
+        """Return the block for a run of `updates` updates and `tokens` tokens that goes on from update `start`.
+
+        `measure` names what is measured on held-out text.
+        """
+        return TrainingBlock(self.screen, updates, tokens, yardsticks, start, measure)
 
 
 class Stage:
@@ -164,9 +169,11 @@ class TrainingBlock(_Display):
     samples as they come, and the curve at the end.
     """
 
-    def __init__(self, screen: Screen, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int) -> None:
+    def __init__(
+        self, screen: Screen, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int, measure: str
+    ) -> None:
         super().__init__(screen, updates, start)
-        self._tokens, self._yardsticks = tokens, yardsticks
+        self._tokens, self._yardsticks, self._measure = tokens, yardsticks, measure
         self._held_out: list[tuple[float, float]] = []
         self._samples: list[tuple[float, str]] = []
 
@@ -175,19 +182,27 @@ class TrainingBlock(_Display):
         self._screen.print(*(self._region() if self._screen.is_live else [self._spoken(), *self._curve()]))
 
     def update(
-        self, index: int, *, loss: float, tokens_per_s: float, memory_bytes: int | None, skipped: int = 0
+        self,
+        index: int,
+        *,
+        loss: float,
+        tokens_per_s: float,
+        memory_bytes: int | None,
+        skipped: int = 0,
+        reward: float | None = None,
     ) -> None:
         """Report that update `index` (counted from 1) is done; cheap enough for every update."""
-        parts = [f"loss {loss:.3f}", quantities.count(tokens_per_s, "tok/s")]
+        score = f"loss {loss:.3f}" if reward is None else f"reward {reward:.3f}"
+        parts = [score, quantities.count(tokens_per_s, "tok/s")]
         if memory_bytes is not None:
             parts.append(quantities.memory(memory_bytes))
         if skipped:
             parts.append(f"{skipped} skipped")
         self._done, self._figures = index, "   ".join(parts)
 
-    def held_out(self, tokens: int, bits_per_byte: float) -> None:
+    def held_out(self, tokens: int, value: float) -> None:
         """Add a point to the curve; after a resume the caller adds the earlier points, too."""
-        self._held_out.append((tokens, bits_per_byte))
+        self._held_out.append((tokens, value))
 
     def sample(self, share: float, text: str) -> None:
         """Show a text that the model wrote after `share` (0 to 1) of the run."""
@@ -219,7 +234,7 @@ class TrainingBlock(_Display):
         xs, ys = zip(*self._held_out, strict=True)
         cells = BRAILLE if self._screen.is_utf8 else ASCII
         pieces = curve_pieces(xs, ys, width, rows, self._yardsticks, self._tokens, cells)
-        title = f"  bits per byte (held out)   {ys[-1]:.2f} now"
+        title = f"  {self._measure} (held out)   {ys[-1]:.2f} now"
         note = "  on the same text" if self._yardsticks else ""
         heading = Text.assemble(title.ljust(width - YARDSTICK_WIDTH), (note, "dim"))
         return [heading, *(Text.assemble(*((text, _CURVE_STYLES[role]) for role, text in row)) for row in pieces)]

@@ -53,13 +53,13 @@ def code_file(init: str | None) -> Path | None:
     return Path(file) if file.endswith(".py") and file != init and status(init or "", follow=False) is None else None
 
 
-def code_digest(init: str) -> str:
-    """Return the hex SHA-256 of the Python file that `model.init` names.
+def code_digest(init: str, key: str = "model.init") -> str:
+    """Return the hex SHA-256 of the Python file that a setting, `model.init` or another `key`, names.
 
     Raises:
         InputRefused: the file cannot be read, or is larger than MOST_CODE_BYTES.
     """
-    file, where = code_file(init) or Path(init), f"model.init = {init!r}"
+    file, where = code_file(init) or Path(init), f"{key} = {init!r}"
     try:
         return hashlib.sha256(read_input(file, MOST_CODE_BYTES)).hexdigest()
     except OSError as error:

@@ -36,7 +36,8 @@ class EvaluatedModel:
         precision: the precision in which it is evaluated, the run's own.
         reading: the arguments of `corpus` that say how to read any text.
         averaged: whether the weights are averages.
-        own_text: the further arguments of `corpus` that name the run's text, for use without --data.
+        own_text: the further arguments of `corpus` that name the run's text, for use without --data; empty if the run
+            learned from answers to prompts.
         fingerprint: the fingerprint of the run's text at training.
         strange: a warning to print before `own_text` is read; empty if the text is the user's own.
     """
@@ -81,7 +82,7 @@ def of_run(run: Run, warn: Callable[[str], None]) -> EvaluatedModel:
         precision,
         {key: text[key] for key in _READING},
         averaged,
-        {key: text[key] for key in ("source", "held_out")},
+        {} if settings.rl.reward else {key: text[key] for key in ("source", "held_out")},
         state["fingerprint"],
         strange_text(run, settings),
     )

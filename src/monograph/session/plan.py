@@ -40,6 +40,7 @@ class Plan:
         precision: the precision of the arithmetic.
         parallel: how several devices share the work.
         keep: how many of the newest checkpoints stay.
+        reward: what scores the answers of a run with rewards; None for a run on text.
         micro_batch: rows that one device computes at once; 0 until the model's shape is known.
         compile: the scope of a graph; remat: what is recomputed; memory: where weights live. Each may be "auto" until
             the model's shape is known.
@@ -65,6 +66,7 @@ class Plan:
     precision: str
     parallel: str
     keep: int
+    reward: str | None
     micro_batch: int = 0
     compile: Compile | Literal["auto"] = "auto"
     remat: str | float = "auto"

@@ -74,10 +74,12 @@ def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
     toml = resolved(toml)
     run = Run(toml.parent)
     if toml == run.config and (is_file(run.lock_file) or is_folder(run.checkpoints)):
-        if warning := strange_text(run, run_settings(run, runs_code=runs_code)):
+        settings = run_settings(run, runs_code=runs_code)
+        require_trusted(toml, [settings.rl.reward if runs_code else None])
+        if warning := strange_text(run, settings):
             print("warning:", warning, file=sys.stderr)
     elif runs_code and (carries_mark(toml) or any(is_file(parent / "run.lock") for parent in toml.parents)):
-        require_trusted(toml, [load(toml, {}, {}).model.init])
+        require_trusted(toml, load(toml, {}, {}).programs)
 
 
 def own_copies(settings: Settings) -> dict[str, Any]:
@@ -119,7 +121,7 @@ def strange_text(run: Run, settings: Settings) -> str:
     source, home = settings.data.source, without_links(run.folder)
     places = [weighted(item)[0] for item in ([source] if isinstance(source, str) else source)]
     outside = [item for item in places if item != "stdlib" and _leads_out(Path(os.path.expanduser(item)), home)]
-    if not outside or is_ours(run.config, [settings.model.init]):
+    if not outside or is_ours(run.config, settings.programs):
         return ""
     return f"{run.folder} was not begun here, and names text outside of it, which is read: {', '.join(outside)}"
 
@@ -144,7 +146,7 @@ def write_config(run: Run, settings: Settings, inits: Sequence[str] = ()) -> Non
         settings: the settings of the run or of the sweep.
         inits: values of model.init that a sweep varies.
     """
-    write_whole(run.config, marked(settings.to_toml(), [settings.model.init, *inits]))
+    write_whole(run.config, marked(settings.to_toml(), [*settings.programs, *inits]))
 
 
 def settings_of(run: Run, given: Settings) -> Settings:
@@ -159,6 +161,7 @@ def settings_of(run: Run, given: Settings) -> Settings:
             f"{run.folder} was stopped before it began: start it with `monograph train --out {shell_words(run.folder)}`"
         )
     own = run_settings(run, runs_code=not isinstance(run, Follower))  # rank 0 answers for all
+    require_trusted(run.config, [own.rl.reward])
     for key, value in given.pinned().items():
         mine = own.values()[key]
         if (
@@ -219,6 +222,10 @@ def branched(parent: Run, given: Settings) -> Settings:
         raise InputRefused(f"{parent.folder} was stopped before it began: nothing can start from it")
     own = run_settings(parent, runs_code=given.model.init is None)
     taken = {*given.pinned()}
+    if given.rl.reward is None:
+        require_trusted(parent.config, [own.rl.reward])
+    elif own.rl.reward is None:
+        taken |= {"train.tokens_per_update"}  # answers decide it
     if added := [key for key in KEYS if key in taken and given.values()[key] != own.values()[key]]:
         raise UsageError(
             f"{given.origins[added[0]]}: {added[0]}: --from goes on with the weights that {parent.folder} trains and "

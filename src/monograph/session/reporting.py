@@ -26,9 +26,12 @@ from monograph.predict.roofline import flops_per_token, mfu
 from monograph.profiling.memory import reset_peak_memory
 from monograph.report.quantities import counted, duration, memory
 from monograph.report.run_report import write_report
+from monograph.rl.prompts import Prompts
+from monograph.rl.rollouts import Rollouts
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.session.ranks import show
+from monograph.session.reinforcing import rewards_in
 from monograph.session.session import Session
 from monograph.storage.reading import contents, exists, is_folder, parse_json
 from monograph.text.chat import stop_ids
@@ -116,10 +119,11 @@ class Reporter:
         self.rows = session.run.rows()
         self.yardsticks = self._yardsticks()
         reset_peak_memory(session.engine.step.device)  # memory of the yardsticks does not count
-        self.opening = opening_of(session.corpus, session.model_config)
+        self.opening = self._opening()
         self.python = session.corpus.name == "stdlib"
         self.recompiles = 0
         self.rates: deque[float] = deque(maxlen=RECENT)
+        self.update_s: deque[float] = deque(maxlen=RECENT)
         self.held_out: Evaluation | None = None
         self.lines = (0, 0)
 
@@ -131,32 +135,41 @@ class Reporter:
         """Return the live block with the points and samples of earlier processes of the run."""
         updates = self.session.updates
         tokens = updates * self.session.plan.tokens_per_update
-        block = self.progress.training(updates, tokens, self.yardsticks, start=self.session.engine.index)
+        name, key = "bits per byte", "eval_bits_per_byte"
+        if self.session.reward:
+            name, key, drawing = "reward", "eval_reward", self.session.drawer.options
+            tokens = updates * drawing.prompts * drawing.group * drawing.max_new_tokens
+        block = self.progress.training(updates, tokens, self.yardsticks, self.session.engine.index, name)
         for row in self.rows:
-            if row.get("eval_bits_per_byte") is not None:
-                block.held_out(row["tokens"], row["eval_bits_per_byte"])
+            if row.get(key) is not None:
+                block.held_out(row["tokens"], row[key])
             if "sample" in row:
                 block.sample(row["share"], row["sample"])
         return block
 
     def rate(self, updates: int, seconds: float) -> float:
         """Return the tokens per second of the last updates."""
-        self.rates.append(updates * self._tokens / seconds)
+        self.update_s.append(seconds / updates)
+        self.rates.append(self._tokens / self.update_s[-1])
         return self.rates[-1]
 
     @property
     def recent_s(self) -> float:
         """Return the median seconds of the last few updates; 0 before the first."""
-        recent = sorted(self.rates)
-        return self._tokens / recent[len(recent) // 2] if recent else 0.0
+        return statistics.median_high(self.update_s) if self.update_s else 0.0
 
     @property
     def _tokens(self) -> float:
-        """Return the mean number of tokens of an update, without padding."""
-        return self.session.corpus.stats.packed_share * self.session.plan.tokens_per_update
+        """Return the mean number of tokens of an update, without padding; of the last update, if answers are drawn."""
+        if isinstance(self.session.batches, Rollouts):
+            return self.session.batches.numbers["drawn_tokens"]
+        return self.session.text.stats.packed_share * self.session.plan.tokens_per_update
 
     def evaluate(self, block: TrainingBlock, update: int, limit: int | None) -> None:
-        """Score held-out rows, log the scores and show them."""
+        """Score held-out rows, or answers to held-out prompts, log the scores and show them."""
+        if isinstance(self.session.corpus, Prompts):
+            self._measure(block, update)
+            return
         rows = self.session.corpus.held_out
         if len(rows) == 0:
             return
@@ -171,12 +184,30 @@ class Reporter:
         if bits is not None and math.isfinite(bits):
             block.held_out(tokens, bits)
 
-    def sample(self, block: TrainingBlock, update: int) -> None:
-        """Log and show a Llama's continuation of the run's prompt, always with the same random draws."""
-        text = next(iter(self._write(1, SAMPLE_TOKENS)), None)
-        if text is None:
+    def _measure(self, block: TrainingBlock, update: int) -> None:
+        session = self.session
+        if not session.corpus.held_out:
             return
-        share, sample = update / self.session.updates, self.opening.text + text
+        numbers = session.drawer.measure()
+        session.run.log({"update": update, "tokens": session.drawn_tokens, **numbers})
+        block.held_out(session.drawn_tokens, numbers["eval_reward"])
+
+    def sample(self, block: TrainingBlock, update: int) -> None:
+        """Log and show an answer of the last update with its reward, or a Llama's continuation of the run's prompt.
+
+        The continuation always has the same random draws.
+        """
+        if isinstance(self.session.batches, Rollouts):
+            if not self.session.batches.shown:
+                return
+            prompt, answer, reward = self.session.batches.shown[0]
+            sample = f"{prompt}{answer} (reward {reward:g})"
+        else:
+            text = next(iter(self._write(1, SAMPLE_TOKENS)), None)
+            if text is None:
+                return
+            sample = self.opening.text + text
+        share = update / self.session.updates
         self.session.run.log({"update": update, "share": share, "sample": sample})
         block.sample(share, sample)
 
@@ -220,8 +251,10 @@ class Reporter:
         progress.gap()
         promised = ""
         if session.budget_s:  # where the text's epochs ended the run, the time was only allowed
-            most = most_updates(session.corpus.train.per_epoch, session.batches.rows_per_window)
-            kind = "allowed" if session.plan.updates >= most else "promised"
+            kind = "promised"
+            if isinstance(session.corpus, Corpus):
+                most = most_updates(session.corpus.train.per_epoch, session.batches.rows_per_window)
+                kind = "allowed" if session.plan.updates >= most else "promised"
             promised = f" ({duration(session.budget_s)} {kind})"
         progress.line("done", f"{trained} of training{promised}{self._standing()}")
         peak = summary["peak_memory_bytes"]
@@ -269,13 +302,18 @@ class Reporter:
             "device": machine.name,
             "dtype": session.plan.precision,
             "params": session.params,
-            "passed_over": session.corpus.stats.skipped,
+            "passed_over": session.corpus.skipped,
+            **rewards_in(rows),
         }
 
     def _standing(self) -> str:
+        if self.session.reward:
+            end = rewards_in(self.session.run.rows())
+            held = f", held out {end['eval_reward']:.3f}" if end["eval_reward"] is not None else ""
+            return f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at first){held}"
         if not self.held_out:
             return ""
-        if self.session.corpus.stats.conversations:
+        if self.session.text.stats.conversations:
             before = [row["eval_loss"] for row in self.session.run.rows() if row.get("eval_loss") and not row["update"]]
             compared = f", {before[0]:.3f} before" if before else ""
             return f"   loss of held-out answers {self.held_out.loss:.3f}{compared}"
@@ -320,8 +358,17 @@ class Reporter:
             written = generate(model, tokenizer, [opening.begun], sampling, max_tokens=tokens, stop=opening.stop, n=n)
             return [completion.text for completion in written]
 
+    def _opening(self) -> Opening:
+        corpus = self.session.corpus
+        if isinstance(corpus, Corpus):
+            return opening_of(corpus, self.session.model_config)
+        prompt, dashes = corpus.train[0], ("--",) if corpus.train[0].text.startswith("-") else ()
+        return Opening(prompt.text, [*prompt.ids], (), ("--chat",) if corpus.chats else (*dashes, prompt.text))
+
     def _yardsticks(self) -> dict[str, float]:
         corpus = self.session.corpus
+        if isinstance(corpus, Prompts):
+            return {}
         # Answers depend on their questions, which a compressor is not given.
         comparable = len(corpus.held_out) and not corpus.stats.conversations
         if not (comparable and self.session.world.leads) or corpus.stats.bytes > LARGEST_YARDSTICK_BYTES:

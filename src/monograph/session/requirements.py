@@ -18,6 +18,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, gibibytes
+from monograph.run.trust import code_file
 from monograph.session.plan import Plan
 
 LEAST_BYTES = 2  # the least bytes of a parameter, its weight in 16 bits
@@ -61,6 +62,7 @@ def require_together(settings: Settings) -> None:
             raise UsageError(f"{staged} train.remat is none, full, pointwise or a number, not offload")
     require_with_lora(settings)
     require_with_ranks(settings)
+    require_with_rewards(settings)
     name, precision = settings.optim.name, train.precision
     if train.memory == "stream" and name.endswith(":all-bf16"):
         raise UsageError(f"train.memory = stream keeps full-precision weights: optim.name = {name} is for device")
@@ -102,6 +104,32 @@ def require_with_ranks(settings: Settings) -> None:
         raise UsageError(f"train.parallel = {train.parallel} does not go with {conflicts[0][0]}: {conflicts[0][1]}")
 
 
+def require_with_rewards(settings: Settings) -> None:
+    """Refuse choices that do not go with `rl.reward`.
+
+    Raises:
+        UsageError: two choices exclude one another; the message names both.
+    """
+    init, train = settings.model.init, settings.train
+    excluded: dict[str, tuple[bool, str]] = {
+        f"model.init = {init}": (code_file(init) is not None, "a program says no tokenizer: name a run or a folder"),
+        "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),
+        f"train.parallel = {train.parallel}": (train.parallel != "none", "one device draws answers: leave it out"),
+        "train.precision = fp8": (train.precision == "fp8", "answers are not drawn in fp8: take bf16"),
+        f"train.tokens = {train.tokens}": (
+            train.tokens is not None,
+            "answers have any length: give updates or minutes",
+        ),
+        f"optim.ema = {settings.optim.ema}": (
+            settings.optim.ema != "none",
+            "answers are the weights' own: leave it out",
+        ),
+    }
+    conflicts = [(what, instead) for what, (is_so, instead) in excluded.items() if is_so]
+    if settings.rl.reward is not None and conflicts:
+        raise UsageError(f"rl.reward does not go with {conflicts[0][0]}: {conflicts[0][1]}")
+
+
 def require_with_lora(settings: Settings) -> None:
     """Refuse choices that do not go with adapters.
 
@@ -117,17 +145,32 @@ def require_with_lora(settings: Settings) -> None:
         raise UsageError("train.precision = fp8 is for weights that are trained: with lora.rank take bf16 or fp32")
 
 
-def require_one_device(settings: Settings, command: str) -> None:
-    """Refuse several devices for a command that uses only one.
+def require_plain(settings: Settings, command: str) -> None:
+    """Refuse several devices, and rewards, for a command that knows only one device and texts.
 
     Raises:
-        UsageError: `train.parallel` is on; the message names the command.
+        UsageError: `train.parallel` or `rl.reward` is on; the message names the command.
     """
+    require_texts(settings, command)
     if settings.train.parallel != "none":
         origin = settings.origins.get("train.parallel", "default")
         raise UsageError(
             f"{origin}: train.parallel = {settings.train.parallel} is for `monograph train`; "
             f"`monograph {command}` uses one device: leave it out, or add train.parallel=none"
+        )
+
+
+def require_texts(settings: Settings, command: str) -> None:
+    """Refuse rewards for a command that knows only texts.
+
+    Raises:
+        UsageError: `rl.reward` is given; the message names the command.
+    """
+    if settings.rl.reward is not None:
+        origin = settings.origins["rl.reward"]
+        raise UsageError(
+            f"{origin}: rl.reward = {settings.rl.reward} is for `monograph train`; `monograph {command}` knows texts "
+            "alone: leave it out"
         )
 
 

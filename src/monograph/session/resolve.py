@@ -28,6 +28,7 @@ from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, require_tokens
 from monograph.session.plan import Length, Plan, Shape
 from monograph.session.recorded import own_copies
+from monograph.session.reinforcing import cache_bytes, fixed_rl, reward_named
 from monograph.session.requirements import require_positions, require_room, require_targets, require_together
 from monograph.step import Clip
 from monograph.storage.cache_dir import cache_root, calibration_file
@@ -75,7 +76,8 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     name: str = settings.optim.name
     if name == "auto":  # fsdp shards rows, and Muon needs whole matrices
         name = "adamw" if train.parallel == "fsdp" else defaults.optimizer(fresh=recipe.init is None)
-    update_rule = _update_rule(settings, recipe, name, adapted=lora is not None)
+    reward = reward_named(settings)
+    update_rule = _update_rule(settings, recipe, name, adapted=lora is not None, rewarded=reward is not None)
     schedule, _, final = settings.optim.schedule.partition(":")
     per_update = int(train.tokens_per_update)
     updates = train.updates or (defaults.updates_of(train.tokens, per_update) if train.tokens else 0)
@@ -90,13 +92,14 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         epochs=train.epochs,
         optimizer=name,
         update_rule=update_rule,
-        clip=_clip(settings),
+        clip=_clip(settings, rewarded=reward is not None),
         averaged=update_rule.ema is not None,
         schedule_name=schedule,
         final=float(final or FINAL),
         precision=defaults.precision(machine) if train.precision == "auto" else train.precision,
         parallel=train.parallel,
         keep=train.keep,
+        reward=reward,
         micro_batch=0 if train.micro_batch == "auto" else train.micro_batch,
         compile=train.compile,
         remat=train.remat,
@@ -122,7 +125,7 @@ def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Set
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = defaults.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
-    chosen |= fixed_lora(settings)
+    chosen |= fixed_lora(settings) | fixed_rl(settings, length)
     recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed)
     recipe = recipe if shape_alone and not has_weights(Path(str(model.init))) else recipe.checked()
     if settings.optim.transfer != "none":
@@ -133,7 +136,7 @@ def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Set
     if settings.data.tokenizer == "auto" and not shape_alone:
         own = str(tokenizer_of(model.init)) if model.init and not recipe.file else None
         chosen["data.tokenizer"] = own or f"bpe:{defaults.DEFAULT.vocabulary}"
-    if settings.train.tokens_per_update == "auto":
+    if settings.train.tokens_per_update == "auto" and reward_named(settings) is None:
         chosen["train.tokens_per_update"] = max(defaults.DEFAULT.tokens_per_update, length)
     settings, shape = settings.resolve(chosen, ORIGIN), shape_in(recipe.init) if recipe.init else None
     init = settings.model.init  # a run records its full path; an error shows it as it was typed
@@ -167,13 +170,14 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
         raise UsageError(f"{origin}: optim.transfer = {value}: {error}") from None
 
 
-def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool) -> Optimizer:
+def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool, rewarded: bool) -> Optimizer:
     """Return the optimizer, without the changes of width transfer."""
     optim, (rule, _, state) = settings.optim, name.partition(":")
+    usual = _usual_rate(recipe, rule, adapted) * (defaults.RL_SHARE if rewarded else 1)
     return (Muon if rule == "muon" else AdamW)(
         state=state or "fp32",
         seed=recipe.seed,
-        lr=_usual_rate(recipe, rule, adapted) if optim.lr == "auto" else optim.lr,
+        lr=usual if optim.lr == "auto" else optim.lr,
         betas=optim.betas,
         eps=optim.eps,
         weight_decay=optim.weight_decay,
@@ -191,11 +195,12 @@ def _usual_rate(recipe: Recipe, rule: str, adapted: bool) -> float:
     return defaults.UNKNOWN_RATE if recipe.preset == "auto" else defaults.known_learning_rate(recipe.preset, rule)
 
 
-def _clip(settings: Settings) -> Clip | None:
+def _clip(settings: Settings, rewarded: bool) -> Clip | None:
     """Return the clipping: a plain number also skips spikes; NUMBER:all makes every finite update."""
     norm = settings.optim.grad_clip
     if isinstance(norm, float):
-        return Clip(norm, skip_spikes=True)
+        # With rewards, gradients are 0 until some group differs, so the first that teaches would be taken for a spike.
+        return Clip(norm, skip_spikes=not rewarded)
     return None if norm == "none" else Clip(float(norm.partition(":")[0]))
 
 
@@ -279,13 +284,18 @@ def _remats(parallel: str, machine: Device) -> tuple[str | float, ...]:
 def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> Candidate:
     """Return the candidate that `monograph plan` would choose for one rank on this machine.
 
-    DDP needs memory for a second copy of the gradients. FSDP2 holds a rank's share of weights, gradients and moments,
-    and two whole blocks; all memory except the share is taken to be free for these.
+    The keys and values of answers stay allocated. DDP needs memory for a second copy of the gradients. FSDP2 holds a
+    rank's share of weights, gradients and moments, and two whole blocks; all memory except the share is taken to be
+    free for these.
 
     Raises:
         OutOfDeviceMemory: nothing fits; the message names the nearest candidate and by how much it misses.
     """
     memory = plan.memory
+    if plan.reward is not None:
+        kept_bytes = min(cache_bytes(plan, config), machine.free_memory_bytes // 2)  # `Drawer` takes no more
+        free_bytes, machine_bytes = machine.free_memory_bytes - kept_bytes, machine.memory_bytes - kept_bytes
+        machine, memory = replace(machine, memory_bytes=machine_bytes, free_memory_bytes=free_bytes), "device"
     if plan.parallel != "none":
         rows, weights = -(-plan.rows // shape.ranks), FP32_BYTES * config.parameter_count()
         spared = -weights if plan.parallel == "ddp" else int(COPIES * weights * (1 - 1 / shape.ranks))

@@ -21,8 +21,20 @@ BETWEEN = 100  # two rewinds with at least this many updates between them are no
 
 
 def windows(session: Session) -> Iterator[Batch]:
-    """Yield a session's windows from `session.batches`, which `go_back` replaces meanwhile."""
-    while (window := next(session.batches, None)) is not None:
+    """Yield a session's windows from `session.batches`, which `go_back` replaces meanwhile.
+
+    Raises:
+        InputRefused: a reward failed; what was learned until then is saved before.
+    """
+    while True:
+        try:
+            window = next(session.batches, None)
+        except InputRefused:
+            if session.reward and session.engine.index:
+                session.save()
+            raise
+        if window is None:
+            return
         yield window
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import platform
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -31,6 +32,10 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
 from monograph.predict.roofline import Calibration
 from monograph.profiling.memory import ledger, peak_memory_bytes
+from monograph.rl.loss import PolicyLoss
+from monograph.rl.prompts import Prompts
+from monograph.rl.rewards import Reward
+from monograph.rl.rollouts import Drawer, Rollouts
 from monograph.run import recorded_state
 from monograph.run.base import require_base
 from monograph.run.folder import Run
@@ -38,6 +43,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, require_same_file
 from monograph.schedule import Schedule, cool_down
 from monograph.session.plan import Plan
+from monograph.session.reinforcing import options_of
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
 
@@ -49,9 +55,10 @@ class Session:
     Attributes:
         run: the run's folder.
         plan: the decided values of the run.
-        corpus: the run's text.
+        corpus: the run's text, or the prompts of a run with rewards.
         engine: model and optimizer on the device.
         batches: the windows from the current position on.
+        reward: what scores the answers of a run with rewards.
         eager_reason: why nothing was compiled; None if the step was.
         kernel: the attention kernel; None if kernels were not measured.
         world: the ranks that train the run together.
@@ -59,6 +66,7 @@ class Session:
         compile_s: seconds spent on tracing and compiling.
         peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last update; else None, as a
             GPU counts them all the time.
+        drawn_tokens: tokens of all answers so far, in a run with rewards.
         elapsed_s: seconds spent in earlier processes of the same run.
         budget_s: seconds of training that the settings allow; None if they give updates, tokens or epochs.
         cooled: [first update, last update] of a cool-down that replaced the schedule because the machine is slower than
@@ -67,9 +75,8 @@ class Session:
 
     run: Run
     plan: Plan
-    corpus: Corpus
+    corpus: Corpus | Prompts
     engine: Engine
-    batches: Batches
     compile_s: float = 0.0
     elapsed_s: float = 0.0
     budget_s: float | None = None
@@ -77,9 +84,22 @@ class Session:
     eager_reason: str | None = None
     kernel: Kernel | None = None
     peak_bytes: int | None = None
+    drawn_tokens: int = 0
+    reward: Reward | None = None
     world: World = field(default_factory=World)
     started_s: float = field(default_factory=clock)
     training_since_s: float = field(default_factory=clock)
+    batches: Batches | Rollouts = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Open the windows at the run's beginning."""
+        self.batches = self.open_batches(0)
+
+    @property
+    def text(self) -> Corpus:
+        """Return the run's text; a run with rewards has none."""
+        assert isinstance(self.corpus, Corpus)
+        return self.corpus
 
     @property
     def updates(self) -> int:
@@ -179,6 +199,7 @@ class Session:
         self.engine.step.schedule = self.schedule()
         restore_random(state["random"], self.engine.step.device)
         self.run.truncate_metrics(state["metrics_offset"], state.get("metrics_sha256"))
+        self.drawn_tokens = sum(row.get("drawn_tokens", 0) for row in self.run.rows())
         if self.world.leads:
             checkpointing.remove_leftovers(self.run.checkpoints)
         then, now = state["versions"], _versions()
@@ -194,10 +215,10 @@ class Session:
                 f"found {self.plan.settings.fingerprint}): {instead}"
             )
         tokenizer = self.corpus.tokenizer.digest
+        form = "prompts, tokenizer or the file that rl.reward names" if self.reward else "text, tokenizer or form"
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
             raise InputRefused(
-                f"{self.corpus.name}: not what {self.run.folder} was trained on "
-                f"(text, tokenizer or form changed): {instead}"
+                f"{self.corpus.name}: not what {self.run.folder} was trained on ({form} changed): {instead}"
             )
         saved = Recipe.recorded(state["recipe"], self.run)
         require_same_file(saved, self.run)
@@ -229,11 +250,37 @@ class Session:
         self.engine.step.tokens.zero_()
         self.engine.step.skipped.zero_()
 
-    def open_batches(self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()) -> Batches:
-        """Return the run's windows from row `rows` on, without the stretches of rows in `skip`."""
+    def open_batches(
+        self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()
+    ) -> Batches | Rollouts:
+        """Return the run's windows from row (or prompt) `rows` on, without the stretches in `skip`."""
+        if isinstance(self.corpus, Prompts):
+            return Rollouts(self.drawer, rows, skip)
         plan, pin = self.plan, self.engine.step.device.type == "cuda"
         seed = plan.seed if seed is None else seed
         return self.corpus.batches(plan.tokens_per_update, seed, rows, plan.epochs, pin, skip)
+
+    @functools.cached_property
+    def drawer(self) -> Drawer:
+        """Return what draws answers, in a run with rewards."""
+        assert isinstance(self.corpus, Prompts)
+        assert self.reward
+        return Drawer(self.engine, self.corpus, self.reward, options_of(self.plan), lambda: self.plan.updates)
+
+    def drawn(self) -> dict[str, Any]:
+        """Return figures on the answers of the last update, for its row of the metrics; empty for a run on text."""
+        loss = self.engine.step.loss
+        if not isinstance(self.batches, Rollouts) or not isinstance(loss, PolicyLoss):
+            return {}
+        total, largest, targets = loss.difference.tolist()
+        loss.difference.zero_()
+        self.drawn_tokens += int(self.batches.numbers["drawn_tokens"])
+        return {
+            **self.batches.numbers,
+            "tokens": self.drawn_tokens,
+            "drawn_minus_scored": total / max(1, targets),
+            "drawn_minus_scored_max": largest,
+        }
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

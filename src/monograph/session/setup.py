@@ -24,6 +24,9 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.report.quantities import count, counted, megabytes
 from monograph.resident import Resident
+from monograph.rl.loss import PolicyLoss
+from monograph.rl.prompts import Prompts
+from monograph.rl.rewards import Reward
 from monograph.run.base import digest, extended, recorded, require_base_of
 from monograph.run.folder import Run
 from monograph.run.models import build
@@ -33,6 +36,7 @@ from monograph.run.trust import code_digest
 from monograph.session.adapting import lora_of, new_tokens_of, token_notes
 from monograph.session.plan import Plan, Shape
 from monograph.session.ranks import agreed
+from monograph.session.reinforcing import loss_of
 from monograph.session.requirements import require_positions
 from monograph.session.resolve import resolve, with_rows
 from monograph.session.session import Session, seed_all
@@ -103,9 +107,25 @@ class BuiltRun(NamedTuple):
 
 
 def open_session(
-    run: Run, plan: Plan, text: Corpus, device: torch.device, progress: Progress, world: World | None = None
+    run: Run,
+    plan: Plan,
+    text: Corpus | Prompts,
+    device: torch.device,
+    progress: Progress,
+    world: World | None = None,
+    reward: Reward | None = None,
 ) -> Session:
-    """Return a run's session at its beginning; with several ranks, rank 0's plan holds for all."""
+    """Return a run's session at its beginning; with several ranks, rank 0's plan holds for all.
+
+    Args:
+        run: the run's folder.
+        plan: the run's plan so far.
+        text: the run's text, or the prompts of a run with rewards.
+        device: the device to train on.
+        progress: the display of the run.
+        world: the ranks that train together.
+        reward: what scores the answers of a run with rewards.
+    """
     world, machine = world or World(), describe()
     built = build_run(plan, text, machine, device, world.size) if world.leads else None
     settings = agreed(world, (built.plan if built else plan).settings)
@@ -116,16 +136,14 @@ def open_session(
         progress.line(
             "note", f"attention_dropout = {dropout} stays in config.json; nothing is dropped in training here"
         )
-    plan, pin = built.plan, device.type == "cuda"
-    batches = text.batches(plan.tokens_per_update, seed=plan.seed, epochs=plan.epochs, pin=pin)
     engine = make_engine(built, device, world)
-    seed_all(plan.seed)
-    return Session(run, plan, text, engine, batches, world=world)
+    seed_all(built.plan.seed)
+    return Session(run, built.plan, text, engine, reward=reward, world=world)
 
 
 def build_run(
     plan: Plan,
-    text: Corpus,
+    text: Corpus | Prompts,
     machine: Device,
     device: torch.device | None = None,
     ranks: int = 1,
@@ -173,10 +191,10 @@ def build_run(
         if start:
             require_base_of(start, str(recipe.base_sha256))
         put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.precision), device=device)
-    return BuiltRun(plan, model, loss, notes)
+    return BuiltRun(plan, model, loss_of(plan, model) if plan.reward else loss, notes)
 
 
-def _require_fit(config: LlamaConfig, text: Corpus, length: int) -> None:
+def _require_fit(config: LlamaConfig, text: Corpus | Prompts, length: int) -> None:
     if config.vocab_size < text.vocab_size:
         raise InputRefused(
             f"model.vocab_size = {config.vocab_size} is smaller than the tokenizer's {text.vocab_size}: raise it"
@@ -196,7 +214,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     """
     plan, model = built.plan, built.model
     shared: dict[str, Any] = {
-        "loss": built.loss,
+        "loss": built.loss.to(device) if isinstance(built.loss, PolicyLoss) else built.loss,
         "optim": plan.update_rule,
         "clip": plan.clip,
         "precision": Precision(plan.precision),

@@ -24,6 +24,8 @@ from monograph.predict.footprint import Work
 from monograph.predict.roofline import Calibration, peak_flops
 from monograph.profiling.memory import LiveBytes, peak_memory_bytes
 from monograph.report.quantities import count, counted, duration
+from monograph.rl.prompts import Prompts
+from monograph.rl.rollouts import Rollouts
 from monograph.run import recorded_state
 from monograph.run.progress import Progress
 from monograph.run.recipe import lora_of
@@ -76,11 +78,15 @@ CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine ch
 
 
 def calibrate(session: Session) -> float:
-    """Return the seconds of an update of the session; see `seconds_per_update`."""
-    engine, window = session.engine, next(session.open_batches(0))
+    """Return the seconds of an update of the session, answers included; see `seconds_per_update`."""
+    engine, batches = session.engine, session.open_batches(0)
+    draws, window = isinstance(batches, Rollouts), next(batches)
+
+    def update() -> None:
+        engine.rehearse(next(batches) if draws else window)
 
     with session.undisturbed():
-        return float(session.world.agreed(seconds_per_update(engine, lambda: engine.rehearse(window), session.world)))
+        return float(session.world.agreed(seconds_per_update(engine, update, session.world)))
 
 
 def seconds_per_update(engine: Engine, update: Callable[[], object], world: World | None = None) -> float:
@@ -177,9 +183,12 @@ def _prepare(session: Session, progress: Progress) -> None:
     window = next(session.open_batches(0))
     with progress.stage("trial", "one eager step") as stage:
         trial = engine.trial(window)
-        expected = math.log(session.corpus.vocab_size)
-        stage.result = f"loss {trial.loss:.2f}, ln V = {expected:.2f}, {counted(trial.gradients, 'finite gradient')}"
-    if without := [name for name in trial.without_gradient if not starts_still(name)]:
+        score = f"loss {trial.loss:.2f}, ln V = {math.log(session.corpus.vocab_size):.2f}, "
+        stage.result = f"{score}{counted(trial.gradients, 'finite gradient')}"
+        if isinstance(session.corpus, Prompts):  # a loss of advantages is about 0
+            stage.result = "answers drawn, scored and learned from"
+    without = [name for name in trial.without_gradient if not starts_still(name)]
+    if without and not isinstance(session.corpus, Prompts):  # answers that are all worth the same have no gradient
         progress.line("warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change")
     if left := engine.step.left_in_bf16:
         layers = counted(len(left), "linear layer")
@@ -226,8 +235,8 @@ def capture(engine: Engine, window: Batch, scope: graph.Scope, kernel: Kernel | 
 
 def fix_length(session: Session, progress: Progress) -> None:
     """Decide and print the number of updates: as given, as the epochs contain, or as the minutes allow."""
-    plan, rows, lasting = session.plan, session.batches.rows_per_window, ""
-    per_epoch = session.corpus.train.per_epoch
+    plan, rows, lasting, text = session.plan, session.batches.rows_per_window, "", session.corpus
+    per_epoch = len(text.train) if isinstance(text, Prompts) else text.train.per_epoch
     updates = plan.updates or (-(-plan.epochs * per_epoch // rows) if plan.epochs else 0)
     if updates > recorded_state.MOST:
         raise UsageError(f"train.epochs = {plan.epochs}: they have {updates:,} updates; give fewer, for at most 1e15")
@@ -237,11 +246,13 @@ def fix_length(session: Session, progress: Progress) -> None:
             stage.result = f"{seconds * 1000:.0f} ms each"
         remember(session, seconds)
         given_s = 60 * plan.minutes
-        session.budget_s = given_s if plan.minutes_given else defaults.default_seconds(plan.minutes, seconds)
+        given = plan.minutes_given or isinstance(text, Prompts)
+        session.budget_s = given_s if given else defaults.default_seconds(plan.minutes, seconds)
         if session.budget_s > given_s:
             longer = f"{duration(session.budget_s)} instead of {plan.minutes:g} min"
             progress.line("time", f"{longer}: what a good first model needs on this machine")
-        most = defaults.most_updates(per_epoch, rows)
+        # Answers are new each time, so prompts may come up again without end.
+        most = recorded_state.MOST if isinstance(text, Prompts) else defaults.most_updates(per_epoch, rows)
         updates = defaults.updates_for(defaults.UPDATES_SHARE * session.budget_s, seconds, most)
         lasting = f", about {duration(session.budget_s)}"
         if updates >= most:
@@ -249,12 +260,18 @@ def fix_length(session: Session, progress: Progress) -> None:
     plan = session.plan = resolve(plan, describe(), Length(updates))
     session.engine.step.schedule = session.schedule()
     adapters = f" of which {count(session.adapter_params)} are trained" if plan.recipe.lora else ""
+    amount = (
+        f"{plan.tokens_per_update:,} tokens = {count(updates * plan.tokens_per_update)}, {counted(rows, 'row')} of "
+        f"{plan.sequence_length}"
+    )
+    if isinstance(text, Prompts):
+        drawing = session.drawer.options
+        amount = f"{counted(rows, 'prompt')}, {drawing.group} answers each of up to {drawing.max_new_tokens} tokens"
     progress.line(
         "plan",
-        f"{count(session.params)} parameters{adapters}, {counted(updates, 'update')} of {plan.tokens_per_update:,} "
-        f"tokens = {count(updates * plan.tokens_per_update)}, {counted(rows, 'row')} of {plan.sequence_length}, "
-        f"{plan.precision}{lasting}",
+        f"{count(session.params)} parameters{adapters}, {counted(updates, 'update')} of {amount}, {plan.precision}"
+        f"{lasting}",
     )
     if isinstance(plan.expected, StreamCandidate):
-        for label, text in describe_tiers(plan.expected):
-            progress.line(label, text)
+        for label, tier in describe_tiers(plan.expected):
+            progress.line(label, tier)

@@ -25,6 +25,7 @@ from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.loop import EngineState
 from monograph.loss import Batch
+from monograph.rl.rollouts import Rollouts
 from monograph.run.folder import Run
 from monograph.run.models import load_weights
 from monograph.run.progress import Progress
@@ -94,7 +95,7 @@ class Windows(Iterator[Batch]):
 
     def __init__(self, sessions: Sequence[Session]):
         """Make members of the same seed share one reader of rows."""
-        by_seed: dict[int, Batches] = {}
+        by_seed: dict[int, Batches | Rollouts] = {}
         for session in sessions:
             shared = by_seed.setdefault(session.plan.seed, session.batches)
             if shared is not session.batches:
@@ -238,9 +239,7 @@ def batch_of(
             write_tokenizer(run, text.tokenizer)
             write_config(run, built.plan.settings)
         own: Any = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
-        plan = built.plan
-        batches = text.batches(plan.tokens_per_update, seed=plan.seed, pin=engine.step.device.type == "cuda")
-        sessions.append(Session(run, plan, text, own, batches))
+        sessions.append(Session(run, built.plan, text, own))
     return MemberBatch(list(members), engine, sessions, Windows(sessions))
 
 

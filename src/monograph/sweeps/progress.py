@@ -140,7 +140,7 @@ class SweepProgress:
     def trained(self, batch: MemberBatch, updates: int, seconds: float) -> None:
         """Record that a round's members were trained for `updates` updates in `seconds`."""
         first = batch.sessions[0]
-        targets = first.corpus.stats.packed_share * first.plan.tokens_per_update
+        targets = first.text.stats.packed_share * first.plan.tokens_per_update
         self.rate = len(batch.members) * updates * targets / max(seconds, 1e-9)
         self.done += len(batch.members) * updates
         self._training_s += seconds
@@ -153,7 +153,7 @@ class SweepProgress:
         self._read(batch)
 
     def _score(self, batch: MemberBatch, update: int, limit: int | None) -> None:
-        rows = batch.sessions[0].corpus.held_out
+        rows = batch.sessions[0].text.held_out
         measured = evaluate_members(batch.engine, rows, batch_rows=batch.engine.micro_batch or 16, limit=limit)
         used = min(limit or len(rows), len(rows))
         tokens = torch.atleast_1d(batch.engine.step.tokens).tolist()

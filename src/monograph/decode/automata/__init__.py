@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from monograph.decode.automata.dfa import ByteAutomaton as ByteAutomaton
 from monograph.decode.automata.dfa import compiled
 from monograph.decode.automata.expression import Alternation, Expression, joined, literal
 from monograph.decode.automata.lift import DEAD as DEAD
@@ -44,12 +45,22 @@ def constraint(
         UsageError: the kind is unknown.
         InputRefused: the value is outside the subset, unbounded or too large; the message names the place.
     """
-    try:
-        expression, where = _expression(kind, value)
-        expression = joined(literal(lead), expression) if lead else expression
-        return constrainer(compiled(expression, where), pieces, end_ids, where)
-    except RecursionError:
-        raise InputRefused(f"the {kind} constraint is nested too deep: make it flatter") from None
+    automaton, where = _compiled(kind, value, lead)
+    return constrainer(automaton, pieces, end_ids, where)
+
+
+def acceptor(kind: str, value: Any) -> ByteAutomaton:
+    """Return an automaton that reads whole texts, which needs no tokenizer.
+
+    Args:
+        kind: see `constraint`.
+        value: see `constraint`.
+
+    Raises:
+        UsageError: the kind is unknown.
+        InputRefused: the value is outside the subset, unbounded or too large; the message names the place.
+    """
+    return _compiled(kind, value, b"")[0]
 
 
 def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
@@ -63,6 +74,15 @@ def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
         InputRefused: there is no string, one is empty, or they have too many bytes in all.
     """
     return searcher([_utf8(string, "a stop string") for string in strings], pieces)
+
+
+def _compiled(kind: str, value: Any, lead: bytes) -> tuple[ByteAutomaton, str]:
+    """Return the automaton of a constraint after `lead`, and its name in an error."""
+    try:
+        expression, where = _expression(kind, value)
+        return compiled(joined(literal(lead), expression) if lead else expression, where), where
+    except RecursionError:
+        raise InputRefused(f"the {kind} constraint is nested too deep: make it flatter") from None
 
 
 def _expression(kind: str, value: Any) -> tuple[Expression, str]:

@@ -1,0 +1,1 @@
+"""Reinforcement learning: answers drawn from the weights in training, their rewards, and the loss that follows."""

@@ -1,0 +1,105 @@
+"""Call a user's function that scores answers, in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from monograph.errors import InputRefused
+from monograph.rl import worker
+from monograph.rl.solutions import end
+from monograph.storage.reading import read_input, refusing, without_links
+from monograph.terminal import one_line
+
+LARGEST = 1e6
+SECONDS = 60.0  # for one answer, and for the imports of the file
+MOST_CODE_BYTES = 1 << 24
+
+
+class Function:
+    """A function `score(prompt, completion, record) -> float` of a Python file, whose process starts at the first call.
+
+    What the function prints goes to standard error. The process ends with the thread that made the first call.
+    """
+
+    def __init__(self, file: Path, name: str) -> None:
+        self._file, self._name = file, name
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        """Start the process and run the file in it, if that has not been done.
+
+        Raises:
+            InputRefused: the file cannot be read, raises an exception, or has no such function.
+            Unreadable: the system failed to read the file.
+        """
+        if self._process is not None:
+            return
+        with refusing(self._file):
+            source = read_input(self._file, MOST_CODE_BYTES)
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(SECONDS)
+        self._replies = self._socket.makefile("rb")
+        with theirs:
+            # In a session of its own, so that Ctrl-C does not end it: a run may still have to save.
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-u", worker.__file__, "function"],
+                stdin=theirs.fileno(),
+                stdout=2,
+                start_new_session=True,
+            )
+        self._ended = weakref.finalize(self, end, self._process)
+        self._asked("rl.reward", source.decode("latin-1"), str(without_links(self._file)), self._name)
+
+    def score(self, prompt: str, completion: str, record: Mapping[str, Any], where: str) -> float:
+        """Return the function's score of an answer.
+
+        Raises:
+            InputRefused: see `start`; or the function raises, returns no finite number, takes more than SECONDS, or
+                ends its process. The message begins with `where`.
+        """
+        self.start()
+        score = self._asked(where, self._name, worker.encoded([prompt, completion, record]), worker.encoded({}))
+        # NaN is in no range. Larger numbers would overflow in sums and gradients.
+        if not isinstance(score, int | float) or not abs(score) <= LARGEST:
+            raise self._refused(where, f"returned {score!r:.60}")
+        return float(score)
+
+    def close(self) -> None:
+        """End the process and its children; a later call starts a new one."""
+        if self._process is not None:
+            self._ended()
+            self._replies.close()
+            self._socket.close()
+            self._process = None
+
+    def _asked(self, where: str, *message: Any) -> Any:
+        process, line, fault = self._process, b"", None
+        assert process
+        try:
+            self._socket.sendall(json.dumps(message).encode() + b"\n")
+            line = self._replies.readline()
+        except TimeoutError:
+            fault = f"took more than {SECONDS:.0f} s"
+        except ConnectionError:
+            pass  # the process is dead
+        finally:
+            if not line.endswith(b"\n"):
+                self.close()  # a late reply must not be taken for that to the next call
+        if not line.endswith(b"\n"):
+            raise self._refused(where, fault or f"ended its process (exit code {process.returncode})")
+        raised, result = json.loads(line)
+        if raised:
+            raise self._refused(where, f"raised {raised}: {result}")
+        return result
+
+    def _refused(self, where: str, fault: str) -> InputRefused:
+        self.close()
+        advice = f"correct it, so that it returns a number from -{LARGEST:g} to {LARGEST:g} for every answer"
+        return InputRefused(one_line(f"{where}: {self._file}:{self._name} {fault}: {advice}"))

@@ -1,0 +1,174 @@
+"""Read the prompts of a run from records, in two parts: one to draw answers to, and one held out to measure on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from monograph.data.conversations import read_messages
+from monograph.data.progress import Progress
+from monograph.data.records import KINDS, Fault, Unusable, checked, few, json_objects, short
+from monograph.data.sources import LINES, Sources, find
+from monograph.data.tables import table_columns, table_objects
+from monograph.errors import InputRefused, UsageError
+from monograph.rl.rewards import Reward
+from monograph.storage.writing import temporary_folder
+from monograph.text.chat import chat_ids
+from monograph.text.tokenizer import Tokenizer, parse
+
+PROMPT = "prompt"
+
+
+class Prompt(NamedTuple):
+    """A text to answer.
+
+    Attributes:
+        text: the prompt as rewards get it: a text, or the JSON of a chat's messages.
+        ids: its tokens, at least one.
+        record: the whole record, from which a reward reads what is right.
+        where: the record's file and line, for messages.
+    """
+
+    text: str
+    ids: tuple[int, ...]
+    record: Mapping[str, Any]
+    where: str
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """The prompts of a run.
+
+    Attributes:
+        name: the source as it was given.
+        tokenizer: the model's tokenizer.
+        train: prompts to draw answers to.
+        held_out: prompts to measure on; empty if none were held out.
+        fingerprint: hex sha256 of everything on which the prompts and their order depend.
+        chats: whether prompts are messages of a chat, not texts.
+        longest: tokens of the longest prompt.
+        skipped: {reason: count} of the records that were skipped.
+    """
+
+    name: str
+    tokenizer: Tokenizer
+    train: list[Prompt]
+    held_out: list[Prompt]
+    fingerprint: str
+    chats: bool
+    longest: int
+    skipped: dict[str, int]
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of the tokenizer's ids."""
+        return self.tokenizer.vocab_size
+
+
+def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progress: Progress | None = None) -> Prompts:
+    """Read and tokenise prompts, from JSON lines or tables.
+
+    A record's prompt is a text, which gets the token that begins a document before it and is continued as it is, or a
+    list of messages, which the tokenizer's chat template renders up to where the answer begins.
+
+    Args:
+        reading: `source`, `tokenizer`, `held_out`, `text_key` and `bad_records`, as `monograph.corpus` takes them.
+            Prompts are held out by their texts, so that equal ones stay together. They are under "prompt", or
+            `text_key`.
+        room: most tokens of a prompt.
+        reward: says what else a record must have.
+        progress: see `monograph.data.progress`.
+
+    Raises:
+        InputRefused: a record is bad or its prompt too long, the message names its file and line; or there are no
+            prompts to train on.
+        UsageError: the tokenizer would have to be trained, or a source has a weight.
+    """
+    tokenizer, held_out, bad_records = reading["tokenizer"], reading["held_out"], reading["bad_records"]
+    own = parse(tokenizer)
+    if not isinstance(own, Tokenizer):
+        raise UsageError(f"data.tokenizer = {tokenizer}: rl.reward needs a model's tokenizer: name one by model.init")
+    key = PROMPT if reading["text_key"] == "text" else reading["text_key"]
+    sides: tuple[list[Prompt], list[Prompt]] = ([], [])
+    skipped: Counter[str] = Counter()
+    with temporary_folder() as spool:
+        sources = find(reading["source"], spool, progress)
+        for where, record in _records(sources):
+            prompt = record if isinstance(record, Fault) else _prompt(record, key, own, where, room)
+            if isinstance(prompt, Prompt):
+                prompt = _rewarded(prompt, reward, refuse=bad_records == "refuse")
+            if isinstance(prompt, Prompt):
+                sides[_is_held(prompt.text, held_out)].append(prompt)
+            elif bad_records == "refuse":
+                raise InputRefused(f"{where}: {prompt.detail}; or set data.bad_records = skip")
+            else:
+                skipped[prompt.reason] += 1
+    train, held = sides
+    if not train:
+        raise InputRefused(f"{sources.name}: no prompt is left to train on; give more of them, or lower data.held_out")
+    decisive = [sources.sha256, own.hash, key, room, held_out, bad_records]
+    return Prompts(
+        name=sources.name,
+        tokenizer=own,
+        train=train,
+        held_out=held,
+        fingerprint=hashlib.sha256(json.dumps(decisive).encode()).hexdigest(),
+        chats=any(not isinstance(prompt.record[key], str) for prompt in (*train, *held)),
+        longest=max(len(prompt.ids) for prompt in (*train, *held)),
+        skipped=dict(skipped),
+    )
+
+
+def _records(sources: Sources) -> Iterator[tuple[str, dict[str, Any] | Fault]]:
+    """Yield (file and line, record or its fault)."""
+    for file in sources.files:
+        if file.weight != 1:
+            raise UsageError(f"data.source: {file.path} has a weight, which prompts do not have: leave it out")
+        if not file.has_records:
+            kinds = ".jsonl, .ndjson, .parquet or .arrow"
+            raise InputRefused(f"{file.path}: rl.reward needs records with a prompt each: expected a file {kinds}")
+        lines = file.suffix in LINES
+        records = json_objects(file.path, exact=True) if lines else table_objects(file.path, table_columns(file.path))
+        for number, record in records:
+            yield f"{file.path}:{number}", record
+
+
+def _prompt(record: Mapping[str, Any], key: str, tokenizer: Tokenizer, where: str, room: int) -> Prompt | Fault:
+    if key not in record:
+        return Fault("no prompt", f"has no key {short(key)}; its keys are {few(list(record))}")
+    value = record[key]
+    if isinstance(value, list):
+        try:
+            messages = read_messages(value, key)
+        except Unusable as unusable:
+            return unusable.fault
+        text, ids = json.dumps(value, ensure_ascii=False), chat_ids(tokenizer, messages, add_generation_prompt=True)
+    elif isinstance(value, str):
+        found = checked(value, key)
+        if isinstance(found, Fault):
+            return found
+        text, ids = found, [tokenizer.bos_id, *tokenizer.encode(found)]
+    else:
+        return Fault("no prompt", f"{short(key)} is {KINDS[type(value)]}, not a text or a list of messages")
+    if len(ids) > room:
+        most = "data.sequence_length less rl.max_new_tokens: raise one or lower the other"
+        return Fault("too long", f"the prompt has {len(ids)} tokens, more than {room}, which is {most}")
+    return Prompt(text, tuple(ids), record, where)
+
+
+def _rewarded(prompt: Prompt, reward: Reward, refuse: bool) -> Prompt | Fault:
+    try:
+        reward.require(prompt.record, prompt.where)
+    except InputRefused as refused:
+        if refuse or not str(refused).startswith(prompt.where):  # the reward itself cannot be used
+            raise
+        return Fault("no answer", "")
+    return prompt
+
+
+def _is_held(text: str, share: float) -> bool:
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") < share * 2**48

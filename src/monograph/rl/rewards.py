@@ -1,0 +1,283 @@
+"""Score a model's answers: the rewards that `rl.reward` names.
+
+A user's function and a model's code run in processes of their own (`functions`, `solutions`), never in this one.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import difflib
+import hashlib
+import json
+import math
+import re
+import textwrap
+import warnings
+from collections.abc import Mapping, Sequence
+from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from monograph.data.records import few
+from monograph.decode.automata import ByteAutomaton, acceptor
+from monograph.errors import InputRefused, UsageError
+from monograph.rl.functions import Function
+from monograph.rl.solutions import Solutions
+from monograph.storage.reading import read_json
+from monograph.terminal import warn
+
+TOLERANCE = Decimal("1e-6")  # relative, of numbers that are not whole
+MOST_SCHEMA_BYTES = 1 << 20
+# A sign counts unless it stands between two numbers, as in 10-12. Commas count where they part thousands.
+_NUMBER = re.compile(
+    r"(?:(?<!\w)[-+\u2212])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
+)
+_FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
+
+
+class Answer(NamedTuple):
+    """An answer of the model.
+
+    Attributes:
+        prompt: the prompt.
+        completion: what the model wrote after it.
+        record: the prompt's record in the file of JSON lines.
+        where: the record's place, such as "prompts.jsonl:12".
+    """
+
+    prompt: str
+    completion: str
+    record: Mapping[str, Any]
+    where: str
+
+
+class Reward:
+    """A reward: what a model's answers are worth.
+
+    Attributes:
+        field: the key that each record needs; None if it needs none.
+        file: the Python file whose code `require` and `score` run; None if they run none. The caller decides whether to
+            trust it.
+        digest: hex sha256 of what else its scores depend on, read from a file; empty if there is nothing.
+    """
+
+    field: str | None = None
+    expected = ""  # what stands under the key
+    file: Path | None = None
+    digest = ""
+
+    def require(self, record: Mapping[str, Any], where: str) -> None:
+        """Require that a record holds what the reward needs.
+
+        Raises:
+            InputRefused: it does not, or the reward cannot work here at all.
+        """
+        if self.field is not None and not (self.field in record and self._fits(record[self.field])):
+            found = "does not hold that" if self.field in record else f"is missing; its keys are {few(list(record))}"
+            raise InputRefused(f"{where}: rl.reward needs {self.expected} under {self.field!r}, which {found}")
+
+    def score(self, answers: Sequence[Answer]) -> list[float]:
+        """Return the score of each answer, a finite number.
+
+        Raises:
+            InputRefused: a user's function fails; the message names the record.
+        """
+        return [self._one(answer) for answer in answers]
+
+    def close(self) -> None:
+        """End the processes and remove the files of this reward."""
+
+    def _fits(self, value: Any) -> bool:
+        return True
+
+    def _one(self, answer: Answer) -> float:
+        raise NotImplementedError
+
+
+class _Number(Reward):
+    """1 if the last number of the completion equals the last one under "answer", else 0."""
+
+    field, expected = "answer", "a number, or a text with one,"
+
+    def _fits(self, value: Any) -> bool:
+        return _last_number(value) is not None
+
+    def _one(self, answer: Answer) -> float:
+        found, wanted = _last_number(answer.completion), _last_number(answer.record["answer"])
+        return float(found is not None and wanted is not None and _equal(found, wanted))
+
+
+class _Exact(Reward):
+    """1 if the completion is the text under "answer" or one of the texts there, up to spaces around it, else 0."""
+
+    field, expected = "answer", "a text or a list of texts"
+
+    def _fits(self, value: Any) -> bool:
+        return _are_texts(value)
+
+    def _one(self, answer: Answer) -> float:
+        return float(answer.completion.strip() in [text.strip() for text in _listed(answer.record["answer"])])
+
+
+class _Accepted(Reward):
+    """1 if an automaton accepts the whole completion without spaces around it, else 0."""
+
+    def __init__(self, automaton: ByteAutomaton, digest: str = "") -> None:
+        self._automaton, self.digest = automaton, digest
+
+    def _one(self, answer: Answer) -> float:
+        return float(self._automaton.accepts(answer.completion.strip().encode("utf-8", "surrogatepass")))
+
+
+class _Python(Reward):
+    """The share of the texts under "tests" that the completion's last fenced block, or else all of it, passes."""
+
+    field, expected = "tests", "Python code that calls what it tests, a text or a list of texts,"
+
+    def __init__(self) -> None:
+        self._solutions: Solutions | None = None
+
+    def require(self, record: Mapping[str, Any], where: str) -> None:
+        super().require(record, where)
+        if self._solutions is None:
+            confined = self._started().confinement()
+            if confined is None:
+                self.close()
+                raise InputRefused(
+                    "rl.reward = python: no program can run in a process with limits here; it needs Linux, and as root "
+                    "also a Python that every user can read"
+                )
+            if not confined:
+                warn(
+                    "rl.reward = python: this system allows no namespaces, so the model's code can use this user's "
+                    "files, processes and network: train where it can do no harm"
+                )
+
+    def score(self, answers: Sequence[Answer]) -> list[float]:
+        pairs = [(_code(answer.completion), _listed(answer.record["tests"])) for answer in answers]
+        return self._started().scores(pairs)
+
+    def close(self) -> None:
+        if self._solutions is not None:
+            self._solutions.close()
+            self._solutions = None
+
+    def _fits(self, value: Any) -> bool:
+        return _are_texts(value) and all(map(_tests_something, _listed(value)))
+
+    def _started(self) -> Solutions:
+        self._solutions = self._solutions or Solutions()
+        return self._solutions
+
+
+class _Own(Reward):
+    """What a user's function returns."""
+
+    def __init__(self, file: Path, name: str) -> None:
+        self.file, self._function = file, Function(file, name)
+
+    def require(self, record: Mapping[str, Any], where: str) -> None:
+        self._function.start()
+
+    def close(self) -> None:
+        self._function.close()
+
+    def _one(self, answer: Answer) -> float:
+        return self._function.score(answer.prompt, answer.completion, answer.record, answer.where)
+
+
+_PLAIN: dict[str, type[Reward]] = {"number": _Number, "exact": _Exact, "python": _Python}
+_FORMS = [*_PLAIN, "regex:PATTERN", "json-schema:FILE", "FILE.py:FUNCTION"]
+
+
+def reward_of(name: str) -> Reward:
+    r"""Return the reward that `rl.reward` names; nothing is started before its first `require` or `score`.
+
+    - "number": 1 if the completion's last number equals that of the record's "answer": whole numbers exactly, others up
+      to TOLERANCE. The answer may be a number or a text such as "#### 1,234".
+    - "exact": 1 if the completion is the record's "answer", a text or a list of accepted ones, up to spaces around it.
+    - "regex:PATTERN": 1 if the pattern matches the whole completion, up to spaces around it; see `acceptor`.
+    - "json-schema:FILE": 1 if the completion is JSON that the schema allows, up to spaces around it, in the compact
+      form that `generate --json-schema` writes.
+    - "python": the share of the record's "tests" that the completion's code passes; see `monograph.rl.solutions`.
+    - "FILE.py:FUNCTION": what the function returns for (prompt, completion, record).
+
+    All but the last two give 1 or 0.
+
+    Raises:
+        UsageError: there is no such reward.
+        InputRefused: the pattern or the schema cannot be used.
+        Unreadable: the system failed to read the schema.
+    """
+    kind, _, rest = name.partition(":")
+    if name in _PLAIN:
+        return _PLAIN[name]()
+    if kind == "regex":
+        return _Accepted(acceptor("regex", rest))
+    if kind == "json-schema":
+        schema = read_json(Path(rest), most_bytes=MOST_SCHEMA_BYTES)
+        return _Accepted(acceptor("json_schema", schema), hashlib.sha256(json.dumps(schema).encode()).hexdigest())
+    file, _, function = name.rpartition(":")
+    if file.endswith(".py") and function.isidentifier():
+        return _Own(Path(file), function)
+    near = difflib.get_close_matches(kind, [form.partition(":")[0] for form in _FORMS[:-1]], n=1)
+    hint = f"; did you mean {near[0]}?" if near else ""
+    raise UsageError(f"rl.reward = {name!r}: expected {', '.join(_FORMS[:-1])} or {_FORMS[-1]}{hint}")
+
+
+def _listed(value: str | list[str]) -> list[str]:
+    return [value] if isinstance(value, str) else value
+
+
+def _are_texts(value: Any) -> bool:
+    """Return whether this is a text, or a list of at least one."""
+    return isinstance(value, str) or (
+        isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
+    )
+
+
+def _tests_something(test: str) -> bool:
+    """Return whether this is Python that does more than define, and reads a name that neither it nor Python has.
+
+    Tests in a function that nobody calls would pass for any solution.
+    """
+    try:
+        with warnings.catch_warnings(action="ignore"):
+            tree = ast.parse(test)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return False
+    defining = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+    done = [node for line in tree.body if not isinstance(line, defining) for node in ast.walk(line)]
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    own = {node.id for node in names if isinstance(node.ctx, ast.Store)} | set(dir(builtins))
+    return any(isinstance(node, ast.Call) for node in done) and any(node.id not in own for node in names)
+
+
+def _code(completion: str) -> str:
+    """Return the completion's last fenced block, which a cut may have left open, or else all of it."""
+    return textwrap.dedent(([completion] + _FENCED.findall(completion))[-1])
+
+
+def _exactly() -> Context:
+    """Return a context in which a number that is too large or small becomes infinite, zero or NaN, not an exception."""
+    return Context(prec=50, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
+
+
+def _last_number(value: Any) -> Decimal | None:
+    """Return a finite number, or the last one in a text; None if there is none."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return Decimal(repr(value)) if math.isfinite(value) else None
+    found = _NUMBER.findall(value) if isinstance(value, str) else []
+    if not found:
+        return None
+    with localcontext(_exactly()):
+        number = Decimal(found[-1].replace(",", "").replace("\u2212", "-"))
+    return number if number.is_finite() else None
+
+
+def _equal(found: Decimal, wanted: Decimal) -> bool:
+    with localcontext(_exactly()):
+        if found == found.to_integral_value() and wanted == wanted.to_integral_value():
+            return found == wanted
+        return abs(found - wanted) <= TOLERANCE * abs(wanted)

@@ -1,0 +1,370 @@
+"""Draw answers from the weights in training, score them, and arrange them as the window of one update.
+
+Answers are drawn when their update's turn comes, from the tensors that the update before has changed, and nothing is
+remembered from one draw to the next. A draw is a function of the weights, the prompt, the options and a seed made from
+(run, prompt's position in the order, answer's number in its group), whatever else is drawn at once. So a run that was
+killed while it drew simply draws again.
+
+Shapes: R rows, T positions.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+
+from monograph.data.pack import best_fit_decreasing
+from monograph.data.rows import rows_at
+from monograph.decode.cache import KVCache, Slots
+from monograph.decode.completion import WORTH_COMPILING, Completion, Generation
+from monograph.decode.generator import Generator, Request
+from monograph.decode.knobs import chain_of
+from monograph.decode.reproducible import rollout_seeds
+from monograph.decode.sampling import Sampling
+from monograph.device import clock, describe
+from monograph.engine import Engine
+from monograph.errors import Diverged, OutOfDeviceMemory
+from monograph.graph import capture
+from monograph.graph.inspect import modes_kept
+from monograph.loss import IGNORE, Batch
+from monograph.model.llama import Llama
+from monograph.ops.attention import SAME_ROWS, block_of
+from monograph.rl.objectives import Objective, Weight, weights
+from monograph.rl.prompts import Prompt, Prompts
+from monograph.rl.rewards import Answer, Reward
+from monograph.text.chat import stop_ids
+
+MOST_ROWS, MOST_PROMPTS = 256, 32  # answers that are drawn, and prompts that are read at once
+STEPS = 16  # between two looks at which answers have ended; each look costs as much as a step of a small model
+SOLVED = 1.0  # the reward from which on an answer counts as right
+HELD_OUT = 1 << 62  # the position of the first held-out prompt, beyond all that a run trains on
+
+
+@dataclass(frozen=True)
+class Options:
+    """How answers are drawn and weighed.
+
+    Attributes:
+        prompts: prompts of an update.
+        group: answers to each.
+        max_new_tokens: most tokens of an answer.
+        temperature: divides the logits, when drawing and in the loss.
+        objective: the weight of each answer.
+        draws: most times that an update draws, until it has enough groups that teach.
+        length: T, the positions of a row.
+        packed: whether rows hold several answers, one after the other.
+        exact: whether each answer has a row of its own, as long as decoding's, so that it is scored in the bits in
+            which it was drawn (`monograph.ops.attention`, "cached"); for eager mode on a CPU.
+        seed: of the order of the prompts and of all draws.
+        epochs: passes over the prompts; None: without end.
+    """
+
+    prompts: int
+    group: int
+    max_new_tokens: int
+    temperature: float
+    objective: Objective
+    draws: int
+    length: int
+    packed: bool
+    exact: bool
+    seed: int
+    epochs: int | None = None
+
+
+class Rollout(NamedTuple):
+    """An answer with its prompt, and with the log-probability with which each of its tokens was drawn."""
+
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+class _Group(NamedTuple):
+    """The answers to one prompt."""
+
+    prompt: Prompt
+    completions: Sequence[Completion]
+    rewards: Sequence[float]
+    weights: Sequence[Weight]
+
+    @property
+    def teaches(self) -> bool:
+        """Return whether some answer weighs anything."""
+        return any(weight.factor for weight in self.weights)
+
+
+class Drawer:
+    """Draws answers from an engine's weights, and scores them."""
+
+    def __init__(
+        self, engine: Engine, prompts: Prompts, reward: Reward, options: Options, updates: Callable[[], int]
+    ) -> None:
+        """Take the parts; `updates` returns the number of updates of the run, 0 as long as it is unknown."""
+        self.engine, self.prompts, self.reward, self.options = engine, prompts, reward, options
+        self.updates = updates
+        config = self.model.config
+        self.ends = stop_ids(prompts.tokenizer, config.ends) if prompts.chats else (prompts.tokenizer.eos_id,)
+        self._made: tuple[bool, Generator] | None = None
+
+    @property
+    def model(self) -> Llama:
+        """Return the model, whose weights are read where they are trained."""
+        return cast(Llama, self.engine.model)
+
+    @property
+    def slots(self) -> int:
+        """Return the most tokens of a prompt and its answer."""
+        return self.prompts.longest + self.options.max_new_tokens
+
+    @property
+    def generator(self) -> Generator:
+        """Return the decoder, compiled if that saves time over the whole run.
+
+        Raises:
+            OutOfDeviceMemory: the keys and values of one answer take more than half of the free memory.
+        """
+        options, model, prompts = self.options, self.model, self.prompts
+        answers, weight = options.prompts * options.group, model.lm_head.weight
+        steps = self.updates() * -(-answers // MOST_ROWS) * options.max_new_tokens
+        compiled = self.engine.step.scope != "none" and steps >= WORTH_COMPILING[weight.device.type]
+        if self._made and self._made[0] == compiled:
+            return self._made[1]
+        config = model.config
+        form = Slots(self.slots, block_of(self.slots), min(options.prompts, MOST_PROMPTS))
+        row_bytes = KVCache.bytes_per_row(config, form.most, weight.dtype, form.block)
+        half_bytes = describe().free_memory_bytes // 2
+        rows = min(max(answers, SAME_ROWS), MOST_ROWS, half_bytes // row_bytes)
+        if not rows:
+            raise OutOfDeviceMemory(
+                f"keys and values of one answer take {row_bytes / 2**30:.3g} GiB, more than half of the free memory "
+                f"({half_bytes / 2**30:.3g} GiB): lower rl.max_new_tokens"
+            )
+        chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
+        with modes_kept(model):
+            made = Generator(
+                model, chain, rows=rows, slots=form, vocabulary=prompts.vocab_size, compiled=compiled,
+                block=min(STEPS, options.max_new_tokens),
+            )  # fmt: skip
+        self._made = compiled, made
+        return made
+
+    @contextmanager
+    def _decoding(self) -> Iterator[None]:
+        # The graphs of blocks were made for training; and autocast computes as the training step does.
+        step = self.engine.step
+        with modes_kept(step.model), capture.set_aside(step), step.context(), torch.no_grad():
+            step.model.eval()
+            yield
+
+    def draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
+        """Return an answer to each prompt, with its log-probabilities, by its seed.
+
+        Raises:
+            Diverged: the model's logits are not finite.
+        """
+        requests = [
+            Request(prompt.ids, Sampling(temperature=self.options.temperature, logprobs=0, seed=seed),
+                    self.options.max_new_tokens, self.ends)
+            for prompt, seed in zip(prompts, seeds, strict=True)
+        ]  # fmt: skip
+        generator = self.generator  # chosen while the step is captured, which it is not below
+        with self._decoding():
+            generator.forget()
+            drawn = list(Generation(generator, requests, self.prompts.tokenizer, ()))
+        for prompt, completion in zip(prompts, drawn, strict=True):
+            if completion.finish_reason == "not_finite":
+                raise Diverged(f"{prompt.where}: the model's logits for an answer are not finite: lower optim.lr")
+        return drawn
+
+    def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
+        """Return the rewards of these answers; see `Reward.score`."""
+        pairs = zip(prompts, completions, strict=True)
+        return self.reward.score([Answer(p.text, c.text, p.record, p.where) for p, c in pairs])
+
+    def measure(self) -> dict[str, float]:
+        """Return figures on a group of answers to each of the first held-out prompts, an update's number of them.
+
+        Returns:
+            eval_reward, eval_pass_at_1 and eval_pass_at_k, as `described` says; eval_prompts: their number.
+        """
+        group, held = self.options.group, self.prompts.held_out[: self.options.prompts]
+        asked = [prompt for prompt in held for _ in range(group)]
+        # The same seeds each time, so that less of a change is chance.
+        answers = self.draw(asked, rollout_seeds(self.options.seed, range(HELD_OUT, HELD_OUT + len(held)), group))
+        figures = passed(self.score(asked, answers), group)
+        return {f"eval_{name}": value for name, value in figures.items()} | {"eval_prompts": len(held)}
+
+
+class Rollouts(Iterator[Batch]):
+    """An iterator over the windows of a run, each drawn when it is asked for.
+
+    Window k has the answers to the prompts at positions start + k P .. start + (k + 1) P - 1 of the endless order that
+    the seed gives (`monograph.data.rows.rows_at`). It has the interface of `monograph.data.batches.Batches`, with
+    prompts in place of rows.
+
+    Attributes:
+        rows_per_window: P, the prompts of an update.
+        rows_consumed: the position after the last prompt that was answered.
+        skip: stretches of positions that are passed over.
+        numbers: figures on the window that was returned last, for the metrics.
+        shown: the texts of a few of its answers, with their rewards.
+    """
+
+    def __init__(self, drawer: Drawer, start: int = 0, skip: Sequence[Sequence[int]] = ()) -> None:
+        """Begin at a position; see the class."""
+        self.drawer, self.rows_consumed = drawer, start
+        self.rows_per_window = drawer.options.prompts
+        self.skip = tuple((int(begin), int(end)) for begin, end in skip)
+        self.numbers: dict[str, float] = {}
+        self.shown: list[tuple[str, str, float]] = []
+
+    def __next__(self) -> Batch:
+        """Draw, score and weigh the answers of the next window; see `arranged`."""
+        wanted, groups, drawn_s, scored_s = self.rows_per_window, list[_Group](), 0.0, 0.0
+        for _ in range(self.drawer.options.draws):
+            if not (at := self._next_positions()):
+                break
+            began = clock()
+            prompts, completions = self._drawn(at)
+            drawn_s, began = drawn_s + clock() - began, clock()
+            groups += self._weighed(prompts, completions)
+            scored_s += clock() - began
+            self.rows_consumed = at[-1] + 1
+            if sum(group.teaches for group in groups) >= wanted:
+                break
+        if not groups:
+            raise StopIteration
+        self.shown = [(one.prompt.text, one.completions[0].text, one.rewards[0]) for one in groups[:3]]
+        self.numbers = {**described(groups), "drawn_s": drawn_s, "scored_s": scored_s}
+        # Drawn more than once, an update is of groups that teach, and of any if none does.
+        alive = [group for group in groups if group.teaches][:wanted]
+        used = alive if alive and self.drawer.options.draws > 1 else groups[:wanted]
+        rollouts = [
+            Rollout(group.prompt.ids, completion.token_ids, self._logprobs(completion))
+            for group in used
+            for completion in group.completions
+        ]
+        options = self.drawer.options
+        options = replace(options, length=self.drawer.slots, packed=False) if options.exact else options
+        return arranged(rollouts, [weight for group in used for weight in group.weights], options)
+
+    def _drawn(self, at: Sequence[int]) -> tuple[list[Prompt], list[Completion]]:
+        """Return a group of answers to the prompt at each position, with the prompt of each answer."""
+        options, asked = self.drawer.options, self.drawer.prompts.train
+        order = [int(rows_at(position, 1, len(asked), options.seed)[0]) for position in at]
+        prompts = [asked[index] for index in order for _ in range(options.group)]
+        return prompts, self.drawer.draw(prompts, rollout_seeds(options.seed, at, options.group))
+
+    def _weighed(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[_Group]:
+        options, rewards = self.drawer.options, self.drawer.score(prompts, completions)
+        groups = []
+        for first in range(0, len(prompts), options.group):
+            own = slice(first, first + options.group)
+            lengths = [len(completion.token_ids) for completion in completions[own]]
+            weighed = weights(options.objective, rewards[own], lengths, options.max_new_tokens)
+            groups.append(_Group(prompts[first], completions[own], rewards[own], weighed))
+        return groups
+
+    def _logprobs(self, completion: Completion) -> list[float]:
+        # Raw ones are computed as the loss computes them; those drawn from have the sampler's own arithmetic.
+        raw = self.drawer.options.temperature == 1
+        return [one.drawn if raw else one.processed_drawn for one in completion.logprobs or ()]
+
+    def _next_positions(self) -> list[int]:
+        """Return the positions of the next window's prompts; fewer, or none, at the end of the last epoch."""
+        options = self.drawer.options
+        passed_over = sum(end - begin for begin, end in self.skip)
+        last = math.inf if options.epochs is None else options.epochs * len(self.drawer.prompts.train) + passed_over
+        at: list[int] = []
+        position = self.rows_consumed
+        while len(at) < self.rows_per_window and position < last:
+            beyond = next((end for begin, end in self.skip if begin <= position < end), None)
+            if beyond is None:
+                at.append(position)
+            position = position + 1 if beyond is None else beyond
+        return at
+
+    def state(self) -> dict[str, Any]:
+        """Return the state to go on from, as `Batches.state` does."""
+        state = {"seed": self.drawer.options.seed, "rows": self.rows_consumed}
+        return state | ({"skip": self.skip} if self.skip else {})
+
+    def close(self) -> None:
+        """Do nothing: no window is made ahead."""
+
+
+def described(groups: Sequence[_Group]) -> dict[str, float]:
+    """Return figures on the answers of an update.
+
+    Returns:
+        reward: the mean; pass_at_1 and pass_at_k: the share of right answers, and of groups with one; dead: the share
+        of groups that teach nothing; entropy: the mean of -log-probability of the drawn tokens, which estimates the
+        entropy a token; length: mean tokens of an answer; cut: the share of answers that did not end by themselves;
+        drawn_tokens: of all answers.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    rewards = [reward for group in groups for reward in group.rewards]
+    logprobs = [one.processed_drawn for completion in completions for one in completion.logprobs or ()]
+    return {
+        **passed(rewards, len(groups[0].rewards)),
+        "dead": statistics.fmean(not group.teaches for group in groups),
+        "entropy": -statistics.fmean(logprobs),
+        "length": statistics.fmean(len(completion.token_ids) for completion in completions),
+        "cut": statistics.fmean(completion.finish_reason == "length" for completion in completions),
+        "drawn_tokens": sum(len(completion.token_ids) for completion in completions),
+    }
+
+
+def passed(rewards: Sequence[float], group: int) -> dict[str, float]:
+    """Return the mean reward, the share of right answers, and the share of groups with one; see `described`."""
+    best = [max(rewards[first : first + group]) for first in range(0, len(rewards), group)]
+    return {
+        "reward": statistics.fmean(rewards),
+        "pass_at_1": statistics.fmean(reward >= SOLVED for reward in rewards),
+        "pass_at_k": statistics.fmean(reward >= SOLVED for reward in best),
+    }
+
+
+def arranged(rollouts: Sequence[Rollout], weighed: Sequence[Weight], options: Options) -> Batch:
+    """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
+
+    Answers that weigh 0 add nothing to the gradient but their share of the denominator, so they take no row, and the
+    first row carries their shares.
+
+    Args:
+        rollouts: the answers; a prompt and its answer have at most T + 1 tokens.
+        weighed: their weights.
+        options: the form of the rows.
+    """
+    alive = [index for index, weight in enumerate(weighed) if weight.factor]
+    inputs = np.array([len(rollouts[i].prompt_ids) + len(rollouts[i].token_ids) - 1 for i in alive], dtype=np.int64)
+    length = options.length
+    row_of = best_fit_decreasing(inputs, length) if options.packed else np.arange(len(alive))
+    rows = int(row_of.max()) + 1 if alive else 1
+    whole = {name: np.zeros((rows, length), dtype=np.int64) for name in ("tokens", "segments", "positions")}
+    whole["targets"] = np.full((rows, length), IGNORE, dtype=np.int64)
+    real = {name: np.zeros((rows, length), dtype=np.float64) for name in ("factors", "shares", "drawn")}
+    filled, documents = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+    for index, row, size in zip(alive, row_of.tolist(), inputs.tolist(), strict=True):
+        rollout, weight, begin = rollouts[index], weighed[index], int(filled[row])
+        ids = [*rollout.prompt_ids, *rollout.token_ids]
+        end, answer = begin + size, begin + len(rollout.prompt_ids) - 1
+        documents[row] += 1
+        whole["tokens"][row, begin:end], whole["segments"][row, begin:end] = ids[:-1], documents[row]
+        whole["positions"][row, begin:end] = np.arange(size)
+        whole["targets"][row, answer:end] = rollout.token_ids
+        real["factors"][row, answer:end], real["drawn"][row, answer:end] = weight.factor, rollout.logprobs
+        real["shares"][row, answer] = weight.share
+        filled[row] = end
+    real["shares"][0, -1] += sum(weight.share for weight in weighed if not weight.factor)
+    if not options.packed:
+        del whole["segments"], whole["positions"]
+    return {name: torch.from_numpy(values) for name, values in (whole | real).items()}

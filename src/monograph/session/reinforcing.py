@@ -1,0 +1,145 @@
+"""Decide and open what a run with rewards has in place of text: prompts, the answers that are drawn, their rewards."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from monograph.config import Settings
+from monograph.decode.cache import KVCache
+from monograph.device import default_device
+from monograph.errors import InputRefused, UsageError
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.ops.attention import block_of
+from monograph.report.quantities import counted
+from monograph.rl.loss import PolicyLoss
+from monograph.rl.prompts import Prompts, read_prompts
+from monograph.rl.rewards import Reward
+from monograph.rl.rollouts import MOST_ROWS, Options
+from monograph.run.progress import Progress
+from monograph.run.trust import code_digest
+from monograph.session.plan import Plan
+
+USUAL: dict[str, Any] = {
+    "rl.advantage": "dr_grpo",
+    "rl.prompts": 16,
+    "rl.group": 8,
+    "rl.draws": 1,
+    "rl.temperature": 1.0,
+}
+
+
+def reward_named(settings: Settings) -> str | None:
+    """Return what scores the answers of a run with rewards; None for a run on text."""
+    return settings.rl.reward
+
+
+def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
+    """Return values for all [rl] keys, and the tokens of an update; an empty mapping for a run on text.
+
+    Args:
+        settings: the run's settings.
+        length: positions of a row.
+
+    Raises:
+        UsageError: other [rl] keys are given without a reward, or an answer has no room in a row.
+    """
+    given = settings.pinned()
+    if reward_named(settings) is None:
+        if lonely := [key for key in given if key.startswith("rl.")]:
+            origin = settings.origins[lonely[0]]
+            raise UsageError(
+                f"{origin}: {lonely[0]} is of answers that are rewarded: give rl.reward, too, such as exact"
+            )
+        return {}
+    values = {"rl.max_new_tokens": max(1, length // 2)} | USUAL
+    values |= {key: value for key, value in given.items() if key in values}
+    if values["rl.max_new_tokens"] >= length:
+        raise UsageError(
+            f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
+            f"data.sequence_length = {length}: lower one or raise the other"
+        )
+    key, tokens = "train.tokens_per_update", values["rl.prompts"] * values["rl.group"] * length
+    if given.get(key, "auto") not in ("auto", tokens):
+        raise UsageError(
+            f"{settings.origins[key]}: {key} = {given[key]}: with rl.reward an update has rl.prompts x rl.group "
+            "answers: leave it out"
+        )
+    return values | {key: tokens}
+
+
+def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
+    """Read the run's prompts, and print how many there are."""
+    reading, options, name = plan.reading, options_of(plan), str(reward_named(plan.settings))
+    with progress.stage("prompts", str(reading["source"])) as stage:
+        room = options.length - options.max_new_tokens
+        prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
+        asked = counted(len(prompts.train), "chat" if prompts.chats else "prompt")
+        held = f"{len(prompts.held_out)} held out" if prompts.held_out else "none held out"
+        skipped = f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped" if prompts.skipped else ""
+        stage.result = f"{asked} of up to {counted(prompts.longest, 'token')}, {held}{skipped}"
+    # Another program or schema would give other rewards to the same answers, so a run belongs to the file as it is.
+    decisive = prompts.fingerprint + (code_digest(name, "rl.reward") if reward.file else reward.digest)
+    return replace(prompts, fingerprint=hashlib.sha256(decisive.encode()).hexdigest())
+
+
+def options_of(plan: Plan) -> Options:
+    """Return how a run's answers are drawn and weighed."""
+    rl = plan.settings.rl
+    assert rl.prompts and rl.group and rl.draws and rl.max_new_tokens and rl.temperature and rl.advantage
+    return Options(
+        rl.prompts, rl.group, rl.max_new_tokens, rl.temperature, rl.advantage, rl.draws, plan.sequence_length,
+        plan.reading["packing"] == "packed", plan.compile == "none" and default_device().type == "cpu", plan.seed,
+        plan.epochs,
+    )  # fmt: skip
+
+
+def cache_bytes(plan: Plan, config: LlamaConfig) -> int:
+    """Return the bytes of keys and values of the answers that are drawn at once, at most."""
+    options = options_of(plan)
+    rows = min(options.prompts * options.group, MOST_ROWS)
+    slots = options.length + 1
+    return rows * KVCache.bytes_per_row(config, slots, torch.float32, block_of(slots))
+
+
+def rewards_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return what a run with rewards adds to its summary: means over the first and last tenth of its updates.
+
+    It is empty for a run on text.
+    """
+    drawn = [row for row in rows if "reward" in row]
+    if not drawn:
+        return {}
+    tenth = max(1, len(drawn) // 10)
+    held: Mapping[str, Any] = next((row for row in reversed(rows) if "eval_reward" in row), {})
+    return {
+        "tokens": drawn[-1]["tokens"],
+        "reward_first": statistics.fmean(row["reward"] for row in drawn[:tenth]),
+        "reward": statistics.fmean(row["reward"] for row in drawn[-tenth:]),
+        "pass_at_1": statistics.fmean(row["pass_at_1"] for row in drawn[-tenth:]),
+        "eval_reward": held.get("eval_reward"),
+        "eval_pass_at_1": held.get("eval_pass_at_1"),
+        "drawn_minus_scored_max": max(row["drawn_minus_scored_max"] for row in drawn),
+    }
+
+
+def loss_of(plan: Plan, model: nn.Module) -> PolicyLoss:
+    """Return the loss of a run with rewards, and let the model compute as decoding does where that gives its bits.
+
+    Raises:
+        InputRefused: the module cannot continue a text.
+    """
+    if not isinstance(model, Llama):
+        name = type(model).__name__
+        raise InputRefused(f"model.init = {plan.recipe.init}: rl.reward needs a language model, not a {name}")
+    options = options_of(plan)
+    if options.exact:
+        model.use_attention("cached")
+    return PolicyLoss(options.temperature)

@@ -1,0 +1,257 @@
+"""Run: pytest tests/laws/test_estimator_is_gradient.py (law 17: estimator = gradient of expected reward; law 2)."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from batches import flat_gradient, tiny_llama
+from monograph.model.llama import Llama
+from monograph.resident import Resident
+from monograph.rl import objectives
+from monograph.rl import rollouts as room
+from monograph.rl.loss import PolicyLoss
+from monograph.rl.objectives import OBJECTIVES, Objective, Weight, weights
+from monograph.rl.rollouts import Drawer, Rollout, arranged
+from rewarded import OPTIONS, windows
+
+END, LONGEST, PROMPT = 0, 3, (1, 2)
+FORM = replace(OPTIONS, max_new_tokens=LONGEST, length=8, exact=False)
+
+
+def answers() -> list[tuple[int, ...]]:
+    """All answers of at most three tokens of a vocabulary of three, one of which ends an answer: fifteen."""
+    every = itertools.chain.from_iterable(itertools.product(range(3), repeat=size) for size in range(1, LONGEST + 1))
+    return [one for one in every if END not in one[:-1] and (one[-1] == END or len(one) == LONGEST)]
+
+
+def model() -> Llama:
+    return tiny_llama(torch.float64, vocab_size=3, num_hidden_layers=1)
+
+
+def log_probability(net: Llama, answer: Sequence[int]) -> Tensor:
+    ids = [*PROMPT, *answer]
+    log_TV = (net(torch.tensor([ids[:-1]]))[0] @ net.lm_head.weight.T).log_softmax(-1)
+    places = range(len(PROMPT) - 1, len(ids) - 1)
+    return sum((log_TV[place, ids[place + 1]] for place in places), torch.zeros((), dtype=torch.float64))
+
+
+def rewards() -> dict[tuple[int, ...], float]:
+    draws = random.Random(3)
+    return {answer: draws.choice([0.0, 1.0, 0.25, 2.0]) for answer in answers()}
+
+
+def gradient_of(net: Llama, of: Callable[[], Tensor]) -> Tensor:
+    net.zero_grad()
+    of().backward()
+    return flat_gradient(net)
+
+
+def expected_gradients(net: Llama, of: dict[tuple[int, ...], float]) -> tuple[Tensor, dict[tuple[int, ...], Tensor]]:
+    """The gradient of E[r], and that of each answer's log-probability."""
+    each = {answer: gradient_of(net, lambda a=answer: log_probability(net, a)) for answer in of}  # type: ignore[misc]
+    shares = {answer: float(log_probability(net, answer).detach().exp()) for answer in of}
+    assert math.isclose(sum(shares.values()), 1, rel_tol=1e-12)
+    return sum(of[a] * shares[a] * each[a] for a in of), each  # type: ignore[return-value]
+
+
+def mean_gradient(net: Llama, of: dict[tuple[int, ...], float], objective: Objective) -> Tensor:
+    """The mean over all groups of two answers, each weighted by its probability, of the gradient that a run takes."""
+    loss, mean = PolicyLoss(), torch.zeros(())
+    shares = {answer: float(log_probability(net, answer).detach().exp()) for answer in of}
+    for group in itertools.product(of, repeat=2):
+        weighed = weights(objective, [of[a] for a in group], [len(a) for a in group], LONGEST)
+        batch = arranged([Rollout(PROMPT, a, [0.0] * len(a)) for a in group], weighed, FORM)
+
+        def scaled(batch=batch) -> Tensor:  # type: ignore[no-untyped-def]
+            total, count = loss(net, batch)
+            return total / count
+
+        mean = mean + math.prod(shares[a] for a in group) * gradient_of(net, scaled)
+    return mean
+
+
+FACTORS = {"reinforce": 1.0, "rloo": 1.0, "dr_grpo": (2 - 1) / (2 * LONGEST)}
+
+
+@pytest.mark.parametrize("objective", OBJECTIVES)
+def test_the_mean_gradient_over_all_groups_is_that_of_the_expected_reward(objective: Objective) -> None:
+    net, of = model(), rewards()
+    exact, each = expected_gradients(net, of)
+    mean = mean_gradient(net, of, objective)
+    if objective in FACTORS:
+        error = (mean + FACTORS[objective] * exact).norm() / exact.norm()
+        assert error < 1e-12
+        return
+    # grpo and dapo are no gradients of E[r], by the amount that their equations say.
+    shares = {answer: float(log_probability(net, answer).detach().exp()) for answer in of}
+    predicted = torch.zeros_like(exact)
+    for one, other in itertools.product(of, repeat=2):
+        apart = (of[one] - of[other]) / 2
+        scaled = apart / (abs(apart) * math.sqrt(2) + 1e-4)
+        by = 2 * len(one) if objective == "grpo" else len(one) + len(other)
+        predicted += 2 * shares[one] * shares[other] * scaled / by * each[one]
+    assert (mean + predicted).norm() / predicted.norm() < 1e-12
+    along = float(mean @ exact / (mean.norm() * exact.norm()))
+    assert -0.9999 < along < 0
+
+
+def ragged_answers(count: int, seed: int = 0) -> tuple[list[Rollout], list[Weight]]:
+    draws = random.Random(seed)
+    made = [
+        Rollout([draws.randrange(61) for _ in range(draws.randint(1, 9))], ids, [0.0] * len(ids))
+        for ids in ([draws.randrange(61) for _ in range(draws.randint(1, 14))] for _ in range(count))
+    ]
+    scores = [draws.choice([0.0, 0.0, 1.0]) for _ in made]
+    weighed: list[Weight] = []
+    for first in range(0, count, 4):
+        lengths = [len(one.token_ids) for one in made[first : first + 4]]
+        weighed += weights("dapo", scores[first : first + 4], lengths, 14)
+    assert any(weight.factor == 0 for weight in weighed) and any(weight.factor for weight in weighed)
+    return made, weighed
+
+
+def reference(net: Llama, made: Sequence[Rollout], weighed: Sequence[Weight]) -> Tensor:
+    """One answer after the other, those that weigh nothing included, and one division."""
+    total = torch.zeros((), dtype=torch.float64)
+    for rollout, weight in zip(made, weighed, strict=True):
+        ids = [*rollout.prompt_ids, *rollout.token_ids]
+        log_TV = (net(torch.tensor([ids[:-1]]))[0] @ net.lm_head.weight.T).log_softmax(-1)
+        for place in range(len(rollout.prompt_ids) - 1, len(ids) - 1):
+            total = total - weight.factor * log_TV[place, ids[place + 1]]
+    return total / sum(weight.share for weight in weighed)
+
+
+def test_a_window_groups_answers_by_their_prompts() -> None:
+    """Rewards less their mean add up to 0 over the answers to one prompt, and over no other four."""
+    window = next(windows(replace(OPTIONS, group=4)))
+    sums: dict[tuple[int, ...], list[float]] = {}
+    for tokens, targets, factors in zip(window["tokens"], window["targets"], window["factors"], strict=True):
+        begin = int((targets != -100).nonzero()[0])
+        sums.setdefault(tuple(tokens[: begin + 1].tolist()), []).append(float(factors[begin]))
+    assert len(sums) == 3
+    assert all(len(each) == 4 and abs(sum(each)) < 1e-12 for each in sums.values())
+
+
+def orders(made: list[Rollout], weighed: list[Weight]) -> Iterator[tuple[list[Rollout], list[Weight]]]:
+    yield made, weighed
+    places = random.Random(1).sample(range(len(made)), len(made))
+    yield [made[place] for place in places], [weighed[place] for place in places]
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("micro_batch", [1, 3, None])
+def test_ragged_answers_accumulated_in_any_order_and_rows_are_one_batch(packed: bool, micro_batch: int | None) -> None:
+    made, weighed = ragged_answers(16)
+    net = tiny_llama(torch.float64)
+    exact = gradient_of(net, lambda: reference(net, made, weighed))
+    form = replace(OPTIONS, length=24, exact=False, packed=packed)
+    for some in orders(made, weighed):
+        engine = Resident(tiny_llama(torch.float64), loss=PolicyLoss(), micro_batch=micro_batch)
+        engine.accumulate(arranged(*some, form))
+        assert (flat_gradient(engine.model) - exact).norm() / exact.norm() < 1e-12
+
+
+def test_a_group_of_equal_rewards_weighs_exactly_nothing() -> None:
+    for objective in OBJECTIVES:
+        for reward in (0.1, 1 / 3, 1e300):
+            if objective != "reinforce":
+                assert {w.factor for w in weights(objective, [reward] * 7, [5] * 7, 9)} == {0.0}
+
+
+def test_no_answer_that_teaches_still_is_a_window() -> None:
+    made, _ = ragged_answers(16)
+    window = arranged(made[:4], [Weight(0.0, 14.0)] * 4, FORM)
+    engine = Resident(tiny_llama(torch.float64), loss=PolicyLoss())
+    engine.accumulate(window)
+    assert float(engine.update().grad_norm) == 0
+    assert float(window["shares"].sum()) == 56
+
+
+FAULTS: dict[str, Callable[[Sequence[float], Sequence[int], int], list[Weight]]] = {
+    "the mean of means": lambda r, n, longest: [
+        Weight(2 * value / length, 1) for value, length in zip(objectives.centred(r), n, strict=True)
+    ],
+    "a baseline that holds the answer itself": lambda r, n, longest: [Weight(v, 1) for v in objectives.centred(r)],
+    "the other answer's advantage": lambda r, n, longest: [Weight(2 * v, 1) for v in objectives.centred(r)[::-1]],
+    "its own length as the share": lambda r, n, longest: [
+        Weight(2 * v, length) for v, length in zip(objectives.centred(r), n, strict=True)
+    ],
+}
+
+
+def first_token_left_out(window: dict[str, Tensor]) -> None:
+    for targets in window["targets"]:
+        targets[(targets != -100).nonzero()[0]] = -100
+
+
+def dead_left_out(window: dict[str, Tensor]) -> None:
+    window["shares"][window["factors"] == 0] = 0
+
+
+def shifted(window: dict[str, Tensor]) -> None:
+    window["factors"].copy_(window["factors"].roll(1, dims=-1))
+
+
+def prompt_trained(window: dict[str, Tensor]) -> None:
+    window["targets"][:, :-1] = window["tokens"][:, 1:]
+    window["factors"].copy_(window["factors"].amax(dim=-1, keepdim=True).expand_as(window["factors"]))
+
+
+@pytest.mark.parametrize("fault", [first_token_left_out, dead_left_out, shifted, prompt_trained])
+def test_a_wrong_window_is_noticed(fault: Callable[[dict[str, Tensor]], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(*arguments: Any) -> dict[str, Tensor]:
+        window = room.arranged(*arguments)
+        fault(window)
+        return window
+
+    monkeypatch.setitem(globals(), "arranged", faulty)
+    with pytest.raises(AssertionError):
+        test_ragged_answers_accumulated_in_any_order_and_rows_are_one_batch(False, None)
+
+
+def test_groups_over_the_wrong_axis_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three prompts with four answers each, taken for four prompts with three."""
+    score, given = Drawer.score, list[float]()
+
+    def scored(*arguments: Any) -> list[float]:
+        rewards = score(*arguments)
+        centred = [objectives.centred(rewards[place::3]) for place in range(3)]
+        given.extend(centred[place % 3][place // 3] for place in range(12))
+        return rewards
+
+    monkeypatch.setattr(Drawer, "score", scored)
+    monkeypatch.setattr(room, "weights", lambda *group: [Weight(given.pop(0), 7) for _ in range(4)])
+    with pytest.raises(AssertionError):
+        test_a_window_groups_answers_by_their_prompts()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_weight_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(objectives._OF, "rloo", FAULTS[fault])
+    with pytest.raises(AssertionError):
+        test_the_mean_gradient_over_all_groups_is_that_of_the_expected_reward("rloo")
+
+
+def test_an_update_that_may_draw_again_has_groups_that_teach_until_it_has_enough() -> None:
+    def rare(text: str) -> float:
+        return float("a" in text)
+
+    once = windows(replace(OPTIONS, prompts=4), reward=rare)
+    assert min(int((next(once)["factors"] != 0).any(-1).sum()) for _ in range(8)) < 16, "some groups teach nothing"
+    again, found = windows(replace(OPTIONS, prompts=4, draws=9), reward=rare), 0
+    for _ in range(3):
+        before, window = again.rows_consumed, next(again)
+        alive = int((window["factors"] != 0).any(-1).sum())
+        assert alive == 16 or again.rows_consumed == before + 9 * 4
+        assert float(window["shares"].sum()) == alive * OPTIONS.max_new_tokens
+        found += alive == 16
+    assert found > 0 and again.rows_consumed > 12

@@ -1,0 +1,131 @@
+"""Run: pytest tests/laws/test_scored_is_drawn.py (laws 16, 7, 19: answers come from the weights in training)."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from monograph.decode.generator import Generator
+from monograph.graph.precision import Precision
+from monograph.rl import rollouts as room
+from monograph.rl.rollouts import Drawer, Rollouts
+from rewarded import OPTIONS, apart, windows
+
+BATCHED = replace(OPTIONS, packed=True, exact=False)
+
+
+def products_have_rows_of_their_own(dtype: torch.dtype) -> bool:
+    """Whether this machine's products give a row the same bits for every number of rows, from four on.
+
+    It is so on every processor that was measured (docs/log.md), but no library promises it.
+    """
+    for inner, outer in ((32, 32), (32, 16), (32, 48), (48, 32), (32, 259)):
+        left, right = torch.randn(300, inner).to(dtype), torch.randn(outer, inner).to(dtype)
+        whole = F.linear(left, right)
+        if any(not torch.equal(F.linear(left[:rows], right), whole[:rows]) for rows in (4, 12, 28, 131)):
+            return False
+    return True
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_an_answer_is_scored_in_the_bits_in_which_it_was_drawn(precision: str) -> None:
+    rollouts = windows(precision=Precision(precision))
+    engine, found = rollouts.drawer.engine, 0.0
+    for _ in range(3):
+        engine.accumulate(next(rollouts))
+        largest, number = apart(rollouts)
+        found = max(found, largest)
+        assert number > 40
+        assert bool(engine.update().skipped == 0)
+    own_rows = products_have_rows_of_their_own(torch.float32 if precision == "fp32" else torch.bfloat16)
+    assert found == 0 if own_rows else found < (1e-5 if precision == "fp32" else 0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "captured"), [(BATCHED, False), (BATCHED, True), (replace(OPTIONS, exact=False), False)]
+)
+def test_packed_padded_or_captured_it_is_scored_within_1e_5(options: Any, captured: bool) -> None:
+    rollouts = windows(options, micro_batch=2)
+    window = next(rollouts)
+    if captured:
+        assert rollouts.drawer.engine.capture(window, backend="aot_eager") is None
+        apart(rollouts)
+    rollouts.drawer.engine.accumulate(window)
+    largest, number = apart(rollouts)
+    assert number == int((window["targets"] != -100).sum())
+    assert 0 < largest < 1e-5
+
+
+def test_the_temperature_is_that_of_the_draws() -> None:
+    rollouts = windows(replace(OPTIONS, temperature=0.5))
+    rollouts.drawer.engine.accumulate(next(rollouts))
+    assert apart(rollouts)[0] < 1e-5
+
+
+def drawn(rollouts: Rollouts) -> list[Any]:
+    """The ids and log-probabilities of one answer to each prompt."""
+    prompts = rollouts.drawer.prompts.train
+    return [(one.token_ids, one.logprobs) for one in rollouts.drawer.draw(prompts, range(len(prompts)))]
+
+
+def test_an_answer_does_not_depend_on_what_is_drawn_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    together = drawn(windows())
+    monkeypatch.setattr(room, "MOST_ROWS", 4)
+    rollouts = windows(replace(OPTIONS, prompts=1, group=2))
+    prompts = rollouts.drawer.prompts.train
+    alone = [rollouts.drawer.draw([prompt], [seed])[0] for seed, prompt in enumerate(prompts)]
+    assert [one.token_ids for one in alone] == [ids for ids, _ in together]
+
+
+def same_weights(rollouts: Rollouts) -> Rollouts:
+    """Another engine with equal weights, which has drawn nothing yet."""
+    fresh = windows()
+    fresh.drawer.engine.load_state(rollouts.drawer.engine.state())
+    return fresh
+
+
+def test_after_an_update_nothing_of_the_old_weights_is_read() -> None:
+    rollouts = windows()
+    before = drawn(rollouts)
+    rollouts.drawer.engine.accumulate(next(rollouts))
+    rollouts.drawer.engine.update()
+    drawn(rollouts)
+    rollouts.drawer.engine.accumulate(next(rollouts))
+    rollouts.drawer.engine.update()
+    after = drawn(rollouts)
+    assert after != before
+    assert after == drawn(same_weights(rollouts))
+
+
+@pytest.mark.parametrize("fault", ["none", "the prompt read last is kept", "answers come from a copy of the weights"])
+def test_an_answer_from_old_weights_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    rollouts = windows()
+    drawing, last = rollouts.drawer, rollouts.drawer.prompts.train[-1:]
+    if fault == "the prompt read last is kept":
+        monkeypatch.setattr(Generator, "forget", lambda generator: None)
+    if fault == "answers come from a copy of the weights":
+        copy = deepcopy(drawing.model)
+        monkeypatch.setattr(Drawer, "model", copy)
+    drawing.draw(last, [3])
+    drawing.engine.accumulate(next(rollouts))
+    drawing.draw(last, [3])
+    drawing.engine.update()
+    later = drawing.draw(last, [3])[0].logprobs
+    monkeypatch.undo()
+    assert (later == same_weights(rollouts).drawer.draw(last, [3])[0].logprobs) == (fault == "none")
+
+
+def test_drawing_leaves_the_modes_of_training_and_compiles_if_the_step_is_captured() -> None:
+    rollouts = windows(BATCHED, micro_batch=2)
+    drawing, model = rollouts.drawer, rollouts.drawer.model
+    model.train()
+    window = next(rollouts)
+    assert model.training and drawing._made and not drawing._made[1].compiled
+    assert drawing.engine.capture(window, backend="aot_eager") is None
+    drawing.updates = lambda: 10**6
+    assert drawing.generator.compiled and model.training

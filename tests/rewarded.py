@@ -1,0 +1,95 @@
+"""Small runs with rewards: prompts of bytes, an engine, and rewards that are plain functions."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from batches import tiny_llama
+from monograph.optim import AdamW
+from monograph.resident import Resident
+from monograph.rl.loss import PolicyLoss
+from monograph.rl.prompts import Prompt, Prompts
+from monograph.rl.rewards import Answer
+from monograph.rl.rollouts import Drawer, Options, Rollouts
+from monograph.text.tokenizer import Tokenizer
+
+OPTIONS = Options(
+    prompts=3,
+    group=4,
+    max_new_tokens=7,
+    temperature=1.0,
+    objective="dr_grpo",
+    draws=1,
+    length=32,
+    packed=False,
+    exact=True,
+    seed=5,
+)
+
+
+class Scored:
+    """A reward that is a function of an answer's text."""
+
+    file: Path | None = None
+
+    def __init__(self, function: Callable[[str], float]):
+        self.function = function
+
+    def require(self, record: Any, where: str) -> None: ...
+
+    def score(self, answers: Sequence[Answer]) -> list[float]:
+        return [self.function(answer.completion) for answer in answers]
+
+    def close(self) -> None: ...
+
+
+@functools.cache
+def prompts(*texts: str) -> Prompts:
+    tokenizer = Tokenizer.bytes()
+    made = [
+        Prompt(text, (tokenizer.bos_id, *tokenizer.encode(text)), {"prompt": text}, f"prompts.jsonl:{number}")
+        for number, text in enumerate(texts, 1)
+    ]
+    longest = max(len(prompt.ids) for prompt in made)
+    return Prompts("prompts.jsonl", tokenizer, made, made[:2], "of a test", False, longest, {})
+
+
+def spaces(text: str) -> float:
+    """About half of the bytes' answers have some, and few have many."""
+    return float(sum(letter < "p" for letter in text))
+
+
+def drawer(
+    options: Options = OPTIONS,
+    dtype: torch.dtype = torch.float32,
+    reward: Callable[[str], float] = spaces,
+    device: str = "cpu",
+    **engine: Any,
+) -> Drawer:
+    """An engine of a model whose distributions are far from even, with a drawer of its answers."""
+    model = tiny_llama(dtype, vocab_size=259).to(device)
+    if options.exact:
+        model.use_attention("cached")
+    with torch.no_grad():
+        for weight in model.parameters():
+            weight.mul_(4.0 if weight.ndim > 1 else 1.0)
+    engine.setdefault("optim", AdamW(lr=0.03))
+    made = Resident(model, loss=PolicyLoss(options.temperature).to(device), **engine)
+    return Drawer(made, prompts("2+2=", "a", "the longest of them", "7"), Scored(reward), options, lambda: 0)  # type: ignore[arg-type]
+
+
+def windows(options: Options = OPTIONS, **more: Any) -> Rollouts:
+    return Rollouts(drawer(options, **more))
+
+
+def apart(rollouts: Rollouts) -> tuple[float, float]:
+    """The largest difference of scored and drawn log-probabilities since the last call, and their number."""
+    difference = rollouts.drawer.engine.step.loss.difference  # type: ignore[attr-defined]
+    _, largest, number = difference.tolist()
+    difference.zero_()
+    return largest, number

@@ -1,0 +1,93 @@
+"""Run: pytest tests/rl/test_prompts.py"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dialogues import said, speaking
+from monograph.errors import InputRefused, UsageError
+from monograph.rl.prompts import Prompts, read_prompts
+from monograph.rl.rewards import Reward, reward_of
+from monograph.text.tokenizer import Tokenizer
+
+
+def write(path: Path, *records: Any) -> Path:
+    path.write_text("\n".join(json.dumps(record) for record in records))
+    return path
+
+
+def read(source: Path | str, reward: Reward | None = None, room: int = 30, **more: Any) -> Prompts:
+    usual = {"tokenizer": "bytes", "held_out": 0.0, "text_key": "text", "bad_records": "refuse"}
+    return read_prompts({"source": str(source), **usual, **more}, room=room, reward=reward or Reward())
+
+
+def test_a_text_is_continued_as_it_is_and_keeps_its_record(tmp_path: Path) -> None:
+    prompts = read(write(tmp_path / "p.jsonl", {"prompt": "1+1=", "answer": 2}, {"prompt": "ä"}))
+    [first, second] = prompts.train
+    tokenizer = Tokenizer.bytes()
+    assert (
+        first.ids == (tokenizer.bos_id, *tokenizer.encode("1+1="))
+        and first.record["answer"] == 2
+        and first.text == "1+1="
+    )
+    assert second.where.endswith("p.jsonl:2") and prompts.longest == 5 and not prompts.chats
+
+
+def test_messages_are_rendered_up_to_the_answer(tmp_path: Path) -> None:
+    tokenizer = speaking(tmp_path, "chatml")
+    asked = said("What is it?")
+    prompts = read(write(tmp_path / "p.jsonl", {"prompt": asked}), tokenizer=str(tmp_path), room=99)
+    assert prompts.chats and tokenizer.decode(prompts.train[0].ids).endswith("?\nassistant\n")
+    assert json.loads(prompts.train[0].text) == asked
+
+
+def test_the_same_prompt_is_on_one_side_and_the_share_is_held_out(tmp_path: Path) -> None:
+    source = write(tmp_path / "p.jsonl", *({"prompt": f"{number % 200}", "n": number} for number in range(400)))
+    prompts = read(source, held_out=0.2)
+    held, trained = {p.text for p in prompts.held_out}, {p.text for p in prompts.train}
+    assert not held & trained and 20 <= len(held) <= 60
+    assert read(source, held_out=0.2).fingerprint == prompts.fingerprint != read(source, held_out=0.1).fingerprint
+
+
+def test_tables_and_other_keys_are_read(tmp_path: Path) -> None:
+    pa = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    parquet.write_table(pa.table({"question": ["a", "b"], "answer": ["1", "2"]}), tmp_path / "p.parquet")
+    prompts = read(tmp_path / "p.parquet", text_key="question")
+    assert [(p.text, p.record["answer"]) for p in prompts.train] == [("a", "1"), ("b", "2")]
+
+
+def test_bad_records_are_refused_or_counted(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "p.jsonl", {"prompt": "x"}, {"text": "x"}, {"prompt": None}, {"prompt": []}, {"prompt": "y" * 30},
+        {"prompt": [{"role": "user"}]}, {"prompt": "a\0"},
+    )  # fmt: skip
+    prompts = read(source, bad_records="skip")
+    assert len(prompts.train) == 1 and sum(prompts.skipped.values()) == 6
+    with pytest.raises(InputRefused, match=r"p.jsonl:2: has no key 'prompt'; its keys are 'text'; or set data.bad_rec"):
+        read(source)
+
+
+def test_what_cannot_hold_prompts_is_refused(tmp_path: Path) -> None:
+    source = write(tmp_path / "p.jsonl", {"prompt": "x"})
+    with pytest.raises(UsageError, match="rl.reward needs a model's tokenizer"):
+        read(source, tokenizer="bpe:300")
+    with pytest.raises(UsageError, match="has a weight"):
+        read(f"{source}@2")
+    with pytest.raises(InputRefused, match="no prompt is left to train on"):
+        read(source, held_out=1.0)
+    (tmp_path / "p.txt").write_text("text")
+    with pytest.raises(InputRefused, match="needs records with a prompt each"):
+        read(tmp_path / "p.txt")
+
+
+def test_records_without_what_the_reward_reads_are_bad_records(tmp_path: Path) -> None:
+    source = write(tmp_path / "p.jsonl", {"prompt": "x", "answer": "1"}, {"prompt": "y"}, {"prompt": "z", "answer": []})
+    prompts = read(source, reward_of("exact"), bad_records="skip")
+    assert [prompt.text for prompt in prompts.train] == ["x"] and prompts.skipped == {"no answer": 2}
+    with pytest.raises(InputRefused, match=r"p.jsonl:2: rl.reward needs a text or a list of texts under 'answer'"):
+        read(source, reward_of("exact"))
