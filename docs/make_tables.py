@@ -35,6 +35,7 @@ STREAMED = "tests/laws/test_streamed_is_resident.py"
 SHARDED = "tests/laws/test_sharded_is_single.py"
 TRANSFERRED = "tests/laws/test_transferred_is_tuned.py"
 LORA = "tests/laws/test_lora.py"
+ESTIMATOR = "tests/laws/test_estimator_is_gradient.py"
 SCALED = "tests/graph/test_precision.py"
 STATES = [f"{rule}:{state}" for rule in ("adamw", "muon") for state in ("bf16", "8bit", "all-bf16")]
 SCHEDULE = "tests/test_schedule.py"
@@ -58,6 +59,7 @@ BEHIND: dict[str, dict[str, str]] = {
     "optim.transfer": {"none": "tests/test_optim.py", "width": TRANSFERRED, "width:SIZE": TRANSFERRED},
     "model.preset": dict.fromkeys(("nano", "micro", "124m", "llama-179m", "1b", "8b"), "tests/model/test_config.py"),
     "lora.base": {"int8": LORA, "nf4": LORA},
+    "rl.advantage": dict.fromkeys(("dr_grpo", "rloo", "grpo", "dapo", "reinforce"), ESTIMATOR),
 }
 LAW = {
     COMPILED: "law 1",
@@ -68,6 +70,7 @@ LAW = {
     STREAMED: "law 4",
     SHARDED: "law 13",
     TRANSFERRED: "law 14",
+    ESTIMATOR: "law 17",
 }
 
 

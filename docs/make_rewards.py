@@ -1,0 +1,130 @@
+"""Write the tables and the picture of docs/rewards.md from rewards.json, rewards_ladder.json and reward_peers.json.
+
+Usage: python docs/make_rewards.py (tests/rl/test_rewards_page.py compares)
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+from monograph.report import plot_style
+from monograph.report.plot_style import themed
+
+DOCS = Path(__file__).resolve().parent
+PAGE, PICTURE = DOCS / "rewards.md", DOCS / "figures" / "rewards.svg"
+RESULTS = DOCS.parent / "benchmarks" / "results"
+BEGIN, END = "<!-- made by docs/make_rewards.py -->", "<!-- end -->"
+Case = dict[str, Any]
+TASKS = {
+    "makes": '"57=" -> two numbers that add up to it',
+    "sums": '"37+58=" -> the sum, backwards',
+    "sorts": "six digits -> in order",
+}
+WINDOW = 9  # updates whose mean is drawn
+
+
+def cases(name: str) -> list[Case]:
+    """Return the cases of a result file."""
+    found: list[Case] = json.loads((RESULTS / f"{name}.json").read_text())["cases"]
+    return found
+
+
+def tasks() -> str:
+    """Return what each task was before and after."""
+    lines = [
+        "| task | right answers before | after | to prompts never trained on | updates | seconds | drawn - scored |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for case in cases("rewards"):
+        apart = "0" if case["apart"] == 0 else f"{case['apart']:.0e}"
+        lines.append(
+            f"| {TASKS[case['task']]} | {case['before']:.2f} | {case['after']:.2f} | {case['unseen']:.2f} | "
+            f"{case['updates']} | {case['training_s']:.0f} | {apart} |"
+        )
+    return "\n".join(lines)
+
+
+def objectives() -> dict[str, list[Case]]:
+    """Return the runs of each objective, in the order in which they were measured."""
+    found: dict[str, list[Case]] = {}
+    for case in cases("rewards_ladder"):
+        found.setdefault(case["objective"], []).append(case)
+    return found
+
+
+def ladder() -> str:
+    """Return the first task by objective, over seeds."""
+    lines = ["| `rl.advantage` | right answers, before | after | dead groups at the end |", "|---|---|---|---|"]
+    for name, runs in objectives().items():
+        cells = (spread([run[key] for run in runs]) for key in ("before", "after", "dead"))
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def beside() -> str:
+    """Return what TRL does in the same time."""
+    lines = [
+        "| | answers drawn a second | updates a second | right answers, same time | same updates | gradient's error |",
+        "|---|---|---|---|---|---|",
+    ]
+    for case in cases("reward_peers"):
+        values = [case[key]["median"] for key in ("pass_at_1", "pass_at_1_same_updates")]
+        ratios = [f"{1 / case[f'{key}_per_s_ratio']['median']:.2f} ×" for key in ("rollouts", "updates")]
+        right = " | ".join(f"{value:.2f}" for value in values)
+        lines.append(f"| {case['way']} | {' | '.join(ratios)} | {right} | {case['gradient_error']['median']:.1e} |")
+    return "\n".join(lines)
+
+
+def spread(values: list[float]) -> str:
+    """Return `0.91 (0.88-0.95)`."""
+    return f"{statistics.fmean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
+
+
+def smooth(values: list[float]) -> list[float]:
+    """Return the mean of up to WINDOW values around each."""
+    half = WINDOW // 2
+    return [statistics.fmean(values[max(0, i - half) : i + half + 1]) for i in range(len(values))]
+
+
+def drawn() -> str:
+    """Draw right answers over seconds for the tasks, and over updates for the objectives."""
+    from matplotlib.figure import Figure
+
+    colours = (plot_style.ACCENT, plot_style.WARN, plot_style.MUTED)
+    with plot_style.style():
+        figure = Figure(figsize=(7.3, 3.1), layout="constrained")
+        left, right = figure.subplots(1, 2, sharey=True)
+        for case, colour in zip(cases("rewards"), colours, strict=True):
+            seconds, passed, _, _ = zip(*case["curve"], strict=True)
+            left.plot(seconds, smooth(list(passed)), color=colour, linewidth=1.8, label=case["task"])
+        for (name, runs), style in zip(objectives().items(), ("-", "--", ":", "-.", (0, (1, 3))), strict=True):
+            columns = zip(*(smooth([row[1] for row in run["curve"]]) for run in runs), strict=True)
+            right.plot(
+                [statistics.fmean(each) for each in columns], color=plot_style.ACCENT, linestyle=style, label=name
+            )
+        left.set_title("Right answers, by task")
+        right.set_title("The first task, mean of three seeds")
+        left.set_xlabel("seconds of training", fontsize=8, loc="right")
+        right.set_xlabel("updates", fontsize=8, loc="right")
+        left.set_ylim(0, 1)
+        for axes in (left, right):
+            axes.legend(frameon=False, fontsize=8, loc="lower right")
+        return themed(plot_style.svg(figure))
+
+
+def main() -> None:
+    """Rewrite the text between the markers, and the picture."""
+    before, *rests = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    made = [
+        f"{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
+        for table, rest in zip((tasks(), ladder(), beside()), rests, strict=True)
+    ]
+    PAGE.write_text("".join([before, *made]), encoding="utf-8")
+    PICTURE.write_text(drawn(), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
