@@ -26,9 +26,14 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 class KVCache:
     """Keys and values of several rows, two tensors for each layer, zero where nothing was written."""
 
-    def __init__(self, keys: list[Tensor], values: list[Tensor], seen_blocks: int | None = None) -> None:
-        """Take tensors [N, B, K, C, E], one for each layer; attention reads the first `seen_blocks` blocks, or all."""
-        self.keys, self.values, self.seen_blocks = keys, values, seen_blocks
+    def __init__(
+        self, keys: list[Tensor], values: list[Tensor], seen_blocks: int | None = None, least: int = 1
+    ) -> None:
+        """Take tensors [N, B, K, C, E], one for each layer; attention reads the first `seen_blocks` blocks, or all.
+
+        See `cached_attention` for `least`.
+        """
+        self.keys, self.values, self.seen_blocks, self.least = keys, values, seen_blocks, least
 
     @classmethod
     def allocate(
@@ -65,7 +70,7 @@ class KVCache:
 
     def first(self, blocks: int) -> KVCache:
         """Return a cache in the same memory, in which attention reads the first `blocks` blocks only."""
-        return KVCache(self.keys, self.values, blocks)
+        return KVCache(self.keys, self.values, blocks, self.least)
 
     def attend(
         self,
@@ -84,7 +89,7 @@ class KVCache:
         keys_NBKCE[where] = key_BKTE.transpose(1, 2).to(keys_NBKCE.dtype)
         values_NBKCE[where] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
         seen = slice(self.seen_blocks)
-        return cached_attention(query_BHTE, keys_NBKCE[seen], values_NBKCE[seen], positions_BT, window)
+        return cached_attention(query_BHTE, keys_NBKCE[seen], values_NBKCE[seen], positions_BT, window, self.least)
 
     def copy_row(self, row: int, source: KVCache, its_row: int, slots: int) -> None:
         """Copy the first slots of a row of `source`, whose blocks are as long, to a row of this cache."""
@@ -106,11 +111,13 @@ class Slots(NamedTuple):
         most: positions of each row.
         block: slots of a block; fewer cost less for short texts.
         prompts: prompts that are read at once.
+        least: see `cached_attention`.
     """
 
     most: int
     block: int = BLOCK
     prompts: int = 1
+    least: int = 1
 
 
 class Reader:

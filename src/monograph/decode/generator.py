@@ -174,6 +174,7 @@ class Generator:
         chunk = 1 << longest.bit_length() - 1
         self.reader = Reader(model, form, chunk, wrap)
         self.cache = KVCache.allocate(model.config, rows, form.most, weight.dtype, weight.device, form.block)
+        self.cache.least = form.least
         # Two halves of lines: the host reads one while the device writes the other.
         self.state = State.allocate(rows, self.slots, vocabulary, 2 * self.block, chain, weight.device)
         self.knobs = new_knobs(chain, rows, weight.device)

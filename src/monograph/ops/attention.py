@@ -23,13 +23,18 @@ from monograph.device import clock, synchronize
 
 BLOCK = 128  # slots
 LEAST_BLOCK = 16
-# On a CPU a row of a product has the same bits whatever the number of rows, from so many on (docs/log.md). With fewer
-# queries, some are computed twice, so that a step of decoding has the bits of a pass over the whole text.
+# On the CPUs that were measured a row of a product has the same bits whatever the number of rows, from so many on
+# (docs/log.md).
 SAME_ROWS = 4
 
 
 def cached_attention(
-    query_BHTE: Tensor, keys_NBKCE: Tensor, values_NBKCE: Tensor, positions_BT: Tensor, window: int | None = None
+    query_BHTE: Tensor,
+    keys_NBKCE: Tensor,
+    values_NBKCE: Tensor,
+    positions_BT: Tensor,
+    window: int | None = None,
+    least: int = 1,
 ) -> Tensor:
     """Compute softmax attention of queries at given positions to the slots up to their own positions.
 
@@ -47,14 +52,16 @@ def cached_attention(
         values_NBKCE: same shape and dtype.
         positions_BT: int64, below N C; their slots have been written.
         window: number of positions that a query sees, its own the last of them; None: all up to its own.
+        least: if M is smaller, queries are computed several times. With SAME_ROWS a step of decoding has the bits of a
+            pass over the whole text; it takes a tenth more time or two.
 
     Returns:
         [B, H, T, E] in the dtype of the query; scores, softmax and sums are fp32 or wider.
     """
     blocks, _, key_heads, slots, _ = keys_NBKCE.shape
     groups, length = query_BHTE.shape[1] // key_heads, query_BHTE.shape[2]
-    if groups * length < SAME_ROWS and not query_BHTE.is_cuda:
-        times = -(-SAME_ROWS // (groups * length))
+    if groups * length < least:
+        times = -(-least // (groups * length))
         query_BHTE, positions_BT = query_BHTE.repeat(1, 1, times, 1), positions_BT.repeat(1, times)
     slots_N111C = torch.arange(blocks * slots, device=positions_BT.device).view(blocks, 1, 1, 1, slots)
     distances_NB1MC = positions_BT.repeat(1, groups)[:, None, :, None] - slots_N111C

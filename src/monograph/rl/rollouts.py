@@ -138,7 +138,8 @@ class Drawer:
         if self._made and self._made[0] == compiled:
             return self._made[1]
         config = model.config
-        form = Slots(self.slots, block_of(self.slots), min(options.prompts, MOST_PROMPTS))
+        least = SAME_ROWS if options.exact else 1
+        form = Slots(self.slots, block_of(self.slots), min(options.prompts, MOST_PROMPTS), least)
         row_bytes = KVCache.bytes_per_row(config, form.most, weight.dtype, form.block)
         half_bytes = describe().free_memory_bytes // 2
         rows = min(max(answers, SAME_ROWS), MOST_ROWS, half_bytes // row_bytes)
