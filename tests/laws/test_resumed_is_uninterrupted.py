@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from commands.forked import PROGRAM, CommandServer
-from laws.resumed import LORA, OWN, REWARDED, SETTINGS, cut_back, fingerprint, resume, start
+from laws.resumed import LORA, OWN, PREFERRED, REWARDED, SETTINGS, cut_back, fingerprint, resume, start
 from monograph import checkpointing
 from monograph.resident import Resident
 from monograph.session.reporting import Reporter
@@ -42,6 +42,7 @@ CHANGES = {
     "aot": {"train.compile": "whole"},
     "streamed": {"train.memory": "stream"},
     "rewarded": {"data.packing": "packed"},
+    "preferred": {"data.held_out": 0.2},
     "adapters": {},
     "adapters, 4 bits": {"lora.base": "nf4", "train.precision": "bf16", "optim.name": "adamw:8bit"},
 }
@@ -50,7 +51,8 @@ CHANGES = {
 @pytest.mark.parametrize("case", ["llama", "own", "cooled", *CHANGES])
 @pytest.mark.parametrize("apart", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_resumed_at_every_checkpoint(case: str, apart: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    settings = dict({"own": OWN, "rewarded": REWARDED}.get(case) or (LORA if case.startswith("adapters") else SETTINGS))
+    others = {"own": OWN, "rewarded": REWARDED, "preferred": PREFERRED}
+    settings = dict(others.get(case) or (LORA if case.startswith("adapters") else SETTINGS))
     settings |= {**CHANGES.get(case, {}), "train.save_every": apart}
     if case == "epochs":
         del settings["train.updates"]

@@ -78,7 +78,7 @@ def test_what_cannot_hold_prompts_is_refused(tmp_path: Path) -> None:
         read(source, tokenizer="bpe:300")
     with pytest.raises(UsageError, match="has a weight"):
         read(f"{source}@2")
-    with pytest.raises(InputRefused, match="no prompt is left to train on"):
+    with pytest.raises(InputRefused, match="no record is left to train on"):
         read(source, held_out=1.0)
     (tmp_path / "p.txt").write_text("text")
     with pytest.raises(InputRefused, match="needs records with a prompt each"):

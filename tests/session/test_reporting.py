@@ -10,7 +10,8 @@ from batches import packed, tiny_llama
 from monograph import compat
 from monograph.distributed.world import World
 from monograph.resident import Resident
-from monograph.session.reporting import Opening, Reporter
+from monograph.session.opening import Opening
+from monograph.session.reporting import Reporter
 from monograph.text.tokenizer import Tokenizer
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from monograph import checkpointing, compat
 from monograph.config import Settings
+from monograph.data.corpus import Corpus
 from monograph.data.resolve_sources import spooled_stdin
 from monograph.device import clock, default_device, describe
 from monograph.distributed.checkpoint import newest
@@ -17,6 +18,7 @@ from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
 from monograph.loop import train
 from monograph.report.quantities import counted
+from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import Reward, reward_of
 from monograph.run import writing
 from monograph.run.folder import Run
@@ -25,11 +27,12 @@ from monograph.run.progress import Progress
 from monograph.run.signals import StopSignal
 from monograph.session import ranks, recorded
 from monograph.session.plan import Plan
+from monograph.session.preferring import open_pairs, take_reference
 from monograph.session.ranks import show
 from monograph.session.recorded import strange_text
-from monograph.session.reinforcing import open_prompts, reward_named
+from monograph.session.reinforcing import open_prompts, reward_named, with_records
 from monograph.session.reporting import Reporter, finished, standard_json
-from monograph.session.requirements import notes_on, require_possible
+from monograph.session.requirements import notes_on, require_possible, require_taught
 from monograph.session.resolve import resolve
 from monograph.session.rewind import go_back, require_end, windows
 from monograph.session.session import Session
@@ -39,6 +42,7 @@ from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import entries, exists
 
 CURVE_ROWS = 64  # held-out rows scored for a point of the curve; the last point uses all
+SHOWN = ("reward", "accuracy", "margin")  # what says more than the loss, in runs that have it
 SHOWN_S = 1.0  # after so long, the numbers of the last updates are read; this waits for the device
 
 
@@ -48,12 +52,10 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
         raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     settings, from_ = recorded.model_given(settings, from_)
+    settings = with_records(settings)
     if not (resume or from_):  # otherwise settings recorded by a run come first; `_open` checks the result
         require_possible(settings, describe())
-        if reward_named(settings) and settings.model.init is None:
-            raise UsageError(
-                "rl.reward: a new model answers nothing: name one that was trained on text, by model.init or --from"
-            )
+        require_taught(settings)
     world = ranks.meet(settings, resumed=resume is not None)
     progress = ranks.progress_of(world)
     repeatable(default_device())
@@ -109,7 +111,10 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress, rew
     settings = ranks.agreed(world, plan.settings)
     plan = plan if world.leads else resolve(settings, machine)
     with world.first():
-        text = open_prompts(plan, reward, progress) if reward else open_corpus(plan.reading, progress)
+        if reward:
+            text: Corpus | Prompts = open_prompts(plan, reward, progress)
+        else:
+            text = open_pairs(plan, progress) if plan.preference else open_corpus(plan.reading, progress)
     session = open_session(folder, plan, text, default_device(), progress, world, reward)
     if world.leads and not exists(folder.tokenizer):
         writing.write_tokenizer(folder, session.corpus.tokenizer)
@@ -117,6 +122,7 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress, rew
     session.engine.step.announce = partial(progress.line, "note")
     resumed = _taken_up(session, progress)
     prepare(session, progress)
+    take_reference(session, resumed, progress)
     if not resumed:
         fix_length(session, progress)
         if world.leads:
@@ -157,7 +163,7 @@ def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
 def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     engine, plan = session.engine, session.plan
     # Reading an update's numbers waits for a GPU to finish it, as drawing answers from its weights does anyway.
-    log = MetricsLog(session.run, every=1 if session.reward or engine.step.device.type == "cpu" else 10)
+    log = MetricsLog(session.run, every=1 if session.judges or engine.step.device.type == "cpu" else 10)
     graphs = compat.captured_graphs()
     rate, session.training_since_s = 0.0, clock()
     with report.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
@@ -169,12 +175,13 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             last = done == session.updates
             report.recompiles = compat.captured_graphs() - graphs
             session.account(done)
-            written = log.add(update, {"tokens_per_s": rate or None, "wall_s": session.spent_s, **session.drawn()})
+            written = log.add(update, {"tokens_per_s": rate or None, "wall_s": session.spent_s, **session.judged()})
             if written or last or clock() - began > SHOWN_S:
                 log.flush()
                 rate = report.rate(since, clock() - began)
                 loss, memory = log.last["train_loss"], session.peak_memory_bytes
-                figures = {"loss": loss, "reward": log.last.get("reward"), "skipped": log.skipped}
+                score = "   ".join(f"{name} {log.last[name]:.3f}" for name in SHOWN if name in log.last)
+                figures = {"loss": loss, "score": score, "skipped": log.skipped}
                 block.update(done, tokens_per_s=rate, memory_bytes=memory, **figures)
                 since, began = 0, clock()
             stopping, asked, lost, skipping = session.world.any(

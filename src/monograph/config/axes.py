@@ -44,8 +44,9 @@ _WHY_NOT = {
     "model.vocab_size": "it is the tokenizer's", "lora.tokens": "which tokens a base never saw is no choice",
     "model.max_position_embeddings": "vary data.sequence_length",
     **dict.fromkeys(
-        ("rl.reward", "rl.advantage", "rl.prompts", "rl.group", "rl.draws", "rl.max_new_tokens", "rl.temperature"),
-        "members of one graph learn from one text, and each would draw answers of its own: start a run for each value",
+        ("rl.reward", "rl.advantage", "rl.prompts", "rl.group", "rl.draws", "rl.max_new_tokens", "rl.temperature",
+         "prefer.loss"),
+        "members of one graph learn from texts alone: start a run for each value",
     ),
 }  # fmt: skip
 

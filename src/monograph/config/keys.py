@@ -69,6 +69,10 @@ Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
 Momentum = Annotated[float, AfterValidator(DECAY.checked)]
 ClipAll = Annotated[str, Field(pattern=r"^([1-9][0-9]{0,8}(\.[0-9]{1,9})?|0\.0{0,9}[1-9][0-9]{0,9}):all$")]
 Floored = Annotated[str, Field(pattern=r"^(cosine|wsd):(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$")]
+Preference = Annotated[
+    str,
+    Field(pattern=r"^((dpo|ipo|orpo)(:[0-9]{1,9}(\.[0-9]{1,9})?)?|(robust|simpo)(:[0-9]{1,9}(\.[0-9]{1,9})?){0,2})$"),
+]
 Width = Annotated[str, Field(pattern=r"^width:[1-9][0-9]{0,8}$")]
 
 
@@ -255,9 +259,19 @@ class RlSection(Section):
     )
 
 
+class PreferSection(Section):
+    """Preferences: pairs of a chosen and a rejected answer, compared and learned from."""
+
+    loss: Preference | None = _key(
+        None,
+        "dpo, robust, ipo, simpo or orpo, each also with its numbers, as in dpo:0.1 or robust:0.1:0.2",
+        "how the answers of a pair are compared; default: dpo for records with chosen and rejected",
+    )
+
+
 SECTIONS: dict[str, type[Section]] = {
     "model": ModelSection, "data": DataSection, "optim": OptimSection, "train": TrainSection, "lora": LoraSection,
-    "rl": RlSection,
+    "rl": RlSection, "prefer": PreferSection,
 }  # fmt: skip
 KEYS: tuple[str, ...] = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields)
 DEFAULT_MINUTES = 3.0

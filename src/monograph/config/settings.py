@@ -20,6 +20,7 @@ from monograph.config.keys import (
     LoraSection,
     ModelSection,
     OptimSection,
+    PreferSection,
     RlSection,
     TrainSection,
 )
@@ -46,6 +47,7 @@ class Settings(BaseModel):
     train: TrainSection = TrainSection(minutes=DEFAULT_MINUTES)
     lora: LoraSection = LoraSection()
     rl: RlSection = RlSection()
+    prefer: PreferSection = PreferSection()
     origins: Mapping[str, str] = Field(default_factory=dict, repr=False)
     """The origin of each key that was set, by dotted key: "run.toml:7", "MONOGRAPH_TRAIN_SEED", "command line"."""
 

@@ -38,7 +38,7 @@ MUON_LEARNING_RATES = {"nano": 6e-3, "micro": 6e-3}
 # Rates for existing weights. Adapters need ten times the rate of all weights (Schulman et al. 2025, "LoRA Without
 # Regret").
 FINETUNING_RATES = {"all": 2e-5, "adapters": 2e-4}
-RL_SHARE = 0.1  # of these rates, for rewards: a careful choice, as a few answers say less than a text
+JUDGED_SHARE = 0.1  # of these rates, for rewards and preferences: a careful choice, as answers say less than texts
 UNKNOWN_RATE = 1e-3  # for a shape without a name
 MOST_EPOCHS = 8
 # From this many layers on, one graph for all of them takes minutes to compile (benchmarks/scopes.py).

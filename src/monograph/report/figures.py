@@ -27,8 +27,10 @@ Floats = NDArray[np.float64]
 _SIZES = {
     "held_out": (7.3, 3.2),
     "reward": (7.3, 3.2),
+    "accuracy": (7.3, 3.2),
     "loss": (3.5, 3.2),
     "entropy": (3.5, 3.2),
+    "margin": (3.5, 3.2),
 }  # inches; the other figures are smaller
 _POINTS = 1200  # the most points of a line: more than a figure is pixels wide
 
@@ -48,8 +50,10 @@ def draw(
     panels: dict[str, tuple[str, Callable[..., None]]] = {
         "held_out": ("eval_bits_per_byte", partial(_held_out, yardsticks=yardsticks)),
         "reward": ("reward", _reward),
+        "accuracy": ("accuracy", _accuracy),
         "loss": ("train_loss", _loss),
         "entropy": ("entropy", _entropy),
+        "margin": ("margin", _margin),
         "learning_rate": ("lr", _learning_rate),
         "gradient_norm": ("grad_norm", _gradient_norm),
         "speed": ("tokens_per_s", _speed),
@@ -59,7 +63,7 @@ def draw(
         for name, (key, panel) in panels.items()
         if any(row.get(key) is not None for row in metrics)
     }
-    if "reward" in present:  # such a loss is an average of advantages, about 0 all the time
+    if {"reward", "accuracy"} & present.keys():  # such a loss is of advantages, or of pairs, and no nats a token
         del present["loss"]
     if ledger := next((row["memory"] for row in reversed(metrics) if (row.get("memory") or {}).get("measured")), None):
         present["memory"] = partial(_memory, ledger=ledger)
@@ -92,8 +96,10 @@ def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: s
     places = {
         "held_out": upper[0],
         "reward": upper[0],
+        "accuracy": upper[0],
         "loss": upper[1],
         "entropy": upper[1],
+        "margin": upper[1],
         "learning_rate": lower[0],
         "gradient_norm": lower[1],
         "speed": lower[2],
@@ -122,10 +128,25 @@ def _held_out(axes: Axes, metrics: Sequence[Row], yardsticks: Mapping[str, float
 def _reward(axes: Axes, metrics: Sequence[Row]) -> None:
     tokens, reward = _series(axes, metrics, "reward", "Mean reward of an update's answers")
     _trend(axes, tokens, reward, lambda value: f"{value:.2f}")
-    held = np.array([(row["tokens"], row["eval_reward"]) for row in metrics if row.get("eval_reward") is not None])
+    _held_out_points(axes, metrics, "eval_reward")
+
+
+def _accuracy(axes: Axes, metrics: Sequence[Row]) -> None:
+    tokens, accuracy = _series(axes, metrics, "accuracy", "Share of pairs with the chosen answer ahead")
+    _trend(axes, tokens, accuracy, lambda value: f"{value:.2f}")
+    _held_out_points(axes, metrics, "eval_accuracy")
+
+
+def _held_out_points(axes: Axes, metrics: Sequence[Row], key: str) -> None:
+    held = np.array([(row["tokens"], row[key]) for row in metrics if row.get(key) is not None])
     if len(held):
         axes.plot(*held.T, "o-", color=INK, linewidth=1, markersize=3.5)
-        axes.text(0.01, 0.98, "points: held-out prompts", transform=axes.transAxes, va="top", fontsize=8, color=MUTED)
+        axes.text(0.01, 0.98, "points: held out", transform=axes.transAxes, va="top", fontsize=8, color=MUTED)
+
+
+def _margin(axes: Axes, metrics: Sequence[Row]) -> None:
+    tokens, margin = _series(axes, metrics, "margin", "Margin of the chosen answers, nats")
+    _trend(axes, tokens, margin, lambda value: f"{value:.2f}")
 
 
 def _entropy(axes: Axes, metrics: Sequence[Row]) -> None:

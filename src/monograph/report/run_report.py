@@ -24,6 +24,7 @@ _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("mfu", "of peak FLOP/s", lambda value: f"{100 * value:.0f} %"),
     ("peak_memory_bytes", "peak memory", quantities.memory),
     ("reward", "reward", lambda value: f"{value:.3f}"),
+    ("accuracy", "chosen ahead", lambda value: f"{100 * value:.0f} %"),
     ("train_loss", "loss, nats", lambda value: f"{value:.3f}"),
     ("eval_loss", "held-out, nats", lambda value: f"{value:.3f}"),
 )
@@ -37,6 +38,7 @@ _NAMES = {
     "pass_at_1": "right answers",
     "eval_reward": "reward, held out",
     "eval_pass_at_1": "right answers, held out",
+    "eval_accuracy": "chosen answers ahead, held out",
     "drawn_minus_scored_max": "largest difference of drawn and scored log-probabilities",
 }
 
@@ -69,7 +71,8 @@ def write_report(
     for drawing in drawings:
         write_whole(figures / f"{drawing.name}.png", drawing.png)
     rewarded = summary.get("reward") is not None
-    left_out = ("train_loss",) if rewarded else ()  # an average of advantages, no nats
+    judged = rewarded or summary.get("accuracy") is not None
+    left_out = ("train_loss", "eval_loss") if judged else ()  # of advantages or of pairs, no nats a token
     known = [
         (name, written(summary[key]))
         for key, name, written in _FIGURES
@@ -94,6 +97,9 @@ def _headline(summary: Summary) -> str:
     bits = summary.get("eval_bits_per_byte")
     if summary.get("reward") is not None:
         return f"A reward of {summary['reward']:.2f}, from {summary['reward_first']:.2f} at first"
+    if summary.get("accuracy") is not None:
+        held = summary["eval_accuracy"]
+        return f"The chosen answer is ahead in {summary['accuracy'] if held is None else held:.0%} of the pairs"
     if bits is not None:
         return f"{bits:.2f} bits per byte on text it has not seen"
     loss = summary.get("train_loss")
@@ -149,19 +155,27 @@ def _named(key: str, value: Any) -> tuple[str, str]:
     return _NAMES.get(key, name.replace("_", " ")), text
 
 
+# The columns of a table of scores on held-out text: head and form by key.
+_SCORES = {
+    "update": ("update", "{:,}"),
+    "tokens": ("tokens", "{:,}"),
+    "eval_loss": ("loss, nats", "{:.4f}"),
+    "eval_bits_per_byte": ("bits per byte", "{:.4f}"),
+    "eval_accuracy": ("chosen ahead", "{:.4f}"),
+    "eval_margin": ("margin", "{:.4f}"),
+    "eval_reward": ("reward", "{:.4f}"),
+    "eval_pass_at_1": ("right answers", "{:.4f}"),
+    "eval_rows": ("rows", "{:,}"),
+    "eval_prompts": ("prompts", "{:,}"),
+}
+
+
 def _evaluations(metrics: Sequence[Row]) -> str:
     """Return a table of the held-out curve's points, for readers who want the numbers."""
-    scored = [row for row in metrics if row.get("eval_loss") is not None]
-    heads = ("update", "tokens", "nats per token", "bits per byte", "rows")
-    keys = {
-        "update": "{:,}",
-        "tokens": "{:,}",
-        "eval_loss": "{:.4f}",
-        "eval_bits_per_byte": "{:.4f}",
-        "eval_rows": "{:,}",
-    }
-    rows = [[number(row.get(key), form) for key, form in keys.items()] for row in scored]
-    return table("Scores on held-out text", heads, rows)
+    scored = [row for row in metrics if row.get("eval_loss") is not None or "eval_reward" in row]
+    columns = {key: column for key, column in _SCORES.items() if any(row.get(key) is not None for row in scored)}
+    rows = [[number(row.get(key), form) for key, (_, form) in columns.items()] for row in scored]
+    return table("Scores on held-out text", [head for head, _ in columns.values()], rows)
 
 
 def _samples(samples: Sequence[tuple[float, str]]) -> str:

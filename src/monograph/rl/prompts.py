@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from monograph.data.conversations import read_messages
 from monograph.data.progress import Progress
-from monograph.data.records import KINDS, Fault, Unusable, checked, few, json_objects, short
-from monograph.data.sources import LINES, Sources, find
-from monograph.data.tables import table_columns, table_objects
-from monograph.errors import InputRefused, UsageError
+from monograph.data.records import KINDS, Fault, Unusable, checked, few, short
+from monograph.errors import InputRefused
+from monograph.rl.records import own_tokenizer, read_parts
 from monograph.rl.rewards import Reward
-from monograph.storage.writing import temporary_folder
 from monograph.text.chat import chat_ids
-from monograph.text.tokenizer import Tokenizer, parse
+from monograph.text.tokenizer import Tokenizer
 
 PROMPT = "prompt"
 
@@ -84,57 +81,30 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
         progress: see `monograph.data.progress`.
 
     Raises:
-        InputRefused: a record is bad or its prompt too long, the message names its file and line; or there are no
-            prompts to train on.
+        InputRefused: a record is bad or its prompt too long; see also `read_parts`.
         UsageError: the tokenizer would have to be trained, or a source has a weight.
     """
-    tokenizer, held_out, bad_records = reading["tokenizer"], reading["held_out"], reading["bad_records"]
-    own = parse(tokenizer)
-    if not isinstance(own, Tokenizer):
-        raise UsageError(f"data.tokenizer = {tokenizer}: rl.reward needs a model's tokenizer: name one by model.init")
+    own = own_tokenizer(reading, "rl.reward")
     key = PROMPT if reading["text_key"] == "text" else reading["text_key"]
-    sides: tuple[list[Prompt], list[Prompt]] = ([], [])
-    skipped: Counter[str] = Counter()
-    with temporary_folder() as spool:
-        sources = find(reading["source"], spool, progress)
-        for where, record in _records(sources):
-            prompt = record if isinstance(record, Fault) else _prompt(record, key, own, where, room)
-            if isinstance(prompt, Prompt):
-                prompt = _rewarded(prompt, reward, refuse=bad_records == "refuse")
-            if isinstance(prompt, Prompt):
-                sides[_is_held(prompt.text, held_out)].append(prompt)
-            elif bad_records == "refuse":
-                raise InputRefused(f"{where}: {prompt.detail}; or set data.bad_records = skip")
-            else:
-                skipped[prompt.reason] += 1
-    train, held = sides
-    if not train:
-        raise InputRefused(f"{sources.name}: no prompt is left to train on; give more of them, or lower data.held_out")
-    decisive = [sources.sha256, own.hash, key, room, held_out, bad_records]
+    refuse = reading["bad_records"] == "refuse"
+
+    def read(where: str, record: Mapping[str, Any]) -> Prompt | Fault:
+        prompt = _prompt(record, key, own, where, room)
+        return prompt if isinstance(prompt, Fault) else _rewarded(prompt, reward, refuse)
+
+    parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
+    every: list[Prompt] = [*parts.train, *parts.held_out]
+    decisive = [parts.sources.sha256, own.hash, key, room, reading["held_out"], reading["bad_records"]]
     return Prompts(
-        name=sources.name,
+        name=parts.sources.name,
         tokenizer=own,
-        train=train,
-        held_out=held,
+        train=parts.train,
+        held_out=parts.held_out,
         fingerprint=hashlib.sha256(json.dumps(decisive).encode()).hexdigest(),
-        chats=any(not isinstance(prompt.record[key], str) for prompt in (*train, *held)),
-        longest=max(len(prompt.ids) for prompt in (*train, *held)),
-        skipped=dict(skipped),
+        chats=any(not isinstance(prompt.record[key], str) for prompt in every),
+        longest=max(len(prompt.ids) for prompt in every),
+        skipped=parts.skipped,
     )
-
-
-def _records(sources: Sources) -> Iterator[tuple[str, dict[str, Any] | Fault]]:
-    """Yield (file and line, record or its fault)."""
-    for file in sources.files:
-        if file.weight != 1:
-            raise UsageError(f"data.source: {file.path} has a weight, which prompts do not have: leave it out")
-        if not file.has_records:
-            kinds = ".jsonl, .ndjson, .parquet or .arrow"
-            raise InputRefused(f"{file.path}: rl.reward needs records with a prompt each: expected a file {kinds}")
-        lines = file.suffix in LINES
-        records = json_objects(file.path, exact=True) if lines else table_objects(file.path, table_columns(file.path))
-        for number, record in records:
-            yield f"{file.path}:{number}", record
 
 
 def _prompt(record: Mapping[str, Any], key: str, tokenizer: Tokenizer, where: str, room: int) -> Prompt | Fault:
@@ -168,7 +138,3 @@ def _rewarded(prompt: Prompt, reward: Reward, refuse: bool) -> Prompt | Fault:
             raise
         return Fault("no answer", "")
     return prompt
-
-
-def _is_held(text: str, share: float) -> bool:
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") < share * 2**48

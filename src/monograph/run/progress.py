@@ -189,11 +189,10 @@ class TrainingBlock(_Display):
         tokens_per_s: float,
         memory_bytes: int | None,
         skipped: int = 0,
-        reward: float | None = None,
+        score: str = "",
     ) -> None:
         """Report that update `index` (counted from 1) is done; cheap enough for every update."""
-        score = f"loss {loss:.3f}" if reward is None else f"reward {reward:.3f}"
-        parts = [score, quantities.count(tokens_per_s, "tok/s")]
+        parts = [score or f"loss {loss:.3f}", quantities.count(tokens_per_s, "tok/s")]
         if memory_bytes is not None:
             parts.append(quantities.memory(memory_bytes))
         if skipped:

@@ -37,7 +37,7 @@ class EvaluatedModel:
         reading: the arguments of `corpus` that say how to read any text.
         averaged: whether the weights are averages.
         own_text: the further arguments of `corpus` that name the run's text, for use without --data; empty if the run
-            learned from answers to prompts.
+            learned from judged answers.
         fingerprint: the fingerprint of the run's text at training.
         strange: a warning to print before `own_text` is read; empty if the text is the user's own.
     """
@@ -82,7 +82,7 @@ def of_run(run: Run, warn: Callable[[str], None]) -> EvaluatedModel:
         precision,
         {key: text[key] for key in _READING},
         averaged,
-        {} if settings.rl.reward else {key: text[key] for key in ("source", "held_out")},
+        {} if settings.rl.reward or settings.prefer.loss else {key: text[key] for key in ("source", "held_out")},
         state["fingerprint"],
         strange_text(run, settings),
     )

@@ -12,6 +12,7 @@ from monograph.optim import Optimizer
 from monograph.planner import Candidate, StreamCandidate
 from monograph.planner.defaults import EVALUATIONS
 from monograph.predict.footprint import Compile
+from monograph.rl.preferences import Preference
 from monograph.run.recipe import Recipe
 from monograph.schedule import Schedule, constant, warmup_cosine, warmup_stable_decay
 from monograph.step import Clip
@@ -40,7 +41,8 @@ class Plan:
         precision: the precision of the arithmetic.
         parallel: how several devices share the work.
         keep: how many of the newest checkpoints stay.
-        reward: what scores the answers of a run with rewards; None for a run on text.
+        reward: what scores the answers of a run with rewards; None for other runs.
+        preference: the loss of a run on preferences; None for other runs.
         micro_batch: rows that one device computes at once; 0 until the model's shape is known.
         compile: the scope of a graph; remat: what is recomputed; memory: where weights live. Each may be "auto" until
             the model's shape is known.
@@ -67,6 +69,7 @@ class Plan:
     parallel: str
     keep: int
     reward: str | None
+    preference: Preference | None
     micro_batch: int = 0
     compile: Compile | Literal["auto"] = "auto"
     remat: str | float = "auto"

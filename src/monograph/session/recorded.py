@@ -239,6 +239,8 @@ def branched(parent: Run, given: Settings) -> Settings:
         )
     if "data.tokenizer" in taken:
         require_no_new(given, str(parent.folder))
+    if "data.source" in taken:  # what its records are decides
+        taken |= {"prefer.loss"}
     taken -= {"optim.transfer"}
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
     if given.model.init:  # that model brings its own shape

@@ -20,6 +20,7 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.report.quantities import counted
 from monograph.rl.loss import PolicyLoss
+from monograph.rl.pairs import hold_pairs
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward
 from monograph.rl.rollouts import MOST_ROWS, Options
@@ -27,6 +28,7 @@ from monograph.run.progress import Progress
 from monograph.run.trust import code_digest
 from monograph.session.plan import Plan
 
+USUAL_LOSS = "dpo"
 USUAL: dict[str, Any] = {
     "rl.advantage": "dr_grpo",
     "rl.prompts": 16,
@@ -39,6 +41,13 @@ USUAL: dict[str, Any] = {
 def reward_named(settings: Settings) -> str | None:
     """Return what scores the answers of a run with rewards; None for a run on text."""
     return settings.rl.reward
+
+
+def with_records(settings: Settings) -> Settings:
+    """Return the settings with prefer.loss decided: as given, or the usual loss if the records are pairs."""
+    if settings.prefer.loss is not None or settings.rl.reward is not None or not hold_pairs(settings.data.source):
+        return settings
+    return settings.resolve({"prefer.loss": USUAL_LOSS}, "data.source")
 
 
 def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
@@ -130,7 +139,7 @@ def rewards_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def loss_of(plan: Plan, model: nn.Module) -> PolicyLoss:
+def policy_loss(plan: Plan, model: nn.Module) -> PolicyLoss:
     """Return the loss of a run with rewards, and let the model compute as decoding does where that gives its bits.
 
     Raises:

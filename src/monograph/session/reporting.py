@@ -8,7 +8,7 @@ import math
 import statistics
 from collections import deque
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any
 
 from monograph import compat
 from monograph.data.corpus import Corpus
@@ -19,22 +19,23 @@ from monograph.evaluation import Evaluation, evaluate
 from monograph.evaluation.yardsticks import accepted_share, yardsticks
 from monograph.graph import capture as graph
 from monograph.graph.inspect import modes_kept
-from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.planner.defaults import most_updates, updates_for
 from monograph.predict.roofline import flops_per_token, mfu
 from monograph.profiling.memory import reset_peak_memory
 from monograph.report.quantities import counted, duration, memory
 from monograph.report.run_report import write_report
+from monograph.rl.preferences import PreferenceLoss
 from monograph.rl.prompts import Prompts
 from monograph.rl.rollouts import Rollouts
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
+from monograph.session.opening import opening_of
+from monograph.session.preferring import preferred_in
 from monograph.session.ranks import show
 from monograph.session.reinforcing import rewards_in
 from monograph.session.session import Session
 from monograph.storage.reading import contents, exists, is_folder, parse_json
-from monograph.text.chat import stop_ids
 
 
 def finished(run: Run) -> dict[str, Any] | None:
@@ -51,53 +52,6 @@ def finished(run: Run) -> dict[str, Any] | None:
 def standard_json(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values with None for NaN and infinities, which JSON does not have."""
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-
-
-STDLIB_PROMPT = "def read(self, size"
-_SHOWN_CHARS = 40
-
-
-class Opening(NamedTuple):
-    """The prompt of the samples.
-
-    Attributes:
-        text: the text shown before a sample.
-        begun: the text or the ids that the model continues.
-        stop: ids that end a sample, in addition to the end-of-text token.
-        arguments: the arguments of `monograph generate` for such a sample.
-    """
-
-    text: str
-    begun: str | list[int]
-    stop: tuple[int, ...]
-    arguments: tuple[str, ...]
-
-
-def opening_of(corpus: Corpus, config: LlamaConfig | None) -> Opening:
-    """Return a prompt from the held-out text, or else from the training text, short enough to be continued."""
-    rows = corpus.held_out if len(corpus.held_out) else corpus.train
-    # It may fill half of the positions; the first token of a document and a written token must fit in any case.
-    room = max(0, min(config.max_position_embeddings // 2, config.max_position_embeddings - 2)) if config else None
-    if rows.conversations:
-        ids = rows.first_prompt()
-        ids = ids if room is None else ids[-max(1, room) :]
-        asked = corpus.tokenizer.decode(ids).strip()
-        if len(asked) > _SHOWN_CHARS:  # keep the last whole words
-            asked = "… " + (asked[-_SHOWN_CHARS:].split(maxsplit=1) or [""])[-1]
-        return Opening(f"{asked} ", ids, stop_ids(corpus.tokenizer, config.ends if config else ()), ("--chat",))
-    first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
-    python = corpus.name == "stdlib"
-    text = STDLIB_PROMPT if python else " ".join(first_line.split(" ")[:4])[:_SHOWN_CHARS]
-    text = _shortened(corpus, text, room)
-    prompt = _shortened(corpus, "class Cache:", room) if python else text
-    dashes = ("--",) if prompt.startswith("-") else ()  # otherwise the prompt would be taken for an option
-    return Opening(text, text, (), (*dashes, prompt))
-
-
-def _shortened(corpus: Corpus, text: str, room: int | None) -> str:
-    while room is not None and len(corpus.tokenizer.encode(text)) > room:
-        text = text[: len(text) // 2]
-    return text
 
 
 SAMPLE_SHARES = (0.15, 0.5, 1.0)
@@ -119,7 +73,7 @@ class Reporter:
         self.rows = session.run.rows()
         self.yardsticks = self._yardsticks()
         reset_peak_memory(session.engine.step.device)  # memory of the yardsticks does not count
-        self.opening = self._opening()
+        self.opening = opening_of(session.corpus, session.model_config)
         self.python = session.corpus.name == "stdlib"
         self.recompiles = 0
         self.rates: deque[float] = deque(maxlen=RECENT)
@@ -139,6 +93,8 @@ class Reporter:
         if self.session.reward:
             name, key, drawing = "reward", "eval_reward", self.session.drawer.options
             tokens = updates * drawing.prompts * drawing.group * drawing.max_new_tokens
+        if self.session.plan.preference:
+            name, key = "chosen answers ahead", "eval_accuracy"
         block = self.progress.training(updates, tokens, self.yardsticks, self.session.engine.index, name)
         for row in self.rows:
             if row.get(key) is not None:
@@ -179,6 +135,10 @@ class Reporter:
         tokens = int(self.session.engine.step.tokens)
         bits = self.held_out.bits_per_byte
         scores = {"eval_loss": self.held_out.loss, "eval_bits_per_byte": bits}
+        if isinstance(loss := self.session.engine.step.loss, PreferenceLoss):
+            figures, tokens, bits = loss.taken(), self.session.answer_tokens, None
+            scores |= {f"eval_{name}": figures[name] for name in ("accuracy", "margin")}
+            block.held_out(tokens, figures["accuracy"])
         used = min(limit or len(rows), len(rows))
         self.session.run.log({"update": update, "tokens": tokens, **scores, "eval_rows": used})
         if bits is not None and math.isfinite(bits):
@@ -189,8 +149,8 @@ class Reporter:
         if not session.corpus.held_out:
             return
         numbers = session.drawer.measure()
-        session.run.log({"update": update, "tokens": session.drawn_tokens, **numbers})
-        block.held_out(session.drawn_tokens, numbers["eval_reward"])
+        session.run.log({"update": update, "tokens": session.answer_tokens, **numbers})
+        block.held_out(session.answer_tokens, numbers["eval_reward"])
 
     def sample(self, block: TrainingBlock, update: int) -> None:
         """Log and show an answer of the last update with its reward, or a Llama's continuation of the run's prompt.
@@ -304,6 +264,7 @@ class Reporter:
             "params": session.params,
             "passed_over": session.corpus.skipped,
             **rewards_in(rows),
+            **preferred_in(rows),
         }
 
     def _standing(self) -> str:
@@ -313,6 +274,9 @@ class Reporter:
             return f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at first){held}"
         if not self.held_out:
             return ""
+        if self.session.plan.preference:
+            end = preferred_in(self.session.run.rows())
+            return f"   chosen answers ahead in {end['eval_accuracy']:.1%} of held-out pairs"
         if self.session.text.stats.conversations:
             before = [row["eval_loss"] for row in self.session.run.rows() if row.get("eval_loss") and not row["update"]]
             compared = f", {before[0]:.3f} before" if before else ""
@@ -357,13 +321,6 @@ class Reporter:
             tokenizer, opening = self.session.corpus.tokenizer, self.opening
             written = generate(model, tokenizer, [opening.begun], sampling, max_tokens=tokens, stop=opening.stop, n=n)
             return [completion.text for completion in written]
-
-    def _opening(self) -> Opening:
-        corpus = self.session.corpus
-        if isinstance(corpus, Corpus):
-            return opening_of(corpus, self.session.model_config)
-        prompt, dashes = corpus.train[0], ("--",) if corpus.train[0].text.startswith("-") else ()
-        return Opening(prompt.text, [*prompt.ids], (), ("--chat",) if corpus.chats else (*dashes, prompt.text))
 
     def _yardsticks(self) -> dict[str, float]:
         corpus = self.session.corpus

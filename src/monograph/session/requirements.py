@@ -20,6 +20,7 @@ from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, gibibytes
 from monograph.run.trust import code_file
 from monograph.session.plan import Plan
+from monograph.session.reinforcing import with_records
 
 LEAST_BYTES = 2  # the least bytes of a parameter, its weight in 16 bits
 
@@ -63,6 +64,7 @@ def require_together(settings: Settings) -> None:
     require_with_lora(settings)
     require_with_ranks(settings)
     require_with_rewards(settings)
+    require_with_preferences(settings)
     name, precision = settings.optim.name, train.precision
     if train.memory == "stream" and name.endswith(":all-bf16"):
         raise UsageError(f"train.memory = stream keeps full-precision weights: optim.name = {name} is for device")
@@ -130,6 +132,27 @@ def require_with_rewards(settings: Settings) -> None:
         raise UsageError(f"rl.reward does not go with {conflicts[0][0]}: {conflicts[0][1]}")
 
 
+def require_with_preferences(settings: Settings) -> None:
+    """Refuse choices that do not go with `prefer.loss`.
+
+    Raises:
+        UsageError: two choices exclude one another; the message names both.
+    """
+    init, train, data = settings.model.init, settings.train, settings.data
+    excluded: dict[str, tuple[bool, str]] = {
+        "rl.reward": (settings.rl.reward is not None, "a run learns from one of both: leave one out"),
+        f"model.init = {init}": (code_file(init) is not None, "a program says no tokenizer: name a run or a folder"),
+        "train.memory = stream": (train.memory == "stream", "it is not built for streaming: leave it out"),
+        f"train.parallel = {train.parallel}": (train.parallel != "none", "it is built for one device: leave it out"),
+        "train.precision = fp8": (train.precision == "fp8", "it was not tried: take bf16"),
+        "train.tokens": (train.tokens is not None, "pairs are counted, not tokens: give updates, epochs or minutes"),
+        "data.packing = padded": (data.packing == "padded", "the two answers of a pair share a row: leave it out"),
+    }
+    conflicts = [(what, instead) for what, (is_so, instead) in excluded.items() if is_so]
+    if settings.prefer.loss is not None and conflicts:
+        raise UsageError(f"prefer.loss does not go with {conflicts[0][0]}: {conflicts[0][1]}")
+
+
 def require_with_lora(settings: Settings) -> None:
     """Refuse choices that do not go with adapters.
 
@@ -143,6 +166,19 @@ def require_with_lora(settings: Settings) -> None:
         raise UsageError("train.memory = stream fetches weights that are trained: with lora.rank it is device")
     if train.precision == "fp8":
         raise UsageError("train.precision = fp8 is for weights that are trained: with lora.rank take bf16 or fp32")
+
+
+def require_taught(settings: Settings) -> None:
+    """Refuse to learn from judged answers without a model that answers.
+
+    Raises:
+        UsageError: there is none.
+    """
+    key = "rl.reward" if settings.rl.reward else "prefer.loss" if settings.prefer.loss else None
+    if key and settings.model.init is None:
+        raise UsageError(
+            f"{key}: a new model answers nothing: name one that was trained on text, by model.init or --from"
+        )
 
 
 def require_plain(settings: Settings, command: str) -> None:
@@ -161,17 +197,16 @@ def require_plain(settings: Settings, command: str) -> None:
 
 
 def require_texts(settings: Settings, command: str) -> None:
-    """Refuse rewards for a command that knows only texts.
+    """Refuse rewards and preferences for a command that knows only texts.
 
     Raises:
-        UsageError: `rl.reward` is given; the message names the command.
+        UsageError: `rl.reward` is given, or `prefer.loss`, or the records are pairs; the message names the command.
     """
-    if settings.rl.reward is not None:
-        origin = settings.origins["rl.reward"]
-        raise UsageError(
-            f"{origin}: rl.reward = {settings.rl.reward} is for `monograph train`; `monograph {command}` knows texts "
-            "alone: leave it out"
-        )
+    for key, value in (("rl.reward", settings.rl.reward), ("prefer.loss", with_records(settings).prefer.loss)):
+        if value is not None:
+            origin = settings.origins.get(key, "data.source")
+            only = f"is for `monograph train`; `monograph {command}` knows texts alone: leave it out"
+            raise UsageError(f"{origin}: {key} = {value} {only}")
 
 
 def require_positions(length: int, config: LlamaConfig | None) -> None:

@@ -23,6 +23,7 @@ from monograph.optim import AdamW, Muon, Optimizer
 from monograph.planner import Candidate, Limits, Request, StreamCandidate, defaults
 from monograph.predict.footprint import Compile
 from monograph.predict.roofline import Calibration
+from monograph.rl.preferences import preference
 from monograph.run.base import tokenizer_named, tokenizer_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, require_tokens
@@ -76,8 +77,9 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     name: str = settings.optim.name
     if name == "auto":  # fsdp shards rows, and Muon needs whole matrices
         name = "adamw" if train.parallel == "fsdp" else defaults.optimizer(fresh=recipe.init is None)
-    reward = reward_named(settings)
-    update_rule = _update_rule(settings, recipe, name, adapted=lora is not None, rewarded=reward is not None)
+    reward, compared = reward_named(settings), settings.prefer.loss
+    judged = reward is not None or compared is not None
+    update_rule = _update_rule(settings, recipe, name, adapted=lora is not None, judged=judged)
     schedule, _, final = settings.optim.schedule.partition(":")
     per_update = int(train.tokens_per_update)
     updates = train.updates or (defaults.updates_of(train.tokens, per_update) if train.tokens else 0)
@@ -100,6 +102,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         parallel=train.parallel,
         keep=train.keep,
         reward=reward,
+        preference=None if compared is None else preference(compared),
         micro_batch=0 if train.micro_batch == "auto" else train.micro_batch,
         compile=train.compile,
         remat=train.remat,
@@ -170,10 +173,10 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
         raise UsageError(f"{origin}: optim.transfer = {value}: {error}") from None
 
 
-def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool, rewarded: bool) -> Optimizer:
+def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool, judged: bool) -> Optimizer:
     """Return the optimizer, without the changes of width transfer."""
     optim, (rule, _, state) = settings.optim, name.partition(":")
-    usual = _usual_rate(recipe, rule, adapted) * (defaults.RL_SHARE if rewarded else 1)
+    usual = _usual_rate(recipe, rule, adapted) * (defaults.JUDGED_SHARE if judged else 1)
     return (Muon if rule == "muon" else AdamW)(
         state=state or "fp32",
         seed=recipe.seed,

@@ -33,6 +33,7 @@ from monograph.ops.attention import Kernel
 from monograph.predict.roofline import Calibration
 from monograph.profiling.memory import ledger, peak_memory_bytes
 from monograph.rl.loss import PolicyLoss
+from monograph.rl.preferences import PreferenceLoss
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import Reward
 from monograph.rl.rollouts import Drawer, Rollouts
@@ -66,7 +67,7 @@ class Session:
         compile_s: seconds spent on tracing and compiling.
         peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last update; else None, as a
             GPU counts them all the time.
-        drawn_tokens: tokens of all answers so far, in a run with rewards.
+        answer_tokens: tokens of all answers so far, in a run with rewards or on preferences.
         elapsed_s: seconds spent in earlier processes of the same run.
         budget_s: seconds of training that the settings allow; None if they give updates, tokens or epochs.
         cooled: [first update, last update] of a cool-down that replaced the schedule because the machine is slower than
@@ -84,7 +85,7 @@ class Session:
     eager_reason: str | None = None
     kernel: Kernel | None = None
     peak_bytes: int | None = None
-    drawn_tokens: int = 0
+    answer_tokens: int = 0
     reward: Reward | None = None
     world: World = field(default_factory=World)
     started_s: float = field(default_factory=clock)
@@ -105,6 +106,11 @@ class Session:
     def updates(self) -> int:
         """Return the number of updates of the whole run."""
         return self.cooled[1] if self.cooled else self.plan.updates
+
+    @property
+    def judges(self) -> bool:
+        """Return whether the run learns from judged answers, by rewards or preferences."""
+        return isinstance(self.engine.step.loss, PolicyLoss | PreferenceLoss)
 
     @property
     def params(self) -> int:
@@ -199,7 +205,7 @@ class Session:
         self.engine.step.schedule = self.schedule()
         restore_random(state["random"], self.engine.step.device)
         self.run.truncate_metrics(state["metrics_offset"], state.get("metrics_sha256"))
-        self.drawn_tokens = sum(row.get("drawn_tokens", 0) for row in self.run.rows())
+        self.answer_tokens = next((row["tokens"] for row in reversed(self.run.rows()) if "tokens" in row), 0)
         if self.world.leads:
             checkpointing.remove_leftovers(self.run.checkpoints)
         then, now = state["versions"], _versions()
@@ -267,17 +273,21 @@ class Session:
         assert self.reward
         return Drawer(self.engine, self.corpus, self.reward, options_of(self.plan), lambda: self.plan.updates)
 
-    def drawn(self) -> dict[str, Any]:
+    def judged(self) -> dict[str, Any]:
         """Return figures on the answers of the last update, for its row of the metrics; empty for a run on text."""
         loss = self.engine.step.loss
+        if isinstance(loss, PreferenceLoss):
+            figures = loss.taken()
+            self.answer_tokens += int(figures["answer_tokens"])
+            return {**figures, "tokens": self.answer_tokens}
         if not isinstance(self.batches, Rollouts) or not isinstance(loss, PolicyLoss):
             return {}
         total, largest, targets = loss.difference.tolist()
         loss.difference.zero_()
-        self.drawn_tokens += int(self.batches.numbers["drawn_tokens"])
+        self.answer_tokens += int(self.batches.numbers["drawn_tokens"])
         return {
             **self.batches.numbers,
-            "tokens": self.drawn_tokens,
+            "tokens": self.answer_tokens,
             "drawn_minus_scored": total / max(1, targets),
             "drawn_minus_scored_max": largest,
         }

@@ -24,7 +24,6 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.report.quantities import count, counted, megabytes
 from monograph.resident import Resident
-from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import Reward
 from monograph.run.base import digest, extended, recorded, require_base_of
@@ -35,8 +34,9 @@ from monograph.run.recipe import is_weight_file, shape_in
 from monograph.run.trust import code_digest
 from monograph.session.adapting import lora_of, new_tokens_of, token_notes
 from monograph.session.plan import Plan, Shape
+from monograph.session.preferring import preference_loss
 from monograph.session.ranks import agreed
-from monograph.session.reinforcing import loss_of
+from monograph.session.reinforcing import policy_loss
 from monograph.session.requirements import require_positions
 from monograph.session.resolve import resolve, with_rows
 from monograph.session.session import Session, seed_all
@@ -191,7 +191,14 @@ def build_run(
         if start:
             require_base_of(start, str(recipe.base_sha256))
         put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.precision), device=device)
-    return BuiltRun(plan, model, loss_of(plan, model) if plan.reward else loss, notes)
+    return BuiltRun(plan, model, _judging(plan, text, model) or loss, notes)
+
+
+def _judging(plan: Plan, text: Corpus | Prompts, model: nn.Module) -> Loss | None:
+    """Return the loss of a run on judged answers; None for a run on texts."""
+    if isinstance(text, Prompts):
+        return policy_loss(plan, model)
+    return preference_loss(plan, text, model) if plan.preference else None
 
 
 def _require_fit(config: LlamaConfig, text: Corpus | Prompts, length: int) -> None:
@@ -214,7 +221,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     """
     plan, model = built.plan, built.model
     shared: dict[str, Any] = {
-        "loss": built.loss.to(device) if isinstance(built.loss, PolicyLoss) else built.loss,
+        "loss": built.loss.to(device) if isinstance(built.loss, nn.Module) else built.loss,
         "optim": plan.update_rule,
         "clip": plan.clip,
         "precision": Precision(plan.precision),

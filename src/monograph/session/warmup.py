@@ -185,8 +185,8 @@ def _prepare(session: Session, progress: Progress) -> None:
         trial = engine.trial(window)
         score = f"loss {trial.loss:.2f}, ln V = {math.log(session.corpus.vocab_size):.2f}, "
         stage.result = f"{score}{counted(trial.gradients, 'finite gradient')}"
-        if isinstance(session.corpus, Prompts):  # a loss of advantages is about 0
-            stage.result = "answers drawn, scored and learned from"
+        if session.judges:  # a loss of advantages is about 0, and one of preferences has no reference yet
+            stage.result = "answers " + ("drawn, scored" if session.reward else "compared") + " and learned from"
     without = [name for name in trial.without_gradient if not starts_still(name)]
     if without and not isinstance(session.corpus, Prompts):  # answers that are all worth the same have no gradient
         progress.line("warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change")

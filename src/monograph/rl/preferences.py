@@ -1,0 +1,214 @@
+"""The losses of preferences: each compares the log-probabilities of two answers to one prompt.
+
+With log pi(o), the sum of the log-probabilities of an answer's tokens, |o|, their number, and h(o) = log pi(o) -
+log ref(o), where ref are the weights that a run begins from; w is the chosen answer and l the rejected one:
+
+| name       | loss of a pair                                                        | arXiv      |
+|------------|-----------------------------------------------------------------------|------------|
+| dpo:B      | -log sigmoid(B (h(w) - h(l)))                                         | 2305.18290 |
+| robust:B:E | (-(1-E) log sigmoid(x) + E log sigmoid(-x)) / (1-2E), x = B (h(w) - h(l)) | 2403.00409 |
+| ipo:B      | (h(w) / |w| - h(l) / |l| - 1 / (2 B))^2                               | 2310.12036 |
+| simpo:B:G  | -log sigmoid(B (log pi(w) / |w| - log pi(l) / |l|) - G)               | 2405.14734 |
+| orpo:B     | -log pi(w) / |w| - B log sigmoid(odds(w) - odds(l)), where            | 2403.07691 |
+|            | odds(o) = m - log(1 - e^m), m = log pi(o) / |o|                        |            |
+
+An update's loss is the mean over its pairs. IPO takes means over tokens, as its authors' code does.
+
+Shapes: B rows, T positions, N = B T, S places for answers, P pairs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import logsigmoid
+
+from monograph.errors import UsageError
+from monograph.graph.token_rows import rows_of
+from monograph.loss import IGNORE, Batch
+from monograph.ops.log_probabilities import token_log_probabilities
+
+# The numbers of each loss, with their usual values, in the order in which its name gives them.
+USUAL: dict[str, tuple[float, ...]] = {
+    "dpo": (0.1,), "robust": (0.1, 0.1), "ipo": (0.1,), "simpo": (2.0, 1.0), "orpo": (0.1,),
+}  # fmt: skip
+COMPARED = ("dpo", "robust", "ipo")  # with the reference
+
+
+class Preference(NamedTuple):
+    """A loss by its name, with its numbers."""
+
+    name: str
+    numbers: tuple[float, ...]
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether the loss compares with the weights that the run began from."""
+        return self.name in COMPARED
+
+
+def preference(text: str) -> Preference:
+    """Return the loss that "NAME", "NAME:B" or "NAME:B:SECOND" names, as the key prefer.loss accepts it.
+
+    Raises:
+        UsageError: a number is out of range.
+    """
+    name, *given = text.split(":")
+    numbers = (*map(float, given), *USUAL[name][len(given) :])
+    if not numbers[0]:
+        raise UsageError(f"prefer.loss = {text}: expected a strength above 0")
+    if name == "robust" and numbers[1] >= 0.5:
+        raise UsageError(f"prefer.loss = {text}: expected a share of wrong pairs below 0.5")
+    return Preference(name, numbers)
+
+
+class Answers(NamedTuple):
+    """Pairs of answers, [P] each: sums of log-probabilities, the reference's, and numbers of tokens."""
+
+    chosen: Tensor
+    rejected: Tensor
+    chosen_reference: Tensor
+    rejected_reference: Tensor
+    chosen_tokens: Tensor
+    rejected_tokens: Tensor
+
+    @property
+    def gains(self) -> tuple[Tensor, Tensor]:
+        """Return h of the chosen and of the rejected answers."""
+        return self.chosen - self.chosen_reference, self.rejected - self.rejected_reference
+
+    @property
+    def means(self) -> tuple[Tensor, Tensor]:
+        """Return the mean log-probability of a token of the chosen and of the rejected answers."""
+        return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
+
+
+def _dpo(pairs: Answers, strength: float) -> Tensor:
+    chosen, rejected = pairs.gains
+    return -logsigmoid(strength * (chosen - rejected))
+
+
+def _robust(pairs: Answers, strength: float, wrong: float) -> Tensor:
+    chosen, rejected = pairs.gains
+    margin = strength * (chosen - rejected)
+    return (wrong * logsigmoid(-margin) - (1 - wrong) * logsigmoid(margin)) / (1 - 2 * wrong)
+
+
+def _ipo(pairs: Answers, strength: float) -> Tensor:
+    chosen, rejected = pairs.gains
+    return (chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens - 1 / (2 * strength)).square()
+
+
+def _simpo(pairs: Answers, strength: float, margin: float) -> Tensor:
+    chosen, rejected = pairs.means
+    return -logsigmoid(strength * (chosen - rejected) - margin)
+
+
+def _orpo(pairs: Answers, strength: float) -> Tensor:
+    # log(1 - e^m) of a mean m that rounds to 0 would be -inf.
+    chosen, rejected = (mean.clamp_max(-1e-12) for mean in pairs.means)
+    odds = (chosen - torch.log(-torch.expm1(chosen))) - (rejected - torch.log(-torch.expm1(rejected)))
+    return -chosen - strength * logsigmoid(odds)
+
+
+_OF: dict[str, Callable[..., Tensor]] = {
+    "dpo": _dpo, "robust": _robust, "ipo": _ipo, "simpo": _simpo, "orpo": _orpo,
+}  # fmt: skip
+
+
+def losses(preference: Preference, pairs: Answers) -> Tensor:
+    """Return the loss of each pair, [P]; see the module."""
+    return _OF[preference.name](pairs, *preference.numbers)
+
+
+class PreferenceLoss(nn.Module):
+    """The loss of pairs of answers, for a model as `TokenLoss` takes it.
+
+    sum = sum over pairs of `losses`, count = number of pairs
+
+    The batch holds, [B, T] int64 each: `tokens`, `targets`, `segments` and `positions`, where a chosen answer's segment
+    is odd and its rejected one's the next; and `answers`, an answer's number, above 0, where its first target is.
+
+    Attributes:
+        reference: [A + 1] fp64, the reference's log-probability of each answer, by its number.
+        recording: 0-d bool; whether the log-probabilities that are computed become those of the reference.
+        totals: [5] fp64, over all pairs since it was last set to zero: their number, how many have the chosen answer
+            ahead (half of those that tie), the sums of the margins and of the chosen answers' gains, and the number of
+            tokens. An answer's gain is h, or its mean log-probability for a loss without a reference; a margin is the
+            difference of two gains.
+    """
+
+    reference: Tensor
+    recording: Tensor
+    totals: Tensor
+    fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
+
+    def __init__(self, preference: Preference, answers: int, most: int):
+        """Take the loss.
+
+        Args:
+            preference: the loss and its numbers.
+            answers: A, the largest number of an answer.
+            most: most answers of a row, even.
+        """
+        super().__init__()
+        self.preference, self.most = preference, most
+        self.register_buffer("reference", torch.zeros(answers + 1, dtype=torch.float64))
+        self.register_buffer("recording", torch.zeros((), dtype=torch.bool))
+        self.register_buffer("totals", torch.zeros(5, dtype=torch.float64))
+
+    def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Return sum and count; see the class."""
+        hidden_BTD = model(batch["tokens"], segments=batch["segments"], positions=batch["positions"])
+        head: Any = model.lm_head
+        kept_N = (targets_N := batch["targets"].flatten()) != IGNORE
+        log_N = token_log_probabilities(
+            hidden_BTD.flatten(0, -2), head.weight, torch.where(kept_N, targets_N, 0), rows=rows_of(head)
+        )
+        rows = len(batch["tokens"])
+        # A row has a place for each of its answers; padding adds zeros to the first of them.
+        first_B = torch.arange(rows, device=log_N.device)[:, None] * self.most
+        place_N = (first_B + (batch["segments"] - 1).clamp_min(0)).flatten()
+        zeros_S = torch.zeros(rows * self.most, dtype=torch.float64, device=log_N.device)
+        log_S = zeros_S.index_add(0, place_N, torch.where(kept_N, log_N.double(), 0.0))
+        tokens_S = zeros_S.index_add(0, place_N, kept_N.double())
+        number_S = zeros_S.long().index_add(0, place_N, batch["answers"].flatten())
+        reference_S = self.reference[number_S]
+        self.reference.index_put_((number_S,), torch.where(self.recording, log_S.detach(), reference_S))
+        there_P = number_S[::2] > 0
+        pairs = Answers(
+            log_S[::2], log_S[1::2], reference_S[::2], reference_S[1::2],
+            tokens_S[::2].clamp_min(1), tokens_S[1::2].clamp_min(1),
+        )  # fmt: skip
+        self._note(pairs, there_P)
+        return torch.where(there_P, losses(self.preference, pairs), 0.0).sum(), self.count(batch)
+
+    def _note(self, pairs: Answers, there_P: Tensor) -> None:
+        chosen_P, rejected_P = pairs.gains if self.preference.needs_reference else pairs.means
+        margin_P = torch.where(there_P, (chosen_P - rejected_P).detach(), 0.0)
+        gain_P = torch.where(there_P, chosen_P.detach(), 0.0)
+        tokens_P = torch.where(there_P, pairs.chosen_tokens + pairs.rejected_tokens, 0.0)
+        ahead_P = torch.where(there_P, (margin_P.sign() + 1) / 2, 0.0)  # a tie, as in the first update, is a half
+        now = (there_P.double(), ahead_P, margin_P, gain_P, tokens_P)
+        self.totals.add_(torch.stack([each.sum() for each in now]))
+
+    def count(self, batch: Batch) -> Tensor:
+        """Return the number of pairs, 0-d int64."""
+        return (batch["answers"] > 0).sum() // 2
+
+    def taken(self) -> dict[str, float]:
+        """Return figures on all pairs since the last call: see `totals`.
+
+        Returns:
+            accuracy: the share of pairs with the chosen answer ahead; margin and chosen_gain: means; answer_tokens.
+        """
+        number, ahead, margin, gain, tokens = self.totals.tolist()
+        self.totals.zero_()
+        pairs = max(1.0, number)
+        return {
+            "accuracy": ahead / pairs, "margin": margin / pairs, "chosen_gain": gain / pairs, "answer_tokens": tokens,
+        }  # fmt: skip

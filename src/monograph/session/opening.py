@@ -1,0 +1,67 @@
+"""Choose the prompt of the samples that a run shows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from monograph.data.corpus import Corpus
+from monograph.model.config import LlamaConfig
+from monograph.rl.pairs import PairRows
+from monograph.rl.prompts import Prompts
+from monograph.text.chat import stop_ids
+
+STDLIB_PROMPT = "def read(self, size"
+_SHOWN_CHARS = 40
+
+
+class Opening(NamedTuple):
+    """The prompt of the samples.
+
+    Attributes:
+        text: the text shown before a sample.
+        begun: the text or the ids that the model continues.
+        stop: ids that end a sample, in addition to the end-of-text token.
+        arguments: the arguments of `monograph generate` for such a sample.
+    """
+
+    text: str
+    begun: str | list[int]
+    stop: tuple[int, ...]
+    arguments: tuple[str, ...]
+
+
+def opening_of(corpus: Corpus | Prompts, config: LlamaConfig | None) -> Opening:
+    """Return a prompt from the held-out text, or else from the training text, short enough to be continued."""
+    if isinstance(corpus, Prompts):
+        prompt = corpus.train[0]
+        return Opening(
+            prompt.text, [*prompt.ids], (), ("--chat",) if corpus.chats else (*_dashes(prompt.text), prompt.text)
+        )
+    rows = corpus.held_out if len(corpus.held_out) else corpus.train
+    # It may fill half of the positions; the first token of a document and a written token must fit in any case.
+    room = max(0, min(config.max_position_embeddings // 2, config.max_position_embeddings - 2)) if config else None
+    if rows.conversations:
+        ids = rows.first_prompt()
+        ids = ids if room is None else ids[-max(1, room) :]
+        asked = corpus.tokenizer.decode(ids).strip()
+        if isinstance(rows, PairRows) and not rows.chats:
+            return Opening(asked, ids, (), (*_dashes(asked), asked))
+        if len(asked) > _SHOWN_CHARS:  # keep the last whole words
+            asked = "… " + (asked[-_SHOWN_CHARS:].split(maxsplit=1) or [""])[-1]
+        return Opening(f"{asked} ", ids, stop_ids(corpus.tokenizer, config.ends if config else ()), ("--chat",))
+    first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
+    python = corpus.name == "stdlib"
+    text = STDLIB_PROMPT if python else " ".join(first_line.split(" ")[:4])[:_SHOWN_CHARS]
+    text = _shortened(corpus, text, room)
+    prompt = _shortened(corpus, "class Cache:", room) if python else text
+    return Opening(text, text, (), (*_dashes(prompt), prompt))
+
+
+def _dashes(prompt: str) -> tuple[str, ...]:
+    return ("--",) if prompt.startswith("-") else ()  # otherwise the prompt would be taken for an option
+
+
+def _shortened(corpus: Corpus, text: str, room: int | None) -> str:
+    while room is not None and len(corpus.tokenizer.encode(text)) > room:
+        text = text[: len(text) // 2]
+    return text

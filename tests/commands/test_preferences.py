@@ -1,0 +1,112 @@
+"""Run: pytest tests/commands/test_preferences.py (`train` on pairs: what it shows, refuses and keeps)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from commands.forked import CommandServer
+from commands.inputs import over
+from laws.resumed import write_inputs
+
+RUN = [
+    "pairs.jsonl", "model.init=base", "data.sequence_length=32", "data.held_out=0.3", "train.updates=6",
+    "train.compile=none", "train.precision=fp32", "train.save_every=3", "train.tokens_per_update=128", "optim.lr=1e-2",
+]  # fmt: skip
+CASES: list[tuple[list[str], int, str]] = [
+    (["train", *[each for each in RUN if "init" not in each]], 2, "prefer.loss: a new model answers nothing: name one"),
+    (["train", *RUN, "prefer.loss=ppo"], 2, 'prefer.loss = "ppo": expected dpo, robust, ipo, simpo or orpo'),
+    (["train", *RUN, "prefer.loss=dpo:0"], 2, "prefer.loss = dpo:0: expected a strength above 0"),
+    (["train", *RUN, "prefer.loss=robust:0.1:0.5"], 2, "expected a share of wrong pairs below 0.5"),
+    (["train", *RUN, "prefer.loss=dpo:0.1:0.2"], 2, "each also with its numbers"),
+    (["train", *RUN, "prefer.loss=dpo", "rl.reward=exact"], 2, "prefer.loss does not go with rl.reward"),
+    (["train", *RUN, "data.packing=padded"], 2, "prefer.loss does not go with data.packing = padded"),
+    (["train", *RUN, "train.memory=stream"], 2, "prefer.loss does not go with train.memory = stream"),
+    (["train", *RUN, "train.parallel=ddp"], 2, "prefer.loss does not go with train.parallel = ddp"),
+    (["train", *over(RUN[:4], "train.tokens=99")], 2, "prefer.loss does not go with train.tokens"),
+    (["train", *over(RUN, "model.init=own.py:build")], 2, "prefer.loss does not go with model.init = own.py:build"),
+    (["train", *over(RUN[1:], "data.source=texts", "prefer.loss=dpo")], 3, "needs records with 'chosen' and"),
+    (["train", *over(RUN[1:], "data.source=odd.jsonl")], 3, "odd.jsonl:2: 'chosen' and 'rejected' are equal"),
+    (["sweep", *over(RUN, "optim.lr=1e-3,1e-2")], 2, "prefer.loss = dpo is for `monograph train`"),
+    (["sweep", "texts", "prefer.loss=dpo,ipo"], 2, "prefer.loss cannot be an axis"),
+    (["profile", *RUN], 2, "`monograph profile` knows texts alone"),
+    (["data", "show", *RUN], 2, "`monograph data` knows texts alone"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("preferences")
+    write_inputs(folder)
+    good = json.dumps({"prompt": "a", "chosen": "b", "rejected": "c"})
+    (folder / "odd.jsonl").write_text(good + "\n" + good.replace('"c"', '"b"'))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def monograph() -> Iterator[CommandServer]:
+    with CommandServer() as server:
+        yield server
+
+
+@pytest.mark.parametrize(("typed", "code", "part"), CASES, ids=lambda value: None)
+def test_what_is_refused(typed: list[str], code: int, part: str, here: Path, monograph: CommandServer) -> None:
+    done = monograph.run(here, *typed, *(["--out", "refused"] if typed[0] == "train" else []))
+    [line] = [each for each in done.err.splitlines() if each.startswith(("error", "bug"))]
+    assert done.code == code and part in line, done.err
+    assert not list((here / "refused").glob("checkpoints/*"))
+
+
+def test_what_a_run_leaves_and_what_follows_it(here: Path, monograph: CommandServer) -> None:
+    done = monograph.run(here, "train", *over(RUN, "train.updates=30"), "--out", "run", "--json")
+    assert done.code == 0, done.err
+    summary = json.loads(done.out.splitlines()[-1])
+    rows = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
+    compared, held = ([row for row in rows if key in row] for key in ("accuracy", "eval_accuracy"))
+    assert compared[0]["train_loss"] == held[0]["eval_loss"] == pytest.approx(math.log(2), rel=1e-15)
+    assert compared[0]["accuracy"] == held[0]["eval_accuracy"] == 0.5 and compared[0]["margin"] == 0
+    assert compared[-1]["margin"] > 1 and summary["accuracy"] == 1.0 and "eval_margin" in held[-1]
+    assert summary["tokens"] == compared[-1]["tokens"] == sum(row["answer_tokens"] for row in compared)
+    page = (here / "run" / "report.html").read_text()
+    assert "The chosen answer is ahead in" in page and "<svg" in page and "nats per token" not in page
+    assert "'run'" not in done.err and "chosen answers ahead in" in done.err
+
+    # A run of texts from its weights is one, and none of pairs; another one of pairs begins at ln 2 again.
+    assert monograph.run(here, "train", "texts", "--from", "run", "train.updates=2", "--out", "texts-after").code == 0
+    last = (here / "texts-after" / "metrics.jsonl").read_text()
+    assert "accuracy" not in last and "eval_bits_per_byte" in last
+    typed = ["pairs.jsonl", "--from", "run", "prefer.loss=ipo:0.5", "train.updates=2", "--out", "pairs-after"]
+    assert monograph.run(here, "train", *typed).code == 0
+    first = json.loads((here / "pairs-after" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["eval_loss"] == 1.0 and first["eval_margin"] == 0  # (0 - 1 / (2 x 0.5))^2
+
+
+def test_a_lost_or_damaged_reference_is_refused_by_name(here: Path, monograph: CommandServer) -> None:
+    typed = ["train", *over(RUN, "train.updates=200"), "--out", "stopped"]
+    command = monograph.start(here, *typed)
+    command.until(lambda: any((here / "stopped").glob("checkpoints/step-0000000[36]")))
+    command.signal(2)
+    assert command.wait().code == 75
+    file = here / "stopped" / "reference.safetensors"
+    content = file.read_bytes()
+    for bad, said in ((content[:-3], "damaged or of other pairs"), (None, "missing")):
+        file.write_bytes(bad) if bad else file.unlink()
+        done = monograph.run(here, "train", "--resume", "stopped")
+        [line] = [each for each in done.err.splitlines() if each.startswith("error")]
+        assert done.code == 3 and said in line and "put the file back" in line
+    file.write_bytes(content)
+    command = monograph.start(here, "train", "--resume", "stopped")
+    command.signal(2)
+    assert command.wait().code in (0, 75)
+
+
+def test_losses_without_a_reference_store_none(here: Path, monograph: CommandServer) -> None:
+    done = monograph.run(here, "train", *RUN, "prefer.loss=orpo:0.2", "lora.rank=2", "--out", "odds", "--json")
+    assert done.code == 0 and not (here / "odds" / "reference.safetensors").exists(), done.err
+    rows = [json.loads(line) for line in (here / "odds" / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["train_loss"] for row in rows if "train_loss" in row]
+    assert losses[-1] < losses[0] and json.loads(done.out.splitlines()[-1])["accuracy"] > 0
