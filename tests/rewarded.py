@@ -10,12 +10,14 @@ from typing import Any
 import torch
 
 from batches import tiny_llama
+from monograph.model.llama import Llama
 from monograph.optim import AdamW
 from monograph.resident import Resident
+from monograph.rl.arrange import Options
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import Answer
-from monograph.rl.rollouts import Drawer, Options, Rollouts
+from monograph.rl.rollouts import Drawer, Rollouts
 from monograph.text.tokenizer import Tokenizer
 
 OPTIONS = Options(
@@ -36,6 +38,7 @@ class Scored:
     """A reward that is a function of an answer's text."""
 
     file: Path | None = None
+    teacher: Llama | None = None
 
     def __init__(self, function: Callable[[str], float]):
         self.function = function
@@ -79,7 +82,9 @@ def drawer(
         for weight in model.parameters():
             weight.mul_(4.0 if weight.ndim > 1 else 1.0)
     engine.setdefault("optim", AdamW(lr=0.03))
-    made = Resident(model, loss=PolicyLoss(options.temperature).to(device), **engine)
+    engine.setdefault("loss", PolicyLoss(options.temperature))
+    engine["loss"] = engine["loss"].to(device)
+    made = Resident(model, **engine)
     return Drawer(made, prompts("2+2=", "a", "the longest of them", "7"), Scored(reward), options, lambda: 0)  # type: ignore[arg-type]
 
 
@@ -89,7 +94,7 @@ def windows(options: Options = OPTIONS, **more: Any) -> Rollouts:
 
 def apart(rollouts: Rollouts) -> tuple[float, float]:
     """The largest difference of scored and drawn log-probabilities since the last call, and their number."""
-    difference = rollouts.drawer.engine.step.loss.difference  # type: ignore[attr-defined]
-    _, largest, number = difference.tolist()
-    difference.zero_()
+    totals = rollouts.drawer.engine.step.loss.totals  # type: ignore[attr-defined]
+    _, largest, number = totals.tolist()[:3]
+    totals.zero_()
     return largest, number

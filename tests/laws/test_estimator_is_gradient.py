@@ -18,9 +18,10 @@ from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.rl import objectives
 from monograph.rl import rollouts as room
+from monograph.rl.arrange import Rollout, arranged
 from monograph.rl.loss import PolicyLoss
-from monograph.rl.objectives import OBJECTIVES, Objective, Weight, weights
-from monograph.rl.rollouts import Drawer, Rollout, arranged
+from monograph.rl.objectives import OBJECTIVES, Objective, Weight, ratio_of, weights
+from monograph.rl.rollouts import Drawer
 from rewarded import OPTIONS, windows
 
 END, LONGEST, PROMPT = 0, 3, (1, 2)
@@ -44,6 +45,13 @@ def log_probability(net: Llama, answer: Sequence[int]) -> Tensor:
     return sum((log_TV[place, ids[place + 1]] for place in places), torch.zeros((), dtype=torch.float64))
 
 
+def token_logs(net: Llama, answer: Sequence[int]) -> list[float]:
+    ids = torch.tensor([*PROMPT, *answer])
+    with torch.no_grad():
+        log_TV = (net(ids[None, :-1])[0] @ net.lm_head.weight.T).log_softmax(-1)
+    return log_TV[len(PROMPT) - 1 :].gather(-1, ids[len(PROMPT) :, None])[:, 0].tolist()
+
+
 def rewards() -> dict[tuple[int, ...], float]:
     draws = random.Random(3)
     return {answer: draws.choice([0.0, 1.0, 0.25, 2.0]) for answer in answers()}
@@ -65,11 +73,11 @@ def expected_gradients(net: Llama, of: dict[tuple[int, ...], float]) -> tuple[Te
 
 def mean_gradient(net: Llama, of: dict[tuple[int, ...], float], objective: Objective) -> Tensor:
     """The mean over all groups of two answers, each weighted by its probability, of the gradient that a run takes."""
-    loss, mean = PolicyLoss(), torch.zeros(())
+    loss, mean = PolicyLoss(1.0, ratio_of(objective, 1)), torch.zeros(())
     shares = {answer: float(log_probability(net, answer).detach().exp()) for answer in of}
     for group in itertools.product(of, repeat=2):
         weighed = weights(objective, [of[a] for a in group], [len(a) for a in group], LONGEST)
-        batch = arranged([Rollout(PROMPT, a, [0.0] * len(a)) for a in group], weighed, FORM)
+        batch = arranged([Rollout(PROMPT, a, token_logs(net, a)) for a in group], weighed, FORM)
 
         def scaled(batch=batch) -> Tensor:  # type: ignore[no-untyped-def]
             total, count = loss(net, batch)
@@ -91,13 +99,13 @@ def test_the_mean_gradient_over_all_groups_is_that_of_the_expected_reward(object
         error = (mean + FACTORS[objective] * exact).norm() / exact.norm()
         assert error < 1e-12
         return
-    # grpo and dapo are no gradients of E[r], by the amount that their equations say.
+    # grpo, dapo and their like are no gradients of E[r], by the amount that their equations say.
     shares = {answer: float(log_probability(net, answer).detach().exp()) for answer in of}
     predicted = torch.zeros_like(exact)
     for one, other in itertools.product(of, repeat=2):
         apart = (of[one] - of[other]) / 2
         scaled = apart / (abs(apart) * math.sqrt(2) + 1e-4)
-        by = 2 * len(one) if objective == "grpo" else len(one) + len(other)
+        by = 2 * len(one) if objective in ("grpo", "gspo") else len(one) + len(other)
         predicted += 2 * shares[one] * shares[other] * scaled / by * each[one]
     assert (mean + predicted).norm() / predicted.norm() < 1e-12
     along = float(mean @ exact / (mean.norm() * exact.norm()))
@@ -229,7 +237,7 @@ def test_groups_over_the_wrong_axis_are_noticed(monkeypatch: pytest.MonkeyPatch)
         return rewards
 
     monkeypatch.setattr(Drawer, "score", scored)
-    monkeypatch.setattr(room, "weights", lambda *group: [Weight(given.pop(0), 7) for _ in range(4)])
+    monkeypatch.setattr(room, "weighted", lambda *group: [Weight(given.pop(0), 7) for _ in range(4)])
     with pytest.raises(AssertionError):
         test_a_window_groups_answers_by_their_prompts()
 

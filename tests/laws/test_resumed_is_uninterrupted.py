@@ -42,6 +42,8 @@ CHANGES = {
     "aot": {"train.compile": "whole"},
     "streamed": {"train.memory": "stream"},
     "rewarded": {"data.packing": "packed"},
+    "rewarded, three updates a draw": {"rl.updates": 3, "rl.kl": "k2:0.05", "rl.advantage": "gspo"},
+    "taught": {"rl.reward": "teacher:taught", "rl.kl": "k1:0.1"},
     "preferred": {"data.held_out": 0.2},
     "adapters": {},
     "adapters, 4 bits": {"lora.base": "nf4", "train.precision": "bf16", "optim.name": "adamw:8bit"},
@@ -51,8 +53,8 @@ CHANGES = {
 @pytest.mark.parametrize("case", ["llama", "own", "cooled", *CHANGES])
 @pytest.mark.parametrize("apart", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_resumed_at_every_checkpoint(case: str, apart: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    others = {"own": OWN, "rewarded": REWARDED, "preferred": PREFERRED}
-    settings = dict(others.get(case) or (LORA if case.startswith("adapters") else SETTINGS))
+    others = {"own": OWN, "rewarded": REWARDED, "taught": REWARDED, "preferred": PREFERRED}
+    settings = dict(others.get(case.partition(",")[0]) or (LORA if case.startswith("adapters") else SETTINGS))
     settings |= {**CHANGES.get(case, {}), "train.save_every": apart}
     if case == "epochs":
         del settings["train.updates"]
@@ -60,6 +62,8 @@ def test_resumed_at_every_checkpoint(case: str, apart: int, monkeypatch: pytest.
         monkeypatch.setattr(Resident, "capture", partialmethod(Resident.capture, backend="aot_eager"))
     if case == "cooled":
         monkeypatch.setattr(Reporter, "keep_time", slower_machine)
+    if case == "taught":
+        start("taught", REWARDED | {"train.updates": 2})
     start("whole", settings)
     expected = fingerprint(Path("whole"))
     if case == "own":

@@ -27,7 +27,7 @@ from monograph.run.progress import Progress
 from monograph.run.signals import StopSignal
 from monograph.session import ranks, recorded
 from monograph.session.plan import Plan
-from monograph.session.preferring import open_pairs, take_reference
+from monograph.session.preferring import keep_first_weights, open_pairs, score_with_first_weights
 from monograph.session.ranks import show
 from monograph.session.recorded import strange_text
 from monograph.session.reinforcing import open_prompts, reward_named, with_records
@@ -121,8 +121,9 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress, rew
     session.engine.announce = partial(progress.line, "memory")
     session.engine.step.announce = partial(progress.line, "note")
     resumed = _taken_up(session, progress)
+    keep_first_weights(session, resumed)
     prepare(session, progress)
-    take_reference(session, resumed, progress)
+    score_with_first_weights(session, resumed, progress)
     if not resumed:
         fix_length(session, progress)
         if world.leads:
@@ -169,7 +170,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     with report.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
         if not engine.index and (session.reward or session.text.stats.conversations):
             report.evaluate(block, 0, limit=None)  # the untrained model's score
-        began, since = clock(), 0
+        began, since, waiting, score = clock(), 0, False, ""
         for update in train(engine, windows(session), session.updates):
             done, since = update.index + 1, since + 1
             last = done == session.updates
@@ -180,7 +181,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
                 log.flush()
                 rate = report.rate(since, clock() - began)
                 loss, memory = log.last["train_loss"], session.peak_memory_bytes
-                score = "   ".join(f"{name} {log.last[name]:.3f}" for name in SHOWN if name in log.last)
+                score = "   ".join(f"{name} {log.last[name]:.3f}" for name in SHOWN if name in log.last) or score
                 figures = {"loss": loss, "score": score, "skipped": log.skipped}
                 block.update(done, tokens_per_s=rate, memory_bytes=memory, **figures)
                 since, began = 0, clock()
@@ -188,8 +189,9 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
                 stop.requested is not None, stop.save_requested, log.is_lost, log.streak > 0
             )
             # No checkpoint is due while updates are skipped, so that `go_back` finds one from before them.
-            due = done % plan.save_every == 0 and not skipping
-            saving = due or stopping or asked or last
+            due = waiting or (done % plan.save_every == 0 and not skipping)
+            saving = last or (session.is_between_draws and (due or stopping or asked))
+            waiting = due and not saving
             if lost or (saving and session.non_finite()):
                 log = go_back(session, log, progress)
                 continue
@@ -206,7 +208,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
                 stop.save_requested = False
                 session.save()
             began += clock() - paused
-            if stopping and not last:
+            if stopping and saving and not last:
                 again = ranks.again(session.world, session.run, plan.parallel)
                 raise Stopped(f"saved at update {done}; continue: {again}")
             if last:  # earlier than planned if a cool-down was begun

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
+from monograph.config.keys import KEYS
 from monograph.config.settings import check
 from monograph.config.sources import COMMAND_LINE
 from monograph.ensemble.knobs import log_range, require_ends
@@ -44,8 +45,7 @@ _WHY_NOT = {
     "model.vocab_size": "it is the tokenizer's", "lora.tokens": "which tokens a base never saw is no choice",
     "model.max_position_embeddings": "vary data.sequence_length",
     **dict.fromkeys(
-        ("rl.reward", "rl.advantage", "rl.prompts", "rl.group", "rl.draws", "rl.max_new_tokens", "rl.temperature",
-         "prefer.loss"),
+        (key for key in KEYS if key.startswith(("rl.", "prefer."))),
         "members of one graph learn from texts alone: start a run for each value",
     ),
 }  # fmt: skip

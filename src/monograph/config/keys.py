@@ -73,6 +73,7 @@ Preference = Annotated[
     str,
     Field(pattern=r"^((dpo|ipo|orpo)(:[0-9]{1,9}(\.[0-9]{1,9})?)?|(robust|simpo)(:[0-9]{1,9}(\.[0-9]{1,9})?){0,2})$"),
 ]
+Penalty = Annotated[str, Field(pattern=r"^k[123]:(0\.[0-9]{0,8}[1-9]|[1-9][0-9]{0,3}(\.[0-9]{1,9})?)$")]
 Width = Annotated[str, Field(pattern=r"^width:[1-9][0-9]{0,8}$")]
 
 
@@ -240,11 +241,13 @@ class RlSection(Section):
 
     reward: Text | None = _key(
         None,
-        "number, exact, regex:PATTERN, json-schema:FILE, python or FILE.py:FUNCTION",
+        "number, exact, regex:PATTERN, json-schema:FILE, python, teacher:MODEL or FILE.py:FUNCTION",
         "what scores an answer; default: nothing, and texts are learned",
     )
-    advantage: Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce"] | None = _key(
-        None, "dr_grpo, rloo, grpo, dapo or reinforce", "what an answer weighs, by its group; default: dr_grpo"
+    advantage: Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce", "cispo", "gspo"] | None = _key(
+        None,
+        "dr_grpo, rloo, grpo, dapo, reinforce, cispo or gspo",
+        "what an answer weighs, by its group; default: dr_grpo",
     )
     prompts: Size | None = _key(None, _SIZE, "prompts of an update; default: 16")
     group: Annotated[int, Field(ge=2, le=MOST_SIZE)] | None = _key(
@@ -252,6 +255,12 @@ class RlSection(Section):
     )
     draws: Size | None = _key(
         None, _SIZE, "most draws of an update, until rl.prompts groups have unequal rewards; default: 1"
+    )
+    updates: Size | None = _key(None, _SIZE, "updates that are made of each draw, with clipped ratios; default: 1")
+    kl: Literal["none"] | Penalty | None = _key(
+        None,
+        "none, or k1, k2 or k3 with a strength, as in k2:0.05",
+        "what holds the model near the weights it begins from; default: none",
     )
     max_new_tokens: Size | None = _key(None, _SIZE, "most tokens of an answer; default: half of data.sequence_length")
     temperature: Annotated[float, Field(gt=0, le=100)] | None = _key(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,47 +15,119 @@ from torch import Tensor, nn
 from monograph.graph.token_rows import rows_of
 from monograph.loss import IGNORE, Batch
 from monograph.ops.log_probabilities import token_log_probabilities
+from monograph.rl.objectives import UNUSED, Ratio
+
+Estimator = Literal["k1", "k2", "k3"]
+ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
+
+
+class Kl(NamedTuple):
+    """A term that holds the model near its reference, the weights that the run begins from.
+
+    With l = log pi - log ref of a drawn token: k1 takes strength times the sum of an answer's l from its reward; k2
+    adds strength times l^2 / 2 to a token's loss, and k3 adds strength times e^-l - 1 + l. The gradients of k1 and k2
+    are that of KL(pi || ref), that of k3 is that of KL(ref || pi) (Tang and Munos 2025, arXiv 2506.09477).
+    """
+
+    estimator: Estimator
+    strength: float
 
 
 class PolicyLoss(nn.Module):
     """The weighted negative log-probabilities of drawn tokens, for a model as `TokenLoss` takes it.
 
-    sum = - sum over positions with targets != -100 of factors * log softmax(hidden @ head.T / temperature)[target]
+    sum = - sum over positions with targets != -100 of factors * w + penalties * k
     count = sum of shares
+
+    where w is log softmax(hidden @ head.T / temperature)[target], or what `monograph.rl.objectives` makes of it with
+    the ratio rho, and k is the estimate of `Kl`.
 
     The batch holds, all [B, T]: `tokens` and `targets`, and for packed rows `segments` and `positions`, int64; and
     `factors` and `shares` (`monograph.rl.objectives`), 0 where nothing is drawn, and `drawn`, the log-probability with
-    which decoding drew each target, fp64.
+    which decoding drew each target, fp64. With a KL term it also holds `penalties` and `reference`, the reference's
+    log-probability. A row without `segments` has one answer.
 
     Attributes:
-        difference: [3] fp64, over all micro-batches since it was last set to zero: the sum of |log-probability -
-            drawn|, the largest, and the number of targets.
+        totals: [6] fp64, over all micro-batches since it was last set to zero: the sum of |log-probability - drawn|,
+            the largest, the number of targets, the sum of rho, how many targets are clipped, and the sum of
+            log-probability - reference.
     """
 
-    difference: Tensor
+    totals: Tensor
     fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
 
-    def __init__(self, temperature: float = 1.0):
-        """Take the temperature with which tokens are drawn."""
+    def __init__(self, temperature: float = 1.0, ratio: Ratio = UNUSED, kl: Kl | None = None):
+        """Take the temperature with which tokens are drawn, the use of rho, and the KL term."""
         super().__init__()
-        self.temperature = temperature
-        self.register_buffer("difference", torch.zeros(3, dtype=torch.float64))
+        self.temperature, self.ratio, self.kl = temperature, ratio, kl
+        self.register_buffer("totals", torch.zeros(6, dtype=torch.float64))
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sum and count; see the class."""
+        kept_N = batch["targets"].flatten() != IGNORE
+        log_N, drawn_N = self.log_probabilities(model, batch), batch["drawn"].flatten()
+        factors_N = batch["factors"].flatten().to(log_N.dtype)
+        apart_N = torch.where(kept_N, log_N - drawn_N.to(log_N.dtype), 0.0)
+        rho_N = (self._of_answers(apart_N, kept_N, batch) if self.ratio.kind == "sequence" else apart_N).exp()
+        gained_N, clipped_N = self._gained(log_N, rho_N, factors_N)
+        terms_N, far_N = gained_N, torch.zeros_like(log_N)
+        if "reference" in batch:  # with k1 the penalties are 0, and the term is in the rewards
+            far_N = log_N - batch["reference"].flatten().to(log_N.dtype)
+            near_N = far_N.square() / 2 if self.kl and self.kl.estimator == "k2" else torch.expm1(-far_N) + far_N
+            terms_N = gained_N - batch["penalties"].flatten().to(log_N.dtype) * near_N
+        with torch.no_grad():
+            exact_N = torch.where(kept_N, (log_N - drawn_N).abs(), 0.0).double()
+            total, largest, number, *sums = self.totals.unbind()
+            more = [torch.where(kept_N, each, 0.0).double().sum() for each in (rho_N, clipped_N, far_N)]
+            now = (total + exact_N.sum(), torch.maximum(largest, exact_N.amax()), number + kept_N.sum())
+            self.totals.copy_(torch.stack([*now, *(old + new for old, new in zip(sums, more, strict=True))]))
+        return -torch.where(kept_N, terms_N, 0.0).sum(), self.count(batch)
+
+    def log_probabilities(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the log-probability of each target, [N], and of token 0 where there is no target."""
         hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
         head: Any = model.lm_head
-        kept_N = (targets_N := batch["targets"].flatten()) != IGNORE
-        log_N = token_log_probabilities(
-            hidden_BTD.flatten(0, -2), head.weight, torch.where(kept_N, targets_N, 0), self.temperature,
+        targets_N = batch["targets"].flatten()
+        return token_log_probabilities(
+            hidden_BTD.flatten(0, -2), head.weight, torch.where(targets_N != IGNORE, targets_N, 0), self.temperature,
             rows=rows_of(head),
         )  # fmt: skip
-        apart_N = torch.where(kept_N, (log_N.detach() - batch["drawn"].flatten()).abs(), 0.0).double()
-        total, largest, number = self.difference.unbind()
-        now = (total + apart_N.sum(), torch.maximum(largest, apart_N.amax()), number + kept_N.sum())
-        self.difference.copy_(torch.stack(now))
-        return -torch.where(kept_N, log_N * batch["factors"].flatten().to(log_N.dtype), 0.0).sum(), self.count(batch)
+
+    def _gained(self, log_N: Tensor, rho_N: Tensor, factors_N: Tensor) -> tuple[Tensor, Tensor]:
+        """Return each position's part of the objective, and whether its ratio is clipped."""
+        kind, low, high = self.ratio
+        if kind == "none":
+            return log_N * factors_N, torch.zeros_like(log_N)
+        if kind == "truncate":
+            return rho_N.detach().clamp_max(high) * log_N * factors_N, rho_N > high
+        within_N = rho_N.clamp(1 - low, 1 + high)
+        return torch.minimum(rho_N * factors_N, within_N * factors_N), (rho_N - within_N) * factors_N > 0
+
+    def _of_answers(self, values_N: Tensor, kept_N: Tensor, batch: Batch) -> Tensor:
+        """Return at each position the mean of the values over the targets of its answer."""
+        rows, length = batch["targets"].shape
+        segments = batch["segments"] if "segments" in batch else torch.zeros_like(batch["targets"])
+        # An answer has at most as many places as a row has positions.
+        place_N = (torch.arange(rows, device=values_N.device)[:, None] * (length + 1) + segments).flatten()
+        zeros_S = torch.zeros(rows * (length + 1), dtype=torch.float64, device=values_N.device)
+        sums_S = zeros_S.index_add(0, place_N, values_N.double())
+        counts_S = zeros_S.index_add(0, place_N, kept_N.double())
+        return (sums_S / counts_S.clamp_min(1))[place_N].to(values_N.dtype)
 
     def count(self, batch: Batch) -> Tensor:
         """Return the sum of the shares, 0-d fp64."""
         return batch["shares"].sum()
+
+    def taken(self) -> dict[str, float]:
+        """Return figures on all targets since the last call; see `totals`.
+
+        Returns:
+            drawn_minus_scored, drawn_minus_scored_max; ratio: mean rho; clipped: share of targets; kl: nats a token.
+        """
+        total, largest, targets, rho, clipped, far = self.totals.tolist()
+        self.totals.zero_()
+        number = max(1.0, targets)
+        return {
+            "drawn_minus_scored": total / number, "drawn_minus_scored_max": largest, "ratio": rho / number,
+            "clipped": clipped / number, "kl": far / number,
+        }  # fmt: skip

@@ -1,25 +1,33 @@
 """The objectives of reinforcement learning, each as the weight of an answer's tokens in one sum.
 
-Answers are drawn from the weights that the update changes, one update a draw. The ratio of new to old probabilities is
-then 1, and every objective here is
+With a, the advantage, and s, the answer's share of the denominator, as the table says, an update minimises
 
-    loss = sum over answers i of group g, tokens t of  - a[i] log pi(o[i, t] | prompt, o[i, <t])  /  sum over i of s[i]
+    loss = sum over answers i of group g, tokens t of  - a[i] w(rho[i, t]) / sum over i of s[i]
 
-with a, the advantage, and s, the answer's share of the denominator, as the table says. r are the rewards of the G
-answers to a prompt, |o| is the number of tokens of an answer with the one that ends it, L the most tokens of one.
+r are the rewards of the G answers to a prompt, |o| is the number of tokens of an answer with the one that ends it, L
+the most tokens of one. rho is the probability of a token, or of an answer, divided by that with which it was drawn.
 
-| name      | a[i]                                  | s[i] | source                                       |
-|-----------|---------------------------------------|------|----------------------------------------------|
-| reinforce | r[i]                                  | 1    | Williams 1992, Machine Learning 8            |
-| rloo      | r[i] - mean of the others' r          | 1    | Ahmadian et al. 2024, arXiv 2402.14740       |
-| grpo      | (r[i] - mean r) / (std r + 1e-4) / |o| | 1   | Shao et al. 2024, arXiv 2402.03300           |
-| dr_grpo   | r[i] - mean r                         | L    | Liu et al. 2025, arXiv 2503.20783            |
-| dapo      | (r[i] - mean r) / (std r + 1e-4)      | |o|  | Yu et al. 2025, arXiv 2503.14476             |
+| name      | a[i]                                   | s[i] | w                    | source             |
+|-----------|----------------------------------------|------|----------------------|--------------------|
+| reinforce | r[i]                                   | 1    | clip(0.2, 0.2)       | Williams 1992      |
+| rloo      | r[i] - mean of the others' r           | 1    | clip(0.2, 0.2)       | arXiv 2402.14740   |
+| grpo      | (r[i] - mean r) / (std r + 1e-4) / |o| | 1    | clip(0.2, 0.2)       | arXiv 2402.03300   |
+| dr_grpo   | r[i] - mean r                          | L    | clip(0.2, 0.2)       | arXiv 2503.20783   |
+| dapo      | (r[i] - mean r) / (std r + 1e-4)       | |o|  | clip(0.2, 0.28)      | arXiv 2503.14476   |
+| cispo     | (r[i] - mean r) / (std r + 1e-4)       | |o|  | truncate(5)          | arXiv 2506.13585   |
+| gspo      | (r[i] - mean r) / (std r + 1e-4) / |o| | 1    | sequence(3e-4, 4e-4) | arXiv 2507.18071   |
 
-The gradients of reinforce, rloo and dr_grpo are those of the expected reward, the last one times (G - 1) / (G L). That
-of grpo is not: it gives tokens of short right answers more weight, and of long wrong ones less. That of dapo is, up to
-a factor that all answers of an update share and that depends on their lengths. The standard deviation is the unbiased
-one. A group whose rewards are all equal has the advantage 0, exactly, except for reinforce.
+    clip(l, h)      min(rho a, clamp(rho, 1 - l, 1 + h) a) / a              (Schulman et al. 2017, 1707.06347)
+    truncate(h)     min(rho, h), as a constant, times log pi
+    sequence(l, h)  clip(l, h) with rho of a whole answer: the exponential of the mean of its tokens' log rho
+
+With one update of each draw rho is 1, up to rounding, and w is log pi for all but the last two: it has the same value
+of the gradient. The last two always use rho, so that cispo is then truncated importance sampling.
+
+The gradients of reinforce, rloo and dr_grpo at rho = 1 are those of the expected reward, the last one times (G - 1) /
+(G L). That of grpo is not: it gives tokens of short right answers more weight, and of long wrong ones less. That of
+dapo is, up to a factor that all answers of an update share and that depends on their lengths. The standard deviation is
+the unbiased one. A group whose rewards are all equal has the advantage 0, exactly, except for reinforce.
 """
 
 from __future__ import annotations
@@ -28,16 +36,48 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args
 
-Objective = Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce"]
+Objective = Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce", "cispo", "gspo"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 _LEAST_DEVIATION = 1e-4
 
 
-class Weight(NamedTuple):
-    """An answer's part in an update: the factor of each of its tokens, and its share of the denominator."""
+class Ratio(NamedTuple):
+    """How a loss uses rho: "none" not at all, and else as the module says, with the numbers l and h."""
 
-    factor: float
+    kind: Literal["none", "clip", "truncate", "sequence"]
+    low: float = 0.0
+    high: float = 0.0
+
+
+UNUSED = Ratio("none")
+_RATIOS: dict[Objective, Ratio] = {
+    "dapo": Ratio("clip", 0.2, 0.28), "cispo": Ratio("truncate", 0.0, 5.0), "gspo": Ratio("sequence", 3e-4, 4e-4),
+}  # fmt: skip
+
+
+def ratio_of(objective: Objective, updates: int) -> Ratio:
+    """Return how an objective uses rho, for a number of updates that are made of each draw."""
+    ratio = _RATIOS.get(objective, Ratio("clip", 0.2, 0.2))
+    return UNUSED if updates == 1 and ratio.kind == "clip" else ratio
+
+
+class Weight(NamedTuple):
+    """An answer's part in an update.
+
+    Attributes:
+        factor: the factor of each of its tokens, or a factor for each.
+        share: its share of the denominator.
+        penalty: the factor of each token's KL term.
+    """
+
+    factor: float | Sequence[float]
     share: float
+    penalty: float = 0.0
+
+    @property
+    def counts(self) -> bool:
+        """Return whether the answer changes the gradient."""
+        return bool(self.factor if isinstance(self.factor, float | int) else any(self.factor)) or self.penalty > 0
 
 
 def weights(objective: Objective, rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
@@ -88,5 +128,6 @@ def _dapo(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> lis
 
 
 _OF: dict[Objective, Callable[[Sequence[float], Sequence[int], int], list[Weight]]] = {
-    "dr_grpo": _dr_grpo, "rloo": _rloo, "grpo": _grpo, "dapo": _dapo, "reinforce": _reinforce,
+    "dr_grpo": _dr_grpo, "rloo": _rloo, "grpo": _grpo, "dapo": _dapo, "reinforce": _reinforce, "cispo": _dapo,
+    "gspo": _grpo,
 }  # fmt: skip

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 from monograph.data.records import few
 from monograph.decode.automata import ByteAutomaton, acceptor
 from monograph.errors import InputRefused, UsageError
+from monograph.model.llama import Llama
 from monograph.rl.functions import Function
 from monograph.rl.solutions import Solutions
 from monograph.storage.reading import read_json
@@ -60,12 +61,14 @@ class Reward:
         file: the Python file whose code `require` and `score` run; None if they run none. The caller decides whether to
             trust it.
         digest: hex sha256 of what else its scores depend on, read from a file; empty if there is nothing.
+        teacher: the model whose probabilities of an answer's tokens are its score; None for all other rewards.
     """
 
     field: str | None = None
     expected = ""  # what stands under the key
     file: Path | None = None
     digest = ""
+    teacher: Llama | None = None
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
         """Require that a record holds what the reward needs.
@@ -187,8 +190,15 @@ class _Own(Reward):
         return self._function.score(answer.prompt, answer.completion, answer.record, answer.where)
 
 
+class Taught(Reward):
+    """The mean over an answer's tokens of log-probability of a teacher - of the student: minus the reverse KL.
+
+    `Drawer.advantages` computes it, once the caller has loaded and set `teacher`.
+    """
+
+
 _PLAIN: dict[str, type[Reward]] = {"number": _Number, "exact": _Exact, "python": _Python}
-_FORMS = [*_PLAIN, "regex:PATTERN", "json-schema:FILE", "FILE.py:FUNCTION"]
+_FORMS = [*_PLAIN, "regex:PATTERN", "json-schema:FILE", "teacher:MODEL", "FILE.py:FUNCTION"]
 
 
 def reward_of(name: str) -> Reward:
@@ -201,9 +211,10 @@ def reward_of(name: str) -> Reward:
     - "json-schema:FILE": 1 if the completion is JSON that the schema allows, up to spaces around it, in the compact
       form that `generate --json-schema` writes.
     - "python": the share of the record's "tests" that the completion's code passes; see `monograph.rl.solutions`.
+    - "teacher:MODEL": see `Taught`; MODEL is a run or a folder, which the caller loads.
     - "FILE.py:FUNCTION": what the function returns for (prompt, completion, record).
 
-    All but the last two give 1 or 0.
+    All but the last three give 1 or 0.
 
     Raises:
         UsageError: there is no such reward.
@@ -218,6 +229,8 @@ def reward_of(name: str) -> Reward:
     if kind == "json-schema":
         schema = read_json(Path(rest), most_bytes=MOST_SCHEMA_BYTES)
         return _Accepted(acceptor("json_schema", schema), hashlib.sha256(json.dumps(schema).encode()).hexdigest())
+    if kind == "teacher" and rest:
+        return Taught()
     file, _, function = name.rpartition(":")
     if file.endswith(".py") and function.isidentifier():
         return _Own(Path(file), function)

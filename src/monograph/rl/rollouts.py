@@ -14,13 +14,12 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
-import numpy as np
 import torch
+from torch import Tensor
 
-from monograph.data.pack import best_fit_decreasing
 from monograph.data.rows import rows_at
 from monograph.decode.cache import KVCache, Slots
 from monograph.decode.completion import WORTH_COMPILING, Completion, Generation
@@ -33,10 +32,12 @@ from monograph.engine import Engine
 from monograph.errors import Diverged, OutOfDeviceMemory
 from monograph.graph import capture
 from monograph.graph.inspect import modes_kept
-from monograph.loss import IGNORE, Batch
+from monograph.loss import Batch
 from monograph.model.llama import Llama
 from monograph.ops.attention import SAME_ROWS, block_of
-from monograph.rl.objectives import Objective, Weight, weights
+from monograph.rl.arrange import Options, Rollout, arranged, by_answer, weighted
+from monograph.rl.loss import PolicyLoss
+from monograph.rl.objectives import Weight
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import Answer, Reward
 from monograph.text.chat import stop_ids
@@ -47,58 +48,19 @@ SOLVED = 1.0  # the reward from which on an answer counts as right
 HELD_OUT = 1 << 62  # the position of the first held-out prompt, beyond all that a run trains on
 
 
-@dataclass(frozen=True)
-class Options:
-    """How answers are drawn and weighed.
-
-    Attributes:
-        prompts: prompts of an update.
-        group: answers to each.
-        max_new_tokens: most tokens of an answer.
-        temperature: divides the logits, when drawing and in the loss.
-        objective: the weight of each answer.
-        draws: most times that an update draws, until it has enough groups that teach.
-        length: T, the positions of a row.
-        packed: whether rows hold several answers, one after the other.
-        exact: whether each answer has a row of its own, as long as decoding's, so that it is scored in the bits in
-            which it was drawn (`monograph.ops.attention`, "cached"); for eager mode on a CPU.
-        seed: of the order of the prompts and of all draws.
-        epochs: passes over the prompts; None: without end.
-    """
-
-    prompts: int
-    group: int
-    max_new_tokens: int
-    temperature: float
-    objective: Objective
-    draws: int
-    length: int
-    packed: bool
-    exact: bool
-    seed: int
-    epochs: int | None = None
-
-
-class Rollout(NamedTuple):
-    """An answer with its prompt, and with the log-probability with which each of its tokens was drawn."""
-
-    prompt_ids: Sequence[int]
-    token_ids: Sequence[int]
-    logprobs: Sequence[float]
-
-
 class _Group(NamedTuple):
     """The answers to one prompt."""
 
     prompt: Prompt
     completions: Sequence[Completion]
+    rollouts: Sequence[Rollout]
     rewards: Sequence[float]
     weights: Sequence[Weight]
 
     @property
     def teaches(self) -> bool:
-        """Return whether some answer weighs anything."""
-        return any(weight.factor for weight in self.weights)
+        """Return whether some answer weighs anything, whatever a KL term does."""
+        return any(weight._replace(penalty=0).counts for weight in self.weights)
 
 
 class Drawer:
@@ -112,6 +74,7 @@ class Drawer:
         self.updates = updates
         config = self.model.config
         self.ends = stop_ids(prompts.tokenizer, config.ends) if prompts.chats else (prompts.tokenizer.eos_id,)
+        self.reference: list[Tensor] | None = None  # the planes of the weights that the run begins from
         self._made: tuple[bool, Generator] | None = None
 
     @property
@@ -185,8 +148,65 @@ class Drawer:
                 raise Diverged(f"{prompt.where}: the model's logits for an answer are not finite: lower optim.lr")
         return drawn
 
+    @property
+    def form(self) -> Options:
+        """Return the options with the form of the rows in which answers are scored."""
+        options = self.options
+        return replace(options, length=self.slots, packed=False) if options.exact else options
+
+    def rollouts(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Rollout]:
+        """Return the answers with the log-probabilities of their tokens, and the reference's if there is a KL term."""
+        # Raw ones are computed as the loss computes them; those drawn from have the sampler's own arithmetic.
+        raw = self.options.temperature == 1
+        drawn = [[one.drawn if raw else one.processed_drawn for one in c.logprobs or ()] for c in completions]
+        answers = zip(prompts, completions, drawn, strict=True)
+        made = [Rollout(prompt.ids, completion.token_ids, logprobs) for prompt, completion, logprobs in answers]
+        if self.options.kl is None:
+            return made
+        with self._as_reference():
+            near = self.scored(made, self.model)
+        return [rollout._replace(reference=own) for rollout, own in zip(made, near, strict=True)]
+
+    def scored(self, rollouts: Sequence[Rollout], model: Llama) -> list[list[float]]:
+        """Return a model's log-probabilities of the answers' tokens, computed as the loss computes them, uncaptured."""
+        loss, device = self.engine.step.loss, self.engine.step.device
+        assert isinstance(loss, PolicyLoss)
+        with self._decoding():
+            return by_answer(
+                lambda part: loss.log_probabilities(model, {name: each.to(device) for name, each in part.items()}),
+                rollouts, self.form, self.engine.micro_batch or len(rollouts),
+            )  # fmt: skip
+
+    @contextmanager
+    def _as_reference(self) -> Iterator[None]:
+        """Let the model have the reference's weights in the block."""
+        planes = self.engine.step.planes
+        assert self.reference
+        trained = [plane.param.clone() for plane in planes]
+        try:
+            for plane, param in zip(planes, self.reference, strict=True):
+                plane.param.copy_(param)
+            yield
+        finally:
+            for plane, param in zip(planes, trained, strict=True):
+                plane.param.copy_(param)
+
+    def advantages(self, rollouts: Sequence[Rollout]) -> list[list[float]] | None:
+        """Return log-probability of the teacher - of the student for each answer's tokens; None without a teacher."""
+        teacher = self.reward.teacher
+        if teacher is None:
+            return None
+        better = self.scored(rollouts, teacher)
+        return [
+            [one - other for one, other in zip(own, rollout.logprobs, strict=True)]
+            for own, rollout in zip(better, rollouts, strict=True)
+        ]
+
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
-        """Return the rewards of these answers; see `Reward.score`."""
+        """Return the rewards of these answers: see `Reward.score`, or the mean of a teacher's `advantages`."""
+        if self.reward.teacher is not None:
+            found = self.advantages(self.rollouts(prompts, completions)) or []
+            return [statistics.fmean(each) for each in found]
         pairs = zip(prompts, completions, strict=True)
         return self.reward.score([Answer(p.text, c.text, p.record, p.where) for p, c in pairs])
 
@@ -217,6 +237,7 @@ class Rollouts(Iterator[Batch]):
         skip: stretches of positions that are passed over.
         numbers: figures on the window that was returned last, for the metrics.
         shown: the texts of a few of its answers, with their rewards.
+        is_fresh: whether the window that was returned last was drawn for it.
     """
 
     def __init__(self, drawer: Drawer, start: int = 0, skip: Sequence[Sequence[int]] = ()) -> None:
@@ -226,9 +247,14 @@ class Rollouts(Iterator[Batch]):
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)
         self.numbers: dict[str, float] = {}
         self.shown: list[tuple[str, str, float]] = []
+        self._window: Batch = {}
+        self._again = 0  # updates that are still made of the last draw
 
     def __next__(self) -> Batch:
-        """Draw, score and weigh the answers of the next window; see `arranged`."""
+        """Draw, score and weigh the answers of the next window, see `arranged`, or return the last one once more."""
+        if self._again:
+            self._again, self.is_fresh = self._again - 1, False
+            return self._window
         wanted, groups, drawn_s, scored_s = self.rows_per_window, list[_Group](), 0.0, 0.0
         for _ in range(self.drawer.options.draws):
             if not (at := self._next_positions()):
@@ -248,14 +274,16 @@ class Rollouts(Iterator[Batch]):
         # Drawn more than once, an update is of groups that teach, and of any if none does.
         alive = [group for group in groups if group.teaches][:wanted]
         used = alive if alive and self.drawer.options.draws > 1 else groups[:wanted]
-        rollouts = [
-            Rollout(group.prompt.ids, completion.token_ids, self._logprobs(completion))
-            for group in used
-            for completion in group.completions
-        ]
-        options = self.drawer.options
-        options = replace(options, length=self.drawer.slots, packed=False) if options.exact else options
-        return arranged(rollouts, [weight for group in used for weight in group.weights], options)
+        rollouts = [rollout for group in used for rollout in group.rollouts]
+        weighed = [weight for group in used for weight in group.weights]
+        self._window = arranged(rollouts, weighed, self.drawer.form)
+        self._again, self.is_fresh = self.drawer.options.updates - 1, True
+        return self._window
+
+    @property
+    def is_between_draws(self) -> bool:
+        """Return whether the next window is drawn, so that the run can go on from its state."""
+        return not self._again
 
     def _drawn(self, at: Sequence[int]) -> tuple[list[Prompt], list[Completion]]:
         """Return a group of answers to the prompt at each position, with the prompt of each answer."""
@@ -265,19 +293,19 @@ class Rollouts(Iterator[Batch]):
         return prompts, self.drawer.draw(prompts, rollout_seeds(options.seed, at, options.group))
 
     def _weighed(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[_Group]:
-        options, rewards = self.drawer.options, self.drawer.score(prompts, completions)
+        options, drawer = self.drawer.options, self.drawer
+        rollouts = drawer.rollouts(prompts, completions)
+        taught = drawer.advantages(rollouts)
+        rewards = [statistics.fmean(each) for each in taught] if taught else drawer.score(prompts, completions)
         groups = []
         for first in range(0, len(prompts), options.group):
             own = slice(first, first + options.group)
-            lengths = [len(completion.token_ids) for completion in completions[own]]
-            weighed = weights(options.objective, rewards[own], lengths, options.max_new_tokens)
-            groups.append(_Group(prompts[first], completions[own], rewards[own], weighed))
+            if taught:
+                weighed = [Weight(factors, len(factors)) for factors in taught[own]]
+            else:
+                weighed = weighted(rollouts[own], rewards[own], options)
+            groups.append(_Group(prompts[first], completions[own], rollouts[own], rewards[own], weighed))
         return groups
-
-    def _logprobs(self, completion: Completion) -> list[float]:
-        # Raw ones are computed as the loss computes them; those drawn from have the sampler's own arithmetic.
-        raw = self.drawer.options.temperature == 1
-        return [one.drawn if raw else one.processed_drawn for one in completion.logprobs or ()]
 
     def _next_positions(self) -> list[int]:
         """Return the positions of the next window's prompts; fewer, or none, at the end of the last epoch."""
@@ -332,40 +360,3 @@ def passed(rewards: Sequence[float], group: int) -> dict[str, float]:
         "pass_at_1": statistics.fmean(reward >= SOLVED for reward in rewards),
         "pass_at_k": statistics.fmean(reward >= SOLVED for reward in best),
     }
-
-
-def arranged(rollouts: Sequence[Rollout], weighed: Sequence[Weight], options: Options) -> Batch:
-    """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
-
-    Answers that weigh 0 add nothing to the gradient but their share of the denominator, so they take no row, and the
-    first row carries their shares.
-
-    Args:
-        rollouts: the answers; a prompt and its answer have at most T + 1 tokens.
-        weighed: their weights.
-        options: the form of the rows.
-    """
-    alive = [index for index, weight in enumerate(weighed) if weight.factor]
-    inputs = np.array([len(rollouts[i].prompt_ids) + len(rollouts[i].token_ids) - 1 for i in alive], dtype=np.int64)
-    length = options.length
-    row_of = best_fit_decreasing(inputs, length) if options.packed else np.arange(len(alive))
-    rows = int(row_of.max()) + 1 if alive else 1
-    whole = {name: np.zeros((rows, length), dtype=np.int64) for name in ("tokens", "segments", "positions")}
-    whole["targets"] = np.full((rows, length), IGNORE, dtype=np.int64)
-    real = {name: np.zeros((rows, length), dtype=np.float64) for name in ("factors", "shares", "drawn")}
-    filled, documents = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
-    for index, row, size in zip(alive, row_of.tolist(), inputs.tolist(), strict=True):
-        rollout, weight, begin = rollouts[index], weighed[index], int(filled[row])
-        ids = [*rollout.prompt_ids, *rollout.token_ids]
-        end, answer = begin + size, begin + len(rollout.prompt_ids) - 1
-        documents[row] += 1
-        whole["tokens"][row, begin:end], whole["segments"][row, begin:end] = ids[:-1], documents[row]
-        whole["positions"][row, begin:end] = np.arange(size)
-        whole["targets"][row, answer:end] = rollout.token_ids
-        real["factors"][row, answer:end], real["drawn"][row, answer:end] = weight.factor, rollout.logprobs
-        real["shares"][row, answer] = weight.share
-        filled[row] = end
-    real["shares"][0, -1] += sum(weight.share for weight in weighed if not weight.factor)
-    if not options.packed:
-        del whole["segments"], whole["positions"]
-    return {name: torch.from_numpy(values) for name, values in (whole | real).items()}

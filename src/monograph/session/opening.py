@@ -33,10 +33,9 @@ class Opening(NamedTuple):
 def opening_of(corpus: Corpus | Prompts, config: LlamaConfig | None) -> Opening:
     """Return a prompt from the held-out text, or else from the training text, short enough to be continued."""
     if isinstance(corpus, Prompts):
-        prompt = corpus.train[0]
-        return Opening(
-            prompt.text, [*prompt.ids], (), ("--chat",) if corpus.chats else (*_dashes(prompt.text), prompt.text)
-        )
+        first = corpus.train[0]
+        arguments = ("--chat",) if corpus.chats else (*_dashes(first.text), first.text)
+        return Opening(first.text, [*first.ids], (), arguments)
     rows = corpus.held_out if len(corpus.held_out) else corpus.train
     # It may fill half of the positions; the first token of a document and a written token must fit in any case.
     room = max(0, min(config.max_position_embeddings // 2, config.max_position_embeddings - 2)) if config else None

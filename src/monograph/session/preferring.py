@@ -1,14 +1,15 @@
 """Decide and open what a run on preferences has: pairs of answers, their loss, and the reference that it compares with.
 
-The reference is the weights that the run begins from. Its log-probabilities are computed once, before the first update,
-by the step's own evaluation, and stored in the run's folder. A resumed run reads them there.
+The reference is the weights that the run begins from, here and in the KL term of a run with rewards. For pairs its
+log-probabilities are computed once, before the first update, by the step's own evaluation; for a KL term, as nobody
+knows the answers yet, the weights that are trained are kept. Both are stored in the run's folder, where a resumed run
+reads them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,18 +61,33 @@ def preference_loss(plan: Plan, pairs: Corpus, model: nn.Module) -> PreferenceLo
     return PreferenceLoss(plan.preference, train.answers + held.answers, max(train.most, held.most))
 
 
-def take_reference(session: Session, resumed: bool, progress: Progress) -> None:
-    """Fill in the reference's log-probabilities: computed and stored by a run that begins, read by one that resumes.
+def keep_first_weights(session: Session, resumed: bool) -> None:
+    """Give a run with a KL term its reference, the weights that it begins from.
 
     Raises:
-        InputRefused: they are lost or damaged.
-        DiskFull: there is no room for them.
+        InputRefused: it is lost or damaged.
+        DiskFull: there is no room for it.
     """
-    loss, path = session.engine.step.loss, session.run.folder / REFERENCE
+    if not session.reward or session.drawer.options.kl is None:
+        return
+    session.drawer.reference = [plane.param.clone() for plane in session.engine.step.planes]
+    tensors = {f"weights.{number}": param for number, param in enumerate(session.drawer.reference)}
+    (_read if resumed else _write)(session, tensors)
+
+
+def score_with_first_weights(session: Session, resumed: bool, progress: Progress) -> None:
+    """Give a run on preferences its reference, the log-probabilities of all answers under the weights it begins from.
+
+    Raises:
+        InputRefused: it is lost or damaged.
+        DiskFull: there is no room for it.
+    """
+    loss = session.engine.step.loss
     if not isinstance(loss, PreferenceLoss) or not loss.preference.needs_reference:
         return
+    tensors = {"log_probabilities": loss.reference}
     if resumed:
-        loss.reference.copy_(_stored(path, session.text.fingerprint, loss.reference))
+        _read(session, tensors)
         return
     with progress.stage("reference", "log-probabilities of the weights before the first update") as stage:
         loss.recording.fill_(True)
@@ -81,23 +97,34 @@ def take_reference(session: Session, resumed: bool, progress: Progress) -> None:
         loss.recording.fill_(False)
         loss.taken()
         stage.result = f"of {counted(len(loss.reference) - 1, 'answer')}"
-    content = save({"reference": loss.reference.cpu()}, {"fingerprint": session.text.fingerprint})
+    _write(session, tensors)
+
+
+def _write(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Store a reference in the run's folder, before the run's first checkpoint."""
+    path, whose = session.run.folder / REFERENCE, {"fingerprint": session.corpus.fingerprint}
+    content = save({name: tensor.cpu() for name, tensor in tensors.items()}, whose)
     with writing(session.run.folder):
         path.write_bytes(content)
         sync(path)
         sync(path.parent)
 
 
-def _stored(path: Path, fingerprint: str, like: torch.Tensor) -> torch.Tensor:
-    lost = f"{path}: the reference's log-probabilities are {{}}: put the file back, or begin a new run"
+def _read(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill these tensors from the stored reference."""
+    path = session.run.folder / REFERENCE
+    lost = f"{path}: the reference of this run is {{}}: put the file back, or begin a new run"
     if not exists(path):
         raise InputRefused(lost.format("missing"))
     with suppress(SafetensorError, OSError, RuntimeError), safe_open(path, "pt") as file:
-        if (file.metadata() or {}).get("fingerprint") == fingerprint:
-            tensor = file.get_tensor("reference")
-            if tensor.shape == like.shape and tensor.dtype == like.dtype and bool(tensor.isfinite().all()):
-                return tensor
-    raise InputRefused(lost.format("damaged or of other pairs"))
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        like = all(name in stored and stored[name].shape == tensor.shape for name, tensor in tensors.items())
+        sound = like and all(bool(tensor.isfinite().all()) for tensor in stored.values())
+        if sound and (file.metadata() or {}).get("fingerprint") == session.corpus.fingerprint:
+            for name, tensor in tensors.items():
+                tensor.copy_(stored[name])
+            return
+    raise InputRefused(lost.format("damaged, or of another run"))
 
 
 def preferred_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import hashlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -19,21 +19,30 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import block_of
 from monograph.report.quantities import counted
-from monograph.rl.loss import PolicyLoss
+from monograph.rl.arrange import Options
+from monograph.rl.loss import Estimator, Kl, PolicyLoss
+from monograph.rl.objectives import Objective, ratio_of
 from monograph.rl.pairs import hold_pairs
 from monograph.rl.prompts import Prompts, read_prompts
-from monograph.rl.rewards import Reward
-from monograph.rl.rollouts import MOST_ROWS, Options
+from monograph.rl.rewards import Reward, Taught
+from monograph.rl.rollouts import MOST_ROWS
+from monograph.run.base import digest
+from monograph.run.models import load
 from monograph.run.progress import Progress
+from monograph.run.recipe import run_named
 from monograph.run.trust import code_digest
 from monograph.session.plan import Plan
+from monograph.storage.reading import without_links
 
-USUAL_LOSS = "dpo"
+USUAL_LOSS, TEACHER = "dpo", "teacher:"
+TAUGHT_AS: Objective = "dapo"  # whose ratios a teacher's scores get, and whose denominator, the tokens of all answers
 USUAL: dict[str, Any] = {
     "rl.advantage": "dr_grpo",
     "rl.prompts": 16,
     "rl.group": 8,
     "rl.draws": 1,
+    "rl.updates": 1,
+    "rl.kl": "none",
     "rl.temperature": 1.0,
 }
 
@@ -61,14 +70,23 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
         UsageError: other [rl] keys are given without a reward, or an answer has no room in a row.
     """
     given = settings.pinned()
-    if reward_named(settings) is None:
+    if (reward := reward_named(settings)) is None:
         if lonely := [key for key in given if key.startswith("rl.")]:
             origin = settings.origins[lonely[0]]
             raise UsageError(
                 f"{origin}: {lonely[0]} is of answers that are rewarded: give rl.reward, too, such as exact"
             )
         return {}
-    values = {"rl.max_new_tokens": max(1, length // 2)} | USUAL
+    usual = USUAL
+    if reward.startswith(TEACHER):
+        if "rl.advantage" in given:
+            origin = settings.origins["rl.advantage"]
+            raise UsageError(f"{origin}: rl.advantage: a teacher says what each token is worth: leave it out")
+        name = reward.removeprefix(TEACHER)
+        run = run_named(name)  # record its path: `last` will soon name the new run
+        usual = {key: value for key, value in USUAL.items() if key != "rl.advantage"}
+        given["rl.reward"] = f"{TEACHER}{run.named if run else without_links(name)}"
+    values: dict[str, Any] = {"rl.max_new_tokens": max(1, length // 2), "rl.reward": reward} | usual
     values |= {key: value for key, value in given.items() if key in values}
     if values["rl.max_new_tokens"] >= length:
         raise UsageError(
@@ -94,20 +112,47 @@ def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
         held = f"{len(prompts.held_out)} held out" if prompts.held_out else "none held out"
         skipped = f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped" if prompts.skipped else ""
         stage.result = f"{asked} of up to {counted(prompts.longest, 'token')}, {held}{skipped}"
-    # Another program or schema would give other rewards to the same answers, so a run belongs to the file as it is.
+    if isinstance(reward, Taught):
+        with progress.stage("teacher", named := name.removeprefix(TEACHER)):
+            reward.teacher = _teacher(named, prompts, options)
+    # Another program, schema or teacher would give other rewards to the same answers, so a run belongs to this one.
     decisive = prompts.fingerprint + (code_digest(name, "rl.reward") if reward.file else reward.digest)
+    decisive += digest(reward.teacher) if reward.teacher else ""
     return replace(prompts, fingerprint=hashlib.sha256(decisive.encode()).hexdigest())
+
+
+def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
+    """Return the model, ready to score answers.
+
+    Raises:
+        InputRefused: it has another tokenizer or too few positions, or cannot be loaded.
+    """
+    model, tokenizer = load(name)
+    if tokenizer.hash != prompts.tokenizer.hash:
+        raise InputRefused(f"rl.reward = {TEACHER}{name}: its tokenizer is not the model's: answers have other tokens")
+    if model.config.max_position_embeddings < options.length:
+        most = f"has {model.config.max_position_embeddings} positions"
+        raise InputRefused(
+            f"rl.reward = {TEACHER}{name}: it {most}, fewer than data.sequence_length = {options.length}"
+        )
+    return model.to(default_device()).requires_grad_(False).eval()
 
 
 def options_of(plan: Plan) -> Options:
     """Return how a run's answers are drawn and weighed."""
     rl = plan.settings.rl
-    assert rl.prompts and rl.group and rl.draws and rl.max_new_tokens and rl.temperature and rl.advantage
+    assert rl.prompts and rl.group and rl.draws and rl.max_new_tokens and rl.temperature and rl.updates
+    objective = rl.advantage or TAUGHT_AS
     return Options(
-        rl.prompts, rl.group, rl.max_new_tokens, rl.temperature, rl.advantage, rl.draws, plan.sequence_length,
+        rl.prompts, rl.group, rl.max_new_tokens, rl.temperature, objective, rl.draws, plan.sequence_length,
         plan.reading["packing"] == "packed", plan.compile == "none" and default_device().type == "cpu", plan.seed,
-        plan.epochs,
+        plan.epochs, rl.updates, _kl(plan),
     )  # fmt: skip
+
+
+def _kl(plan: Plan) -> Kl | None:
+    estimator, _, strength = str(plan.settings.rl.kl).partition(":")
+    return Kl(cast(Estimator, estimator), float(strength)) if strength else None
 
 
 def cache_bytes(plan: Plan, config: LlamaConfig) -> int:
@@ -151,4 +196,5 @@ def policy_loss(plan: Plan, model: nn.Module) -> PolicyLoss:
     options = options_of(plan)
     if options.exact:
         model.use_attention("cached")
-    return PolicyLoss(options.temperature)
+    ratio = ratio_of(options.objective, options.updates)
+    return PolicyLoss(options.temperature, ratio, options.kl if options.kl and options.kl.estimator != "k1" else None)

@@ -282,15 +282,23 @@ class Session:
             return {**figures, "tokens": self.answer_tokens}
         if not isinstance(self.batches, Rollouts) or not isinstance(loss, PolicyLoss):
             return {}
-        total, largest, targets = loss.difference.tolist()
-        loss.difference.zero_()
+        figures = loss.taken()
+        if self.drawer.options.kl is None:
+            del figures["kl"]
+        if not self.batches.is_fresh:  # the answers are those of an update before
+            used = {name: figures[name] for name in ("ratio", "clipped")}
+            return {**used, "tokens": self.answer_tokens}
         self.answer_tokens += int(self.batches.numbers["drawn_tokens"])
         return {
             **self.batches.numbers,
             "tokens": self.answer_tokens,
-            "drawn_minus_scored": total / max(1, targets),
-            "drawn_minus_scored_max": largest,
+            **figures,
         }
+
+    @property
+    def is_between_draws(self) -> bool:
+        """Return whether the run can go on from its state: a draw of answers is not stored, so its updates are over."""
+        return not isinstance(self.batches, Rollouts) or self.batches.is_between_draws
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

@@ -82,11 +82,14 @@ def calibrate(session: Session) -> float:
     engine, batches = session.engine, session.open_batches(0)
     draws, window = isinstance(batches, Rollouts), next(batches)
 
+    each = batches.drawer.options.updates if isinstance(batches, Rollouts) else 1  # of which one draws
+
     def update() -> None:
-        engine.rehearse(next(batches) if draws else window)
+        for _ in range(each):
+            engine.rehearse(next(batches) if draws else window)
 
     with session.undisturbed():
-        return float(session.world.agreed(seconds_per_update(engine, update, session.world)))
+        return float(session.world.agreed(seconds_per_update(engine, update, session.world))) / each
 
 
 def seconds_per_update(engine: Engine, update: Callable[[], object], world: World | None = None) -> float:
@@ -237,7 +240,8 @@ def fix_length(session: Session, progress: Progress) -> None:
     """Decide and print the number of updates: as given, as the epochs contain, or as the minutes allow."""
     plan, rows, lasting, text = session.plan, session.batches.rows_per_window, "", session.corpus
     per_epoch = len(text.train) if isinstance(text, Prompts) else text.train.per_epoch
-    updates = plan.updates or (-(-plan.epochs * per_epoch // rows) if plan.epochs else 0)
+    each = session.drawer.options.updates if session.reward else 1  # of a window's rows
+    updates = plan.updates or (-(-plan.epochs * per_epoch // rows) * each if plan.epochs else 0)
     if updates > recorded_state.MOST:
         raise UsageError(f"train.epochs = {plan.epochs}: they have {updates:,} updates; give fewer, for at most 1e15")
     if not updates:

@@ -1,0 +1,153 @@
+"""Arrange drawn answers in the rows of a window, and read what is computed there back by answer.
+
+Shapes: R rows, T positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monograph.data.pack import best_fit_decreasing
+from monograph.loss import IGNORE, Batch
+from monograph.rl.loss import Kl
+from monograph.rl.objectives import Objective, Weight, weights
+
+
+@dataclass(frozen=True)
+class Options:
+    """How answers are drawn and weighed.
+
+    Attributes:
+        prompts: prompts of an update.
+        group: answers to each.
+        max_new_tokens: most tokens of an answer.
+        temperature: divides the logits, when drawing and in the loss.
+        objective: the weight of each answer.
+        draws: most times that an update draws, until it has enough groups that teach.
+        updates: updates that are made of each draw.
+        kl: the KL term; None without one.
+        length: T, the positions of a row.
+        packed: whether rows hold several answers, one after the other.
+        exact: whether each answer has a row of its own, as long as decoding's, so that it is scored in the bits in
+            which it was drawn (`monograph.ops.attention`, "cached"); for eager mode on a CPU.
+        seed: of the order of the prompts and of all draws.
+        epochs: passes over the prompts; None: without end.
+    """
+
+    prompts: int
+    group: int
+    max_new_tokens: int
+    temperature: float
+    objective: Objective
+    draws: int
+    length: int
+    packed: bool
+    exact: bool
+    seed: int
+    epochs: int | None = None
+    updates: int = 1
+    kl: Kl | None = None
+
+
+class Rollout(NamedTuple):
+    """An answer with its prompt.
+
+    Attributes:
+        prompt_ids: the prompt.
+        token_ids: the answer.
+        logprobs: the log-probability with which each of its tokens was drawn.
+        reference: the reference's log-probability of each; empty without a KL term.
+    """
+
+    prompt_ids: Sequence[int]
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+    reference: Sequence[float] = ()
+
+
+def arranged(rollouts: Sequence[Rollout], weighed: Sequence[Weight], options: Options) -> Batch:
+    """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
+
+    Answers that weigh 0 add nothing to the gradient but their share of the denominator, so they take no row, and the
+    first row carries their shares.
+
+    Args:
+        rollouts: the answers; a prompt and its answer have at most T + 1 tokens.
+        weighed: their weights.
+        options: the form of the rows.
+    """
+    alive = [index for index, weight in enumerate(weighed) if weight.counts]
+    inputs = np.array([len(rollouts[i].prompt_ids) + len(rollouts[i].token_ids) - 1 for i in alive], dtype=np.int64)
+    length = options.length
+    row_of = best_fit_decreasing(inputs, length) if options.packed else np.arange(len(alive))
+    rows = int(row_of.max()) + 1 if alive else 1
+    whole = {name: np.zeros((rows, length), dtype=np.int64) for name in ("tokens", "segments", "positions")}
+    whole["targets"] = np.full((rows, length), IGNORE, dtype=np.int64)
+    names = ("factors", "shares", "drawn", *(("penalties", "reference") if any(r.reference for r in rollouts) else ()))
+    real = {name: np.zeros((rows, length), dtype=np.float64) for name in names}
+    filled, documents = np.zeros(rows, dtype=np.int64), np.zeros(rows, dtype=np.int64)
+    for index, row, size in zip(alive, row_of.tolist(), inputs.tolist(), strict=True):
+        rollout, weight, begin = rollouts[index], weighed[index], int(filled[row])
+        ids = [*rollout.prompt_ids, *rollout.token_ids]
+        end, answer = begin + size, begin + len(rollout.prompt_ids) - 1
+        documents[row] += 1
+        whole["tokens"][row, begin:end], whole["segments"][row, begin:end] = ids[:-1], documents[row]
+        whole["positions"][row, begin:end] = np.arange(size)
+        whole["targets"][row, answer:end] = rollout.token_ids
+        real["factors"][row, answer:end], real["drawn"][row, answer:end] = weight.factor, rollout.logprobs
+        real["shares"][row, answer] = weight.share
+        if rollout.reference:
+            real["penalties"][row, answer:end], real["reference"][row, answer:end] = weight.penalty, rollout.reference
+        filled[row] = end
+    real["shares"][0, -1] += sum(weight.share for weight in weighed if not weight.counts)
+    if not options.packed:
+        del whole["segments"], whole["positions"]
+    return {name: torch.from_numpy(values) for name, values in (whole | real).items()}
+
+
+def weighted(rollouts: Sequence[Rollout], rewards: Sequence[float], options: Options) -> list[Weight]:
+    """Return the weights of one group's answers, with the KL term."""
+    lengths, kl = [len(rollout.token_ids) for rollout in rollouts], options.kl
+    if kl is None:
+        return weights(options.objective, rewards, lengths, options.max_new_tokens)
+    if kl.estimator == "k1":
+        far = [sum(rollout.logprobs) - sum(rollout.reference) for rollout in rollouts]
+        rewards = [reward - kl.strength * each for reward, each in zip(rewards, far, strict=True)]
+    weighed = weights(options.objective, rewards, lengths, options.max_new_tokens)
+    if kl.estimator == "k1":
+        return weighed
+    # Where tokens of long answers weigh less, so does their KL term.
+    by_length = options.objective in ("grpo", "gspo")
+    penalties = [kl.strength / length if by_length else kl.strength for length in lengths]
+    return [weight._replace(penalty=penalty) for weight, penalty in zip(weighed, penalties, strict=True)]
+
+
+def by_answer(
+    compute: Callable[[Batch], Tensor], rollouts: Sequence[Rollout], options: Options, rows: int
+) -> list[list[float]]:
+    """Return what `compute` gives for the positions of each answer's tokens.
+
+    Args:
+        compute: from a batch of at most `rows` rows to [R T].
+        rollouts: the answers.
+        options: the form of the rows.
+        rows: rows that are computed at once.
+    """
+    # Each answer's factor is its number, from 1, by which its positions are found again.
+    window = arranged(rollouts, [Weight(number, 1) for number in range(1, len(rollouts) + 1)], options)
+    starts = range(0, len(window["tokens"]), rows)
+    parts = ({name: tensor[at : at + rows] for name, tensor in window.items()} for at in starts)
+    values = torch.cat([compute(part).double().cpu() for part in parts])
+    order = torch.argsort(window["factors"].flatten(), stable=True)
+    found = values[order].tolist()
+    first, found_by_answer = len(found) - sum(len(rollout.token_ids) for rollout in rollouts), []
+    for rollout in rollouts:
+        found_by_answer.append(found[first : first + len(rollout.token_ids)])
+        first += len(rollout.token_ids)
+    return found_by_answer
