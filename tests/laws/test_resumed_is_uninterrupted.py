@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from commands.forked import PROGRAM, CommandServer
-from laws.resumed import LORA, OWN, PREFERRED, REWARDED, SETTINGS, cut_back, fingerprint, resume, start
+from laws.resumed import LETTERS, LORA, OWN, PREFERRED, REWARDED, SETTINGS, cut_back, fingerprint, resume, start
 from monograph import checkpointing
 from monograph.resident import Resident
 from monograph.session.reporting import Reporter
@@ -149,8 +149,12 @@ def test_five_kills(server: CommandServer, here: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_hundred_kills(server: CommandServer, here: Path) -> None:
-    killed(server, here, 100)
+@pytest.mark.parametrize("kind", ["own", "rewarded", "preferred"])
+def test_a_hundred_kills(kind: str, server: CommandServer, here: Path) -> None:
+    """Killed also while answers are drawn, rewarded (which takes most of the time here), scored and learned from."""
+    (here / "slowly.py").write_text("import time\n" + LETTERS.replace("    return", "    time.sleep(0.01)\n    return"))
+    off_policy = {"rl.reward": "slowly.py:score", "rl.updates": 3, "rl.kl": "k2:0.05", "rl.draws": 2}
+    killed(server, here, 100, {"own": OWN, "rewarded": REWARDED | off_policy, "preferred": PREFERRED}[kind])
 
 
 @pytest.mark.slow

@@ -16,13 +16,14 @@ from monograph.decode.cache import KVCache
 from monograph.device import named
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model.config import LlamaConfig
+from monograph.ops.attention import block_of
 from monograph.planner import choose
 from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Footprint
 from monograph.run.recipe import Recipe
 from monograph.session import setup
 from monograph.session.plan import Plan, Shape
-from monograph.session.reinforcing import cache_bytes
+from monograph.session.reinforcing import bytes_beside
 from monograph.session.requirements import notes_on
 from monograph.session.resolve import REMATS, request_of, resolve, shape_of
 from monograph.text.tokenizer import Tokenizer
@@ -147,9 +148,13 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     asked |= {"rl.reward": "exact", "rl.prompts": 3, "rl.group": 5, "rl.max_new_tokens": 9}
     plan = resolve(load(None, asked, {}), CARD, built=False)
     assert plan.rows == 15 and plan.reward == "exact" and plan.clip is not None and not plan.clip.skip_spikes
-    cache = KVCache.allocate(config, 15, 64, torch.float32, torch.device("cpu"))
+    cache = KVCache.allocate(config, 15 + 3, 64, torch.float32, torch.device("cpu"))  # 3 prompts are read at once
     needed = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
-    assert cache_bytes(plan, config) == needed
+    assert bytes_beside(plan, config, CARD) == {"answers": needed}
+    fewer = bytes_beside(plan, config, CARD, slots=20)
+    assert fewer == {"answers": 18 * KVCache.bytes_per_row(config, 20, torch.float32, block_of(20))}
+    near = resolve(load(None, asked | {"rl.kl": "k2:0.1"}, {}), CARD, built=False)
+    assert bytes_beside(near, config, CARD)["reference"] == 4 * config.parameter_count()
     given: list[int] = []
     monkeypatch.setattr(
         planner, "budget", lambda device: given.append(device.free_memory_bytes) or choose.budget(device)

@@ -19,8 +19,9 @@ from monograph.predict.estimate import trained_adapters
 from monograph.predict.roofline import EFFICIENCIES, Calibration, peak_flops
 from monograph.report.quantities import count, duration, gibibytes
 from monograph.session.adapting import planned_tokens, token_notes
-from monograph.session.requirements import notes_on, require_plain, require_possible, require_room
-from monograph.session.resolve import request_of, resolve, shape_of
+from monograph.session.reinforcing import bytes_beside, with_records
+from monograph.session.requirements import notes_on, require_one_device, require_possible, require_room
+from monograph.session.resolve import request_of, resolve, shape_of, without
 from monograph.storage.cache_dir import cache_root, calibration_file
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -39,7 +40,8 @@ def run(
     settings: Settings, *, device: str | None, device_memory: str | None, host_memory: str | None, json: bool
 ) -> int:
     """Print the chosen way, its memory by origin and the alternatives; with `json`, print them as one object too."""
-    require_plain(settings, "plan")
+    settings = with_records(settings)
+    require_one_device(settings, "plan")
     memory_bytes = None if device_memory is None else memory_size("--device-memory", device_memory)
     target = describe() if device is None else named(device)
     if memory_bytes is not None:
@@ -57,16 +59,22 @@ def run(
     if host_memory is not None:
         limits = replace(limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory)))
     require_room(settings, config, target, limits)
+    beside = bytes_beside(plan, config, target)
+    target = without(target, sum(beside.values()))
     request = request_of(plan, config, target, new.trained(rows) if new else ())
     known = Calibration(calibration_file())
     peaks = peak_flops(target, request.precisions)
-    answer = streamed_or_resident(request, target, peaks, known, settings.train.memory, limits)
+    memory = "device" if beside else settings.train.memory
+    answer = streamed_or_resident(request, target, peaks, known, memory, limits)
     updates = plan.updates or None
     for line in (*notes_on(plan, target), *token_notes(settings, new, rows)):
         print(f"note     {line}")
     _show(answer, config, request.tokens_per_update, updates)
+    if beside:
+        held = ", ".join(f"{name} {gibibytes(size)}" for name, size in beside.items())
+        print(f"\nbeside   {held}; drawing answers takes time that is not predicted")
     if json:
-        print(jsonlib.dumps(_object(answer, updates)))
+        print(jsonlib.dumps(_object(answer, updates) | ({"beside": _in_bytes(beside)} if beside else {})))
     return 0
 
 

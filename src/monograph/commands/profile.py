@@ -22,7 +22,7 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.writing import results_folder, write_whole
 from monograph.session.plan import Plan
-from monograph.session.requirements import notes_on, require_plain, require_possible
+from monograph.session.requirements import notes_on, require_one_device, require_possible, require_texts
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable
@@ -77,7 +77,8 @@ def planned(settings: Settings, progress: Progress) -> Plan:
     Raises:
         UsageError: the text comes from standard input or is a run, or this machine cannot train as asked.
     """
-    require_plain(settings, "profile")
+    require_texts(settings, "profile")
+    require_one_device(settings, "profile")
     require_possible(settings, describe())
     source = settings.data.source
     sources = [source] if isinstance(source, str) else source

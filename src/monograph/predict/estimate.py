@@ -163,6 +163,11 @@ def _frozen(config: LlamaConfig, lora: Lora, precision: str) -> _Frozen:
     return _Frozen(sizes[True], sizes[False])
 
 
+def trained_numbers(config: LlamaConfig, lora: Lora | None, precision: str) -> int:
+    """Return the number of trained parameters, the adapters' if there are any."""
+    return _frozen(config, lora, precision).adapters if lora else config.parameter_count()
+
+
 def trained_adapters(work: Work) -> int:
     """Return the number of the adapters' parameters; 0 if the model itself is trained."""
     return _frozen(work.config, work.lora, work.precision).adapters if work.lora else 0

@@ -149,6 +149,13 @@ class Drawer:
         return drawn
 
     @property
+    def held(self) -> list[Tensor]:
+        """Return the tensors that are held beside the step: keys and values, the reference, a teacher's weights."""
+        caches = [self._made[1].cache, self._made[1].reader.cache] if self._made else []
+        teacher = self.reward.teacher.parameters() if self.reward.teacher else ()
+        return [*(each for cache in caches for each in (*cache.keys, *cache.values)), *(self.reference or ()), *teacher]
+
+    @property
     def form(self) -> Options:
         """Return the options with the form of the rows in which answers are scored."""
         options = self.options

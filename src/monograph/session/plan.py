@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from monograph.config import Settings
@@ -47,7 +47,8 @@ class Plan:
         compile: the scope of a graph; remat: what is recomputed; memory: where weights live. Each may be "auto" until
             the model's shape is known.
         transfer: the rule by which rates are carried to this width; None without width transfer.
-        expected: the planner's prediction; None if the planner was not asked.
+        expected: the planner's prediction for the step; None if the planner was not asked.
+        beside: bytes that the run holds beside its step, by origin.
         updates: updates of the whole run, 0 until known; warmup_updates, eval_every and save_every depend on it.
     """
 
@@ -76,6 +77,7 @@ class Plan:
     memory: Literal["auto", "device", "stream"] = "auto"
     transfer: WidthTransfer | None = None
     expected: Candidate | None = None
+    beside: Mapping[str, int] = field(default_factory=dict)
     updates: int = 0
     warmup_updates: int = 0
     eval_every: int = 1
@@ -92,6 +94,11 @@ class Plan:
         return self.tokens_per_update // self.sequence_length
 
     @property
+    def peak_memory_bytes(self) -> int | None:
+        """Return the predicted bytes at the peak; None if the planner was not asked."""
+        return self.expected.peak_memory_bytes + sum(self.beside.values()) if self.expected else None
+
+    @property
     def placement(self) -> Placement | None:
         """Return where the buffers of a streamed model live; None for a model that is not streamed."""
         return self.expected.placement if isinstance(self.expected, StreamCandidate) else None
@@ -104,6 +111,9 @@ class Plan:
         return course(self.warmup_updates, updates, final=self.final)
 
 
+FP32_BYTES = 4
+
+
 class Shape(NamedTuple):
     """The facts about a run's model that are known once the text is read.
 
@@ -112,12 +122,14 @@ class Shape(NamedTuple):
         tokens: ids of the tokens whose rows are trained together with adapters.
         ranks: number of processes that train the model together.
         like: the plan of another run of the same shape, whose choices are taken over.
+        slots: the most tokens of a prompt and its answer; 0 as long as the prompts are unknown.
     """
 
     config: LlamaConfig | None
     tokens: tuple[int, ...] = ()
     ranks: int = 1
     like: Plan | None = None
+    slots: int = 0
 
 
 class Length(NamedTuple):

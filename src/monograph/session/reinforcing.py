@@ -13,11 +13,12 @@ from torch import nn
 
 from monograph.config import Settings
 from monograph.decode.cache import KVCache
-from monograph.device import default_device
+from monograph.device import Device, default_device
 from monograph.errors import InputRefused, UsageError
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import block_of
+from monograph.ops.attention import SAME_ROWS, block_of
+from monograph.predict.estimate import trained_numbers
 from monograph.report.quantities import counted
 from monograph.rl.arrange import Options
 from monograph.rl.loss import Estimator, Kl, PolicyLoss
@@ -25,13 +26,14 @@ from monograph.rl.objectives import Objective, ratio_of
 from monograph.rl.pairs import hold_pairs
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught
-from monograph.rl.rollouts import MOST_ROWS
+from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS
 from monograph.run.base import digest
 from monograph.run.models import load
 from monograph.run.progress import Progress
-from monograph.run.recipe import run_named
+from monograph.run.recipe import run_named, shape_in
 from monograph.run.trust import code_digest
-from monograph.session.plan import Plan
+from monograph.session.adapting import lora_of
+from monograph.session.plan import FP32_BYTES, Plan
 from monograph.storage.reading import without_links
 
 USUAL_LOSS, TEACHER = "dpo", "teacher:"
@@ -155,12 +157,29 @@ def _kl(plan: Plan) -> Kl | None:
     return Kl(cast(Estimator, estimator), float(strength)) if strength else None
 
 
-def cache_bytes(plan: Plan, config: LlamaConfig) -> int:
-    """Return the bytes of keys and values of the answers that are drawn at once, at most."""
+def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 0) -> dict[str, int]:
+    """Return the bytes that a run with rewards holds beside its step, by origin; empty for other runs.
+
+    Args:
+        plan: the run's plan so far.
+        config: the model's shape.
+        machine: the device; keys and values take no more than half of its free memory (`Drawer`).
+        slots: the most tokens of a prompt and its answer; 0: a whole row, as long as the prompts are unknown.
+    """
+    if plan.reward is None:
+        return {}
     options = options_of(plan)
-    rows = min(options.prompts * options.group, MOST_ROWS)
-    slots = options.length + 1
-    return rows * KVCache.bytes_per_row(config, slots, torch.float32, block_of(slots))
+    narrow = plan.precision != "fp32" and (lora_of(plan.settings) or plan.optimizer.endswith(":all-bf16"))
+    dtype, slots = torch.bfloat16 if narrow else torch.float32, slots or options.length + 1
+    rows = min(max(options.prompts * options.group, SAME_ROWS), MOST_ROWS) + min(options.prompts, MOST_PROMPTS)
+    answers = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
+    beside = {"answers": min(answers, machine.free_memory_bytes // 2)}
+    if options.kl:
+        width = 2 if plan.optimizer.endswith(":all-bf16") else FP32_BYTES
+        beside["reference"] = width * trained_numbers(config, lora_of(plan.settings), plan.precision)
+    if plan.reward.startswith(TEACHER) and (shape := shape_in(plan.reward.removeprefix(TEACHER))):
+        beside["teacher"] = shape.parameter_count() * FP32_BYTES
+    return beside
 
 
 def rewards_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

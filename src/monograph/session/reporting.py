@@ -219,8 +219,8 @@ class Reporter:
         progress.line("done", f"{trained} of training{promised}{self._standing()}")
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
-        if session.plan.expected:
-            needed += f" ({memory(session.plan.expected.peak_memory_bytes)} planned)"
+        if (planned := session.plan.peak_memory_bytes) is not None:
+            needed += f" ({memory(planned)} planned)"
         compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(sum(bool(row.get("skipped")) for row in rows), "skipped update")
         progress.line("", f"peak memory {needed}{compiled}   {skipped}   {session.run.folder}")

@@ -181,13 +181,12 @@ def require_taught(settings: Settings) -> None:
         )
 
 
-def require_plain(settings: Settings, command: str) -> None:
-    """Refuse several devices, and rewards, for a command that knows only one device and texts.
+def require_one_device(settings: Settings, command: str) -> None:
+    """Refuse several devices for a command that knows only one.
 
     Raises:
-        UsageError: `train.parallel` or `rl.reward` is on; the message names the command.
+        UsageError: `train.parallel` is on; the message names the command.
     """
-    require_texts(settings, command)
     if settings.train.parallel != "none":
         origin = settings.origins.get("train.parallel", "default")
         raise UsageError(

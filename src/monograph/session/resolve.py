@@ -27,9 +27,9 @@ from monograph.rl.preferences import preference
 from monograph.run.base import tokenizer_named, tokenizer_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, require_tokens
-from monograph.session.plan import Length, Plan, Shape
+from monograph.session.plan import FP32_BYTES, Length, Plan, Shape
 from monograph.session.recorded import own_copies
-from monograph.session.reinforcing import cache_bytes, fixed_rl, reward_named
+from monograph.session.reinforcing import bytes_beside, fixed_rl, reward_named
 from monograph.session.requirements import require_positions, require_room, require_targets, require_together
 from monograph.step import Clip
 from monograph.storage.cache_dir import cache_root, calibration_file
@@ -41,7 +41,7 @@ ORIGIN = "plan"  # the origin of a value that is decided here
 WIDTH = "width"
 # The policies among which the planner chooses for "auto"; a CPU has no other memory for the last, "offload".
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
-FP32_BYTES, COPIES = 4, 4  # bytes of a number, and numbers for a parameter: weight, gradient, two moments
+COPIES = 4  # numbers for a parameter: weight, gradient, two moments
 RANKING_FLOPS = 1e12  # any rate will do, since only the order of candidates of one precision matters
 FINAL = 0.05  # share of the peak learning rate that the schedule falls to if optim.schedule names none
 
@@ -216,6 +216,8 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
     The memory that a module other than a Llama needs is unknown. With several ranks, the share of one rank is planned.
     """
     settings, config, share = plan.settings, shape.config, -(-plan.rows // shape.ranks)
+    if config:
+        plan = replace(plan, beside=bytes_beside(plan, config, machine, shape.slots))
     expected: Candidate | None = None
     fixed: dict[str, Any] = {"micro_batch": share, "remat": "none", "compile": "whole", "memory": "device"}
     if shape.like:
@@ -284,26 +286,29 @@ def _remats(parallel: str, machine: Device) -> tuple[str | float, ...]:
     return REMATS if machine.type == "cuda" else REMATS[:-1]
 
 
+def without(machine: Device, taken_bytes: int) -> Device:
+    """Return the device as it is with so much of its memory taken."""
+    free_bytes, memory_bytes = machine.free_memory_bytes - taken_bytes, machine.memory_bytes - taken_bytes
+    return replace(machine, memory_bytes=memory_bytes, free_memory_bytes=free_bytes)
+
+
 def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> Candidate:
     """Return the candidate that `monograph plan` would choose for one rank on this machine.
 
-    The keys and values of answers stay allocated. DDP needs memory for a second copy of the gradients. FSDP2 holds a
-    rank's share of weights, gradients and moments, and two whole blocks; all memory except the share is taken to be
-    free for these.
+    What a run with rewards holds beside its step is taken off. DDP needs memory for a second copy of the gradients.
+    FSDP2 holds a rank's share of weights, gradients and moments, and two whole blocks; all memory except the share is
+    taken to be free for these.
 
     Raises:
         OutOfDeviceMemory: nothing fits; the message names the nearest candidate and by how much it misses.
     """
     memory = plan.memory
     if plan.reward is not None:
-        kept_bytes = min(cache_bytes(plan, config), machine.free_memory_bytes // 2)  # `Drawer` takes no more
-        free_bytes, machine_bytes = machine.free_memory_bytes - kept_bytes, machine.memory_bytes - kept_bytes
-        machine, memory = replace(machine, memory_bytes=machine_bytes, free_memory_bytes=free_bytes), "device"
+        machine, memory = without(machine, sum(plan.beside.values())), "device"
     if plan.parallel != "none":
         rows, weights = -(-plan.rows // shape.ranks), FP32_BYTES * config.parameter_count()
         spared = -weights if plan.parallel == "ddp" else int(COPIES * weights * (1 - 1 / shape.ranks))
-        free_bytes, machine_bytes = machine.free_memory_bytes + spared, machine.memory_bytes + spared
-        machine = replace(machine, memory_bytes=machine_bytes, free_memory_bytes=free_bytes)
+        machine = without(machine, -spared)
         plan, memory = replace(plan, tokens_per_update=rows * plan.sequence_length), "device"
     request = request_of(plan, config, machine, shape.tokens)
     eager = request.scopes == ("none",) or (machine.type == "cpu" and compiler_obstacle() is not None)

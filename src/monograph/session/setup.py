@@ -171,9 +171,10 @@ def build_run(
         sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.sequence_length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
     new = new_tokens_of(settings, text.tokenizer)
+    slots = text.longest + int(settings.rl.max_new_tokens or 0) if isinstance(text, Prompts) else 0
     if known_shape := shape_in(recipe.init) if recipe.init else recipe.shape():
         tokens = new.trained(known_shape.vocab_size) if new else ()
-        plan = resolve(plan, machine, Shape(with_rows(known_shape, new), tokens, ranks, like))
+        plan = resolve(plan, machine, Shape(with_rows(known_shape, new), tokens, ranks, like, slots))
     model, loss = build(recipe)
     rows = model.config.vocab_size if isinstance(model, Llama) else 0
     tokens, notes = new.trained(rows) if new else (), token_notes(settings, new, rows)
@@ -183,7 +184,9 @@ def build_run(
         recipe = recipe._replace(vocabulary=extended(model, new.vocabulary, str(recipe.init)))
     if config := _shape(model):
         _require_fit(config, text, plan.sequence_length)
-    plan = replace(plan if known_shape else resolve(plan, machine, Shape(config, tokens, ranks, like)), recipe=recipe)
+    plan = replace(
+        plan if known_shape else resolve(plan, machine, Shape(config, tokens, ranks, like, slots)), recipe=recipe
+    )
     if plan.transfer:
         plan.transfer.initialise_(model)
     if lora:

@@ -148,13 +148,17 @@ def peak_bytes(session: Session) -> int:
     flat = [value for plane in engine.step.planes for value in (plane.param, plane.grad, *plane.state.values())]
     frozen = [weight for weight in engine.model.parameters() if not weight.requires_grad]
     kept = [*frozen, *engine.model.buffers(), *flat, *window.values()]
+    if session.reward:
+        kept += session.drawer.held
     return live.peak_bytes + sum(tensor.nbytes for tensor in kept)
 
 
 def remember(session: Session, seconds: float) -> None:
     """Store the measured seconds of an update on this machine for later plans."""
     engine = session.engine
-    if not isinstance(engine.model, Llama) or isinstance(engine, Streamed) or not session.world.alone:
+    if session.judges or not session.world.alone:  # drawing takes time, too, and pairs have a loss of their own
+        return
+    if not isinstance(engine.model, Llama) or isinstance(engine, Streamed):
         return
     machine, rows = describe(), session.batches.rows_per_window
     tokens = lora_of(session.plan.recipe.lora).tokens if session.plan.recipe.lora else ()
@@ -240,7 +244,7 @@ def fix_length(session: Session, progress: Progress) -> None:
     """Decide and print the number of updates: as given, as the epochs contain, or as the minutes allow."""
     plan, rows, lasting, text = session.plan, session.batches.rows_per_window, "", session.corpus
     per_epoch = len(text.train) if isinstance(text, Prompts) else text.train.per_epoch
-    each = session.drawer.options.updates if session.reward else 1  # of a window's rows
+    each = session.drawer.options.updates if isinstance(text, Prompts) else 1  # of a window's rows
     updates = plan.updates or (-(-plan.epochs * per_epoch // rows) * each if plan.epochs else 0)
     if updates > recorded_state.MOST:
         raise UsageError(f"train.epochs = {plan.epochs}: they have {updates:,} updates; give fewer, for at most 1e15")

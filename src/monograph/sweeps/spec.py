@@ -21,7 +21,7 @@ from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.run_index import SWEEP, runs_in
 from monograph.session.plan import Plan
 from monograph.session.recorded import hold_to_its_run, require_text, run_settings
-from monograph.session.requirements import require_plain
+from monograph.session.requirements import require_one_device, require_texts
 from monograph.session.resolve import WIDTH, resolve, transfer_of
 from monograph.storage.reading import is_file
 
@@ -182,7 +182,8 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     first = {axis.key: axis.first for axis in axes}  # a shape is checked with a value for each of its sizes
     settings, target = (load(toml, fixed | first), None) if arguments else (_of_newest_run(), None)
     require_text(settings)
-    require_plain(settings, "sweep")
+    require_texts(settings, "sweep")
+    require_one_device(settings, "sweep")
     if settings.data.held_out == 0:
         raise UsageError("data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05")
     if settings.optim.transfer != "none":
