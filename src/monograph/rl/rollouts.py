@@ -217,6 +217,12 @@ class Drawer:
         pairs = zip(prompts, completions, strict=True)
         return self.reward.score([Answer(p.text, c.text, p.record, p.where) for p, c in pairs])
 
+    def sample(self) -> tuple[str, str, float]:
+        """Return the first prompt, an answer to it, always by the same seed, and its reward."""
+        first = self.prompts.train[:1]
+        [answer] = self.draw(first, rollout_seeds(self.options.seed, [HELD_OUT - 1], 1))
+        return first[0].text, answer.text, self.score(first, [answer])[0]
+
     def measure(self) -> dict[str, float]:
         """Return figures on a group of answers to each of the first held-out prompts, an update's number of them.
 
@@ -243,7 +249,6 @@ class Rollouts(Iterator[Batch]):
         rows_consumed: the position after the last prompt that was answered.
         skip: stretches of positions that are passed over.
         numbers: figures on the window that was returned last, for the metrics.
-        shown: the texts of a few of its answers, with their rewards.
         is_fresh: whether the window that was returned last was drawn for it.
     """
 
@@ -253,7 +258,6 @@ class Rollouts(Iterator[Batch]):
         self.rows_per_window = drawer.options.prompts
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)
         self.numbers: dict[str, float] = {}
-        self.shown: list[tuple[str, str, float]] = []
         self._window: Batch = {}
         self._again = 0  # updates that are still made of the last draw
 
@@ -276,7 +280,6 @@ class Rollouts(Iterator[Batch]):
                 break
         if not groups:
             raise StopIteration
-        self.shown = [(one.prompt.text, one.completions[0].text, one.rewards[0]) for one in groups[:3]]
         self.numbers = {**described(groups), "drawn_s": drawn_s, "scored_s": scored_s}
         # Drawn more than once, an update is of groups that teach, and of any if none does.
         alive = [group for group in groups if group.teaches][:wanted]

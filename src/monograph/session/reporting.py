@@ -153,14 +153,12 @@ class Reporter:
         block.held_out(session.answer_tokens, numbers["eval_reward"])
 
     def sample(self, block: TrainingBlock, update: int) -> None:
-        """Log and show an answer of the last update with its reward, or a Llama's continuation of the run's prompt.
+        """Log and show an answer to the first prompt with its reward, or a Llama's continuation of the run's prompt.
 
-        The continuation always has the same random draws.
+        Both always have the same random draws, so that a resumed run shows the same.
         """
         if isinstance(self.session.batches, Rollouts):
-            if not self.session.batches.shown:
-                return
-            prompt, answer, reward = self.session.batches.shown[0]
+            prompt, answer, reward = self.session.drawer.sample()
             sample = f"{prompt}{answer} (reward {reward:g})"
         else:
             text = next(iter(self._write(1, SAMPLE_TOKENS)), None)
