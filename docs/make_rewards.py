@@ -1,4 +1,4 @@
-"""Write the tables and the picture of docs/rewards.md from rewards.json, rewards_ladder.json and reward_peers.json.
+"""Write the tables and the picture of docs/rewards.md and docs/preferences.md from what benchmarks have measured.
 
 Usage: python docs/make_rewards.py (tests/rl/test_rewards_page.py compares)
 """
@@ -23,6 +23,7 @@ TASKS = {
     "sums": '"37+58=" -> the sum, backwards',
     "sorts": "six digits -> in order",
 }
+PLAIN = {name: name for name in ("before", "chosen texts", "teacher")}  # others are values of a key
 WINDOW = 9  # updates whose mean is drawn
 
 
@@ -78,6 +79,21 @@ def beside() -> str:
     return "\n".join(lines)
 
 
+def preferences() -> str:
+    """Return what pairs of its own answers, and a teacher, made of a model, over seeds."""
+    lines = [
+        "| learned from | right answers | to prompts in no pair | held-out pairs, chosen ahead |", "|---|---|---|---|",
+    ]  # fmt: skip
+    ways: dict[str, list[Case]] = {}
+    for case in cases("preferences"):
+        ways.setdefault(case["way"], []).append(case)
+    for way, runs in ways.items():
+        cells = [spread([run[key] for run in runs]) for key in ("right", "unseen")]
+        ahead = [run["ahead"] for run in runs if run["ahead"] is not None]
+        lines.append(f"| {PLAIN.get(way, f'`{way}`')} | {' | '.join(cells)} | {spread(ahead) if ahead else ''} |")
+    return "\n".join(lines)
+
+
 def spread(values: list[float]) -> str:
     """Return `0.91 (0.88-0.95)`."""
     return f"{statistics.fmean(values):.2f} ({min(values):.2f}-{max(values):.2f})"
@@ -115,14 +131,15 @@ def drawn() -> str:
         return themed(plot_style.svg(figure))
 
 
+TABLES = {PAGE: (tasks, ladder, beside), DOCS / "preferences.md": (preferences,)}
+
+
 def main() -> None:
     """Rewrite the text between the markers, and the picture."""
-    before, *rests = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    made = [
-        f"{BEGIN}\n{table}\n{END}{rest.split(END, 1)[1]}"
-        for table, rest in zip((tasks(), ladder(), beside()), rests, strict=True)
-    ]
-    PAGE.write_text("".join([before, *made]), encoding="utf-8")
+    for page, tables in TABLES.items():
+        before, *rests = page.read_text(encoding="utf-8").split(BEGIN)
+        made = [f"{BEGIN}\n{table()}\n{END}{rest.split(END, 1)[1]}" for table, rest in zip(tables, rests, strict=True)]
+        page.write_text("".join([before, *made]), encoding="utf-8")
     PICTURE.write_text(drawn(), encoding="utf-8")
 
 

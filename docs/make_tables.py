@@ -36,6 +36,7 @@ SHARDED = "tests/laws/test_sharded_is_single.py"
 TRANSFERRED = "tests/laws/test_transferred_is_tuned.py"
 LORA = "tests/laws/test_lora.py"
 ESTIMATOR = "tests/laws/test_estimator_is_gradient.py"
+OFF_POLICY = "tests/laws/test_off_policy_is_its_equation.py"
 SCALED = "tests/graph/test_precision.py"
 STATES = [f"{rule}:{state}" for rule in ("adamw", "muon") for state in ("bf16", "8bit", "all-bf16")]
 SCHEDULE = "tests/test_schedule.py"
@@ -59,7 +60,8 @@ BEHIND: dict[str, dict[str, str]] = {
     "optim.transfer": {"none": "tests/test_optim.py", "width": TRANSFERRED, "width:SIZE": TRANSFERRED},
     "model.preset": dict.fromkeys(("nano", "micro", "124m", "llama-179m", "1b", "8b"), "tests/model/test_config.py"),
     "lora.base": {"int8": LORA, "nf4": LORA},
-    "rl.advantage": dict.fromkeys(("dr_grpo", "rloo", "grpo", "dapo", "reinforce"), ESTIMATOR),
+    "rl.advantage": dict.fromkeys(("dr_grpo", "rloo", "grpo", "dapo", "reinforce"), ESTIMATOR)
+    | dict.fromkeys(("cispo", "gspo"), OFF_POLICY),
 }
 LAW = {
     COMPILED: "law 1",
@@ -71,6 +73,7 @@ LAW = {
     SHARDED: "law 13",
     TRANSFERRED: "law 14",
     ESTIMATOR: "law 17",
+    OFF_POLICY: "law 17",
 }
 
 

@@ -56,9 +56,10 @@ def reward_named(settings: Settings) -> str | None:
 
 def with_records(settings: Settings) -> Settings:
     """Return the settings with prefer.loss decided: as given, or the usual loss if the records are pairs."""
-    if settings.prefer.loss is not None or settings.rl.reward is not None or not hold_pairs(settings.data.source):
-        return settings
-    return settings.resolve({"prefer.loss": USUAL_LOSS}, "data.source")
+    given, chosen = settings.values(), dict[str, Any]()
+    if given["prefer.loss"] is None and given["rl.reward"] is None and hold_pairs(given["data.source"]):
+        chosen["prefer.loss"] = USUAL_LOSS
+    return settings.resolve(chosen, "data.source") if chosen else settings
 
 
 def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from monograph.session.adapting import lora_of, new_tokens_of, token_notes
 from monograph.session.plan import Plan, Shape
 from monograph.session.preferring import preference_loss
 from monograph.session.ranks import agreed
-from monograph.session.reinforcing import policy_loss
+from monograph.session.reinforcing import options_of, policy_loss
 from monograph.session.requirements import require_positions
 from monograph.session.resolve import resolve, with_rows
 from monograph.session.session import Session, seed_all
@@ -171,7 +171,7 @@ def build_run(
         sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.sequence_length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
     new = new_tokens_of(settings, text.tokenizer)
-    slots = text.longest + int(settings.rl.max_new_tokens or 0) if isinstance(text, Prompts) else 0
+    slots = text.longest + options_of(plan).max_new_tokens if isinstance(text, Prompts) else 0
     if known_shape := shape_in(recipe.init) if recipe.init else recipe.shape():
         tokens = new.trained(known_shape.vocab_size) if new else ()
         plan = resolve(plan, machine, Shape(with_rows(known_shape, new), tokens, ranks, like, slots))
