@@ -6,6 +6,7 @@ Data, sweep, train, kill, stream, two ranks, resume, compare, generate, export, 
 from __future__ import annotations
 
 import json
+import math
 import signal
 from pathlib import Path
 
@@ -93,8 +94,9 @@ def test_the_story(tmp_path: Path) -> None:
         # finetune what was exported: chat tokens that it never saw, killed once
         finetune(monograph, tmp_path)
 
-        # reinforce what was exported, by a reward that it gets now and then; killed once, and answered by llama.cpp
-        reinforce(monograph, tmp_path)
+        # reinforce what was exported, by a reward that it gets now and then, answered by llama.cpp; then prefer another
+        # word by pairs; each killed once
+        prefer(monograph, tmp_path, reinforced=reinforce(monograph, tmp_path))
 
     model, tokenizer = load(run)
     exported, _ = load(tmp_path / "out")
@@ -149,8 +151,8 @@ def finetune(monograph: CommandServer, here: Path) -> None:
     assert (found["text"], found["finish_reason"]) == ("beta", "stop")
 
 
-def reinforce(monograph: CommandServer, here: Path) -> None:
-    """Teach the folder `out` to say beta, and let llama.cpp say it."""
+def reinforce(monograph: CommandServer, here: Path) -> str:
+    """Teach the folder `out` to say beta, let llama.cpp say it, and return the run."""
     (here / "prompts.jsonl").write_text("".join(f'{{"prompt": "{word} "}}\n' for word in ("alpha", "gamma", "delta")))
     typed = [
         "prompts.jsonl", "model.init=out", "rl.reward=regex:.*beta.*", "rl.prompts=3", "rl.max_new_tokens=6",
@@ -168,6 +170,25 @@ def reinforce(monograph: CommandServer, here: Path) -> None:
     [ours] = generate(model, tokenizer, [ids], Sampling(temperature=0), max_tokens=6)
     theirs = LlamaCpp(next((here / "better.gguf").glob("*.gguf"))).greedy(ids, 6)["tokens"]
     assert theirs == ours.token_ids[: len(theirs)] and "beta" in ours.text
+    return "better"
+
+
+def prefer(monograph: CommandServer, here: Path, reinforced: str) -> None:
+    """Teach what says beta by now to say gamma, by pairs of both."""
+    words = ("alpha", "epsilon", "delta")
+    pairs = [json.dumps({"prompt": f"{word} ", "chosen": "gamma", "rejected": "beta"}) for word in words]
+    (here / "pairs.jsonl").write_text("\n".join(pairs * 4))
+    typed = [
+        "pairs.jsonl", f"model.init={reinforced}", "prefer.loss=dpo:0.5", "data.held_out=0", "data.sequence_length=32",
+        "optim.lr=3e-3", "train.updates=40", "train.tokens_per_update=64", "train.save_every=10", "train.compile=none",
+        "train.precision=fp32",
+    ]  # fmt: skip
+    killed(monograph.start(here, "train", *typed, "--out", "preferring"), here, "preferring/checkpoints/step-0000001*")
+    done = monograph.run(here, "train", "--resume", "preferring", "--json")
+    found = json.loads(done.out.splitlines()[-1])
+    assert found["update"] == 40 and found["accuracy"] == 1 and found["margin"] > 3, done.err
+    first = next(row for row in Run(here / "preferring").rows() if "train_loss" in row)
+    assert first["train_loss"] == pytest.approx(math.log(2), rel=1e-15), "the reference is what it begins from"
 
 
 def killed(command: Command, folder: Path, when: str) -> None:
