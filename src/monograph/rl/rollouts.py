@@ -223,17 +223,31 @@ class Drawer:
         [answer] = self.draw(first, rollout_seeds(self.options.seed, [HELD_OUT - 1], 1))
         return first[0].text, answer.text, self.score(first, [answer])[0]
 
+    def passed(self, rewards: Sequence[float]) -> dict[str, float]:
+        """Return figures on the rewards of groups of answers.
+
+        Returns:
+            reward: the mean; pass_at_1 and pass_at_k: the share of right answers, and of groups with one, except with a
+            teacher, who calls none right.
+        """
+        mean, group = {"reward": statistics.fmean(rewards)}, self.options.group
+        if self.reward.teacher is not None:
+            return mean
+        best = [max(rewards[first : first + group]) for first in range(0, len(rewards), group)]
+        shares = (statistics.fmean(reward >= SOLVED for reward in of) for of in (rewards, best))
+        return mean | dict(zip(("pass_at_1", "pass_at_k"), shares, strict=True))
+
     def measure(self) -> dict[str, float]:
         """Return figures on a group of answers to each of the first held-out prompts, an update's number of them.
 
         Returns:
-            eval_reward, eval_pass_at_1 and eval_pass_at_k, as `described` says; eval_prompts: their number.
+            eval_reward, eval_pass_at_1 and eval_pass_at_k, as `passed` says; eval_prompts: their number.
         """
         group, held = self.options.group, self.prompts.held_out[: self.options.prompts]
         asked = [prompt for prompt in held for _ in range(group)]
         # The same seeds each time, so that less of a change is chance.
         answers = self.draw(asked, rollout_seeds(self.options.seed, range(HELD_OUT, HELD_OUT + len(held)), group))
-        figures = passed(self.score(asked, answers), group)
+        figures = self.passed(self.score(asked, answers))
         return {f"eval_{name}": value for name, value in figures.items()} | {"eval_prompts": len(held)}
 
 
@@ -280,7 +294,8 @@ class Rollouts(Iterator[Batch]):
                 break
         if not groups:
             raise StopIteration
-        self.numbers = {**described(groups), "drawn_s": drawn_s, "scored_s": scored_s}
+        rewards = [reward for group in groups for reward in group.rewards]
+        self.numbers = {**self.drawer.passed(rewards), **described(groups), "drawn_s": drawn_s, "scored_s": scored_s}
         # Drawn more than once, an update is of groups that teach, and of any if none does.
         alive = [group for group in groups if group.teaches][:wanted]
         used = alive if alive and self.drawer.options.draws > 1 else groups[:wanted]
@@ -344,29 +359,16 @@ def described(groups: Sequence[_Group]) -> dict[str, float]:
     """Return figures on the answers of an update.
 
     Returns:
-        reward: the mean; pass_at_1 and pass_at_k: the share of right answers, and of groups with one; dead: the share
-        of groups that teach nothing; entropy: the mean of -log-probability of the drawn tokens, which estimates the
-        entropy a token; length: mean tokens of an answer; cut: the share of answers that did not end by themselves;
-        drawn_tokens: of all answers.
+        dead: the share of groups that teach nothing; entropy: the mean of -log-probability of the drawn tokens, which
+        estimates the entropy a token; length: mean tokens of an answer; cut: the share of answers that did not end by
+        themselves; drawn_tokens: of all answers.
     """
     completions = [completion for group in groups for completion in group.completions]
-    rewards = [reward for group in groups for reward in group.rewards]
     logprobs = [one.processed_drawn for completion in completions for one in completion.logprobs or ()]
     return {
-        **passed(rewards, len(groups[0].rewards)),
         "dead": statistics.fmean(not group.teaches for group in groups),
         "entropy": -statistics.fmean(logprobs),
         "length": statistics.fmean(len(completion.token_ids) for completion in completions),
         "cut": statistics.fmean(completion.finish_reason == "length" for completion in completions),
         "drawn_tokens": sum(len(completion.token_ids) for completion in completions),
-    }
-
-
-def passed(rewards: Sequence[float], group: int) -> dict[str, float]:
-    """Return the mean reward, the share of right answers, and the share of groups with one; see `described`."""
-    best = [max(rewards[first : first + group]) for first in range(0, len(rewards), group)]
-    return {
-        "reward": statistics.fmean(rewards),
-        "pass_at_1": statistics.fmean(reward >= SOLVED for reward in rewards),
-        "pass_at_k": statistics.fmean(reward >= SOLVED for reward in best),
     }

@@ -197,7 +197,7 @@ def rewards_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "tokens": drawn[-1]["tokens"],
         "reward_first": statistics.fmean(row["reward"] for row in drawn[:tenth]),
         "reward": statistics.fmean(row["reward"] for row in drawn[-tenth:]),
-        "pass_at_1": statistics.fmean(row["pass_at_1"] for row in drawn[-tenth:]),
+        "pass_at_1": statistics.fmean(row["pass_at_1"] for row in drawn[-tenth:]) if "pass_at_1" in drawn[-1] else None,
         "eval_reward": held.get("eval_reward"),
         "eval_pass_at_1": held.get("eval_pass_at_1"),
         "drawn_minus_scored_max": max(row["drawn_minus_scored_max"] for row in drawn),
