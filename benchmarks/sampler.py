@@ -17,7 +17,7 @@ from systems import drawn_on
 
 from monograph.decode.chain import OK, Rows, sample
 from monograph.decode.generator import Generator, Request
-from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_row
+from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.penalties import COUNTS
 from monograph.decode.sampling import Sampling
 from monograph.device import default_device
@@ -54,7 +54,7 @@ def rows_of(sampling: Sampling, chain: Chain, count: int, vocabulary: int, devic
     """Return the same request in every row, each with its own seed."""
     knobs = new_knobs(chain, count, device)
     for row in range(count):
-        write_row(knobs, row, knobs_of(sampling, chain))
+        write_rows(knobs, [row], [knobs_of(sampling, chain)])
     ids_B = torch.arange(count, device=device)
     counts_BV = torch.zeros(count, vocabulary, dtype=COUNTS, device=device)
     return Rows(ids_B, ids_B + 100, ids_B * 0, knobs, counts_BV, counts_BV > 0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from monograph.decode.candidates import Candidates
 from monograph.decode.chain import Rows, narrowed
-from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_row
+from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.penalties import COUNTS, Past
 from monograph.decode.sampling import Sampling
 
@@ -21,7 +21,7 @@ def rows_of(samplings: Sequence[Sampling], vocabulary: int, chain: Chain | None 
     chain, count = chain or chain_of(samplings), len(samplings)
     knobs = new_knobs(chain, count, torch.device("cpu"))
     for row, sampling in enumerate(samplings):
-        write_row(knobs, row, knobs_of(sampling, chain))
+        write_rows(knobs, [row], [knobs_of(sampling, chain)])
     prompt_BV = (torch.arange(vocabulary) % 3 == 0).expand(count, -1)
     zero_B = torch.zeros(count, dtype=torch.int64)
     seed_B = torch.tensor([sampling.seed for sampling in samplings])

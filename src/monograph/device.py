@@ -9,9 +9,10 @@ import shutil
 import sys
 import sysconfig
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -215,6 +216,12 @@ def synchronize(device: torch.device) -> None:
     """Wait until all work queued on `device` is done; a CPU has no queue."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+
+
+def sent(values: Sequence[Any], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Return numbers as a tensor on a device, for which the host does not wait."""
+    # From page-locked memory, as the host would wait for a copy from other memory.
+    return torch.tensor(values, dtype=dtype, pin_memory=device.type == "cuda").to(device, non_blocking=True)
 
 
 def measured_matmul_flops(device: torch.device, dtype: torch.dtype, seconds: float = 0.3) -> float:

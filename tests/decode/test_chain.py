@@ -22,7 +22,7 @@ from monograph.decode.chain import (
     narrowed,
     sample,
 )
-from monograph.decode.knobs import chain_of, knobs_of, new_knobs, write_row
+from monograph.decode.knobs import chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.penalties import COUNTS, count_drawn, first_counts
 from monograph.decode.sampling import Sampling
 from monograph.graph.capture import compiled
@@ -175,7 +175,7 @@ def test_stop_tokens_wait_for_min_tokens() -> None:
     chain = chain_of([patient], stop_ids=2)
     knobs = new_knobs(chain, 4, torch.device("cpu"))
     for row in range(3):
-        write_row(knobs, row, knobs_of(patient, chain, [0, 2]))
+        write_rows(knobs, [row], [knobs_of(patient, chain, [0, 2])])
     rows = rows_of([Sampling(0)] * 4, 3)._replace(knobs=knobs, generated_B=torch.tensor([0, 2, 3, 0]))
     found = sample(torch.tensor([[9.0, 1.0, 8.0]] * 4), rows, None, chain)
     assert found.token_B.tolist() == [1, 1, 0, 0], "too early twice, then not; the last row has no minimum"

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_row
+from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.sampling import Sampling
 from monograph.errors import UsageError
 
@@ -99,7 +99,7 @@ def test_a_row_is_written_and_nothing_else() -> None:
     chain = chain_of([sampling], stop_ids=2)
     knobs = new_knobs(chain, 3, torch.device("cpu"))
     before = {name: value.clone() for name, value in knobs.items()}
-    write_row(knobs, 1, knobs_of(sampling, chain, [8, 9]))
+    write_rows(knobs, [1], [knobs_of(sampling, chain, [8, 9])])
     for name, value in knobs.items():
         assert torch.equal(value[[0, 2]], before[name][[0, 2]]), name
     row = {name: value[1].tolist() for name, value in knobs.items()}

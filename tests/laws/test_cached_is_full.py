@@ -45,7 +45,7 @@ def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> 
     cache = KVCache.allocate(model.config, ROWS, slots, model.lm_head.weight.dtype, torch.device("cpu"))
     reader = Reader(model, Slots(slots), 4, lambda function: function)
     for row, first in enumerate(firsts):
-        cache.copy_row(row, reader.cache, reader.read(tokens_BT[row, :first].tolist()), first)
+        cache.copy_rows([row], reader.cache, reader.read([tokens_BT[row, :first].tolist()]), first)
     found: list[list[Tensor]] = [[] for _ in firsts]
     for step in range(LENGTH):
         positions_B1 = torch.tensor([[min(first - 1 + step, LENGTH - 1)] for first in firsts])

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from monograph.device import sent
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import BLOCK, cached_attention
@@ -91,11 +92,12 @@ class KVCache:
         seen = slice(self.seen_blocks)
         return cached_attention(query_BHTE, keys_NBKCE[seen], values_NBKCE[seen], positions_BT, window, self.least)
 
-    def copy_row(self, row: int, source: KVCache, its_row: int, slots: int) -> None:
-        """Copy the first slots of a row of `source`, whose blocks are as long, to a row of this cache."""
-        blocks = -(-slots // self.block)
-        for targets, sources in ((self.keys, source.keys), (self.values, source.values)):
-            torch._foreach_copy_([to[:blocks, row] for to in targets], [of[:blocks, its_row] for of in sources])
+    def copy_rows(self, rows: Sequence[int], source: KVCache, its_rows: Sequence[int], slots: int) -> None:
+        """Copy the first slots of rows of `source`, whose blocks are as long, to rows of this cache."""
+        blocks, device = -(-slots // self.block), self.keys[0].device
+        into, out_of = sent(rows, device), sent(its_rows, device)
+        for to, of in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
+            to[:blocks].index_copy_(1, into, of[:blocks].index_select(1, out_of))
 
     def clear(self, row: int | slice) -> None:
         """Set a row, or several, to zero, as is needed after numbers that are not finite."""
@@ -136,21 +138,22 @@ class Reader:
         self.model, self.chunk, self.rows, self.device = model, chunk, slots.prompts, weight.device
         self.cache = KVCache.allocate(model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block)
         self._pass = wrap(self._read_chunk)
-        self._held: list[tuple[int, ...]] = []
+        self._held: dict[tuple[int, ...], int] = {}
 
-    def read(self, prompt: Sequence[int], further: Iterable[Sequence[int]] = ()) -> int:
-        """Return the row of the cache with keys and values of all of a prompt's tokens but the last.
+    def read(self, prompts: Iterable[Sequence[int]], further: Iterable[Sequence[int]] = ()) -> list[int]:
+        """Return the rows of the cache with keys and values of all tokens but the last, for the first of these prompts.
 
-        Those that are held are not read again. If the prompt has to be read, so are as many of the further ones as fit.
+        Those that are held are not read again. If the first has to be read, so are as many of the others, and then of
+        the further ones, as fit. The list ends before the first prompt that is not held then.
         """
-        tokens = tuple(prompt[:-1])
-        if tokens not in self._held:
-            self._held = []  # an interrupt may come before all is read
-            later = (tuple(other[:-1]) for other in further)
-            self._held = self._read(list(itertools.islice(dict.fromkeys((tokens, *later)), self.rows)))
-        return self._held.index(tokens)
+        wanted = [tuple(prompt[:-1]) for prompt in prompts]
+        if wanted[0] not in self._held:
+            self._held = {}  # an interrupt may come before all is read
+            later = (tuple(prompt[:-1]) for prompt in further)
+            self._held = self._read(list(itertools.islice(dict.fromkeys((*wanted, *later)), self.rows)))
+        return [self._held[tokens] for tokens in itertools.takewhile(self._held.__contains__, wanted)]
 
-    def _read(self, prompts: list[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    def _read(self, prompts: list[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
         # With fixed chunks at fixed positions a prompt's numbers depend on it alone, and few graphs are captured.
         longest = max(map(len, prompts))
         padded = torch.zeros(self.rows, -(-longest // self.chunk) * self.chunk, dtype=torch.int64)
@@ -160,12 +163,12 @@ class Reader:
             chunk_BT = padded[:, begin : begin + self.chunk].to(self.device)
             start = torch.full((1, 1), begin, device=self.device)
             self._pass(chunk_BT, start, self.cache.visible(begin + self.chunk))
-        return prompts
+        return {tokens: row for row, tokens in enumerate(prompts)}
 
     def forget(self) -> None:
         """Clear the cache: it may hold numbers that are not finite."""
         self.cache.clear(slice(None))
-        self._held = []
+        self._held = {}
 
     @torch.no_grad()
     def _read_chunk(self, tokens_BT: Tensor, start_11: Tensor, blocks: int) -> None:

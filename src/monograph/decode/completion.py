@@ -199,8 +199,7 @@ class _Requests(Sequence[Request]):
     def __getitem__(self, index: int) -> Request:  # type: ignore[override]  # it is iterated over and never sliced
         prompt, continuation = divmod(index, self.n)
         first = self.requests[prompt]
-        seed = continuation_seed(first.sampling.seed, continuation)
-        return replace(first, sampling=replace(first.sampling, seed=seed))
+        return replace(first, seed=continuation_seed(first.sampling.seed, continuation))
 
 
 def generate(

@@ -6,11 +6,12 @@ its row, on the other rows, on when the request came or on how many steps a bloc
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from torch import Tensor
 
@@ -18,11 +19,11 @@ from monograph import compat
 from monograph.decode.automata import FREE, Automaton, Tables
 from monograph.decode.cache import KVCache, Reader, Slots, Wrap
 from monograph.decode.candidates import Truncation
-from monograph.decode.knobs import Chain, knobs_of, new_knobs, write_row
+from monograph.decode.knobs import Chain, knobs_of, new_knobs, write_rows
 from monograph.decode.penalties import first_counts
 from monograph.decode.sampling import Sampling
-from monograph.decode.step import HAS_TOKEN, MAX_STOP_IDS, DecodeStep, Outbox, State, Status, decoded
-from monograph.device import clock
+from monograph.decode.step import HAS_TOKEN, MAX_STOP_IDS, TOKEN_BITS, DecodeStep, Outbox, State, Status
+from monograph.device import clock, sent
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
 from monograph.graph.replay import CudaGraphs, Replays
@@ -44,6 +45,7 @@ class Request:
         constraint: the automaton of the allowed texts; None: any text.
         stop: the automaton of the stop strings; None: there are none.
         breaker_V: bool, the ids that no repetition goes across (`penalties.breakers`); None: there are none.
+        seed: the seed of the draws in place of the sampling's, so that many requests can have one; None: that one.
     """
 
     prompt_ids: tuple[int, ...]
@@ -53,6 +55,7 @@ class Request:
     constraint: Automaton | None = None
     stop: Automaton | None = None
     breaker_V: Tensor | None = None
+    seed: int | None = None
 
 
 class LogProbability(NamedTuple):
@@ -188,6 +191,7 @@ class Generator:
         self._waiting: deque[tuple[int, Request]] = deque()
         self._records: list[_Record | None] = [None] * rows
         self._submitted = 0
+        self._served: tuple[Sampling, tuple[int, ...]] | None = None  # by the chain; the last that was asked
 
     def submit(self, request: Request) -> int:
         """Put a request in the queue; return the number that its events carry.
@@ -201,8 +205,10 @@ class Generator:
                 f"the prompt has {len(request.prompt_ids)} tokens, but a row has {self.slots} positions: "
                 f"shorten it to below {self.slots}"
             )
-        if not self.chain.serves(request.sampling, len(request.stop_ids) if self.chain.stop_ids else 0):
-            raise UsageError(f"the generator's chain {self.chain.stages} does not serve {request.sampling}")
+        if (request.sampling, request.stop_ids) != self._served:
+            if not self.chain.serves(request.sampling, len(request.stop_ids) if self.chain.stop_ids else 0):
+                raise UsageError(f"the generator's chain {self.chain.stages} does not serve {request.sampling}")
+            self._served = request.sampling, request.stop_ids
         for automaton in (request.constraint, request.stop):
             self._start(automaton)  # refuses an unknown automaton now and not in the middle of a run
         if len(request.stop_ids) > MAX_STOP_IDS:
@@ -219,9 +225,8 @@ class Generator:
         """Decode until every request has ended; yield its events, in order for each request."""
         under_way: _Block | None = None
         while under_way is not None or self._waiting or any(self._records):
-            for row, record in enumerate(self._records):
-                if record is None and self._waiting:
-                    self._place(row, *self._waiting.popleft())
+            while self._waiting and (free := [row for row, record in enumerate(self._records) if record is None]):
+                self._place(free)
             launched = self._launch()
             # On a GPU read the previous block while this one runs, on a CPU read this one now.
             for block in (under_way, None if self.ahead else launched):
@@ -231,33 +236,63 @@ class Generator:
 
     # ── a request's way through a row ─────────────────────────────────────────────────────────
 
-    def _place(self, row: int, number: int, request: Request) -> None:
-        began, prompt = clock(), request.prompt_ids
+    def _place(self, free: Sequence[int]) -> None:
+        """Put waiting requests into free rows, as many as have their prompts read at once."""
+        began = clock()
+        asked = [request for _, request in itertools.islice(self._waiting, len(free))]
+        further = (request.prompt_ids for _, request in itertools.islice(self._waiting, len(free), None))
+        its_rows = self.reader.read([request.prompt_ids for request in asked], further)
+        rows, asked = free[: len(its_rows)], asked[: len(its_rows)]
         # The last token of a prompt is read by the first step, which draws the token after it.
-        if len(prompt) > 1:
-            further = (waiting.prompt_ids for _, waiting in self._waiting)
-            self.cache.copy_row(row, self.reader.cache, self.reader.read(prompt, further), len(prompt) - 1)
+        longest = max(len(request.prompt_ids) for request in asked) - 1
+        self.cache.copy_rows(rows, self.reader.cache, its_rows, longest)
         self.prefill_s += clock() - began
-        state, limit = self.state, min(request.max_tokens, self.slots - len(prompt))
-        # -1 is no token's id, so unused places match nothing.
-        state.stop_ids_BM[row] = -1
-        for index, token in enumerate(request.stop_ids):
-            state.stop_ids_BM[row, index] = token
+        # Most requests share their options.
+        kinds = {(id(request.sampling), request.stop_ids): request for request in asked}
+        knobs = {
+            kind: knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids])
+            for kind, request in kinds.items()
+        }
+        columns = vars(self.state) | self.knobs
+        write_rows(
+            columns, rows, [self._first(request) | knobs[id(request.sampling), request.stop_ids] for request in asked]
+        )
+        for row, request in zip(rows, asked, strict=True):
+            number, _ = self._waiting.popleft()
+            self._remember(row, request)
+            self._records[row] = _Record(number, request, self._limit(request))
+
+    def _limit(self, request: Request) -> int:
+        return min(request.max_tokens, self.slots - len(request.prompt_ids))
+
+    def _first(self, request: Request) -> dict[str, Any]:
+        """Return a request's entries of the state before its first step, by name."""
+        prompt, sampling, stop_ids = request.prompt_ids, request.sampling, request.stop_ids
+        return {
+            "token_B": prompt[-1],
+            "position_B": len(prompt) - 1,
+            "seed_B": sampling.seed if request.seed is None else request.seed,
+            "generated_B": 0,
+            "limit_B": self._limit(request),
+            "status_B": Status.RUNNING,
+            # -1 is no token's id, so unused places match nothing.
+            "stop_ids_BM": stop_ids + (-1,) * (MAX_STOP_IDS - len(stop_ids)),
+            "constraint_B": self._start(request.constraint),
+            "stopping_B": self._start(request.stop),
+            # mirostat begins at twice its target, as in llama.cpp.
+            "mu_B": 2 * sampling.mirostat_tau,
+        }
+
+    def _remember(self, row: int, request: Request) -> None:
+        """Write what the stages that look back read of a prompt."""
+        state = self.state
         if state.counts_BV is not None:
-            counts_V, prompt_V = first_counts(request.sampling, prompt, self.vocabulary)
+            counts_V, prompt_V = first_counts(request.sampling, request.prompt_ids, self.vocabulary)
             state.counts_BV[row].copy_(counts_V)
             if state.prompt_BV is not None:
                 state.prompt_BV[row].copy_(prompt_V)
         if state.past is not None:
-            state.past.begin(row, prompt, request.breaker_V)
-        # mirostat begins at twice its target, as in llama.cpp.
-        state.mu_B[row] = 2 * request.sampling.mirostat_tau
-        write_row(self.knobs, row, knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids]))
-        state.constraint_B[row], state.stopping_B[row] = self._start(request.constraint), self._start(request.stop)
-        state.token_B[row], state.position_B[row] = prompt[-1], len(prompt) - 1
-        state.seed_B[row], state.generated_B[row], state.limit_B[row] = request.sampling.seed, 0, limit
-        state.status_B[row] = Status.RUNNING
-        self._records[row] = _Record(number, request, limit)
+            state.past.begin(row, request.prompt_ids, request.breaker_V)
 
     def _start(self, automaton: Automaton | None) -> int:
         if automaton is None:
@@ -266,16 +301,6 @@ class Generator:
         if start is None:
             raise UsageError(f"{automaton.where}: the generator was made without it; give it as one of `automata`")
         return start
-
-    def _release(self, row: int, finish: Finish) -> None:
-        record, self._records[row] = self._records[row], None
-        assert record is not None
-        # A free row still reads and writes at its position, which must lie in the blocks that the other rows need.
-        self.state.position_B[row] = 0
-        if finish == "not_finite":
-            # NaN in the cache would reach later requests of this row: 0 * NaN is NaN under any mask.
-            self.cache.clear(row)
-            self.reader.forget()  # the prompt's keys and values may be what is not finite
 
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
@@ -296,16 +321,17 @@ class Generator:
         # Copy the list of records: rows may have other requests by the time the block is read.
         return _Block(steps, self.outbox.send(steps), list(self._records))
 
-    def _collect(self, block: _Block) -> Iterator[Event]:
-        """Read a block's codes and yield the events; codes of a row after the end of its request are skipped."""
+    def _collect(self, block: _Block) -> list[Event]:
+        """Read a block's codes and return the events; codes of a row after the end of its request are skipped."""
         codes, *reports = self.outbox.read(block.half, block.steps)
-        lines = codes.tolist()
+        lines, *reported = (lines.transpose(0, 1).tolist() for lines in (codes, *reports))
         self.blocks_read += 1
+        events, ended = list[Event](), list[int]()
         for row, record in enumerate(block.records):
             # The block was launched before the host had read that the request ended.
             if record is None or self._records[row] is not record:
                 continue
-            tokens, status = _drawn(decoded(line[row]) for line in lines)
+            tokens, status = _drawn(lines[row])
             record.received += len(tokens)
             finish = FINISHES.get(status)
             # The row has drawn nothing since, so the exact search decides the draw at the same position.
@@ -313,32 +339,46 @@ class Generator:
                 self._records[row] = replace(record, launched=record.received, exact=True)
                 self.state.status_B[row] = Status.RUNNING
             elif finish is not None:
-                self._release(row, finish)
+                self._records[row] = None
+                ended.append(row)
+            if finish == "not_finite":
+                # NaN in the cache would reach later requests of this row: 0 * NaN is NaN under any mask.
+                self.cache.clear(row)
+                self.reader.forget()  # the prompt's keys and values may be what is not finite
             if tokens or finish is not None:
                 wanted = record.request.sampling.logprobs
-                reported = [] if wanted is None else _reported(reports, row, len(tokens), wanted)
-                yield Event(record.number, tokens, finish, reported)
+                of_row = [] if wanted is None else _reported(*(lines[row] for lines in reported), len(tokens), wanted)
+                events.append(Event(record.number, tokens, finish, of_row))
+        if ended:
+            # A free row still reads and writes at its position, which must lie in the blocks that other rows need.
+            self.state.position_B.index_fill_(0, sent(ended, self.state.position_B.device), 0)
+        return events
 
 
-def _drawn(codes: Iterable[tuple[int, Status]]) -> tuple[list[int], Status]:
+def _drawn(codes: Sequence[int]) -> tuple[list[int], Status]:
     """Return the tokens that a row drew in a block, and the status with which it stopped, or RUNNING."""
-    tokens, status = [], Status.RUNNING
-    for token, status in codes:
+    tokens, status = [], Status.RUNNING.value
+    for code in codes:
+        status = code >> TOKEN_BITS
         if status in HAS_TOKEN:
-            tokens.append(token)
+            tokens.append(code & ((1 << TOKEN_BITS) - 1))
         if status != Status.RUNNING:
             break
-    return tokens, status
+    return tokens, Status(status)
 
 
-def _reported(reports: Sequence[Tensor], row: int, count: int, wanted: int) -> list[LogProbability]:
+def _reported(values: Sequence[list[float]], ids: Sequence[list[int]], count: int, wanted: int) -> list[LogProbability]:
     """Return a row's log-probabilities in a block; a token that could not be drawn (-inf) is left out."""
     reported = []
-    values_of, ids_of = (report[:count, row].unflatten(-1, (2, -1)).tolist() for report in reports)
-    for ((drawn, *raw), (processed_drawn, *processed)), ids in zip(values_of, ids_of, strict=True):
+    for of_step, tokens in zip(values[:count], ids[:count], strict=True):
+        most = len(tokens) // 2  # of the likeliest that are reported, under each of the two distributions
         likeliest, possible = (
-            [(token, value) for token, value in zip(tokens[:wanted], values[:wanted], strict=True) if value > -math.inf]
-            for tokens, values in zip(ids, (raw, processed), strict=True)
+            [
+                (token, value)
+                for token, value in zip(tokens[begin:][:wanted], of_step[at + 1 :][:wanted], strict=True)
+                if value > -math.inf
+            ]
+            for begin, at in ((0, 0), (most, most + 1))
         )
-        reported.append(LogProbability(drawn, likeliest, processed_drawn, possible))
+        reported.append(LogProbability(of_step[0], likeliest, of_step[most + 1], possible))
     return reported

@@ -9,7 +9,7 @@ Shapes: B rows, M ids that are listed for a row, padded with -1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from monograph.decode.sampling import ORDERS, Sampling
+from monograph.device import sent
 from monograph.errors import UsageError
 
 # The largest k of top-k after which the stages read 2 k tokens instead of all, and the fewest that they read then.
@@ -216,10 +217,18 @@ def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor
     }
 
 
-def write_row(knobs: dict[str, Tensor], row: int, values: dict[str, Any]) -> None:
-    """Write a request's values (`knobs_of`) into its row, in place."""
-    for name, value in values.items():
-        knobs[name][row].copy_(torch.tensor(value, dtype=_dtype(name)))
+def write_rows(columns: Mapping[str, Tensor], rows: Sequence[int], values: Sequence[Mapping[str, Any]]) -> None:
+    """Write the values of several requests, such as those of `knobs_of`, into their rows, in place.
+
+    Args:
+        columns: by name, [B, ...] each; those that no request has a value for stay as they are.
+        rows: the row of each request.
+        values: by name, the same names for every request.
+    """
+    for name in values[0]:
+        column = columns[name]
+        entries = sent([of_request[name] for of_request in values], column.device, column.dtype)
+        column.index_copy_(0, sent(rows, column.device), entries)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -190,11 +190,6 @@ class State:
                 count_drawn(counts_BV, token_B, gone_B & left_B, -1)
 
 
-def decoded(code: int) -> tuple[int, Status]:
-    """Return a code's token and status."""
-    return code & ((1 << TOKEN_BITS) - 1), Status(code >> TOKEN_BITS)
-
-
 class Outbox:
     """The way of the rings' lines to the host; of the two halves of a ring the host reads one, the device writes one.
 

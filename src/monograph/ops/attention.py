@@ -52,40 +52,42 @@ def cached_attention(
         values_NBKCE: same shape and dtype.
         positions_BT: int64, below N C; their slots have been written.
         window: number of positions that a query sees, its own the last of them; None: all up to its own.
-        least: if M is smaller, queries are computed several times. With SAME_ROWS a step of decoding has the bits of a
+        least: if M is smaller, products are computed several times. With SAME_ROWS a step of decoding has the bits of a
             pass over the whole text; it takes a tenth more time or two.
 
     Returns:
         [B, H, T, E] in the dtype of the query; scores, softmax and sums are fp32 or wider.
     """
     blocks, _, key_heads, slots, _ = keys_NBKCE.shape
-    groups, length = query_BHTE.shape[1] // key_heads, query_BHTE.shape[2]
-    if groups * length < least:
-        times = -(-least // (groups * length))
-        query_BHTE, positions_BT = query_BHTE.repeat(1, 1, times, 1), positions_BT.repeat(1, times)
+    groups = query_BHTE.shape[1] // key_heads
     slots_N111C = torch.arange(blocks * slots, device=positions_BT.device).view(blocks, 1, 1, 1, slots)
     distances_NB1MC = positions_BT.repeat(1, groups)[:, None, :, None] - slots_N111C
     seen_NB1MC = distances_NB1MC >= 0
     if window is not None:
         seen_NB1MC &= distances_NB1MC < window
-    return _over_blocks(query_BHTE, keys_NBKCE, values_NBKCE, seen_NB1MC)[:, :, :length]
+    return _over_blocks(query_BHTE, keys_NBKCE, values_NBKCE, seen_NB1MC, least)
 
 
-def _over_blocks(query_BHTE: Tensor, keys_NBKCE: Tensor, values_NBKCE: Tensor, seen_NB1MC: Tensor) -> Tensor:
+def _over_blocks(
+    query_BHTE: Tensor, keys_NBKCE: Tensor, values_NBKCE: Tensor, seen_NB1MC: Tensor, least: int = 1
+) -> Tensor:
     key_heads, head_dim = keys_NBKCE.shape[2], keys_NBKCE.shape[-1]
     groups = query_BHTE.shape[1] // key_heads
     wide = torch.promote_types(query_BHTE.dtype, torch.float32)
     query_BKME = query_BHTE.unflatten(1, (key_heads, groups)).flatten(2, 3)
-    scores_NBKMC = _product(query_BKME, keys_NBKCE.transpose(-1, -2), wide) * head_dim**-0.5
+    scores_NBKMC = _product(query_BKME, keys_NBKCE.transpose(-1, -2), wide, least) * head_dim**-0.5
     scores_NBKMC = scores_NBKMC.masked_fill(~seen_NB1MC, -torch.inf)
     weights_NBKMC = (scores_NBKMC - scores_NBKMC.amax(dim=(0, -1), keepdim=True)).exp()
     total_BKM1 = _halved(weights_NBKMC.sum(-1, keepdim=True))
-    mixed_BKME = _halved(_product(weights_NBKMC.to(values_NBKCE.dtype), values_NBKCE, wide)) / total_BKM1
+    mixed_BKME = _halved(_product(weights_NBKMC.to(values_NBKCE.dtype), values_NBKCE, wide, least)) / total_BKM1
     return mixed_BKME.to(query_BHTE.dtype).unflatten(2, (groups, -1)).flatten(1, 2)
 
 
-def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype) -> Tensor:
-    """Return batched matrix products, summed in the dtype `wide`."""
+def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype, least: int) -> Tensor:
+    """Return batched matrix products, summed in the dtype `wide`, of at least so many rows at once."""
+    if (rows := left.shape[-2]) < least:
+        again = left.repeat(*[1] * (left.ndim - 2), -(-least // rows), 1)
+        return _product(again, right_NBKXY, wide, 1)[..., :rows, :]
     # Autocast makes queries narrower than the cache, which has the weights' dtype.
     if left.dtype == wide or left.dtype != right_NBKXY.dtype or not left.is_cuda:
         return left.to(wide) @ right_NBKXY.to(wide)

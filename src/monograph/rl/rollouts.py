@@ -134,11 +134,11 @@ class Drawer:
         Raises:
             Diverged: the model's logits are not finite.
         """
+        sampling, most = Sampling(temperature=self.options.temperature, logprobs=0), self.options.max_new_tokens
         requests = [
-            Request(prompt.ids, Sampling(temperature=self.options.temperature, logprobs=0, seed=seed),
-                    self.options.max_new_tokens, self.ends)
+            Request(prompt.ids, sampling, most, self.ends, seed=seed)
             for prompt, seed in zip(prompts, seeds, strict=True)
-        ]  # fmt: skip
+        ]
         generator = self.generator  # chosen while the step is captured, which it is not below
         with self._decoding():
             generator.forget()
