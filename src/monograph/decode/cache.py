@@ -1,7 +1,8 @@
 """The key-value cache of a fixed size: slot s of a row holds keys and values of position s; rows advance independently.
 
 Prompts are read in chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one, unless a caller
-wants more), so that a prompt's keys and values depend on the prompt alone. The first decode step reads its last token.
+wants more), so that a prompt's keys and values depend on the prompt alone. The first decode step reads its last token,
+unless the reader does (`Slots.least`).
 
 Shapes: N blocks, B rows, K key-value heads, H query heads, C slots of a block, E head dimension, T positions of a
 chunk, 1 broadcasts.
@@ -19,7 +20,7 @@ from torch import Tensor
 from monograph.device import sent
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import BLOCK, cached_attention
+from monograph.ops.attention import BLOCK, SAME_ROWS, cached_attention
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -113,17 +114,25 @@ class Slots(NamedTuple):
         most: positions of each row.
         block: slots of a block; fewer cost less for short texts.
         prompts: prompts that are read at once.
-        least: see `cached_attention`.
+        least: see `cached_attention`. With SAME_ROWS all of a prompt is read before its first step, once for all rows
+            that continue it, as the step would compute the same bits for its last token.
+        longest: most tokens of a prompt; fewer cost less.
     """
 
     most: int
     block: int = BLOCK
     prompts: int = 1
     least: int = 1
+    longest: int = BLOCK
 
 
 class Reader:
-    """Reads prompts, one or several at once, into a cache that holds those that were read last."""
+    """Reads prompts, one or several at once, into a cache that holds those that were read last.
+
+    Attributes:
+        whole: whether the last token is read, too.
+        last_RD: then its final hidden state in each row; R are the rows of the reader's cache.
+    """
 
     def __init__(self, model: Llama, slots: Slots, chunk: int, wrap: Wrap) -> None:
         """Allocate a cache with a row for each of the prompts that are read at once.
@@ -137,19 +146,22 @@ class Reader:
         weight = model.lm_head.weight
         self.model, self.chunk, self.rows, self.device = model, chunk, slots.prompts, weight.device
         self.cache = KVCache.allocate(model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block)
+        self.cache.least, self.whole = slots.least, slots.least >= SAME_ROWS
+        self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
         self._pass = wrap(self._read_chunk)
         self._held: dict[tuple[int, ...], int] = {}
 
     def read(self, prompts: Iterable[Sequence[int]], further: Iterable[Sequence[int]] = ()) -> list[int]:
-        """Return the rows of the cache with keys and values of all tokens but the last, for the first of these prompts.
+        """Return the rows of the cache with the first of these prompts, without their last tokens unless `whole`.
 
         Those that are held are not read again. If the first has to be read, so are as many of the others, and then of
         the further ones, as fit. The list ends before the first prompt that is not held then.
         """
-        wanted = [tuple(prompt[:-1]) for prompt in prompts]
+        end = None if self.whole else -1
+        wanted = [tuple(prompt[:end]) for prompt in prompts]
         if wanted[0] not in self._held:
             self._held = {}  # an interrupt may come before all is read
-            later = (tuple(prompt[:-1]) for prompt in further)
+            later = (tuple(prompt[:end]) for prompt in further)
             self._held = self._read(list(itertools.islice(dict.fromkeys((*wanted, *later)), self.rows)))
         return [self._held[tokens] for tokens in itertools.takewhile(self._held.__contains__, wanted)]
 
@@ -162,7 +174,11 @@ class Reader:
         for begin in range(0, longest, self.chunk):
             chunk_BT = padded[:, begin : begin + self.chunk].to(self.device)
             start = torch.full((1, 1), begin, device=self.device)
-            self._pass(chunk_BT, start, self.cache.visible(begin + self.chunk))
+            hidden_BTD = self._pass(chunk_BT, start, self.cache.visible(begin + self.chunk))
+            if self.whole:
+                ends = {row: len(tokens) - 1 - begin for row, tokens in enumerate(prompts)}
+                ends = {row: at for row, at in ends.items() if 0 <= at < self.chunk}
+                self.last_RD[list(ends)] = hidden_BTD[list(ends), list(ends.values())].to(self.last_RD.dtype)
         return {tokens: row for row, tokens in enumerate(prompts)}
 
     def forget(self) -> None:
@@ -171,6 +187,8 @@ class Reader:
         self._held = {}
 
     @torch.no_grad()
-    def _read_chunk(self, tokens_BT: Tensor, start_11: Tensor, blocks: int) -> None:
+    def _read_chunk(self, tokens_BT: Tensor, start_11: Tensor, blocks: int) -> Tensor | None:
         positions_1T = start_11 + torch.arange(tokens_BT.shape[1], device=self.device)
-        self.model(tokens_BT, positions=positions_1T.expand_as(tokens_BT), cache=self.cache.first(blocks))
+        hidden_BTD = self.model(tokens_BT, positions=positions_1T.expand_as(tokens_BT), cache=self.cache.first(blocks))
+        # A compiled pass that returns nothing leaves out what follows the last keys and values.
+        return hidden_BTD if self.whole else None

@@ -174,18 +174,19 @@ class Generator:
             compat.allow_variants()
         wrap: Wrap = compile_function if compiled else lambda function: function
         longest = min(form.most, CHUNKS[weight.device.type], model.config.max_position_embeddings)
-        chunk = 1 << longest.bit_length() - 1
+        chunk = min(1 << longest.bit_length() - 1, 1 << (form.longest - 1).bit_length())
         self.reader = Reader(model, form, chunk, wrap)
         self.cache = KVCache.allocate(model.config, rows, form.most, weight.dtype, weight.device, form.block)
         self.cache.least = form.least
+        self._last_BD = weight.new_zeros(rows, model.config.hidden_size)  # of each row's prompt; see `Reader.last_RD`
         # Two halves of lines: the host reads one while the device writes the other.
         self.state = State.allocate(rows, self.slots, vocabulary, 2 * self.block, chain, weight.device)
         self.knobs = new_knobs(chain, rows, weight.device)
         self.tables = Tables(automata, vocabulary, weight.device) if automata else None
         self.chain, self.vocabulary = chain, vocabulary
-        step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
+        self.step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
         recorder = CudaGraphs(weight.device) if compiled and weight.is_cuda else None
-        self.replays = Replays(wrap(step.__call__), recorder)
+        self.replays = Replays(wrap(self.step.__call__), recorder)
         self.outbox = Outbox(self.state.rings)
         self.ahead, self.prefill_s, self.blocks_read = weight.is_cuda, 0.0, 0
         self._waiting: deque[tuple[int, Request]] = deque()
@@ -243,9 +244,10 @@ class Generator:
         further = (request.prompt_ids for _, request in itertools.islice(self._waiting, len(free), None))
         its_rows = self.reader.read([request.prompt_ids for request in asked], further)
         rows, asked = free[: len(its_rows)], asked[: len(its_rows)]
-        # The last token of a prompt is read by the first step, which draws the token after it.
-        longest = max(len(request.prompt_ids) for request in asked) - 1
-        self.cache.copy_rows(rows, self.reader.cache, its_rows, longest)
+        longest = max(len(request.prompt_ids) for request in asked)
+        self.cache.copy_rows(rows, self.reader.cache, its_rows, longest - (not self.reader.whole))
+        if self.reader.whole:
+            self._last_BD[rows] = self.reader.last_RD[its_rows]
         self.prefill_s += clock() - began
         # Most requests share their options.
         kinds = {(id(request.sampling), request.stop_ids): request for request in asked}
@@ -315,7 +317,10 @@ class Generator:
         # If one row needs the exact search, all rows use it: it gives the same bits.
         truncation: Truncation = "search" if any(record.exact for record in running) else "window"
         self.outbox.begin(self.state.line_1)
-        self.replays.run(steps, self.cache.visible(longest), truncation)
+        # Where the reader has read all of a prompt, its first draw needs no pass.
+        if first := self.reader.whole and not any(record.launched for record in running):
+            self.step(0, truncation, self._last_BD)
+        self.replays.run(steps - first, self.cache.visible(longest), truncation)
         for record in running:
             record.launched = min(record.launched + steps, record.limit)
         # Copy the list of records: rows may have other requests by the time the block is read.
@@ -323,8 +328,7 @@ class Generator:
 
     def _collect(self, block: _Block) -> list[Event]:
         """Read a block's codes and return the events; codes of a row after the end of its request are skipped."""
-        codes, *reports = self.outbox.read(block.half, block.steps)
-        lines, *reported = (lines.transpose(0, 1).tolist() for lines in (codes, *reports))
+        lines, *rings = (ring.transpose(0, 1).tolist() for ring in self.outbox.read(block.half, block.steps))
         self.blocks_read += 1
         events, ended = list[Event](), list[int]()
         for row, record in enumerate(block.records):
@@ -347,7 +351,7 @@ class Generator:
                 self.reader.forget()  # the prompt's keys and values may be what is not finite
             if tokens or finish is not None:
                 wanted = record.request.sampling.logprobs
-                of_row = [] if wanted is None else _reported(*(lines[row] for lines in reported), len(tokens), wanted)
+                of_row = [] if wanted is None else _reported([ring[row] for ring in rings], len(tokens), wanted)
                 events.append(Event(record.number, tokens, finish, of_row))
         if ended:
             # A free row still reads and writes at its position, which must lie in the blocks that other rows need.
@@ -367,18 +371,14 @@ def _drawn(codes: Sequence[int]) -> tuple[list[int], Status]:
     return tokens, Status(status)
 
 
-def _reported(values: Sequence[list[float]], ids: Sequence[list[int]], count: int, wanted: int) -> list[LogProbability]:
+def _reported(rings: Sequence[Sequence[list[Any]]], count: int, wanted: int) -> list[LogProbability]:
     """Return a row's log-probabilities in a block; a token that could not be drawn (-inf) is left out."""
     reported = []
-    for of_step, tokens in zip(values[:count], ids[:count], strict=True):
-        most = len(tokens) // 2  # of the likeliest that are reported, under each of the two distributions
+    for values, ids in zip(*(lines[:count] for lines in rings), strict=True):
+        most = len(ids) // 2  # of the likeliest that are reported, under each of the two distributions
         likeliest, possible = (
-            [
-                (token, value)
-                for token, value in zip(tokens[begin:][:wanted], of_step[at + 1 :][:wanted], strict=True)
-                if value > -math.inf
-            ]
-            for begin, at in ((0, 0), (most, most + 1))
+            [pair for pair in zip(ids[at : at + wanted], values[at + past :], strict=False) if pair[1] > -math.inf]
+            for at, past in ((0, 1), (most, 2))
         )
-        reported.append(LogProbability(of_step[0], likeliest, of_step[most + 1], possible))
+        reported.append(LogProbability(values[0], likeliest, values[most + 1], possible))
     return reported

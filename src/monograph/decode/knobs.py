@@ -60,6 +60,8 @@ class Chain:
         logprobs: how many of the likeliest tokens are reported in addition to the drawn one; None: no report.
         few: how many of the likeliest tokens include, ties apart, all that top-k keeps in every row that draws; None
             where a row may keep more than FEW tokens.
+        processed: whether a report has the probabilities that were drawn from; if not, those of the raw logits stand in
+            their place, which are the same in rows without edits and filters at temperature 1.
     """
 
     stages: tuple[str, ...] = ()
@@ -67,6 +69,7 @@ class Chain:
     stop_ids: int = 0
     logprobs: int | None = None
     few: int | None = None
+    processed: bool = True
 
     @property
     def draws(self) -> bool:
@@ -86,7 +89,7 @@ class Chain:
     @property
     def reports(self) -> bool:
         """Whether a step needs the probabilities that it drew from."""
-        return self.logprobs is not None or "mirostat" in self.stages
+        return (self.logprobs is not None and self.processed) or "mirostat" in self.stages
 
     @property
     def reads_prompt(self) -> bool:

@@ -267,15 +267,17 @@ class DecodeStep:
         self.chain, self.knobs, self.tables, self.vocabulary = chain, knobs, tables, vocabulary
 
     @torch.no_grad()
-    def __call__(self, blocks: int, truncation: Truncation) -> None:
+    def __call__(self, blocks: int, truncation: Truncation, hidden_BD: Tensor | None = None) -> None:
         """Draw one token; see `sample` for `truncation`.
 
         Attention reads the first `blocks` blocks of the cache, which must hold the position of every running row.
+        Final hidden states of the rows' last tokens, if they are known, are not computed.
         """
         state = self.state
-        tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
-        hidden_B1D = self.model(tokens_B1, positions=positions_B1, cache=self.cache.first(blocks))
-        logits_BV = self.model.logits(hidden_B1D[:, 0])[:, : self.vocabulary]
+        if hidden_BD is None:
+            tokens_B1, positions_B1 = state.token_B[:, None], state.position_B[:, None]
+            hidden_BD = self.model(tokens_B1, positions=positions_B1, cache=self.cache.first(blocks))[:, 0]
+        logits_BV = self.model.logits(hidden_BD)[:, : self.vocabulary]
         rows = Rows(
             seed_B=state.seed_B,
             position_B=state.position_B + 1,  # the position of the token to be drawn, one after the token that is read
@@ -288,8 +290,9 @@ class DecodeStep:
         )
         allowed_BV = None if self.tables is None else allowed(self.tables, state.constraint_B)
         drawn = sample(logits_BV, rows, allowed_BV, self.chain, truncation)
-        if self.chain.logprobs is not None and drawn.logprobs is not None:
-            state.report(log_probabilities(logits_BV, drawn.token_B, self.chain.logprobs), drawn.logprobs)
+        if self.chain.logprobs is not None:
+            raw = log_probabilities(logits_BV, drawn.token_B, self.chain.logprobs)
+            state.report(raw, drawn.logprobs if self.chain.processed and drawn.logprobs else raw)
         self._advance(drawn)
 
     def _advance(self, drawn: Drawn) -> None:

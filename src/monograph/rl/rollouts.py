@@ -102,7 +102,7 @@ class Drawer:
             return self._made[1]
         config = model.config
         least = SAME_ROWS if options.exact else 1
-        form = Slots(self.slots, block_of(self.slots), min(options.prompts, MOST_PROMPTS), least)
+        form = Slots(self.slots, block_of(self.slots), min(options.prompts, MOST_PROMPTS), least, prompts.longest)
         row_bytes = KVCache.bytes_per_row(config, form.most, weight.dtype, form.block)
         half_bytes = describe().free_memory_bytes // 2
         rows = min(max(answers, SAME_ROWS), MOST_ROWS, half_bytes // row_bytes)
@@ -112,6 +112,7 @@ class Drawer:
                 f"({half_bytes / 2**30:.3g} GiB): lower rl.max_new_tokens"
             )
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
+        chain = replace(chain, processed=options.temperature != 1)
         with modes_kept(model):
             made = Generator(
                 model, chain, rows=rows, slots=form, vocabulary=prompts.vocab_size, compiled=compiled,
