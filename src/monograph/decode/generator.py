@@ -328,7 +328,8 @@ class Generator:
 
     def _collect(self, block: _Block) -> list[Event]:
         """Read a block's codes and return the events; codes of a row after the end of its request are skipped."""
-        lines, *rings = (ring.transpose(0, 1).tolist() for ring in self.outbox.read(block.half, block.steps))
+        rings = self.outbox.read(block.half, block.steps)
+        lines, *reports = (ring.transpose(0, 1).flatten(1).tolist() for ring in rings)
         self.blocks_read += 1
         events, ended = list[Event](), list[int]()
         for row, record in enumerate(block.records):
@@ -351,7 +352,7 @@ class Generator:
                 self.reader.forget()  # the prompt's keys and values may be what is not finite
             if tokens or finish is not None:
                 wanted = record.request.sampling.logprobs
-                of_row = [] if wanted is None else _reported([ring[row] for ring in rings], len(tokens), wanted)
+                of_row = [] if wanted is None else _reported([lines[row] for lines in reports], len(tokens), wanted)
                 events.append(Event(record.number, tokens, finish, of_row))
         if ended:
             # A free row still reads and writes at its position, which must lie in the blocks that other rows need.
@@ -371,14 +372,18 @@ def _drawn(codes: Sequence[int]) -> tuple[list[int], Status]:
     return tokens, Status(status)
 
 
-def _reported(rings: Sequence[Sequence[list[Any]]], count: int, wanted: int) -> list[LogProbability]:
+def _reported(lines: Sequence[list[Any]], count: int, wanted: int) -> list[LogProbability]:
     """Return a row's log-probabilities in a block; a token that could not be drawn (-inf) is left out."""
-    reported = []
-    for values, ids in zip(*(lines[:count] for lines in rings), strict=True):
-        most = len(ids) // 2  # of the likeliest that are reported, under each of the two distributions
-        likeliest, possible = (
-            [pair for pair in zip(ids[at : at + wanted], values[at + past :], strict=False) if pair[1] > -math.inf]
-            for at, past in ((0, 1), (most, 2))
-        )
-        reported.append(LogProbability(values[0], likeliest, values[most + 1], possible))
-    return reported
+    values, ids = lines
+    nothing: list[tuple[int, float]] = []  # one for all, as Python looks through new lists again and again
+    steps = (len(values) - len(ids)) // 2
+    most = len(ids) // steps // 2  # of the likeliest that are reported, under each of the two distributions
+
+    def likeliest(number: int) -> list[tuple[int, float]]:
+        pairs = zip(ids[number * most :][:wanted], values[number * (most + 1) + 1 :][:wanted], strict=True)
+        return [pair for pair in pairs if pair[1] > -math.inf] if wanted else nothing
+
+    return [
+        LogProbability(values[raw * (most + 1)], likeliest(raw), values[(raw + 1) * (most + 1)], likeliest(raw + 1))
+        for raw in range(0, 2 * count, 2)
+    ]

@@ -67,10 +67,10 @@ def weight(x: Tensor) -> Tensor:
 
 
 def _horner(coefficients: tuple[float, ...], x: Tensor) -> Tensor:
-    value = torch.full_like(x, coefficients[0])
-    for coefficient in coefficients[1:]:
-        value = value * x + coefficient
-    return value
+    value = x * coefficients[0]
+    for coefficient in coefficients[1:-1]:
+        value = value.add_(coefficient).mul_(x)  # in place, without memory for each step
+    return value.add_(coefficients[-1])
 
 
 def _split(x: Tensor) -> tuple[Tensor, Tensor]:

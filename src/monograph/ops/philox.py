@@ -28,7 +28,7 @@ def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
     for _ in range(_ROUNDS):
         # Products may overflow int64, so the mask also removes the sign bits that the shift copies into the upper half.
         product0, product1 = _MULTIPLIERS[0] * c0, _MULTIPLIERS[1] * c2
-        high0, high1 = (product0 >> 32) & LOW32, (product1 >> 32) & LOW32
-        c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & LOW32, high0 ^ c3 ^ k1, product0 & LOW32
+        c0, c2 = ((product1 >> 32) ^ (c1 ^ k0)) & LOW32, ((product0 >> 32) ^ (c3 ^ k1)) & LOW32
+        c1, c3 = product1, product0
         k0, k1 = (k0 + _WEYL[0]) & LOW32, (k1 + _WEYL[1]) & LOW32
-    return c0, c1, c2, c3
+    return c0, c1 & LOW32, c2, c3 & LOW32

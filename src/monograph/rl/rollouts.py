@@ -10,6 +10,7 @@ Shapes: R rows, T positions.
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
@@ -124,10 +125,15 @@ class Drawer:
     @contextmanager
     def _decoding(self) -> Iterator[None]:
         # The graphs of blocks were made for training; and autocast computes as the training step does.
-        step = self.engine.step
-        with modes_kept(step.model), capture.set_aside(step), step.context(), torch.no_grad():
-            step.model.eval()
-            yield
+        step, collects = self.engine.step, gc.isenabled()
+        gc.disable()  # no answer refers to itself, and with many, Python would look through all its objects every few draws
+        try:
+            with modes_kept(step.model), capture.set_aside(step), step.context(), torch.no_grad():
+                step.model.eval()
+                yield
+        finally:
+            if collects:
+                gc.enable()
 
     def draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
         """Return an answer to each prompt, with its log-probabilities, by its seed.
