@@ -9,6 +9,8 @@ from torch import Tensor
 from monograph.decode.reproducible import (
     UNIT,
     continuation_seed,
+    greatest,
+    greatest_sum,
     gumbel,
     gumbel_noise,
     gumbel_noise_of,
@@ -113,3 +115,21 @@ def test_bits_do_not_depend_on_the_place_in_a_tensor(function) -> None:
     words = torch.randint(2**32, (1003,), generator=torch.Generator().manual_seed(1))
     alone = torch.cat([function(words[i : i + 1]) for i in range(0, 1003, 17)])
     assert torch.equal(alone, function(words)[::17])
+
+
+@pytest.mark.parametrize("vocabulary", [1, 3, 259, 5000])
+def test_the_greatest_sum_is_that_of_all_the_noise(vocabulary: int) -> None:
+    """Of scores that are even, far apart, level, or mostly forbidden."""
+    torch.manual_seed(0)
+    seed_B, position_B = torch.randint(0, 2**62, (400,)), torch.arange(400)
+    even_BV = torch.randn(400, vocabulary)
+    forbidden_BV = torch.where(torch.rand(400, vocabulary) < 0.9, -torch.inf, even_BV)
+    forbidden_BV[:, -1] = -20.0
+    noise_BV = gumbel_noise(seed_B, position_B, vocabulary)
+    for scores_BV in (even_BV, 1e4 * even_BV, even_BV.round(), torch.zeros_like(even_BV), forbidden_BV):
+        assert torch.equal(greatest_sum(scores_BV, seed_B, position_B), (scores_BV + noise_BV).argmax(-1))
+
+
+def test_of_equal_values_the_lowest_id_is_the_greatest() -> None:
+    values_BN, ids_BN = torch.tensor([[1.0, 2.0, 2.0], [3.0, 0.0, 3.0]]), torch.tensor([[0, 9, 4], [7, 1, 8]])
+    assert greatest(values_BN, ids_BN).tolist() == [4, 7]

@@ -17,7 +17,7 @@ from monograph.decode import penalties
 from monograph.decode.candidates import Candidates, Truncation, everything, one_each
 from monograph.decode.filters import FILTERS, log_total
 from monograph.decode.knobs import EDITS, Chain
-from monograph.decode.reproducible import gumbel_noise, gumbel_noise_of, row_uniform
+from monograph.decode.reproducible import greatest, greatest_sum, gumbel_noise_of, row_uniform
 
 # Statuses of a row's draw. All but OK stop the row; after OVERFLOW the host repeats the draw with "search".
 OK, NAN, DEAD, OVERFLOW = 0, 1, 2, 3
@@ -97,7 +97,9 @@ def sample(
     greatest_B1 = edited_BV.amax(-1, keepdim=True)
     held_B = torch.ones_like(rows.position_B, dtype=torch.bool)
     token_B = edited_BV.argmax(-1)
-    logprobs = _of_one(token_B, chain.logprobs or 0) if chain.reports else None
+    # Only these need the probabilities that are drawn from.
+    reports = (chain.logprobs is not None and chain.processed) or "mirostat" in chain.stages
+    logprobs = _of_one(token_B, chain.logprobs or 0) if reports else None
     if chain.draws:
         greedy_B = rows.knobs["temperature"] <= 0
         candidates = narrowed(edited_BV, rows, chain, truncation)
@@ -123,11 +125,8 @@ def _drawn_from(candidates: Candidates, rows: Rows) -> Tensor:
     """Return the tokens with the greatest score plus noise, the lowest id among equals; [B]."""
     scores_BN, ids_BN = candidates.scores_BN, candidates.ids_BN
     if ids_BN is None:
-        return (scores_BN + gumbel_noise(rows.seed_B, rows.position_B, scores_BN.shape[-1])).argmax(-1)
-    # These candidates are in the order of their logits, so argmax would not take the lowest id.
-    noisy_BN = scores_BN + gumbel_noise_of(rows.seed_B, rows.position_B, ids_BN)
-    greatest_B1 = noisy_BN.amax(-1, keepdim=True)
-    return torch.where(noisy_BN == greatest_B1, ids_BN, ids_BN.amax(-1, keepdim=True)).amin(-1)
+        return greatest_sum(scores_BN, rows.seed_B, rows.position_B)
+    return greatest(scores_BN + gumbel_noise_of(rows.seed_B, rows.position_B, ids_BN), ids_BN)
 
 
 def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation) -> Candidates:

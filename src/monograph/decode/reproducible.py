@@ -87,6 +87,7 @@ def _log(fraction: Tensor, exponent: Tensor) -> Tensor:
     return fraction + correction + exponent * LN2_HIGH
 
 
+_CONTENDERS = 4
 # The purposes of random numbers, which are the fourth word of the counter.
 _GUMBEL, _ROW, _CONTINUATION, _ROLLOUT = 0, 1, 2, 3
 
@@ -114,10 +115,34 @@ def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
     Returns:
         [B, V] fp32.
     """
+    return gumbel(_gumbel_words(seed_B, position_B, vocabulary))
+
+
+def _gumbel_words(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
     # One call of Philox for each id would take 1.7 times as long (docs/log.md).
     fours = torch.arange(-(-vocabulary // 4), device=seed_B.device)
     words = torch.stack(_words(seed_B[:, None], position_B[:, None], fours, _GUMBEL), -1)
-    return gumbel(words.flatten(1)[:, :vocabulary])
+    return words.flatten(1)[:, :vocabulary]
+
+
+def greatest_sum(scores_BV: Tensor, seed_B: Tensor, position_B: Tensor) -> Tensor:
+    """Return the ids with the greatest score plus noise, the lowest among equals; int64 [B].
+
+    In eager mode, where each operation reads and writes memory, a tenth of them finds the few tokens that it can be:
+    torch's own logarithms make a sum wrong by 1e-5 at most, so it is missed only if N others come that close to it.
+    """
+    words_BV = _gumbel_words(seed_B, position_B, scores_BV.shape[-1])
+    if torch.compiler.is_compiling():
+        return (scores_BV + gumbel(words_BV)).argmax(-1)
+    rough_BV = scores_BV - (-torch.log1p(-uniform(words_BV))).log()
+    ids_BN = rough_BV.topk(min(_CONTENDERS, scores_BV.shape[-1])).indices
+    return greatest(scores_BV.gather(-1, ids_BN) + gumbel(words_BV.gather(-1, ids_BN)), ids_BN)
+
+
+def greatest(values_BN: Tensor, ids_BN: Tensor) -> Tensor:
+    """Return the ids of the greatest values, the lowest among equals, which need not be in the order of ids; [B]."""
+    last_B1 = ids_BN.amax(-1, keepdim=True)
+    return torch.where(values_BN == values_BN.amax(-1, keepdim=True), ids_BN, last_B1).amin(-1)
 
 
 def gumbel_noise_of(seed_B: Tensor, position_B: Tensor, ids_BN: Tensor) -> Tensor:
