@@ -26,8 +26,8 @@ def token_log_probabilities(
 
     out[n] = z[n, tokens[n]] / temperature - logsumexp(z[n] / temperature),   z = hidden @ weight.T
 
-    Any function of the result can be differentiated: a backward pass computes the logits of one chunk at a time once
-    more. `linear_cross_entropy`, which knows what is minimised, saves that pass.
+    Any function of the result can be differentiated: of several chunks, a backward pass computes the logits of one at
+    a time once more. `linear_cross_entropy`, which knows what is minimised, saves that pass.
 
     Args:
         hidden_ND: [N, D] float; the products run in this dtype (or in autocast's), softmax and sums in fp32 (fp64 for
@@ -46,7 +46,8 @@ def token_log_probabilities(
     weight_VD = (weight_VD if rows is None else replaced(weight_VD, rows)).to(hidden_ND.dtype)
     chunks = chunks or chunk_count(hidden_ND.shape[0], weight_VD.shape[0], hidden_ND.device.type)
     pieces = zip(hidden_ND.tensor_split(chunks), tokens_N.tensor_split(chunks), strict=True)
-    if not torch.is_grad_enabled():
+    # A single chunk's logits are the first that the backward pass needs, so to drop them saves no memory.
+    if chunks == 1 or not torch.is_grad_enabled():
         return torch.cat([_chosen(hidden_CD, weight_VD, tokens_C, temperature) for hidden_CD, tokens_C in pieces])
     return torch.cat(
         [
