@@ -28,7 +28,7 @@ def rows_of(samplings: Sequence[Sampling], vocabulary: int, chain: Chain | None 
     counts_BV = torch.zeros(count, vocabulary, dtype=COUNTS)
     mu_B = torch.tensor([2.0 * sampling.mirostat_tau for sampling in samplings])
     past = None
-    if chain.reads_history:
+    if chain.has("last_n", "dry"):
         empty_BT = torch.zeros(count, position + 1, dtype=torch.int32)
         past = Past(empty_BT, empty_BT.clone(), torch.zeros_like(prompt_BV).contiguous())
         for row in range(count):

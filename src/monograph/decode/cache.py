@@ -57,18 +57,13 @@ class KVCache:
         return 2 * heads * -(-slots // block) * block * dtype.itemsize
 
     @property
-    def blocks(self) -> int:
-        """The number of blocks, N."""
-        return self.keys[0].shape[0]
-
-    @property
     def block(self) -> int:
         """The slots of a block, C."""
         return self.keys[0].shape[3]
 
     def visible(self, slots: int) -> int:
         """Return how many blocks to read for that many slots: a power of two, since each number has a graph."""
-        return min(self.blocks, 1 << (-(-slots // self.block) - 1).bit_length())
+        return min(self.keys[0].shape[0], 1 << (-(-slots // self.block) - 1).bit_length())
 
     def first(self, blocks: int) -> KVCache:
         """Return a cache in the same memory, in which attention reads the first `blocks` blocks only."""

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from monograph.decode.automata import Automaton, stop_strings
-from monograph.decode.cache import KVCache
+from monograph.decode.cache import KVCache, Slots
 from monograph.decode.generator import Finish, Generator, LogProbability, Request
 from monograph.decode.knobs import chain_of
 from monograph.decode.penalties import breakers
@@ -139,10 +139,15 @@ class Generation:
         tokens: tokens drawn so far.
     """
 
-    def __init__(self, generator: Generator, requests: Sequence[Request], tokenizer: Tokenizer, stop: Sequence[str]):
-        """Take any number of requests; the generator gets each when it is about to have a free row."""
-        self.generator, self.count, self.tokens = generator, len(requests), 0
-        self._requests, self._tokenizer, self._stop = requests, tokenizer, stop
+    def __init__(
+        self, generator: Generator, requests: Sequence[Request], tokenizer: Tokenizer, stop: Sequence[str], n: int = 0
+    ):
+        """Take any number of requests; the generator gets each when it is about to have a free row.
+
+        With `n` there are so many texts for each, which differ in their seeds.
+        """
+        self.generator, self.count, self.tokens = generator, len(requests) * (n or 1), 0
+        self._requests, self._tokenizer, self._stop, self._n = requests, tokenizer, stop, n
 
     def __iter__(self) -> Iterator[Completion]:
         """Yield the n completions of each prompt, prompt by prompt."""
@@ -152,7 +157,13 @@ class Generation:
         """Yield text as it comes, completion by completion, even where several are written at once."""
         indices: dict[int, int] = {}
         writings: dict[int, _Writing] = {}
-        waiting = iter(enumerate(self._requests))
+        # Made when they are asked for, as n may be large.
+        continued = (
+            replace(request, seed=continuation_seed(request.sampling.seed, index))
+            for request in self._requests
+            for index in range(self._n)
+        )
+        waiting = iter(enumerate(continued if self._n else self._requests))
 
         def submit(most: int) -> None:
             for index, request in itertools.islice(waiting, most):
@@ -185,21 +196,6 @@ class Generation:
                 yield Piece(current, text, whole)
                 del writings[current]
                 current += 1
-
-
-class _Requests(Sequence[Request]):
-    """`n` requests in place of each, which differ in their seed; they are made on access, as n may be large."""
-
-    def __init__(self, requests: list[Request], n: int) -> None:
-        self.requests, self.n = requests, n
-
-    def __len__(self) -> int:
-        return len(self.requests) * self.n
-
-    def __getitem__(self, index: int) -> Request:  # type: ignore[override]  # it is iterated over and never sliced
-        prompt, continuation = divmod(index, self.n)
-        first = self.requests[prompt]
-        return replace(first, seed=continuation_seed(first.sampling.seed, continuation))
 
 
 def generate(
@@ -261,7 +257,7 @@ def generate(
     _require_beginnings(strings, requests, tokenizer)
     model.eval()  # the copy that `unwrapped` may make would leave it in training mode
     generator = generator_for(bare, requests, n, tokenizer.vocab_size)
-    return Generation(generator, _Requests(requests, n), tokenizer, strings)
+    return Generation(generator, requests, tokenizer, strings, n)
 
 
 def _listed(name: str, given: Iterable[Any]) -> list[Any]:
@@ -288,14 +284,7 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
     device, count = weight.device.type, n * len(requests)
     longest = max(requests, key=lambda request: len(request.prompt_ids))
     slots = min(len(longest.prompt_ids) + longest.max_tokens, config.max_position_embeddings)
-    # Half, because logits, the sampler and the caller need memory, too.
-    row_bytes, half_bytes = KVCache.bytes_per_row(config, slots, weight.dtype), describe().free_memory_bytes // 2
-    if row_bytes > half_bytes:
-        raise OutOfDeviceMemory(
-            f"keys and values of {slots:,} positions take {row_bytes / 2**30:.3g} GiB, more than half of the free "
-            f"memory ({half_bytes / 2**30:.3g} GiB): ask for fewer tokens"
-        )
-    rows = min(count, MOST_ROWS[device], half_bytes // row_bytes)
+    rows = rows_that_fit(model, Slots(slots), min(count, MOST_ROWS[device]), "ask for fewer tokens")
     steps = -(-count // rows) * min(longest.max_tokens, slots - 1)
     # One request stands for all, as `generate` gives them the same constraint and stop strings.
     automata = [automaton for automaton in (longest.constraint, longest.stop) if automaton]
@@ -308,6 +297,23 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
         automata=automata,
         compiled=steps >= WORTH_COMPILING[device],
     )
+
+
+def rows_that_fit(model: Llama, form: Slots, most: int, advice: str) -> int:
+    """Return as many rows of a cache as half of the free memory holds, at most `most`.
+
+    Raises:
+        OutOfDeviceMemory: it does not hold one; the message ends with the advice.
+    """
+    # Half, because logits, the sampler and the caller need memory, too.
+    half_bytes = describe().free_memory_bytes // 2
+    row_bytes = KVCache.bytes_per_row(model.config, form.most, model.lm_head.weight.dtype, form.block)
+    if row_bytes > half_bytes:
+        raise OutOfDeviceMemory(
+            f"keys and values of {form.most:,} positions take {row_bytes / 2**30:.3g} GiB, more than half of the free "
+            f"memory ({half_bytes / 2**30:.3g} GiB): {advice}"
+        )
+    return min(most, half_bytes // row_bytes)
 
 
 def require_ids(what: str, ids: Sequence[object], tokenizer: Tokenizer) -> None:

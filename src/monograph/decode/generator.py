@@ -187,12 +187,14 @@ class Generator:
         self.step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
         recorder = CudaGraphs(weight.device) if compiled and weight.is_cuda else None
         self.replays = Replays(wrap(self.step.__call__), recorder)
-        self.outbox = Outbox(self.state.rings)
+        rings = (self.state.ring_RB, self.state.values_RBN, self.state.ids_RBN)
+        self.outbox = Outbox([ring for ring in rings if ring is not None])
         self.ahead, self.prefill_s, self.blocks_read = weight.is_cuda, 0.0, 0
-        self._waiting: deque[tuple[int, Request]] = deque()
+        self._waiting: deque[tuple[int, Request, dict[str, Any]]] = deque()  # with the values of knobs
         self._records: list[_Record | None] = [None] * rows
         self._submitted = 0
-        self._served: tuple[Sampling, tuple[int, ...]] | None = None  # by the chain; the last that was asked
+        self._served: tuple[Sampling, tuple[int, ...]] | None = None  # what the chain was asked last, and
+        self._values: dict[str, Any] = {}  # the values of its knobs
 
     def submit(self, request: Request) -> int:
         """Put a request in the queue; return the number that its events carry.
@@ -206,15 +208,16 @@ class Generator:
                 f"the prompt has {len(request.prompt_ids)} tokens, but a row has {self.slots} positions: "
                 f"shorten it to below {self.slots}"
             )
-        if (request.sampling, request.stop_ids) != self._served:
+        if (request.sampling, request.stop_ids) != self._served:  # most requests share their options
             if not self.chain.serves(request.sampling, len(request.stop_ids) if self.chain.stop_ids else 0):
                 raise UsageError(f"the generator's chain {self.chain.stages} does not serve {request.sampling}")
             self._served = request.sampling, request.stop_ids
+            self._values = knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids])
         for automaton in (request.constraint, request.stop):
             self._start(automaton)  # refuses an unknown automaton now and not in the middle of a run
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for")
-        self._waiting.append((self._submitted, request))
+        self._waiting.append((self._submitted, request, self._values))
         self._submitted += 1
         return self._submitted - 1
 
@@ -240,61 +243,38 @@ class Generator:
     def _place(self, free: Sequence[int]) -> None:
         """Put waiting requests into free rows, as many as have their prompts read at once."""
         began = clock()
-        asked = [request for _, request in itertools.islice(self._waiting, len(free))]
-        further = (request.prompt_ids for _, request in itertools.islice(self._waiting, len(free), None))
-        its_rows = self.reader.read([request.prompt_ids for request in asked], further)
-        rows, asked = free[: len(its_rows)], asked[: len(its_rows)]
-        longest = max(len(request.prompt_ids) for request in asked)
+        prompts = [request.prompt_ids for _, request, _ in itertools.islice(self._waiting, len(free))]
+        further = (request.prompt_ids for _, request, _ in itertools.islice(self._waiting, len(free), None))
+        its_rows = self.reader.read(prompts, further)
+        rows, longest = free[: len(its_rows)], max(map(len, prompts[: len(its_rows)]))
         self.cache.copy_rows(rows, self.reader.cache, its_rows, longest - (not self.reader.whole))
         if self.reader.whole:
             self._last_BD[rows] = self.reader.last_RD[its_rows]
         self.prefill_s += clock() - began
-        # Most requests share their options.
-        kinds = {(id(request.sampling), request.stop_ids): request for request in asked}
-        knobs = {
-            kind: knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids])
-            for kind, request in kinds.items()
-        }
-        columns = vars(self.state) | self.knobs
-        write_rows(
-            columns, rows, [self._first(request) | knobs[id(request.sampling), request.stop_ids] for request in asked]
-        )
-        for row, request in zip(rows, asked, strict=True):
-            number, _ = self._waiting.popleft()
-            self._remember(row, request)
-            self._records[row] = _Record(number, request, self._limit(request))
-
-    def _limit(self, request: Request) -> int:
-        return min(request.max_tokens, self.slots - len(request.prompt_ids))
-
-    def _first(self, request: Request) -> dict[str, Any]:
-        """Return a request's entries of the state before its first step, by name."""
-        prompt, sampling, stop_ids = request.prompt_ids, request.sampling, request.stop_ids
-        return {
-            "token_B": prompt[-1],
-            "position_B": len(prompt) - 1,
-            "seed_B": sampling.seed if request.seed is None else request.seed,
-            "generated_B": 0,
-            "limit_B": self._limit(request),
-            "status_B": Status.RUNNING,
-            # -1 is no token's id, so unused places match nothing.
-            "stop_ids_BM": stop_ids + (-1,) * (MAX_STOP_IDS - len(stop_ids)),
-            "constraint_B": self._start(request.constraint),
-            "stopping_B": self._start(request.stop),
-            # mirostat begins at twice its target, as in llama.cpp.
-            "mu_B": 2 * sampling.mirostat_tau,
-        }
-
-    def _remember(self, row: int, request: Request) -> None:
-        """Write what the stages that look back read of a prompt."""
-        state = self.state
-        if state.counts_BV is not None:
-            counts_V, prompt_V = first_counts(request.sampling, request.prompt_ids, self.vocabulary)
-            state.counts_BV[row].copy_(counts_V)
-            if state.prompt_BV is not None:
-                state.prompt_BV[row].copy_(prompt_V)
-        if state.past is not None:
-            state.past.begin(row, request.prompt_ids, request.breaker_V)
+        state, values = self.state, []
+        for row in rows:
+            number, request, knobs = self._waiting.popleft()
+            prompt, sampling, stop_ids = request.prompt_ids, request.sampling, request.stop_ids
+            limit = min(request.max_tokens, self.slots - len(prompt))
+            self._records[row] = _Record(number, request, limit)
+            first = {
+                "token_B": prompt[-1], "position_B": len(prompt) - 1, "generated_B": 0, "limit_B": limit,
+                "seed_B": sampling.seed if request.seed is None else request.seed, "status_B": Status.RUNNING,
+                # -1 is no token's id, so unused places match nothing.
+                "stop_ids_BM": stop_ids + (-1,) * (MAX_STOP_IDS - len(stop_ids)),
+                "constraint_B": self._start(request.constraint), "stopping_B": self._start(request.stop),
+                # mirostat begins at twice its target, as in llama.cpp.
+                "mu_B": 2 * sampling.mirostat_tau,
+            }  # fmt: skip
+            values.append(first | knobs)
+            if state.counts_BV is not None:
+                counts_V, prompt_V = first_counts(sampling, prompt, self.vocabulary)
+                state.counts_BV[row].copy_(counts_V)
+                if state.prompt_BV is not None:
+                    state.prompt_BV[row].copy_(prompt_V)
+            if state.past is not None:
+                state.past.begin(row, prompt, request.breaker_V)
+        write_rows(vars(state) | self.knobs, rows, values)
 
     def _start(self, automaton: Automaton | None) -> int:
         if automaton is None:
@@ -328,8 +308,7 @@ class Generator:
 
     def _collect(self, block: _Block) -> list[Event]:
         """Read a block's codes and return the events; codes of a row after the end of its request are skipped."""
-        rings = self.outbox.read(block.half, block.steps)
-        lines, *reports = (ring.transpose(0, 1).flatten(1).tolist() for ring in rings)
+        lines, *rings = (ring.transpose(0, 1).tolist() for ring in self.outbox.read(block.half, block.steps))
         self.blocks_read += 1
         events, ended = list[Event](), list[int]()
         for row, record in enumerate(block.records):
@@ -352,7 +331,7 @@ class Generator:
                 self.reader.forget()  # the prompt's keys and values may be what is not finite
             if tokens or finish is not None:
                 wanted = record.request.sampling.logprobs
-                of_row = [] if wanted is None else _reported([lines[row] for lines in reports], len(tokens), wanted)
+                of_row = [] if wanted is None else _reported([ring[row] for ring in rings], len(tokens), wanted)
                 events.append(Event(record.number, tokens, finish, of_row))
         if ended:
             # A free row still reads and writes at its position, which must lie in the blocks that other rows need.
@@ -372,18 +351,14 @@ def _drawn(codes: Sequence[int]) -> tuple[list[int], Status]:
     return tokens, Status(status)
 
 
-def _reported(lines: Sequence[list[Any]], count: int, wanted: int) -> list[LogProbability]:
+def _reported(rings: Sequence[Sequence[list[Any]]], count: int, wanted: int) -> list[LogProbability]:
     """Return a row's log-probabilities in a block; a token that could not be drawn (-inf) is left out."""
-    values, ids = lines
-    nothing: list[tuple[int, float]] = []  # one for all, as Python looks through new lists again and again
-    steps = (len(values) - len(ids)) // 2
-    most = len(ids) // steps // 2  # of the likeliest that are reported, under each of the two distributions
-
-    def likeliest(number: int) -> list[tuple[int, float]]:
-        pairs = zip(ids[number * most :][:wanted], values[number * (most + 1) + 1 :][:wanted], strict=True)
-        return [pair for pair in pairs if pair[1] > -math.inf] if wanted else nothing
-
-    return [
-        LogProbability(values[raw * (most + 1)], likeliest(raw), values[(raw + 1) * (most + 1)], likeliest(raw + 1))
-        for raw in range(0, 2 * count, 2)
-    ]
+    reported = []
+    for values, ids in zip(*(lines[:count] for lines in rings), strict=True):
+        most = len(ids) // 2  # of the likeliest that are reported, under each of the two distributions
+        likeliest, possible = (
+            [pair for pair in zip(ids[at : at + wanted], values[at + past :], strict=False) if pair[1] > -math.inf]
+            for at, past in ((0, 1), (most, 2))
+        )
+        reported.append(LogProbability(values[0], likeliest, values[most + 1], possible))
+    return reported

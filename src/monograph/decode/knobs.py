@@ -76,25 +76,9 @@ class Chain:
         """Whether a row may draw at random."""
         return "temperature" in self.stages or "dynamic_temperature" in self.stages
 
-    @property
-    def reads_counts(self) -> bool:
-        """Whether a stage reads `Rows.counts_BV`."""
-        return "repetition" in self.stages or "counted" in self.stages
-
-    @property
-    def reads_history(self) -> bool:
-        """Whether a stage reads `Rows.past`."""
-        return "last_n" in self.stages or "dry" in self.stages
-
-    @property
-    def reports(self) -> bool:
-        """Whether a step needs the probabilities that it drew from."""
-        return (self.logprobs is not None and self.processed) or "mirostat" in self.stages
-
-    @property
-    def reads_prompt(self) -> bool:
-        """Whether a stage reads `Rows.prompt_BV`."""
-        return "repetition" in self.stages
+    def has(self, *stages: str) -> bool:
+        """Return whether it has one of these stages."""
+        return any(stage in self.stages for stage in stages)
 
     def serves(self, sampling: Sampling, stop_ids: int = 0) -> bool:
         """Return whether the chain has all stages of a request, in the request's order, and room for its ids."""
@@ -215,7 +199,7 @@ _INT64 |= {"penalty_last_n", "counts_prompt", "dry_allowed_length", "dry_penalty
 def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor]:
     """Return knobs that turn all stages off, with the temperature 1: fp32 or int64 [B], lists of ids [B, M]."""
     return {
-        name: torch.tensor([value] * rows, dtype=_dtype(name), device=device)
+        name: torch.tensor([value] * rows, dtype=torch.int64 if name in _INT64 else torch.float32, device=device)
         for name, value in knobs_of(_OFF, chain).items()
     }
 
@@ -232,10 +216,6 @@ def write_rows(columns: Mapping[str, Tensor], rows: Sequence[int], values: Seque
         column = columns[name]
         entries = sent([of_request[name] for of_request in values], column.device, column.dtype)
         column.index_copy_(0, sent(rows, column.device), entries)
-
-
-def _dtype(name: str) -> torch.dtype:
-    return torch.int64 if name in _INT64 else torch.float32
 
 
 def _log(probability: float) -> float:

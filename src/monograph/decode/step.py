@@ -121,17 +121,17 @@ class State:
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
             constraint_B=zeros(rows, dtype=torch.int32),
             stopping_B=zeros(rows, dtype=torch.int32),
-            counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if chain.reads_counts else None,
+            counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if chain.has("repetition", "counted") else None,
             # A window of the last n tokens drops the prompt's ids one by one, so it needs their number.
             prompt_BV=zeros(rows, vocabulary, dtype=COUNTS if "last_n" in chain.stages else torch.bool)
-            if chain.reads_prompt
+            if chain.has("repetition")
             else None,
             past=Past(
                 zeros(rows, slots, dtype=torch.int32),
                 zeros(rows, slots, dtype=torch.int32),
                 zeros(rows, vocabulary, dtype=torch.bool),
             )
-            if chain.reads_history
+            if chain.has("last_n", "dry")
             else None,
             mu_B=zeros(rows, dtype=torch.float32),
             line_1=zeros(1),
@@ -139,11 +139,6 @@ class State:
             values_RBN=None if n is None else zeros(lines, rows, 2 * (1 + n), dtype=torch.float32),
             ids_RBN=None if n is None else zeros(lines, rows, 2 * n, dtype=torch.int32),
         )
-
-    @property
-    def rings(self) -> list[Tensor]:
-        """The tensors that the host reads."""
-        return [ring for ring in (self.ring_RB, self.values_RBN, self.ids_RBN) if ring is not None]
 
     def report(self, raw: LogProbabilities, drawn: LogProbabilities) -> None:
         """Write a step's log-probabilities, raw and of the distribution drawn from, to the line that `write` fills."""

@@ -22,15 +22,15 @@ import torch
 from torch import Tensor
 
 from monograph.data.rows import rows_at
-from monograph.decode.cache import KVCache, Slots
-from monograph.decode.completion import WORTH_COMPILING, Completion, Generation
+from monograph.decode.cache import Slots
+from monograph.decode.completion import WORTH_COMPILING, Completion, Generation, rows_that_fit
 from monograph.decode.generator import Generator, Request
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import rollout_seeds
 from monograph.decode.sampling import Sampling
-from monograph.device import clock, describe
+from monograph.device import clock
 from monograph.engine import Engine
-from monograph.errors import Diverged, OutOfDeviceMemory
+from monograph.errors import Diverged
 from monograph.graph import capture
 from monograph.graph.inspect import modes_kept
 from monograph.loss import Batch
@@ -101,17 +101,9 @@ class Drawer:
         compiled = self.engine.step.scope != "none" and steps >= WORTH_COMPILING[weight.device.type]
         if self._made and self._made[0] == compiled:
             return self._made[1]
-        config = model.config
         least = SAME_ROWS if options.exact else 1
         form = Slots(self.slots, block_of(self.slots), min(options.prompts, MOST_PROMPTS), least, prompts.longest)
-        row_bytes = KVCache.bytes_per_row(config, form.most, weight.dtype, form.block)
-        half_bytes = describe().free_memory_bytes // 2
-        rows = min(max(answers, SAME_ROWS), MOST_ROWS, half_bytes // row_bytes)
-        if not rows:
-            raise OutOfDeviceMemory(
-                f"keys and values of one answer take {row_bytes / 2**30:.3g} GiB, more than half of the free memory "
-                f"({half_bytes / 2**30:.3g} GiB): lower rl.max_new_tokens"
-            )
+        rows = rows_that_fit(model, form, min(max(answers, SAME_ROWS), MOST_ROWS), "lower rl.max_new_tokens")
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
         chain = replace(chain, processed=options.temperature != 1)
         with modes_kept(model):
@@ -126,7 +118,7 @@ class Drawer:
     def _decoding(self) -> Iterator[None]:
         # The graphs of blocks were made for training; and autocast computes as the training step does.
         step, collects = self.engine.step, gc.isenabled()
-        gc.disable()  # no answer refers to itself, and with many, Python would look through all its objects every few draws
+        gc.disable()  # no answer refers to itself, and many make Python look through all its objects again and again
         try:
             with modes_kept(step.model), capture.set_aside(step), step.context(), torch.no_grad():
                 step.model.eval()
@@ -142,10 +134,8 @@ class Drawer:
             Diverged: the model's logits are not finite.
         """
         sampling, most = Sampling(temperature=self.options.temperature, logprobs=0), self.options.max_new_tokens
-        requests = [
-            Request(prompt.ids, sampling, most, self.ends, seed=seed)
-            for prompt, seed in zip(prompts, seeds, strict=True)
-        ]
+        pairs = zip(prompts, seeds, strict=True)
+        requests = [Request(prompt.ids, sampling, most, self.ends, seed=seed) for prompt, seed in pairs]
         generator = self.generator  # chosen while the step is captured, which it is not below
         with self._decoding():
             generator.forget()
