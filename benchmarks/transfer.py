@@ -18,10 +18,10 @@ from typing import Any
 
 import harness
 import torch
+from vertex import vertex
 
 import monograph as mono
 from monograph.data.corpus import Corpus
-from monograph.evaluation import vertex
 from monograph.optim import Optimizer
 
 WIDTHS, RATES, SEEDS, UPDATES = (32, 64, 128), tuple(2.0**k for k in range(-9, -2)), (0, 1), 250

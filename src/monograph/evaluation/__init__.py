@@ -6,12 +6,7 @@ from monograph.evaluation.choices import Accuracy as Accuracy
 from monograph.evaluation.choices import Continuation as Continuation
 from monograph.evaluation.choices import choose as choose
 from monograph.evaluation.choices import score as score
-from monograph.evaluation.comparison import Comparison as Comparison
 from monograph.evaluation.comparison import compare as compare
-from monograph.evaluation.significance import Table as Table
-from monograph.evaluation.significance import Vertex as Vertex
-from monograph.evaluation.significance import tabulate as tabulate
-from monograph.evaluation.significance import vertex as vertex
 from monograph.evaluation.text import Evaluation as Evaluation
 from monograph.evaluation.text import evaluate as evaluate
 from monograph.evaluation.text import evaluate_members as evaluate_members

@@ -142,11 +142,11 @@ def _tables(train: NDArray[np.uint8], order: int) -> list[_Table]:
     """
     if order < 0:
         return []
-    grams_G, counts_G = _distinct(_grams(train, order + 1))
+    grams_G, counts_G = np.unique(_grams(train, order + 1), return_counts=True)
     tables = [_Table.of(order, grams_G, counts_G)]
     for shorter in range(order - 1, -1, -1):
         tails = grams_G & np.uint64((1 << 8 * (shorter + 1)) - 1)
-        tails_G, preceding_G = _distinct(tails)
+        tails_G, preceding_G = np.unique(tails, return_counts=True)
         tables.append(_Table.of(shorter, tails_G, preceding_G))
         grams_G = np.union1d(tails_G, _grams(train[: shorter + 1], shorter + 1))
     return tables[::-1]
@@ -162,13 +162,6 @@ def _discounts(counts_G: NDArray[np.int64]) -> NDArray[np.float64]:
         estimate = i - (i + 1) * ratio * n[i + 1] / n[i] if n[i] else 0.0
         discounts[i] = estimate if 0 < estimate < i else substitute
     return discounts
-
-
-def _distinct(grams: Grams) -> tuple[Grams, NDArray[np.int64]]:
-    """Return the sorted distinct grams and how often each occurs."""
-    ordered = np.sort(grams)
-    starts = np.flatnonzero(np.concatenate([[True], ordered[1:] != ordered[:-1]]))
-    return ordered[starts], np.diff(np.append(starts, len(ordered)))
 
 
 def _grams(text: NDArray[np.uint8], length: int) -> Grams:

@@ -1,17 +1,19 @@
-# Run: pytest tests/evaluation/test_vertex.py
+# Run: pytest tests/benchmarks/test_vertex.py
 """The vertex of a learning-rate sweep: exact on parabolas, inside what was tried, honest at the edges."""
 
 from __future__ import annotations
 
 import math
+import runpy
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from monograph.errors import UsageError
-from monograph.evaluation import vertex
 
+vertex = runpy.run_path(str(Path(__file__).resolve().parents[2] / "benchmarks" / "vertex.py"))["vertex"]
 POWERS = [2.0**k for k in range(-9, -2)]
 
 
