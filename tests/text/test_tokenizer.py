@@ -119,8 +119,8 @@ def test_borders_of_documents_are_found_or_asked_for(tmp_path):
     with pytest.raises(InputRefused, match="no special token to begin and end documents with among <x>, <y>, <z>"):
         Tokenizer.from_file(path)
     with pytest.raises(InputRefused, match="has no special token '<w>'"):
-        Tokenizer.from_file(path, bos="<w>")
-    assert Tokenizer.from_file(path, bos="<z>", eos="<y>").bos_id == 2
+        Tokenizer(json.loads(path.read_text()), str(path), bos="<w>")
+    assert Tokenizer(json.loads(path.read_text()), str(path), bos="<z>", eos="<y>").bos_id == 2
     (tmp_path / "tokenizer_config.json").write_text('{"bos_token": {"content": "<y>"}, "eos_token": "<z>"}')
     configured = Tokenizer.from_file(tmp_path)
     assert (configured.bos_id, configured.eos_id) == (1, 2)

@@ -124,15 +124,11 @@ class Tokenizer:
         return cls(json.loads(engine.to_str()) | {"post_processor": _BEGIN_WITH_BOS}, f"bpe:{vocab_size}")
 
     @classmethod
-    def from_file(
-        cls, path: str | Path, bos: str | None = None, eos: str | None = None, trusted: bool = False
-    ) -> Tokenizer:
+    def from_file(cls, path: str | Path, trusted: bool = False) -> Tokenizer:
         """Read a `tokenizer.json`, or the one in a folder, with its chat template and the other files next to it.
 
         Args:
             path: the file or its folder.
-            bos: the token that begins a document; None: that of `tokenizer_config.json`, else the first usual name.
-            eos: the same for the end of a document. If only one of the two is known, it serves as both.
             trusted: whether Monograph wrote the file; any other is first loaded in a process with limits.
 
         Raises:
@@ -141,9 +137,7 @@ class Tokenizer:
         path = Path(os.path.expanduser(path))
         path = path / "tokenizer.json" if is_folder(path) else path
         settings = tokenizer_config.read(path.parent)
-        if bos is None and eos is None:
-            bos, eos = settings.borders
-        tokenizer = cls(tokenizer_file.read(path), str(path), bos, eos, trusted)
+        tokenizer = cls(tokenizer_file.read(path), str(path), *settings.borders, trusted)
         tokenizer.config = settings
         return tokenizer
 
