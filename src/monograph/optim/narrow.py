@@ -101,6 +101,12 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
     return hi.to(torch.int16).view(torch.bfloat16), (bits - (hi << 16)).to(torch.int16)
 
 
+def split_(master: Tensor, hi: Tensor, lo: Tensor) -> None:
+    """Write the halves of `split` into `hi` and `lo`."""
+    for target, source in zip((hi, lo), split(master), strict=True):
+        target.copy_(source)
+
+
 def join(hi: Tensor, lo: Tensor) -> Tensor:
     """Return the fp32 tensor that `split` was given, bit for bit."""
     return ((hi.view(torch.int16).to(torch.int32) << 16) + lo).view(torch.float32)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from monograph.optim import Plane, join, split
+from monograph.optim import Plane, join, split_
 from monograph.step import Step
 from monograph.step.clip import update_plane
 from monograph.stream.chunked_update import Chunk, cut
@@ -144,9 +144,3 @@ class HostUpdate:
 def join_(master: Tensor, hi: Tensor, lo: Tensor) -> None:
     """Join halves into `master` in place, as `monograph.optim.join` does."""
     master.copy_(join(hi, lo))
-
-
-def split_(master: Tensor, hi: Tensor, lo: Tensor) -> None:
-    """Split `master` into halves in place, as `monograph.optim.split` does."""
-    for target, source in zip((hi, lo), split(master), strict=True):
-        target.copy_(source)

@@ -18,7 +18,7 @@ from monograph.errors import UsageError
 from monograph.graph.family import Family
 from monograph.graph.inspect import blocks
 from monograph.graph.siblings import families
-from monograph.optim import Kind, Optimizer, Plane, initialise, join, planes, split, splittable, trainable
+from monograph.optim import Kind, Optimizer, Plane, initialise, join, planes, split, split_, splittable, trainable
 from monograph.stream.lanes import Home, Space
 from monograph.stream.placement import Placement, on_host, place
 
@@ -79,9 +79,7 @@ class Stored:
     def set_master(self, master: Tensor) -> None:
         """Take over the weights `master` [size]."""
         if self.splits:
-            hi, lo = split(splittable(master))
-            self.buffers[REST].tensor.copy_(lo)
-            self.buffers[WEIGHTS].tensor.copy_(hi)
+            split_(splittable(master), self.buffers[WEIGHTS].tensor, self.buffers[REST].tensor)
         else:
             self.buffers[WEIGHTS].tensor.copy_(master)
 

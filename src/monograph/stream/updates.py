@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from monograph.errors import OutOfDeviceMemory
-from monograph.optim import Plane, join, split
+from monograph.optim import Plane, join, split_
 from monograph.step import Step
 from monograph.stream.chunked_update import STAGING_BUFFERS, ChunkedUpdate, StagingBuffers, chunks, to_fetch
 from monograph.stream.host_update import HostUpdate
@@ -140,9 +140,7 @@ class Updates:
             return
         whole = replace(plane, param=join(plane.param, rest))
         self.step.update_plane(whole, total, scale, accepted)
-        hi, lo = split(whole.param)
-        plane.param.copy_(hi)
-        rest.copy_(lo)
+        split_(whole.param, plane.param, rest)
 
     # ── on the device, between its other work ───────────────────────────────────────────────────
 
