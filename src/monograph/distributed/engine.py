@@ -42,6 +42,7 @@ class RankEngine(Engine):
     """
 
     world: World
+    joining: Callable[[bool], AbstractContextManager[None]]
 
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
         rows, ranks = self._rows(window), self.world.size
@@ -67,6 +68,23 @@ class RankEngine(Engine):
             raise OutOfDeviceMemory(
                 f"rank {self.world.rank}: {str(error).splitlines()[0]}; use a smaller train.micro_batch"
             ) from error
+
+    def _accumulate(self, step: Step, batches: Sequence[Any]) -> None:
+        step.link()
+        for unit, batch in enumerate(batches):
+            seed(self.world, step, unit)
+            with self.joining(unit + 1 == len(batches)):
+                with unlinked(step.planes), step.context():
+                    loss, loss_sum, count = self._forward(step, batch)
+                if not step.differentiate(loss, loss_sum, count):
+                    self._without_gradient(step)
+
+    def _forward(self, step: Step, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _without_gradient(self, step: Step) -> None:
+        """Do what ranks must where a micro-batch's loss depends on no parameter."""
+        raise NotImplementedError
 
 
 def total(step: Step) -> None:
@@ -110,24 +128,18 @@ class Replicated(RankEngine):
         # This is a lambda because torch refuses a hook whose annotations are strings, as all are in this file.
         self.parallel.register_comm_hook(None, lambda _, bucket: world.summing(bucket.buffer()))
         # Gradients are summed over ranks all at once, with the window's last micro-batch.
-        self.joining: Callable[[bool], AbstractContextManager[None]] = lambda last: (
-            nullcontext() if last else self.parallel.no_sync()
-        )
+        self.joining = lambda last: nullcontext() if last else self.parallel.no_sync()
         # After its first backward pass DDP rebuilds its buckets, so that the gradients of more than two ranks are
         # summed in another order. This pass, made before the first update, gives restarted ranks the same bits.
         self.parallel(None, step.loss_factor).backward()
         super().__init__(lambda: step, micro_batch)
 
-    def _accumulate(self, step: Step, batches: Sequence[Any]) -> None:
-        step.link()
-        for unit, batch in enumerate(batches):
-            seed(self.world, step, unit)
-            with self.joining(unit + 1 == len(batches)):
-                with unlinked(step.planes), step.context():
-                    loss, loss_sum, count = self.parallel(batch, step.loss_factor)
-                if not step.differentiate(loss, loss_sum, count):
-                    # The other ranks wait for this rank's gradient, even if it is all zeros.
-                    self.parallel.module(None, step.loss_factor).backward()
+    def _forward(self, step: Step, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return self.parallel(batch, step.loss_factor)
+
+    def _without_gradient(self, step: Step) -> None:
+        # The other ranks wait for this rank's gradient, even if it is all zeros.
+        self.parallel.module(None, step.loss_factor).backward()
 
 
 @final
@@ -144,7 +156,7 @@ class Sharded(RankEngine):
     def __init__(self, model: nn.Module, *, world: World, micro_batch: int | None = None, **others: Any):
         """Give each rank its rows; the arguments are those of `Replicated`."""
         self.world, self.shards = world, Shards(world)
-        self.joining: Callable[[bool], AbstractContextManager[None]] = lambda last: nullcontext()
+        self.joining = lambda last: nullcontext()
         layout = self.shards.layout(accumulate=self._accumulate, complete=total)
         step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
         step.recorder = None  # a replayed micro-step would contain collectives
@@ -156,19 +168,14 @@ class Sharded(RankEngine):
         model, optimizer = OwnRows(state.model, own.model), OwnRows(state.optimizer, own.optimizer)
         super().load_state(EngineState(model, optimizer, state.scalars))
 
-    def _accumulate(self, step: Step, batches: Sequence[Any]) -> None:
-        step.link()
-        for unit, batch in enumerate(batches):
-            seed(self.world, step, unit)
-            with self.joining(unit + 1 == len(batches)):
-                with unlinked(step.planes), step.context():
-                    loss, loss_sum, count = step.forward(batch, step.loss_factor)
-                if not step.differentiate(loss, loss_sum, count):
-                    raise UsageError(
-                        "a micro-batch's loss does not depend on the parameters, and fsdp needs a backward pass "
-                        "through all of them: have the loss call the model for rows without targets too, or take "
-                        "train.parallel = ddp"
-                    )
+    def _forward(self, step: Step, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
+        return step.forward(batch, step.loss_factor)
+
+    def _without_gradient(self, step: Step) -> None:
+        raise UsageError(
+            "a micro-batch's loss does not depend on the parameters, and fsdp needs a backward pass through all of "
+            "them: have the loss call the model for rows without targets too, or take train.parallel = ddp"
+        )
 
 
 class _Whole(nn.Module):
