@@ -15,17 +15,13 @@ from monograph.step import Update
 PATIENCE = 20  # so many skipped updates in a row are no accident
 
 
-class MetricsLog:
-    """The log of one run's updates. It writes after every `every` updates and so waits for the device only then."""
+class _Pending:
+    """Updates whose numbers are still on the device; one read fetches those of several."""
 
-    def __init__(self, run: Run, every: int):
-        """Open the log of `run` and read the metrics that a resumed run has already."""
-        self.run, self.every = run, every
+    def __init__(self, every: int):
+        """Read and write the numbers of each `every` updates."""
+        self.every = every
         self.pending: list[tuple[Update, dict[str, Any]]] = []
-        rows = [row for row in run.rows() if "skipped" in row]
-        self.last: dict[str, Any] = rows[-1] if rows else {}
-        self.skipped = sum(row["skipped"] for row in rows)
-        self.streak = sum(1 for _ in itertools.takewhile(lambda row: row["skipped"], reversed(rows)))
 
     def add(self, update: Update, extra: dict[str, Any]) -> bool:
         """Add an update with extra values for its row; return whether the rows were written now."""
@@ -36,11 +32,29 @@ class MetricsLog:
 
     def flush(self) -> None:
         """Write the pending rows. Only here does the training loop read tensors."""
-        if not self.pending:
-            return
-        rows = [members[0] for members in numbers([update for update, _ in self.pending])]
-        self.write(rows, [extra for _, extra in self.pending])
-        self.pending.clear()
+        if self.pending:
+            updates, extras = zip(*self.pending, strict=True)
+            self._write(numbers(updates), extras)
+            self.pending.clear()
+
+    def _write(self, rows: Sequence[Sequence[dict[str, Any]]], extras: Sequence[dict[str, Any]]) -> None:
+        raise NotImplementedError
+
+
+class MetricsLog(_Pending):
+    """The log of one run's updates. It writes after every `every` updates and so waits for the device only then."""
+
+    def __init__(self, run: Run, every: int):
+        """Open the log of `run` and read the metrics that a resumed run has already."""
+        super().__init__(every)
+        self.run = run
+        rows = [row for row in run.rows() if "skipped" in row]
+        self.last: dict[str, Any] = rows[-1] if rows else {}
+        self.skipped = sum(row["skipped"] for row in rows)
+        self.streak = sum(1 for _ in itertools.takewhile(lambda row: row["skipped"], reversed(rows)))
+
+    def _write(self, rows: Sequence[Sequence[dict[str, Any]]], extras: Sequence[dict[str, Any]]) -> None:
+        self.write([members[0] for members in rows], extras)
 
     @property
     def is_lost(self) -> bool:
@@ -64,7 +78,7 @@ class MetricsLog:
         return self.streak > 0 and (loss is None or not math.isfinite(loss) or 2 * self.streak >= updates)
 
 
-class MetricsLogs:
+class MetricsLogs(_Pending):
     """The logs of models that train at once, whose tensors are read from the device together.
 
     Attributes:
@@ -73,23 +87,12 @@ class MetricsLogs:
 
     def __init__(self, runs: Sequence[Run], every: int):
         """Open the logs of `runs`, in the order of the members; see `MetricsLog`."""
-        self.logs, self.every = [MetricsLog(run, every) for run in runs], every
-        self.pending: list[tuple[Update, dict[str, Any]]] = []
+        super().__init__(every)
+        self.logs = [MetricsLog(run, every) for run in runs]
         self.ended = {i: row["diverged"] for i, run in enumerate(runs) for row in run.rows() if "diverged" in row}
 
-    def add(self, update: Update, extra: dict[str, Any]) -> bool:
-        """Add an update with extra values for its rows; return whether the rows were written now."""
-        self.pending.append((update, extra))
-        if len(self.pending) >= self.every:
-            self.flush()
-        return not self.pending
-
-    def flush(self) -> None:
-        """Write the pending rows of all members that have not ended."""
-        if not self.pending:
-            return
-        rows, extras = numbers([update for update, _ in self.pending]), [extra for _, extra in self.pending]
-        self.pending.clear()
+    def _write(self, rows: Sequence[Sequence[dict[str, Any]]], extras: Sequence[dict[str, Any]]) -> None:
+        """Write the rows of all members that have not ended."""
         for index, log in enumerate(self.logs):
             if index not in self.ended:
                 log.write([members[index] for members in rows], extras)
