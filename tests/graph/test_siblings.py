@@ -233,7 +233,7 @@ def test_a_layer_called_without_the_first_or_after_a_part_was_repeated():
     fuse_siblings(model, X)
     assert relative_error(model.b(X), torch.nn.functional.linear(X, model.b.weight, model.b.bias)) < 1e-6
     model.a(X)
-    assert families(model)[0].waits
+    assert families(model)[0]._left
     assert relative_error(model(X), alone(model, X)) < 1e-6
     x = X.clone().requires_grad_()
     checkpoint(model, x, use_reentrant=False).sum().backward()

@@ -148,11 +148,6 @@ class Family:
         in_place = storage_of(self.weight) == storage_of(self.weights[0]) and adjacent(self.weights)
         return in_place and not compat.in_transform()
 
-    @property
-    def waits(self) -> bool:
-        """Return whether outputs of a call wait for their layers."""
-        return self._left is not None
-
     def products(self, input: Tensor) -> tuple[Tensor, ...]:
         """Return the outputs of all layers for one input."""
         bias = _joined(self.bias, self.biases)

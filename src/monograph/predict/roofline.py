@@ -14,13 +14,13 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from monograph.device import Device, clock, default_device, measured_matmul_flops
 from monograph.errors import InputRefused, Unreadable
 from monograph.graph.precision import Precision
+from monograph.model.config import LlamaConfig
 from monograph.predict.estimate import (
     SCORE_NUMBERS,
     dense_bytes,
@@ -33,9 +33,6 @@ from monograph.predict.fake_memory import PASSING
 from monograph.predict.footprint import Work
 from monograph.storage.reading import contents, parse_json
 from monograph.stream.clock import Costs
-
-if TYPE_CHECKING:
-    from monograph.model.config import LlamaConfig
 
 
 def matmul_parameters(config: LlamaConfig) -> int:
@@ -118,7 +115,6 @@ class Efficiency:
         traffic: share of the memory's bytes/s that elementwise code reaches.
         launch_s: seconds between the starts of two kernels that do nothing.
         saturating_tokens: tokens of a micro-batch at which products reach half of their share.
-        measured: whether shares were measured on this very card; otherwise they are a guess from other cards.
     """
 
     products: float = 0.75
@@ -126,11 +122,10 @@ class Efficiency:
     traffic: float = 0.85
     launch_s: float = 5e-6
     saturating_tokens: int = 256
-    measured: bool = False
 
 
 # H200: products of 8192^3 at 788 of 989 TFLOP/s, a copy at 4.3 of 4.8 TB/s; other values are the defaults.
-EFFICIENCIES = {"NVIDIA H200": Efficiency(products=0.797, traffic=0.896, measured=True)}
+EFFICIENCIES = {"NVIDIA H200": Efficiency(products=0.797, traffic=0.896)}
 # A CPU's FLOP/s are measured, and no datasheet gives its bandwidth.
 CPU = Efficiency(products=0.9, attention=0.4, traffic=0.7, launch_s=2e-6, saturating_tokens=64)
 CPU_BYTES_PER_S = 20e9

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from monograph.checkpointing import Checkpoint
 from monograph.errors import InputRefused, UsageError
@@ -34,9 +34,6 @@ from monograph.text import tokenizer_config
 from monograph.text.chat import end_of_turn
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 
 class Trained(NamedTuple):

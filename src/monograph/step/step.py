@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal, final
 
 import torch
@@ -188,11 +188,9 @@ class Step:
                 plane.param.copy_(param)
             self.holds_average = False
 
-    @contextmanager
-    def assembled(self) -> Iterator[nn.Module]:
+    def assembled(self) -> AbstractContextManager[nn.Module]:
         """In the block give a module that can be called on its own, all of its weights in one place; only to read."""
-        with self.layout.assembled(self) as whole:
-            yield whole
+        return self.layout.assembled(self)
 
     @contextmanager
     def context(self) -> Iterator[None]:
