@@ -10,11 +10,15 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import settings
 
 from costs import Costs
+
+if TYPE_CHECKING:
+    from commands.forked import CommandServer
 
 # A variable of the person who runs the tests must not change what they test.
 for name in [name for name in os.environ if name.startswith("MONOGRAPH_")]:
@@ -53,6 +57,15 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _caches_are_the_tests_own(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["MONOGRAPH_HOME"] = str(tmp_path_factory.mktemp("monograph-home"))
+
+
+@pytest.fixture(scope="session")
+def server(_caches_are_the_tests_own: None) -> Iterator[CommandServer]:
+    """The command line in forks of one process: its imports, seconds of them, are paid for once by a worker."""
+    from commands.forked import CommandServer
+
+    with CommandServer() as forks:
+        yield forks
 
 
 @pytest.fixture(autouse=True)

@@ -29,74 +29,74 @@ SCHEMA = {"type": "object", "properties": {"size": {"type": "integer", "minimum"
 SCHEMA |= {"required": ["size"]}
 
 
-def test_the_story(tmp_path: Path) -> None:
+def test_the_story(server: CommandServer, tmp_path: Path) -> None:
+    monograph = server
     with_texts(tmp_path)
-    with CommandServer() as monograph:
-        # data
-        built = monograph.run(tmp_path, "data", "build", *SETTINGS)
-        assert built.code == 0 and "fingerprint" in built.out
-        assert "rows of 32" in monograph.run(tmp_path, "data", "show", *SETTINGS).out
+    # data
+    built = monograph.run(tmp_path, "data", "build", *SETTINGS)
+    assert built.code == 0 and "fingerprint" in built.out
+    assert "rows of 32" in monograph.run(tmp_path, "data", "show", *SETTINGS).out
 
-        # sweep: the rate of the run below, with an error bar
-        short = over(SETTINGS, "train.updates=20", "train.save_every=10")
-        swept = monograph.run(tmp_path, "sweep", *[s for s in short if "lr=" not in s], "optim.lr=1e-3,1e-2",
-                              "train.seed=0,1", "--out", "swept", "--json")  # fmt: skip
-        best = json.loads(swept.out.splitlines()[-1])["best"]
-        assert best["knobs"] == {"optim.lr": 1e-2} and best["standard_error"] > 0
-        assert monograph.run(tmp_path, "train", "--from", "swept/best", "train.updates=5", "--out", "branch").code == 0
+    # sweep: the rate of the run below, with an error bar
+    short = over(SETTINGS, "train.updates=20", "train.save_every=10")
+    swept = monograph.run(tmp_path, "sweep", *[s for s in short if "lr=" not in s], "optim.lr=1e-3,1e-2",
+                          "train.seed=0,1", "--out", "swept", "--json")  # fmt: skip
+    best = json.loads(swept.out.splitlines()[-1])["best"]
+    assert best["knobs"] == {"optim.lr": 1e-2} and best["standard_error"] > 0
+    assert monograph.run(tmp_path, "train", "--from", "swept/best", "train.updates=5", "--out", "branch").code == 0
 
-        # train, killed
-        killed(monograph.start(tmp_path, "train", *SETTINGS), tmp_path, "runs/*/checkpoints/step-0000001*")
-        [run] = (tmp_path / "runs").iterdir()
+    # train, killed
+    killed(monograph.start(tmp_path, "train", *SETTINGS), tmp_path, "runs/*/checkpoints/step-0000001*")
+    [run] = (tmp_path / "runs").iterdir()
 
-        # stream: it goes on with its weights on the host, and is killed again
-        killed(monograph.start(tmp_path, "train", "--resume", "train.memory=stream"), run, "checkpoints/step-0000003*")
+    # stream: it goes on with its weights on the host, and is killed again
+    killed(monograph.start(tmp_path, "train", "--resume", "train.memory=stream"), run, "checkpoints/step-0000003*")
 
-        # two ranks: it goes on by two processes, which are killed too
-        by_two(tmp_path, run)
+    # two ranks: it goes on by two processes, which are killed too
+    by_two(tmp_path, run)
 
-        # resume
-        done = monograph.run(tmp_path, "train", "--resume", "--json")
-        assert done.code == 0 and "resume" in done.err, done.err
-        trained = json.loads(done.out.splitlines()[-1])
-        assert trained["update"] == 60 and trained["run"] == str(run.relative_to(tmp_path))
-        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-        assert [row["update"] for row in rows if "train_loss" in row] == list(range(1, 61))
-        assert trained["eval_bits_per_byte"] < 4, "it learned something"
-        assert "<svg" in (run / "report.html").read_text() and (run / "figures" / "sheet.png").stat().st_size > 1000
+    # resume
+    done = monograph.run(tmp_path, "train", "--resume", "--json")
+    assert done.code == 0 and "resume" in done.err, done.err
+    trained = json.loads(done.out.splitlines()[-1])
+    assert trained["update"] == 60 and trained["run"] == str(run.relative_to(tmp_path))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["update"] for row in rows if "train_loss" in row] == list(range(1, 61))
+    assert trained["eval_bits_per_byte"] < 4, "it learned something"
+    assert "<svg" in (run / "report.html").read_text() and (run / "figures" / "sheet.png").stat().st_size > 1000
 
-        # compare with where the sweep's best member stopped
-        compared = monograph.run(tmp_path, "compare", "swept/best", str(run), "--json")
-        [found] = json.loads(compared.out.splitlines()[-1])["differences"]
-        assert found["paired_by"] == "document" and found["difference"] < 0, "three times as many updates"
+    # compare with where the sweep's best member stopped
+    compared = monograph.run(tmp_path, "compare", "swept/best", str(run), "--json")
+    [found] = json.loads(compared.out.splitlines()[-1])["differences"]
+    assert found["paired_by"] == "document" and found["difference"] < 0, "three times as many updates"
 
-        # evaluate
-        scores = json.loads(monograph.run(tmp_path, "evaluate", "last", "--json").out.splitlines()[-1])
-        assert scores["bits_per_byte"] == pytest.approx(trained["eval_bits_per_byte"], rel=1e-6)
-        assert scores["weights"] == trained["eval_weights"] == "averaged"
+    # evaluate
+    scores = json.loads(monograph.run(tmp_path, "evaluate", "last", "--json").out.splitlines()[-1])
+    assert scores["bits_per_byte"] == pytest.approx(trained["eval_bits_per_byte"], rel=1e-6)
+    assert scores["weights"] == trained["eval_weights"] == "averaged"
 
-        # generate
-        typed = ("generate", "last", "alpha ", "--seed", "1", "--max-tokens", "8", "--json")
-        first, second = (json.loads(monograph.run(tmp_path, *typed).out)["completions"] for _ in range(2))
-        assert first == second and len(first[0]["token_ids"]) <= 8
-        assert monograph.run(tmp_path, "check", "last").code == 0
-        (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
-        typed = ("generate", "last", "alpha ", "beta ", "-n", "3", "--top-p", "0.9", "--stop", "qq", "--json")
-        typed = (*typed, "--json-schema", "schema.json", "--sampler", "repetition_penalty=1.2")
-        for each in json.loads(monograph.run(tmp_path, *typed).out)["completions"]:
-            assert 0 <= json.loads(each["text"])["size"] <= 99 and each["finish_reason"] == "stop"
+    # generate
+    typed = ("generate", "last", "alpha ", "--seed", "1", "--max-tokens", "8", "--json")
+    first, second = (json.loads(monograph.run(tmp_path, *typed).out)["completions"] for _ in range(2))
+    assert first == second and len(first[0]["token_ids"]) <= 8
+    assert monograph.run(tmp_path, "check", "last").code == 0
+    (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
+    typed = ("generate", "last", "alpha ", "beta ", "-n", "3", "--top-p", "0.9", "--stop", "qq", "--json")
+    typed = (*typed, "--json-schema", "schema.json", "--sampler", "repetition_penalty=1.2")
+    for each in json.loads(monograph.run(tmp_path, *typed).out)["completions"]:
+        assert 0 <= json.loads(each["text"])["size"] <= 99 and each["finish_reason"] == "stop"
 
-        # export
-        assert monograph.run(tmp_path, "export", "last", "--to", "out").code == 0
-        gguf = monograph.run(tmp_path, "export", "last", "--to", "gguf", "--format", "gguf")
-        assert gguf.code == 0 and list((tmp_path / "gguf").glob("*.gguf")), gguf.err
+    # export
+    assert monograph.run(tmp_path, "export", "last", "--to", "out").code == 0
+    gguf = monograph.run(tmp_path, "export", "last", "--to", "gguf", "--format", "gguf")
+    assert gguf.code == 0 and list((tmp_path / "gguf").glob("*.gguf")), gguf.err
 
-        # finetune what was exported: chat tokens that it never saw, killed once
-        finetune(monograph, tmp_path)
+    # finetune what was exported: chat tokens that it never saw, killed once
+    finetune(monograph, tmp_path)
 
-        # reinforce what was exported, by a reward that it gets now and then, answered by llama.cpp; then prefer another
-        # word by pairs; each killed once
-        prefer(monograph, tmp_path, reinforced=reinforce(monograph, tmp_path))
+    # reinforce what was exported, by a reward that it gets now and then, answered by llama.cpp; then prefer another
+    # word by pairs; each killed once
+    prefer(monograph, tmp_path, reinforced=reinforce(monograph, tmp_path))
 
     model, tokenizer = load(run)
     exported, _ = load(tmp_path / "out")

@@ -1,20 +1,12 @@
-"""A command server that the tests of the commands share, and small inputs."""
+"""Small inputs of commands."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from commands.forked import CommandServer
 from commands.inputs import with_texts
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[CommandServer]:
-    with CommandServer() as forks:
-        yield forks
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import signal
 
 import pytest
 
-from commands.forked import CommandServer
 from commands.inputs import TINY, newest, over, with_texts
 
 DEEPER = over(TINY, "model.num_hidden_layers=3", "model.tie_word_embeddings=false", "train.micro_batch=2")
@@ -21,9 +20,8 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def monograph():
-    with CommandServer() as server:
-        yield server
+def monograph(server):
+    return server
 
 
 def weights(run):

@@ -23,12 +23,6 @@ from monograph.errors import PeerLost, UsageError
 LAUNCHED = {"MASTER_ADDR": "localhost", "MASTER_PORT": "1", "WORLD_SIZE": "2"}
 
 
-@pytest.fixture(scope="module")
-def server() -> object:
-    with CommandServer() as forks:
-        yield forks
-
-
 def test_two_ranks_make_the_run_that_one_makes(server: CommandServer, tmp_path: Path) -> None:
     """One log, one JSON, and every other command takes the run as it takes any."""
     with_texts(tmp_path)

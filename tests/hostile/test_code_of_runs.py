@@ -7,7 +7,7 @@ import importlib.util
 import json
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,12 +25,6 @@ from monograph.sweeps.folder import Sweep
 
 CANARY = "canary"
 MODULE = SLOW.replace("time.sleep(0.05)", "") + f"\nimport pathlib\npathlib.Path({CANARY!r}).touch()\n"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[CommandServer]:
-    with CommandServer() as forks:
-        yield forks
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from batches import packed, tiny_llama
-from commands.forked import CommandServer
+from faults.harness import FaultServer
 from laws.resumed import write_inputs
 from monograph.optim import AdamW
 from monograph.resident import Resident
@@ -25,9 +25,10 @@ def compiled_step() -> Resident:
 
 
 @pytest.fixture(scope="session")
-def server() -> Iterator[CommandServer]:
-    with CommandServer() as forks:
-        yield forks
+def faults() -> Iterator[FaultServer]:
+    """The process whose forks meet faults; its imports are paid for once by a worker."""
+    with FaultServer() as server:
+        yield server
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -19,12 +19,6 @@ pytestmark = [
 ]
 REFUSALS = {"DiskFull", "InputRefused", "NoValidCheckpoint", "RunInUse", "Unreadable", "UsageError"}
 SAID = ("OSError: [Errno 5]", "OSError: [Errno 28]")  # which the command line says in one line, with exit code 7
-
-
-@pytest.fixture(scope="module")
-def faults() -> Iterator[FaultServer]:
-    with FaultServer() as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)

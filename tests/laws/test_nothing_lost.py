@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -81,12 +81,6 @@ SCENARIOS: dict[str, tuple[Scenario, Callable[[Path], None], Checkpoint | None, 
     "same": (save_of_the_same_update, two_saves, checkpoint(2), checkpoint(2, seed=1)),
     "crashed": (save_after_a_crash, remains_of_a_crash, checkpoint(2), checkpoint(3)),
 }
-
-
-@pytest.fixture(scope="module")
-def faults() -> Iterator[FaultServer]:
-    with FaultServer() as server:
-        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,12 +21,6 @@ FOUND = {3: REFUSED, 7: NOT_WRITTEN, 0: DONE}
 BY_DAY = ("EIO", "EMFILE from here on")
 # At night, of how many reads one is struck in each of nine modes: with 9 every read once, with 3 by three errors.
 STRIDES = {"check": 3, "generate": 3, "export": 3, "export gguf": 3, "evaluate": 3, "train": 18}
-
-
-@pytest.fixture(scope="module")
-def faults() -> Iterator[FaultServer]:
-    with FaultServer() as server:
-        yield server
 
 
 @pytest.fixture(scope="module")
