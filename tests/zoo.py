@@ -109,13 +109,20 @@ def seeded(build: Callable[..., nn.Module], *arguments: Any, **options: Any) -> 
 
 
 def transformer(name: str, **sizes: Any) -> Callable[[int], nn.Module]:
-    """Builds a model of transformers by the stem of its classes, such as "LlamaForCausalLM"."""
-    import transformers
+    """Builds a model of transformers by the stem of its classes, such as "LlamaForCausalLM".
 
-    heads = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForImage")
-    head = next(head for head in heads if head in name)
-    config = getattr(transformers, name[: name.index(head)] + "Config")
-    return lambda seed: seeded(getattr(transformers, name), config(**sizes))(seed)
+    Only the call imports the library, which takes a second that a mere collection of tests need not.
+    """
+
+    def build(seed: int) -> nn.Module:
+        import transformers
+
+        heads = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration", "ForImage")
+        head = next(head for head in heads if head in name)
+        config = getattr(transformers, name[: name.index(head)] + "Config")
+        return seeded(getattr(transformers, name), config(**sizes))(seed)
+
+    return build
 
 
 def tokens(seed: int) -> Batch:

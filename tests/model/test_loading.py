@@ -6,7 +6,6 @@ three times the largest tensor in fp32 and a constant; where weights are streame
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -24,8 +23,8 @@ FAST = "lora, base in nf4", "export hf, merged", "export gguf bf16, merged"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("loading")
-    loading.called(loading.SRC, folder, "make", json.dumps(SHAPE))
-    loading.called(loading.SRC, folder / "tiny", "make", json.dumps(loading.TINY))
+    loading.make(folder, SHAPE)
+    loading.make(folder / "tiny", loading.TINY)
     return folder
 
 

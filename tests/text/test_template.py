@@ -62,6 +62,17 @@ def test_a_hostile_template_is_refused_in_three_seconds_and_a_gigabyte(kind: str
     assert seconds < 3 and peak_kib < 1 << 20
 
 
+@pytest.fixture
+def one_second(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ends what computes without end after one second; the two of the program are tested above."""
+    program = Path(sandbox.__file__).read_text()
+    assert f"\nSECONDS = {sandbox.SECONDS} " in program
+    copied = tmp_path / "sandbox.py"
+    copied.write_text(program.replace(f"\nSECONDS = {sandbox.SECONDS} ", "\nSECONDS = 1 "))
+    monkeypatch.setattr(sandbox, "__file__", str(copied))
+
+
+@pytest.mark.usefixtures("one_second")
 def test_after_a_refusal_it_renders_again() -> None:
     template = ChatTemplate("{% if messages | length > 1 %}{{ 'x' * 10**10 }}{% endif %}{{ messages[0].content }}", "x")
     assert template.render(SAID) == "h"
@@ -91,6 +102,7 @@ def test_what_was_expected_is_what_is_rendered_alone() -> None:
     assert not together._ready
 
 
+@pytest.mark.usefixtures("one_second")
 def test_one_that_ends_the_process_takes_no_other_with_it() -> None:
     source = (
         "{% for m in messages %}{% if m.content == 'loop' %}"
