@@ -15,8 +15,8 @@ from monograph import planner
 from monograph.device import named
 from monograph.errors import OutOfDeviceMemory
 from monograph.model.config import LlamaConfig
-from monograph.planner import Limits, Plan, Request, defaults, plan, streamed
-from monograph.planner.streaming import DISK_BYTES_PER_S, HOST_SHARE
+from monograph.planner import Limits, Plan, Request, defaults, plan
+from monograph.planner.streaming import DISK_BYTES_PER_S, HOST_SHARE, streamed
 from monograph.predict.fake_memory import ORIGINS
 from monograph.predict.roofline import LINK_BYTES_PER_S, LINK_SHARE
 from monograph.report.quantities import count, duration, gibibytes

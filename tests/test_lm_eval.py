@@ -18,8 +18,7 @@ import pytest
 import torch
 
 from batches import tiny_llama
-from monograph.evaluation import choose
-from monograph.evaluation.choices import read_questions
+from monograph.evaluation.choices import choose, read_questions
 from monograph.graph.precision import Precision
 from monograph.run.models import load, save
 from monograph.text.tokenizer import Tokenizer

@@ -13,8 +13,7 @@ import torch
 from batches import tiny_llama
 from dialogues import speaking
 from monograph.errors import InputRefused
-from monograph.evaluation import Accuracy, choose
-from monograph.evaluation.choices import Question, encode_pair
+from monograph.evaluation.choices import Accuracy, Question, choose, encode_pair
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.text.chat import chat_ids

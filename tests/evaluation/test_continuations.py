@@ -9,7 +9,8 @@ import torch
 
 from batches import VOCABULARY, tiny_llama
 from monograph.errors import InputRefused
-from monograph.evaluation import Continuation, choices, score
+from monograph.evaluation import choices
+from monograph.evaluation.choices import Continuation, score
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from numerics import error_within

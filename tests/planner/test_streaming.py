@@ -13,10 +13,10 @@ from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
-from monograph.planner import Limits, Request, streamed, streamed_or_resident
+from monograph.planner import Limits, Request, streamed_or_resident
 from monograph.planner.placement_bytes import META, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
-from monograph.planner.streaming import ways
+from monograph.planner.streaming import streamed, ways
 from monograph.predict.footprint import Work
 from monograph.predict.roofline import pass_times, update_time
 from monograph.stream import Streamed

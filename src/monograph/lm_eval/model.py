@@ -17,8 +17,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from monograph.decode import Sampling, generate
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError
-from monograph.evaluation import Continuation, score
-from monograph.evaluation.choices import BATCH_TOKENS
+from monograph.evaluation.choices import BATCH_TOKENS, Continuation, score
 from monograph.graph.precision import Precision
 from monograph.run.models import load
 from monograph.terminal import one_line

@@ -10,4 +10,3 @@ from monograph.planner.choose import plan as plan
 from monograph.planner.choose import streamed_or_resident as streamed_or_resident
 from monograph.planner.streaming import Limits as Limits
 from monograph.planner.streaming import StreamCandidate as StreamCandidate
-from monograph.planner.streaming import streamed as streamed

@@ -19,7 +19,7 @@ from monograph.device import Device, clock, compiler_obstacle
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
-from monograph.evaluation import evaluate_members
+from monograph.evaluation.text import evaluate_members
 from monograph.graph.inspect import buffers_kept
 from monograph.loss import Batch
 from monograph.planner import defaults

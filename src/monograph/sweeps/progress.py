@@ -10,7 +10,7 @@ import torch
 from monograph.data.corpus import Corpus
 from monograph.device import Device, clock
 from monograph.distributed.world import World
-from monograph.evaluation import evaluate_members
+from monograph.evaluation.text import evaluate_members
 from monograph.report.quantities import count, counted, duration
 from monograph.report.sweep_report import write_sweep_report
 from monograph.run.progress import Progress, SweepDisplay
