@@ -8,25 +8,24 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from monograph import compat
 from monograph.graph.capture import Scope, capture_by
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
-from monograph.graph.token_rows import rows_of
-from monograph.loss import Batch, TokenLoss
+from monograph.loss import TokenLoss
 from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import QUERIES
-from monograph.ops.cross_entropy import chunk_count
+from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
 from monograph.optim import Optimizer
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, Sample
 from monograph.step import Clip, Layout, Step, accumulate, update
@@ -259,12 +258,14 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
         model = Llama(work.config)
         if work.device_type == "cuda":  # fused attention without a mask stands in for flex attention
             model.use_attention("sdpa", "repeated" if work.repeats_heads else "torch", "cuda")
+        loss = TokenLoss()
+        loss.head = _head(work.device_type)
         planes = functools.partial(on_device, fused=work.fused)
         if work.lora:
             put(model, work.lora, precision=Precision(work.precision))
         step = Step(
             model, optim=work.optim, clip=work.clip, precision=Precision(work.precision), remat=named(work.remat),
-            loss=_Loss(work.device_type), layout=Layout(planes=planes),
+            loss=loss, layout=Layout(planes=planes),
         )  # fmt: skip
         for plane in step.planes:
             memory.assign("gradients", [plane.grad])
@@ -297,15 +298,7 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
         return [Curve(stage, memory.curve[begin:end]) for (stage, begin), (_, end) in pairs]
 
 
-class _Loss(TokenLoss):
-    """The `token_loss` in as many parts as on the planned device, wherever the trace runs."""
-
-    def __init__(self, device_type: str) -> None:
-        super().__init__()
-        self.device_type = device_type
-
-    def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-        hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
-        head: Any = model.lm_head
-        hidden_ND, targets_N = hidden_BTD.flatten(0, -2), batch["targets"].flatten()
-        return self.head(hidden_ND, head.weight, targets_N, rows=rows_of(head), device_type=self.device_type)
+@functools.cache  # one function for each device, so that traces of several depths share its graphs
+def _head(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return `linear_cross_entropy` in as many chunks as on the planned device, wherever the trace runs."""
+    return functools.partial(linear_cross_entropy, device_type=device_type)
