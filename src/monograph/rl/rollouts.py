@@ -310,8 +310,8 @@ class Rollouts(Iterator[Batch]):
     def _drawn(self, at: Sequence[int]) -> tuple[list[Prompt], list[Completion]]:
         """Return a group of answers to the prompt at each position, with the prompt of each answer."""
         options, asked = self.drawer.options, self.drawer.prompts.train
-        order = [int(rows_at(position, 1, len(asked), options.seed)[0]) for position in at]
-        prompts = [asked[index] for index in order for _ in range(options.group)]
+        order = rows_at(at[0], at[-1] - at[0] + 1, len(asked), options.seed)  # those between may be passed over
+        prompts = [asked[order[position - at[0]]] for position in at for _ in range(options.group)]
         return prompts, self.drawer.draw(prompts, rollout_seeds(options.seed, at, options.group))
 
     def _weighed(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[_Group]:
