@@ -8,6 +8,19 @@ from typing import Any
 
 from monograph.errors import InputRefused
 from monograph.model import families
+from monograph.model.families import (
+    FULL,
+    LARGEST_SIZE,
+    SLIDING,
+    Family,
+    Llama3Scaling,
+    Scaling,
+    check_computed,
+    check_number,
+    check_whole,
+    family,
+    windows_from_hf,
+)
 
 WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -60,7 +73,7 @@ class LlamaConfig:
     max_position_embeddings: int = 2048
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
-    rope_scaling: families.Scaling | None = None
+    rope_scaling: Scaling | None = None
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     sliding_window: int | None = None
@@ -73,7 +86,7 @@ class LlamaConfig:
 
     def __post_init__(self) -> None:
         for name in _REQUIRED:
-            families.check_whole(name, getattr(self, name))
+            check_whole(name, getattr(self, name))
         # transformers refuses a Llama whose width is not a multiple of its heads, even with a head_dim.
         if self.head_dim == 0 or self.model_type == "llama":
             self._check_multiple("hidden_size", "num_attention_heads")
@@ -83,9 +96,9 @@ class LlamaConfig:
         if self.head_dim == 0:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         for name in _SIZES:
-            families.check_whole(name, getattr(self, name))
+            check_whole(name, getattr(self, name))
         for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
-            families.check_number(name, getattr(self, name))
+            check_number(name, getattr(self, name))
         if self.initializer_range > 1:
             raise InputRefused(f"initializer_range = {self.initializer_range}: expected at most 1, transformers' limit")
         for name in ("tie_word_embeddings", "attention_bias"):
@@ -104,7 +117,7 @@ class LlamaConfig:
     def _check_heads(self) -> None:
         self._check_multiple("num_attention_heads", "num_key_value_heads")
         if self.attention_dropout != 0:
-            families.check_number("attention_dropout", self.attention_dropout)
+            check_number("attention_dropout", self.attention_dropout)
         if self.head_dim % 2:
             raise InputRefused(
                 f"head_dim = {self.head_dim} is odd, and rotary embedding turns pairs; change it, or hidden_size = "
@@ -116,17 +129,17 @@ class LlamaConfig:
             if getattr(self, name) and name not in self.family.keys:
                 raise InputRefused(f"{name} is not supported with model_type = {self.model_type!r}")
         if self.sliding_window is not None:
-            families.check_whole("sliding_window", self.sliding_window)
-        if wrong := [kind for kind in self.layer_types if kind not in (families.FULL, families.SLIDING)]:
-            raise InputRefused(f"layer_types has {wrong[0]!r}: expected {families.FULL!r} or {families.SLIDING!r}")
+            check_whole("sliding_window", self.sliding_window)
+        if wrong := [kind for kind in self.layer_types if kind not in (FULL, SLIDING)]:
+            raise InputRefused(f"layer_types has {wrong[0]!r}: expected {FULL!r} or {SLIDING!r}")
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             raise InputRefused(
                 f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers = {self.num_hidden_layers}"
             )
-        if families.SLIDING in self.layer_types and self.sliding_window is None:
-            raise InputRefused(f"layer_types has {families.SLIDING!r}, but no sliding_window is set")
+        if SLIDING in self.layer_types and self.sliding_window is None:
+            raise InputRefused(f"layer_types has {SLIDING!r}, but no sliding_window is set")
         # "All layers are alike" gets one spelling, so that equal models have equal configurations.
-        if self.layer_types and families.SLIDING not in self.layer_types:
+        if self.layer_types and SLIDING not in self.layer_types:
             object.__setattr__(self, "sliding_window", None)
         if len(set(self.layer_types)) == 1:
             object.__setattr__(self, "layer_types", ())
@@ -141,8 +154,8 @@ class LlamaConfig:
         for name, value in (("bos_token_id", self.bos_token_id), *(("eos_token_id", item) for item in self.ends)):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
                 raise InputRefused(f"{name} = {value!r}: expected a token id, a whole number of at least 0")
-            if value is not None and value > families.LARGEST_SIZE:
-                raise InputRefused(f"{name} = {value}: expected a token id, at most {families.LARGEST_SIZE}")
+            if value is not None and value > LARGEST_SIZE:
+                raise InputRefused(f"{name} = {value}: expected a token id, at most {LARGEST_SIZE}")
         pad, size = self.pad_token_id, self.vocab_size
         if pad is None:
             return
@@ -199,18 +212,18 @@ class LlamaConfig:
         for key in _NEVER_NULL:
             if key in values and values[key] is None:
                 raise InputRefused(f"{key} = null: expected a number; leave the key out for transformers' default")
-        model_family = families.family(values["model_type"])
-        families.check_computed(values)
+        model_family = family(values["model_type"])
+        check_computed(values)
         # transformers' default epsilon differs from this class's.
         values = {"rms_norm_eps": 1e-6, **model_family.defaults, **values}
         names = {field.name for field in fields(cls)} - (_OF_SOME - {*model_family.keys})
         sizes: dict[str, Any] = {name: values[name] for name in names if values.get(name) is not None}
         for key in sorted(sizes.keys() & _SIZES):  # 0 means "derived" in this class only, not in the file
-            families.check_whole(key, sizes[key])
+            check_whole(key, sizes[key])
         if isinstance(values.get("eos_token_id"), list):
             sizes["eos_token_id"] = tuple(values["eos_token_id"])
         sizes["rope_theta"], sizes["rope_scaling"] = families.from_hf(values)
-        sizes["sliding_window"], sizes["layer_types"] = families.windows_from_hf(values)
+        sizes["sliding_window"], sizes["layer_types"] = windows_from_hf(values)
         return cls(**sizes)
 
     def to_hf(self) -> dict[str, Any]:
@@ -222,20 +235,20 @@ class LlamaConfig:
             values["eos_token_id"] = list(self.eos_token_id)
         if "layer_types" in self.family.keys:
             slides = [self.window(layer) is not None for layer in range(self.num_hidden_layers)]
-            values["layer_types"] = [families.SLIDING if slides_here else families.FULL for slides_here in slides]
+            values["layer_types"] = [SLIDING if slides_here else FULL for slides_here in slides]
             # For programs that do not know layer_types.
             values["use_sliding_window"] = self.sliding_window is not None
             values["max_window_layers"] = slides.index(True) if any(slides) else self.num_hidden_layers
         return {"architectures": [self.family.architecture], "hidden_act": "silu", "mlp_bias": False, **values}
 
     @property
-    def family(self) -> families.Family:
+    def family(self) -> Family:
         """Return the properties that distinguish models of this `model_type`."""
-        return families.family(self.model_type)
+        return family(self.model_type)
 
     def window(self, layer: int) -> int | None:
         """Return the number of positions that a layer's query sees, its own the last of them; None: all up to it."""
-        slides = not self.layer_types or self.layer_types[layer] == families.SLIDING
+        slides = not self.layer_types or self.layer_types[layer] == SLIDING
         return self.sliding_window if slides else None
 
     def layer_axes(self) -> dict[str, tuple[str, ...]]:
@@ -304,6 +317,6 @@ _BEYOND_SHAPE: dict[str, dict[str, Any]] = {
     "micro": {"tie_word_embeddings": True, "initializer_range": 0.046},
     "124m": {"tie_word_embeddings": True},
     "llama-179m": {},
-    "1b": {**_LLAMA_3, "tie_word_embeddings": True, "rope_scaling": families.Llama3Scaling(factor=32.0)},
-    "8b": {**_LLAMA_3, "rope_scaling": families.Llama3Scaling()},
+    "1b": {**_LLAMA_3, "tie_word_embeddings": True, "rope_scaling": Llama3Scaling(factor=32.0)},
+    "8b": {**_LLAMA_3, "rope_scaling": Llama3Scaling()},
 }

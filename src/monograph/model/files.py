@@ -17,7 +17,18 @@ from torch import Tensor
 
 from monograph.errors import DiskFull, InputRefused
 from monograph.graph.lora import Plain
-from monograph.storage import reading, tensor_layout
+from monograph.storage import tensor_layout
+from monograph.storage.reading import (
+    entries,
+    error_number,
+    exists,
+    inside,
+    is_folder,
+    open_input,
+    read_json,
+    unreadable,
+    without_links,
+)
 from monograph.storage.writing import FULL, held, sync
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -40,7 +51,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 def has_weights(folder: Path) -> bool:
     """Return whether a folder has files of weights, which may be damaged."""
-    return any(reading.exists(folder / name) for name in (_SINGLE, _INDEX))
+    return any(exists(folder / name) for name in (_SINGLE, _INDEX))
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
@@ -49,14 +60,14 @@ def read_headers(folder: Path) -> dict[str, Stored]:
     Raises:
         InputRefused: no weights, a damaged file, or an index that does not fit its files.
     """
-    if reading.exists(folder / _SINGLE):
-        return read_header(reading.inside(folder, _SINGLE))
-    if not reading.exists(folder / _INDEX):
+    if exists(folder / _SINGLE):
+        return read_header(inside(folder, _SINGLE))
+    if not exists(folder / _INDEX):
         raise InputRefused(f"{folder}: holds neither {_SINGLE} nor {_INDEX}; no other kind of weights is read")
-    weight_map = reading.read_json(reading.inside(folder, _INDEX)).get("weight_map")
+    weight_map = read_json(inside(folder, _INDEX)).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
         raise InputRefused(f"{folder / _INDEX}: expected a table weight_map from tensor names to file names")
-    headers = {file: read_header(reading.inside(folder, file)) for file in sorted(set(weight_map.values()))}
+    headers = {file: read_header(inside(folder, file)) for file in sorted(set(weight_map.values()))}
     for name, file in weight_map.items():
         if name not in headers[file]:
             raise InputRefused(f"{folder / _INDEX}: says that {name!r} is in {file}, which does not hold it")
@@ -95,15 +106,14 @@ def mapped_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def _opened(path: Path) -> Iterator[Any]:
     try:
-        # The header is checked first, as the library takes a second per 100,000 tensors in it.
-        with reading.open_input(path) as file:
+        with open_input(path) as file:  # checked first, as the library takes a second per 100,000 tensors in a header
             tensor_layout.header_bytes(file.read(tensor_layout.LENGTH_BYTES), os.fstat(file.fileno()).st_size)
         with safe_open(path, framework="pt") as file:
             yield file
     # If the system has no memory to map the file, torch raises one of these and safetensors another.
     except (SafetensorError, OSError, RuntimeError, MemoryError, tensor_layout.LayoutError) as error:
-        if reading.error_number(error):
-            raise reading.unreadable(path, error) from None
+        if error_number(error):
+            raise unreadable(path, error) from None
         if isinstance(error, MemoryError):
             raise
         raise InputRefused(f"{path}: damaged, or no safetensors file: {error}") from None
@@ -157,8 +167,8 @@ def new_folder(target: Path) -> Iterator[Path]:
         InputRefused: the target exists and holds something, or cannot be written.
         DiskFull: no space left.
     """
-    target = reading.without_links(target)
-    if reading.exists(target) and (not reading.is_folder(target) or reading.entries(target)):
+    target = without_links(target)
+    if exists(target) and (not is_folder(target) or entries(target)):
         raise InputRefused(f"{target}: exists and is not an empty folder; choose a new name or remove it first")
     partial = target.with_name(f".{target.name}.partial")
     try:
@@ -170,7 +180,7 @@ def new_folder(target: Path) -> Iterator[Path]:
             partial.rename(target)
             sync(target.parent)
     except (OSError, SafetensorError) as error:
-        number = reading.error_number(error)
+        number = error_number(error)
         if number in FULL:
             raise DiskFull(f"{target}: no space left to write the model; nothing was kept") from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error

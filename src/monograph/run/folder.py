@@ -24,7 +24,17 @@ from pydantic import ConfigDict, ValidationError, create_model
 
 from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
 from monograph.run.run_index import SWEEP, checkpoint_named, locked_in, parsed, placed, record, runs_in, serial
-from monograph.storage import reading
+from monograph.storage.reading import (
+    contents,
+    entries,
+    exists,
+    is_file,
+    is_folder,
+    open_input,
+    read_input,
+    status,
+    without_links,
+)
 from monograph.terminal import shell_words
 
 DEFAULT_ROOT = Path("runs")
@@ -106,8 +116,8 @@ class Run:
         """
         name = placed(Path(name))
         folder, at = cls.located(name, root), checkpoint_named(name)
-        if reading.is_file(folder / SWEEP):
-            best = "best" if reading.exists(folder / "best") else "members/000"
+        if is_file(folder / SWEEP):
+            best = "best" if exists(folder / "best") else "members/000"
             raise InputRefused(f"{folder} is a sweep: name one of its runs, such as {Path(name) / best}")
         return cls(folder, at)
 
@@ -123,14 +133,14 @@ class Run:
             folder = runs[-1].joinpath(*inner)
         if checkpoint_named(folder) is not None:
             folder = folder.parent.parent
-        if not reading.is_file(folder / "run.lock"):
-            missing = "there is no such folder" if not reading.exists(folder) else "it has no run.lock"
+        if not is_file(folder / "run.lock"):
+            missing = "there is no such folder" if not exists(folder) else "it has no run.lock"
             newest = runs_in(Path(root))[:-4:-1]  # three, the newest first
             hint = f"; newest runs: {', '.join(map(str, newest))}" if newest else ""
             raise InputRefused(f"{folder} is not a run: {missing}{hint}")
         run = Run(folder)
         for path in (run.config, run.tokenizer, run.metrics, run.parent_file):
-            if reading.exists(path) and not reading.is_file(path):
+            if exists(path) and not is_file(path):
                 raise InputRefused(f"{path}: expected a regular file; put it back")
         return folder
 
@@ -142,15 +152,14 @@ class Run:
     @property
     def begun(self) -> bool:
         """Return whether the run's settings are written; from then on it can be resumed."""
-        return reading.is_file(self.config)
+        return is_file(self.config)
 
     @property
     def handle(self) -> str:
         """Return this run's name on a command line: "last" while it is the newest in ./runs, otherwise its path."""
         with suppress(Unreadable):  # if a run.lock cannot be read, the newest run is unknown
             runs = runs_in(DEFAULT_ROOT)
-            if runs and reading.without_links(runs[-1]) == reading.without_links(self.folder):
-                return "last"
+            return "last" if runs and without_links(runs[-1]) == without_links(self.folder) else str(self.folder)
         return str(self.folder)
 
     @contextmanager
@@ -173,7 +182,7 @@ class Run:
         bytes at the end are cut off last, so that a reader never sees an empty file.
         """
         content = json.dumps({"serial": number, "pid": os.getpid(), "host": socket.gethostname()}).encode()
-        kept = len(os.path.commonprefix([reading.contents(self.lock_file) or b"", content]))
+        kept = len(os.path.commonprefix([contents(self.lock_file) or b"", content]))
         with explained(self.lock_file):
             os.lseek(descriptor, kept, os.SEEK_SET)
             _write_all(descriptor, content[kept:])
@@ -207,8 +216,7 @@ class Run:
 
     def _metrics(self) -> bytes:
         try:
-            # Without a limit, since a long run's metrics must stay readable.
-            return reading.read_input(self.metrics, None)
+            return read_input(self.metrics, None)  # without a limit, since a long run's metrics must stay readable
         except FileNotFoundError:
             return b""
         except OSError as error:
@@ -227,13 +235,13 @@ class Run:
     @property
     def metrics_offset(self) -> int:
         """Return the length of metrics.jsonl in bytes, for a checkpoint to record."""
-        entry = reading.status(self.metrics)
+        entry = status(self.metrics)
         return entry.st_size if entry else 0
 
     def sync_metrics(self) -> int:
         """Flush the rows to disk, so that a power cut keeps them, before a checkpoint; return `metrics_offset`."""
-        if reading.exists(self.metrics):
-            with explained(self.metrics), reading.open_input(self.metrics) as file:
+        if exists(self.metrics):
+            with explained(self.metrics), open_input(self.metrics) as file:
                 os.fsync(file.fileno())
         return self.metrics_offset
 
@@ -244,7 +252,7 @@ class Run:
     def truncate_metrics(self, offset: int, sha256: str | None = None) -> None:
         """Drop the rows after byte `offset`; raises what `require_metrics` does."""
         self.require_metrics(offset, sha256)
-        if reading.exists(self.metrics):
+        if exists(self.metrics):
             with explained(self.metrics):
                 os.truncate(self.metrics, offset)
 
@@ -256,7 +264,7 @@ class Run:
                 f"{self.metrics} has {self.metrics_offset} bytes but its checkpoint recorded {offset}: rows are "
                 f"missing; {instead}"
             )
-        if reading.exists(self.metrics):
+        if exists(self.metrics):
             self._parsed(self._metrics()[:offset])
             digest = self.metrics_digest(offset)
             if sha256 not in (None, digest):
@@ -310,26 +318,26 @@ def claim_new_folder(root: Path) -> Path:
 
 
 def _claim_given_folder(folder: Path) -> Path:
-    if reading.exists(folder) and not reading.is_folder(folder):
+    if exists(folder) and not is_folder(folder):
         raise InputRefused(f"--out {folder} is a file; name a folder that is new or empty")
     folder.mkdir(parents=True, exist_ok=True)
-    if not reading.exists(folder / "run.lock") and reading.entries(folder):
+    if not exists(folder / "run.lock") and entries(folder):
         raise InputRefused(f"--out {folder} is not empty and holds no run; name a folder that is new or empty")
     return folder
 
 
 def _is_as_good_as_empty(folder: Path) -> bool:
     """Return whether `folder` holds only files of a run that was killed before it began."""
-    record = reading.contents(folder / "run.lock")
+    record = contents(folder / "run.lock")
     ours = record is not None and _RECORD.startswith(record.rstrip(b"\0")[: len(_RECORD)])  # it may be cut off
-    return ours and {path.name for path in reading.entries(folder)} <= _BEFORE_IT_BEGAN
+    return ours and {path.name for path in entries(folder)} <= _BEFORE_IT_BEGAN
 
 
 def _drop_text(folder: Path) -> None:
     """Remove the text of standard input from a run that was killed before it began, which a free lock shows."""
     run = Run(folder)
     with suppress(RunInUse, InputRefused, Unreadable, OSError):
-        if reading.exists(folder / "stdin") and not run.begun:
+        if exists(folder / "stdin") and not run.begun:
             with _exclusive(run.lock_file):
                 if not run.begun:
                     (folder / "stdin").unlink()
