@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from monograph.rl import objectives
 from monograph.rl import rollouts as room
 from monograph.rl.arrange import Rollout, arranged
 from monograph.rl.loss import PolicyLoss
-from monograph.rl.objectives import OBJECTIVES, Objective, Weight, ratio_of, weights
+from monograph.rl.objectives import Objective, Weight, ratio_of, weights
 from monograph.rl.rollouts import Drawer
 from rewarded import OPTIONS, windows
 
@@ -90,7 +90,7 @@ def mean_gradient(net: Llama, of: dict[tuple[int, ...], float], objective: Objec
 FACTORS = {"reinforce": 1.0, "rloo": 1.0, "dr_grpo": (2 - 1) / (2 * LONGEST)}
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", get_args(Objective))
 def test_the_mean_gradient_over_all_groups_is_that_of_the_expected_reward(objective: Objective) -> None:
     net, of = model(), rewards()
     exact, each = expected_gradients(net, of)
@@ -169,7 +169,7 @@ def test_ragged_answers_accumulated_in_any_order_and_rows_are_one_batch(packed: 
 
 
 def test_a_group_of_equal_rewards_weighs_exactly_nothing() -> None:
-    for objective in OBJECTIVES:
+    for objective in get_args(Objective):
         for reward in (0.1, 1 / 3, 1e300):
             if objective != "reinforce":
                 assert {w.factor for w in weights(objective, [reward] * 7, [5] * 7, 9)} == {0.0}

@@ -6,6 +6,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from monograph.resident import Resident
 from monograph.rl import loss as room
 from monograph.rl.arrange import Rollout, arranged, by_answer, weighted
 from monograph.rl.loss import Kl, PolicyLoss
-from monograph.rl.objectives import OBJECTIVES, Objective, Ratio, Weight, ratio_of
+from monograph.rl.objectives import Objective, Ratio, Weight, ratio_of
 from rewarded import OPTIONS, windows
 
 RATIOS = [Ratio("clip", 0.2, 0.28), Ratio("truncate", 0.0, 1.1), Ratio("sequence", 0.02, 0.03)]
@@ -122,7 +123,7 @@ def test_a_planted_fault_is_caught(
     assert apart(ratio, kl, True, None) > 1e-3
 
 
-@pytest.mark.parametrize("objective", OBJECTIVES)
+@pytest.mark.parametrize("objective", get_args(Objective))
 def test_the_first_update_of_a_draw_is_on_policy(objective: Objective) -> None:
     """The ratio is 1 to the bit, nothing is clipped, and the gradient is that of the weighted log-probabilities."""
     options = replace(OPTIONS, objective=objective, updates=2)

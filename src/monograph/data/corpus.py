@@ -43,7 +43,7 @@ class Stats:
         conversations: number of conversations in the training part, 0 for texts. With conversations, `documents` counts
             `monograph.data.loss_mask.Row`s, and `bytes` only the text that is trained on.
         bytes: bytes of all text, of which `held_out_bytes` are held out.
-        tokens: number of training targets in one pass over all rows; `held_out_tokens` are those of the held-out part.
+        tokens: number of training targets in one pass over all rows.
         trained_share: share of the training part's tokens, without each document's first, that are targets.
         bytes_per_token: mean over the training part.
         packed_share: share of the training rows' positions that hold an input.
@@ -60,7 +60,6 @@ class Stats:
     packed_share: float
     held_out_documents: int
     held_out_bytes: int
-    held_out_tokens: int
     skipped: dict[str, int]
 
 
@@ -253,7 +252,6 @@ def _stats(sources: Sources, skipped: dict[str, int], train: Rows, held: Rows) -
         packed_share=train.filled,
         held_out_documents=held.documents,
         held_out_bytes=held.bytes,
-        held_out_tokens=held.tokens,
         skipped=dict(Counter(reason for _, reason in sources.skipped) + Counter(skipped)),
     )
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from monograph.ops.log_probabilities import token_log_probabilities
 from monograph.rl.objectives import UNUSED, Ratio
 
 Estimator = Literal["k1", "k2", "k3"]
-ESTIMATORS: tuple[Estimator, ...] = get_args(Estimator)
 
 
 class Kl(NamedTuple):

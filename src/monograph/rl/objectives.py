@@ -34,10 +34,9 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple
 
 Objective = Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce", "cispo", "gspo"]
-OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 _LEAST_DEVIATION = 1e-4
 
 

@@ -187,7 +187,7 @@ def read_pairs(reading: Mapping[str, Any], *, progress: Progress | None = None) 
         conversations=len(parts.train), bytes=train.bytes + held.bytes, tokens=train.tokens,
         trained_share=train.tokens / train.inputs, bytes_per_token=train.bytes / train.tokens,
         packed_share=train.filled, held_out_documents=len(parts.held_out), held_out_bytes=held.bytes,
-        held_out_tokens=held.tokens, skipped=parts.skipped,
+        skipped=parts.skipped,
     )  # fmt: skip
     digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     return Corpus(name, tokenizer, train, held, digest, stats, (), Path())
