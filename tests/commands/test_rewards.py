@@ -120,7 +120,7 @@ def test_what_a_run_leaves(here: Path, monograph: CommandServer) -> None:
     assert monograph.run(here, "generate", "run", "alpha", "--max-tokens", "3", "--json").code == 0
     for command in (["evaluate", "run"], ["compare", "run", "run"]):
         refused = monograph.run(here, *command)
-        assert refused.code == 2 and "learned from its own answers" in refused.err
+        assert refused.code == 2 and "learned from judged answers" in refused.err
     assert monograph.run(here, "evaluate", "run", "--data", "texts").code == 0
     assert monograph.run(here, "export", "run", "--to", "out").code == 0
     assert monograph.run(here, "check", "run").code == 0

@@ -27,7 +27,7 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
     trained = run_named(run)
     subject = of_run(trained, warn) if trained else of_folder(run, warn)
     if not data and not subject.own_text:
-        what = "learned from its own answers, so no text" if trained else "is no run, so nothing"
+        what = "learned from judged answers, so no text" if trained else "is no run, so nothing"
         raise UsageError(f"{run} {what} was held out for it: give the text to score with --data")
     subject.module.to(default_device()).eval()
     quiz = hold_questions(data, subject.reading.get("text_key", "text"), chat)
