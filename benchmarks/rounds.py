@@ -161,11 +161,13 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
 class Child:
     """The side that gives orders: one system in its own process."""
 
-    def __init__(self, command: list[str], threads: int, environment: dict[str, str]) -> None:
+    def __init__(
+        self, command: list[str], threads: int, environment: dict[str, str], python: str = sys.executable
+    ) -> None:
         self.errors = tempfile.TemporaryFile()  # noqa: SIM115 - as long as the process
         limits = {"OMP_NUM_THREADS": str(threads), "OMP_WAIT_POLICY": "passive"}
         self.process = subprocess.Popen(
-            [sys.executable, *command],
+            [python, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -195,6 +197,19 @@ class Child:
         self.process.stdin.write(json.dumps(order) + "\n")
         self.process.stdin.flush()
         return self.answer()
+
+    def go_on(self) -> None:
+        """Let it go on to the end of its own training, and wait for that.
+
+        Raises:
+            ChildFailed: it ended otherwise.
+        """
+        assert self.process.stdin is not None
+        try:
+            self.ask(updates=sys.maxsize)
+        except ChildFailed:
+            if self.process.returncode:
+                raise
 
     def end(self) -> None:
         """End the process."""
