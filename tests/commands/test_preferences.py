@@ -75,6 +75,10 @@ def test_what_a_run_leaves_and_what_follows_it(here: Path, monograph: CommandSer
     assert "The chosen answer is ahead in" in page and "<svg" in page and "nats per token" not in page
     assert "'run'" not in done.err and "chosen answers ahead in" in done.err
 
+    for command in (["evaluate", "run"], ["compare", "run", "run"]):
+        refused = monograph.run(here, *command)
+        assert refused.code == 2 and "learned from answers, not from text" in refused.err
+
     # A run of texts from its weights is one, and none of pairs; another one of pairs begins at ln 2 again.
     assert monograph.run(here, "train", "texts", "--from", "run", "train.updates=2", "--out", "texts-after").code == 0
     last = (here / "texts-after" / "metrics.jsonl").read_text()
@@ -92,12 +96,15 @@ def test_a_lost_or_damaged_reference_is_refused_by_name(here: Path, monograph: C
     command.signal(2)
     assert command.wait().code == 75
     file = here / "stopped" / "reference.safetensors"
-    content = file.read_bytes()
-    for bad, said in ((content[:-3], "damaged, or of another run"), (None, "missing")):
+    content, damaged = file.read_bytes(), "damaged, or of another run"
+    assert "reference.safetensors sound" in " ".join(monograph.run(here, "check", "stopped").out.split())
+    changed = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]  # a number that stays finite
+    for bad, said in ((content[:-3], damaged), (changed, damaged), (None, "missing")):
         file.write_bytes(bad) if bad else file.unlink()
         done = monograph.run(here, "train", "--resume", "stopped")
         [line] = [each for each in done.err.splitlines() if each.startswith("error")]
         assert done.code == 3 and said in line and "put the file back" in line
+        assert not bad or f"damaged: {file.name}" in monograph.run(here, "check", "stopped").err
     file.write_bytes(content)
     assert monograph.run(here, "train", "--resume", "stopped").code == 0
 

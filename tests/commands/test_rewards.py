@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -65,8 +66,9 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def monograph(server: CommandServer) -> CommandServer:
-    return server
+def monograph() -> Iterator[CommandServer]:
+    with CommandServer() as server:
+        yield server
 
 
 @pytest.mark.parametrize(("typed", "code", "part"), CASES, ids=lambda value: None)
@@ -120,7 +122,7 @@ def test_what_a_run_leaves(here: Path, monograph: CommandServer) -> None:
     assert monograph.run(here, "generate", "run", "alpha", "--max-tokens", "3", "--json").code == 0
     for command in (["evaluate", "run"], ["compare", "run", "run"]):
         refused = monograph.run(here, *command)
-        assert refused.code == 2 and "learned from judged answers" in refused.err
+        assert refused.code == 2 and "learned from answers, not from text" in refused.err
     assert monograph.run(here, "evaluate", "run", "--data", "texts").code == 0
     assert monograph.run(here, "export", "run", "--to", "out").code == 0
     assert monograph.run(here, "check", "run").code == 0

@@ -23,6 +23,7 @@ from monograph.run.models import load_to_export, own_tokenizer, require_all_fini
 from monograph.run.recipe import names_run
 from monograph.run.run_index import record, serial
 from monograph.run.writing import recorded_parent
+from monograph.session.preferring import REFERENCE, verify_reference
 from monograph.session.recorded import run_settings
 from monograph.storage.cache_dir import cache_root, keep_compiled
 from monograph.storage.reading import entries, exists, is_folder
@@ -41,8 +42,9 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> int:
         facts, lines, error = _folder(run)
     else:
         facts, lines, error = _run(Run.open(run))
+    width = max(16, *(len(name) + 2 for name in lines)) if lines else 0
     for name, text in lines.items():
-        print(f"{name:<16}{text}")
+        print(f"{name:<{width}}{text}")
     if json:
         print(jsonlib.dumps({"schema": "monograph.check/1", **facts}))
     if error:
@@ -153,6 +155,8 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     }
     if exists(folder.parent_file):
         files["from.json"] = _fault(lambda: recorded_parent(folder))
+    if exists(folder.folder / REFERENCE):
+        files[REFERENCE] = _fault(lambda: verify_reference(folder))
     faults = files | checkpoints
     lines = {name: _said(fault) for name, fault in faults.items()}
     # An unreadable file is reported first: while it is unread, it is unknown whether a checkpoint is sound.

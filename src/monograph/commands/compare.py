@@ -96,7 +96,7 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> int:
     sides = [_side(name) for name in runs]
     if not data and not sides[0].subjects[0].own_text:
         raise UsageError(
-            f"{runs[0]} learned from judged answers, so no text was held out for it: give one with --data"
+            f"{runs[0]} learned from answers, not from text, so no text was held out for it: give one with --data"
         )
     reading = next((side.subjects[0].reading for side in sides if side.is_run), {})
     quiz = hold_questions(data, reading.get("text_key", "text"), chat)

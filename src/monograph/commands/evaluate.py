@@ -8,8 +8,8 @@ from monograph.data.corpus import corpus as open_corpus
 from monograph.data.progress import Progress as Report
 from monograph.device import default_device
 from monograph.errors import UsageError
-from monograph.evaluation import Evaluation, evaluate
-from monograph.evaluation.choices import Accuracy, hold_questions, read_questions
+from monograph.evaluation import Accuracy, Evaluation, evaluate
+from monograph.evaluation.choices import hold_questions, read_questions
 from monograph.report.quantities import counted
 from monograph.run.progress import Progress
 from monograph.run.recipe import run_named
@@ -27,7 +27,7 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
     trained = run_named(run)
     subject = of_run(trained, warn) if trained else of_folder(run, warn)
     if not data and not subject.own_text:
-        what = "learned from judged answers, so no text" if trained else "is no run, so nothing"
+        what = "learned from answers, not from text, so no text" if trained else "is no run, so nothing"
         raise UsageError(f"{run} {what} was held out for it: give the text to score with --data")
     subject.module.to(default_device()).eval()
     quiz = hold_questions(data, subject.reading.get("text_key", "text"), chat)

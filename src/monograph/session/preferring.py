@@ -8,8 +8,10 @@ reads them.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.rl.pairs import PairRows, read_pairs
 from monograph.rl.preferences import PreferenceLoss
+from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.plan import Plan
 from monograph.session.session import Session
@@ -31,6 +34,8 @@ from monograph.storage.reading import exists
 from monograph.storage.writing import sync, writing
 
 REFERENCE = "reference.safetensors"  # in the run's folder
+LOST = "{}: the reference of this run is {}: put the file back, or begin a new run"
+DAMAGED = "damaged, or of another run"
 
 
 def open_pairs(plan: Plan, progress: Progress) -> Corpus:
@@ -100,10 +105,20 @@ def score_with_first_weights(session: Session, resumed: bool, progress: Progress
     _write(session, tensors)
 
 
+def verify_reference(run: Run) -> None:
+    """Verify a run's stored reference; a run that has none is left in peace.
+
+    Raises:
+        InputRefused: it is damaged.
+    """
+    if exists(path := run.folder / REFERENCE):
+        _stored(path)
+
+
 def _write(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
     """Store a reference in the run's folder, before the run's first checkpoint."""
-    path, whose = session.run.folder / REFERENCE, {"fingerprint": session.corpus.fingerprint}
-    content = save({name: tensor.cpu() for name, tensor in tensors.items()}, whose)
+    path, there = session.run.folder / REFERENCE, {name: tensor.cpu() for name, tensor in tensors.items()}
+    content = save(there, {"fingerprint": session.corpus.fingerprint, "sha256": _digest(there)})
     with writing(session.run.folder):
         path.write_bytes(content)
         sync(path)
@@ -113,18 +128,34 @@ def _write(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
 def _read(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
     """Fill these tensors from the stored reference."""
     path = session.run.folder / REFERENCE
-    lost = f"{path}: the reference of this run is {{}}: put the file back, or begin a new run"
     if not exists(path):
-        raise InputRefused(lost.format("missing"))
+        raise InputRefused(LOST.format(path, "missing"))
+    stored, fingerprint = _stored(path)
+    like = all(name in stored and stored[name].shape == tensor.shape for name, tensor in tensors.items())
+    if not like or fingerprint != session.corpus.fingerprint:
+        raise InputRefused(LOST.format(path, DAMAGED))
+    for name, tensor in tensors.items():
+        tensor.copy_(stored[name])
+
+
+def _stored(path: Path) -> tuple[dict[str, torch.Tensor], str | None]:
+    """Return the tensors of a stored reference, and the fingerprint of what it was made for."""
     with suppress(SafetensorError, OSError, RuntimeError), safe_open(path, "pt") as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        like = all(name in stored and stored[name].shape == tensor.shape for name, tensor in tensors.items())
-        sound = like and all(bool(tensor.isfinite().all()) for tensor in stored.values())
-        if sound and (file.metadata() or {}).get("fingerprint") == session.corpus.fingerprint:
-            for name, tensor in tensors.items():
-                tensor.copy_(stored[name])
-            return
-    raise InputRefused(lost.format("damaged, or of another run"))
+        whose = file.metadata() or {}
+        # Files of runs that began before the digest was written have none.
+        same = whose.get("sha256", digest := _digest(stored)) == digest
+        if same and all(bool(tensor.isfinite().all()) for tensor in stored.values()):
+            return stored, whose.get("fingerprint")
+    raise InputRefused(LOST.format(path, DAMAGED))
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a digest of all bytes, which notices what stays finite."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy())
+    return digest.hexdigest()
 
 
 def preferred_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
