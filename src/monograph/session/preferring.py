@@ -154,7 +154,7 @@ def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
     """Return a digest of all bytes, which notices what stays finite."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy())
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
