@@ -60,7 +60,9 @@ def json_lines(path: Path, key: str) -> Iterator[Record]:
 
 
 def _missing(record: Mapping[str, Any]) -> str:
-    """Return a hint for a record that has only one of "prompt" and "completion", else ""."""
+    """Return a hint for a pair of answers, or a record that has only one of "prompt" and "completion", else ""."""
+    if "chosen" in record and "rejected" in record:
+        return "; such pairs are for `monograph train` with prefer.loss"
     halves = [("prompt", "completion"), ("completion", "prompt")]
     return next((f"; a conversation needs {b!r} with {a!r}" for a, b in halves if a in record), "")
 
