@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -66,9 +65,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def monograph() -> Iterator[CommandServer]:
-    with CommandServer() as server:
-        yield server
+def monograph(server: CommandServer) -> CommandServer:
+    return server
 
 
 @pytest.mark.parametrize(("typed", "code", "part"), CASES, ids=lambda value: None)

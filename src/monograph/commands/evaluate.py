@@ -8,8 +8,8 @@ from monograph.data.corpus import corpus as open_corpus
 from monograph.data.progress import Progress as Report
 from monograph.device import default_device
 from monograph.errors import UsageError
-from monograph.evaluation import Accuracy, Evaluation, evaluate
-from monograph.evaluation.choices import hold_questions, read_questions
+from monograph.evaluation import Evaluation, evaluate
+from monograph.evaluation.choices import Accuracy, hold_questions, read_questions
 from monograph.report.quantities import counted
 from monograph.run.progress import Progress
 from monograph.run.recipe import run_named
