@@ -82,10 +82,3 @@ def test_reward_peers(peers, monkeypatch, tmp_path, capsys):
 def test_rewards(script, monkeypatch, tmp_path):
     [case] = smoke(script("rewards"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["task"] == "makes" and case["updates"] == 2 and case["apart"] < 1e-5
-
-
-@pytest.mark.slow
-def test_preferences(script, monkeypatch, tmp_path):
-    cases = smoke(script("preferences"), monkeypatch, tmp_path / "found.json")["cases"]
-    assert [case["way"] for case in cases] == ["before", "chosen texts", "dpo:1", "rl.reward", "teacher"]
-    assert 0.5 < cases[2]["ahead"] <= 1 and all(0 <= case["unseen"] <= 1 for case in cases)
