@@ -41,7 +41,7 @@ STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256, "all-bf16": 2}
 SCORE_NUMBERS = 3  # memory of an attention score, in bf16 numbers: its probability in fp32 (2) and in bf16 (1)
 # Bytes alive in an eager update for each number of its largest plane: seven fp32 copies and the unpacked state; with
 # stochastic rounding also the random words, which are 8-byte integers.
-EAGER_UPDATE_BYTES = {"fp32": 28, "8bit": 36, "bf16": 132, "all-bf16": 136}
+EAGER_UPDATE_BYTES = {"fp32": 28, "8bit": 36, "bf16": 116, "all-bf16": 120}
 # Numbers of the compute dtype alive in a captured Muon update for each number of its largest plane.
 ORTHOGONAL_NUMBERS = 3
 

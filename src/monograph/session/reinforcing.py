@@ -138,7 +138,7 @@ def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
         raise InputRefused(
             f"rl.reward = {TEACHER}{name}: it {most}, fewer than data.sequence_length = {options.length}"
         )
-    return model.to(default_device()).requires_grad_(False).eval()
+    return model.to(default_device()).requires_grad_(False).train(False)
 
 
 def options_of(plan: Plan) -> Options:
