@@ -18,6 +18,7 @@ from monograph.session.plan import Plan
 
 # Fields of a plan whose names differ from their keys'.
 FIELDS = {
+    "rl.updates": "",  # of a draw, not the run's
     "optim.grad_clip": "clip", "optim.schedule": "schedule", "optim.transfer": "transfer", "optim.ema": "averaged",
     "data.sequence_length": "sequence_length", "train.tokens": "updates",
 }  # fmt: skip

@@ -85,8 +85,38 @@ def test_what_a_run_leaves_and_what_follows_it(here: Path, monograph: CommandSer
     assert "accuracy" not in last and "eval_bits_per_byte" in last
     typed = ["pairs.jsonl", "--from", "run", "prefer.loss=ipo:0.5", "train.updates=2", "--out", "pairs-after"]
     assert monograph.run(here, "train", *typed).code == 0
-    first = json.loads((here / "pairs-after" / "metrics.jsonl").read_text().splitlines()[0])
-    assert first["eval_loss"] == 1.0 and first["eval_margin"] == 0  # (0 - 1 / (2 x 0.5))^2
+    assert first_row(here / "pairs-after")["eval_loss"] == 1.0  # (0 - 1 / (2 x 0.5))^2
+    (here / "others.jsonl").write_text((here / "pairs.jsonl").read_text())
+    typed = ["others.jsonl", "--from", "pairs-after", "train.updates=2", "--out", "same-loss"]
+    assert monograph.run(here, "train", *typed).code == 0
+    assert first_row(here / "same-loss")["eval_loss"] == 1.0, "the parent's loss"
+
+
+def first_row(run: Path) -> dict[str, float]:
+    return dict(json.loads((run / "metrics.jsonl").read_text().splitlines()[0]))
+
+
+def test_pairs_after_rewards_and_texts_of_pairs(here: Path, monograph: CommandServer) -> None:
+    typed = [
+        "prompts.jsonl", "model.init=base", "rl.reward=regex:.*a.*", "rl.prompts=2", "rl.group=2",
+        "data.sequence_length=32", "train.updates=2", "train.compile=none", "train.precision=fp32", "data.held_out=0",
+    ]  # fmt: skip
+    assert monograph.run(here, "train", *typed, "--out", "rewarded").code == 0
+    typed = ["pairs.jsonl", "--from", "rewarded", "train.updates=2", "--out", "after-rewards"]
+    done = monograph.run(here, "train", *typed)
+    assert done.code == 0 and "accuracy" in (here / "after-rewards" / "metrics.jsonl").read_text(), done.err
+    typed = [
+        "train.updates=2",
+        "pairs.jsonl",
+        "data.text_key=chosen",
+        "--from",
+        "run",
+        "data.held_out=0",
+        "--out",
+        "of-pairs",
+    ]
+    assert monograph.run(here, "train", *typed).code == 0
+    assert "accuracy" not in (here / "of-pairs" / "metrics.jsonl").read_text()
 
 
 def test_a_lost_or_damaged_reference_is_refused_by_name(here: Path, monograph: CommandServer) -> None:

@@ -10,7 +10,12 @@ import pytest
 
 from commands.forked import CommandServer
 from commands.inputs import newest, over
+from commands.test_new_tokens import with_tokens
 from laws.resumed import write_inputs
+from monograph.model.config import LlamaConfig
+from monograph.model.hub import save_model
+from monograph.model.llama import Llama
+from monograph.text.tokenizer import Tokenizer
 
 RUN = [
     "prompts.jsonl", "model.init=base", "rl.reward=letters.py:score", "data.sequence_length=32", "rl.prompts=2",
@@ -33,6 +38,13 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *over(RUN, "rl.reward=letters.py:other")], 3, "the file has no function 'other'"),
     (["train", *over(RUN, "rl.reward=regex:(")], 3, "the regular expression '(': a '(' that is not closed"),
     (["train", *over(RUN, "rl.group=1")], 2, 'rl.group = "1": expected a whole number from 2'),
+    (["train", *RUN, "rl.kl=k1:0.1", "rl.advantage=dapo"], 2, "rl.kl = k1:0.1 is a part of the reward, which rl.adv"),
+    (["train", *RUN, "rl.kl=k4:0.1"], 2, 'rl.kl = "k4:0.1": expected none, or k1, k2 or k3 with a strength'),
+    (["train", *over(RUN, "rl.reward=teacher:base", "rl.kl=k2:1")], 2, "rl.kl: a teacher says what each token is"),
+    (["train", *over(RUN, "rl.reward=teacher:base", "rl.advantage=grpo")], 2, "rl.advantage: a teacher says what each"),
+    (["train", *over(RUN, "rl.reward=teacher:short")], 3, "it has 16 positions, fewer than data.sequence_length = 32"),
+    (["train", *over(RUN, "rl.reward=teacher:other")], 3, "its tokenizer is not the model's"),
+    (["train", *over(RUN, "rl.reward=teacher:nowhere")], 3, "nowhere"),
     (["train", *over(RUN, "rl.advantage=ppo")], 2, 'rl.advantage = "ppo": expected dr_grpo, rloo'),
     (["train", *over(RUN, "rl.temperature=0")], 2, "rl.temperature"),
     (["train", *over(RUN, "rl.max_new_tokens=32")], 2, "leaves no room for a prompt"),
@@ -59,6 +71,11 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rewards")
     write_inputs(folder)
     (folder / "odd.jsonl").write_text('{"prompt": "a", "good": "e"}\n{"prompt": 3, "good": "e"}\n')
+    plain = Tokenizer.bytes()
+    shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
+    for name, positions, tokenizer in (("short", 16, plain), ("other", 32, with_tokens(plain, "<|im_start|>"))):
+        config = LlamaConfig(vocab_size=tokenizer.vocab_size, max_position_embeddings=positions, **shape)
+        save_model(Llama(config), folder / name, tokenizer)
     for name, text in SCORES.items():
         (folder / name).write_text(text)
     return folder

@@ -228,3 +228,61 @@ def test_the_reference_is_the_weights_of_the_beginning_and_the_model_keeps_its_o
     drawer.engine.accumulate(next(rollouts))
     assert drawer.engine.step.loss.taken()["kl"] != 0.0  # type: ignore[attr-defined]
     assert all(torch.equal(plane.param, param) for plane, param in zip(planes, before, strict=True))
+
+
+def test_the_limits_of_each_objective_are_those_of_its_paper() -> None:
+    clip = Ratio("clip", 0.2, 0.2)
+    expected = {"dapo": Ratio("clip", 0.2, 0.28), "cispo": Ratio("truncate", 0.0, 5.0)}
+    expected |= {"gspo": Ratio("sequence", 3e-4, 4e-4)}
+    for objective in get_args(Objective):
+        assert ratio_of(objective, 2) == expected.get(objective, clip)
+        assert ratio_of(objective, 1) == (expected["cispo"] if objective == "cispo" else Ratio("none"))
+
+
+@pytest.mark.parametrize("objective", ["dr_grpo", "dapo", "grpo", "gspo"])
+def test_a_kl_term_weighs_tokens_as_the_objective_does(objective: Objective) -> None:
+    made, _ = drawn(4)
+    weighed = weighted(made, [1.0, 1.0, 1.0, 1.0], replace(FORM, objective=objective, kl=Kl("k3", 0.3)))
+    lengths = [len(one.token_ids) for one in made]
+    by_length = objective in ("grpo", "gspo")
+    assert [each.penalty for each in weighed] == [0.3 / length if by_length else 0.3 for length in lengths]
+    assert all(each.factor == 0 and each.counts for each in weighed), "a dead group has its KL term"
+
+
+@pytest.mark.parametrize("kl", [Kl("k2", 0.3), Kl("k3", 0.3)])
+def test_positions_without_a_target_give_no_gradient_however_unlikely_they_are(kl: Kl) -> None:
+    made, weighed = drawn()
+    loss = PolicyLoss(0.002, kl=kl)
+    engine = Resident(tiny_llama(), loss=loss)
+    window = arranged(made, weighed, replace(OPTIONS, length=24, exact=False, packed=True))
+    with torch.no_grad():
+        log_N = loss.log_probabilities(engine.model, window)
+    window["reference"] = log_N.view(window["reference"].shape).double() * (window["targets"] != -100)
+    assert float(log_N.min()) < -89, "its exponential has no number in fp32"
+    engine.accumulate(window)
+    assert bool(flat_gradient(engine.model).isfinite().all())
+
+
+def test_a_teacher_s_advantages_are_its_log_probabilities_less_the_student_s() -> None:
+    rollouts = windows(replace(OPTIONS, exact=False, objective="dapo"))
+    drawer, teacher = rollouts.drawer, tiny_llama(vocab_size=259)
+    drawer.reward.teacher = teacher
+    window = next(rollouts)
+    [tokens, targets, factors, drawn_at] = (window[key] for key in ("tokens", "targets", "factors", "drawn"))
+    for row in range(len(tokens)):
+        at = targets[row] != -100
+        begin = int(at.nonzero()[0])
+        with torch.no_grad():
+            better = logs_of(teacher, tokens[row, : begin + 1].tolist(), targets[row][at].tolist())
+        assert (factors[row][at] - (better - drawn_at[row][at])).abs().max() < 1e-4
+    assert float(window["shares"].sum()) == int((targets != -100).sum()), "the mean over all tokens"
+    expected = float(factors[targets != -100].sum() / (targets != -100).sum())
+    assert abs(rollouts.numbers["reward"] - expected) < 1 and "pass_at_1" not in rollouts.numbers
+
+
+def test_groups_of_equal_rewards_are_dead_whatever_a_kl_term_adds() -> None:
+    kl = Kl("k1", 0.5)
+    rollouts = windows(replace(OPTIONS, kl=kl, draws=2), reward=lambda text: 1.0)
+    rollouts.drawer.reference = [plane.param + 0.1 for plane in rollouts.drawer.engine.step.planes]
+    next(rollouts)
+    assert rollouts.numbers["dead"] == 1 and rollouts.rows_consumed == 2 * rollouts.rows_per_window

@@ -154,7 +154,7 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     fewer = bytes_beside(plan, config, CARD, slots=20)
     assert fewer == {"answers": 18 * KVCache.bytes_per_row(config, 20, torch.float32, block_of(20))}
     near = resolve(load(None, asked | {"rl.kl": "k2:0.1"}, {}), CARD, built=False)
-    assert bytes_beside(near, config, CARD)["reference"] == 4 * config.parameter_count()
+    assert bytes_beside(near, config, CARD)["reference"] == 2 * 4 * config.parameter_count()
     given: list[int] = []
     monkeypatch.setattr(
         planner, "budget", lambda device: given.append(device.free_memory_bytes) or choose.budget(device)

@@ -189,9 +189,9 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
                 stop.requested is not None, stop.save_requested, log.is_lost, log.streak > 0
             )
             # No checkpoint is due while updates are skipped, so that `go_back` finds one from before them.
-            due = waiting or (done % plan.save_every == 0 and not skipping)
-            saving = last or (session.is_between_draws and (due or stopping or asked))
-            waiting = due and not saving
+            due = waiting or done % plan.save_every == 0
+            saving = last or (session.is_between_draws and ((due and not skipping) or stopping or asked))
+            waiting = due and not session.is_between_draws
             if lost or (saving and session.non_finite()):
                 log = go_back(session, log, progress)
                 continue

@@ -70,9 +70,11 @@ class PolicyLoss(nn.Module):
         rho_N = (self._of_answers(apart_N, kept_N, batch) if self.ratio.kind == "sequence" else apart_N).exp()
         gained_N, clipped_N = self._gained(log_N, rho_N, factors_N)
         terms_N, far_N = gained_N, torch.zeros_like(log_N)
-        if "reference" in batch:  # with k1 the penalties are 0, and the term is in the rewards
-            far_N = log_N - batch["reference"].flatten().to(log_N.dtype)
-            near_N = far_N.square() / 2 if self.kl and self.kl.estimator == "k2" else torch.expm1(-far_N) + far_N
+        if "reference" in batch:
+            # Elsewhere the difference is of nothing, and its exponential could overflow to a gradient of NaN.
+            far_N = torch.where(kept_N, log_N - batch["reference"].flatten().to(log_N.dtype), 0.0)
+        if self.kl is not None:  # with k1 the term is in the rewards
+            near_N = far_N.square() / 2 if self.kl.estimator == "k2" else torch.expm1(-far_N) + far_N
             terms_N = gained_N - batch["penalties"].flatten().to(log_N.dtype) * near_N
         with torch.no_grad():
             exact_N = torch.where(kept_N, (log_N - drawn_N).abs(), 0.0).double()

@@ -21,8 +21,8 @@ the most tokens of one. rho is the probability of a token, or of an answer, divi
     truncate(h)     min(rho, h), as a constant, times log pi
     sequence(l, h)  clip(l, h) with rho of a whole answer: the exponential of the mean of its tokens' log rho
 
-With one update of each draw rho is 1, up to rounding, and w is log pi for all but the last two: it has the same value
-of the gradient. The last two always use rho, so that cispo is then truncated importance sampling.
+With one update of each draw rho is 1, up to rounding, and w is log pi, which has the same gradient there, as rounding
+alone could leave the narrow limits of gspo. Only cispo uses rho even then: it is truncated importance sampling.
 
 The gradients of reinforce, rloo and dr_grpo at rho = 1 are those of the expected reward, the last one times (G - 1) /
 (G L). That of grpo is not: it gives tokens of short right answers more weight, and of long wrong ones less. That of
@@ -57,7 +57,7 @@ _RATIOS: dict[Objective, Ratio] = {
 def ratio_of(objective: Objective, updates: int) -> Ratio:
     """Return how an objective uses rho, for a number of updates that are made of each draw."""
     ratio = _RATIOS.get(objective, Ratio("clip", 0.2, 0.2))
-    return UNUSED if updates == 1 and ratio.kind == "clip" else ratio
+    return UNUSED if updates == 1 and ratio.kind != "truncate" else ratio
 
 
 class Weight(NamedTuple):

@@ -57,11 +57,7 @@ class _Group(NamedTuple):
     rollouts: Sequence[Rollout]
     rewards: Sequence[float]
     weights: Sequence[Weight]
-
-    @property
-    def teaches(self) -> bool:
-        """Return whether some answer weighs anything, whatever a KL term does."""
-        return any(weight._replace(penalty=0).counts for weight in self.weights)
+    teaches: bool  # whether the rewards say anything, whatever a KL term does
 
 
 class Drawer:
@@ -97,7 +93,7 @@ class Drawer:
         """
         options, model, prompts = self.options, self.model, self.prompts
         answers, weight = options.prompts * options.group, model.lm_head.weight
-        steps = self.updates() * -(-answers // MOST_ROWS) * options.max_new_tokens
+        steps = self.updates() // options.updates * -(-answers // MOST_ROWS) * options.max_new_tokens
         compiled = self.engine.step.scope != "none" and steps >= WORTH_COMPILING[weight.device.type]
         if self._made and self._made[0] == compiled:
             return self._made[1]
@@ -270,7 +266,7 @@ class Rollouts(Iterator[Batch]):
         self.skip = tuple((int(begin), int(end)) for begin, end in skip)
         self.numbers: dict[str, float] = {}
         self._window: Batch = {}
-        self._again = 0  # updates that are still made of the last draw
+        self._again, self.is_fresh = 0, True  # the first: updates that are still made of the last draw
 
     def __next__(self) -> Batch:
         """Draw, score and weigh the answers of the next window, see `arranged`, or return the last one once more."""
@@ -326,7 +322,10 @@ class Rollouts(Iterator[Batch]):
                 weighed = [Weight(factors, len(factors)) for factors in taught[own]]
             else:
                 weighed = weighted(rollouts[own], rewards[own], options)
-            groups.append(_Group(prompts[first], completions[own], rollouts[own], rewards[own], weighed))
+            unequal = min(rewards[own]) != max(rewards[own]) or (options.objective == "reinforce" and any(rewards[own]))
+            groups.append(
+                _Group(prompts[first], completions[own], rollouts[own], rewards[own], weighed, bool(taught) or unequal)
+            )
         return groups
 
     def _next_positions(self) -> list[int]:

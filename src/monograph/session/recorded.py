@@ -221,11 +221,9 @@ def branched(parent: Run, given: Settings) -> Settings:
     if not parent.begun and not entries(parent.checkpoints):
         raise InputRefused(f"{parent.folder} was stopped before it began: nothing can start from it")
     own = run_settings(parent, runs_code=given.model.init is None)
-    taken = {*given.pinned()}
-    if given.rl.reward is None:
+    taken = _by_records(given, own)
+    if given.rl.reward is None and given.prefer.loss is None:
         require_trusted(parent.config, [own.rl.reward])
-    elif own.rl.reward is None:
-        taken |= {"train.tokens_per_update"}  # answers decide it
     if added := [key for key in KEYS if key in taken and given.values()[key] != own.values()[key]]:
         raise UsageError(
             f"{given.origins[added[0]]}: {added[0]}: --from goes on with the weights that {parent.folder} trains and "
@@ -239,8 +237,6 @@ def branched(parent: Run, given: Settings) -> Settings:
         )
     if "data.tokenizer" in taken:
         require_no_new(given, str(parent.folder))
-    if "data.source" in taken:  # what its records are decides
-        taken |= {"prefer.loss"}
     taken -= {"optim.transfer"}
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
     if given.model.init:  # that model brings its own shape
@@ -250,6 +246,21 @@ def branched(parent: Run, given: Settings) -> Settings:
     if "data.tokenizer" not in taken:
         kept["data.tokenizer"] = str(parent.tokenizer)  # a newly trained BPE would change the meaning of the ids
     return given.resolve(kept, str(parent.config))
+
+
+def _by_records(given: Settings, own: Settings) -> set[str]:
+    """Return the keys that a new run does not take from its parent: given ones, and those that its records decide."""
+    taken = {*given.pinned()}
+    if given.prefer.loss is not None:  # pairs, after answers that were rewarded
+        taken |= {key for key in own.values() if key.startswith("rl.")}
+    if given.origins.get("prefer.loss") == "data.source" and own.prefer.loss:  # the usual loss, for want of another
+        taken -= {"prefer.loss"}
+    elif "data.source" in taken:
+        taken |= {"prefer.loss"}
+    judged = given.rl.reward is not None or given.prefer.loss is not None
+    if judged and (given.rl.reward is None) != (own.rl.reward is None):
+        taken |= {"train.tokens_per_update"}  # answers decide it
+    return taken
 
 
 def _same_transfer(given: str, own: str) -> bool:

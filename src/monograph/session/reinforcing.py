@@ -37,6 +37,7 @@ from monograph.session.plan import FP32_BYTES, Plan
 from monograph.storage.reading import without_links
 
 USUAL_LOSS, TEACHER = "dpo", "teacher:"
+UNSCALED = ("dr_grpo", "rloo", "reinforce")
 TAUGHT_AS: Objective = "dapo"  # whose ratios a teacher's scores get, and whose denominator, the tokens of all answers
 USUAL: dict[str, Any] = {
     "rl.advantage": "dr_grpo",
@@ -57,6 +58,8 @@ def reward_named(settings: Settings) -> str | None:
 def with_records(settings: Settings) -> Settings:
     """Return the settings with prefer.loss decided: as given, or the usual loss if the records are pairs."""
     given, chosen = settings.values(), dict[str, Any]()
+    if "data.text_key" in settings.origins:  # a text under this key is asked for
+        return settings
     if given["prefer.loss"] is None and given["rl.reward"] is None and hold_pairs(given["data.source"]):
         chosen["prefer.loss"] = USUAL_LOSS
     return settings.resolve(chosen, "data.source") if chosen else settings
@@ -82,15 +85,19 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
         return {}
     usual = USUAL
     if reward.startswith(TEACHER):
-        if "rl.advantage" in given:
-            origin = settings.origins["rl.advantage"]
-            raise UsageError(f"{origin}: rl.advantage: a teacher says what each token is worth: leave it out")
+        if useless := [key for key in ("rl.advantage", "rl.kl") if given.get(key, "none") != "none"]:
+            origin, key = settings.origins[useless[0]], useless[0]
+            raise UsageError(f"{origin}: {key}: a teacher says what each token is worth: leave it out")
         name = reward.removeprefix(TEACHER)
         run = run_named(name)  # record its path: `last` will soon name the new run
         usual = {key: value for key, value in USUAL.items() if key != "rl.advantage"}
         given["rl.reward"] = f"{TEACHER}{run.named if run else without_links(name)}"
     values: dict[str, Any] = {"rl.max_new_tokens": max(1, length // 2), "rl.reward": reward} | usual
     values |= {key: value for key, value in given.items() if key in values}
+    if values["rl.kl"].startswith("k1") and values.get("rl.advantage") not in UNSCALED:
+        scaled = f"rl.advantage = {values['rl.advantage']} divides by its deviation"
+        instead = f"take {', '.join(UNSCALED)}, or k2 or k3"
+        raise UsageError(f"rl.kl = {values['rl.kl']} is a part of the reward, which {scaled}: {instead}")
     if values["rl.max_new_tokens"] >= length:
         raise UsageError(
             f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
@@ -177,7 +184,8 @@ def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 
     beside = {"answers": min(answers, machine.free_memory_bytes // 2)}
     if options.kl:
         width = 2 if plan.optimizer.endswith(":all-bf16") else FP32_BYTES
-        beside["reference"] = width * trained_numbers(config, lora_of(plan.settings), plan.precision)
+        # The weights that are trained wait in a second copy while the reference scores.
+        beside["reference"] = 2 * width * trained_numbers(config, lora_of(plan.settings), plan.precision)
     if plan.reward.startswith(TEACHER) and (shape := shape_in(plan.reward.removeprefix(TEACHER))):
         beside["teacher"] = shape.parameter_count() * FP32_BYTES
     return beside

@@ -62,7 +62,8 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     # Ranks other than 0 have not read the metrics from before a resume, so rank 0's counts hold for all.
     last, streak = session.world.agreed([log.last["update"], max(1, log.streak)])
     skip, end, rows = session.batches.skip, session.batches.rows_consumed, session.batches.rows_per_window
-    led_there = end - 2 * streak * rows
+    each = session.drawer.options.updates if session.reward else 1  # updates of a window
+    led_there = end - 2 * -(-streak // each) * rows
     if in_a_row([*skip, (led_there, end)], rows) > MOST:
         raise _diverged(session, log)
     try:
