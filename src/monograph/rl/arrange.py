@@ -114,13 +114,11 @@ def arranged(rollouts: Sequence[Rollout], weighed: Sequence[Weight], options: Op
 def weighted(rollouts: Sequence[Rollout], rewards: Sequence[float], options: Options) -> list[Weight]:
     """Return the weights of one group's answers, with the KL term."""
     lengths, kl = [len(rollout.token_ids) for rollout in rollouts], options.kl
-    if kl is None:
-        return weights(options.objective, rewards, lengths, options.max_new_tokens)
-    if kl.estimator == "k1":
+    if kl is not None and kl.estimator == "k1":
         far = [sum(rollout.logprobs) - sum(rollout.reference) for rollout in rollouts]
         rewards = [reward - kl.strength * each for reward, each in zip(rewards, far, strict=True)]
     weighed = weights(options.objective, rewards, lengths, options.max_new_tokens)
-    if kl.estimator == "k1":
+    if kl is None or kl.estimator == "k1":
         return weighed
     # Where tokens of long answers weigh less, so does their KL term.
     by_length = options.objective in ("grpo", "gspo")

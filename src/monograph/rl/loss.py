@@ -24,8 +24,9 @@ class Kl(NamedTuple):
     """A term that holds the model near its reference, the weights that the run begins from.
 
     With l = log pi - log ref of a drawn token: k1 takes strength times the sum of an answer's l from its reward; k2
-    adds strength times l^2 / 2 to a token's loss, and k3 adds strength times e^-l - 1 + l. The gradients of k1 and k2
-    are that of KL(pi || ref), that of k3 is that of KL(ref || pi) (Tang and Munos 2025, arXiv 2506.09477).
+    adds strength times l^2 / 2 to a token's loss, and k3 adds strength times e^-l - 1 + l. On policy, the gradient of
+    k1 is that of KL(pi || ref) of whole answers. Those of k2 and k3 are of the next token, at the places that answers
+    come to: of KL(pi || ref) and of KL(ref || pi) (Tang and Munos 2025, arXiv 2506.09477).
     """
 
     estimator: Estimator

@@ -20,7 +20,7 @@ from safetensors.torch import save
 from torch import nn
 
 from monograph.data.corpus import Corpus
-from monograph.errors import InputRefused
+from monograph.errors import DiskFull, InputRefused
 from monograph.evaluation.text import evaluate
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
@@ -31,7 +31,7 @@ from monograph.run.progress import Progress
 from monograph.session.plan import Plan
 from monograph.session.session import Session
 from monograph.storage.reading import exists
-from monograph.storage.writing import sync, writing
+from monograph.storage.writing import sync
 
 REFERENCE = "reference.safetensors"  # in the run's folder
 LOST = "{}: the reference of this run is {}: put the file back, or begin a new run"
@@ -119,10 +119,17 @@ def _write(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
     """Store a reference in the run's folder, before the run's first checkpoint."""
     path, there = session.run.folder / REFERENCE, {name: tensor.cpu() for name, tensor in tensors.items()}
     content = save(there, {"fingerprint": session.corpus.fingerprint, "sha256": _digest(there)})
-    with writing(session.run.folder):
-        path.write_bytes(content)
-        sync(path)
+    partial = path.with_suffix(".partial")
+    try:
+        partial.write_bytes(content)
+        sync(partial)
+        partial.replace(path)
         sync(path.parent)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink(missing_ok=True)
+        nothing = "nothing was trained yet: make room there, and start again"
+        raise DiskFull(f"{path}: cannot be written: {error.strerror}; {nothing}") from error
 
 
 def _read(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
