@@ -17,7 +17,7 @@ from commands.forked import Command, CommandServer
 from commands.inputs import TINY, over, with_texts
 from commands.test_new_tokens import with_tokens
 from dialogues import TEMPLATES, said, write_chats
-from distributed.launched import Torchrun
+from distributed.launched import started
 from llama_cpp import LlamaCpp
 from monograph import Sampling, checkpointing, generate, load
 from monograph.run.folder import Run
@@ -40,20 +40,27 @@ def test_the_story(server: CommandServer, tmp_path: Path) -> None:
     # sweep: the rate of the run below, with an error bar
     short = over(SETTINGS, "train.updates=20", "train.save_every=10")
     swept = monograph.run(tmp_path, "sweep", *[s for s in short if "lr=" not in s], "optim.lr=1e-3,1e-2",
-                          "train.seed=0,1", "--out", "swept", "--json")  # fmt: skip
+                          "train.seed=0,1", "--out", "swept", "--json", figures=0)  # fmt: skip
     best = json.loads(swept.out.splitlines()[-1])["best"]
     assert best["knobs"] == {"optim.lr": 1e-2} and best["standard_error"] > 0
-    assert monograph.run(tmp_path, "train", "--from", "swept/best", "train.updates=5", "--out", "branch").code == 0
+    assert (
+        monograph.run(tmp_path, "train", "--from", "swept/best", "train.updates=5", "--out", "branch", figures=0).code
+        == 0
+    )
 
     # train, killed
-    killed(monograph.start(tmp_path, "train", *SETTINGS), tmp_path, "runs/*/checkpoints/step-0000001*")
+    killed(monograph.start(tmp_path, "train", *SETTINGS, figures=0), tmp_path, "runs/*/checkpoints/step-0000001*")
     [run] = (tmp_path / "runs").iterdir()
 
     # stream: it goes on with its weights on the host, and is killed again
-    killed(monograph.start(tmp_path, "train", "--resume", "train.memory=stream"), run, "checkpoints/step-0000003*")
+    killed(
+        monograph.start(tmp_path, "train", "--resume", "train.memory=stream", figures=0),
+        run,
+        "checkpoints/step-0000003*",
+    )
 
     # two ranks: it goes on by two processes, which are killed too
-    by_two(tmp_path, run)
+    by_two(monograph, tmp_path, run)
 
     # resume
     done = monograph.run(tmp_path, "train", "--resume", "--json")
@@ -109,11 +116,12 @@ def test_the_story(server: CommandServer, tmp_path: Path) -> None:
     same_in_transformers(tmp_path / "out", model, tokenizer.encode("alpha beta gamma delta"))
 
 
-def by_two(here: Path, run: Path) -> None:
+def by_two(monograph: CommandServer, here: Path, run: Path) -> None:
     """Go on with the newest run by two processes until it has a checkpoint more."""
-    ranks = Torchrun(2, here, "train", "--resume", "last", "train.parallel=ddp")
-    ranks.until(lambda: any(run.glob("checkpoints/step-0000004*")))
-    ranks.stop()
+    first, second = started(monograph, here, 2, "train", "--resume", "last", "train.parallel=ddp")
+    killed(first, run, "checkpoints/step-0000004*")
+    second.signal(signal.SIGKILL)
+    second.wait()
 
 
 def finetune(monograph: CommandServer, here: Path) -> None:
@@ -135,8 +143,10 @@ def finetune(monograph: CommandServer, here: Path) -> None:
         "train.compile=none",
     ]  # fmt: skip
     assert "<|im_end|>" in monograph.run(here, "data", "show", *chats).out
-    killed(monograph.start(here, "train", *chats, "--out", "taught"), here, "taught/checkpoints/step-0000001*")
-    done = monograph.run(here, "train", "--resume", "taught", "--json")
+    killed(
+        monograph.start(here, "train", *chats, "--out", "taught", figures=0), here, "taught/checkpoints/step-0000001*"
+    )
+    done = monograph.run(here, "train", "--resume", "taught", "--json", figures=0)
     assert done.code == 0 and json.loads(done.out.splitlines()[-1])["update"] == 120, done.err
     scores = [row["eval_loss"] for row in Run(here / "taught").rows() if "eval_loss" in row]
     assert scores[-1] < scores[0] / 40, "it learned to answer, and to stop"
@@ -159,8 +169,10 @@ def reinforce(monograph: CommandServer, here: Path) -> str:
         "data.held_out=0", "data.sequence_length=16", "optim.lr=3e-3", "train.updates=40", "train.save_every=10",
         "train.compile=none", "train.precision=fp32",
     ]  # fmt: skip
-    killed(monograph.start(here, "train", *typed, "--out", "better"), here, "better/checkpoints/step-0000001*")
-    done = monograph.run(here, "train", "--resume", "better", "--json")
+    killed(
+        monograph.start(here, "train", *typed, "--out", "better", figures=0), here, "better/checkpoints/step-0000001*"
+    )
+    done = monograph.run(here, "train", "--resume", "better", "--json", figures=0)
     found = json.loads(done.out.splitlines()[-1])
     assert found["update"] == 40 and found["reward"] > found["reward_first"] + 0.3, done.err
     assert found["drawn_minus_scored_max"] < 1e-5
@@ -183,8 +195,12 @@ def prefer(monograph: CommandServer, here: Path, reinforced: str) -> None:
         "optim.lr=3e-3", "train.updates=40", "train.tokens_per_update=64", "train.save_every=10", "train.compile=none",
         "train.precision=fp32",
     ]  # fmt: skip
-    killed(monograph.start(here, "train", *typed, "--out", "preferring"), here, "preferring/checkpoints/step-0000001*")
-    done = monograph.run(here, "train", "--resume", "preferring", "--json")
+    killed(
+        monograph.start(here, "train", *typed, "--out", "preferring", figures=0),
+        here,
+        "preferring/checkpoints/step-0000001*",
+    )
+    done = monograph.run(here, "train", "--resume", "preferring", "--json", figures=0)
     found = json.loads(done.out.splitlines()[-1])
     assert found["update"] == 40 and found["accuracy"] == 1 and found["margin"] > 3, done.err
     first = next(row for row in Run(here / "preferring").rows() if "train_loss" in row)

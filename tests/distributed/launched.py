@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from clocks import HANG_S
-from commands.forked import CLI, CommandServer, Done
+from commands.forked import CLI, Command, CommandServer, Done
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -33,22 +33,29 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
-def ranks(
+def started(
     server: CommandServer, folder: Path, size: int, *arguments: object, call: str = CLI, **variables: str
-) -> list[Done]:
-    """How the ranks of a command ended, which are forks: the first that fails ends all, as a launcher has it."""
+) -> list[Command]:
+    """The ranks of a command, which are forks: without torchrun, whose own imports take seconds in each rank."""
     shared = variables | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if torch.cuda.device_count() < size:  # NCCL refuses two ranks on one card
         shared["CUDA_VISIBLE_DEVICES"] = ""
     places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
-    started = [server.start(folder, *map(str, arguments), env=each, call=call, figures=0) for each in places]
+    return [server.start(folder, *map(str, arguments), env=each, call=call, figures=0) for each in places]
+
+
+def ranks(
+    server: CommandServer, folder: Path, size: int, *arguments: object, call: str = CLI, **variables: str
+) -> list[Done]:
+    """How the ranks of a command ended: the first that fails ends all, as a launcher has it."""
+    running = started(server, folder, size, *arguments, call=call, **variables)
     done = dict[int, Done]()
     while len(done) < size:
         for rank in {*range(size)} - done.keys():
-            if started[rank].is_over():
-                done[rank] = started[rank].wait()
+            if running[rank].is_over():
+                done[rank] = running[rank].wait()
                 for other in {*range(size)} - done.keys() if done[rank].code != 0 else ():
-                    started[other].signal(signal.SIGTERM)
+                    running[other].signal(signal.SIGTERM)
         time.sleep(0.02)
     return [done[rank] for rank in range(size)]
 
