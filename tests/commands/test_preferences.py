@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,9 +47,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def monograph() -> Iterator[CommandServer]:
-    with CommandServer() as server:
-        yield server
+def monograph(server: CommandServer) -> CommandServer:
+    return server
 
 
 @pytest.mark.parametrize(("typed", "code", "part"), CASES, ids=lambda value: None)
@@ -80,15 +78,20 @@ def test_what_a_run_leaves_and_what_follows_it(here: Path, monograph: CommandSer
         assert refused.code == 2 and "learned from answers, not from text" in refused.err
 
     # A run of texts from its weights is one, and none of pairs; another one of pairs begins at ln 2 again.
-    assert monograph.run(here, "train", "texts", "--from", "run", "train.updates=2", "--out", "texts-after").code == 0
+    assert (
+        monograph.run(
+            here, "train", "texts", "--from", "run", "train.updates=2", "--out", "texts-after", figures=0
+        ).code
+        == 0
+    )
     last = (here / "texts-after" / "metrics.jsonl").read_text()
     assert "accuracy" not in last and "eval_bits_per_byte" in last
     typed = ["pairs.jsonl", "--from", "run", "prefer.loss=ipo:0.5", "train.updates=2", "--out", "pairs-after"]
-    assert monograph.run(here, "train", *typed).code == 0
+    assert monograph.run(here, "train", *typed, figures=0).code == 0
     assert first_row(here / "pairs-after")["eval_loss"] == 1.0  # (0 - 1 / (2 x 0.5))^2
     (here / "others.jsonl").write_text((here / "pairs.jsonl").read_text())
     typed = ["others.jsonl", "--from", "pairs-after", "train.updates=2", "--out", "same-loss"]
-    assert monograph.run(here, "train", *typed).code == 0
+    assert monograph.run(here, "train", *typed, figures=0).code == 0
     assert first_row(here / "same-loss")["eval_loss"] == 1.0, "the parent's loss"
 
 
@@ -101,9 +104,9 @@ def test_pairs_after_rewards_and_texts_of_pairs(here: Path, monograph: CommandSe
         "prompts.jsonl", "model.init=base", "rl.reward=regex:.*a.*", "rl.prompts=2", "rl.group=2",
         "data.sequence_length=32", "train.updates=2", "train.compile=none", "train.precision=fp32", "data.held_out=0",
     ]  # fmt: skip
-    assert monograph.run(here, "train", *typed, "--out", "rewarded").code == 0
+    assert monograph.run(here, "train", *typed, "--out", "rewarded", figures=0).code == 0
     typed = ["pairs.jsonl", "--from", "rewarded", "train.updates=2", "--out", "after-rewards"]
-    done = monograph.run(here, "train", *typed)
+    done = monograph.run(here, "train", *typed, figures=0)
     assert done.code == 0 and "accuracy" in (here / "after-rewards" / "metrics.jsonl").read_text(), done.err
     typed = [
         "train.updates=2",
@@ -115,13 +118,13 @@ def test_pairs_after_rewards_and_texts_of_pairs(here: Path, monograph: CommandSe
         "--out",
         "of-pairs",
     ]
-    assert monograph.run(here, "train", *typed).code == 0
+    assert monograph.run(here, "train", *typed, figures=0).code == 0
     assert "accuracy" not in (here / "of-pairs" / "metrics.jsonl").read_text()
 
 
 def test_a_lost_or_damaged_reference_is_refused_by_name(here: Path, monograph: CommandServer) -> None:
     typed = ["train", *over(RUN, "train.updates=60"), "--out", "stopped"]
-    command = monograph.start(here, *typed)
+    command = monograph.start(here, *typed, figures=0)
     command.until(lambda: any((here / "stopped").glob("checkpoints/step-0000000[36]")))
     command.signal(2)
     assert command.wait().code == 75
@@ -136,11 +139,13 @@ def test_a_lost_or_damaged_reference_is_refused_by_name(here: Path, monograph: C
         assert done.code == 3 and said in line and "put the file back" in line
         assert not bad or f"damaged: {file.name}" in monograph.run(here, "check", "stopped").err
     file.write_bytes(content)
-    assert monograph.run(here, "train", "--resume", "stopped").code == 0
+    assert monograph.run(here, "train", "--resume", "stopped", figures=0).code == 0
 
 
 def test_losses_without_a_reference_store_none(here: Path, monograph: CommandServer) -> None:
-    done = monograph.run(here, "train", *RUN, "prefer.loss=orpo:0.2", "lora.rank=2", "--out", "odds", "--json")
+    done = monograph.run(
+        here, "train", *RUN, "prefer.loss=orpo:0.2", "lora.rank=2", "--out", "odds", "--json", figures=0
+    )
     assert done.code == 0 and not (here / "odds" / "reference.safetensors").exists(), done.err
     rows = [json.loads(line) for line in (here / "odds" / "metrics.jsonl").read_text().splitlines()]
     losses = [row["train_loss"] for row in rows if "train_loss" in row]
