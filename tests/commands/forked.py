@@ -214,7 +214,10 @@ def on_a_terminal() -> threading.Thread:
 
 
 def serve() -> None:
-    import matplotlib.figure  # noqa: F401 - whatever a command imports late
+    import matplotlib.backends.backend_agg  # noqa: F401 - whatever a command imports late
+    import matplotlib.backends.backend_svg
+    import matplotlib.style  # noqa: F401
+    import PIL.Image
     import torch._dynamo
     import torch._inductor.config  # noqa: F401
 
@@ -231,6 +234,7 @@ def serve() -> None:
     from monograph.cli import command_tree
 
     command_tree()
+    PIL.Image.preinit()
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

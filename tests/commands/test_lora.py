@@ -132,7 +132,7 @@ def test_other_adapters_than_the_stored_ones_or_the_parents_are_refused(folder: 
     assert done.code == 2 and "but the adapter in out/adapter has 4" in done.err
     done = server.run(folder, "train", "--from", "run", "lora.rank=8", "--out", "refused")
     assert done.code == 2 and "--from goes on with the weights" in done.err
-    assert server.run(folder, "train", "--from", "run", "train.updates=2", "--out", "branch").code == 0
+    assert server.run(folder, "train", "--from", "run", "train.updates=2", "--out", "branch", figures=0).code == 0
 
 
 def test_a_base_that_is_gone_or_another_one_is_refused_by_name(here: Path, server: CommandServer) -> None:

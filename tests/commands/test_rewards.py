@@ -107,7 +107,9 @@ def test_a_reward_that_is_no_number_names_its_record(
 
 def test_a_reward_that_fails_in_the_middle_loses_nothing(here: Path, monograph: CommandServer) -> None:
     typed = ["train", *over(RUN, "rl.reward=fails.py:score", "train.save_every=100"), "--out", "failed"]
-    done = monograph.run(here, *[each for each in typed if not each.startswith("data.held_out")], "data.held_out=0")
+    done = monograph.run(
+        here, *[each for each in typed if not each.startswith("data.held_out")], "data.held_out=0", figures=0
+    )
     assert done.code == 3 and "ZeroDivisionError: division by zero" in done.err
     update = int(newest(here / "failed").name[5:])
     rows = [json.loads(line) for line in (here / "failed" / "metrics.jsonl").read_text().splitlines()]
@@ -116,7 +118,7 @@ def test_a_reward_that_fails_in_the_middle_loses_nothing(here: Path, monograph: 
     changed = monograph.run(here, "train", "--resume", "failed", "--trust-code")
     assert changed.code == 3 and "start a new run from this one with --from" in changed.err
     typed = ["--from", "failed", "rl.reward=fails.py:score", "train.updates=2", "--out", "mended"]
-    assert monograph.run(here, "train", *typed).code == 0
+    assert monograph.run(here, "train", *typed, figures=0).code == 0
 
 
 def test_what_a_run_leaves(here: Path, monograph: CommandServer) -> None:
@@ -144,7 +146,7 @@ def test_what_a_run_leaves(here: Path, monograph: CommandServer) -> None:
 
 
 def test_a_stranger_s_function_is_not_run_unasked(here: Path, monograph: CommandServer) -> None:
-    assert monograph.run(here, "train", *RUN, "--out", "theirs").code == 0
+    assert monograph.run(here, "train", *RUN, "--out", "theirs", figures=0).code == 0
     config = here / "theirs" / "config.toml"
     config.write_text(
         "\n".join(line for line in config.read_text().splitlines() if not line.startswith("# mark")) + "\n"
@@ -152,14 +154,16 @@ def test_a_stranger_s_function_is_not_run_unasked(here: Path, monograph: Command
     for typed in (["--from", "theirs"], ["theirs/config.toml"]):
         refused = monograph.run(here, "train", *typed, "--out", "ours")
         assert refused.code == 3 and "--trust-code" in refused.err, typed
-    done = monograph.run(here, "train", "--from", "theirs", "train.updates=1", "--out", "ours", "--trust-code")
+    done = monograph.run(
+        here, "train", "--from", "theirs", "train.updates=1", "--out", "ours", "--trust-code", figures=0
+    )
     assert done.code == 0, done.err
 
 
 def test_another_schema_is_another_run(here: Path, monograph: CommandServer) -> None:
     (here / "schema.json").write_text('{"enum": ["a", "b"]}')
     typed = ["train", *over(RUN, "rl.reward=json-schema:schema.json", "train.updates=60"), "--out", "formed"]
-    command = monograph.start(here, *typed)
+    command = monograph.start(here, *typed, figures=0)
     command.until(lambda: any((here / "formed").glob("checkpoints/step-*")))
     command.signal(signal.SIGINT)
     command.wait()

@@ -27,7 +27,7 @@ def test_two_ranks_make_the_run_that_one_makes(server: CommandServer, tmp_path: 
     """One log, one JSON, and every other command takes the run as it takes any."""
     with_texts(tmp_path)
     settings = over(TINY, "optim.name=adamw", "train.eval_every=3")
-    assert server.run(tmp_path, "train", *settings, "--out", "alone").code == 0
+    assert server.run(tmp_path, "train", *settings, "--out", "alone", figures=0).code == 0
     first, second = ranks(server, tmp_path, 2, "train", *settings, "train.parallel=fsdp", "--out", "shared", "--json")
     assert first.code == second.code == 0, first.err + second.err
     [line] = (first.out + second.out).splitlines()
@@ -63,7 +63,7 @@ def test_a_stopped_run_is_saved_and_goes_on_alone(server: CommandServer, tmp_pat
     assert 0 < saved == len(rows(tmp_path / "run")) < 400
     refused = server.run(tmp_path, "train", "--resume", "run")
     assert refused.code == 2 and "train.parallel = ddp takes a process for each device: torchrun" in refused.err
-    alone = server.start(tmp_path, "train", "--resume", "run", "train.parallel=none")
+    alone = server.start(tmp_path, "train", "--resume", "run", "train.parallel=none", figures=0)
     alone.until(lambda: len(rows(tmp_path / "run")) > saved + 2)
     alone.signal(signal.SIGTERM)
     assert alone.wait().code == 75
