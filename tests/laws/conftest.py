@@ -33,8 +33,9 @@ def faults() -> Iterator[FaultServer]:
 
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of its own, and no figures (they take most of the time)."""
+    """A folder of its own, no figures and short samples, which take most of the time."""
     monkeypatch.setattr("monograph.session.reporting.write_report", lambda *_: None)
+    monkeypatch.setattr("monograph.session.reporting.SAMPLE_TOKENS", 4)
     monkeypatch.chdir(tmp_path)
     write_inputs(tmp_path)
     return tmp_path
