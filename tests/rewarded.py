@@ -72,10 +72,11 @@ def drawer(
     dtype: torch.dtype = torch.float32,
     reward: Callable[[str], float] = spaces,
     device: str = "cpu",
+    layers: int = 2,
     **engine: Any,
 ) -> Drawer:
     """An engine of a model whose distributions are far from even, with a drawer of its answers."""
-    model = tiny_llama(dtype, vocab_size=259).to(device)
+    model = tiny_llama(dtype, vocab_size=259, num_hidden_layers=layers).to(device)
     if options.exact:
         model.use_attention("cached")
     with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -46,19 +46,44 @@ def test_an_answer_is_scored_in_the_bits_in_which_it_was_drawn(precision: str) -
     assert found == 0 if own_rows else found < (1e-5 if precision == "fp32" else 0.2)
 
 
-@pytest.mark.parametrize(
-    ("options", "captured"), [(BATCHED, False), (BATCHED, True), (replace(OPTIONS, exact=False), False)]
-)
-def test_packed_padded_or_captured_it_is_scored_within_1e_5(options: Any, captured: bool) -> None:
-    rollouts = windows(options, micro_batch=2)
+class Captured(NamedTuple):
+    """Rollouts, the window on which their step was captured, and how its answers were drawn before that."""
+
+    rollouts: Rollouts
+    window: dict[str, torch.Tensor]
+    compiled: bool
+    in_training: bool
+
+
+@pytest.fixture(scope="module")
+def captured() -> Captured:
+    """Once for two tests, and of one layer, as tracing takes longer than all else that they do."""
+    rollouts = windows(BATCHED, micro_batch=2, layers=1)
+    drawing = rollouts.drawer
+    drawing.model.train()
     window = next(rollouts)
-    if captured:
-        assert rollouts.drawer.engine.capture(window, backend="aot_eager") is None
-        apart(rollouts)
+    assert drawing._made
+    before = Captured(rollouts, window, drawing._made[1].compiled, drawing.model.training)
+    assert drawing.engine.capture(window, backend="aot_eager") is None
+    apart(rollouts)
+    return before
+
+
+def scored_within_1e_5(rollouts: Rollouts, window: dict[str, torch.Tensor]) -> None:
     rollouts.drawer.engine.accumulate(window)
     largest, number = apart(rollouts)
     assert number == int((window["targets"] != -100).sum())
     assert 0 < largest < 1e-5
+
+
+@pytest.mark.parametrize("options", [BATCHED, replace(OPTIONS, exact=False)], ids=["packed", "padded"])
+def test_packed_or_padded_it_is_scored_within_1e_5(options: Any) -> None:
+    rollouts = windows(options, micro_batch=2)
+    scored_within_1e_5(rollouts, next(rollouts))
+
+
+def test_captured_it_is_scored_within_1e_5(captured: Captured) -> None:
+    scored_within_1e_5(captured.rollouts, captured.window)
 
 
 def test_the_temperature_is_that_of_the_draws() -> None:
@@ -120,12 +145,8 @@ def test_an_answer_from_old_weights_is_noticed(fault: str, monkeypatch: pytest.M
     assert (later == same_weights(rollouts).drawer.draw(last, [3])[0].logprobs) == (fault == "none")
 
 
-def test_drawing_leaves_the_modes_of_training_and_compiles_if_the_step_is_captured() -> None:
-    rollouts = windows(BATCHED, micro_batch=2)
-    drawing, model = rollouts.drawer, rollouts.drawer.model
-    model.train()
-    window = next(rollouts)
-    assert model.training and drawing._made and not drawing._made[1].compiled
-    assert drawing.engine.capture(window, backend="aot_eager") is None
+def test_drawing_leaves_the_modes_of_training_and_compiles_if_the_step_is_captured(captured: Captured) -> None:
+    assert captured.in_training and not captured.compiled
+    drawing = captured.rollouts.drawer
     drawing.updates = lambda: 10**6
-    assert drawing.generator.compiled and model.training
+    assert drawing.generator.compiled and drawing.model.training
