@@ -19,8 +19,8 @@ from monograph.profiling.intervals import PARTS
 from monograph.run.progress import Progress
 
 
-def test_where_the_time_goes(server: CommandServer, here: Path) -> None:
-    done = server.run(here, "profile", *over(TINY, "train.micro_batch=2"), "--out", "seen", "--json")
+def test_where_the_time_goes_is_said_and_written_into_a_folder_of_its_own(server: CommandServer, here: Path) -> None:
+    done = server.run(here, "profile", *over(TINY, "train.micro_batch=2"), "data.packing=padded", "--json")
     assert done.code == 0, done.err
     found = json.loads(done.out.splitlines()[-1])
     assert found["schema"] == "monograph.profile/1" and found["micro_steps"] == 2 and found["compile"] == "none"
@@ -34,18 +34,13 @@ def test_where_the_time_goes(server: CommandServer, here: Path) -> None:
     for line in ("update ", "floor ", "bound by ", "change ", "written ", *PARTS):
         assert f"\n{line}" in f"\n{done.out}", line
     # Nothing but what was found: no run, no checkpoint, no lock.
-    assert {path.name for path in here.iterdir()} == {"texts", "seen"}
-    assert {path.name for path in (here / "seen").iterdir()} == {"profile.svg", "report.html", "trace.json"}
-    picture = (here / "seen" / "profile.svg").read_text()
+    assert {path.name for path in here.iterdir()} == {"texts", "profiles"}
+    [seen] = (here / "profiles").iterdir()
+    assert {path.name for path in seen.iterdir()} == {"profile.svg", "report.html", "trace.json"}
+    picture = (seen / "profile.svg").read_text()
     assert xml.fromstring(picture).tag.endswith("svg") and "host gaps" in picture and "prefers-color-scheme" in picture
-    names = {event["name"] for event in json.loads((here / "seen" / "trace.json").read_text())["traceEvents"]}
+    names = {event["name"] for event in json.loads((seen / "trace.json").read_text())["traceEvents"]}
     assert {"monograph.step", "monograph.data", "monograph.update", "monograph.head", "aten::mm"} <= names
-
-
-def test_a_profile_has_a_folder_of_its_own(server: CommandServer, here: Path) -> None:
-    assert server.run(here, "profile", *TINY, "data.packing=padded").code == 0
-    [folder] = (here / "profiles").iterdir()
-    assert (folder / "trace.json").exists()
 
 
 @pytest.mark.parametrize(
