@@ -74,7 +74,7 @@ def test_added_in_products_equals_added_by_autograd(scope, remat, tied):
     found = []
     for options in ({"fused": True}, {}, {"dtype": torch.float64}):
         made = engine(remat=remat, tie_word_embeddings=tied, pad_token_id=3, **options)
-        if scope != "none" and options:
+        if scope != "none" and "fused" in options:
             assert made.capture(window, "aot_eager", scope) is None
         gradient(made, window)
         found.append(gradient(made, window))  # on top of the first
