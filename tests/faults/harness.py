@@ -160,14 +160,16 @@ class FaultServer:
         scratch: Path,
         modes: Sequence[str] = EVERY_FAULT,
         stride: int = 1,
+        journal: list[Operation] | None = None,
     ) -> Iterator[Outcome]:
         """Strike at each operation in each mode to which it can happen, each time on a fresh copy of `prepared`.
 
+        `journal`: the operations, or reads, when nothing goes wrong, if these have been recorded before.
         The modes are either all of EVERY_FAULT or all of EVERY_UNREAD. Where a case is dear each mode strikes every
         `stride`-th operation to which it can happen, and the next mode those after them, so that each meets some mode.
         """
         reads = modes[0] in EVERY_UNREAD
-        journal = self.record(scenario, prepared, scratch, "record-reads" if reads else "record")
+        journal = journal or self.record(scenario, prepared, scratch, "record-reads" if reads else "record")
         for place, mode in enumerate(modes):
             struck = [(number, each) for number, each in enumerate(journal, 1) if applies(mode, each)]
             for number, operation in struck[place % stride :: stride]:

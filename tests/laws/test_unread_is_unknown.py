@@ -40,7 +40,7 @@ class Judge:
         shutil.copytree(prepared, whole)
         done = faults.run(COMMANDS[name], whole, "record-reads")
         assert done.error is None
-        self.reads, self.expected = len(done.journal), results(whole)
+        self.reads, self.expected = done.journal, results(whole)
 
     def found(self, outcome: Outcome) -> str:
         """Whether it was refused or done; anything else fails."""
@@ -93,7 +93,7 @@ def names(line: str, path: str, root: Path) -> bool:
 def struck(judge: Judge, prepared: Path, scratch: Path, modes: Sequence[str], stride: int) -> dict[str, Counter[str]]:
     """What was found after each read that failed, by mode."""
     found: dict[str, Counter[str]] = {mode: Counter() for mode in modes}
-    for outcome in judge.faults.every_operation(COMMANDS[judge.name], prepared, scratch, modes, stride):
+    for outcome in judge.faults.every_operation(COMMANDS[judge.name], prepared, scratch, modes, stride, judge.reads):
         try:
             found[outcome.mode][judge.found(outcome)] += 1
         except Exception as error:
@@ -106,7 +106,7 @@ def test_a_read_that_fails_is_a_line_and_nothing_is_lost(
     name: str, faults: FaultServer, prepared: Path, tmp_path: Path
 ) -> None:
     judge = Judge(name, faults, prepared, tmp_path)
-    found = struck(judge, prepared, tmp_path, BY_DAY, stride=judge.reads // (2 if name in RUNS else 4))
+    found = struck(judge, prepared, tmp_path, BY_DAY, stride=len(judge.reads) // (2 if name in RUNS else 4))
     assert sum(found.values(), Counter()).total() >= 4
 
 
@@ -116,7 +116,7 @@ def test_a_read_that_fails_is_a_line_and_nothing_is_lost(
 def test_every_read_of_a_command(name: str, faults: FaultServer, prepared: Path, tmp_path: Path) -> None:
     """Prints the command's row of the table in docs/reliability.md."""
     judge, stride = Judge(name, faults, prepared, tmp_path), STRIDES.get(name, 9)
-    print(row(name, judge.reads, stride, struck(judge, prepared, tmp_path, EVERY_UNREAD, stride)))
+    print(row(name, len(judge.reads), stride, struck(judge, prepared, tmp_path, EVERY_UNREAD, stride)))
 
 
 def row(name: str, reads: int, stride: int, found: dict[str, Counter[str]]) -> str:
