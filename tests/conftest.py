@@ -35,9 +35,10 @@ os.environ.setdefault(
 os.environ["MPLBACKEND"] = "Agg"
 # What the command line sets: threads that wait without spinning, or a busy machine makes every test slow.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# Workers that share the cores have one thread each.
+# Workers that share the cores have one thread each, and start no pool of compilers, which imports torch for seconds.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # The same examples everywhere, so that red is the change's fault; --hypothesis-profile=explore looks for new ones.
 settings.register_profile("repeatable", derandomize=True, deadline=None, database=None, print_blob=True)
