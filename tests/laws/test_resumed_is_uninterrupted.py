@@ -51,7 +51,13 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("case", ["llama", "own", "cooled", *CHANGES])
+# By day test_replayed_is_called.py resumes a run with a graph.
+CASES = [
+    pytest.param(case, marks=pytest.mark.slow if case == "aot" else ()) for case in ("llama", "own", "cooled", *CHANGES)
+]
+
+
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("apart", [4, pytest.param(1, marks=pytest.mark.slow)])
 def test_resumed_at_every_checkpoint(case: str, apart: int, monkeypatch: pytest.MonkeyPatch) -> None:
     others = {"own": OWN, "rewarded": REWARDED, "taught": REWARDED, "preferred": PREFERRED}
