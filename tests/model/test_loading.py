@@ -17,7 +17,7 @@ loading = script("benchmarks/loading.py")
 
 # 37 million parameters in tensors of a million at most: a second copy, even in bf16, is more than the bound allows.
 SHAPE = loading.SHAPE | {"vocab_size": 1_000, "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 6}
-FAST = "lora, base in nf4", "export hf, merged", "export gguf bf16, merged"
+FAST = "lora, base in nf4", "export gguf bf16, merged"
 
 
 @pytest.fixture(scope="module")
