@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from batches import flat_gradient, packed, ragged, tiny_llama
+from laws import test_accumulated_is_large_batch, test_packed_is_separate
 from laws.replaying import assert_same_bits
 from monograph import compat
 from monograph.graph.capture import compiled as in_graph
@@ -111,6 +112,23 @@ def double(engine):
     """The float64 oracle: an eager engine with the same weights."""
     model = copy.deepcopy(engine.model).double()
     return Resident(model, optim=engine.step.optim, schedule=engine.step.schedule, clip=engine.step.clip)
+
+
+@pytest.fixture(scope="module")
+def compiled_step():
+    """A Llama of one layer whose whole step went through Inductor, warmed on packed rows in micro-batches of 4.
+
+    Compiling costs more than all that these tests do with it, so those of other laws that need it are here.
+    """
+    model = tiny_llama(num_hidden_layers=1)
+    engine = Resident(model, optim=AdamW(lr=1e-2), schedule=warmup_cosine(2, 50), clip=0.5, micro_batch=4)
+    assert engine.capture(packed(16)) is None
+    return engine
+
+
+@pytest.mark.parametrize("law", [test_accumulated_is_large_batch, test_packed_is_separate], ids=["law 2", "law 9"])
+def test_another_law_holds_in_this_graph(law, compiled_step):
+    law.holds_in_a_graph(compiled_step)
 
 
 def test_loss_gradient_and_update(compiled_step):

@@ -206,15 +206,15 @@ def _separate_gradients(model, batch, pieces):
     return torch.autograd.grad(nn.functional.cross_entropy(logits, targets), list(model.parameters()))
 
 
-def test_packed_is_separate_when_compiled(compiled_step):
-    """In one graph with its loss and backward pass."""
+def holds_in_a_graph(engine):
+    """The law for a captured engine, with its loss and backward pass: test_compiled_is_eager.py has one."""
     tokens, segments, positions, pieces = _pack(_documents([5, 17, 1, 20, 24, 9, 2]), row=24)
     targets = torch.where(segments > 0, (3 * tokens + positions) % CONFIG.vocab_size, -100)
     batch = {"tokens": tokens, "targets": targets, "segments": segments, "positions": positions}
-    compiled_step.step.discard()
-    compiled_step.accumulate(batch)
-    ours = [parameter.grad for parameter in compiled_step.model.parameters()]
-    model = copy.deepcopy(compiled_step.model)
+    engine.step.discard()
+    engine.accumulate(batch)
+    ours = [parameter.grad for parameter in engine.model.parameters()]
+    model = copy.deepcopy(engine.model)
     alone, exact = (_separate_gradients(each, batch, pieces) for each in (model, copy.deepcopy(model).double()))
     for each in zip(ours, alone, exact, strict=True):
         assert error_within(*each)
