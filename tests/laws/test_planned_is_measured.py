@@ -56,7 +56,13 @@ EAGER = {
 }
 
 
-@pytest.mark.parametrize("name", EAGER)
+# By day adapters beside 4 bits, and with rows of tokens, stand for the other ways to have adapters.
+AT_NIGHT = {"adapters", "adapters in a step of few tokens, bf16", "adapters beside whole numbers, bf16"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in AT_NIGHT else ()) for name in EAGER]
+)
 def test_an_eager_step(name, measured):
     assert footprint(EAGER[name]).peak_bytes == pytest.approx(measured(EAGER[name]), rel=WORST)
 

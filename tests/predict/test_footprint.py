@@ -147,7 +147,8 @@ def test_what_is_as_long_as_the_vocabulary_by_chance_is_not_the_loss_head(scope,
         (AdamW, "none", "bf16", 30),
         (AdamW, "none", "8bit", 30),
         (Muon, "none", "fp32", 30),
-        (Muon, "blocks", "fp32", 2),  # which is traced once, and whose planes are as many at any depth
+        # Which is traced once, and whose planes are as many at any depth.
+        pytest.param(Muon, "blocks", "fp32", 2, marks=pytest.mark.slow),
     ],
 )
 def test_the_search_knows_what_an_update_has_alive(make, scope, state, layers):
