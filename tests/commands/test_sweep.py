@@ -22,7 +22,8 @@ from monograph import checkpointing
 
 AXES = ["optim.lr=log:1e-3..1e-1:3", "train.seed=0,1"]
 SHORT = over(TINY, "train.updates=20", "train.save_every=10", "optim.name=adamw")
-LONG = [*over(SHORT, "train.updates=100", "train.save_every=20"), *AXES, "--out", "s"]
+UPDATES = 60
+LONG = [*over(SHORT, f"train.updates={UPDATES}", "train.save_every=10"), *AXES, "--out", "s"]
 RESULT = "schema run members best wall_s tokens_per_s"
 MEMBER = "knobs eval_loss eval_bits_per_byte train_loss diverged run checkpoint"
 
@@ -148,7 +149,7 @@ def test_a_sweep_is_no_run(place: Path, server: CommandServer) -> None:
 def test_killed_and_gone_on_with_is_uninterrupted(server: CommandServer, here: Path) -> None:
     """Law 10: killed in mid-air, and the members' metrics and weights are the bits of a sweep that was not."""
     command = server.start(here, "sweep", *LONG, figures=0)
-    command.until(lambda: any((here / "s/members/005/checkpoints").glob("step-000000[2-9]*")))
+    command.until(lambda: any((here / "s/members/005/checkpoints").glob("step-000000[1-9]*")))
     command.signal(signal.SIGKILL)
     assert command.wait().signal == signal.SIGKILL
     done = server.run(here, "sweep", *LONG, "--json", figures=0)
@@ -161,8 +162,8 @@ def test_killed_and_gone_on_with_is_uninterrupted(server: CommandServer, here: P
     for index in range(6):
         one, other = (here / name / "members" / f"{index:03d}" for name in ("s", "whole"))
         kept = [[(row["update"], row["train_loss"], row["lr"]) for row in rows(run)] for run in (one, other)]
-        assert kept[0] == kept[1] and len(kept[0]) == 100
-        files = [(run / "checkpoints/step-00000100/model.safetensors").read_bytes() for run in (one, other)]
+        assert kept[0] == kept[1] and len(kept[0]) == UPDATES
+        files = [(run / f"checkpoints/step-{UPDATES:08}/model.safetensors").read_bytes() for run in (one, other)]
         assert files[0] == files[1]
 
 
@@ -179,13 +180,13 @@ def test_a_signal_saves_and_the_printed_command_goes_on(server: CommandServer, h
     command.signal(signal.SIGINT)
     done = command.wait()
     assert done.code == 75, done.err
-    said = re.fullmatch(r"saved at update (\d+) of 100; continue: (.+)", done.err.splitlines()[-1])
+    said = re.fullmatch(rf"saved at update (\d+) of {UPDATES}; continue: (.+)", done.err.splitlines()[-1])
     # On a busy machine several rounds may pay, and then members of earlier ones have ended.
-    assert said and {sound(here / f"s/members/{index:03d}") for index in range(6)} - {100} <= {int(said[1])}
+    assert said and {sound(here / f"s/members/{index:03d}") for index in range(6)} - {UPDATES} <= {int(said[1])}
     _, again = said[2].split("monograph ")
     done = server.run(here, *shlex.split(again), figures=0)
     assert done.code == 0 and "best" in done.err
-    assert [row["update"] for row in rows(here / "s/members/004")] == list(range(1, 101))
+    assert [row["update"] for row in rows(here / "s/members/004")] == list(range(1, UPDATES + 1))
 
 
 def test_a_member_that_diverges_is_named_and_touches_no_other(server: CommandServer, here: Path) -> None:
@@ -219,11 +220,6 @@ def test_a_member_that_diverges_in_a_short_run_is_named_too(server: CommandServe
     assert again.code == 0 and result(again.out)["members"] == found["members"]
     done = server.run(here, "sweep", *few, "optim.lr=1e30", "train.seed=0,1", "--out", "t", figures=0)
     assert done.code == 5 and "every member of t diverged: lower optim.lr" in done.err
-
-
-def test_every_member_diverged(server: CommandServer, here: Path) -> None:
-    done = server.run(here, "sweep", *over(SHORT, "train.updates=40"), "optim.lr=1e29,1e30", "--out", "s", figures=0)
-    assert done.code == 5 and "every member of s diverged: lower optim.lr" in done.err
 
 
 def test_settings_that_change_shapes_make_groups(server: CommandServer, here: Path) -> None:
