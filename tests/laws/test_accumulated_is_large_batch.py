@@ -48,7 +48,7 @@ def test_equal_splits(dtype, size):
     assert relative_error(accumulated(step, split(batch, range(size, ROWS, size))), exact) <= BOUND[dtype]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64], ids=str)
 def test_random_splits(dtype):
     step, rng, worst = Step(tiny_llama(dtype, num_hidden_layers=1)), random.Random(0), 0.0
     for case in range(200):

@@ -15,7 +15,7 @@ from monograph.stream.lanes import Home
 from monograph.stream.placement import When
 from monograph.stream.store import Buffer
 from stream.traffic import Traffic, device_bytes, traffic
-from streamed import EVERY, LAYERS, WHOLE, by_day, streamed, unclipped
+from streamed import DAY, EVERY, LAYERS, WHOLE, crossed, streamed, unclipped
 
 HIDDEN, INTERMEDIATE = 32, 48
 DEVICE, HOST, DISK = Home.DEVICE, Home.HOST, Home.DISK
@@ -51,8 +51,10 @@ def held(engine: Any) -> tuple[int, int, int]:
     return walk.slots.device_bytes, walk.updates.device_bytes, walk.boundaries.most_bytes
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("place", by_day(EVERY))
+@pytest.mark.parametrize(
+    ("place", "tied"),
+    crossed(EVERY, [False, True], [(place, False) for place in DAY], [("everywhere", True), ("updated on both", True)]),
+)
 def test_copied_and_held_bytes(place: str, tied: bool) -> None:
     for blocks_per_stage, micro_batches in ((1, 3), (2, 1), (3, 2), (4, 3)):
         engine = made(place, sizes={"tie_word_embeddings": tied}, precision="bf16", blocks_per_stage=blocks_per_stage)
