@@ -243,8 +243,14 @@ def measured(case: Work | Way) -> int:
         return peak_memory_bytes(default_device()) - others_bytes
     if work.compile != "none":
         updated()
+    return peak_bytes(engine, window)
+
+
+def peak_bytes(engine: Engine, window: Any) -> int:
+    """Return the bytes alive on a CPU at the peak of one update more."""
     with LiveBytes() as live:
-        updated()
+        engine.accumulate(window)
+        engine.update()
     frozen = [p for p in engine.model.parameters() if not p.requires_grad]
     planes = [t for plane in engine.step.planes for t in (plane.param, plane.grad, *plane.state.values())]
     return live.peak_bytes + sum(tensor.nbytes for tensor in [*frozen, *planes, *window.values()])

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from batches import flat_gradient, packed, ragged, tiny_llama
-from laws import test_accumulated_is_large_batch, test_packed_is_separate
+from laws import test_accumulated_is_large_batch, test_packed_is_separate, test_planned_is_measured
 from laws.replaying import assert_same_bits
 from monograph import compat
 from monograph.graph.capture import compiled as in_graph
@@ -126,11 +126,6 @@ def compiled_step():
     return engine
 
 
-@pytest.mark.parametrize("law", [test_accumulated_is_large_batch, test_packed_is_separate], ids=["law 2", "law 9"])
-def test_another_law_holds_in_this_graph(law, compiled_step):
-    law.holds_in_a_graph(compiled_step)
-
-
 def test_loss_gradient_and_update(compiled_step):
     eager = Resident(
         copy.deepcopy(compiled_step.model), optim=AdamW(lr=1e-2), schedule=compiled_step.step.schedule, clip=0.5
@@ -221,6 +216,15 @@ def test_warming_changes_nothing():
         warmed.load_state(made[0].state())
         assert warmed.capture(ragged(4), backend="eager") is None
         assert_same_bits(*((each.state(), []) for each in (warmed, made[0])))
+
+
+@pytest.mark.parametrize(
+    "law",
+    [test_accumulated_is_large_batch, test_packed_is_separate, test_planned_is_measured],
+    ids=["law 2", "law 9", "law 12"],
+)
+def test_another_law_holds_in_this_graph(law, compiled_step):
+    law.holds_in_a_graph(compiled_step)
 
 
 def test_state_dict_names_are_the_module_s_own(compiled_step):

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from batches import tiny_llama
+from batches import packed, tiny_llama
 from monograph.graph.capture import capture
 from monograph.graph.lora import Lora
 from monograph.optim import AdamW, Muon
@@ -30,11 +30,16 @@ def only_the_step(engine, window, scope):
     capture(engine.step, "inductor", scope)
 
 
+def plan(monkeypatch):
+    """The benchmark that measures what is predicted."""
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+    return importlib.import_module("plan")
+
+
 @pytest.fixture
 def measured(monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "benchmarks"))
     monkeypatch.setattr(Resident, "capture", only_the_step)
-    return importlib.import_module("plan").measured
+    return plan(monkeypatch).measured
 
 
 def shape(**sizes):
@@ -103,11 +108,22 @@ CAPTURED = {
 
 
 ALL = EAGER | CAPTURED
-# The others compile for half a minute or more each.
-BY_DAY = [name if name == "one graph" else pytest.param(name, marks=pytest.mark.slow) for name in CAPTURED]
 
 
-@pytest.mark.parametrize("name", BY_DAY)
+def holds_in_a_graph(engine):
+    """The law for a captured engine, most of whose bytes are activations: test_compiled_is_eager.py has one."""
+    window = packed(16)
+    work = Work(engine.model.config, engine.micro_batch, window["tokens"].shape[1], AdamW(), window_rows=16)
+    engine.accumulate(window)
+    engine.update()
+    with pytest.MonkeyPatch.context() as patched:
+        peak_bytes = plan(patched).peak_bytes(engine, window)
+    assert footprint(work).peak_bytes == pytest.approx(peak_bytes, rel=WORST)
+    assert 4 * 4 * work.config.parameter_count() < peak_bytes / 2
+
+
+@pytest.mark.slow(reason="each compiles for half a minute or more; by day test_compiled_is_eager.py has a graph")
+@pytest.mark.parametrize("name", CAPTURED)
 def test_a_captured_step(name, measured):
     predicted = footprint(CAPTURED[name]).peak_bytes
     torch.compiler.reset()
