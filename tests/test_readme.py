@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 import shlex
@@ -128,6 +129,8 @@ def examples() -> Iterator[Any]:
 def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     texts(tmp_path)
     monkeypatch.chdir(tmp_path)
+    # Traced as it is for everybody; machine code of a module of one's own is made by tests/profiling/test_trace.py.
+    monkeypatch.setattr(mono, "capture", functools.partial(mono.capture, backend="aot_eager"))
     if 'load("out/")' in code:
         data = mono.corpus("my_texts", tokenizer="bytes", sequence_length=64, held_out=0.1)
         model = mono.Llama(mono.LlamaConfig.preset("nano", vocab_size=data.vocab_size))
