@@ -204,8 +204,8 @@ def test_warming_changes_nothing():
     """Neither of a new engine's state nor of one that is taken up."""
     made = [
         Resident(
-            tiny_llama(), optim=Muon(lr=1e-2, ema=0.9), clip=Clip(0.5, skip_spikes=True), precision=Precision("fp16"),
-            micro_batch=4,
+            tiny_llama(num_hidden_layers=1), optim=Muon(lr=1e-2, ema=0.9), clip=Clip(0.5, skip_spikes=True),
+            precision=Precision("fp16"), micro_batch=4,
         )
         for _ in range(3)
     ]  # fmt: skip
