@@ -260,10 +260,11 @@ def test_memory_falls_as_it_is_told_to():
 # ---- captured --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow  # by day test_scopes.py captures every policy by blocks, and test_cross.py one in one graph
 @pytest.mark.parametrize(
     "policy",
     [
-        pytest.param(Remat.PerLayer((Remat.Pointwise(), Remat.Budget(0.3))), marks=pytest.mark.slow),
+        Remat.PerLayer((Remat.Pointwise(), Remat.Budget(0.3))),
         Remat.PerLayer((Remat.Full(), Remat.Budget(0.3))),
     ],
 )
