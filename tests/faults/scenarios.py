@@ -462,11 +462,15 @@ def resume_run(folder: Path) -> None:
 
 CASES: dict[str, Case] = {
     "metrics": Case(begin_metrics, append_metrics, look_at_metrics, log_again),
-    "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again),
-    "resume": Case(begin_resume, resume, look_at_resumed, resume_again),
+    "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again, stride=5),
+    "resume": Case(begin_resume, resume, look_at_resumed, resume_again, stride=5),
     **{
         f"export {format}": Case(
-            begin_export, steps, partial(look_at_export, format=format), partial(export_again, format=format)
+            begin_export,
+            steps,
+            partial(look_at_export, format=format),
+            partial(export_again, format=format),
+            stride=3 if format == "adapter" else 5,
         )
         for format, steps in (("hf", export_hf), ("gguf", export_gguf), ("adapter", export_adapter))
         if format != "gguf" or importlib.util.find_spec("gguf")
