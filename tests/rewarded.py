@@ -48,6 +48,9 @@ class Scored:
     def score(self, answers: Sequence[Answer]) -> list[float]:
         return [self.function(answer.completion) for answer in answers]
 
+    def parts(self) -> dict[str, float]:
+        return {}
+
     def close(self) -> None: ...
 
 

@@ -39,7 +39,11 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *over(RUN, "rl.reward=regex:(")], 3, "the regular expression '(': a '(' that is not closed"),
     (["train", *over(RUN, "rl.group=1")], 2, 'rl.group = "1": expected a whole number from 2'),
     (["train", *RUN, "rl.kl=k1:0.1", "rl.advantage=dapo"], 2, "rl.kl = k1:0.1 is a part of the reward, which rl.adv"),
-    (["train", *RUN, "rl.kl=k4:0.1"], 2, 'rl.kl = "k4:0.1": expected none, or k1, k2 or k3 with a strength'),
+    (["train", *RUN, "rl.kl=k4:0.1"], 2, 'rl.kl = "k4:0.1": expected none, or k1, k2, k3 or entropy'),
+    (["train", *over(RUN, "rl.max_new_tokens=6:half")], 2, 'rl.max_new_tokens = "6:half": expected a whole number'),
+    (["train", *over(RUN, "rl.max_new_tokens=32:mask")], 2, "rl.max_new_tokens = 32:mask leaves no room"),
+    (["train", *over(RUN, "rl.reward=teacher:base", "rl.max_new_tokens=6:0.5")], 2, "give the number alone"),
+    (["train", *over(RUN[1:], "rl.reward=teacher:base"), "told.jsonl"], 3, "told.jsonl:1: the teacher_prompt has 31"),
     (["train", *over(RUN, "rl.reward=teacher:base", "rl.kl=k2:1")], 2, "rl.kl: a teacher says what each token is"),
     (["train", *over(RUN, "rl.reward=teacher:base", "rl.advantage=grpo")], 2, "rl.advantage: a teacher says what each"),
     (["train", *over(RUN, "rl.reward=teacher:short")], 3, "it has 16 positions, fewer than data.sequence_length = 32"),
@@ -70,6 +74,7 @@ CASES: list[tuple[list[str], int, str]] = [
 def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("rewards")
     write_inputs(folder)
+    (folder / "told.jsonl").write_text(json.dumps({"prompt": "a", "teacher_prompt": "a" * 30}))
     (folder / "odd.jsonl").write_text('{"prompt": "a", "good": "e"}\n{"prompt": 3, "good": "e"}\n')
     plain = Tokenizer.bytes()
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}
@@ -129,6 +134,8 @@ def test_what_a_run_leaves(here: Path, monograph: CommandServer) -> None:
     drawn = [row for row in rows if "reward" in row]
     assert len(drawn) == 4 and summary["update"] == 4
     assert {"pass_at_1", "pass_at_k", "dead", "entropy", "length", "cut", "drawn_s", "scored_s"} <= drawn[0].keys()
+    assert all(abs(row["reward.odd"] + row["reward.good"] - row["reward"]) < 1e-12 for row in drawn)
+    assert summary["reward.good"] == drawn[-1]["reward.good"] and "eval_reward.good" in rows[-1] | rows[-2] | rows[-3]
     assert summary["reward"] == drawn[-1]["reward"] and summary["reward_first"] == drawn[0]["reward"]
     assert summary["tokens"] == drawn[-1]["tokens"] == sum(row["drawn_tokens"] for row in drawn)
     assert all(0 <= row["reward"] <= 1.5 and 1 <= row["length"] <= 6 for row in drawn)

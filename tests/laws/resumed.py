@@ -83,7 +83,7 @@ PREFERRED = {key: value for key, value in LORA.items() if key != "lora.dropout"}
 }  # fmt: skip
 LETTERS = """
 def score(prompt, completion, record):
-    return len(completion) % 2 + 0.5 * any(letter in completion for letter in record["good"])
+    return {"odd": len(completion) % 2, "good": 0.5 * any(letter in completion for letter in record["good"])}
 """
 TIMES = {"tokens_per_s", "wall_s", "drawn_s", "scored_s"}
 

@@ -18,7 +18,7 @@ from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.rl import objectives
 from monograph.rl import rollouts as room
-from monograph.rl.arrange import Rollout, arranged
+from monograph.rl.arrange import Rollout, arranged, weighted
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.objectives import Objective, Weight, ratio_of, weights
 from monograph.rl.rollouts import Drawer
@@ -110,6 +110,50 @@ def test_the_mean_gradient_over_all_groups_is_that_of_the_expected_reward(object
     assert (mean + predicted).norm() / predicted.norm() < 1e-12
     along = float(mean @ exact / (mean.norm() * exact.norm()))
     assert -0.9999 < along < 0
+
+
+@pytest.mark.parametrize("objective", ["rloo", "dr_grpo"])
+def test_answers_that_are_left_out_leave_the_gradient_of_the_reward_of_those_that_end(objective: Objective) -> None:
+    """All groups of three: as many times grad E[r | the answer ends] as answers of a group end, and 0 for one alone."""
+    net, of = model(), rewards()
+    ends = {answer for answer in of if answer[-1] == END}
+    shares = {answer: float(log_probability(net, answer).detach().exp()) for answer in of}
+    each = {answer: gradient_of(net, lambda a=answer: log_probability(net, a)) for answer in of}  # type: ignore[misc]
+
+    def among_those_that_end() -> Tensor:
+        logs = {answer: log_probability(net, answer) for answer in ends}
+        return sum(log.exp() * of[answer] for answer, log in logs.items()) / sum(log.exp() for log in logs.values())
+
+    exact, options = gradient_of(net, among_those_that_end), replace(FORM, objective=objective, cut_costs=None)
+    mean, expected = torch.zeros_like(exact), torch.zeros_like(exact)
+    for group in itertools.product(of, repeat=3):
+        made = [Rollout(PROMPT, answer, (), is_cut=answer not in ends) for answer in group]
+        weighed, share = weighted(made, [of[answer] for answer in group], options), math.prod(shares[a] for a in group)
+        kept = sum(not one.is_cut for one in made)
+        assert [weight.share for weight in weighed] == [
+            0 if one.is_cut else {"rloo": 1, "dr_grpo": LONGEST}[objective] for one in made
+        ]
+        for answer, weight in zip(group, weighed, strict=True):
+            assert isinstance(weight.factor, float)
+            mean += share * weight.factor * each[answer]
+        expected += share * ({"rloo": kept, "dr_grpo": kept - 1}[objective] if kept > 1 else 0) * exact
+    assert (mean - expected).norm() / expected.norm() < 1e-12
+
+
+def test_an_answer_that_is_cut_is_worth_less_by_what_that_costs() -> None:
+    made = [Rollout(PROMPT, (1,) * size, (), is_cut=size == LONGEST) for size in (1, LONGEST, 2)]
+    lowered = weights("grpo", [1.0, 0.5, 0.0], [1, LONGEST, 2], LONGEST)
+    assert weighted(made, [1.0, 1.0, 0.0], replace(FORM, objective="grpo", cut_costs=0.5)) == lowered
+
+
+def test_an_update_of_answers_that_are_all_left_out_changes_nothing_by_itself() -> None:
+    options = replace(OPTIONS, cut_costs=None, max_new_tokens=1)
+    rollouts = windows(options, reward=lambda text: float(len(text)))
+    window, engine = next(rollouts), rollouts.drawer.engine
+    assert rollouts.numbers["cut"] > 0.9 and rollouts.numbers["dead"] == 1
+    engine.accumulate(window)
+    update = engine.update()
+    assert float(update.grad_norm) == 0 and float(update.count) == 1
 
 
 def ragged_answers(count: int, seed: int = 0) -> tuple[list[Rollout], list[Weight]]:

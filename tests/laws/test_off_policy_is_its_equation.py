@@ -178,9 +178,9 @@ def test_k1_in_the_reward_follows_the_gradient_of_the_divergence_of_answers() ->
     assert (mean + exact).norm() / exact.norm() < 1e-12
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
-def test_k2_and_k3_follow_the_gradients_of_the_divergences_of_next_tokens(estimator: str) -> None:
-    """At each place that answers come to: KL(pi || ref) for k2, KL(ref || pi) for k3."""
+@pytest.mark.parametrize("estimator", ["k2", "k3", "entropy"])
+def test_k2_k3_and_entropy_follow_the_gradients_of_what_they_estimate_of_next_tokens(estimator: str) -> None:
+    """At each place that answers come to: KL(pi || ref) for k2, KL(ref || pi) for k3, minus the entropy for entropy."""
     net, near = model(), model()
     with torch.no_grad():
         near.lm_head.weight.add_(
@@ -197,13 +197,14 @@ def test_k2_and_k3_follow_the_gradients_of_the_divergences_of_next_tokens(estima
             share = math.exp(float(logs_of(net, PROMPT, begin).detach().sum())) if begin else 1.0
             own, other = distribution(net, begin), distribution(near, begin).detach()
             forth, back = own.exp() * (own - other), other.exp() * (other - own)
-            total = total + share * (forth if estimator == "k2" else back).sum()
+            total = total + share * {"k2": forth, "k3": back, "entropy": own.exp() * own}[estimator].sum()
         return total
 
     exact, mean = gradient_of(net, divergence), torch.zeros(())
     loss = PolicyLoss(kl=Kl(estimator, 1.0))  # type: ignore[arg-type]
     for a in answers():
-        logs, reference = logs_of(net, PROMPT, a).tolist(), logs_of(near, PROMPT, a).tolist()
+        logs = logs_of(net, PROMPT, a).tolist()
+        reference = [0.0] * len(logs) if estimator == "entropy" else logs_of(near, PROMPT, a).tolist()
         batch = arranged([Rollout(PROMPT, a, logs, reference)], [Weight(0.0, 1, 1.0)], FORM)
         mean = mean + math.exp(sum(logs)) * gradient_of(net, lambda b=batch: loss(net, b)[0])  # type: ignore[misc]
     assert (mean - exact).norm() / exact.norm() < 1e-12 and LONGEST == 3
@@ -278,6 +279,28 @@ def test_a_teacher_s_advantages_are_its_log_probabilities_less_the_student_s() -
     assert float(window["shares"].sum()) == int((targets != -100).sum()), "the mean over all tokens"
     expected = float(factors[targets != -100].sum() / (targets != -100).sum())
     assert abs(rollouts.numbers["reward"] - expected) < 1 and "pass_at_1" not in rollouts.numbers
+
+
+def test_a_teacher_may_read_another_prompt() -> None:
+    """Its scores are those of a teacher who reads that prompt, whatever the student reads."""
+    rollouts = windows(replace(OPTIONS, exact=False))
+    drawer, teacher = rollouts.drawer, tiny_llama(vocab_size=259)
+    drawer.reward.teacher = teacher
+    plain = drawer.prompts.train[:2]
+    told = [plain[0]._replace(teacher_ids=(7, 8, 9)), plain[1]]
+    answers = [Rollout(prompt.ids, (40, 41, 42), (-1.0, -2.0, -3.0)) for prompt in plain]
+    found, alike = drawer.advantages(told, answers), drawer.advantages(plain, answers)
+    assert found and alike and found[1] == alike[1] and found[0] != alike[0]
+    with torch.no_grad():
+        better = logs_of(teacher, (7, 8, 9), (40, 41, 42)) - torch.tensor([-1.0, -2.0, -3.0])
+    assert (torch.tensor(found[0]) - better).abs().max() < 1e-4
+
+
+def test_an_even_choice_is_no_reference_that_has_to_be_kept() -> None:
+    kl = Kl("entropy", 0.1)
+    rollouts = windows(replace(OPTIONS, kl=kl), loss=PolicyLoss(1.0, kl=kl))
+    window = next(rollouts)
+    assert rollouts.drawer.reference is None and not window["reference"].any() and (window["penalties"] > 0).any()
 
 
 def test_groups_of_equal_rewards_are_dead_whatever_a_kl_term_adds() -> None:

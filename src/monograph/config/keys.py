@@ -73,7 +73,8 @@ Preference = Annotated[
     str,
     Field(pattern=r"^((dpo|ipo|orpo)(:[0-9]{1,9}(\.[0-9]{1,9})?)?|(robust|simpo)(:[0-9]{1,9}(\.[0-9]{1,9})?){0,2})$"),
 ]
-Penalty = Annotated[str, Field(pattern=r"^k[123]:(0\.[0-9]{0,8}[1-9]|[1-9][0-9]{0,3}(\.[0-9]{1,9})?)$")]
+Penalty = Annotated[str, Field(pattern=r"^(k[123]|entropy):(0\.[0-9]{0,8}[1-9]|[1-9][0-9]{0,3}(\.[0-9]{1,9})?)$")]
+AnswerLimit = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}:(mask|[0-9]{1,5}(\.[0-9]{1,9})?)$")]
 Width = Annotated[str, Field(pattern=r"^width:[1-9][0-9]{0,8}$")]
 
 
@@ -259,10 +260,15 @@ class RlSection(Section):
     updates: Size | None = _key(None, _SIZE, "updates that are made of each draw, with clipped ratios; default: 1")
     kl: Literal["none"] | Penalty | None = _key(
         None,
-        "none, or k1, k2 or k3 with a strength, as in k2:0.05",
-        "what holds the model near the weights it begins from; default: none",
+        "none, or k1, k2, k3 or entropy with a strength, as in k2:0.05",
+        "what holds the model near the weights it begins from, or, entropy, near an even choice; default: none",
     )
-    max_new_tokens: Size | None = _key(None, _SIZE, "most tokens of an answer; default: half of data.sequence_length")
+    max_new_tokens: Size | AnswerLimit | None = _key(
+        None,
+        f"{_SIZE}, also with :mask or a number, as in 256:mask or 256:0.5",
+        "most tokens of an answer; longer ones are cut and then, with :mask, left out, with :0.5, worth 0.5 less; "
+        "default: half of data.sequence_length",
+    )
     temperature: Annotated[float, Field(gt=0, le=100)] | None = _key(
         None, "a number above 0, at most 100", "of the draws, and of the loss; default: 1"
     )

@@ -27,6 +27,8 @@ class Options:
         prompts: prompts of an update.
         group: answers to each.
         max_new_tokens: most tokens of an answer.
+        cut_costs: what the reward of an answer that this limit cuts is lowered by; None: such answers are left out, as
+            if they had not been drawn.
         temperature: divides the logits, when drawing and in the loss.
         objective: the weight of each answer.
         draws: most times that an update draws, until it has enough groups that teach.
@@ -53,6 +55,7 @@ class Options:
     epochs: int | None = None
     updates: int = 1
     kl: Kl | None = None
+    cut_costs: float | None = 0.0
 
 
 class Rollout(NamedTuple):
@@ -63,12 +66,14 @@ class Rollout(NamedTuple):
         token_ids: the answer.
         logprobs: the log-probability with which each of its tokens was drawn.
         reference: the reference's log-probability of each; empty without a KL term.
+        is_cut: whether the answer did not end by itself.
     """
 
     prompt_ids: Sequence[int]
     token_ids: Sequence[int]
     logprobs: Sequence[float]
     reference: Sequence[float] = ()
+    is_cut: bool = False
 
 
 def arranged(rollouts: Sequence[Rollout], weighed: Sequence[Weight], options: Options) -> Batch:
@@ -106,18 +111,39 @@ def arranged(rollouts: Sequence[Rollout], weighed: Sequence[Weight], options: Op
             real["penalties"][row, answer:end], real["reference"][row, answer:end] = weight.penalty, rollout.reference
         filled[row] = end
     real["shares"][0, -1] += sum(weight.share for weight in weighed if not weight.counts)
+    if not any(weight.share for weight in weighed):  # all are left out, and an update needs something to divide by
+        real["shares"][0, -1] = 1
     if not options.packed:
         del whole["segments"], whole["positions"]
     return {name: torch.from_numpy(values) for name, values in (whole | real).items()}
 
 
+def judged(
+    rollouts: Sequence[Rollout], rewards: Sequence[float], options: Options
+) -> tuple[list[Rollout], list[float]]:
+    """Return the answers of a group that count, and their rewards less what being cut costs."""
+    costs = options.cut_costs
+    kept = [(one, reward) for one, reward in zip(rollouts, rewards, strict=True) if not (costs is None and one.is_cut)]
+    return [one for one, _ in kept], [reward - (costs or 0.0) * one.is_cut for one, reward in kept]
+
+
 def weighted(rollouts: Sequence[Rollout], rewards: Sequence[float], options: Options) -> list[Weight]:
-    """Return the weights of one group's answers, with the KL term."""
+    """Return the weights of one group's answers, with the KL term; answers that are left out weigh nothing."""
+    kept, rewards = judged(rollouts, rewards, options)
+    weighed = iter(_compared(kept, rewards, options) if kept else ())
+    left_out = options.cut_costs is None
+    return [Weight(0.0, 0.0) if left_out and one.is_cut else next(weighed) for one in rollouts]
+
+
+def _compared(rollouts: Sequence[Rollout], rewards: Sequence[float], options: Options) -> list[Weight]:
     lengths, kl = [len(rollout.token_ids) for rollout in rollouts], options.kl
     if kl is not None and kl.estimator == "k1":
         far = [sum(rollout.logprobs) - sum(rollout.reference) for rollout in rollouts]
         rewards = [reward - kl.strength * each for reward, each in zip(rewards, far, strict=True)]
-    weighed = weights(options.objective, rewards, lengths, options.max_new_tokens)
+    if len(rollouts) == 1:  # all others are left out: it is compared with itself
+        weighed = weights(options.objective, [*rewards] * 2, lengths * 2, options.max_new_tokens)[:1]
+    else:
+        weighed = weights(options.objective, rewards, lengths, options.max_new_tokens)
     if kl is None or kl.estimator == "k1":
         return weighed
     # Where tokens of long answers weigh less, so does their KL term.

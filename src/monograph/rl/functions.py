@@ -23,7 +23,9 @@ MOST_CODE_BYTES = 1 << 24
 
 
 class Function:
-    """A function `score(prompt, completion, record) -> float` of a Python file, whose process starts at the first call.
+    """A function `score(prompt, completion, record)` of a Python file, whose process starts at the first call.
+
+    It returns a number, or {name: number} of the parts whose sum the answer is worth.
 
     What the function prints goes to standard error. The process ends with the thread that made the first call.
     """
@@ -57,19 +59,23 @@ class Function:
         self._ended = weakref.finalize(self, end, self._process)
         self._asked("rl.reward", source.decode("latin-1"), str(without_links(self._file)), self._name)
 
-    def score(self, prompt: str, completion: str, record: Mapping[str, Any], where: str) -> float:
-        """Return the function's score of an answer.
+    def score(self, prompt: str, completion: str, record: Mapping[str, Any], where: str) -> dict[str, float]:
+        """Return the function's score of an answer by part; a plain number is the part "".
 
         Raises:
-            InputRefused: see `start`; or the function raises, returns no finite number, takes more than SECONDS, or
-                ends its process. The message begins with `where`.
+            InputRefused: see `start`; or the function raises, returns neither a finite number nor parts, takes more
+                than SECONDS, or ends its process. The message begins with `where`.
         """
         self.start()
-        score = self._asked(where, self._name, worker.encoded([prompt, completion, record]), worker.encoded({}))
-        # NaN is in no range. Larger numbers would overflow in sums and gradients.
-        if not isinstance(score, int | float) or not abs(score) <= LARGEST:
-            raise self._refused(where, f"returned {score!r:.60}")
-        return float(score)
+        reply = self._asked(where, self._name, worker.encoded([prompt, completion, record]), worker.encoded({}))
+        score = worker.decoded(reply)
+        parts = score if isinstance(score, dict) and score else {"": score}
+        for name, part in parts.items():
+            # NaN is in no range. Larger numbers would overflow in sums and gradients.
+            fine = isinstance(part, int | float) and abs(part) <= LARGEST
+            if not fine or not (isinstance(name, str) and (name == "" or name.isidentifier())):
+                raise self._refused(where, f"returned {score!r:.60}")
+        return {name: float(part) for name, part in parts.items()}
 
     def close(self) -> None:
         """End the process and its children; a later call starts a new one."""
@@ -101,5 +107,6 @@ class Function:
 
     def _refused(self, where: str, fault: str) -> InputRefused:
         self.close()
-        advice = f"correct it, so that it returns a number from -{LARGEST:g} to {LARGEST:g} for every answer"
+        number = f"a number from -{LARGEST:g} to {LARGEST:g}"
+        advice = f"correct it, so that it returns {number}, or such numbers by name, for every answer"
         return InputRefused(one_line(f"{where}: {self._file}:{self._name} {fault}: {advice}"))

@@ -17,7 +17,7 @@ from monograph.loss import IGNORE, Batch
 from monograph.ops.log_probabilities import token_log_probabilities
 from monograph.rl.objectives import UNUSED, Ratio
 
-Estimator = Literal["k1", "k2", "k3"]
+Estimator = Literal["k1", "k2", "k3", "entropy"]
 
 
 class Kl(NamedTuple):
@@ -27,10 +27,18 @@ class Kl(NamedTuple):
     adds strength times l^2 / 2 to a token's loss, and k3 adds strength times e^-l - 1 + l. On policy, the gradient of
     k1 is that of KL(pi || ref) of whole answers. Those of k2 and k3 are of the next token, at the places that answers
     come to: of KL(pi || ref) and of KL(ref || pi) (Tang and Munos 2025, arXiv 2506.09477).
+
+    "entropy" is k2 with a reference that finds all tokens equally likely: its gradient is that of minus the entropy of
+    the next token, at these places.
     """
 
     estimator: Estimator
     strength: float
+
+    @property
+    def needs_reference(self) -> bool:
+        """Return whether log-probabilities of a reference are computed."""
+        return self.estimator != "entropy"
 
 
 class PolicyLoss(nn.Module):
@@ -75,7 +83,7 @@ class PolicyLoss(nn.Module):
             # Elsewhere the difference is of nothing, and its exponential could overflow to a gradient of NaN.
             far_N = torch.where(kept_N, log_N - batch["reference"].flatten().to(log_N.dtype), 0.0)
         if self.kl is not None:  # with k1 the term is in the rewards
-            near_N = far_N.square() / 2 if self.kl.estimator == "k2" else torch.expm1(-far_N) + far_N
+            near_N = torch.expm1(-far_N) + far_N if self.kl.estimator == "k3" else far_N.square() / 2
             terms_N = gained_N - batch["penalties"].flatten().to(log_N.dtype) * near_N
         with torch.no_grad():
             exact_N = torch.where(kept_N, (log_N - drawn_N).abs(), 0.0).double()

@@ -13,11 +13,12 @@ from monograph.data.progress import Progress
 from monograph.data.records import KINDS, Fault, Unusable, checked, few, short
 from monograph.errors import InputRefused
 from monograph.rl.records import own_tokenizer, read_parts
-from monograph.rl.rewards import Reward
+from monograph.rl.rewards import Reward, Taught
 from monograph.text.chat import chat_ids
 from monograph.text.tokenizer import Tokenizer
 
 PROMPT = "prompt"
+TEACHER_PROMPT = "teacher_prompt"  # of a record: what a teacher reads in place of the prompt
 
 
 class Prompt(NamedTuple):
@@ -28,12 +29,14 @@ class Prompt(NamedTuple):
         ids: its tokens, at least one.
         record: the whole record, from which a reward reads what is right.
         where: the record's file and line, for messages.
+        teacher_ids: the tokens that a teacher reads in place of the prompt; empty: the same.
     """
 
     text: str
     ids: tuple[int, ...]
     record: Mapping[str, Any]
     where: str
+    teacher_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Prompts:
         held_out: prompts to measure on; empty if none were held out.
         fingerprint: hex sha256 of everything on which the prompts and their order depend.
         chats: whether prompts are messages of a chat, not texts.
-        longest: tokens of the longest prompt.
+        longest: tokens of the longest prompt, a teacher's included.
         skipped: {reason: count} of the records that were skipped.
     """
 
@@ -89,8 +92,13 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
     refuse = reading["bad_records"] == "refuse"
 
     def read(where: str, record: Mapping[str, Any]) -> Prompt | Fault:
-        prompt = _prompt(record, key, own, where, room)
-        return prompt if isinstance(prompt, Fault) else _rewarded(prompt, reward, refuse)
+        try:
+            text, ids = _read(record, key, own, room)
+            told = isinstance(reward, Taught) and TEACHER_PROMPT in record
+            prompt = Prompt(text, ids, record, where, _read(record, TEACHER_PROMPT, own, room)[1] if told else ())
+        except Unusable as unusable:
+            return unusable.fault
+        return _rewarded(prompt, reward, refuse)
 
     parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
     every: list[Prompt] = [*parts.train, *parts.held_out]
@@ -102,32 +110,30 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
         held_out=parts.held_out,
         fingerprint=hashlib.sha256(json.dumps(decisive).encode()).hexdigest(),
         chats=any(not isinstance(prompt.record[key], str) for prompt in every),
-        longest=max(len(prompt.ids) for prompt in every),
+        longest=max(len(ids) for prompt in every for ids in (prompt.ids, prompt.teacher_ids)),
         skipped=parts.skipped,
     )
 
 
-def _prompt(record: Mapping[str, Any], key: str, tokenizer: Tokenizer, where: str, room: int) -> Prompt | Fault:
+def _read(record: Mapping[str, Any], key: str, tokenizer: Tokenizer, room: int) -> tuple[str, tuple[int, ...]]:
+    """Return the text and the tokens of the prompt under a key; raise Unusable."""
     if key not in record:
-        return Fault("no prompt", f"has no key {short(key)}; its keys are {few(list(record))}")
+        raise Unusable("no prompt", f"has no key {short(key)}; its keys are {few(list(record))}")
     value = record[key]
     if isinstance(value, list):
-        try:
-            messages = read_messages(value, key)
-        except Unusable as unusable:
-            return unusable.fault
+        messages = read_messages(value, key)
         text, ids = json.dumps(value, ensure_ascii=False), chat_ids(tokenizer, messages, add_generation_prompt=True)
     elif isinstance(value, str):
         found = checked(value, key)
         if isinstance(found, Fault):
-            return found
+            raise Unusable(*found)
         text, ids = found, [tokenizer.bos_id, *tokenizer.encode(found)]
     else:
-        return Fault("no prompt", f"{short(key)} is {KINDS[type(value)]}, not a text or a list of messages")
+        raise Unusable("no prompt", f"{short(key)} is {KINDS[type(value)]}, not a text or a list of messages")
     if len(ids) > room:
         most = "data.sequence_length less rl.max_new_tokens: raise one or lower the other"
-        return Fault("too long", f"the prompt has {len(ids)} tokens, more than {room}, which is {most}")
-    return Prompt(text, tuple(ids), record, where)
+        raise Unusable("too long", f"the {key} has {len(ids)} tokens, more than {room}, which is {most}")
+    return text, tuple(ids)
 
 
 def _rewarded(prompt: Prompt, reward: Reward, refuse: bool) -> Prompt | Fault:

@@ -12,8 +12,10 @@ import hashlib
 import json
 import math
 import re
+import statistics
 import textwrap
 import warnings
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
 from pathlib import Path
@@ -69,6 +71,10 @@ class Reward:
     file: Path | None = None
     digest = ""
     teacher: Llama | None = None
+
+    def parts(self) -> dict[str, float]:
+        """Return the mean of each named part of the scores since the last call; empty if scores have no parts."""
+        return {}
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
         """Require that a record holds what the reward needs.
@@ -175,10 +181,16 @@ class _Python(Reward):
 
 
 class _Own(Reward):
-    """What a user's function returns."""
+    """What a user's function returns: a number, or the sum of the parts that it names."""
 
     def __init__(self, file: Path, name: str) -> None:
         self.file, self._function = file, Function(file, name)
+        self._parts: defaultdict[str, list[float]] = defaultdict(list)
+
+    def parts(self) -> dict[str, float]:
+        means = {name: statistics.fmean(values) for name, values in self._parts.items() if name}
+        self._parts.clear()
+        return means
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
         self._function.start()
@@ -187,7 +199,10 @@ class _Own(Reward):
         self._function.close()
 
     def _one(self, answer: Answer) -> float:
-        return self._function.score(answer.prompt, answer.completion, answer.record, answer.where)
+        parts = self._function.score(answer.prompt, answer.completion, answer.record, answer.where)
+        for name, part in parts.items():
+            self._parts[name].append(part)
+        return sum(parts.values())
 
 
 class Taught(Reward):
@@ -212,7 +227,8 @@ def reward_of(name: str) -> Reward:
       form that `generate --json-schema` writes.
     - "python": the share of the record's "tests" that the completion's code passes; see `monograph.rl.solutions`.
     - "teacher:MODEL": see `Taught`; MODEL is a run or a folder, which the caller loads.
-    - "FILE.py:FUNCTION": what the function returns for (prompt, completion, record).
+    - "FILE.py:FUNCTION": what the function returns for (prompt, completion, record), or the sum if it returns several
+      numbers by their names.
 
     All but the last three give 1 or 0.
 

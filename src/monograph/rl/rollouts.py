@@ -36,7 +36,7 @@ from monograph.graph.inspect import modes_kept
 from monograph.loss import Batch
 from monograph.model.llama import Llama
 from monograph.ops.attention import SAME_ROWS, block_of
-from monograph.rl.arrange import Options, Rollout, arranged, by_answer, weighted
+from monograph.rl.arrange import Options, Rollout, arranged, by_answer, judged, weighted
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.objectives import Weight
 from monograph.rl.prompts import Prompt, Prompts
@@ -160,9 +160,14 @@ class Drawer:
         raw = self.options.temperature == 1
         drawn = [[one.drawn if raw else one.processed_drawn for one in c.logprobs or ()] for c in completions]
         answers = zip(prompts, completions, drawn, strict=True)
-        made = [Rollout(prompt.ids, completion.token_ids, logprobs) for prompt, completion, logprobs in answers]
+        made = [
+            Rollout(prompt.ids, completion.token_ids, logprobs, is_cut=completion.finish_reason == "length")
+            for prompt, completion, logprobs in answers
+        ]
         if self.options.kl is None:
             return made
+        if not self.options.kl.needs_reference:
+            return [rollout._replace(reference=[0.0] * len(rollout.token_ids)) for rollout in made]
         with self._as_reference():
             near = self.scored(made, self.model)
         return [rollout._replace(reference=own) for rollout, own in zip(made, near, strict=True)]
@@ -191,12 +196,16 @@ class Drawer:
             for plane, param in zip(planes, trained, strict=True):
                 plane.param.copy_(param)
 
-    def advantages(self, rollouts: Sequence[Rollout]) -> list[list[float]] | None:
+    def advantages(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[list[float]] | None:
         """Return log-probability of the teacher - of the student for each answer's tokens; None without a teacher."""
         teacher = self.reward.teacher
         if teacher is None:
             return None
-        better = self.scored(rollouts, teacher)
+        told = [
+            rollout._replace(prompt_ids=prompt.teacher_ids or prompt.ids)
+            for prompt, rollout in zip(prompts, rollouts, strict=True)
+        ]
+        better = self.scored(told, teacher)
         return [
             [one - other for one, other in zip(own, rollout.logprobs, strict=True)]
             for own, rollout in zip(better, rollouts, strict=True)
@@ -205,7 +214,7 @@ class Drawer:
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:
         """Return the rewards of these answers: see `Reward.score`, or the mean of a teacher's `advantages`."""
         if self.reward.teacher is not None:
-            found = self.advantages(self.rollouts(prompts, completions)) or []
+            found = self.advantages(prompts, self.rollouts(prompts, completions)) or []
             return [statistics.fmean(each) for each in found]
         pairs = zip(prompts, completions, strict=True)
         return self.reward.score([Answer(p.text, c.text, p.record, p.where) for p, c in pairs])
@@ -214,7 +223,9 @@ class Drawer:
         """Return the first prompt, an answer to it, always by the same seed, and its reward."""
         first = self.prompts.train[:1]
         [answer] = self.draw(first, rollout_seeds(self.options.seed, [HELD_OUT - 1], 1))
-        return first[0].text, answer.text, self.score(first, [answer])[0]
+        [reward] = self.score(first, [answer])
+        self.reward.parts()  # they belong to no update
+        return first[0].text, answer.text, reward
 
     def passed(self, rewards: Sequence[float]) -> dict[str, float]:
         """Return figures on the rewards of groups of answers.
@@ -241,6 +252,7 @@ class Drawer:
         # The same seeds each time, so that less of a change is chance.
         answers = self.draw(asked, rollout_seeds(self.options.seed, range(HELD_OUT, HELD_OUT + len(held)), group))
         figures = self.passed(self.score(asked, answers))
+        figures |= {f"reward.{name}": mean for name, mean in self.reward.parts().items()}
         return {f"eval_{name}": value for name, value in figures.items()} | {"eval_prompts": len(held)}
 
 
@@ -288,7 +300,9 @@ class Rollouts(Iterator[Batch]):
         if not groups:
             raise StopIteration
         rewards = [reward for group in groups for reward in group.rewards]
-        self.numbers = {**self.drawer.passed(rewards), **described(groups), "drawn_s": drawn_s, "scored_s": scored_s}
+        parts = {f"reward.{name}": mean for name, mean in self.drawer.reward.parts().items()}
+        seconds = {"drawn_s": drawn_s, "scored_s": scored_s}
+        self.numbers = {**self.drawer.passed(rewards), **parts, **described(groups), **seconds}
         # Drawn more than once, an update is of groups that teach, and of any if none does.
         alive = [group for group in groups if group.teaches][:wanted]
         used = alive if alive and self.drawer.options.draws > 1 else groups[:wanted]
@@ -313,7 +327,7 @@ class Rollouts(Iterator[Batch]):
     def _weighed(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[_Group]:
         options, drawer = self.drawer.options, self.drawer
         rollouts = drawer.rollouts(prompts, completions)
-        taught = drawer.advantages(rollouts)
+        taught = drawer.advantages(prompts, rollouts)
         rewards = [statistics.fmean(each) for each in taught] if taught else drawer.score(prompts, completions)
         groups = []
         for first in range(0, len(prompts), options.group):
@@ -322,9 +336,10 @@ class Rollouts(Iterator[Batch]):
                 weighed = [Weight(factors, len(factors)) for factors in taught[own]]
             else:
                 weighed = weighted(rollouts[own], rewards[own], options)
-            unequal = min(rewards[own]) != max(rewards[own]) or (options.objective == "reinforce" and any(rewards[own]))
+            _, judgements = judged(rollouts[own], rewards[own], options)
+            teaches = any(judgements) if options.objective == "reinforce" else len({*judgements}) > 1
             groups.append(
-                _Group(prompts[first], completions[own], rollouts[own], rewards[own], weighed, bool(taught) or unequal)
+                _Group(prompts[first], completions[own], rollouts[own], rewards[own], weighed, bool(taught) or teaches)
             )
         return groups
 

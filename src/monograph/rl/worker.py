@@ -127,13 +127,14 @@ def encoded(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no plain data")
 
 
-def _decoded(value: Any) -> Any:
+def decoded(value: Any) -> Any:
+    """Return the plain data that `encoded` has written."""
     if not isinstance(value, list):
         return value
     kind, items = value
     if kind == "dict":
-        return {_decoded(key): _decoded(each) for key, each in items}
-    return _KINDS[kind](map(_decoded, items))
+        return {decoded(key): decoded(each) for key, each in items}
+    return _KINDS[kind](map(decoded, items))
 
 
 def _serve(channel: _Channel) -> None:
@@ -151,7 +152,7 @@ def _serve(channel: _Channel) -> None:
     def call(name: str, places: Any, named: Any) -> Any:
         if not hasattr(module, name):
             raise NameError(f"name {name!r} is not defined")
-        return getattr(module, name)(*_decoded(places), **_decoded(named))
+        return getattr(module, name)(*decoded(places), **decoded(named))
 
     perform: Callable[..., Any] = run
     while True:
@@ -169,7 +170,7 @@ def _test(parent: _Channel, solution: _Channel) -> None:
         try:
             solution.send(message)
             raised, value = solution.receive()
-            result, fault = _decoded(value), _exception(raised, value) if raised else None
+            result, fault = decoded(value), _exception(raised, value) if raised else None
         except Exception:
             os._exit(0)  # a test that catches exceptions must not pass because the solution is dead, or lies
         if fault:

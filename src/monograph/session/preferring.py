@@ -73,7 +73,7 @@ def keep_first_weights(session: Session, resumed: bool) -> None:
         InputRefused: it is lost or damaged.
         DiskFull: there is no room for it.
     """
-    if not session.reward or session.drawer.options.kl is None:
+    if not session.reward or not (kl := session.drawer.options.kl) or not kl.needs_reference:
         return
     session.drawer.reference = [plane.param.clone() for plane in session.engine.step.planes]
     tensors = {f"weights.{number}": param for number, param in enumerate(session.drawer.reference)}

@@ -85,6 +85,11 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
         return {}
     usual = USUAL
     if reward.startswith(TEACHER):
+        if ":" in str(cut := given.get("rl.max_new_tokens", "")):
+            origin = settings.origins["rl.max_new_tokens"]
+            raise UsageError(
+                f"{origin}: rl.max_new_tokens = {cut}: a teacher says what each token is worth: give the number alone"
+            )
         if useless := [key for key in ("rl.advantage", "rl.kl") if given.get(key, "none") != "none"]:
             origin, key = settings.origins[useless[0]], useless[0]
             raise UsageError(f"{origin}: {key}: a teacher says what each token is worth: leave it out")
@@ -98,7 +103,7 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
         scaled = f"rl.advantage = {values['rl.advantage']} divides by its deviation"
         instead = f"take {', '.join(UNSCALED)}, or k2 or k3"
         raise UsageError(f"rl.kl = {values['rl.kl']} is a part of the reward, which {scaled}: {instead}")
-    if values["rl.max_new_tokens"] >= length:
+    if answer_limit(values["rl.max_new_tokens"])[0] >= length:
         raise UsageError(
             f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
             f"data.sequence_length = {length}: lower one or raise the other"
@@ -110,6 +115,12 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
             "answers: leave it out"
         )
     return values | {key: tokens}
+
+
+def answer_limit(value: int | str) -> tuple[int, float | None]:
+    """Return the most tokens of an answer, and `Options.cut_costs`, as the key rl.max_new_tokens says them."""
+    most, _, costs = str(value).partition(":")
+    return int(most), None if costs == "mask" else float(costs or 0)
 
 
 def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
@@ -153,10 +164,11 @@ def options_of(plan: Plan) -> Options:
     rl = plan.settings.rl
     assert rl.prompts and rl.group and rl.draws and rl.max_new_tokens and rl.temperature and rl.updates
     objective = rl.advantage or TAUGHT_AS
+    most, cut_costs = answer_limit(rl.max_new_tokens)
     return Options(
-        rl.prompts, rl.group, rl.max_new_tokens, rl.temperature, objective, rl.draws, plan.sequence_length,
+        rl.prompts, rl.group, most, rl.temperature, objective, rl.draws, plan.sequence_length,
         plan.reading["packing"] == "packed", plan.compile == "none" and default_device().type == "cpu", plan.seed,
-        plan.epochs, rl.updates, _kl(plan),
+        plan.epochs, rl.updates, _kl(plan), cut_costs,
     )  # fmt: skip
 
 
@@ -182,7 +194,7 @@ def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 
     rows = min(max(options.prompts * options.group, SAME_ROWS), MOST_ROWS) + min(options.prompts, MOST_PROMPTS)
     answers = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
     beside = {"answers": min(answers, machine.free_memory_bytes // 2)}
-    if options.kl:
+    if options.kl and options.kl.needs_reference:
         width = 2 if plan.optimizer.endswith(":all-bf16") else FP32_BYTES
         # The weights that are trained wait in a second copy while the reference scores.
         beside["reference"] = 2 * width * trained_numbers(config, lora_of(plan.settings), plan.precision)
@@ -206,6 +218,11 @@ def rewards_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "reward_first": statistics.fmean(row["reward"] for row in drawn[:tenth]),
         "reward": statistics.fmean(row["reward"] for row in drawn[-tenth:]),
         "pass_at_1": statistics.fmean(row["pass_at_1"] for row in drawn[-tenth:]) if "pass_at_1" in drawn[-1] else None,
+        **{
+            name: statistics.fmean(row[name] for row in drawn[-tenth:] if name in row)
+            for name in drawn[-1]
+            if name.startswith("reward.")
+        },
         "eval_reward": held.get("eval_reward"),
         "eval_pass_at_1": held.get("eval_pass_at_1"),
         "drawn_minus_scored_max": max(row["drawn_minus_scored_max"] for row in drawn),

@@ -283,7 +283,7 @@ class Session:
         if not isinstance(self.batches, Rollouts) or not isinstance(loss, PolicyLoss):
             return {}
         figures = loss.taken()
-        if self.drawer.options.kl is None:
+        if self.drawer.options.kl is None or not self.drawer.options.kl.needs_reference:
             del figures["kl"]
         if not self.batches.is_fresh:  # the answers are those of an update before
             used = {name: figures[name] for name in ("ratio", "clipped")}
