@@ -18,7 +18,7 @@ RUN = [
 ]  # fmt: skip
 CASES: list[tuple[list[str], int, str]] = [
     (["train", *[each for each in RUN if "init" not in each]], 2, "prefer.loss: a new model answers nothing: name one"),
-    (["train", *RUN, "prefer.loss=ppo"], 2, 'prefer.loss = "ppo": expected dpo, robust, ipo, simpo or orpo'),
+    (["train", *RUN, "prefer.loss=ppo"], 2, 'prefer.loss = "ppo": expected dpo, robust, ipo, simpo, orpo or kto'),
     (["train", *RUN, "prefer.loss=dpo:0"], 2, "prefer.loss = dpo:0: expected a strength above 0"),
     (["train", *RUN, "prefer.loss=robust:0.1:0.5"], 2, "expected a share of wrong pairs below 0.5"),
     (["train", *RUN, "prefer.loss=dpo:0.1:0.2"], 2, "each also with its numbers"),
@@ -93,6 +93,18 @@ def test_what_a_run_leaves_and_what_follows_it(here: Path, monograph: CommandSer
     typed = ["others.jsonl", "--from", "pairs-after", "train.updates=2", "--out", "same-loss"]
     assert monograph.run(here, "train", *typed, figures=0).code == 0
     assert first_row(here / "same-loss")["eval_loss"] == 1.0, "the parent's loss"
+
+
+def test_answers_that_are_labelled_are_learned_from_as_such(here: Path, monograph: CommandServer) -> None:
+    typed = ["train", *over(RUN[1:], "data.source=labelled.jsonl", "train.updates=30"), "--out", "labelled"]
+    done = monograph.run(here, *typed, "--json")
+    assert done.code == 0 and "answers, packed" in done.err, done.err
+    assert 'loss = "kto"' in (here / "labelled" / "config.toml").read_text()
+    rows = [json.loads(line) for line in (here / "labelled" / "metrics.jsonl").read_text().splitlines()]
+    compared, held = ([row for row in rows if key in row] for key in ("accuracy", "eval_accuracy"))
+    assert compared[0]["train_loss"] == held[0]["eval_loss"] == 0.5 and compared[0]["accuracy"] == 0.5
+    assert compared[-1]["accuracy"] > 0.9 and compared[-1]["margin"] > 0.5 and compared[-1]["chosen_gain"] > 0
+    assert sum(row["answer_tokens"] for row in compared) == compared[-1]["tokens"]
 
 
 def first_row(run: Path) -> dict[str, float]:

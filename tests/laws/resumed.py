@@ -77,9 +77,9 @@ REWARDED = {key: value for key, value in LORA.items() if key != "train.tokens_pe
     "data.source": "prompts.jsonl", "rl.reward": "letters.py:score", "rl.prompts": 2, "rl.group": 3,
     "rl.max_new_tokens": 6, "rl.temperature": 0.9, "lora.dropout": 0.0,
 }  # fmt: skip
-# Pairs compared with the weights that a run begins from.
+# Answers labelled good or bad, compared with the weights that a run begins from.
 PREFERRED = {key: value for key, value in LORA.items() if key != "lora.dropout"} | {
-    "data.source": "pairs.jsonl", "train.tokens_per_update": 128,
+    "data.source": "labelled.jsonl", "train.tokens_per_update": 128,
 }  # fmt: skip
 LETTERS = """
 def score(prompt, completion, record):
@@ -100,6 +100,12 @@ def write_inputs(folder: Path) -> None:
     (folder / "prompts.jsonl").write_text("\n".join(prompts))
     pairs = [json.dumps({"prompt": word[:2], "chosen": word[2:], "rejected": word[::-1]}) for word in words * 4]
     (folder / "pairs.jsonl").write_text("\n".join(pairs))
+    labelled = [
+        json.dumps({"prompt": word[:2], "completion": word[2:][:: 1 if good else -1], "label": good})
+        for word in words * 4
+        for good in (True, False)
+    ]
+    (folder / "labelled.jsonl").write_text("\n".join(labelled))
     (folder / "letters.py").write_text(LETTERS)
     (folder / "own.py").write_text(OWN_MODULE)
     shape = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 24}

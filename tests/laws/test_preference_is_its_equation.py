@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
@@ -28,10 +29,10 @@ from monograph.rl.preferences import PreferenceLoss, preference
 from monograph.text.tokenizer import Tokenizer
 
 LENGTH, VOCABULARY = 40, 259
-NAMES = ["dpo:0.3", "robust:0.3:0.2", "ipo:0.4", "simpo:2:0.5", "orpo:0.3"]
+NAMES = ["dpo:0.3", "robust:0.3:0.2", "ipo:0.4", "simpo:2:0.5", "orpo:0.3", "kto:0.3:1.5"]
 
 
-def pairs(count: int = 7) -> list[Pair]:
+def pairs(count: int = 7, labelled: bool = False) -> list[Pair]:
     draws = random.Random(5)
 
     def ids(most: int) -> list[int]:
@@ -41,7 +42,7 @@ def pairs(count: int = 7) -> list[Pair]:
     for _ in range(count):
         prompt, answers = ids(5), (ids(7), ids(7))
         rows = [Row(prompt + answer, ((len(prompt), len(prompt + answer)),)) for answer in answers]
-        made.append(Pair("", rows[0], rows[1], 0, False))
+        made.append(Pair("", rows[0], rows[1], 0, False, draws.choice([-1, 1]) if labelled else 0))
     return made
 
 
@@ -50,7 +51,9 @@ def rows_of(made: Sequence[Pair]) -> PairRows:
 
 
 def loss_of(name: str, rows: PairRows) -> PreferenceLoss:
-    return PreferenceLoss(preference(name), rows.answers, rows.most)
+    loss = PreferenceLoss(preference(name), rows.answers, rows.most)
+    loss.labels[1:] = torch.from_numpy(rows.labels)
+    return loss
 
 
 def window(rows: PairRows) -> Batch:
@@ -83,25 +86,42 @@ def textbook(
     return -means[0] - beta * logsigmoid((odds[0] / odds[1]).log())
 
 
+def kto(gains: Sequence[tuple[Tensor, Tensor]], labels: Sequence[int], strength: float, of_bad: float) -> list[Tensor]:
+    """The loss of each answer, from (its gain, the gain of an answer to another prompt)."""
+    expected = max(0.0, sum(other.item() for _, other in gains) / len(gains))
+    return [
+        1 - torch.sigmoid(strength * (own - expected))
+        if label > 0
+        else of_bad * (1 - torch.sigmoid(strength * (expected - own)))
+        for (own, _), label in zip(gains, labels, strict=True)
+    ]
+
+
 REFERENCES = -30 * torch.rand(15, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
 
 
 @functools.cache
 def slow(name: str) -> tuple[float, Tensor]:
     """The mean loss over the pairs, each answer alone, and its gradient."""
-    model, made, references = tiny_llama(torch.float64, vocab_size=VOCABULARY), pairs(), REFERENCES
-    losses = []
+    labelled = name.startswith("kto")
+    model, made, references = tiny_llama(torch.float64, vocab_size=VOCABULARY), pairs(labelled=labelled), REFERENCES
+    losses, gains = [], []
     for number, pair in enumerate(made):
         (chosen, long), (rejected, short) = (log_probability(model, row) for row in (pair.chosen, pair.rejected))
         own = references[1 + 2 * number : 3 + 2 * number].tolist()
-        losses.append(textbook(name, chosen, rejected, own, (long, short)))
+        gains.append((chosen - own[0], rejected - own[1]))
+        if not labelled:
+            losses.append(textbook(name, chosen, rejected, own, (long, short)))
+    if labelled:
+        losses = kto(gains, [pair.label for pair in made], *map(float, name.split(":")[1:]))
+        assert sum(other.item() for _, other in gains) > 0 and len({pair.label for pair in made}) == 2
     mean = torch.stack(losses).mean()
     mean.backward()
     return float(mean.detach()), flat_gradient(model)
 
 
 def fast(name: str, micro_batch: int | None) -> tuple[float, Tensor]:
-    rows = rows_of(pairs())
+    rows = rows_of(pairs(labelled=name.startswith("kto")))
     loss = loss_of(name, rows)
     loss.reference[1:] = REFERENCES[1:]
     engine = Resident(tiny_llama(torch.float64, vocab_size=VOCABULARY), loss=loss, micro_batch=micro_batch)
@@ -126,7 +146,21 @@ def _of_sums(pairs: room.Answers, strength: float) -> Tensor:
 
 
 def _swapped(pairs: room.Answers, strength: float) -> Tensor:
-    return room._dpo(room.Answers(*(pairs[index] for index in (1, 0, 3, 2, 5, 4))), strength)
+    return room._dpo(room.Answers(*(pairs[index] for index in (1, 0, 3, 2, 5, 4, 6, 7))), strength)
+
+
+def _attached(pairs: room.Answers, strength: float, of_bad: float) -> Tensor:
+    """The gradient goes through z, taken from a micro-batch."""
+    return room._kto(pairs._replace(expected=pairs.gains[1].mean().clamp_min(0)), strength, of_bad)
+
+
+def _all_good(pairs: room.Answers, strength: float, of_bad: float) -> Tensor:
+    return room._kto(pairs._replace(labels=pairs.labels.abs()), strength, of_bad)
+
+
+@contextmanager
+def _of_nothing(self: PreferenceLoss, *functions: object) -> Iterator[None]:
+    yield
 
 
 class _MeanOfMeans(PreferenceLoss):
@@ -159,6 +193,9 @@ def _misplaced(self: PreferenceLoss, pairs: room.Answers, there_P: Tensor) -> No
         ("simpo:2:0.5", None, "PairRows", _OneMore),
         ("orpo:0.3", room.Answers, "means", property(_without_end)),
         ("dpo:0.3", PreferenceLoss, "_note", _misplaced),
+        ("kto:0.3:1.5", room._OF, "kto", _attached),
+        ("kto:0.3:1.5", room._OF, "kto", _all_good),
+        ("kto:0.3:1.5", PreferenceLoss, "update_of", _of_nothing),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )

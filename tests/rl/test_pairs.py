@@ -12,7 +12,7 @@ import pytest
 from dialogues import said, speaking
 from monograph.data.corpus import Corpus
 from monograph.errors import InputRefused, UsageError
-from monograph.rl.pairs import PairRows, hold_pairs, read_pairs
+from monograph.rl.pairs import PairRows, loss_for, read_pairs
 from monograph.text.tokenizer import Tokenizer
 
 
@@ -21,9 +21,9 @@ def write(path: Path, *records: Any) -> Path:
     return path
 
 
-def read(source: Path, **more: Any) -> Corpus:
+def read(source: Path, labelled: bool = False, **more: Any) -> Corpus:
     usual = {"tokenizer": "bytes", "sequence_length": 64, "held_out": 0.0, "bad_records": "refuse"}
-    return read_pairs({"source": str(source), **usual, **more})
+    return read_pairs({"source": str(source), **usual, **more}, labelled=labelled)
 
 
 def documents(rows: PairRows) -> list[tuple[int, list[int], list[int]]]:
@@ -129,12 +129,61 @@ def test_what_cannot_hold_pairs_is_refused(tmp_path: Path) -> None:
         read(chats)
 
 
-def test_records_of_pairs_are_recognised(tmp_path: Path) -> None:
+def test_a_labelled_answer_is_beside_the_next_one_to_another_prompt_that_has_room(tmp_path: Path) -> None:
+    answers = [("x", "a"), ("x", "b"), ("y", "c" * 24), ("zz", "d"), ("x", "e" * 23)]
+    records = [{"prompt": p, "completion": c, "label": c in "ad"} for p, c in answers]
+    labelled = read(write(tmp_path / "p.jsonl", *records), labelled=True, sequence_length=36)
+    assert isinstance(labelled.train, PairRows) and labelled.train.labels.tolist() == [1, 0, -1, 0, -1, 0, 1, 0, -1, 0]
+    tokenizer, others = Tokenizer.bytes(), ["c" * 24, "c" * 24, "d", "e" * 23, "d"]
+    for (prompt, completion), other, number in zip(answers, others, range(0, 10, 2), strict=True):
+        one, two = documents(labelled.train)[number : number + 2]
+        assert tokenizer.decode(one[2]) == completion and tokenizer.decode(two[2]) == other
+        assert tokenizer.decode(two[1]) == prompt + other, "after its own prompt"
+    with pytest.raises(InputRefused, match="none has room beside that to 'x': give records of more prompts"):
+        read(write(tmp_path / "p.jsonl", *records[:2]), labelled=True)
+
+
+def test_labelled_chats_are_read_and_held_out_ones_are_beside_those_that_are_learned_from(tmp_path: Path) -> None:
+    tokenizer = speaking(tmp_path, "chatml")
+    answers = [[{"role": "assistant", "content": word}] for word in ("yes", "no", "maybe", "never")]
+    records = [{"prompt": said(f"{n}?"), "completion": answers[n % 4], "label": n % 3 == 0} for n in range(12)]
+    chats = read(
+        write(tmp_path / "p.jsonl", *records), labelled=True, tokenizer=str(tmp_path), sequence_length=200, held_out=0.2
+    )
+    assert isinstance(chats.train, PairRows) and isinstance(chats.held_out, PairRows) and chats.train.chats
+    learned = {tokenizer.decode(one[2]) for one in documents(chats.train)[::2]}
+    held = documents(chats.held_out)
+    assert held and {tokenizer.decode(one[2]) for one in held[1::2]} <= learned
+
+
+@pytest.mark.parametrize(
+    ("record", "part"),
+    [
+        ({"prompt": "x", "completion": "a"}, "expected true or false under 'label', which is missing; its keys are"),
+        ({"prompt": "x", "completion": "a", "label": 1}, "expected true or false under 'label', which is a number"),
+        ({"prompt": "x", "label": True}, "has no key 'completion'"),
+        ({"prompt": "x" * 40, "completion": "a" * 9, "label": True}, "the answer and its prompt twice take 92 tokens"),
+    ],
+)
+def test_a_bad_labelled_answer_is_refused_with_its_line(record: Any, part: str, tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", {"prompt": "y", "completion": "b", "label": False}, record)
+    with pytest.raises(InputRefused, match="p.jsonl:2: ") as raised:
+        read(path, labelled=True)
+    assert part in str(raised.value)
+
+
+def test_records_of_judged_answers_are_recognised(tmp_path: Path) -> None:
+    labelled = {"prompt": "x", "completion": "a", "label": True}
+    assert loss_for(str(write(tmp_path / "l.jsonl", labelled))) == "kto"
+    for other in (labelled | {"label": "good"}, {"completion": "a", "label": True, "text": "b"} | {"label": None}):
+        assert loss_for(str(write(tmp_path / "l.jsonl", other))) is None
     path = write(tmp_path / "p.jsonl", GOOD)
-    assert hold_pairs(str(path)) and hold_pairs([str(tmp_path), str(path)])
+    assert loss_for(str(path)) == loss_for([str(tmp_path), str(path)]) == "dpo"
     for other in ({"text": "x"}, {"prompt": "x", "chosen": "a"}, ["x"]):
-        assert not hold_pairs(str(write(tmp_path / "q.jsonl", other)))
-    assert not hold_pairs(["stdlib", "-", str(tmp_path / "nothing.jsonl"), str(tmp_path)])
+        assert not loss_for(str(write(tmp_path / "q.jsonl", other)))
+    assert not loss_for(["stdlib", "-", str(tmp_path / "nothing.jsonl"), str(tmp_path)])
     pa, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pa.table({key: [value] for key, value in GOOD.items()}), tmp_path / "p.parquet")
-    assert hold_pairs(str(tmp_path / "p.parquet")) and read(tmp_path / "p.parquet").train.documents == 1
+    parquet.write_table(pa.table({key: [value] for key, value in labelled.items()}), tmp_path / "l.parquet")
+    assert loss_for(str(tmp_path / "l.parquet")) == "kto"
+    assert loss_for(str(tmp_path / "p.parquet")) == "dpo" and read(tmp_path / "p.parquet").train.documents == 1

@@ -71,7 +71,9 @@ ClipAll = Annotated[str, Field(pattern=r"^([1-9][0-9]{0,8}(\.[0-9]{1,9})?|0\.0{0
 Floored = Annotated[str, Field(pattern=r"^(cosine|wsd):(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$")]
 Preference = Annotated[
     str,
-    Field(pattern=r"^((dpo|ipo|orpo)(:[0-9]{1,9}(\.[0-9]{1,9})?)?|(robust|simpo)(:[0-9]{1,9}(\.[0-9]{1,9})?){0,2})$"),
+    Field(
+        pattern=r"^((dpo|ipo|orpo)(:[0-9]{1,9}(\.[0-9]{1,9})?)?|(robust|simpo|kto)(:[0-9]{1,9}(\.[0-9]{1,9})?){0,2})$"
+    ),
 ]
 Penalty = Annotated[str, Field(pattern=r"^(k[123]|entropy):(0\.[0-9]{0,8}[1-9]|[1-9][0-9]{0,3}(\.[0-9]{1,9})?)$")]
 AnswerLimit = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}:(mask|[0-9]{1,5}(\.[0-9]{1,9})?)$")]
@@ -279,8 +281,8 @@ class PreferSection(Section):
 
     loss: Preference | None = _key(
         None,
-        "dpo, robust, ipo, simpo or orpo, each also with its numbers, as in dpo:0.1 or robust:0.1:0.2",
-        "how the answers of a pair are compared; default: dpo for records with chosen and rejected",
+        "dpo, robust, ipo, simpo, orpo or kto, each also with its numbers, as in dpo:0.1 or robust:0.1:0.2",
+        "how answers are compared; default: dpo for records with chosen and rejected, kto for completion and label",
     )
 
 

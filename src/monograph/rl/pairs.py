@@ -1,13 +1,15 @@
 """Read pairs of answers, a chosen and a rejected one, and arrange them in rows to learn preferences from.
 
 Both answers of a pair, each after the prompt, stand in one row, so that a micro-batch never parts them. Several pairs
-share a row, each answer as a document of its own (law 9).
+share a row, each answer as a document of its own (law 9). A single answer that is labelled good or bad is paired with
+another record's answer to another prompt, written after its own, which kto compares it with.
 
 Shape suffixes: D pairs, R rows, T positions of a row.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,13 +27,14 @@ from monograph.data.records import KINDS, Fault, Unusable, checked, few, json_ob
 from monograph.data.rows import IGNORE, Int64, Rows
 from monograph.data.sources import LINES, TABLES, kind_of
 from monograph.data.store import Side
-from monograph.data.tables import table_columns
+from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused
 from monograph.rl.records import own_tokenizer, read_parts
 from monograph.storage.reading import is_file
 from monograph.text.tokenizer import Tokenizer
 
 PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
+COMPLETION, LABEL = "completion", "label"  # of a record with one answer
 
 
 class Pair(NamedTuple):
@@ -43,6 +46,7 @@ class Pair(NamedTuple):
         rejected: the same for the other.
         bytes: UTF-8 bytes of both answers.
         chat: whether the answers are messages of chats.
+        label: 0 for pairs; for a single answer, `chosen`, with another prompt's as `rejected`, 1 if good and -1 if bad.
     """
 
     text: str
@@ -50,6 +54,7 @@ class Pair(NamedTuple):
     rejected: Row
     bytes: int
     chat: bool
+    label: int = 0
 
 
 class PairRows(Rows):
@@ -57,6 +62,7 @@ class PairRows(Rows):
 
     Attributes:
         answers: answers of all rows.
+        labels: int64 [answers], each answer's label, 0 if it has none.
         most: most answers of a row.
         chats: whether the pairs are chats.
     """
@@ -75,6 +81,7 @@ class PairRows(Rows):
         """
         self._chosen_D = np.array([len(pair.chosen.ids) for pair in pairs], dtype=np.int64)
         self.answers, self._first, self.chats = 2 * len(pairs), first, any(pair.chat for pair in pairs)
+        self.labels = np.array([label for pair in pairs for label in (pair.label, 0)], dtype=np.int64)
         super().__init__(_side(pairs, name), tokenizer, sequence_length, packed=True)
         self.most = 2 * int(np.diff(self._plan.offsets).max(initial=0))
 
@@ -119,37 +126,45 @@ def _side(pairs: Sequence[Pair], name: str) -> Side:
     )  # fmt: skip
 
 
-def hold_pairs(source: str | Sequence[str]) -> bool:
-    """Return whether some file that is named here begins with a record of a pair.
+def loss_for(source: str | Sequence[str]) -> str | None:
+    """Return the usual loss for these files: dpo if one begins with a pair, kto if one begins with a labelled answer.
 
     Raises:
         InputRefused: a file cannot be read.
     """
-    return any(_begins(Path(name)) for name in ([source] if isinstance(source, str) else source))
+    names = [source] if isinstance(source, str) else source
+    return next(filter(None, (_loss_for(Path(name)) for name in names)), None)
 
 
-def _begins(path: Path) -> bool:
+def _loss_for(path: Path) -> str | None:
     if kind_of(path) not in LINES | TABLES or not is_file(path):
-        return False
-    if kind_of(path) in TABLES:
-        keys: Sequence[str] = table_columns(path)
-    else:
-        _, first = next(json_objects(path), (0, {}))
-        keys = [] if isinstance(first, Fault) else list(first)
-    return CHOSEN in keys and REJECTED in keys
+        return None
+    tabular = kind_of(path) in TABLES
+    columns = table_columns(path) if tabular else []
+    if CHOSEN in columns and REJECTED in columns:
+        return "dpo"
+    if tabular and not (COMPLETION in columns and LABEL in columns):
+        return None
+    _, first = next(table_objects(path, columns) if tabular else json_objects(path), (0, {}))
+    if isinstance(first, Fault):
+        return None
+    if CHOSEN in first and REJECTED in first:
+        return "dpo"
+    return "kto" if COMPLETION in first and isinstance(first.get(LABEL), bool) else None
 
 
-def read_pairs(reading: Mapping[str, Any], *, progress: Progress | None = None) -> Corpus:
+def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: Progress | None = None) -> Corpus:
     """Read, tokenise and pack pairs, from JSON lines or tables.
 
     A record has "chosen" and "rejected". They are texts, and "prompt" is the text before both of them, or is missing.
     Or they are lists of messages, and "prompt" is a list of the messages before, or both are whole chats that differ
     in their last message alone; the tokenizer's chat template then renders them, and what it writes for the last
-    message is the answer.
+    message is the answer. With `labelled` a record has "completion", in the same forms, and "label", true or false.
 
     Args:
         reading: `source`, `tokenizer`, `sequence_length`, `held_out` and `bad_records`, as `monograph.corpus` takes
             them. Pairs are held out by their prompts.
+        labelled: whether records have single answers.
         progress: see `monograph.data.progress`.
 
     Raises:
@@ -158,6 +173,7 @@ def read_pairs(reading: Mapping[str, Any], *, progress: Progress | None = None) 
     """
     tokenizer, length = own_tokenizer(reading, "prefer.loss"), int(reading["sequence_length"])
     template: list[Answers] = []  # made when the first chat is read, as texts need no template
+    keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
 
     def rendered(conversation: Conversation) -> Row:
         if not template:
@@ -166,22 +182,30 @@ def read_pairs(reading: Mapping[str, Any], *, progress: Progress | None = None) 
 
     def read(where: str, record: Mapping[str, Any]) -> Pair | Fault:
         try:
-            pair = _chats(record, rendered) if isinstance(_both(record)[0], list) else _texts(record, tokenizer)
+            chat = _are_chats(record, keys)
+            answer = functools.partial(_of_chat, rendered) if chat else functools.partial(_of_text, tokenizer)
+            pair = (_labelled if labelled else _pair)(record, answer, chat)
         except Unusable as unusable:
             return unusable.fault
         except InputRefused as refused:
             raise InputRefused(f"{where}: {refused}") from None
         inputs = len(pair.chosen.ids) + len(pair.rejected.ids) - 1
         if inputs > length:
-            both = f"the two answers, each after its prompt, take {inputs} tokens"
-            return Fault("too long", f"{both}, more than data.sequence_length = {length}: raise it")
+            both = "the answer and its prompt twice" if labelled else "the two answers, each after its prompt,"
+            return Fault(
+                "too long", f"{both} take {inputs} tokens, more than data.sequence_length = {length}: raise it"
+            )
         return pair
 
-    parts = read_parts(reading, read, "prefer.loss needs records with 'chosen' and 'rejected'", progress)
+    needs = " and ".join(repr(key) for key in ((COMPLETION, LABEL) if labelled else keys))
+    parts = read_parts(reading, read, f"prefer.loss needs records with {needs}", progress)
     name = parts.sources.name
-    train = PairRows(parts.train, name, tokenizer, length, 1)
-    held = PairRows(parts.held_out, name, tokenizer, length, 1 + train.answers)
-    decisive = [parts.sources.sha256, tokenizer.hash, length, reading["held_out"], reading["bad_records"], CHOSEN]
+    sides = (parts.train, parts.held_out)
+    if labelled:
+        sides = _with_others(parts.train, parts.train, length), _with_others(parts.held_out, parts.train, length)
+    train = PairRows(sides[0], name, tokenizer, length, 1)
+    held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
+    decisive = [parts.sources.sha256, tokenizer.hash, length, reading["held_out"], reading["bad_records"], keys[0]]
     stats = Stats(
         files=len(parts.sources.files), documents=len(parts.train) + len(parts.held_out),
         conversations=len(parts.train), bytes=train.bytes + held.bytes, tokens=train.tokens,
@@ -193,36 +217,35 @@ def read_pairs(reading: Mapping[str, Any], *, progress: Progress | None = None) 
     return Corpus(name, tokenizer, train, held, digest, stats, (), Path())
 
 
-def _both(record: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return the two answers of a record, both texts or both lists."""
-    for key in (CHOSEN, REJECTED):
+def _are_chats(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
+    """Return whether the answers under these keys are lists of messages, not texts; raise Unusable if neither."""
+    for key in keys:
         if key not in record:
             raise Unusable("no pair", f"has no key {short(key)}; its keys are {few(list(record))}")
         if not isinstance(record[key], str | list):
             raise Unusable("no pair", f"{short(key)} is {KINDS[type(record[key])]}, not a text or a list of messages")
-    chosen, rejected = record[CHOSEN], record[REJECTED]
-    if type(chosen) is not type(rejected):
-        raise Unusable("no pair", f"{short(CHOSEN)} and {short(REJECTED)} are not both texts or both lists of messages")
-    if chosen == rejected:
-        raise Unusable("equal answers", f"{short(CHOSEN)} and {short(REJECTED)} are equal: nothing is preferred")
-    return chosen, rejected
+    first, last = record[keys[0]], record[keys[-1]]
+    both = " and ".join(map(short, keys))
+    if type(first) is not type(last):
+        raise Unusable("no pair", f"{both} are not both texts or both lists of messages")
+    if len(keys) > 1 and first == last:
+        raise Unusable("equal answers", f"{both} are equal: nothing is preferred")
+    return isinstance(first, list)
 
 
-def _texts(record: Mapping[str, Any], tokenizer: Tokenizer) -> Pair:
+# An answer of a record: the prompt as text, the tokens of both, and the answer's bytes.
+_Answer = tuple[str, Row, int]
+
+
+def _of_text(tokenizer: Tokenizer, record: Mapping[str, Any], key: str) -> _Answer:
     asked = record.get(PROMPT, "")
     if isinstance(asked, list):
         message = f"{short(PROMPT)} is a list of messages, but the answers are texts: give lists of messages"
         raise Unusable("no pair", message)
-    prompt, *answers = (_text(value, key) for value, key in zip((asked, *_both(record)), _KEYS, strict=True))
+    prompt, answer = _text(asked, PROMPT), _text(record[key], key)
     before = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    rows = []
-    for answer in answers:
-        ids = [*before, *tokenizer.encode(answer), tokenizer.eos_id]
-        rows.append(Row(ids, ((len(before), len(ids)),)))
-    return Pair(prompt, rows[0], rows[1], sum(len(answer.encode()) for answer in answers), False)
-
-
-_KEYS = (PROMPT, CHOSEN, REJECTED)
+    ids = [*before, *tokenizer.encode(answer), tokenizer.eos_id]
+    return prompt, Row(ids, ((len(before), len(ids)),)), len(answer.encode())
 
 
 def _text(value: Any, key: str) -> str:
@@ -234,21 +257,53 @@ def _text(value: Any, key: str) -> str:
     return found
 
 
-def _chats(record: Mapping[str, Any], rendered: Callable[[Conversation], Row]) -> Pair:
+def _of_chat(rendered: Callable[[Conversation], Row], record: Mapping[str, Any], key: str) -> _Answer:
     prompt, tools = record.get(PROMPT), record.get("tools")
     before = prompt if isinstance(prompt, list) else []  # with a text, the answers are whole chats
-    conversations = [
-        read_conversation({"messages": [*before, *answer], **({"tools": tools} if tools else {})})
-        for answer in _both(record)
-    ]
-    asked = [conversation.messages[:-1] for conversation in conversations]
-    last = [conversation.messages[-1] for conversation in conversations]
-    for key, message in zip((CHOSEN, REJECTED), last, strict=True):
-        if message["role"] != "assistant":
-            raise Unusable("no answer", f"{short(key)} ends with a message of {message['role']}, not of an assistant")
-    chosen, rejected = (rendered(conversation) for conversation in conversations)
+    conversation = read_conversation({"messages": [*before, *record[key]], **({"tools": tools} if tools else {})})
+    *asked, last = conversation.messages
+    if last["role"] != "assistant":
+        raise Unusable("no answer", f"{short(key)} ends with a message of {last['role']}, not of an assistant")
+    size = len(str(last.get("content") or "").encode())
+    return json.dumps(asked, ensure_ascii=False), rendered(conversation), size
+
+
+def _pair(record: Mapping[str, Any], answer: Callable[[Mapping[str, Any], str], _Answer], chat: bool) -> Pair:
+    (asked, chosen, size), (other, rejected, more) = (answer(record, key) for key in (CHOSEN, REJECTED))
     begins = [row.ids[: row.spans[0][0]] for row in (chosen, rejected)]
-    if asked[0] != asked[1] or begins[0] != begins[1]:
+    if asked != other or begins[0] != begins[1]:
         raise Unusable("differing prompts", f"{short(CHOSEN)} and {short(REJECTED)} differ before their last message")
-    size = sum(len(str(message.get("content") or "").encode()) for message in last)
-    return Pair(json.dumps(asked[0], ensure_ascii=False), chosen, rejected, size, True)
+    return Pair(asked, chosen, rejected, size + more, chat)
+
+
+def _labelled(record: Mapping[str, Any], answer: Callable[[Mapping[str, Any], str], _Answer], chat: bool) -> Pair:
+    """Return an answer with its label, next to its prompt alone; see `_with_others`."""
+    if not isinstance(label := record.get(LABEL), bool):
+        found = f"is {KINDS[type(label)]}" if LABEL in record else f"is missing; its keys are {few(list(record))}"
+        raise Unusable("no label", f"expected true or false under {short(LABEL)}, which {found}")
+    asked, row, size = answer(record, COMPLETION)
+    return Pair(asked, row, Row(row.ids[: row.spans[0][0] + 1], ()), size, chat, 1 if label else -1)
+
+
+def _with_others(pairs: Sequence[Pair], others: Sequence[Pair], length: int) -> list[Pair]:
+    """Return labelled answers, each paired with the next one of the others to another prompt that has room.
+
+    Raises:
+        InputRefused: there is none.
+    """
+    made, begins = [], [other.chosen.spans[0][0] for other in others]
+    sizes = [len(other.chosen.ids) - begin for other, begin in zip(others, begins, strict=True)]
+    for number, pair in enumerate(pairs, 1):
+        begin = pair.chosen.spans[0][0]
+        room = length + 1 - len(pair.chosen.ids) - begin
+        around = ((number + step) % len(others) for step in range(len(others)))
+        index = next((i for i in around if sizes[i] <= room and others[i].text != pair.text), None)
+        if index is None:
+            raise InputRefused(
+                "prefer.loss = kto compares an answer with those to other prompts, and none has room beside that to "
+                f"{pair.text!r:.60}: give records of more prompts, or raise data.sequence_length = {length}"
+            )
+        other, shift = others[index].chosen, begin - begins[index]
+        spans = tuple((one + shift, end + shift) for one, end in other.spans)
+        made.append(pair._replace(rejected=Row(pair.chosen.ids[:begin] + other.ids[begins[index] :], spans)))
+    return made

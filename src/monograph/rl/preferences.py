@@ -11,15 +11,20 @@ log ref(o), where ref are the weights that a run begins from; w is the chosen an
 | simpo:B:G  | -log sigmoid(B (log pi(w) / |w| - log pi(l) / |l|) - G)               | 2405.14734 |
 | orpo:B     | -log pi(w) / |w| - B log sigmoid(odds(w) - odds(l)), where            | 2403.07691 |
 |            | odds(o) = m - log(1 - e^m), m = log pi(o) / |o|                        |            |
+| kto:B:U    | sigmoid(B (z - h(o))) of a good answer o, U sigmoid(B (h(o) - z)) of  | 2402.01306 |
+|            | a bad one, where z = max(0, mean of h(o')), a constant                 |            |
 
-An update's loss is the mean over its pairs. IPO takes means over tokens, as its authors' code does.
+An update's loss is the mean over its pairs, or answers. IPO takes means over tokens, as its authors' code does. KTO's
+o' are answers of other records written after the prompts of an update's answers; their mean is over the whole update,
+however it is cut into micro-batches, so each update's rows are scored once before they are learned from.
 
 Shapes: B rows, T positions, N = B T, S places for answers, P pairs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -35,8 +40,9 @@ from monograph.ops.log_probabilities import token_log_probabilities
 # The numbers of each loss, with their usual values, in the order in which its name gives them.
 USUAL: dict[str, tuple[float, ...]] = {
     "dpo": (0.1,), "robust": (0.1, 0.1), "ipo": (0.1,), "simpo": (2.0, 1.0), "orpo": (0.1,),
+    "kto": (0.1, 1.0),
 }  # fmt: skip
-COMPARED = ("dpo", "robust", "ipo")  # with the reference
+COMPARED = ("dpo", "robust", "ipo", "kto")  # with the reference
 
 
 class Preference(NamedTuple):
@@ -49,6 +55,11 @@ class Preference(NamedTuple):
     def needs_reference(self) -> bool:
         """Return whether the loss compares with the weights that the run began from."""
         return self.name in COMPARED
+
+    @property
+    def labelled(self) -> bool:
+        """Return whether the loss learns from single answers, each labelled good or bad."""
+        return self.name == "kto"
 
 
 def preference(text: str) -> Preference:
@@ -67,7 +78,10 @@ def preference(text: str) -> Preference:
 
 
 class Answers(NamedTuple):
-    """Pairs of answers, [P] each: sums of log-probabilities, the reference's, and numbers of tokens."""
+    """Pairs of answers, [P] each: sums of log-probabilities, the reference's, numbers of tokens, and labels.
+
+    With labels, the chosen answers are the single ones and `expected` is z, 0-d.
+    """
 
     chosen: Tensor
     rejected: Tensor
@@ -75,6 +89,8 @@ class Answers(NamedTuple):
     rejected_reference: Tensor
     chosen_tokens: Tensor
     rejected_tokens: Tensor
+    labels: Tensor
+    expected: Tensor
 
     @property
     def gains(self) -> tuple[Tensor, Tensor]:
@@ -115,8 +131,14 @@ def _orpo(pairs: Answers, strength: float) -> Tensor:
     return -chosen - strength * logsigmoid(odds)
 
 
+def _kto(pairs: Answers, strength: float, of_bad: float) -> Tensor:
+    gain, _ = pairs.gains
+    lost = torch.sigmoid(pairs.labels * (pairs.expected - gain) * strength)
+    return torch.where(pairs.labels > 0, lost, of_bad * lost)
+
+
 _OF: dict[str, Callable[..., Tensor]] = {
-    "dpo": _dpo, "robust": _robust, "ipo": _ipo, "simpo": _simpo, "orpo": _orpo,
+    "dpo": _dpo, "robust": _robust, "ipo": _ipo, "simpo": _simpo, "orpo": _orpo, "kto": _kto,
 }  # fmt: skip
 
 
@@ -128,7 +150,7 @@ def losses(preference: Preference, pairs: Answers) -> Tensor:
 class PreferenceLoss(nn.Module):
     """The loss of pairs of answers, for a model as `TokenLoss` takes it.
 
-    sum = sum over pairs of `losses`, count = number of pairs
+    sum = sum over pairs of `losses`, count = number of pairs, or of single answers
 
     The batch holds, [B, T] int64 each: `tokens`, `targets`, `segments` and `positions`, where a chosen answer's segment
     is odd and its rejected one's the next; and `answers`, an answer's number, above 0, where its first target is.
@@ -136,14 +158,21 @@ class PreferenceLoss(nn.Module):
     Attributes:
         reference: [A + 1] fp64, the reference's log-probability of each answer, by its number.
         recording: 0-d bool; whether the log-probabilities that are computed become those of the reference.
-        totals: [5] fp64, over all pairs since it was last set to zero: their number, how many have the chosen answer
-            ahead (half of those that tie), the sums of the margins and of the chosen answers' gains, and the number of
-            tokens. An answer's gain is h, or its mean log-probability for a loss without a reference; a margin is the
-            difference of two gains.
+        labels: [A + 1] int64, each answer's label, by its number.
+        apart: [2] fp64, the sum of h(o') since it was last set to zero, and the number of these answers.
+        expected: 0-d fp64, z during an update, else 0.
+        totals: [6] fp64, over all pairs since it was last set to zero: their number, how many have the chosen answer
+            ahead (half of those that tie), the sums of the margins and of the chosen answers' gains, and the numbers of
+            tokens and of chosen answers. An answer's gain is h, or its mean log-probability for a loss without a
+            reference; a margin is the difference of two gains. With labels, good answers count as chosen, one is ahead
+            if its gain has the sign of its label, and its margin is the product of the two.
     """
 
     reference: Tensor
     recording: Tensor
+    labels: Tensor
+    apart: Tensor
+    expected: Tensor
     totals: Tensor
     fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
 
@@ -159,7 +188,25 @@ class PreferenceLoss(nn.Module):
         self.preference, self.most = preference, most
         self.register_buffer("reference", torch.zeros(answers + 1, dtype=torch.float64))
         self.register_buffer("recording", torch.zeros((), dtype=torch.bool))
-        self.register_buffer("totals", torch.zeros(5, dtype=torch.float64))
+        self.register_buffer("labels", torch.zeros(answers + 1, dtype=torch.int64))
+        self.register_buffer("apart", torch.zeros(2, dtype=torch.float64))
+        self.register_buffer("expected", torch.zeros((), dtype=torch.float64))
+        self.register_buffer("totals", torch.zeros(6, dtype=torch.float64))
+
+    @contextmanager
+    def update_of(self, score: Callable[[], object], sum_over_ranks: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """In the block an update's gradient is computed; see `monograph.loss`."""
+        if self.preference.labelled:
+            figures = self.totals.clone()
+            self.apart.zero_()
+            score()
+            self.totals.copy_(figures)  # these pairs will be counted again
+            total, number = (sum_over_ranks(each) for each in self.apart.clone().unbind())
+            self.expected.copy_((total / number.clamp_min(1)).clamp_min(0))
+        try:
+            yield
+        finally:
+            self.expected.zero_()
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sum and count; see the class."""
@@ -182,19 +229,22 @@ class PreferenceLoss(nn.Module):
         there_P = number_S[::2] > 0
         pairs = Answers(
             log_S[::2], log_S[1::2], reference_S[::2], reference_S[1::2],
-            tokens_S[::2].clamp_min(1), tokens_S[1::2].clamp_min(1),
+            tokens_S[::2].clamp_min(1), tokens_S[1::2].clamp_min(1), self.labels[number_S[::2]], self.expected,
         )  # fmt: skip
         self._note(pairs, there_P)
         return torch.where(there_P, losses(self.preference, pairs), 0.0).sum(), self.count(batch)
 
     def _note(self, pairs: Answers, there_P: Tensor) -> None:
-        chosen_P, rejected_P = pairs.gains if self.preference.needs_reference else pairs.means
-        margin_P = torch.where(there_P, (chosen_P - rejected_P).detach(), 0.0)
-        gain_P = torch.where(there_P, chosen_P.detach(), 0.0)
-        tokens_P = torch.where(there_P, pairs.chosen_tokens + pairs.rejected_tokens, 0.0)
-        ahead_P = torch.where(there_P, (margin_P.sign() + 1) / 2, 0.0)  # a tie, as in the first update, is a half
-        now = (there_P.double(), ahead_P, margin_P, gain_P, tokens_P)
-        self.totals.add_(torch.stack([each.sum() for each in now]))
+        gains = pairs.gains if self.preference.needs_reference else pairs.means
+        chosen_P, rejected_P = (each.detach() for each in gains)
+        margin_P, tokens_P, good_P = chosen_P - rejected_P, pairs.chosen_tokens + pairs.rejected_tokens, there_P
+        if self.preference.labelled:
+            self.apart.add_(torch.stack([torch.where(there_P, rejected_P, 0.0).sum(), there_P.double().sum()]))
+            margin_P, tokens_P, good_P = pairs.labels * chosen_P, pairs.chosen_tokens, pairs.labels > 0
+        ahead_P = (margin_P.sign() + 1) / 2  # a tie, as in the first update, is a half
+        gain_P = torch.where(good_P, chosen_P, 0.0)
+        now = (torch.ones_like(margin_P), ahead_P, margin_P, gain_P, tokens_P, good_P.double())
+        self.totals.add_(torch.stack([torch.where(there_P, each, 0.0).sum() for each in now]))
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of pairs, 0-d int64."""
@@ -206,9 +256,10 @@ class PreferenceLoss(nn.Module):
         Returns:
             accuracy: the share of pairs with the chosen answer ahead; margin and chosen_gain: means; answer_tokens.
         """
-        number, ahead, margin, gain, tokens = self.totals.tolist()
+        number, ahead, margin, gain, tokens, good = self.totals.tolist()
         self.totals.zero_()
         pairs = max(1.0, number)
         return {
-            "accuracy": ahead / pairs, "margin": margin / pairs, "chosen_gain": gain / pairs, "answer_tokens": tokens,
+            "accuracy": ahead / pairs, "margin": margin / pairs, "chosen_gain": gain / max(1.0, good),
+            "answer_tokens": tokens,
         }  # fmt: skip

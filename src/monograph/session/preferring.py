@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
@@ -41,12 +42,14 @@ DAMAGED = "damaged, or of another run"
 def open_pairs(plan: Plan, progress: Progress) -> Corpus:
     """Read the run's pairs, and print how many there are."""
     with progress.stage("pairs", str(plan.reading["source"])) as stage:
-        pairs = read_pairs(plan.reading, progress=stage.report)
+        assert plan.preference
+        pairs = read_pairs(plan.reading, labelled=plan.preference.labelled, progress=stage.report)
         held = f"{pairs.held_out.documents} held out" if pairs.held_out.documents else "none held out"
         skipped = sum(pairs.skipped.values())
         left_out = f", {counted(skipped, 'bad record')} skipped" if skipped else ""
         stage.result = (
-            f"{counted(pairs.train.documents, 'pair')}, packed {pairs.stats.packed_share:.1%}, {held}{left_out}"
+            f"{counted(pairs.train.documents, 'answer' if plan.preference.labelled else 'pair')}, packed "
+            f"{pairs.stats.packed_share:.1%}, {held}{left_out}"
         )
     return pairs
 
@@ -63,7 +66,9 @@ def preference_loss(plan: Plan, pairs: Corpus, model: nn.Module) -> PreferenceLo
         )
     train, held = pairs.train, pairs.held_out
     assert plan.preference and isinstance(train, PairRows) and isinstance(held, PairRows)
-    return PreferenceLoss(plan.preference, train.answers + held.answers, max(train.most, held.most))
+    loss = PreferenceLoss(plan.preference, train.answers + held.answers, max(train.most, held.most))
+    loss.labels[1:] = torch.from_numpy(np.concatenate([train.labels, held.labels]))
+    return loss
 
 
 def keep_first_weights(session: Session, resumed: bool) -> None:

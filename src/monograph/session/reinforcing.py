@@ -23,7 +23,7 @@ from monograph.report.quantities import counted
 from monograph.rl.arrange import Options
 from monograph.rl.loss import Estimator, Kl, PolicyLoss
 from monograph.rl.objectives import Objective, ratio_of
-from monograph.rl.pairs import hold_pairs
+from monograph.rl.pairs import loss_for
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught
 from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS
@@ -36,7 +36,7 @@ from monograph.session.adapting import lora_of
 from monograph.session.plan import FP32_BYTES, Plan
 from monograph.storage.reading import without_links
 
-USUAL_LOSS, TEACHER = "dpo", "teacher:"
+TEACHER = "teacher:"
 UNSCALED = ("dr_grpo", "rloo", "reinforce")
 TAUGHT_AS: Objective = "dapo"  # whose ratios a teacher's scores get, and whose denominator, the tokens of all answers
 USUAL: dict[str, Any] = {
@@ -56,12 +56,12 @@ def reward_named(settings: Settings) -> str | None:
 
 
 def with_records(settings: Settings) -> Settings:
-    """Return the settings with prefer.loss decided: as given, or the usual loss if the records are pairs."""
+    """Return the settings with prefer.loss decided: as given, or the usual loss if the records are judged answers."""
     given, chosen = settings.values(), dict[str, Any]()
     if "data.text_key" in settings.origins:  # a text under this key is asked for
         return settings
-    if given["prefer.loss"] is None and given["rl.reward"] is None and hold_pairs(given["data.source"]):
-        chosen["prefer.loss"] = USUAL_LOSS
+    if given["prefer.loss"] is None and given["rl.reward"] is None and (usual := loss_for(given["data.source"])):
+        chosen["prefer.loss"] = usual
     return settings.resolve(chosen, "data.source") if chosen else settings
 
 
