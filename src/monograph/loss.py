@@ -3,10 +3,10 @@
 A loss is any callable `loss(model, batch) -> (sum, count)`. If it also has `count(batch)`, which returns the number of
 a batch's targets without a forward pass, an update's total is known before its first backward pass. If it also has
 `fill`, numbers by tensor name, it promises that a row with these values, and zeros in all other tensors, adds nothing
-to sum and count, so that a short micro-batch may be filled up with such rows. If it has `update_of(score,
-sum_over_ranks)`, a context manager, an update's gradient is computed within it: `score` passes all micro-batches of the
-update through the loss, without gradients, and `sum_over_ranks` adds up a 0-d tensor, so that the loss of a row may
-depend on all rows of the update.
+to sum and count, so that a short micro-batch may be filled up with such rows. If it has `update_of(index,
+batches, score, sum_over_ranks)`, a context manager, the gradient of the update of that index is computed within it.
+`score` passes micro-batches through the loss, without gradients, and `sum_over_ranks` adds up a 0-d tensor, so that the
+loss of a row may depend on all rows of the update.
 
 Shapes: B rows, T positions, D hidden size, V vocabulary.
 """

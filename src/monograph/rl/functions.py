@@ -69,13 +69,9 @@ class Function:
         self.start()
         reply = self._asked(where, self._name, worker.encoded([prompt, completion, record]), worker.encoded({}))
         score = worker.decoded(reply)
-        parts = score if isinstance(score, dict) and score else {"": score}
-        for name, part in parts.items():
-            # NaN is in no range. Larger numbers would overflow in sums and gradients.
-            fine = isinstance(part, int | float) and abs(part) <= LARGEST
-            if not fine or not (isinstance(name, str) and (name == "" or name.isidentifier())):
-                raise self._refused(where, f"returned {score!r:.60}")
-        return {name: float(part) for name, part in parts.items()}
+        if (parts := parts_of(score)) is None:
+            raise self._refused(where, f"returned {score!r:.60}")
+        return parts
 
     def close(self) -> None:
         """End the process and its children; a later call starts a new one."""
@@ -107,6 +103,22 @@ class Function:
 
     def _refused(self, where: str, fault: str) -> InputRefused:
         self.close()
-        number = f"a number from -{LARGEST:g} to {LARGEST:g}"
-        advice = f"correct it, so that it returns {number}, or such numbers by name, for every answer"
-        return InputRefused(one_line(f"{where}: {self._file}:{self._name} {fault}: {advice}"))
+        return refused(where, f"{self._file}:{self._name}", fault)
+
+
+def parts_of(score: Any) -> dict[str, float] | None:
+    """Return the parts of what a function returned for an answer; None if it is no score."""
+    parts = score if isinstance(score, Mapping) and score else {"": score}
+    for name, part in parts.items():
+        # NaN is in no range. Larger numbers would overflow in sums and gradients.
+        fine = isinstance(part, int | float) and abs(part) <= LARGEST
+        if not fine or not (isinstance(name, str) and (name == "" or name.isidentifier())):
+            return None
+    return {name: float(part) for name, part in parts.items()}
+
+
+def refused(where: str, function: str, fault: str) -> InputRefused:
+    """Return the error of a function that scores no answer."""
+    number = f"a number from -{LARGEST:g} to {LARGEST:g}"
+    advice = f"correct it, so that it returns {number}, or such numbers by name, for every answer"
+    return InputRefused(one_line(f"{where}: {function} {fault}: {advice}"))

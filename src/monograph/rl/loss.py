@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from monograph.graph.token_rows import rows_of
 from monograph.loss import IGNORE, Batch
 from monograph.ops.log_probabilities import token_log_probabilities
-from monograph.rl.objectives import UNUSED, Ratio
+from monograph.rl.objectives import UNUSED, Objective, Ratio
 
 Estimator = Literal["k1", "k2", "k3", "entropy"]
+PENALTIES: tuple[Estimator, ...] = get_args(Estimator)
 
 
 class Kl(NamedTuple):
@@ -64,10 +65,14 @@ class PolicyLoss(nn.Module):
     totals: Tensor
     fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
 
-    def __init__(self, temperature: float = 1.0, ratio: Ratio = UNUSED, kl: Kl | None = None):
-        """Take the temperature with which tokens are drawn, the use of rho, and the KL term."""
+    def __init__(
+        self, temperature: float = 1.0, ratio: Ratio = UNUSED, kl: Kl | None = None, objective: Objective = "dr_grpo",
+        updates: int = 1,
+    ):  # fmt: skip
+        """Take the temperature with which tokens are drawn, the use of rho, the KL term, and `Options`' next two."""
         super().__init__()
         self.temperature, self.ratio, self.kl = temperature, ratio, kl
+        self.objective, self.updates = objective, updates
         self.register_buffer("totals", torch.zeros(6, dtype=torch.float64))
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -82,7 +87,7 @@ class PolicyLoss(nn.Module):
         if "reference" in batch:
             # Elsewhere the difference is of nothing, and its exponential could overflow to a gradient of NaN.
             far_N = torch.where(kept_N, log_N - batch["reference"].flatten().to(log_N.dtype), 0.0)
-        if self.kl is not None:  # with k1 the term is in the rewards
+        if self.kl is not None and self.kl.estimator != "k1":  # which is in the rewards
             near_N = torch.expm1(-far_N) + far_N if self.kl.estimator == "k3" else far_N.square() / 2
             terms_N = gained_N - batch["penalties"].flatten().to(log_N.dtype) * near_N
         with torch.no_grad():

@@ -34,9 +34,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 Objective = Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce", "cispo", "gspo"]
+OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
+UNSCALED: tuple[Objective, ...] = ("dr_grpo", "rloo", "reinforce")  # those that do not divide by a deviation
 _LEAST_DEVIATION = 1e-4
 
 

@@ -29,7 +29,7 @@ from monograph.data.sources import LINES, TABLES, kind_of
 from monograph.data.store import Side
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused
-from monograph.rl.records import own_tokenizer, read_parts
+from monograph.rl.records import Parts, own_tokenizer, read_parts
 from monograph.storage.reading import is_file
 from monograph.text.tokenizer import Tokenizer
 
@@ -199,13 +199,20 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
 
     needs = " and ".join(repr(key) for key in ((COMPLETION, LABEL) if labelled else keys))
     parts = read_parts(reading, read, f"prefer.loss needs records with {needs}", progress)
-    name = parts.sources.name
     sides = (parts.train, parts.held_out)
     if labelled:
         sides = _with_others(parts.train, parts.train, length), _with_others(parts.held_out, parts.train, length)
+    decisive = [parts.sources.sha256, tokenizer.hash, length, reading["held_out"], reading["bad_records"], keys[0]]
+    digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+    return _corpus(parts, sides, tokenizer, length, digest)
+
+
+def _corpus(
+    parts: Parts, sides: tuple[list[Pair], list[Pair]], tokenizer: Tokenizer, length: int, digest: str
+) -> Corpus:
+    name = parts.sources.name
     train = PairRows(sides[0], name, tokenizer, length, 1)
     held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
-    decisive = [parts.sources.sha256, tokenizer.hash, length, reading["held_out"], reading["bad_records"], keys[0]]
     stats = Stats(
         files=len(parts.sources.files), documents=len(parts.train) + len(parts.held_out),
         conversations=len(parts.train), bytes=train.bytes + held.bytes, tokens=train.tokens,
@@ -213,7 +220,6 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
         packed_share=train.filled, held_out_documents=len(parts.held_out), held_out_bytes=held.bytes,
         skipped=parts.skipped,
     )  # fmt: skip
-    digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     return Corpus(name, tokenizer, train, held, digest, stats, (), Path())
 
 

@@ -23,7 +23,7 @@ Shapes: B rows, T positions, N = B T, S places for answers, P pairs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -32,6 +32,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import logsigmoid
 
+from monograph.data.progress import Meter, Progress
+from monograph.data.rows import Rows
 from monograph.errors import UsageError
 from monograph.graph.token_rows import rows_of
 from monograph.loss import IGNORE, Batch
@@ -63,13 +65,19 @@ class Preference(NamedTuple):
 
 
 def preference(text: str) -> Preference:
-    """Return the loss that "NAME", "NAME:B" or "NAME:B:SECOND" names, as the key prefer.loss accepts it.
+    """Return the loss that "NAME", "NAME:B" or "NAME:B:SECOND" names.
 
     Raises:
-        UsageError: a number is out of range.
+        UsageError: there is no such loss, or a number is out of range.
     """
     name, *given = text.split(":")
-    numbers = (*map(float, given), *USUAL[name][len(given) :])
+    usual = USUAL.get(name, ())
+    try:
+        numbers = (*map(float, given), *usual[len(given) :])
+    except ValueError:
+        numbers = ()
+    if not numbers or len(numbers) > len(usual) or not all(0 <= number < 1e9 for number in numbers):
+        raise UsageError(f"prefer.loss = {text}: expected {', '.join(USUAL)}, each also with its numbers")
     if not numbers[0]:
         raise UsageError(f"prefer.loss = {text}: expected a strength above 0")
     if name == "robust" and numbers[1] >= 0.5:
@@ -156,6 +164,7 @@ class PreferenceLoss(nn.Module):
     is odd and its rejected one's the next; and `answers`, an answer's number, above 0, where its first target is.
 
     Attributes:
+        unknown: rows whose reference the first update's weights are, until they are; loading a state dict empties it.
         reference: [A + 1] fp64, the reference's log-probability of each answer, by its number.
         recording: 0-d bool; whether the log-probabilities that are computed become those of the reference.
         labels: [A + 1] int64, each answer's label, by its number.
@@ -186,6 +195,8 @@ class PreferenceLoss(nn.Module):
         """
         super().__init__()
         self.preference, self.most = preference, most
+        self.unknown: Sequence[Rows] = ()
+        self.register_load_state_dict_post_hook(lambda *_: setattr(self, "unknown", ()))
         self.register_buffer("reference", torch.zeros(answers + 1, dtype=torch.float64))
         self.register_buffer("recording", torch.zeros((), dtype=torch.bool))
         self.register_buffer("labels", torch.zeros(answers + 1, dtype=torch.int64))
@@ -193,13 +204,52 @@ class PreferenceLoss(nn.Module):
         self.register_buffer("expected", torch.zeros((), dtype=torch.float64))
         self.register_buffer("totals", torch.zeros(6, dtype=torch.float64))
 
+    def remember(
+        self, sides: Sequence[Rows], score: Callable[[Batch], object], rows: int, progress: Progress | None
+    ) -> None:
+        """Take the present weights as the reference.
+
+        Args:
+            sides: all rows with answers.
+            score: passes a batch through this loss, without gradients.
+            rows: rows that are scored at once.
+            progress: called with ("row", rows done, all rows of a side).
+        """
+        self.recording.fill_(True)
+        for side in sides:
+            meter = Meter(progress, "row", len(side))
+            for batch in side.in_order(rows):
+                score(batch)
+                meter.add(min(rows, len(side) - meter.done))
+        self.recording.fill_(False)
+        self.taken()  # figures of the weights on themselves say nothing
+
     @contextmanager
-    def update_of(self, score: Callable[[], object], sum_over_ranks: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """In the block an update's gradient is computed; see `monograph.loss`."""
+    def update_of(
+        self, index: int, batches: Sequence[Batch], score: Callable[[Sequence[Batch]], object],
+        sum_over_ranks: Callable[[Tensor], Tensor],
+    ) -> Iterator[None]:  # fmt: skip
+        """In the block an update's gradient is computed; see `monograph.loss`.
+
+        Raises:
+            UsageError: the reference is unknown, though updates have been made.
+        """
+        if self.unknown:
+            if index:
+                raise UsageError(
+                    "the weights have changed since the run began, and the loss does not know what they were: keep "
+                    "loss.state_dict() beside a run's checkpoints, and load it before you go on"
+                )
+            device = self.reference.device
+            self.remember(
+                self.unknown, lambda batch: score([{name: each.to(device) for name, each in batch.items()}]),
+                len(batches[0]["tokens"]), None,
+            )  # fmt: skip
+            self.unknown = ()
         if self.preference.labelled:
             figures = self.totals.clone()
             self.apart.zero_()
-            score()
+            score(batches)
             self.totals.copy_(figures)  # these pairs will be counted again
             total, number = (sum_over_ranks(each) for each in self.apart.clone().unbind())
             self.expected.copy_((total / number.clamp_min(1)).clamp_min(0))

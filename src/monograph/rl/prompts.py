@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -93,29 +93,66 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
 
     def read(where: str, record: Mapping[str, Any]) -> Prompt | Fault:
         try:
-            text, ids = _read(record, key, own, room)
-            told = isinstance(reward, Taught) and TEACHER_PROMPT in record
-            prompt = Prompt(text, ids, record, where, _read(record, TEACHER_PROMPT, own, room)[1] if told else ())
+            prompt = _prompt(record, key, where, own, (room, _ROOM), isinstance(reward, Taught))
         except Unusable as unusable:
             return unusable.fault
         return _rewarded(prompt, reward, refuse)
 
     parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
-    every: list[Prompt] = [*parts.train, *parts.held_out]
     decisive = [parts.sources.sha256, own.hash, key, room, reading["held_out"], reading["bad_records"]]
+    fingerprint = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+    sides = parts.train, parts.held_out
     return Prompts(
-        name=parts.sources.name,
-        tokenizer=own,
-        train=parts.train,
-        held_out=parts.held_out,
-        fingerprint=hashlib.sha256(json.dumps(decisive).encode()).hexdigest(),
-        chats=any(not isinstance(prompt.record[key], str) for prompt in every),
-        longest=max(len(ids) for prompt in every for ids in (prompt.ids, prompt.teacher_ids)),
-        skipped=parts.skipped,
+        parts.sources.name, own, *sides, fingerprint, *_form([*parts.train, *parts.held_out], key), parts.skipped
     )
 
 
-def _read(record: Mapping[str, Any], key: str, tokenizer: Tokenizer, room: int) -> tuple[str, tuple[int, ...]]:
+def prompts_of(records: Iterable[Mapping[str, Any]], tokenizer: Tokenizer, reward: Reward, room: int) -> Prompts:
+    """Return records as prompts, none of them held out.
+
+    Args:
+        records: as `read_prompts` reads them from files, at least one.
+        tokenizer: the model's.
+        reward: says what else a record must have.
+        room: most tokens of a prompt.
+
+    Raises:
+        InputRefused: there is no record, or one is bad; the message has its number, from 1.
+    """
+    made = list[Prompt]()
+    most = room, "the model's positions less max_new_tokens: lower that"
+    for number, record in enumerate(records, 1):
+        where = f"record {number}"
+        try:
+            made.append(_prompt(record, PROMPT, where, tokenizer, most, isinstance(reward, Taught)))
+        except Unusable as unusable:
+            raise InputRefused(f"{where}: {unusable}") from None
+        reward.require(record, where)
+    if not made:
+        raise InputRefused("there are no records: give some, each with a 'prompt'")
+    return Prompts("records", tokenizer, made, [], "", *_form(made, PROMPT), {})
+
+
+def _form(prompts: Sequence[Prompt], key: str) -> tuple[bool, int]:
+    """Return whether some prompts are chats, and the tokens of the longest."""
+    chats = any(not isinstance(prompt.record[key], str) for prompt in prompts)
+    return chats, max(len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids))
+
+
+_ROOM = "data.sequence_length less rl.max_new_tokens: raise one or lower the other"
+
+
+def _prompt(
+    record: Mapping[str, Any], key: str, where: str, tokenizer: Tokenizer, room: tuple[int, str], taught: bool
+) -> Prompt:
+    text, ids = _read(record, key, tokenizer, room)
+    told = taught and TEACHER_PROMPT in record
+    return Prompt(text, ids, record, where, _read(record, TEACHER_PROMPT, tokenizer, room)[1] if told else ())
+
+
+def _read(
+    record: Mapping[str, Any], key: str, tokenizer: Tokenizer, room: tuple[int, str]
+) -> tuple[str, tuple[int, ...]]:
     """Return the text and the tokens of the prompt under a key; raise Unusable."""
     if key not in record:
         raise Unusable("no prompt", f"has no key {short(key)}; its keys are {few(list(record))}")
@@ -130,9 +167,9 @@ def _read(record: Mapping[str, Any], key: str, tokenizer: Tokenizer, room: int) 
         text, ids = found, [tokenizer.bos_id, *tokenizer.encode(found)]
     else:
         raise Unusable("no prompt", f"{short(key)} is {KINDS[type(value)]}, not a text or a list of messages")
-    if len(ids) > room:
-        most = "data.sequence_length less rl.max_new_tokens: raise one or lower the other"
-        raise Unusable("too long", f"the {key} has {len(ids)} tokens, more than {room}, which is {most}")
+    most, meaning = room
+    if len(ids) > most:
+        raise Unusable("too long", f"the {key} has {len(ids)} tokens, more than {most}, which is {meaning}")
     return text, tuple(ids)
 
 

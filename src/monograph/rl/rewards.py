@@ -16,7 +16,8 @@ import statistics
 import textwrap
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,7 +26,8 @@ from monograph.data.records import few
 from monograph.decode.automata import ByteAutomaton, acceptor
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
-from monograph.rl.functions import Function
+from monograph.rl import worker
+from monograph.rl.functions import Function, parts_of, refused
 from monograph.rl.solutions import Solutions
 from monograph.storage.reading import read_json
 from monograph.terminal import warn
@@ -180,17 +182,52 @@ class _Python(Reward):
         return self._solutions
 
 
-class _Own(Reward):
-    """What a user's function returns: a number, or the sum of the parts that it names."""
+class _Parted(Reward):
+    """What a function of (prompt, answer, record) returns: a number, or the sum of the parts that it names."""
 
-    def __init__(self, file: Path, name: str) -> None:
-        self.file, self._function = file, Function(file, name)
+    def __init__(self) -> None:
         self._parts: defaultdict[str, list[float]] = defaultdict(list)
 
-    def parts(self) -> dict[str, float]:
+    def parts(self) -> dict[str, float]:  # noqa: D102 - of the base class
         means = {name: statistics.fmean(values) for name, values in self._parts.items() if name}
         self._parts.clear()
         return means
+
+    def _one(self, answer: Answer) -> float:
+        parts = self._scored(answer)
+        for name, part in parts.items():
+            self._parts[name].append(part)
+        return sum(parts.values())
+
+    def _scored(self, answer: Answer) -> dict[str, float]:
+        raise NotImplementedError
+
+
+class Called(_Parted):
+    """The score of a function that is called in this process."""
+
+    def __init__(self, function: Callable[[str, str, Mapping[str, Any]], Any]) -> None:
+        """Take the function."""
+        super().__init__()
+        self._function = function
+
+    def _scored(self, answer: Answer) -> dict[str, float]:
+        score = self._function(answer.prompt, answer.completion, answer.record)
+        parts = None
+        with suppress(TypeError):  # of what is no plain data
+            parts = parts_of(worker.decoded(worker.encoded(score)))
+        if parts is None:
+            name = getattr(self._function, "__name__", "the reward")
+            raise refused(answer.where, name, f"returned {score!r:.60}")
+        return parts
+
+
+class _Own(_Parted):
+    """The score of a function in a file, which is called in a process of its own."""
+
+    def __init__(self, file: Path, name: str) -> None:
+        super().__init__()
+        self.file, self._function = file, Function(file, name)
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
         self._function.start()
@@ -198,11 +235,8 @@ class _Own(Reward):
     def close(self) -> None:
         self._function.close()
 
-    def _one(self, answer: Answer) -> float:
-        parts = self._function.score(answer.prompt, answer.completion, answer.record, answer.where)
-        for name, part in parts.items():
-            self._parts[name].append(part)
-        return sum(parts.values())
+    def _scored(self, answer: Answer) -> dict[str, float]:
+        return self._function.score(answer.prompt, answer.completion, answer.record, answer.where)
 
 
 class Taught(Reward):

@@ -22,7 +22,6 @@ from torch import nn
 
 from monograph.data.corpus import Corpus
 from monograph.errors import DiskFull, InputRefused
-from monograph.evaluation.text import evaluate
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.rl.pairs import PairRows, read_pairs
@@ -100,12 +99,8 @@ def score_with_first_weights(session: Session, resumed: bool, progress: Progress
         _read(session, tensors)
         return
     with progress.stage("reference", "log-probabilities of the weights before the first update") as stage:
-        loss.recording.fill_(True)
-        for rows in (session.text.train, session.text.held_out):
-            if len(rows):
-                evaluate(session.engine, rows, batch_rows=session.batches.rows_per_window, progress=stage.report)
-        loss.recording.fill_(False)
-        loss.taken()
+        sides = session.text.train, session.text.held_out
+        loss.remember(sides, session.engine.evaluate, session.batches.rows_per_window, stage.report)
         stage.result = f"of {counted(len(loss.reference) - 1, 'answer')}"
     _write(session, tensors)
 

@@ -22,7 +22,7 @@ from monograph.predict.estimate import trained_numbers
 from monograph.report.quantities import counted
 from monograph.rl.arrange import Options
 from monograph.rl.loss import Estimator, Kl, PolicyLoss
-from monograph.rl.objectives import Objective, ratio_of
+from monograph.rl.objectives import UNSCALED, Objective, ratio_of
 from monograph.rl.pairs import loss_for
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught
@@ -37,7 +37,6 @@ from monograph.session.plan import FP32_BYTES, Plan
 from monograph.storage.reading import without_links
 
 TEACHER = "teacher:"
-UNSCALED = ("dr_grpo", "rloo", "reinforce")
 TAUGHT_AS: Objective = "dapo"  # whose ratios a teacher's scores get, and whose denominator, the tokens of all answers
 USUAL: dict[str, Any] = {
     "rl.advantage": "dr_grpo",
@@ -242,4 +241,4 @@ def policy_loss(plan: Plan, model: nn.Module) -> PolicyLoss:
     if options.exact:
         model.use_attention("cached")
     ratio = ratio_of(options.objective, options.updates)
-    return PolicyLoss(options.temperature, ratio, options.kl if options.kl and options.kl.estimator != "k1" else None)
+    return PolicyLoss(options.temperature, ratio, options.kl)

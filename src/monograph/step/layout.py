@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from monograph.errors import InputRefused, UsageError
 from monograph.graph import siblings
-from monograph.graph.inspect import buffers_kept, parts
+from monograph.graph.inspect import buffers_kept, modes_kept, parts
 from monograph.graph.lora import kept_state
 from monograph.graph.remat import Remat
 from monograph.loss import TokenLoss, counted, counts, pair
@@ -106,6 +106,20 @@ def scored(step: Any, batches: Iterable[Any]) -> list[Sums]:
     """Return the sums of each micro-batch, without gradients."""
     with unlinked(step.planes), step.context():
         return [step.evaluate(batch) for batch in batches]
+
+
+@contextmanager
+def of_the_update(step: Any, batches: Sequence[Any]) -> Iterator[None]:
+    """Let the loss know in the block of which update it is a part, if it has `update_of`: see `monograph.loss`."""
+
+    def score(some: Sequence[Any]) -> None:
+        with modes_kept(step.model), torch.no_grad():
+            step.model.eval()
+            step.layout.score(step, some)
+
+    update_of = getattr(step.loss, "update_of", None)
+    with update_of(step.index, batches, score, step.sum_over_ranks) if callable(update_of) else nullcontext():
+        yield
 
 
 def zeroed(step: Any) -> None:

@@ -11,14 +11,14 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Literal, cast, final
+from typing import Any, Literal, final
 
 import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph import fp8, recompute
-from monograph.graph.inspect import buffers_kept, modes_kept, unwrap_
+from monograph.graph.inspect import buffers_kept, unwrap_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
@@ -37,7 +37,7 @@ from monograph.step.clip import (
     update_plane,
     without_spikes_,
 )
-from monograph.step.layout import Held, Layout
+from monograph.step.layout import Held, Layout, of_the_update
 
 
 @final
@@ -358,26 +358,13 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
     batches = list(window)
     if any(isinstance(batch, bool) for batch in batches):
         raise UsageError(f"a window is a list of micro-batches, and {batches[0]} is none")
-    with all_or_nothing(step), _update_of(step, batches):
+    with all_or_nothing(step), of_the_update(step, batches):
         # The window's targets are counted before its first backward pass, so that each loss is divided by their number
         # at once, and gradients need no second pass.
         step.count_window(batches)
         for batch in batches:
             step.choose_kept(batch)
         step.layout.accumulate(step, batches)
-
-
-def _update_of(step: Step, batches: Sequence[Any]) -> AbstractContextManager[None]:
-    """Return the context of the loss in which an update's gradient is computed; see `monograph.loss`."""
-    if not callable(update_of := getattr(step.loss, "update_of", None)):
-        return nullcontext()
-
-    def score() -> None:
-        with modes_kept(step.model), torch.no_grad():
-            step.model.eval()
-            step.layout.score(step, batches)
-
-    return cast(AbstractContextManager[None], update_of(score, step.sum_over_ranks))
 
 
 def update(step: Step) -> Update:

@@ -1,0 +1,209 @@
+"""What the library offers of this room: train on judged answers with an engine of one's own.
+
+The loss is given to the engine, and the answers are its windows:
+
+    engine = monograph.Resident(model, loss=monograph.policy_loss("dr_grpo"), optim=monograph.AdamW(lr=1e-5))
+    answers = monograph.rollouts(engine, tokenizer, records, "number", group=8, max_new_tokens=64)
+    for update in monograph.train(engine, answers, updates=200):
+        print(answers.numbers["reward"])
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from monograph.data.corpus import Corpus
+from monograph.data.progress import Progress
+from monograph.errors import UsageError
+from monograph.model.llama import Llama
+from monograph.ranges import COUNT
+from monograph.resident import Resident
+from monograph.rl.arrange import Options
+from monograph.rl.loss import PENALTIES, Kl, PolicyLoss
+from monograph.rl.objectives import OBJECTIVES, UNSCALED, Objective, ratio_of
+from monograph.rl.pairs import PairRows, read_pairs
+from monograph.rl.preferences import PreferenceLoss, preference
+from monograph.rl.prompts import prompts_of
+from monograph.rl.rewards import Called, Reward, Taught, reward_of
+from monograph.rl.rollouts import Drawer, Rollouts
+from monograph.text.tokenizer import Tokenizer
+
+
+def policy_loss(
+    advantage: Objective = "dr_grpo", *, temperature: float = 1.0, updates: int = 1, kl: str | None = None
+) -> PolicyLoss:
+    """Return the loss of answers that are rewarded, for an engine; see `rollouts`.
+
+    Args:
+        advantage: the objective; `monograph.rl.objectives` has their equations.
+        temperature: divides the logits, of the draws and in the loss.
+        updates: updates that are made of each draw.
+        kl: a term as `monograph.rl.loss.Kl` describes it, with its strength, such as "k2:0.05"; None: none.
+
+    Raises:
+        UsageError: a value is out of range.
+    """
+    if advantage not in OBJECTIVES:
+        raise UsageError(f"advantage = {advantage!r}: expected one of {', '.join(OBJECTIVES)}")
+    if not (math.isfinite(temperature) and temperature > 0):
+        raise UsageError(f"temperature = {temperature!r}: expected a number above 0")
+    COUNT.require("updates", updates)
+    return PolicyLoss(temperature, ratio_of(advantage, updates), _kl(kl, advantage), advantage, updates)
+
+
+def _kl(text: str | None, advantage: Objective) -> Kl | None:
+    if text is None:
+        return None
+    estimator, _, strength = text.partition(":")
+    try:
+        number = float(strength)
+    except ValueError:
+        number = math.nan
+    if estimator not in PENALTIES or not 0 < number < math.inf:
+        raise UsageError(f"kl = {text!r}: expected {', '.join(PENALTIES)} with a strength, such as 'k2:0.05'")
+    if estimator == "k1" and advantage not in UNSCALED:
+        raise UsageError(f"kl = {text!r} is a part of the reward: take {', '.join(UNSCALED)}, or k2 or k3")
+    return Kl(estimator, number)
+
+
+def rollouts(  # noqa: PLR0913 - a user's arguments
+    engine: Resident,
+    tokenizer: Tokenizer,
+    records: Iterable[Mapping[str, Any]],
+    reward: str | Reward | Callable[[str, str, Mapping[str, Any]], float | Mapping[str, float]],
+    *,
+    prompts: int = 16,
+    group: int = 8,
+    max_new_tokens: int = 64,
+    cut_costs: float | None = 0.0,
+    draws: int = 1,
+    epochs: int | None = None,
+    seed: int = 0,
+) -> Rollouts:
+    """Return the windows of `monograph.train` with answers that the engine's model draws when each is asked for.
+
+    A window has `group` answers to each of `prompts` prompts. On a CPU and in eager mode answers are scored in the bits
+    in which they were drawn. A KL term's reference is the weights at this call, so load a checkpoint after it.
+
+    Args:
+        engine: an engine of a language model, with a `policy_loss`.
+        tokenizer: the model's.
+        records: each with a "prompt", a text or a list of messages, and what the reward reads.
+        reward: a name as the key rl.reward takes it; or a `Reward`, such as `distill` returns; or a function of
+            (prompt, answer, record), called in this process, which returns a number, or {name: number} to be added up.
+        prompts: prompts of a window.
+        group: answers to each, at least two.
+        max_new_tokens: most tokens of an answer.
+        cut_costs: what the reward of an answer that this limit cuts is lowered by; None: such answers are left out.
+        draws: most times that a window draws, until it has as many groups of unequal rewards as prompts.
+        epochs: passes over the prompts; None: without end.
+        seed: of the prompts' order and of all draws.
+
+    Returns:
+        An iterator; its `numbers` are figures on the window that it returned last, and `state()` is its position.
+
+    Raises:
+        UsageError: an argument is out of range, or the engine has another loss.
+        InputRefused: a record has no prompt, one that leaves no room for an answer, or not what the reward reads.
+    """
+    loss, model, least = engine.step.loss, engine.model, {"group": 2}
+    if not isinstance(loss, PolicyLoss) or not isinstance(model, Llama):
+        raise UsageError("rollouts needs an engine of a language model with loss=monograph.policy_loss(...)")
+    for name, value in (("prompts", prompts), ("group", group), ("max_new_tokens", max_new_tokens), ("draws", draws)):
+        if not COUNT.holds(value) or value < least.get(name, 1):
+            raise UsageError(f"{name} = {value!r}: expected a whole number from {least.get(name, 1)}")
+    scores = reward if isinstance(reward, Reward) else Called(reward) if callable(reward) else reward_of(reward)
+    if isinstance(scores, Taught) and scores.teacher is None:
+        raise UsageError("a teacher is given as a model: reward=monograph.distill(teacher)")
+    asked = prompts_of(records, tokenizer, scores, model.config.max_position_embeddings - max_new_tokens)
+    exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
+    options = Options(
+        prompts, group, max_new_tokens, loss.temperature, loss.objective, draws, asked.longest + max_new_tokens,
+        not exact, exact, seed, epochs, loss.updates, loss.kl, cut_costs,
+    )  # fmt: skip
+    if exact:
+        model.use_attention("cached")
+    drawer = Drawer(engine, asked, scores, options, lambda: 0)
+    if loss.kl and loss.kl.needs_reference:
+        drawer.reference = [plane.param.clone() for plane in engine.step.planes]
+    return Rollouts(drawer)
+
+
+def distill(teacher: Llama) -> Reward:
+    """Return a reward that a teacher gives: how much likelier it finds each token of an answer than the student does.
+
+    It lowers KL(student || teacher) on the student's own answers. A record's "teacher_prompt", if there is one, is what
+    the teacher reads in place of the prompt.
+
+    Args:
+        teacher: a model with the student's tokenizer, on its device.
+    """
+    reward = Taught()
+    reward.teacher = teacher.requires_grad_(False).train(False)
+    return reward
+
+
+def pairs(
+    source: str | Path,
+    tokenizer: Tokenizer,
+    *,
+    labelled: bool = False,
+    sequence_length: int = 256,
+    held_out: float = 0.05,
+    bad_records: str = "refuse",
+    progress: Progress | None = None,
+) -> Corpus:
+    """Read pairs of answers, or labelled ones, and arrange them in rows; `pairs(...).batches(...)` are their windows.
+
+    Args:
+        source: a file or a pattern of files; `monograph.rl.pairs.read_pairs` says what a record has.
+        tokenizer: the model's.
+        labelled: whether records have single answers, labelled good or bad, for the loss kto.
+        sequence_length: T, positions of a row, which holds both answers of a pair, each after its prompt.
+        held_out: the share of prompts that are held out.
+        bad_records: "refuse" a bad record, or "skip" and count it.
+        progress: see `monograph.data.progress`.
+
+    Raises:
+        InputRefused: a record is bad, or a pair too long.
+    """
+    if bad_records not in ("refuse", "skip"):
+        raise UsageError(f"bad_records = {bad_records!r}: must be 'refuse' or 'skip'")
+    COUNT.require("sequence_length", sequence_length)
+    reading = {
+        "source": str(source), "tokenizer": tokenizer, "sequence_length": sequence_length, "held_out": held_out,
+        "bad_records": bad_records,
+    }  # fmt: skip
+    return read_pairs(reading, labelled=labelled, progress=progress)
+
+
+def preference_loss(pairs: Corpus, loss: str = "dpo") -> PreferenceLoss:
+    """Return the loss that compares the answers of pairs, for an engine.
+
+    The reference is the weights of the first update, with which all pairs are scored once before it.
+
+    Args:
+        pairs: what `monograph.pairs` returns.
+        loss: a loss as the key prefer.loss takes it, such as "dpo:0.1"; `monograph.rl.preferences` has their equations.
+
+    Raises:
+        UsageError: there is no such loss, or it does not go with these answers.
+    """
+    chosen, sides = preference(loss), [pairs.train, pairs.held_out]
+    rows = [side for side in sides if isinstance(side, PairRows)]
+    if len(rows) < len(sides):
+        raise UsageError("preference_loss compares pairs: give it what monograph.pairs(...) returns")
+    labels = np.concatenate([side.labels for side in rows])
+    if chosen.labelled != bool(labels.any()):
+        kind = "labelled answers: read them with labelled=True" if chosen.labelled else "pairs, not labelled answers"
+        raise UsageError(f"loss = {loss!r} compares {kind}")
+    made = PreferenceLoss(chosen, len(labels), max(side.most for side in rows))
+    made.labels[1:] = torch.from_numpy(labels)
+    made.unknown = rows if chosen.needs_reference else ()
+    return made
