@@ -35,6 +35,9 @@ from monograph.rl.rollouts import Drawer, Rollouts
 from monograph.text.tokenizer import Tokenizer
 
 
+Scores = str | Reward | Callable[[str, str, Mapping[str, Any]], float | Mapping[str, float]]
+
+
 def policy_loss(
     advantage: Objective = "dr_grpo", *, temperature: float = 1.0, updates: int = 1, kl: str | None = None
 ) -> PolicyLoss:
@@ -76,7 +79,7 @@ def rollouts(  # noqa: PLR0913 - a user's arguments
     engine: Resident,
     tokenizer: Tokenizer,
     records: Iterable[Mapping[str, Any]],
-    reward: str | Reward | Callable[[str, str, Mapping[str, Any]], float | Mapping[str, float]],
+    reward: Scores,
     *,
     prompts: int = 16,
     group: int = 8,
@@ -118,10 +121,8 @@ def rollouts(  # noqa: PLR0913 - a user's arguments
     for name, value in (("prompts", prompts), ("group", group), ("max_new_tokens", max_new_tokens), ("draws", draws)):
         if not COUNT.holds(value) or value < least.get(name, 1):
             raise UsageError(f"{name} = {value!r}: expected a whole number from {least.get(name, 1)}")
-    scores = reward if isinstance(reward, Reward) else Called(reward) if callable(reward) else reward_of(reward)
-    if isinstance(scores, Taught) and scores.teacher is None:
-        raise UsageError("a teacher is given as a model: reward=monograph.distill(teacher)")
-    asked = prompts_of(records, tokenizer, scores, model.config.max_position_embeddings - max_new_tokens)
+    scorer = _scorer(reward)
+    asked = prompts_of(records, tokenizer, scorer, model.config.max_position_embeddings - max_new_tokens)
     exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
     options = Options(
         prompts, group, max_new_tokens, loss.temperature, loss.objective, draws, asked.longest + max_new_tokens,
@@ -129,10 +130,17 @@ def rollouts(  # noqa: PLR0913 - a user's arguments
     )  # fmt: skip
     if exact:
         model.use_attention("cached")
-    drawer = Drawer(engine, asked, scores, options, lambda: 0)
+    drawer = Drawer(engine, asked, scorer, options, lambda: 0)
     if loss.kl and loss.kl.needs_reference:
         drawer.reference = [plane.param.clone() for plane in engine.step.planes]
     return Rollouts(drawer)
+
+
+def _scorer(reward: Scores) -> Reward:
+    scorer = reward if isinstance(reward, Reward) else Called(reward) if callable(reward) else reward_of(reward)
+    if isinstance(scorer, Taught) and scorer.teacher is None:
+        raise UsageError("a teacher is given as a model: reward=monograph.distill(teacher)")
+    return scorer
 
 
 def distill(teacher: Llama) -> Reward:
