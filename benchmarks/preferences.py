@@ -1,7 +1,7 @@
 """What pairs of its own answers, and a teacher, make of the small model of `rewards.py`.
 
 The task is "makes" of that script: "57=" -> any "aa+bb" that adds up to it, after a little supervised training. The
-model then writes 64 answers to each prompt, and right ones are paired with wrong ones. The installed command line does
+model then writes 64 answers to each prompt, and right ones are paired with wrong ones, or, for kto, labelled. The installed command line does
 all of it: `train`, `generate`, `train` on the pairs by each loss from the same weights, and for comparison `train` on
 the chosen texts alone, with as many updates. The teacher is the model that `rl.reward` makes of the same weights; the
 student learns from it by its own answers (`rl.reward=teacher:RUN`). Figures are shares of right answers, 16 to each
@@ -9,7 +9,7 @@ prompt at temperature 1.
 
     right     to the prompts of the pairs
     unseen    to prompts that were in no pair
-    ahead     held-out pairs whose chosen answer is ahead, at the end
+    ahead     held-out pairs whose chosen answer is ahead at the end; for kto, held-out answers on the side of their label
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import harness
 from rewards import COMMON, TASKS, supervised
 
 # The loss, and its learning rate.
-LOSSES = {"dpo:1": 1e-4, "robust:1:0.1": 1e-4, "ipo:1": 1e-4, "simpo:2:1": 1e-4, "orpo:1": 2e-4}
+LOSSES = {"dpo:1": 1e-4, "robust:1:0.1": 1e-4, "ipo:1": 1e-4, "simpo:2:1": 1e-4, "orpo:1": 2e-4, "kto:1": 1e-4}
 TEXTS, TEACHER = "chosen texts", "teacher"
 SAMPLES, JUDGED = 64, 16  # answers to each prompt, to make pairs of and to count
 EXACT = ["optim.schedule=constant", "optim.weight_decay=0", "train.compile=none", "data.sequence_length=32"]
@@ -95,6 +95,12 @@ def measured(home: Path, seed: int, losses: Sequence[str], updates: int) -> list
         wrong = [text for text in own if not is_right(prompt, text)]
         pairs += [{"prompt": prompt, "chosen": a, "rejected": b} for a, b in zip(right, wrong, strict=False)]
     (folder / "pairs.jsonl").write_text("\n".join(json.dumps(pair) for pair in pairs))
+    labelled = [
+        json.dumps({"prompt": pair["prompt"], "completion": pair[which], "label": which == "chosen"})
+        for pair in pairs
+        for which in ("chosen", "rejected")
+    ]
+    (folder / "labelled.jsonl").write_text("\n".join(labelled))
     texts = [json.dumps({"text": pair["prompt"] + pair["chosen"]}) for pair in pairs]
     (folder / "chosen.jsonl").write_text("\n".join(texts))
     (folder / "asked-of-it.jsonl").write_text("\n".join(json.dumps(record) for record in every[:-15]))
@@ -102,7 +108,12 @@ def measured(home: Path, seed: int, losses: Sequence[str], updates: int) -> list
     ways: dict[str, list[str]] = {
         TEXTS: [str(folder / "chosen.jsonl"), "optim.lr=2e-4", *long],
         **{
-            loss: [str(folder / "pairs.jsonl"), f"prefer.loss={loss}", f"optim.lr={LOSSES[loss]}", *long]
+            loss: [
+                str(folder / ("labelled.jsonl" if loss.startswith("kto") else "pairs.jsonl")),
+                f"prefer.loss={loss}",
+                f"optim.lr={LOSSES[loss]}",
+                *long,
+            ]
             for loss in losses
         },
     }

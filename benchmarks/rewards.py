@@ -107,12 +107,16 @@ def supervised(home: Path, name: str, seed: int) -> Path:
 
 
 def measured(home: Path, base: Path, name: str, seed: int, objective: str, length: str) -> dict[str, Any]:
-    """Train with rewards for a length such as "train.minutes=1", and return the figures."""
+    """Train with rewards for a length such as "train.minutes=1", and return the figures.
+
+    An objective such as "dapo+3" draws up to three times, until enough groups have unequal rewards.
+    """
     task, folder = TASKS[name], base.parent
+    advantage, _, draws = objective.partition("+")
     reward = str(folder / task.reward) if task.reward.endswith(":score") else task.reward
     found, _ = harness.command(
         home, "train", str(folder / "prompts.jsonl"), *COMMON[:2], f"model.init={base}", f"rl.reward={reward}",
-        "rl.prompts=32", f"rl.max_new_tokens={task.most_tokens}", f"rl.advantage={objective}", "data.held_out=0.1",
+        "rl.prompts=32", f"rl.max_new_tokens={task.most_tokens}", f"rl.advantage={advantage}", f"rl.draws={draws or 1}", "data.held_out=0.1",
         "data.sequence_length=32", f"optim.lr={task.rate}", "optim.schedule=constant", "optim.weight_decay=0",
         "train.compile=none", length, f"train.seed={seed}", "--out", str(folder / objective),
     )  # fmt: skip
