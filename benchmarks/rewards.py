@@ -116,7 +116,8 @@ def measured(home: Path, base: Path, name: str, seed: int, objective: str, lengt
     reward = str(folder / task.reward) if task.reward.endswith(":score") else task.reward
     found, _ = harness.command(
         home, "train", str(folder / "prompts.jsonl"), *COMMON[:2], f"model.init={base}", f"rl.reward={reward}",
-        "rl.prompts=32", f"rl.max_new_tokens={task.most_tokens}", f"rl.advantage={advantage}", f"rl.draws={draws or 1}", "data.held_out=0.1",
+        "rl.prompts=32", f"rl.max_new_tokens={task.most_tokens}", f"rl.advantage={advantage}", f"rl.draws={draws or 1}",
+        "data.held_out=0.1",
         "data.sequence_length=32", f"optim.lr={task.rate}", "optim.schedule=constant", "optim.weight_decay=0",
         "train.compile=none", length, f"train.seed={seed}", "--out", str(folder / objective),
     )  # fmt: skip

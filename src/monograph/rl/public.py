@@ -34,7 +34,6 @@ from monograph.rl.rewards import Called, Reward, Taught, reward_of
 from monograph.rl.rollouts import Drawer, Rollouts
 from monograph.text.tokenizer import Tokenizer
 
-
 Scores = str | Reward | Callable[[str, str, Mapping[str, Any]], float | Mapping[str, float]]
 
 
