@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 from pathlib import Path
 
@@ -40,6 +41,10 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *over(RUN, "rl.group=1")], 2, 'rl.group = "1": expected a whole number from 2'),
     (["train", *RUN, "rl.kl=k1:0.1", "rl.advantage=dapo"], 2, "rl.kl = k1:0.1 is a part of the reward, which rl.adv"),
     (["train", *RUN, "rl.kl=k4:0.1"], 2, 'rl.kl = "k4:0.1": expected none, or k1, k2, k3 or entropy'),
+    (["train", "texts", "data.answers=regex:a"], 2, "is the form of answers that are drawn: give rl.reward, too"),
+    (["train", *RUN, "data.answers=regex:("], 3, "the regular expression '(': a '(' that is not closed"),
+    (["train", *RUN, "data.answers=json-schema:nothere.json"], 3, "nothere.json"),
+    (["train", *RUN, "data.answers=all"], 2, 'data.answers = "all": expected every or last, or with rl.reward'),
     (["train", *over(RUN, "rl.max_new_tokens=6:half")], 2, 'rl.max_new_tokens = "6:half": expected a whole number'),
     (["train", *over(RUN, "rl.max_new_tokens=32:mask")], 2, "rl.max_new_tokens = 32:mask leaves no room"),
     (["train", *over(RUN, "rl.reward=teacher:base", "rl.max_new_tokens=6:0.5")], 2, "give the number alone"),
@@ -165,6 +170,18 @@ def test_a_stranger_s_function_is_not_run_unasked(here: Path, monograph: Command
         here, "train", "--from", "theirs", "train.updates=1", "--out", "ours", "--trust-code", figures=0
     )
     assert done.code == 0, done.err
+
+
+def test_answers_of_a_form_are_all_of_it_and_the_run_is_one_like_others(here: Path, monograph: CommandServer) -> None:
+    done = monograph.run(here, "train", *RUN, "data.answers=regex:[a-f]+[0-9]", "--out", "of-a-form")
+    assert done.code == 0, done.err
+    rows = [json.loads(line) for line in (here / "of-a-form" / "metrics.jsonl").read_text().splitlines()]
+    samples = [row["sample"] for row in rows if "sample" in row]
+    assert samples and all(re.search(r"[a-f]+[0-9]? \(reward", sample) for sample in samples)
+    assert max(row["drawn_minus_scored_max"] for row in rows if "reward" in row) < 1e-5
+    assert monograph.run(here, "evaluate", "of-a-form", "--data", "texts").code == 0
+    typed = ["pairs.jsonl", "--from", "of-a-form", "train.updates=2", "data.held_out=0", "--out", "after-a-form"]
+    assert monograph.run(here, "train", *typed).code == 0
 
 
 def test_another_schema_is_another_run(here: Path, monograph: CommandServer) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 import math
 import random
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -19,10 +21,14 @@ from monograph.resident import Resident
 from monograph.rl import objectives
 from monograph.rl import rollouts as room
 from monograph.rl.arrange import Rollout, arranged, weighted
+from monograph.rl.form import Form
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.objectives import Objective, Weight, ratio_of, weights
+from monograph.rl.prompts import Prompt, Prompts
+from monograph.rl.rewards import FormName
 from monograph.rl.rollouts import Drawer
-from rewarded import OPTIONS, windows
+from monograph.text.tokenizer import Tokenizer
+from rewarded import OPTIONS, prompts, windows
 
 END, LONGEST, PROMPT = 0, 3, (1, 2)
 FORM = replace(OPTIONS, max_new_tokens=LONGEST, length=8, exact=False)
@@ -138,6 +144,70 @@ def test_answers_that_are_left_out_leave_the_gradient_of_the_reward_of_those_tha
             mean += share * weight.factor * each[answer]
         expected += share * ({"rloo": kept, "dr_grpo": kept - 1}[objective] if kept > 1 else 0) * exact
     assert (mean - expected).norm() / expected.norm() < 1e-12
+
+
+def formed(pattern: str) -> Form:
+    """Over three tokens: 0 ends an answer, 1 is "a" and 2 is "b"."""
+    pieces = SimpleNamespace(pieces=(b"", b"a", b"b"), vocab_size=3, lead=lambda ids: b"")
+    prompts = Prompts("prompts", pieces, [Prompt("", PROMPT, {}, "")], [], "", False, 2, {})  # type: ignore[arg-type]
+    return Form(FormName("regex", pattern), prompts, {END}, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_answers_of_a_form_follow_the_gradient_of_the_expected_reward_among_them(temperature: float) -> None:
+    """All groups of two answers that match a[ab]|ba?, drawn from the softmax over allowed tokens."""
+    net, form = model(), formed("a[ab]|ba?")
+    every = [(1, 1), (1, 2), (2, 0), (2, 1)]
+    following = {1: [1, 2], 2: [0, 1]}
+    of = dict(zip(every, (0.5, 1.0, 0.0, 2.0), strict=True))
+
+    def masked_logs(answer: tuple[int, ...]) -> Tensor:
+        ids = torch.tensor([*PROMPT, *answer])
+        logits_TV = (net(ids[None, :-1])[0] @ net.lm_head.weight.T)[len(PROMPT) - 1 :] / temperature
+        first = logits_TV[0, 1:].log_softmax(-1)[answer[0] - 1]  # an empty answer does not match
+        allowed = following[answer[0]]
+        return torch.stack([first, logits_TV[1, allowed].log_softmax(-1)[allowed.index(answer[1])]])
+
+    shares = {answer: float(masked_logs(answer).sum().detach().exp()) for answer in every}
+    assert math.isclose(sum(shares.values()), 1, rel_tol=1e-12)
+    exact = gradient_of(net, lambda: sum(masked_logs(a).sum().exp() * of[a] for a in every))  # type: ignore[return-value,arg-type]
+    made = {a: Rollout(PROMPT, a, masked_logs(a).detach().tolist(), states=form.states(a)) for a in every}
+
+    def mean(loss: PolicyLoss) -> Tensor:
+        total = torch.zeros_like(exact)
+        for group in itertools.product(every, repeat=2):
+            weighed = weights("rloo", [of[a] for a in group], [2, 2], LONGEST)
+            batch = arranged([made[a] for a in group], weighed, FORM)
+
+            def scaled(batch=batch) -> Tensor:  # type: ignore[no-untyped-def]
+                loss_sum, count = loss(net, batch)
+                return loss_sum / count
+
+            total = total + math.prod(shares[a] for a in group) * gradient_of(net, scaled)
+        return total
+
+    loss = PolicyLoss(temperature, form=form)
+    assert (mean(loss) + exact).norm() / exact.norm() < 1e-12
+    assert loss.taken()["drawn_minus_scored_max"] < 1e-12, "the ratio is over the tokens that could be drawn"
+    assert (mean(PolicyLoss(temperature)) + exact).norm() / exact.norm() > 1e-3, "without the form"
+
+
+def test_answers_of_a_form_are_drawn_and_scored_as_such_and_forced_tokens_teach_nothing() -> None:
+    options = replace(OPTIONS, exact=False)
+    name = FormName("regex", "(x|[a-f]{2})=[0-9]+")
+    form = Form(name, prompts("2+2=", "a", "the longest of them", "7"), {Tokenizer.bytes().eos_id}, torch.device("cpu"))
+    rollouts = windows(options, loss=PolicyLoss(form=form))
+    engine = rollouts.drawer.engine
+    window = next(rollouts)
+    engine.accumulate(window)
+    assert engine.step.loss.taken()["drawn_minus_scored_max"] < 1e-5  # type: ignore[attr-defined]
+    drawn = (window["targets"] != -100) & (window["states"] > 0)
+    forced = drawn & (window["targets"] == Tokenizer.bytes().encode("=")[0])
+    assert (
+        bool(forced.any()) and bool((window["drawn"][forced] == 0).all()) and bool((window["drawn"][drawn] < 0).any())
+    )
+    for completion in rollouts.drawer.draw(rollouts.drawer.prompts.train, [1, 2, 3, 4]):
+        assert re.fullmatch(r"(x|[a-f]{2})=[0-9]*", completion.text), completion.text
 
 
 def test_an_answer_that_is_cut_is_worth_less_by_what_that_costs() -> None:

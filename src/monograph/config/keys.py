@@ -77,6 +77,7 @@ Preference = Annotated[
 ]
 Penalty = Annotated[str, Field(pattern=r"^(k[123]|entropy):(0\.[0-9]{0,8}[1-9]|[1-9][0-9]{0,3}(\.[0-9]{1,9})?)$")]
 AnswerLimit = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}:(mask|[0-9]{1,5}(\.[0-9]{1,9})?)$")]
+AnswerForm = Annotated[Text, Field(pattern=r"^(regex|json-schema):.")]
 Width = Annotated[str, Field(pattern=r"^width:[1-9][0-9]{0,8}$")]
 
 
@@ -134,7 +135,11 @@ class DataSection(Section):
     held_out: Share = _key(0.05, "a number from 0 (none) to 0.5", "share of the bytes kept for evaluation")
     text_key: Text = _key("text", "a name", "the key or column of a record that holds its text")
     bad_records: Literal["refuse", "skip"] = _key("refuse", "refuse or skip", "records without a usable text")
-    answers: Literal["every", "last"] = _key("every", "every or last", "of a conversation, which are trained on")
+    answers: Literal["every", "last"] | AnswerForm = _key(
+        "every",
+        "every or last, or with rl.reward regex:PATTERN or json-schema:FILE",
+        "of a conversation, which are trained on; with rl.reward, the form that all drawn answers have",
+    )
     too_long: Literal["truncate", "refuse"] = _key(
         "truncate", "truncate or refuse", "conversations of more than a row; truncate: turns at the front are left out"
     )

@@ -67,6 +67,7 @@ class Rollout(NamedTuple):
         logprobs: the log-probability with which each of its tokens was drawn.
         reference: the reference's log-probability of each; empty without a KL term.
         is_cut: whether the answer did not end by itself.
+        states: the state of the form's automaton before each token; empty if answers have any form.
     """
 
     prompt_ids: Sequence[int]
@@ -74,6 +75,7 @@ class Rollout(NamedTuple):
     logprobs: Sequence[float]
     reference: Sequence[float] = ()
     is_cut: bool = False
+    states: Sequence[int] = ()
 
 
 def arranged(rollouts: Sequence[Rollout], weighed: Sequence[Weight], options: Options) -> Batch:
@@ -92,7 +94,8 @@ def arranged(rollouts: Sequence[Rollout], weighed: Sequence[Weight], options: Op
     length = options.length
     row_of = best_fit_decreasing(inputs, length) if options.packed else np.arange(len(alive))
     rows = int(row_of.max()) + 1 if alive else 1
-    whole = {name: np.zeros((rows, length), dtype=np.int64) for name in ("tokens", "segments", "positions")}
+    formed = ("states",) if any(rollout.states for rollout in rollouts) else ()
+    whole = {name: np.zeros((rows, length), dtype=np.int64) for name in ("tokens", "segments", "positions", *formed)}
     whole["targets"] = np.full((rows, length), IGNORE, dtype=np.int64)
     names = ("factors", "shares", "drawn", *(("penalties", "reference") if any(r.reference for r in rollouts) else ()))
     real = {name: np.zeros((rows, length), dtype=np.float64) for name in names}
@@ -107,6 +110,8 @@ def arranged(rollouts: Sequence[Rollout], weighed: Sequence[Weight], options: Op
         whole["targets"][row, answer:end] = rollout.token_ids
         real["factors"][row, answer:end], real["drawn"][row, answer:end] = weight.factor, rollout.logprobs
         real["shares"][row, answer] = weight.share
+        if rollout.states:
+            whole["states"][row, answer:end] = rollout.states
         if rollout.reference:
             real["penalties"][row, answer:end], real["reference"][row, answer:end] = weight.penalty, rollout.reference
         filled[row] = end

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from monograph.graph.token_rows import rows_of
 from monograph.loss import IGNORE, Batch
 from monograph.ops.log_probabilities import token_log_probabilities
+from monograph.rl.form import Form
 from monograph.rl.objectives import UNUSED, Objective, Ratio
 
 Estimator = Literal["k1", "k2", "k3", "entropy"]
@@ -54,7 +55,8 @@ class PolicyLoss(nn.Module):
     The batch holds, all [B, T]: `tokens` and `targets`, and for packed rows `segments` and `positions`, int64; and
     `factors` and `shares` (`monograph.rl.objectives`), 0 where nothing is drawn, and `drawn`, the log-probability with
     which decoding drew each target, fp64. With a KL term it also holds `penalties` and `reference`, the reference's
-    log-probability. A row without `segments` has one answer.
+    log-probability. A row without `segments` has one answer. With a form, w is over the tokens that it allows, and the
+    batch holds `states`, int64.
 
     Attributes:
         totals: [6] fp64, over all micro-batches since it was last set to zero: the sum of |log-probability - drawn|,
@@ -67,10 +69,11 @@ class PolicyLoss(nn.Module):
 
     def __init__(
         self, temperature: float = 1.0, ratio: Ratio = UNUSED, kl: Kl | None = None, objective: Objective = "dr_grpo",
-        updates: int = 1,
+        updates: int = 1, form: Form | None = None,
     ):  # fmt: skip
-        """Take the temperature with which tokens are drawn, the use of rho, the KL term, and `Options`' next two."""
+        """Take the temperature with which tokens are drawn, the use of rho, the KL term, and `Options`' next three."""
         super().__init__()
+        self.form = form
         self.temperature, self.ratio, self.kl = temperature, ratio, kl
         self.objective, self.updates = objective, updates
         self.register_buffer("totals", torch.zeros(6, dtype=torch.float64))
@@ -102,10 +105,11 @@ class PolicyLoss(nn.Module):
         """Return the log-probability of each target, [N], and of token 0 where there is no target."""
         hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
         head: Any = model.lm_head
-        targets_N = batch["targets"].flatten()
+        targets_N, states = batch["targets"].flatten(), batch.get("states")
         return token_log_probabilities(
             hidden_BTD.flatten(0, -2), head.weight, torch.where(targets_N != IGNORE, targets_N, 0), self.temperature,
             rows=rows_of(head),
+            among=(self.form.allowed, states.flatten()) if self.form and states is not None else None,
         )  # fmt: skip
 
     def _gained(self, log_N: Tensor, rho_N: Tensor, factors_N: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,9 +12,10 @@ from monograph.data.conversations import read_messages
 from monograph.data.progress import Progress
 from monograph.data.records import KINDS, Fault, Unusable, checked, few, short
 from monograph.errors import InputRefused
+from monograph.model.config import LlamaConfig
 from monograph.rl.records import own_tokenizer, read_parts
 from monograph.rl.rewards import Reward, Taught
-from monograph.text.chat import chat_ids
+from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import Tokenizer
 
 PROMPT = "prompt"
@@ -62,6 +63,10 @@ class Prompts:
     chats: bool
     longest: int
     skipped: dict[str, int]
+
+    def ends(self, config: LlamaConfig) -> tuple[int, ...]:
+        """Return the tokens that end an answer of a model."""
+        return stop_ids(self.tokenizer, config.ends) if self.chats else (self.tokenizer.eos_id,)
 
     @property
     def vocab_size(self) -> int:

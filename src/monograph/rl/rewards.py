@@ -41,6 +41,31 @@ _NUMBER = re.compile(
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
+class FormName(NamedTuple):
+    """A form as it is named: `kind` and `value` as `monograph.decode.automata.constraint` takes them."""
+
+    kind: str
+    value: Any
+
+    @property
+    def digest(self) -> str:
+        """Return the hex sha256 of what is read from a file; empty if nothing is."""
+        return hashlib.sha256(json.dumps(self.value).encode()).hexdigest() if self.kind == "json_schema" else ""
+
+
+def form_named(text: str) -> FormName:
+    """Return the form that "regex:PATTERN" or "json-schema:FILE" names.
+
+    Raises:
+        InputRefused: the file is no JSON, or missing.
+        Unreadable: the system failed to read it.
+    """
+    kind, _, rest = text.partition(":")
+    if kind == "regex":
+        return FormName("regex", rest)
+    return FormName("json_schema", read_json(Path(rest), most_bytes=MOST_SCHEMA_BYTES))
+
+
 class Answer(NamedTuple):
     """An answer of the model.
 
@@ -274,11 +299,9 @@ def reward_of(name: str) -> Reward:
     kind, _, rest = name.partition(":")
     if name in _PLAIN:
         return _PLAIN[name]()
-    if kind == "regex":
-        return _Accepted(acceptor("regex", rest))
-    if kind == "json-schema":
-        schema = read_json(Path(rest), most_bytes=MOST_SCHEMA_BYTES)
-        return _Accepted(acceptor("json_schema", schema), hashlib.sha256(json.dumps(schema).encode()).hexdigest())
+    if kind in ("regex", "json-schema"):
+        form = form_named(name)
+        return _Accepted(acceptor(*form), form.digest)
     if kind == "teacher" and rest:
         return Taught()
     file, _, function = name.rpartition(":")

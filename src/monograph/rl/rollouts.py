@@ -37,11 +37,11 @@ from monograph.loss import Batch
 from monograph.model.llama import Llama
 from monograph.ops.attention import SAME_ROWS, block_of
 from monograph.rl.arrange import Options, Rollout, arranged, by_answer, judged, weighted
+from monograph.rl.form import Form
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.objectives import Weight
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import Answer, Reward
-from monograph.text.chat import stop_ids
 
 MOST_ROWS, MOST_PROMPTS = 256, 32  # answers that are drawn, and prompts that are read at once
 STEPS = 16  # between two looks at which answers have ended; each look costs as much as a step of a small model
@@ -69,8 +69,7 @@ class Drawer:
         """Take the parts; `updates` returns the number of updates of the run, 0 as long as it is unknown."""
         self.engine, self.prompts, self.reward, self.options = engine, prompts, reward, options
         self.updates = updates
-        config = self.model.config
-        self.ends = stop_ids(prompts.tokenizer, config.ends) if prompts.chats else (prompts.tokenizer.eos_id,)
+        self.ends = prompts.ends(self.model.config)
         self.reference: list[Tensor] | None = None  # the planes of the weights that the run begins from
         self._made: tuple[bool, Generator] | None = None
 
@@ -78,6 +77,17 @@ class Drawer:
     def model(self) -> Llama:
         """Return the model, whose weights are read where they are trained."""
         return cast(Llama, self.engine.model)
+
+    @property
+    def form(self) -> Form | None:
+        """Return the form of the answers; None: any."""
+        loss = self.engine.step.loss
+        return loss.form if isinstance(loss, PolicyLoss) else None
+
+    @property
+    def _is_raw(self) -> bool:
+        """Return whether answers are drawn from the softmax of the model's own logits."""
+        return self.options.temperature == 1 and self.form is None
 
     @property
     def slots(self) -> int:
@@ -101,11 +111,11 @@ class Drawer:
         form = Slots(self.slots, block_of(self.slots), min(options.prompts, MOST_PROMPTS), least, prompts.longest)
         rows = rows_that_fit(model, form, min(max(answers, SAME_ROWS), MOST_ROWS), "lower rl.max_new_tokens")
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
-        chain = replace(chain, processed=options.temperature != 1)
+        chain = replace(chain, processed=not self._is_raw)
         with modes_kept(model):
             made = Generator(
                 model, chain, rows=rows, slots=form, vocabulary=prompts.vocab_size, compiled=compiled,
-                block=min(STEPS, options.max_new_tokens),
+                block=min(STEPS, options.max_new_tokens), automata=[self.form.automaton] if self.form else (),
             )  # fmt: skip
         self._made = compiled, made
         return made
@@ -130,8 +140,8 @@ class Drawer:
             Diverged: the model's logits are not finite.
         """
         sampling, most = Sampling(temperature=self.options.temperature, logprobs=0), self.options.max_new_tokens
-        pairs = zip(prompts, seeds, strict=True)
-        requests = [Request(prompt.ids, sampling, most, self.ends, seed=seed) for prompt, seed in pairs]
+        pairs, automaton = zip(prompts, seeds, strict=True), self.form.automaton if self.form else None
+        requests = [Request(prompt.ids, sampling, most, self.ends, automaton, seed=seed) for prompt, seed in pairs]
         generator = self.generator  # chosen while the step is captured, which it is not below
         with self._decoding():
             generator.forget()
@@ -149,7 +159,7 @@ class Drawer:
         return [*(each for cache in caches for each in (*cache.keys, *cache.values)), *(self.reference or ()), *teacher]
 
     @property
-    def form(self) -> Options:
+    def arrangement(self) -> Options:
         """Return the options with the form of the rows in which answers are scored."""
         options = self.options
         return replace(options, length=self.slots, packed=False) if options.exact else options
@@ -157,11 +167,16 @@ class Drawer:
     def rollouts(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Rollout]:
         """Return the answers with the log-probabilities of their tokens, and the reference's if there is a KL term."""
         # Raw ones are computed as the loss computes them; those drawn from have the sampler's own arithmetic.
-        raw = self.options.temperature == 1
-        drawn = [[one.drawn if raw else one.processed_drawn for one in c.logprobs or ()] for c in completions]
+        drawn = [[one.drawn if self._is_raw else one.processed_drawn for one in c.logprobs or ()] for c in completions]
         answers = zip(prompts, completions, drawn, strict=True)
         made = [
-            Rollout(prompt.ids, completion.token_ids, logprobs, is_cut=completion.finish_reason == "length")
+            Rollout(
+                prompt.ids,
+                completion.token_ids,
+                logprobs,
+                is_cut=completion.finish_reason == "length",
+                states=self.form.states(completion.token_ids) if self.form else (),
+            )
             for prompt, completion, logprobs in answers
         ]
         if self.options.kl is None:
@@ -179,7 +194,7 @@ class Drawer:
         with self._decoding():
             return by_answer(
                 lambda part: loss.log_probabilities(model, {name: each.to(device) for name, each in part.items()}),
-                rollouts, self.form, self.engine.micro_batch or len(rollouts),
+                rollouts, self.arrangement, self.engine.micro_batch or len(rollouts),
             )  # fmt: skip
 
     @contextmanager
@@ -308,7 +323,7 @@ class Rollouts(Iterator[Batch]):
         used = alive if alive and self.drawer.options.draws > 1 else groups[:wanted]
         rollouts = [rollout for group in used for rollout in group.rollouts]
         weighed = [weight for group in used for weight in group.weights]
-        self._window = arranged(rollouts, weighed, self.drawer.form)
+        self._window = arranged(rollouts, weighed, self.drawer.arrangement)
         self._again, self.is_fresh = self.drawer.options.updates - 1, True
         return self._window
 

@@ -74,6 +74,7 @@ def of_run(run: Run, warn: Callable[[str], None]) -> EvaluatedModel:
     settings = run_settings(run)
     precision = Precision(settings.train.precision)  # in another precision the figures would differ
     text = settings.data.model_dump() | own_copies(settings)
+    text["answers"] = text["answers"] if text["answers"] in ("every", "last") else "every"  # not a form of drawn ones
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision)
     return EvaluatedModel(
         module,

@@ -252,7 +252,7 @@ def _by_records(given: Settings, own: Settings) -> set[str]:
     """Return the keys that a new run does not take from its parent: given ones, and those that its records decide."""
     taken = {*given.pinned()}
     if given.prefer.loss is not None:  # pairs, after answers that were rewarded
-        taken |= {key for key in own.values() if key.startswith("rl.")}
+        taken |= {key for key in own.values() if key.startswith("rl.") or key == "data.answers"}
     if given.origins.get("prefer.loss") == "data.source" and own.prefer.loss:  # the usual loss, for want of another
         taken -= {"prefer.loss"}
     elif "data.source" in taken:

@@ -21,11 +21,12 @@ from monograph.ops.attention import SAME_ROWS, block_of
 from monograph.predict.estimate import trained_numbers
 from monograph.report.quantities import counted
 from monograph.rl.arrange import Options
+from monograph.rl.form import Form
 from monograph.rl.loss import Estimator, Kl, PolicyLoss
 from monograph.rl.objectives import UNSCALED, Objective, ratio_of
 from monograph.rl.pairs import loss_for
 from monograph.rl.prompts import Prompts, read_prompts
-from monograph.rl.rewards import Reward, Taught
+from monograph.rl.rewards import Reward, Taught, form_named
 from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS
 from monograph.run.base import digest
 from monograph.run.models import load
@@ -76,6 +77,12 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
     """
     given = settings.pinned()
     if (reward := reward_named(settings)) is None:
+        if ":" in settings.data.answers:
+            origin = settings.origins["data.answers"]
+            raise UsageError(
+                f"{origin}: data.answers = {settings.data.answers} is the form of answers that are drawn: give "
+                "rl.reward, too, or take every or last"
+            )
         if lonely := [key for key in given if key.startswith("rl.")]:
             origin = settings.origins[lonely[0]]
             raise UsageError(
@@ -138,6 +145,7 @@ def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
     # Another program, schema or teacher would give other rewards to the same answers, so a run belongs to this one.
     decisive = prompts.fingerprint + (code_digest(name, "rl.reward") if reward.file else reward.digest)
     decisive += digest(reward.teacher) if reward.teacher else ""
+    decisive += form_named(str(reading["answers"])).digest if ":" in reading["answers"] else ""
     return replace(prompts, fingerprint=hashlib.sha256(decisive.encode()).hexdigest())
 
 
@@ -228,11 +236,11 @@ def rewards_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     }
 
 
-def policy_loss(plan: Plan, model: nn.Module) -> PolicyLoss:
+def policy_loss(plan: Plan, prompts: Prompts, model: nn.Module) -> PolicyLoss:
     """Return the loss of a run with rewards, and let the model compute as decoding does where that gives its bits.
 
     Raises:
-        InputRefused: the module cannot continue a text.
+        InputRefused: the module cannot continue a text, or answers cannot have the form that data.answers names.
     """
     if not isinstance(model, Llama):
         name = type(model).__name__
@@ -241,4 +249,6 @@ def policy_loss(plan: Plan, model: nn.Module) -> PolicyLoss:
     if options.exact:
         model.use_attention("cached")
     ratio = ratio_of(options.objective, options.updates)
-    return PolicyLoss(options.temperature, ratio, options.kl)
+    answers, ends = str(plan.reading["answers"]), prompts.ends(model.config)
+    form = Form(form_named(answers), prompts, ends, default_device()) if ":" in answers else None
+    return PolicyLoss(options.temperature, ratio, options.kl, form=form)

@@ -200,7 +200,7 @@ def build_run(
 def _judging(plan: Plan, text: Corpus | Prompts, model: nn.Module) -> Loss | None:
     """Return the loss of a run on judged answers; None for a run on texts."""
     if isinstance(text, Prompts):
-        return policy_loss(plan, model)
+        return policy_loss(plan, text, model)
     return preference_loss(plan, text, model) if plan.preference else None
 
 

@@ -1,0 +1,61 @@
+"""The form of answers: only tokens after which an answer can still get it are drawn, and learned from.
+
+A token is then drawn from the softmax over the allowed tokens alone, and its log-probability is that of this
+distribution wherever it is computed: drawn, in the loss, of a reference or a teacher. So a token that had no
+alternative has the log-probability 0, and no gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+from torch import Tensor
+
+from monograph.decode.automata import Tables, allowed, constraint
+from monograph.errors import InputRefused
+from monograph.rl.prompts import Prompts
+from monograph.rl.rewards import FormName
+
+
+class Form:
+    """A form over a tokenizer's tokens.
+
+    Attributes:
+        automaton: what decoding follows.
+    """
+
+    def __init__(self, name: FormName, prompts: Prompts, ends: Collection[int], device: torch.device) -> None:
+        """Compile a form.
+
+        Args:
+            name: the form.
+            prompts: the prompts, after which the tokenizer may begin every text with a space.
+            ends: tokens that end an answer.
+            device: where the loss follows it.
+
+        Raises:
+            InputRefused: it cannot be used with these tokens or prompts.
+        """
+        tokenizer = prompts.tokenizer
+        leads = {tokenizer.lead(prompt.ids) for prompt in (*prompts.train, *prompts.held_out)}
+        if len(leads) > 1:
+            raise InputRefused(
+                f"{prompts.name}: the tokenizer begins answers with a space after some prompts, and after others not: "
+                "data.answers cannot have a form"
+            )
+        self.automaton = constraint(name.kind, name.value, tokenizer.pieces, ends, leads.pop())
+        self._tables = Tables([self.automaton], tokenizer.vocab_size, device)
+        self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed, self._tables)
+        start = self._tables.start(self.automaton)
+        assert start is not None
+        self._start = start
+
+    def states(self, token_ids: Sequence[int]) -> list[int]:
+        """Return the state before each of an answer's tokens, as `allowed` takes it; 0 allows every token."""
+        state, found = 0, list[int]()
+        for token in token_ids:
+            found.append(self._start + state)
+            state = int(self.automaton.next_SC[state, self.automaton.class_V[token]])
+        return found
