@@ -61,7 +61,8 @@ def ladder() -> str:
     lines = ["| `rl.advantage` | right answers, before | after | dead groups at the end |", "|---|---|---|---|"]
     for name, runs in objectives().items():
         cells = (spread([run[key] for run in runs]) for key in ("before", "after", "dead"))
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+        advantage, _, draws = name.partition("+")
+        lines.append(f"| `{advantage}`{f', `rl.draws={draws}`' if draws else ''} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -112,6 +113,16 @@ def beside_dpo() -> str:
     return "\n".join(lines)
 
 
+def planned() -> str:
+    """Return the bytes that plans say and that runs took."""
+    lines = ["| | planned, MiB | measured | off by |", "|---|---|---|---|"]
+    for case in cases("plan_rewards"):
+        planned, measured = case["planned_bytes"], case["measured_bytes"]
+        off = f"{planned / measured - 1:+.1%}".replace("-", "−")
+        lines.append(f"| {case['way']} | {planned / 2**20:.1f} | {measured / 2**20:.1f} | {off} |")
+    return "\n".join(lines)
+
+
 def inverse(ratio: dict[str, Any]) -> str:
     """Return `0.58 × (0.49-0.68)` of what Monograph's rate is divided by."""
     return f"{1 / ratio['median']:.2f} × ({1 / ratio['high']:.2f}-{1 / ratio['low']:.2f})"
@@ -139,7 +150,9 @@ def drawn() -> str:
         for case, colour in zip(cases("rewards"), colours, strict=True):
             seconds, passed, _, _ = zip(*case["curve"], strict=True)
             left.plot(seconds, smooth(list(passed)), color=colour, linewidth=1.8, label=case["task"])
-        for (name, runs), style in zip(objectives().items(), ("-", "--", ":", "-.", (0, (1, 3))), strict=True):
+        for (name, runs), style in zip(
+            objectives().items(), ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 3))), strict=True
+        ):
             columns = zip(*(smooth([row[1] for row in run["curve"]]) for run in runs), strict=True)
             right.plot(
                 [statistics.fmean(each) for each in columns], color=plot_style.ACCENT, linestyle=style, label=name
@@ -154,7 +167,7 @@ def drawn() -> str:
         return themed(plot_style.svg(figure))
 
 
-TABLES = {PAGE: (tasks, ladder, beside), DOCS / "preferences.md": (preferences, beside_dpo)}
+TABLES = {PAGE: (tasks, ladder, planned, beside), DOCS / "preferences.md": (preferences, beside_dpo)}
 
 
 def main() -> None:

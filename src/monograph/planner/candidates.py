@@ -12,7 +12,7 @@ from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW, Optimizer
 from monograph.predict.estimate import estimate_bytes, trained_adapters
-from monograph.predict.footprint import Compile, Work
+from monograph.predict.footprint import Compile, Judged, Work
 from monograph.predict.roofline import flops_per_token, mfu, update_time
 from monograph.step import Clip
 
@@ -36,6 +36,7 @@ class Request:
         packed: whether rows hold several documents.
         clip: the largest gradient norm.
         lora: the adapters that are trained instead of the model.
+        judged: see `Work`.
     """
 
     config: LlamaConfig
@@ -50,6 +51,7 @@ class Request:
     packed: bool = True
     clip: float | Clip | None = 1.0
     lora: Lora | None = None
+    judged: Judged = ""
 
     @property
     def rows(self) -> int:
@@ -67,8 +69,9 @@ class Request:
     def work(self, way: Ways, rows: int, device: Device) -> Work:
         """Return one way to train with micro-batches of `rows`."""
         return Work(
-            self.config, rows, self.length, self.optim, *way, self.rows, self.packed, self.clip, device.type, self.lora
-        )
+            self.config, rows, self.length, self.optim, *way, self.rows, self.packed, self.clip, device.type, self.lora,
+            self.judged,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

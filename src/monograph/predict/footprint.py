@@ -26,12 +26,14 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import QUERIES
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
+from monograph.ops.log_probabilities import token_log_probabilities
 from monograph.optim import Optimizer
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, Sample
 from monograph.step import Clip, Layout, Step, accumulate, update
 from monograph.step.layout import on_device
 
 Compile = Scope | Literal["none"]
+Judged = Literal["", "rows", "exact"]
 DEPTHS = 2, 3  # blocks of the traced models
 ON_THEIR_WAY = 3  # with remat "offload", the inputs of this many blocks are on the device, all others on the host
 
@@ -54,6 +56,8 @@ class Work:
         clip: the largest gradient norm; None for no bound.
         device_type: "cpu" or "cuda".
         lora: the adapters that are trained next to the frozen model; None if the model itself is trained.
+        judged: how answers are judged, whose log-probabilities the loss needs: "" on text; "exact" if each is scored in
+            the bits in which it is drawn, by the cache's attention in a row of its own; "rows" otherwise.
     """
 
     config: LlamaConfig
@@ -68,6 +72,7 @@ class Work:
     clip: float | Clip | None = 1.0
     device_type: str = "cpu"
     lora: Lora | None = None
+    judged: Judged = ""
 
     @property
     def tokens(self) -> int:
@@ -258,8 +263,10 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
         model = Llama(work.config)
         if work.device_type == "cuda":  # fused attention without a mask stands in for flex attention
             model.use_attention("sdpa", "repeated" if work.repeats_heads else "torch", "cuda")
+        if work.judged == "exact":
+            model.use_attention("cached")
         loss = TokenLoss()
-        loss.head = _head(work.device_type)
+        loss.head = (_judging_head if work.judged else _head)(work.device_type)
         planes = functools.partial(on_device, fused=work.fused)
         if work.lora:
             put(model, work.lora, precision=Precision(work.precision))
@@ -296,6 +303,18 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
             begins.sort(key=lambda begin: begin[1])
         pairs = itertools.pairwise([*begins, ("", len(memory.curve))])
         return [Curve(stage, memory.curve[begin:end]) for (stage, begin), (_, end) in pairs]
+
+
+@functools.cache
+def _judging_head(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    """Return a head with the memory of those losses that read each token's log-probability; see `_head`."""
+
+    def head(hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, **more: Any) -> tuple[Tensor, Tensor]:
+        chunks = chunk_count(len(targets_N), len(weight_VD), device_type)
+        logs_N = token_log_probabilities(hidden_ND, weight_VD, targets_N, rows=more["rows"], chunks=chunks)
+        return -logs_N.sum(), (targets_N >= 0).sum()
+
+    return head
 
 
 @functools.cache  # one function for each device, so that traces of several depths share its graphs

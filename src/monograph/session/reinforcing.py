@@ -19,6 +19,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import SAME_ROWS, block_of
 from monograph.predict.estimate import trained_numbers
+from monograph.predict.footprint import Judged
 from monograph.report.quantities import counted
 from monograph.rl.arrange import Options
 from monograph.rl.form import Form
@@ -177,6 +178,13 @@ def options_of(plan: Plan) -> Options:
         plan.reading["packing"] == "packed", plan.compile == "none" and default_device().type == "cpu", plan.seed,
         plan.epochs, rl.updates, _kl(plan), cut_costs,
     )  # fmt: skip
+
+
+def judging(plan: Plan) -> Judged:
+    """Return how a run's answers are judged, as the planner takes it; "" for a run on text."""
+    if plan.reward is None:
+        return "rows" if plan.preference else ""
+    return "exact" if options_of(plan).exact else "rows"
 
 
 def _kl(plan: Plan) -> Kl | None:

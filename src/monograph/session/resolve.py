@@ -29,7 +29,7 @@ from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, require_tokens
 from monograph.session.plan import FP32_BYTES, Length, Plan, Shape
 from monograph.session.recorded import own_copies
-from monograph.session.reinforcing import bytes_beside, fixed_rl, reward_named
+from monograph.session.reinforcing import bytes_beside, fixed_rl, judging, reward_named
 from monograph.session.requirements import require_positions, require_room, require_targets, require_together
 from monograph.step import Clip
 from monograph.storage.cache_dir import cache_root, calibration_file
@@ -260,6 +260,7 @@ def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[i
     """
     require_together(plan.settings)
     transfer = plan.transfer or transfer_of(plan.settings, None if plan.recipe.init else config)
+    judged = judging(plan)
     return Request(
         config,
         plan.sequence_length,
@@ -270,9 +271,10 @@ def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[i
         (plan.precision,),
         _scopes(plan.parallel, config) if plan.compile == "auto" else (plan.compile,),
         _remats(plan.parallel, machine) if plan.remat == "auto" else (plan.remat,),
-        plan.reading["packing"] == "packed",
+        plan.reading["packing"] == "packed" and judged != "exact",
         plan.clip,
         lora_of(plan.settings, tokens),
+        judged,
     )
 
 
