@@ -16,6 +16,7 @@ from monograph.report.plot_style import themed
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "rewards.md", DOCS / "figures" / "rewards.svg"
 RESULTS = DOCS.parent / "benchmarks" / "results"
+STYLES = ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 3)))  # of the lines of objectives
 BEGIN, END = "<!-- made by docs/make_rewards.py -->", "<!-- end -->"
 Case = dict[str, Any]
 TASKS = {
@@ -150,9 +151,7 @@ def drawn() -> str:
         for case, colour in zip(cases("rewards"), colours, strict=True):
             seconds, passed, _, _ = zip(*case["curve"], strict=True)
             left.plot(seconds, smooth(list(passed)), color=colour, linewidth=1.8, label=case["task"])
-        for (name, runs), style in zip(
-            objectives().items(), ("-", "--", ":", "-.", (0, (5, 1)), (0, (1, 3))), strict=True
-        ):
+        for (name, runs), style in zip(objectives().items(), STYLES, strict=True):
             columns = zip(*(smooth([row[1] for row in run["curve"]]) for run in runs), strict=True)
             right.plot(
                 [statistics.fmean(each) for each in columns], color=plot_style.ACCENT, linestyle=style, label=name
