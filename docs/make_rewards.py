@@ -116,11 +116,15 @@ def beside_dpo() -> str:
 
 def planned() -> str:
     """Return the bytes that plans say and that runs took."""
-    lines = ["| | planned, MiB | measured | off by |", "|---|---|---|---|"]
+    heads = "planned, MiB | measured | off by | drawing, planned s | measured | off by"
+    lines = [f"| | {heads} |", "|---|---|---|---|---|---|---|"]
     for case in cases("plan_rewards"):
-        planned, measured = case["planned_bytes"], case["measured_bytes"]
-        off = f"{planned / measured - 1:+.1%}".replace("-", "−")
-        lines.append(f"| {case['way']} | {planned / 2**20:.1f} | {measured / 2**20:.1f} | {off} |")
+        cells = []
+        for unit, divisor, form in (("bytes", 2**20, ".1f"), ("s", 1, ".2f")):
+            planned, measured = case[f"planned_{unit}"], case[f"measured_{unit}"]
+            off = f"{planned / measured - 1:+.1%}".replace("-", "−")
+            cells += [format(planned / divisor, form), format(measured / divisor, form), off]
+        lines.append(f"| {case['way']} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import signal
+import statistics
 from pathlib import Path
 
 import pytest
@@ -155,6 +156,11 @@ def test_what_a_run_leaves(here: Path, monograph: CommandServer) -> None:
     assert monograph.run(here, "evaluate", "run", "--data", "texts").code == 0
     assert monograph.run(here, "export", "run", "--to", "out").code == 0
     assert monograph.run(here, "check", "run").code == 0
+    plan = monograph.run(here, "plan", *RUN, "--json")
+    planned = json.loads(plan.out.splitlines()[-1])
+    took = statistics.median(row["drawn_s"] for row in drawn if row["longest"] == 6)
+    assert planned["drawing_calibrated"] and "as earlier runs took it" in plan.out
+    assert 1 / 3 < planned["drawing_s"] / took < 3
 
 
 def test_a_stranger_s_function_is_not_run_unasked(here: Path, monograph: CommandServer) -> None:

@@ -13,14 +13,16 @@ from pathlib import Path
 import pytest
 import torch
 
-from batches import packed, tiny_llama
+from batches import packed, ragged, tiny_llama
 from monograph.graph.capture import capture
 from monograph.graph.lora import Lora
+from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
 from monograph.planner.choose import DOUBT
 from monograph.predict.estimate import estimate_bytes, trained_adapters
 from monograph.predict.footprint import Work, footprint
 from monograph.resident import Resident
+from monograph.rl.loss import PolicyLoss
 
 WORST = 0.05
 
@@ -78,6 +80,24 @@ AT_NIGHT = {"adapters", "adapters in a step of few tokens, bf16", "adapters besi
 )
 def test_an_eager_step(name, measured):
     assert footprint(EAGER[name]).peak_bytes == pytest.approx(measured(EAGER[name]), rel=WORST)
+
+
+@pytest.mark.parametrize("judged", ["exact", "rows"])
+def test_an_eager_step_of_rewarded_answers(judged, monkeypatch):
+    config = shape(num_hidden_layers=4, vocab_size=61 if judged == "exact" else 2000)
+    model = Llama(config)
+    if judged == "exact":
+        model.use_attention("cached")
+    window = packed(96) if judged == "rows" else ragged(96)
+    length = window["tokens"].shape[1]
+    window |= {name: torch.ones(96, length, dtype=torch.float64) for name in ("factors", "shares", "drawn")}
+    engine = Resident(model, loss=PolicyLoss(), optim=AdamW(), clip=1.0, micro_batch=48)
+    engine.accumulate(window)
+    engine.update()
+    measured_bytes = plan(monkeypatch).peak_bytes(engine, window)
+    work = Work(config, 48, length, AdamW(), "fp32", "none", window_rows=96, packed=judged == "rows", judged=judged)
+    assert footprint(work).peak_bytes == pytest.approx(measured_bytes, rel=WORST)
+    assert footprint(replace(work, judged="")).peak_bytes < 0.9 * measured_bytes, "the loss of texts takes less"
 
 
 CAPTURED = {

@@ -37,7 +37,7 @@ from monograph.session.resolve import resolve
 from monograph.session.rewind import go_back, require_end, windows
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable
-from monograph.session.warmup import fix_length, measure_memory, prepare
+from monograph.session.warmup import fix_length, measure_memory, prepare, remember_drawing
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import entries, exists
 
@@ -87,6 +87,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
                 report = Reporter(session, progress)
                 _loop(session, report, progress)
                 measure_memory(session)
+                remember_drawing(session)
                 summary = report.finish() if world.leads else {}
         world.leave()
     if json and world.leads:

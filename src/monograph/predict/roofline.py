@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -209,6 +210,45 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     )
 
 
+class Drawing(NamedTuple):
+    """Answers that are drawn for an update.
+
+    Attributes:
+        answers: their number.
+        at_once: most rows of a decode step.
+        prompt: tokens before an answer.
+        tokens: tokens of each answer.
+        number_bytes: bytes of a weight, key or value.
+        captured: whether the decode step is captured.
+    """
+
+    answers: int
+    at_once: int
+    prompt: int
+    tokens: int
+    number_bytes: int
+    captured: bool
+
+
+def drawing_s(config: LlamaConfig, drawing: Drawing, device: Device, peak_flops: float) -> float:
+    """Return the seconds of drawing answers, without those of reading their prompts.
+
+    A step of R rows takes the longer of R (2 N_matmul / products + 4 L d_attn context / attention) and the time of
+    reading weights, keys and values once, and its launches; the context is a prompt and half of an answer.
+    """
+    rate, bandwidth = _reached(device)
+    rows, layers = min(drawing.answers, drawing.at_once), config.num_hidden_layers
+    context, matrices = drawing.prompt + drawing.tokens / 2, matmul_parameters(config)
+    attended = 4 * layers * config.num_attention_heads * config.head_dim * context
+    products = peak_flops * rate.products * rows / (rows + rate.saturating_tokens)
+    kept = 2 * layers * config.num_key_value_heads * config.head_dim * context
+    work_s = rows * (2 * matrices / products + attended / (peak_flops * rate.attention))
+    work_s = max(work_s, (matrices + rows * kept) * drawing.number_bytes / bandwidth)
+    launch_s = layers * KERNELS[drawing.captured] / 3 * rate.launch_s * (1 if drawing.captured else 2) + MICRO_STEP_S
+    step_s = work_s + launch_s if device.type == "cpu" else max(work_s, launch_s)
+    return -(-drawing.answers // rows) * drawing.tokens * step_s
+
+
 def pass_times(work: Work, device: Device, peak_flops: float, host_bytes_per_s: float = CPU_BYTES_PER_S) -> Costs:
     """Return the times by the same roofline pass by pass, where every block is computed again from its input.
 
@@ -252,6 +292,9 @@ ALIKE = 2.0
 LEAST = 0.05
 
 
+DRAWING = "drawing"
+
+
 class Calibration:
     """What earlier runs measured: ratios of measured to predicted time, and bytes beyond a traced peak.
 
@@ -276,15 +319,19 @@ class Calibration:
                 for kind, beyond in saved.get("beyond", {}).items():
                     self._beyond[kind] = [(int(more), int(passing)) for more, passing in beyond]
 
-    def slowness(self, device: Device, precision: str) -> float | None:
-        """Return the median ratio on this device in this precision; None if nothing was measured."""
-        seen = [ratio for ratio in self._seen.get(_kind(device, precision), ()) if 0 < ratio < float("inf")]
+    def slowness(self, device: Device, kind: str) -> float | None:
+        """Return the median ratio on this device of this kind, see `note_ratio`; None if nothing was measured."""
+        seen = [ratio for ratio in self._seen.get(_kind(device, kind), ()) if 0 < ratio < float("inf")]
         return statistics.median(seen) if seen else None
 
     def note(self, device: Device, work: Work, seconds: float, peak_flops: float) -> None:
         """Keep the ratio of an update's measured to its predicted time."""
-        seen = self._seen.setdefault(_kind(device, work.precision), [])
-        seen.append(seconds / update_time(work, device, peak_flops).total_s)
+        self.note_ratio(device, work.precision, seconds / update_time(work, device, peak_flops).total_s)
+
+    def note_ratio(self, device: Device, kind: str, ratio: float) -> None:
+        """Keep a ratio of measured to predicted time: of an update in a precision, or of DRAWING."""
+        seen = self._seen.setdefault(_kind(device, kind), [])
+        seen.append(ratio)
         del seen[:-MOST]
         self._write()
 

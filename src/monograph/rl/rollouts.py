@@ -387,7 +387,7 @@ def described(groups: Sequence[_Group]) -> dict[str, float]:
     Returns:
         dead: the share of groups that teach nothing; entropy: the mean of -log-probability of the drawn tokens, which
         estimates the entropy a token; length: mean tokens of an answer; cut: the share of answers that did not end by
-        themselves; drawn_tokens: of all answers.
+        themselves; longest: tokens of the longest; drawn_tokens: of all answers.
     """
     completions = [completion for group in groups for completion in group.completions]
     logprobs = [one.processed_drawn for completion in completions for one in completion.logprobs or ()]
@@ -395,6 +395,7 @@ def described(groups: Sequence[_Group]) -> dict[str, float]:
         "dead": statistics.fmean(not group.teaches for group in groups),
         "entropy": -statistics.fmean(logprobs),
         "length": statistics.fmean(len(completion.token_ids) for completion in completions),
+        "longest": max(len(completion.token_ids) for completion in completions),
         "cut": statistics.fmean(completion.finish_reason == "length" for completion in completions),
         "drawn_tokens": sum(len(completion.token_ids) for completion in completions),
     }

@@ -20,6 +20,7 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import SAME_ROWS, block_of
 from monograph.predict.estimate import trained_numbers
 from monograph.predict.footprint import Judged
+from monograph.predict.roofline import Drawing, drawing_s, peak_flops
 from monograph.report.quantities import counted
 from monograph.rl.arrange import Options
 from monograph.rl.form import Form
@@ -216,6 +217,25 @@ def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 
     if plan.reward.startswith(TEACHER) and (shape := shape_in(plan.reward.removeprefix(TEACHER))):
         beside["teacher"] = shape.parameter_count() * FP32_BYTES
     return beside
+
+
+def drawing_time(plan: Plan, config: LlamaConfig, machine: Device, prompt: int = 0, tokens: int = 0) -> float:
+    """Return the seconds of drawing an update's answers once, by a closed form alone.
+
+    Args:
+        plan: the run's plan.
+        config: the model's shape.
+        machine: the device.
+        prompt: tokens of a prompt; 0: the most.
+        tokens: tokens of the longest answer; 0: the most.
+    """
+    options = options_of(plan)
+    number_bytes = 2 if plan.precision != "fp32" and lora_of(plan.settings) else FP32_BYTES
+    drawing = Drawing(
+        options.prompts * options.group, MOST_ROWS, prompt or options.length - options.max_new_tokens,
+        tokens or options.max_new_tokens, number_bytes, plan.compile != "none",
+    )  # fmt: skip
+    return drawing_s(config, drawing, machine, peak_flops(machine, (plan.precision,))[plan.precision])
 
 
 def rewards_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -21,7 +22,7 @@ from monograph.ops.attention import Kernel, compared, fastest, time_kernels
 from monograph.planner import StreamCandidate, defaults
 from monograph.planner.streaming import describe_tiers
 from monograph.predict.footprint import Work
-from monograph.predict.roofline import Calibration, peak_flops
+from monograph.predict.roofline import DRAWING, Calibration, peak_flops
 from monograph.profiling.memory import LiveBytes, peak_memory_bytes
 from monograph.report.quantities import count, counted, duration
 from monograph.rl.prompts import Prompts
@@ -30,10 +31,13 @@ from monograph.run import recorded_state
 from monograph.run.progress import Progress
 from monograph.run.recipe import lora_of
 from monograph.session.plan import Length
+from monograph.session.reinforcing import drawing_time
 from monograph.session.resolve import request_of, resolve
 from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
+
+CALIBRATING = 20  # last updates of a run, whose drawing is compared with its closed form
 
 
 def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
@@ -169,6 +173,17 @@ def remember(session: Session, seconds: float) -> None:
     )  # fmt: skip
     rate = peak_flops(machine, request.precisions)[work.precision]
     Calibration(calibration_file()).note(machine, work, seconds, rate)
+
+
+def remember_drawing(session: Session) -> None:
+    """Store how long drawing took beside its closed form, for later plans, if each update drew once."""
+    if not isinstance(session.corpus, Prompts) or session.drawer.options.draws > 1:
+        return
+    machine, config, prompt = describe(), session.drawer.model.config, session.corpus.longest
+    rows = [row for row in session.run.rows() if "longest" in row][-CALIBRATING:]
+    ratios = [row["drawn_s"] / drawing_time(session.plan, config, machine, prompt, row["longest"]) for row in rows]
+    if ratios:
+        Calibration(calibration_file()).note_ratio(machine, DRAWING, statistics.median(ratios))
 
 
 _BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
