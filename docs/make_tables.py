@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
 import monograph
-from monograph.config.keys import KEYS, SECTIONS, Floored, Fraction, Width
+from monograph.config.keys import KEYS, SECTIONS, AnswerForm, Floored, Fraction, Width
 from monograph.session.plan import Plan
 
 # Fields of a plan whose names differ from their keys'.
@@ -53,7 +53,8 @@ BEHIND: dict[str, dict[str, str]] = {
     "train.parallel": {"none": ACCUMULATED, "ddp": SHARDED, "fsdp": SHARDED},
     "data.packing": {"packed": PACKED, "padded": ACCUMULATED},
     "data.bad_records": dict.fromkeys(("refuse", "skip"), "tests/data/test_records.py"),
-    "data.answers": dict.fromkeys(("every", "last"), "tests/data/test_loss_mask.py"),
+    "data.answers": dict.fromkeys(("every", "last"), "tests/data/test_loss_mask.py")
+    | dict.fromkeys(("regex:PATTERN", "json-schema:FILE"), ESTIMATOR),
     "data.too_long": dict.fromkeys(("truncate", "refuse"), "tests/data/test_loss_mask.py"),
     "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"} | NARROW,
     "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd", "cosine:FLOOR", "wsd:FLOOR"), SCHEDULE),
@@ -100,6 +101,8 @@ def values(key: str) -> list[str]:
         return [*listed, "cosine:FLOOR", "wsd:FLOOR"]
     if Width in kinds:
         return [*listed, "width:SIZE"]
+    if AnswerForm in kinds:
+        return [*listed, "regex:PATTERN", "json-schema:FILE"]
     return listed if len(kinds) == 1 else []
 
 

@@ -19,6 +19,13 @@ def test_plan(script, monkeypatch, tmp_path):
 
 
 @pytest.mark.slow
+def test_plan_rewards(script, monkeypatch, tmp_path):
+    [case] = smoke(script("plan_rewards"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert case["planned_bytes"] == pytest.approx(case["measured_bytes"], rel=0.05)
+    assert case["planned_s"] > 0 and case["measured_s"] > 0 and not case["calibrated"]
+
+
+@pytest.mark.slow
 def test_regret(script, uncompiled, monkeypatch, tmp_path):
     [case] = smoke(script("regret"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["ways"] == 7 and 0 < case["reached"] <= 1 and case["chosen"] in case["seconds"]

@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -165,7 +164,7 @@ class UpdateTime:
         return max(work_s, self.launch_s, self.transfer_s) + self.update_s
 
 
-def _reached(device: Device) -> tuple[Efficiency, float]:
+def reached(device: Device) -> tuple[Efficiency, float]:
     """Return the shares that code reaches on a device, and the bytes/s of its memory that elementwise code reaches."""
     rate = EFFICIENCIES.get(device.name, CPU if device.type == "cpu" else Efficiency())
     return rate, (device.bandwidth_bytes_per_s or CPU_BYTES_PER_S) * rate.traffic
@@ -183,7 +182,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     """
     config, captured, layers = work.config, work.compile != "none", work.config.num_hidden_layers
     again, attended_again = recomputed_flops(work)
-    rate, bandwidth = _reached(device)
+    rate, bandwidth = reached(device)
     tokens, micro = work.window_rows * work.length, work.tokens
     adapters = trained_adapters(work)  # with adapters, the other weights have no gradients: 4 FLOPs instead of 6
     flops = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters + layers * again
@@ -210,52 +209,13 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     )
 
 
-class Drawing(NamedTuple):
-    """Answers that are drawn for an update.
-
-    Attributes:
-        answers: their number.
-        at_once: most rows of a decode step.
-        prompt: tokens before an answer.
-        tokens: tokens of each answer.
-        number_bytes: bytes of a weight, key or value.
-        captured: whether the decode step is captured.
-    """
-
-    answers: int
-    at_once: int
-    prompt: int
-    tokens: int
-    number_bytes: int
-    captured: bool
-
-
-def drawing_s(config: LlamaConfig, drawing: Drawing, device: Device, peak_flops: float) -> float:
-    """Return the seconds of drawing answers, without those of reading their prompts.
-
-    A step of R rows takes the longer of R (2 N_matmul / products + 4 L d_attn context / attention) and the time of
-    reading weights, keys and values once, and its launches; the context is a prompt and half of an answer.
-    """
-    rate, bandwidth = _reached(device)
-    rows, layers = min(drawing.answers, drawing.at_once), config.num_hidden_layers
-    context, matrices = drawing.prompt + drawing.tokens / 2, matmul_parameters(config)
-    attended = 4 * layers * config.num_attention_heads * config.head_dim * context
-    products = peak_flops * rate.products * rows / (rows + rate.saturating_tokens)
-    kept = 2 * layers * config.num_key_value_heads * config.head_dim * context
-    work_s = rows * (2 * matrices / products + attended / (peak_flops * rate.attention))
-    work_s = max(work_s, (matrices + rows * kept) * drawing.number_bytes / bandwidth)
-    launch_s = layers * KERNELS[drawing.captured] / 3 * rate.launch_s * (1 if drawing.captured else 2) + MICRO_STEP_S
-    step_s = work_s + launch_s if device.type == "cpu" else max(work_s, launch_s)
-    return -(-drawing.answers // rows) * drawing.tokens * step_s
-
-
 def pass_times(work: Work, device: Device, peak_flops: float, host_bytes_per_s: float = CPU_BYTES_PER_S) -> Costs:
     """Return the times by the same roofline pass by pass, where every block is computed again from its input.
 
     They include what `work.remat` recomputes within a stage. `host_bytes_per_s` is the rate of the host's memory.
     """
     config, captured = work.config, work.compile != "none"
-    rate, bandwidth = _reached(device)
+    rate, bandwidth = reached(device)
     tokens, number = work.tokens, work.number_bytes
     products = peak_flops * rate.products * tokens / (tokens + rate.saturating_tokens)
     head, layers = config.vocab_size * config.hidden_size, config.num_hidden_layers

@@ -81,8 +81,7 @@ class Drawer:
     @property
     def form(self) -> Form | None:
         """Return the form of the answers; None: any."""
-        loss = self.engine.step.loss
-        return loss.form if isinstance(loss, PolicyLoss) else None
+        return cast(PolicyLoss, self.engine.step.loss).form
 
     @property
     def _is_raw(self) -> bool:
@@ -189,8 +188,7 @@ class Drawer:
 
     def scored(self, rollouts: Sequence[Rollout], model: Llama) -> list[list[float]]:
         """Return a model's log-probabilities of the answers' tokens, computed as the loss computes them, uncaptured."""
-        loss, device = self.engine.step.loss, self.engine.step.device
-        assert isinstance(loss, PolicyLoss)
+        loss, device = cast(PolicyLoss, self.engine.step.loss), self.engine.step.device
         with self._decoding():
             return by_answer(
                 lambda part: loss.log_probabilities(model, {name: each.to(device) for name, each in part.items()}),
@@ -239,7 +237,7 @@ class Drawer:
         first = self.prompts.train[:1]
         [answer] = self.draw(first, rollout_seeds(self.options.seed, [HELD_OUT - 1], 1))
         [reward] = self.score(first, [answer])
-        self.reward.parts()  # they belong to no update
+        self.reward.parts()  # of no update
         return first[0].text, answer.text, reward
 
     def passed(self, rewards: Sequence[float]) -> dict[str, float]:

@@ -18,9 +18,10 @@ from monograph.errors import InputRefused, UsageError
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import SAME_ROWS, block_of
+from monograph.predict.drawing import Drawing, drawing_s
 from monograph.predict.estimate import trained_numbers
 from monograph.predict.footprint import Judged
-from monograph.predict.roofline import Drawing, drawing_s, peak_flops
+from monograph.predict.roofline import peak_flops
 from monograph.report.quantities import counted
 from monograph.rl.arrange import Options
 from monograph.rl.form import Form
@@ -79,12 +80,6 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
     """
     given = settings.pinned()
     if (reward := reward_named(settings)) is None:
-        if ":" in settings.data.answers:
-            origin = settings.origins["data.answers"]
-            raise UsageError(
-                f"{origin}: data.answers = {settings.data.answers} is the form of answers that are drawn: give "
-                "rl.reward, too, or take every or last"
-            )
         if lonely := [key for key in given if key.startswith("rl.")]:
             origin = settings.origins[lonely[0]]
             raise UsageError(

@@ -112,7 +112,11 @@ def require_with_rewards(settings: Settings) -> None:
     Raises:
         UsageError: two choices exclude one another; the message names both.
     """
-    init, train = settings.model.init, settings.train
+    init, train, answers = settings.model.init, settings.train, settings.data.answers
+    if ":" in answers and settings.rl.reward is None:
+        origin = settings.origins["data.answers"]
+        form = f"data.answers = {answers} is the form of answers that are drawn"
+        raise UsageError(f"{origin}: {form}: give rl.reward, too, or take every or last")
     excluded: dict[str, tuple[bool, str]] = {
         f"model.init = {init}": (code_file(init) is not None, "a program says no tokenizer: name a run or a folder"),
         "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),

@@ -114,7 +114,7 @@ def of_the_update(step: Any, batches: Sequence[Any]) -> Iterator[None]:
 
     def score(some: Sequence[Any]) -> None:
         with modes_kept(step.model), torch.no_grad():
-            step.model.eval()
+            step.model.train(False)
             step.layout.score(step, some)
 
     update_of = getattr(step.loss, "update_of", None)
