@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from batches import tiny_llama
 from laws import test_preference_is_its_equation as pairs
@@ -13,19 +14,24 @@ from monograph.evaluation import evaluate
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW
 from monograph.resident import Resident
+from monograph.rl.form import Form
 from monograph.rl.loss import Kl, PolicyLoss
 from monograph.rl.objectives import Objective, ratio_of
-from rewarded import OPTIONS, apart, windows
+from monograph.rl.rewards import FormName
+from rewarded import OPTIONS, apart, prompts, windows
 
 pytestmark = pytest.mark.gpu
 
 
-@pytest.mark.parametrize("objective", ["grpo", "gspo"])
-def test_ratios_and_a_kl_term_are_captured(objective: Objective) -> None:
+@pytest.mark.parametrize(("objective", "pattern"), [("grpo", ""), ("gspo", "[a-z]+[0-9]")])
+def test_ratios_a_kl_term_and_a_form_are_captured(objective: Objective, pattern: str) -> None:
     """Two updates of one draw, and then a new one, with a reference that the model came from."""
     kl = Kl("k2", 0.1)
     options = replace(OPTIONS, exact=False, packed=True, length=64, prompts=2, updates=2, kl=kl, objective=objective)
-    loss = PolicyLoss(1.0, ratio_of(objective, 2), kl)
+    asked = prompts("2+2=", "a", "the longest of them", "7")
+    ends, cuda = {asked.tokenizer.eos_id}, torch.device("cuda")
+    form = Form(FormName("regex", pattern), asked, ends, cuda) if pattern else None
+    loss = PolicyLoss(1.0, ratio_of(objective, 2), kl, form=form)
     rollouts = windows(options, device="cuda", loss=loss, micro_batch=2)
     engine = rollouts.drawer.engine
     rollouts.drawer.reference = [plane.param.clone() for plane in engine.step.planes]
@@ -40,10 +46,10 @@ def test_ratios_and_a_kl_term_are_captured(objective: Objective) -> None:
     assert figures["kl"] > 0
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_pairs_are_compared_in_a_captured_step(precision: str) -> None:
-    rows, model = pairs.rows_of(pairs.pairs(6)), tiny_llama(vocab_size=pairs.VOCABULARY).to("cuda")
-    loss = pairs.loss_of("dpo:0.3", rows).to("cuda")
+@pytest.mark.parametrize(("name", "precision"), [("dpo:0.3", "fp32"), ("kto:0.3", "bf16")])
+def test_answers_are_compared_in_a_captured_step(name: str, precision: str) -> None:
+    rows = pairs.rows_of(pairs.pairs(6, labelled=name.startswith("kto")))
+    model, loss = tiny_llama(vocab_size=pairs.VOCABULARY).to("cuda"), pairs.loss_of(name, rows).to("cuda")
     engine = Resident(model, loss=loss, optim=AdamW(lr=1e-2), precision=Precision(precision), micro_batch=2)
     window = pairs.window(rows)
     assert engine.capture(window) is None
@@ -55,7 +61,8 @@ def test_pairs_are_compared_in_a_captured_step(precision: str) -> None:
     for _ in range(3):
         engine.accumulate(window)
         losses.append(float(engine.update().loss))
-    assert losses[0] == pytest.approx(math.log(2), rel=1e-5 if precision == "fp32" else 0.05)
+    first = math.log(2) if name.startswith("dpo") else 0.5
+    assert losses[0] == pytest.approx(first, rel=1e-5 if precision == "fp32" else 0.05)
     assert losses[2] < losses[1] < losses[0]
 
 
