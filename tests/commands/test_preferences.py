@@ -107,6 +107,13 @@ def test_answers_that_are_labelled_are_learned_from_as_such(here: Path, monograp
     assert sum(row["answer_tokens"] for row in compared) == compared[-1]["tokens"]
 
 
+def test_a_run_takes_its_parent_s_loss_only_for_records_of_the_same_kind(here: Path, monograph: CommandServer) -> None:
+    for source, parent, loss in (("labelled.jsonl", "run", "kto"), ("pairs.jsonl", "labelled", "dpo")):
+        done = monograph.run(here, "train", source, "--from", parent, "train.updates=2", "--out", f"{loss}-after")
+        assert done.code == 0, done.err
+        assert f'loss = "{loss}"' in (here / f"{loss}-after" / "config.toml").read_text()
+
+
 def first_row(run: Path) -> dict[str, float]:
     return dict(json.loads((run / "metrics.jsonl").read_text().splitlines()[0]))
 

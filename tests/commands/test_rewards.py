@@ -199,4 +199,4 @@ def test_another_schema_is_another_run(here: Path, monograph: CommandServer) -> 
     command.wait()
     (here / "schema.json").write_text('{"enum": ["a", "c"]}')
     refused = monograph.run(here, "train", "--resume", "formed")
-    assert refused.code == 3 and "the file that rl.reward names changed" in refused.err
+    assert refused.code == 3 and "a file that rl.reward or data.answers names changed" in refused.err

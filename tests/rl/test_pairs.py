@@ -134,13 +134,17 @@ def test_a_labelled_answer_is_beside_the_next_one_to_another_prompt_that_has_roo
     records = [{"prompt": p, "completion": c, "label": c in "ad"} for p, c in answers]
     labelled = read(write(tmp_path / "p.jsonl", *records), labelled=True, sequence_length=36)
     assert isinstance(labelled.train, PairRows) and labelled.train.labels.tolist() == [1, 0, -1, 0, -1, 0, 1, 0, -1, 0]
-    tokenizer, others = Tokenizer.bytes(), ["c" * 24, "c" * 24, "d", "e" * 23, "d"]
+    tokenizer, others = Tokenizer.bytes(), ["c" * 24, "d", "d", "e" * 23, "d"]
     for (prompt, completion), other, number in zip(answers, others, range(0, 10, 2), strict=True):
         one, two = documents(labelled.train)[number : number + 2]
         assert tokenizer.decode(one[2]) == completion and tokenizer.decode(two[2]) == other
         assert tokenizer.decode(two[1]) == prompt + other, "after its own prompt"
+    alone = write(tmp_path / "p.jsonl", *records[:2])
     with pytest.raises(InputRefused, match="none has room beside that to 'x': give records of more prompts"):
-        read(write(tmp_path / "p.jsonl", *records[:2]), labelled=True)
+        read(alone, labelled=True)
+    skipped = read(write(tmp_path / "p.jsonl", *records, {"prompt": "w" * 16, "completion": "v", "label": True}),
+                   labelled=True, sequence_length=36, bad_records="skip")  # fmt: skip
+    assert skipped.skipped == {"no other answer has room": 1} and skipped.train.documents == 5
 
 
 def test_labelled_chats_are_read_and_held_out_ones_are_beside_those_that_are_learned_from(tmp_path: Path) -> None:

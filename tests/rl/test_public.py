@@ -84,8 +84,12 @@ def test_a_reward_of_one_s_own_and_a_named_one_score_answers() -> None:
     for reward in (Batched(), "regex:[a-z]*"):
         engine = learner(monograph.policy_loss())
         answers = monograph.rollouts(engine, BYTES, RECORDS, reward, prompts=2, max_new_tokens=2, cut_costs=None)
-        next(answers)
-        assert 0 <= answers.numbers["reward"] <= 1 and answers.numbers["cut"] > 0
+        window = next(answers)
+        assert 0 <= answers.numbers["reward"] <= 1 and 0 < answers.numbers["cut"] < 1
+        assert not isinstance(reward, Batched) or answers.numbers["reward"] == 0.5
+        # Those that are cut are left out: the last target of each row ends its answer.
+        last = [int(targets[targets != -100][-1]) for targets in window["targets"] if bool((targets != -100).any())]
+        assert set(last) <= {BYTES.eos_id}
 
 
 def write(path: Path, labelled: bool) -> Path:
@@ -100,12 +104,16 @@ def write(path: Path, labelled: bool) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", ["dpo:0.5", "orpo", "kto:0.5"])
-def test_pairs_are_learned_from(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "captured"), [("dpo:0.5", False), ("dpo:0.5", True), ("orpo", False), ("kto:0.5", False)]
+)
+def test_pairs_are_learned_from(name: str, captured: bool, tmp_path: Path) -> None:
     labelled = name.startswith("kto")
     read = monograph.pairs(write(tmp_path / "p.jsonl", labelled), BYTES, labelled=labelled, sequence_length=64)
     loss = monograph.preference_loss(read, name)
     engine = learner(loss, rate=0.01)
+    if captured:  # rehearsed updates leave no reference behind, and the first one takes it
+        assert engine.capture(next(iter(read.batches(256, seed=1))), backend="aot_eager", scope="blocks") is None
     figures = []
     for update in monograph.train(engine, read.batches(256, seed=1), updates=16):
         figures.append(loss.taken() | {"loss": float(update.loss)})
@@ -150,6 +158,10 @@ def refused(**more: Any) -> None:
         ({"records": [{"text": "a"}]}, InputRefused, "record 1: has no key 'prompt'"),
         ({"records": [{"prompt": "a" * 61}]}, InputRefused, "record 1: the prompt has 62 tokens, more than 60"),
         ({"reward": "exact"}, InputRefused, "record 1: rl.reward needs a text or a list of texts"),
+        ({"cut_costs": math.nan}, UsageError, "cut_costs = nan: expected a number from 0, or None"),
+        ({"cut_costs": "mask"}, UsageError, "cut_costs = 'mask'"),
+        ({"reward": lambda *_: torch.ones(2)}, InputRefused, "returned tensor"),
+        ({"reward": monograph.distill(tiny_llama()), "max_new_tokens": 4}, UsageError, "has another vocabulary"),
         ({"reward": "teacher:x"}, UsageError, r"monograph.distill\(teacher\)"),
         ({"reward": "exat"}, UsageError, "did you mean exact"),
         ({"reward": lambda *_: math.nan}, InputRefused, "record 1: <lambda> returned nan: correct it"),

@@ -132,7 +132,7 @@ def _reward(axes: Axes, metrics: Sequence[Row]) -> None:
 
 
 def _accuracy(axes: Axes, metrics: Sequence[Row]) -> None:
-    tokens, accuracy = _series(axes, metrics, "accuracy", "Share of pairs with the chosen answer ahead")
+    tokens, accuracy = _series(axes, metrics, "accuracy", "Share of answers ahead")
     _trend(axes, tokens, accuracy, lambda value: f"{value:.2f}")
     _held_out_points(axes, metrics, "eval_accuracy")
 

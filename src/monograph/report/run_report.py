@@ -38,7 +38,7 @@ _NAMES = {
     "pass_at_1": "right answers",
     "eval_reward": "reward, held out",
     "eval_pass_at_1": "right answers, held out",
-    "eval_accuracy": "chosen answers ahead, held out",
+    "eval_accuracy": "answers ahead, held out",
     "drawn_minus_scored_max": "largest difference of drawn and scored log-probabilities",
 }
 
@@ -99,7 +99,10 @@ def _headline(summary: Summary) -> str:
         return f"A reward of {summary['reward']:.2f}, from {summary['reward_first']:.2f} at first"
     if summary.get("accuracy") is not None:
         held = summary["eval_accuracy"]
-        return f"The chosen answer is ahead in {summary['accuracy'] if held is None else held:.0%} of the pairs"
+        share = summary["accuracy"] if held is None else held
+        if summary.get("labelled"):
+            return f"{share:.0%} of the answers are on the side of their label"
+        return f"The chosen answer is ahead in {share:.0%} of the pairs"
     if bits is not None:
         return f"{bits:.2f} bits per byte on text it has not seen"
     loss = summary.get("train_loss")

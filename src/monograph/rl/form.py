@@ -18,6 +18,8 @@ from monograph.errors import InputRefused
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import FormName
 
+MOST_MASKS = 1 << 28  # bytes of the masks of all states
+
 
 class Form:
     """A form over a tokenizer's tokens.
@@ -46,9 +48,13 @@ class Form:
                 "data.answers cannot have a form"
             )
         self.automaton = constraint(name.kind, name.value, tokenizer.pieces, ends, leads.pop())
-        self._tables = Tables([self.automaton], tokenizer.vocab_size, device)
-        self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed, self._tables)
-        start = self._tables.start(self.automaton)
+        tables = Tables([self.automaton], tokenizer.vocab_size, device)
+        self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed, tables)
+        states = len(tables.row_S)
+        if states * tokenizer.vocab_size <= MOST_MASKS:  # to compute a mask takes more memory than to look it up
+            each = [allowed(tables, torch.tensor([state], device=device)) for state in range(states)]
+            self.allowed = functools.partial(_looked_up, torch.cat(each))
+        start = tables.start(self.automaton)
         assert start is not None
         self._start = start
 
@@ -59,3 +65,7 @@ class Form:
             found.append(self._start + state)
             state = int(self.automaton.next_SC[state, self.automaton.class_V[token]])
         return found
+
+
+def _looked_up(masks_SV: Tensor, state_C: Tensor) -> Tensor:
+    return masks_SV[state_C]

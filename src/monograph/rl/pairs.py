@@ -201,7 +201,11 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     parts = read_parts(reading, read, f"prefer.loss needs records with {needs}", progress)
     sides = (parts.train, parts.held_out)
     if labelled:
-        sides = _with_others(parts.train, parts.train, length), _with_others(parts.held_out, parts.train, length)
+        with_others = functools.partial(
+            _with_others, others=parts.train, length=length, skipped=parts.skipped,
+            refuse=reading["bad_records"] == "refuse",
+        )  # fmt: skip
+        sides = with_others(parts.train), with_others(parts.held_out)
     decisive = [parts.sources.sha256, tokenizer.hash, length, reading["held_out"], reading["bad_records"], keys[0]]
     digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     return _corpus(parts, sides, tokenizer, length, digest)
@@ -214,10 +218,10 @@ def _corpus(
     train = PairRows(sides[0], name, tokenizer, length, 1)
     held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
     stats = Stats(
-        files=len(parts.sources.files), documents=len(parts.train) + len(parts.held_out),
-        conversations=len(parts.train), bytes=train.bytes + held.bytes, tokens=train.tokens,
+        files=len(parts.sources.files), documents=len(sides[0]) + len(sides[1]),
+        conversations=len(sides[0]), bytes=train.bytes + held.bytes, tokens=train.tokens,
         trained_share=train.tokens / train.inputs, bytes_per_token=train.bytes / train.tokens,
-        packed_share=train.filled, held_out_documents=len(parts.held_out), held_out_bytes=held.bytes,
+        packed_share=train.filled, held_out_documents=len(sides[1]), held_out_bytes=held.bytes,
         skipped=parts.skipped,
     )  # fmt: skip
     return Corpus(name, tokenizer, train, held, digest, stats, (), Path())
@@ -291,25 +295,44 @@ def _labelled(record: Mapping[str, Any], answer: Callable[[Mapping[str, Any], st
     return Pair(asked, row, Row(row.ids[: row.spans[0][0] + 1], ()), size, chat, 1 if label else -1)
 
 
-def _with_others(pairs: Sequence[Pair], others: Sequence[Pair], length: int) -> list[Pair]:
-    """Return labelled answers, each paired with the next one of the others to another prompt that has room.
+def _with_others(
+    pairs: Sequence[Pair], others: Sequence[Pair], length: int, skipped: dict[str, int], refuse: bool
+) -> list[Pair]:
+    """Return labelled answers, each paired with one of the others, to another prompt and short enough.
+
+    Answers to one prompt that follow one another get different ones, as far as there are so many.
 
     Raises:
-        InputRefused: there is none.
+        InputRefused: there is none, and `refuse` says that this is not to be counted in `skipped`.
     """
     made, begins = [], [other.chosen.spans[0][0] for other in others]
     sizes = [len(other.chosen.ids) - begin for other, begin in zip(others, begins, strict=True)]
-    for number, pair in enumerate(pairs, 1):
+    after, since = _next_prompts(others), 0
+    for number, pair in enumerate(pairs):
+        since = since + 1 if number and pairs[number - 1].text == pair.text else 0
         begin = pair.chosen.spans[0][0]
         room = length + 1 - len(pair.chosen.ids) - begin
-        around = ((number + step) % len(others) for step in range(len(others)))
+        first = after[number % len(others)] + since
+        around = ((first + step) % len(others) for step in range(len(others)))
         index = next((i for i in around if sizes[i] <= room and others[i].text != pair.text), None)
-        if index is None:
+        if index is None and refuse:
             raise InputRefused(
                 "prefer.loss = kto compares an answer with those to other prompts, and none has room beside that to "
-                f"{pair.text!r:.60}: give records of more prompts, or raise data.sequence_length = {length}"
+                f"{pair.text!r:.60}: give records of more prompts, raise data.sequence_length = {length}, or set "
+                "data.bad_records = skip"
             )
+        if index is None:
+            skipped["no other answer has room"] = skipped.get("no other answer has room", 0) + 1
+            continue
         other, shift = others[index].chosen, begin - begins[index]
         spans = tuple((one + shift, end + shift) for one, end in other.spans)
         made.append(pair._replace(rejected=Row(pair.chosen.ids[:begin] + other.ids[begins[index] :], spans)))
     return made
+
+
+def _next_prompts(pairs: Sequence[Pair]) -> list[int]:
+    """Return for each pair the index of the next one with another prompt, or of the first."""
+    after = [0] * len(pairs)
+    for index in range(len(pairs) - 2, -1, -1):
+        after[index] = index + 1 if pairs[index + 1].text != pairs[index].text else after[index + 1]
+    return after

@@ -164,7 +164,8 @@ class PreferenceLoss(nn.Module):
     is odd and its rejected one's the next; and `answers`, an answer's number, above 0, where its first target is.
 
     Attributes:
-        unknown: rows whose reference the first update's weights are, until they are; loading a state dict empties it.
+        sides: rows whose reference the weights of the first update are; empty if the caller calls `remember`.
+        known: 0-d bool; whether that reference has been taken.
         reference: [A + 1] fp64, the reference's log-probability of each answer, by its number.
         recording: 0-d bool; whether the log-probabilities that are computed become those of the reference.
         labels: [A + 1] int64, each answer's label, by its number.
@@ -178,6 +179,7 @@ class PreferenceLoss(nn.Module):
     """
 
     reference: Tensor
+    known: Tensor
     recording: Tensor
     labels: Tensor
     apart: Tensor
@@ -195,9 +197,9 @@ class PreferenceLoss(nn.Module):
         """
         super().__init__()
         self.preference, self.most = preference, most
-        self.unknown: Sequence[Rows] = ()
-        self.register_load_state_dict_post_hook(lambda *_: setattr(self, "unknown", ()))
+        self.sides: Sequence[Rows] = ()
         self.register_buffer("reference", torch.zeros(answers + 1, dtype=torch.float64))
+        self.register_buffer("known", torch.zeros((), dtype=torch.bool))
         self.register_buffer("recording", torch.zeros((), dtype=torch.bool))
         self.register_buffer("labels", torch.zeros(answers + 1, dtype=torch.int64))
         self.register_buffer("apart", torch.zeros(2, dtype=torch.float64))
@@ -216,13 +218,15 @@ class PreferenceLoss(nn.Module):
             progress: called with ("row", rows done, all rows of a side).
         """
         self.recording.fill_(True)
-        for side in sides:
-            meter = Meter(progress, "row", len(side))
-            for batch in side.in_order(rows):
-                score(batch)
-                meter.add(min(rows, len(side) - meter.done))
-        self.recording.fill_(False)
-        self.taken()  # figures of the weights on themselves say nothing
+        try:
+            for side in sides:
+                meter = Meter(progress, "row", len(side))
+                for batch in side.in_order(rows):
+                    score(batch)
+                    meter.add(min(rows, len(side) - meter.done))
+        finally:
+            self.recording.fill_(False)
+            self.taken()  # figures of the weights on themselves say nothing
 
     @contextmanager
     def update_of(
@@ -234,7 +238,8 @@ class PreferenceLoss(nn.Module):
         Raises:
             UsageError: the reference is unknown, though updates have been made.
         """
-        if self.unknown:
+        # A capture rehearses updates at index 0, and puts the buffers back: then the reference is taken again.
+        if self.sides and not self.known:
             if index:
                 raise UsageError(
                     "the weights have changed since the run began, and the loss does not know what they were: keep "
@@ -242,15 +247,19 @@ class PreferenceLoss(nn.Module):
                 )
             device = self.reference.device
             self.remember(
-                self.unknown, lambda batch: score([{name: each.to(device) for name, each in batch.items()}]),
+                self.sides, lambda batch: score([{name: each.to(device) for name, each in batch.items()}]),
                 len(batches[0]["tokens"]), None,
             )  # fmt: skip
-            self.unknown = ()
+            self.known.fill_(True)
+        if index:
+            self.sides = ()  # so that the host need not read `known` again
         if self.preference.labelled:
             figures = self.totals.clone()
             self.apart.zero_()
-            score(batches)
-            self.totals.copy_(figures)  # these pairs will be counted again
+            try:
+                score(batches)
+            finally:
+                self.totals.copy_(figures)  # these pairs will be counted again
             total, number = (sum_over_ranks(each) for each in self.apart.clone().unbind())
             self.expected.copy_((total / number.clamp_min(1)).clamp_min(0))
         try:

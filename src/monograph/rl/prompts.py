@@ -106,10 +106,9 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
     parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
     decisive = [parts.sources.sha256, own.hash, key, room, reading["held_out"], reading["bad_records"]]
     fingerprint = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+    chats, longest = _kind_and_longest([*parts.train, *parts.held_out], key)
     sides = parts.train, parts.held_out
-    return Prompts(
-        parts.sources.name, own, *sides, fingerprint, *_form([*parts.train, *parts.held_out], key), parts.skipped
-    )
+    return Prompts(parts.sources.name, own, *sides, fingerprint, chats, longest, parts.skipped)
 
 
 def prompts_of(records: Iterable[Mapping[str, Any]], tokenizer: Tokenizer, reward: Reward, room: int) -> Prompts:
@@ -135,10 +134,10 @@ def prompts_of(records: Iterable[Mapping[str, Any]], tokenizer: Tokenizer, rewar
         reward.require(record, where)
     if not made:
         raise InputRefused("there are no records: give some, each with a 'prompt'")
-    return Prompts("records", tokenizer, made, [], "", *_form(made, PROMPT), {})
+    return Prompts("records", tokenizer, made, [], "", *_kind_and_longest(made, PROMPT), {})
 
 
-def _form(prompts: Sequence[Prompt], key: str) -> tuple[bool, int]:
+def _kind_and_longest(prompts: Sequence[Prompt], key: str) -> tuple[bool, int]:
     """Return whether some prompts are chats, and the tokens of the longest."""
     chats = any(not isinstance(prompt.record[key], str) for prompt in prompts)
     return chats, max(len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids))

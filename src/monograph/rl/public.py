@@ -90,8 +90,9 @@ def rollouts(  # noqa: PLR0913 - a user's arguments
 ) -> Rollouts:
     """Return the windows of `monograph.train` with answers that the engine's model draws when each is asked for.
 
-    A window has `group` answers to each of `prompts` prompts. On a CPU and in eager mode answers are scored in the bits
-    in which they were drawn. A KL term's reference is the weights at this call, so load a checkpoint after it.
+    A window has `group` answers to each of `prompts` prompts. On a CPU, in eager mode and at temperature 1, answers are
+    scored in the bits in which they were drawn. A KL term's reference is the weights at this call, so load a checkpoint
+    after it.
 
     Args:
         engine: an engine of a language model, with a `policy_loss`.
@@ -114,13 +115,11 @@ def rollouts(  # noqa: PLR0913 - a user's arguments
         UsageError: an argument is out of range, or the engine has another loss.
         InputRefused: a record has no prompt, one that leaves no room for an answer, or not what the reward reads.
     """
-    loss, model, least = engine.step.loss, engine.model, {"group": 2}
+    loss, model = engine.step.loss, engine.model
     if not isinstance(loss, PolicyLoss) or not isinstance(model, Llama):
         raise UsageError("rollouts needs an engine of a language model with loss=monograph.policy_loss(...)")
-    for name, value in (("prompts", prompts), ("group", group), ("max_new_tokens", max_new_tokens), ("draws", draws)):
-        if not COUNT.holds(value) or value < least.get(name, 1):
-            raise UsageError(f"{name} = {value!r}: expected a whole number from {least.get(name, 1)}")
-    scorer = _scorer(reward)
+    _require_counts(prompts=prompts, group=group, max_new_tokens=max_new_tokens, draws=draws, epochs=epochs or 1)
+    scorer = _scorer(reward, loss, model, cut_costs)
     asked = prompts_of(records, tokenizer, scorer, model.config.max_position_embeddings - max_new_tokens)
     exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
     options = Options(
@@ -135,18 +134,37 @@ def rollouts(  # noqa: PLR0913 - a user's arguments
     return Rollouts(drawer)
 
 
-def _scorer(reward: Scores) -> Reward:
+def _require_counts(**counts: int) -> None:
+    for name, value in counts.items():
+        least = 2 if name == "group" else 1
+        if not COUNT.holds(value) or value < least:
+            raise UsageError(f"{name} = {value!r}: expected a whole number from {least}")
+
+
+def _scorer(reward: Scores, loss: PolicyLoss, model: Llama, cut_costs: float | None) -> Reward:
+    """Return what scores answers, and refuse what does not go with it."""
+    if cut_costs is not None and not (isinstance(cut_costs, int | float) and 0 <= cut_costs < math.inf):
+        raise UsageError(f"cut_costs = {cut_costs!r}: expected a number from 0, or None")
     scorer = reward if isinstance(reward, Reward) else Called(reward) if callable(reward) else reward_of(reward)
-    if isinstance(scorer, Taught) and scorer.teacher is None:
+    if not isinstance(scorer, Taught):
+        return scorer
+    if scorer.teacher is None:
         raise UsageError("a teacher is given as a model: reward=monograph.distill(teacher)")
+    if scorer.teacher is model:
+        raise UsageError("the teacher is the model in training, which would be frozen: give a copy of it")
+    if loss.kl or cut_costs != 0:
+        raise UsageError("a teacher says what each token is worth: leave kl and cut_costs out")
+    theirs, own = scorer.teacher.config, model.config
+    if theirs.vocab_size != own.vocab_size or theirs.max_position_embeddings < own.max_position_embeddings:
+        raise UsageError("the teacher has another vocabulary or fewer positions than the model")
     return scorer
 
 
 def distill(teacher: Llama) -> Reward:
     """Return a reward that a teacher gives: how much likelier it finds each token of an answer than the student does.
 
-    It lowers KL(student || teacher) on the student's own answers. A record's "teacher_prompt", if there is one, is what
-    the teacher reads in place of the prompt.
+    It lowers KL(student || teacher) on the student's own answers. The teacher is frozen. It reads a record's
+    "teacher_prompt", if there is one, in place of the prompt.
 
     Args:
         teacher: a model with the student's tokenizer, on its device.
@@ -193,7 +211,8 @@ def pairs(
 def preference_loss(pairs: Corpus, loss: str = "dpo") -> PreferenceLoss:
     """Return the loss that compares the answers of pairs, for an engine.
 
-    The reference is the weights of the first update, with which all pairs are scored once before it.
+    The reference is the weights of the first update, with which all pairs are scored once before it; figures of an
+    evaluation mean something from then on. A loss belongs to one engine.
 
     Args:
         pairs: what `monograph.pairs` returns.
@@ -212,5 +231,5 @@ def preference_loss(pairs: Corpus, loss: str = "dpo") -> PreferenceLoss:
         raise UsageError(f"loss = {loss!r} compares {kind}")
     made = PreferenceLoss(chosen, len(labels), max(side.most for side in rows))
     made.labels[1:] = torch.from_numpy(labels)
-    made.unknown = rows if chosen.needs_reference else ()
+    made.sides = rows if chosen.needs_reference else ()
     return made

@@ -239,7 +239,7 @@ class Called(_Parted):
     def _scored(self, answer: Answer) -> dict[str, float]:
         score = self._function(answer.prompt, answer.completion, answer.record)
         parts = None
-        with suppress(TypeError):  # of what is no plain data
+        with suppress(TypeError, ValueError, RuntimeError):  # of what is no plain data
             parts = parts_of(worker.decoded(worker.encoded(score)))
         if parts is None:
             name = getattr(self._function, "__name__", "the reward")

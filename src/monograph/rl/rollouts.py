@@ -30,7 +30,7 @@ from monograph.decode.reproducible import rollout_seeds
 from monograph.decode.sampling import Sampling
 from monograph.device import clock
 from monograph.engine import Engine
-from monograph.errors import Diverged
+from monograph.errors import Diverged, InputRefused
 from monograph.graph import capture
 from monograph.graph.inspect import modes_kept
 from monograph.loss import Batch
@@ -230,7 +230,10 @@ class Drawer:
             found = self.advantages(prompts, self.rollouts(prompts, completions)) or []
             return [statistics.fmean(each) for each in found]
         pairs = zip(prompts, completions, strict=True)
-        return self.reward.score([Answer(p.text, c.text, p.record, p.where) for p, c in pairs])
+        scores = self.reward.score([Answer(p.text, c.text, p.record, p.where) for p, c in pairs])
+        if len(scores) != len(prompts) or not all(map(math.isfinite, scores)):
+            raise InputRefused(f"{prompts[0].where}: the reward gave {scores!r:.60} for {len(prompts)} answers")
+        return scores
 
     def sample(self) -> tuple[str, str, float]:
         """Return the first prompt, an answer to it, always by the same seed, and its reward."""

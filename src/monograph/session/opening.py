@@ -30,11 +30,15 @@ class Opening(NamedTuple):
     arguments: tuple[str, ...]
 
 
-def opening_of(corpus: Corpus | Prompts, config: LlamaConfig | None) -> Opening:
-    """Return a prompt from the held-out text, or else from the training text, short enough to be continued."""
+def opening_of(corpus: Corpus | Prompts, config: LlamaConfig | None, answers: str = "every") -> Opening:
+    """Return a prompt from the held-out text, or else from the training text, short enough to be continued.
+
+    `answers` is the value of data.answers, which may name the form of answers.
+    """
     if isinstance(corpus, Prompts):
-        first = corpus.train[0]
-        arguments = ("--chat",) if corpus.chats else (*_dashes(first.text), first.text)
+        first, (kind, _, form) = corpus.train[0], answers.partition(":")
+        like = (f"--{kind}", form) if form else ()
+        arguments = (*like, "--chat") if corpus.chats else (*like, *_dashes(first.text), first.text)
         return Opening(first.text, [*first.ids], (), arguments)
     rows = corpus.held_out if len(corpus.held_out) else corpus.train
     # It may fill half of the positions; the first token of a document and a written token must fit in any case.

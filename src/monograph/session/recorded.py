@@ -15,6 +15,7 @@ from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
 from monograph.planner import defaults
 from monograph.report.quantities import counted
+from monograph.rl.preferences import preference
 from monograph.run import recorded_state
 from monograph.run.folder import Follower, Run
 from monograph.run.recipe import names_run
@@ -253,7 +254,9 @@ def _by_records(given: Settings, own: Settings) -> set[str]:
     taken = {*given.pinned()}
     if given.prefer.loss is not None:  # pairs, after answers that were rewarded
         taken |= {key for key in own.values() if key.startswith("rl.") or key == "data.answers"}
-    if given.origins.get("prefer.loss") == "data.source" and own.prefer.loss:  # the usual loss, for want of another
+    usual, theirs = given.prefer.loss, own.prefer.loss
+    chosen = given.origins.get("prefer.loss") == "data.source"  # for want of another
+    if chosen and usual and theirs and preference(usual).labelled == preference(theirs).labelled:
         taken -= {"prefer.loss"}
     elif "data.source" in taken:
         taken |= {"prefer.loss"}

@@ -274,4 +274,4 @@ def policy_loss(plan: Plan, prompts: Prompts, model: nn.Module) -> PolicyLoss:
     ratio = ratio_of(options.objective, options.updates)
     answers, ends = str(plan.reading["answers"]), prompts.ends(model.config)
     form = Form(form_named(answers), prompts, ends, default_device()) if ":" in answers else None
-    return PolicyLoss(options.temperature, ratio, options.kl, form=form)
+    return PolicyLoss(options.temperature, ratio, options.kl, options.objective, options.updates, form)

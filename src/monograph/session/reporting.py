@@ -73,7 +73,7 @@ class Reporter:
         self.rows = session.run.rows()
         self.yardsticks = self._yardsticks()
         reset_peak_memory(session.engine.step.device)  # memory of the yardsticks does not count
-        self.opening = opening_of(session.corpus, session.model_config)
+        self.opening = opening_of(session.corpus, session.model_config, str(session.plan.reading["answers"]))
         self.python = session.corpus.name == "stdlib"
         self.recompiles = 0
         self.rates: deque[float] = deque(maxlen=RECENT)
@@ -94,7 +94,7 @@ class Reporter:
             name, key, drawing = "reward", "eval_reward", self.session.drawer.options
             tokens = updates * drawing.prompts * drawing.group * drawing.max_new_tokens
         if self.session.plan.preference:
-            name, key = "chosen answers ahead", "eval_accuracy"
+            name, key = "answers ahead", "eval_accuracy"
         block = self.progress.training(updates, tokens, self.yardsticks, self.session.engine.index, name)
         for row in self.rows:
             if row.get(key) is not None:
@@ -263,7 +263,12 @@ class Reporter:
             "passed_over": session.corpus.skipped,
             **rewards_in(rows),
             **preferred_in(rows),
+            **({"labelled": True} if self._labelled else {}),
         }
+
+    @property
+    def _labelled(self) -> bool:
+        return self.session.plan.preference is not None and self.session.plan.preference.labelled
 
     def _standing(self) -> str:
         if self.session.reward:
@@ -274,7 +279,8 @@ class Reporter:
             return ""
         if self.session.plan.preference:
             end = preferred_in(self.session.run.rows())
-            return f"   chosen answers ahead in {end['eval_accuracy']:.1%} of held-out pairs"
+            named, of = ("chosen answers ahead in", "pairs") if not self._labelled else ("labels right for", "answers")
+            return f"   {named} {end['eval_accuracy']:.1%} of held-out {of}"
         if self.session.text.stats.conversations:
             before = [row["eval_loss"] for row in self.session.run.rows() if row.get("eval_loss") and not row["update"]]
             compared = f", {before[0]:.3f} before" if before else ""

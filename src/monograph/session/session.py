@@ -221,7 +221,11 @@ class Session:
                 f"found {self.plan.settings.fingerprint}): {instead}"
             )
         tokenizer = self.corpus.tokenizer.digest
-        form = "prompts, tokenizer or the file that rl.reward names" if self.reward else "text, tokenizer or form"
+        form = (
+            "prompts, tokenizer or a file that rl.reward or data.answers names"
+            if self.reward
+            else "text, tokenizer or form"
+        )
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
             raise InputRefused(
                 f"{self.corpus.name}: not what {self.run.folder} was trained on ({form} changed): {instead}"

@@ -224,7 +224,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     """
     plan, model = built.plan, built.model
     shared: dict[str, Any] = {
-        "loss": built.loss.to(device) if isinstance(built.loss, nn.Module) else built.loss,
+        "loss": built.loss,
         "optim": plan.update_rule,
         "clip": plan.clip,
         "precision": Precision(plan.precision),

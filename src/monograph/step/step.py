@@ -107,6 +107,8 @@ class Step:
         self.index, self.holds_average, self.fusing = 0, False, nullcontext
         self.planes = layout.planes(self)
         self.device = layout.device or self.planes[0].param.device
+        if isinstance(self.loss, nn.Module):
+            self.loss.to(self.device)
         zeros = functools.partial(torch.zeros, lead := self.planes[0].param.shape[:-1], device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (docs/log.md).
         self.lr, self.loss_sum, self.count = (zeros(dtype=torch.float64) for _ in range(3))
