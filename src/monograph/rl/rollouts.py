@@ -214,10 +214,8 @@ class Drawer:
         teacher = self.reward.teacher
         if teacher is None:
             return None
-        told = [
-            rollout._replace(prompt_ids=prompt.teacher_ids or prompt.ids)
-            for prompt, rollout in zip(prompts, rollouts, strict=True)
-        ]
+        pairs = zip(prompts, rollouts, strict=True)
+        told = [rollout._replace(prompt_ids=prompt.teacher_ids or prompt.ids) for prompt, rollout in pairs]
         better = self.scored(told, teacher)
         return [
             [one - other for one, other in zip(own, rollout.logprobs, strict=True)]

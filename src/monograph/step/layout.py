@@ -16,7 +16,7 @@ from monograph.graph import siblings
 from monograph.graph.inspect import buffers_kept, modes_kept, parts
 from monograph.graph.lora import kept_state
 from monograph.graph.remat import Remat
-from monograph.loss import TokenLoss, counted, counts, pair
+from monograph.loss import Loss, TokenLoss, counted, counts, pair
 from monograph.ops.fused_gradients import fusing
 from monograph.optim import Plane, planes, trainable, unlinked, vectors_at_once
 from monograph.schedule import factor_at
@@ -106,6 +106,12 @@ def scored(step: Any, batches: Iterable[Any]) -> list[Sums]:
     """Return the sums of each micro-batch, without gradients."""
     with unlinked(step.planes), step.context():
         return [step.evaluate(batch) for batch in batches]
+
+
+def put_(loss: Loss, device: torch.device) -> None:
+    """Move a loss that has buffers to the step's device."""
+    if isinstance(loss, nn.Module):
+        loss.to(device)
 
 
 @contextmanager

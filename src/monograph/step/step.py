@@ -37,7 +37,7 @@ from monograph.step.clip import (
     update_plane,
     without_spikes_,
 )
-from monograph.step.layout import Held, Layout, of_the_update
+from monograph.step.layout import Held, Layout, of_the_update, put_
 
 
 @final
@@ -64,6 +64,8 @@ class Step:
         recorder: captures a micro-step for its replay on a GPU (`monograph.capture`); None: it is called every time.
         announce: gets a line when a micro-step cannot be replayed, with the reason.
     """
+
+    kept_for: bool | None  # whether the step was captured when it was chosen what recomputation keeps
 
     def __init__(  # noqa: PLR0913 - a user's arguments, and an engine's
         self,
@@ -103,12 +105,10 @@ class Step:
         self.left_in_bf16 = fp8.use(self.model, hidden_matrices(self.model)) if self.precision.name == "fp8" else []
         self.remat: Policy = remat or Remat.Off()
         recompute.follow(self.model, self.remat)
-        self.kept_for: bool | None = None
-        self.index, self.holds_average, self.fusing = 0, False, nullcontext
+        self.index, self.kept_for, self.holds_average, self.fusing = 0, None, False, nullcontext
         self.planes = layout.planes(self)
         self.device = layout.device or self.planes[0].param.device
-        if isinstance(self.loss, nn.Module):
-            self.loss.to(self.device)
+        put_(self.loss, self.device)
         zeros = functools.partial(torch.zeros, lead := self.planes[0].param.shape[:-1], device=self.device)
         # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (docs/log.md).
         self.lr, self.loss_sum, self.count = (zeros(dtype=torch.float64) for _ in range(3))
