@@ -3,8 +3,8 @@
 Eleven ways to train one small model on answers of 64 tokens (a form makes them all as long), 8 prompts and 8 answers
 each an update. The installed command line makes the runs, and plans each way again for a device of so little memory
 that it traces the step. A plan is the peak of the step, and what is held beside it: keys and values, the reference, the
-teacher. The seconds of drawing an update's answers are planned before each run, and so from the runs before it alone;
-what the run took is the median over its updates.
+teacher. Each way runs twice: the seconds of drawing an update's answers are planned before the second run, from earlier
+ones, and are the median over the second run's updates.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ def measured(home: Path, base: Path, way: str, more: list[str]) -> dict[str, Any
     typed = [
         str(folder / "prompts.jsonl"), f"model.init={base}", *reward, f"data.sequence_length={LENGTH}", *ANSWERS, *more,
     ]  # fmt: skip
+    harness.command(home, "train", *typed, "train.updates=6", "train.seed=1", "--out", f"{out}-first")
     before, _ = harness.command(home, "plan", *typed)
     run, _ = harness.command(home, "train", *typed, "train.updates=6", "--out", str(out))
     rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]

@@ -22,7 +22,7 @@ def test_plan(script, monkeypatch, tmp_path):
 def test_plan_rewards(script, monkeypatch, tmp_path):
     [case] = smoke(script("plan_rewards"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["planned_bytes"] == pytest.approx(case["measured_bytes"], rel=0.05)
-    assert case["planned_s"] > 0 and case["measured_s"] > 0 and not case["calibrated"]
+    assert case["planned_s"] > 0 and case["measured_s"] > 0 and case["calibrated"]
 
 
 @pytest.mark.slow

@@ -16,10 +16,10 @@ from monograph.model.config import LlamaConfig
 from monograph.planner import Candidate, Limits, Plan, StreamCandidate, budget, streamed_or_resident
 from monograph.planner.streaming import HOST_SHARE, describe_tiers, describe_way
 from monograph.predict.estimate import trained_adapters
-from monograph.predict.roofline import DRAWING, EFFICIENCIES, Calibration, peak_flops
+from monograph.predict.roofline import EFFICIENCIES, Calibration, peak_flops
 from monograph.report.quantities import count, duration, gibibytes
 from monograph.session.adapting import planned_tokens, token_notes
-from monograph.session.reinforcing import bytes_beside, drawing_time, with_records
+from monograph.session.reinforcing import bytes_beside, drawing_kind, drawing_time, with_records
 from monograph.session.requirements import notes_on, require_one_device, require_possible, require_room
 from monograph.session.resolve import request_of, resolve, shape_of, without
 from monograph.storage.cache_dir import cache_root, calibration_file
@@ -72,7 +72,7 @@ def run(
     _show(answer, config, request.tokens_per_update, updates)
     more: dict[str, Any] = {}
     if beside:
-        ratio = known.slowness(target, DRAWING)
+        ratio = known.slowness(target, drawing_kind(plan))
         drawing = (ratio or 1.0) * drawing_time(plan, config, target)
         held = ", ".join(f"{name} {gibibytes(size)}" for name, size in beside.items())
         print(f"\nbeside   {held}")

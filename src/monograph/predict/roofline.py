@@ -252,9 +252,6 @@ ALIKE = 2.0
 LEAST = 0.05
 
 
-DRAWING = "drawing"
-
-
 class Calibration:
     """What earlier runs measured: ratios of measured to predicted time, and bytes beyond a traced peak.
 
@@ -289,7 +286,7 @@ class Calibration:
         self.note_ratio(device, work.precision, seconds / update_time(work, device, peak_flops).total_s)
 
     def note_ratio(self, device: Device, kind: str, ratio: float) -> None:
-        """Keep a ratio of measured to predicted time: of an update in a precision, or of DRAWING."""
+        """Keep a ratio of measured to predicted time: of an update in a precision, or of drawing."""
         seen = self._seen.setdefault(_kind(device, kind), [])
         seen.append(ratio)
         del seen[:-MOST]

@@ -233,6 +233,12 @@ def drawing_time(plan: Plan, config: LlamaConfig, machine: Device, prompt: int =
     return drawing_s(config, drawing, machine, peak_flops(machine, (plan.precision,))[plan.precision])
 
 
+def drawing_kind(plan: Plan) -> str:
+    """Return the key of `Calibration` for how long drawing takes: adapters, and their base's bits, cost each step."""
+    base = plan.settings.lora.base or "adapters" if lora_of(plan.settings) else "whole"
+    return f"drawing, {plan.precision}, {base}"
+
+
 def rewards_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return what a run with rewards adds to its summary: means over the first and last tenth of its updates.
 

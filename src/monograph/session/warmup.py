@@ -22,7 +22,7 @@ from monograph.ops.attention import Kernel, compared, fastest, time_kernels
 from monograph.planner import StreamCandidate, defaults
 from monograph.planner.streaming import describe_tiers
 from monograph.predict.footprint import Work
-from monograph.predict.roofline import DRAWING, Calibration, peak_flops
+from monograph.predict.roofline import Calibration, peak_flops
 from monograph.profiling.memory import LiveBytes, peak_memory_bytes
 from monograph.report.quantities import count, counted, duration
 from monograph.rl.prompts import Prompts
@@ -31,7 +31,7 @@ from monograph.run import recorded_state
 from monograph.run.progress import Progress
 from monograph.run.recipe import lora_of
 from monograph.session.plan import Length
-from monograph.session.reinforcing import drawing_time
+from monograph.session.reinforcing import drawing_kind, drawing_time
 from monograph.session.resolve import request_of, resolve
 from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file
@@ -183,7 +183,7 @@ def remember_drawing(session: Session) -> None:
     rows = [row for row in session.run.rows() if "longest" in row][-CALIBRATING:]
     ratios = [row["drawn_s"] / drawing_time(session.plan, config, machine, prompt, row["longest"]) for row in rows]
     if ratios:
-        Calibration(calibration_file()).note_ratio(machine, DRAWING, statistics.median(ratios))
+        Calibration(calibration_file()).note_ratio(machine, drawing_kind(session.plan), statistics.median(ratios))
 
 
 _BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
