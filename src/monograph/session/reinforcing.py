@@ -235,8 +235,8 @@ def drawing_time(plan: Plan, config: LlamaConfig, machine: Device, prompt: int =
 
 def drawing_kind(plan: Plan) -> str:
     """Return the key of `Calibration` for how long drawing takes: adapters, and their base's bits, cost each step."""
-    base = plan.settings.lora.base or "adapters" if lora_of(plan.settings) else "whole"
-    return f"drawing, {plan.precision}, {base}"
+    lora = lora_of(plan.settings)
+    return f"drawing, {plan.precision}, {f'adapters on {lora.base}' if lora else 'whole'}"
 
 
 def rewards_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
