@@ -142,6 +142,8 @@ def test_a_labelled_answer_is_beside_the_next_one_to_another_prompt_that_has_roo
     alone = write(tmp_path / "p.jsonl", *records[:2])
     with pytest.raises(InputRefused, match="none has room beside that to 'x': give records of more prompts"):
         read(alone, labelled=True)
+    with pytest.raises(InputRefused, match="no answer has room beside one to another prompt"):
+        read(alone, labelled=True, bad_records="skip")
     skipped = read(write(tmp_path / "p.jsonl", *records, {"prompt": "w" * 16, "completion": "v", "label": True}),
                    labelled=True, sequence_length=36, bad_records="skip")  # fmt: skip
     assert skipped.skipped == {"no other answer has room": 1} and skipped.train.documents == 5

@@ -201,11 +201,11 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     parts = read_parts(reading, read, f"prefer.loss needs records with {needs}", progress)
     sides = (parts.train, parts.held_out)
     if labelled:
-        with_others = functools.partial(
-            _with_others, others=parts.train, length=length, skipped=parts.skipped,
-            refuse=reading["bad_records"] == "refuse",
-        )  # fmt: skip
-        sides = with_others(parts.train), with_others(parts.held_out)
+        fixed = {"length": length, "skipped": parts.skipped, "refuse": reading["bad_records"] == "refuse"}
+        train, held = (_with_others(side, parts.train, **fixed) for side in sides)
+        sides = train, held
+        if not sides[0]:
+            raise InputRefused(f"{parts.sources.name}: no answer has room beside one to another prompt: give more")
     decisive = [parts.sources.sha256, tokenizer.hash, length, reading["held_out"], reading["bad_records"], keys[0]]
     digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     return _corpus(parts, sides, tokenizer, length, digest)
