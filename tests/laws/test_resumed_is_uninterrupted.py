@@ -166,6 +166,7 @@ def test_a_hundred_kills(kind: str, server: CommandServer, here: Path) -> None:
     """Killed also while answers are drawn, rewarded (which takes most of the time here), scored and learned from."""
     (here / "slowly.py").write_text("import time\n" + LETTERS.replace("    return", "    time.sleep(0.01)\n    return"))
     off_policy = {"rl.reward": "slowly.py:score", "rl.updates": 3, "rl.kl": "k2:0.05", "rl.draws": 2}
+    off_policy["train.updates"] = 60  # a command begins so fast that a shorter run is hardly ever killed in a save
     killed(server, here, 100, {"own": OWN, "rewarded": REWARDED | off_policy, "preferred": PREFERRED}[kind])
 
 
