@@ -1,6 +1,6 @@
 """Run: pytest tests/test_story.py
 
-Data, sweep, train, kill, stream, two ranks, resume, compare, generate, export, finetune, reinforce.
+Data, sweep, train, kill, stream, two ranks, resume, compare, generate, export, finetune, reinforce, prefer.
 """
 
 from __future__ import annotations

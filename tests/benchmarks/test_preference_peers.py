@@ -90,13 +90,6 @@ def test_what_is_compared(peers):
     assert [len(peers.row(each)) for each in (ours, theirs, missing)] == [len(peers.HEADERS)] * 3
 
 
-def test_trl_missing(script, monkeypatch):
-    peer = script("peer_trl_dpo")
-    monkeypatch.setattr(peer, "MISSING", "trl")
-    with pytest.raises(SystemExit, match="trl is not installed for .*: name another --peer-python"):
-        peer.main("order.json")
-
-
 @pytest.mark.slow
 def test_preference_peers(peers, monkeypatch, tmp_path, capsys):
     """TRL has an environment of its own, which the tests have not."""

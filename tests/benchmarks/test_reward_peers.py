@@ -61,8 +61,9 @@ def test_what_is_compared(peers):
     assert found["trl"]["gradient_error"]["median"] == 2e-6
 
 
-def test_trl_missing(script, monkeypatch):
-    peer = script("peer_trl")
+@pytest.mark.parametrize("name", ["peer_trl", "peer_trl_dpo"])
+def test_trl_missing(name, script, monkeypatch):
+    peer = script(name)
     monkeypatch.setattr(peer, "MISSING", "trl")
     with pytest.raises(SystemExit, match="trl is not installed for .*: name another --peer-python"):
         peer.main("order.json")
