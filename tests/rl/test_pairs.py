@@ -88,6 +88,7 @@ def test_equal_prompts_are_on_one_side_and_answers_are_numbered_over_both(tmp_pa
 
 GOOD = {"prompt": "x", "chosen": "a", "rejected": "b"}
 FAULTS: list[tuple[Any, str]] = [
+    ({"completion": "x", "label": True}, "'label'; such a record is for prefer.loss = kto"),
     ({"prompt": "x", "chosen": "a"}, "has no key 'rejected'; its keys are 'prompt', 'chosen'"),
     ({"prompt": "x", "chosen": "a", "rejected": 3}, "'rejected' is a number, not a text or a list of messages"),
     ({"prompt": "x", "chosen": "a", "rejected": said("y")}, "are not both texts or both lists"),
@@ -168,6 +169,7 @@ def test_labelled_chats_are_read_and_held_out_ones_are_beside_those_that_are_lea
         ({"prompt": "x", "completion": "a"}, "expected true or false under 'label', which is missing; its keys are"),
         ({"prompt": "x", "completion": "a", "label": 1}, "expected true or false under 'label', which is a number"),
         ({"prompt": "x", "label": True}, "has no key 'completion'"),
+        ({"chosen": "x", "rejected": "y"}, "'rejected'; such a record is for prefer.loss = dpo"),
         ({"prompt": "x" * 40, "completion": "a" * 9, "label": True}, "the answer and its prompt twice take 92 tokens"),
     ],
 )

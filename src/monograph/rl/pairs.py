@@ -231,7 +231,9 @@ def _are_chats(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
     """Return whether the answers under these keys are lists of messages, not texts; raise Unusable if neither."""
     for key in keys:
         if key not in record:
-            raise Unusable("no pair", f"has no key {short(key)}; its keys are {few(list(record))}")
+            other, loss = {CHOSEN: (LABEL, "kto"), COMPLETION: (REJECTED, "dpo")}.get(key, ("", ""))
+            hint = f"; such a record is for prefer.loss = {loss}" if other in record else ""
+            raise Unusable("no pair", f"has no key {short(key)}; its keys are {few(list(record))}{hint}")
         if not isinstance(record[key], str | list):
             raise Unusable("no pair", f"{short(key)} is {KINDS[type(record[key])]}, not a text or a list of messages")
     first, last = record[keys[0]], record[keys[-1]]
