@@ -100,7 +100,9 @@ def cases(smoke: bool) -> dict[str, Case]:
 # ── the ways ──────────────────────────────────────────────────────────────────────────────────────
 
 
-def one_after_another(case: Case, models: Sequence[nn.Module], train: bool, compiled: bool) -> Callable[[], object]:
+def one_after_another(
+    case: Case, models: Sequence[nn.Module], train: bool, compiled: bool = False, captured: bool = False
+) -> Callable[[], object]:
     """Return a loop over the members; if compiled, one graph serves all, and the optimizer is torch's fused AdamW."""
 
     def forward(model: nn.Module, batch: Batch) -> Tensor:
@@ -120,7 +122,7 @@ def one_after_another(case: Case, models: Sequence[nn.Module], train: bool, comp
                 look(model, inputs)
 
         return looked
-    optimizers = [torch.optim.AdamW(model.parameters(), lr=LR, fused=compiled) for model in models]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=LR, fused=compiled, capturable=captured) for model in models]
 
     def stepped() -> None:
         for model, optimizer in zip(models, optimizers, strict=True):
@@ -217,12 +219,12 @@ def ways(case: Case, train: bool) -> dict[str, Callable[[], object]]:
 
     found: dict[str, Callable[[], object]] = {
         "ensemble": together(case, own(), train),
-        "loop": one_after_another(case, own(), train, compiled=False),
+        "loop": one_after_another(case, own(), train),
         "compiled loop": one_after_another(case, own(), train, compiled=True),
         "torch.func": by_hand(case, own(), train),
     }
     if device.type == "cuda":
-        found["graphed loop"] = cuda_graphed(found["loop"])
+        found["graphed loop"] = cuda_graphed(one_after_another(case, own(), train, captured=True))
     return found
 
 

@@ -169,7 +169,7 @@ def called(home: Path, *arguments: str) -> str:
     """Return the output of `monograph ARGUMENTS` in a folder that is also its home."""
     environment = os.environ | {
         "HOME": str(home),
-        "PYTHONPATH": str(ROOT / "src"),
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "src"), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": str(torch.get_num_threads()),
     }
     done = subprocess.run(

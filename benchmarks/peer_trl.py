@@ -43,7 +43,7 @@ def settings(order: dict[str, Any], folder: str) -> GRPOConfig:
             "output_dir": folder,
             "seed": order["seed"],
             "data_seed": order["seed"],
-            "use_cpu": True,
+            "use_cpu": not torch.cuda.is_available(),
             "bf16": False,
             "gradient_checkpointing": False,  # on unless it is said; it saves memory and costs time
             # The loss: advantages that are not divided, a constant length in the denominator, no KL term, and one

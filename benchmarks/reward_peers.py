@@ -1,11 +1,12 @@
-"""Compare reinforcement learning on a CPU with TRL's GRPOTrainer, from the same model, prompts and reward.
+"""Compare reinforcement learning with TRL's GRPOTrainer, from the same model, prompts and reward.
 
 The task is "makes" of `rewards.py`: "57=" -> any "aa+bb" that adds up to it, after a little supervised training. Both
 draw 8 answers to each of 32 prompts, at temperature 1, and make one update of each draw: dr_grpo, no KL term, AdamW
-with the same rate, warm-up and clipping; fp32, eager, one thread. A round is a whole training of `--seconds`, as a
-person would start it: `monograph train`, and GRPOTrainer on transformers' LlamaForCausalLM in a process with its own
-Python (`--peer-python`, of an environment with `pip install trl`). Rounds are interleaved, a seed each. TRL's
-defaults that cost time here are off; `--ways` has settings of TRL that could be faster.
+with the same rate, warm-up and clipping; fp32, eager, one thread, on the GPU where there is one. A round is a whole
+training of `--seconds`, as a person would start it: `monograph train`, and GRPOTrainer on transformers'
+LlamaForCausalLM in a process with its own Python (`--peer-python`, of an environment with `pip install trl`). Rounds
+are interleaved, a seed each. TRL's defaults that cost time here are off; `--ways` has settings of TRL that could be
+faster.
 
     rollouts/s    answers drawn per second of drawing
     updates/s     per second of training, with all that happens between updates
