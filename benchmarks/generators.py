@@ -20,8 +20,9 @@ from torch import Tensor
 
 from monograph.decode import Generation, Sampling
 from monograph.decode.cache import KVCache
-from monograph.decode.generator import Generator, Request
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
+from monograph.decode.request import Request
 from monograph.device import default_device
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -108,7 +109,7 @@ def monograph(task: Task) -> Write:
             rows=task.rows,
             slots=task.slots,
             vocabulary=task.tokenizer.vocab_size,
-            compiled=True,
+            mode="compiled",
         )
         for greedy, how in hows.items()
     }

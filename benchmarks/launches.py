@@ -23,8 +23,9 @@ import torch
 from sampler import FULL
 from steps import Shape, packed_window
 
-from monograph.decode.generator import Generator, Request
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
+from monograph.decode.request import Request
 from monograph.device import named
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
@@ -116,7 +117,7 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
     """Return the counts of a decode step with the full chain of filters, and of its sampler alone."""
     model = model_of(config).to(torch.bfloat16)
     generator = Generator(
-        model, chain_of([FULL]), rows=rows, slots=PROMPT + TOKENS, vocabulary=config.vocab_size, compiled=True
+        model, chain_of([FULL]), rows=rows, slots=PROMPT + TOKENS, vocabulary=config.vocab_size, mode="compiled"
     )
     for seed in range(rows):
         sampling = dataclasses.replace(FULL, seed=seed)

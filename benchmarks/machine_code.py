@@ -28,8 +28,9 @@ from steps import Shape, packed_window
 from torch import nn
 
 from monograph.decode.automata import Automaton, constraint
-from monograph.decode.generator import Generator, Request
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
+from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.device import clock, describe
 from monograph.engine import Engine
@@ -178,7 +179,7 @@ def decoding(shape: Shape, sampling: Sampling, rows: int, machines: Sequence[Aut
     """Decode by blocks of steps, which are replayed, and call the step with both ways to narrow the tokens."""
     generator = Generator(
         on_card(shape).to(Precision(HALF).dtype), chain_of([sampling], stop_ids=1), rows=rows, slots=576,
-        vocabulary=shape.config.vocab_size, automata=machines, compiled=True,
+        vocabulary=shape.config.vocab_size, automata=machines, mode="compiled",
     )  # fmt: skip
     for row in range(rows):
         machine = machines[row % len(machines)] if machines else None

@@ -16,9 +16,10 @@ import torch
 from systems import drawn_on
 
 from monograph.decode.chain import OK, Rows, sample
-from monograph.decode.generator import Generator, Request
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.penalties import COUNTS
+from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.device import default_device
 from monograph.graph.capture import compiled
@@ -118,7 +119,7 @@ class Steps:
             rows=rows,
             slots=len(PROMPT) + steps,
             vocabulary=model.config.vocab_size,
-            compiled=compiled,
+            mode="compiled" if compiled else "eager",
         )
 
     def __call__(self) -> None:

@@ -11,8 +11,9 @@ import torch
 from batches import tiny_llama
 from monograph.decode.automata import stop_strings
 from monograph.decode.chain import OVERFLOW, Drawn
-from monograph.decode.generator import Finish, Generator, Request
+from monograph.decode.generator import Generator, Pace
 from monograph.decode.knobs import chain_of
+from monograph.decode.request import Finish, Request
 from monograph.decode.sampling import Sampling
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
@@ -156,3 +157,53 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(UsageError, match="does not serve"):
         machine.submit(request(1, sampling=Sampling(1.0, top_p=0.5)))
     assert outcome(machine, request(*range(23))) == [([outcome(generator(), request(*range(23)))[0][0][0]], "length")]
+
+
+def keys_of(machine: Generator, row: int, slots: int) -> list[torch.Tensor]:
+    """The keys and values of a row's first slots."""
+    tensors = (*machine.cache.keys, *machine.cache.values)
+    return [tensor[:, row].transpose(1, 2).flatten(0, 1)[:slots].clone() for tensor in tensors]
+
+
+def test_chunks_that_two_prompts_have_in_common_are_read_once_in_the_same_bits() -> None:
+    def fresh() -> Generator:
+        return generator(tiny_llama(max_position_embeddings=256), rows=3, slots=256)
+
+    known = tuple(range(3, 60)) * 3
+    prompt = (*known[:140], *range(20, 40))
+    alone, machine = fresh(), fresh()
+    outcome(alone, request(*prompt))
+    # The first row is free while others run, and writes where it stands.
+    outcome(machine, request(*known[:150], max_tokens=2), request(7, max_tokens=30))
+    before = machine.reused
+    assert outcome(machine, request(*prompt, owner="another"))[0][1] == "length" and machine.reused == before
+    outcome(machine, request(*prompt))
+    assert machine.reused - before == 2 * machine.reader.chunk == 128
+    ours, expected = keys_of(machine, machine._free[-1], len(prompt) - 1), keys_of(alone, 0, len(prompt) - 1)
+    assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+
+
+def test_a_cancelled_request_frees_its_row_before_the_next_block() -> None:
+    machine = generator(counting(tiny_llama()), rows=1)
+    first, second = machine.submit(request(7, max_tokens=20)), machine.submit(request(30, max_tokens=2))
+    third = machine.submit(request(40))
+    assert [event.number for event in machine.advance()] == [first]
+    machine.cancel(first)
+    machine.cancel(third)
+    events = list(machine.run())
+    assert {event.number for event in events} == {second} and events[-1].finish == "length"
+    assert sum((event.token_ids for event in events), []) == [31, 32]
+
+
+def test_a_long_prompt_is_read_between_the_blocks_of_others() -> None:
+    model = tiny_llama(max_position_embeddings=512)
+    machine = generator(model, slots=512, block=Pace(4, 2, 1))
+    machine.submit(request(7, max_tokens=40))
+    machine.advance()
+    machine.submit(request(*[5] * 400))
+    seen, drawn = [], 0
+    model.register_forward_pre_hook(lambda _, arguments: seen.append(arguments[0].shape[1]))
+    while machine._waiting:
+        drawn += sum(len(event.token_ids) for event in machine.advance())
+    # A chunk and then two steps, until the seven chunks of the prompt are read; then four steps of both.
+    assert seen == [64, 1, 1] * 6 + [64, 1, 1, 1, 1] and drawn == 2 * 6 + 4 * 2

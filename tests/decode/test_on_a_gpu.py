@@ -12,8 +12,9 @@ import torch
 
 from batches import tiny_llama
 from monograph.decode.automata import constraint, stop_strings
-from monograph.decode.generator import Generator, Request
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
+from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.text.tokenizer import Tokenizer
 
@@ -40,16 +41,16 @@ def written(machine: Generator) -> list[list[int]]:
 
 @pytest.mark.parametrize("block", [1, 5, 16])
 def test_replayed_blocks_write_what_single_steps_write(block: int) -> None:
-    assert written(generator(compiled=True, block=block)) == written(generator(compiled=True, block=2))
+    assert written(generator(mode="compiled", block=block)) == written(generator(mode="compiled", block=2))
 
 
 def test_eager_steps_write_alike() -> None:
-    ours, eager = written(generator(compiled=True)), written(generator())
+    ours, eager = written(generator(mode="compiled")), written(generator())
     assert sum(a == b for a, b in zip(ours, eager, strict=True)) >= 6, "one near tie may part two modes"
 
 
 def test_a_thousand_steps_copy_four_bytes_a_row_and_step() -> None:
-    machine = generator(compiled=True, block=50)
+    machine = generator(mode="compiled", block=50)
 
     def run() -> None:
         for seed in range(3):

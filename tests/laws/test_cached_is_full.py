@@ -10,7 +10,8 @@ from torch import Tensor
 
 from batches import tiny_llama
 from monograph.decode import Sampling, generate
-from monograph.decode.cache import KVCache, Reader, Slots
+from monograph.decode.cache import KVCache, Slots
+from monograph.decode.reader import Reader
 from monograph.model.families import FULL, SLIDING, LinearScaling, Llama3Scaling
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
@@ -45,7 +46,10 @@ def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> 
     cache = KVCache.allocate(model.config, ROWS, slots, model.lm_head.weight.dtype, torch.device("cpu"))
     reader = Reader(model, Slots(slots), 4, lambda function: function)
     for row, first in enumerate(firsts):
-        cache.copy_rows([row], reader.cache, reader.read([tokens_BT[row, :first].tolist()]), first)
+        prompt = [tuple(tokens_BT[row, :first].tolist())]
+        reader.begin(prompt)
+        reader.go_on()
+        cache.copy_rows([row], reader.cache, reader.rows_of(prompt), first)
     found: list[list[Tensor]] = [[] for _ in firsts]
     for step in range(LENGTH):
         positions_B1 = torch.tensor([[min(first - 1 + step, LENGTH - 1)] for first in firsts])

@@ -17,9 +17,10 @@ from torch import Tensor
 from batches import tiny_llama
 from monograph.decode import Sampling, generate, step
 from monograph.decode.chain import Drawn, Rows, edited
-from monograph.decode.generator import Generator, LogProbability, Request
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import row_uniform
+from monograph.decode.request import LogProbability, Request
 from monograph.text.tokenizer import Tokenizer
 from numerics import error_within
 from reference import sampler as reference

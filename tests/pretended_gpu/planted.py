@@ -89,10 +89,10 @@ FAULTS = [
     Fault("graph/recompute.py", "return tensor, self.stream.record_event()", "return tensor, torch.cuda.Event()",
           OFFLOADED),
     # The outbox of decoding.
-    Fault("decode/step.py", "self._stream.wait_stream(torch.cuda.current_stream(self._rings[0].device))", "pass",
+    Fault("decode/outbox.py", "self._stream.wait_stream(torch.cuda.current_stream(self._rings[0].device))", "pass",
           OUTBOX),
-    Fault("decode/step.py", "self._events[half].synchronize()", "pass", OUTBOX),
-    Fault("decode/step.py", "self._events[half].record()", "pass", OUTBOX),
+    Fault("decode/outbox.py", "self._events[half].synchronize()", "pass", OUTBOX),
+    Fault("decode/outbox.py", "self._events[half].record()", "pass", OUTBOX),
     Fault("decode/step.py", "half, self._half = self._half, 1 - self._half", "half = self._half", OUTBOX),
     Fault("decode/step.py", "line_1.fill_(self._half * self.lines)", "line_1.fill_(0)", OUTBOX),
     Fault("decode/step.py", "pin_memory=cuda", "pin_memory=False", WAITS),

@@ -17,10 +17,11 @@ import torch
 from torch import Tensor
 
 from batches import packed, tiny_llama
-from monograph.decode.generator import Generator, Request
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
+from monograph.decode.outbox import Outbox
+from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
-from monograph.decode.step import Outbox
 from monograph.graph.remat import Remat
 from monograph.graph.replay import CudaGraphs, Replays
 from monograph.resident import Resident

@@ -1,28 +1,20 @@
 """The key-value cache of a fixed size: slot s of a row holds keys and values of position s; rows advance independently.
 
-Prompts are read in chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one, unless a caller
-wants more), so that a prompt's keys and values depend on the prompt alone. The first decode step reads its last token,
-unless the reader does (`Slots.least`).
-
 Shapes: N blocks, B rows, K key-value heads, H query heads, C slots of a block, E head dimension, T positions of a
 chunk, 1 broadcasts.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from monograph.device import sent
 from monograph.model.config import LlamaConfig
-from monograph.model.llama import Llama
-from monograph.ops.attention import BLOCK, SAME_ROWS, cached_attention
-
-Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+from monograph.ops.attention import BLOCK, cached_attention
 
 
 class KVCache:
@@ -119,71 +111,3 @@ class Slots(NamedTuple):
     prompts: int = 1
     least: int = 1
     longest: int = BLOCK
-
-
-class Reader:
-    """Reads prompts, one or several at once, into a cache that holds those that were read last.
-
-    Attributes:
-        whole: whether the last token is read, too.
-        last_RD: then its final hidden state in each row; R are the rows of the reader's cache.
-    """
-
-    def __init__(self, model: Llama, slots: Slots, chunk: int, wrap: Wrap) -> None:
-        """Allocate a cache with a row for each of the prompts that are read at once.
-
-        Args:
-            model: the language model, in evaluation mode.
-            slots: its form; no prompt is longer than its positions.
-            chunk: tokens read at once, a power of two up to the cache's block.
-            wrap: a function that compiles another, or returns it unchanged.
-        """
-        weight = model.lm_head.weight
-        self.model, self.chunk, self.rows, self.device = model, chunk, slots.prompts, weight.device
-        self.cache = KVCache.allocate(model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block)
-        self.cache.least, self.whole = slots.least, slots.least >= SAME_ROWS
-        self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
-        self._pass = wrap(self._read_chunk)
-        self._held: dict[tuple[int, ...], int] = {}
-
-    def read(self, prompts: Iterable[Sequence[int]], further: Iterable[Sequence[int]] = ()) -> list[int]:
-        """Return the rows of the cache with the first of these prompts, without their last tokens unless `whole`.
-
-        Those that are held are not read again. If the first has to be read, so are as many of the others, and then of
-        the further ones, as fit. The list ends before the first prompt that is not held then.
-        """
-        end = None if self.whole else -1
-        wanted = [tuple(prompt[:end]) for prompt in prompts]
-        if wanted[0] not in self._held:
-            self._held = {}  # an interrupt may come before all is read
-            later = (tuple(prompt[:end]) for prompt in further)
-            self._held = self._read(list(itertools.islice(dict.fromkeys((*wanted, *later)), self.rows)))
-        return [self._held[tokens] for tokens in itertools.takewhile(self._held.__contains__, wanted)]
-
-    def _read(self, prompts: list[tuple[int, ...]]) -> dict[tuple[int, ...], int]:
-        # With fixed chunks at fixed positions a prompt's numbers depend on it alone, and few graphs are captured.
-        longest = max(map(len, prompts))
-        padded = torch.zeros(self.rows, -(-longest // self.chunk) * self.chunk, dtype=torch.int64)
-        for row, tokens in enumerate(prompts):
-            padded[row, : len(tokens)] = torch.tensor(tokens, dtype=torch.int64)
-        for begin in range(0, longest, self.chunk):
-            chunk_BT = padded[:, begin : begin + self.chunk].to(self.device)
-            start = torch.full((1, 1), begin, device=self.device)
-            hidden_BTD = self._pass(chunk_BT, start, self.cache.visible(begin + self.chunk))
-            if self.whole:
-                ends = {row: len(tokens) - 1 - begin for row, tokens in enumerate(prompts)}
-                ends = {row: at for row, at in ends.items() if 0 <= at < self.chunk}
-                self.last_RD[list(ends)] = hidden_BTD[list(ends), list(ends.values())].to(self.last_RD.dtype)
-        return {tokens: row for row, tokens in enumerate(prompts)}
-
-    def forget(self) -> None:
-        """Clear the cache: it may hold numbers that are not finite."""
-        self.cache.clear(slice(None))
-        self._held = {}
-
-    @torch.no_grad()
-    def _read_chunk(self, tokens_BT: Tensor, start_11: Tensor, blocks: int) -> Tensor | None:
-        positions_1T = start_11 + torch.arange(tokens_BT.shape[1], device=self.device)
-        hidden_BTD = self.model(tokens_BT, positions=positions_1T.expand_as(tokens_BT), cache=self.cache.first(blocks))
-        # A compiled pass that returns nothing leaves out what follows the last keys and values.
-        return hidden_BTD if self.whole else None

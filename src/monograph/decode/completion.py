@@ -16,10 +16,11 @@ from torch import Tensor
 
 from monograph.decode.automata import Automaton, stop_strings
 from monograph.decode.cache import KVCache, Slots
-from monograph.decode.generator import Finish, Generator, LogProbability, Request
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.penalties import breakers
 from monograph.decode.reproducible import continuation_seed
+from monograph.decode.request import Finish, LogProbability, Request
 from monograph.decode.sampling import Sampling
 from monograph.device import describe
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
@@ -295,7 +296,7 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
         slots=slots,
         vocabulary=vocabulary,
         automata=automata,
-        compiled=steps >= WORTH_COMPILING[device],
+        mode="compiled" if steps >= WORTH_COMPILING[device] else "eager",
     )
 
 

@@ -6,23 +6,25 @@ its row, on the other rows, on when the request came or on how many steps a bloc
 
 from __future__ import annotations
 
+import functools
 import itertools
-import math
+import operator
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-from torch import Tensor
-
 from monograph import compat
-from monograph.decode.automata import FREE, Automaton, Tables
-from monograph.decode.cache import KVCache, Reader, Slots, Wrap
+from monograph.decode.automata import Automaton, Tables
+from monograph.decode.cache import KVCache, Slots
 from monograph.decode.candidates import Truncation
 from monograph.decode.knobs import Chain, knobs_of, new_knobs, write_rows
+from monograph.decode.outbox import Outbox, drawn, reported
 from monograph.decode.penalties import first_counts
+from monograph.decode.reader import Reader, Wrap
+from monograph.decode.request import Event, Finish, Request
 from monograph.decode.sampling import Sampling
-from monograph.decode.step import HAS_TOKEN, MAX_STOP_IDS, TOKEN_BITS, DecodeStep, Outbox, State, Status
+from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status
 from monograph.device import clock, sent
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
@@ -30,67 +32,9 @@ from monograph.graph.replay import CudaGraphs, Replays
 from monograph.model.llama import Llama
 from monograph.ops.attention import BLOCK
 
-Finish = Literal["stop", "length", "not_finite", "nothing_allowed"]
-
-
-@dataclass(frozen=True)
-class Request:
-    """A prompt and the options of one text to write after it.
-
-    Attributes:
-        prompt_ids: at least one id.
-        sampling: how tokens are chosen; its seed decides the draws.
-        max_tokens: most tokens to write, at least 1; fewer are written where the row's positions end before.
-        stop_ids: ids that end the text.
-        constraint: the automaton of the allowed texts; None: any text.
-        stop: the automaton of the stop strings; None: there are none.
-        breaker_V: bool, the ids that no repetition goes across (`penalties.breakers`); None: there are none.
-        seed: the seed of the draws in place of the sampling's, so that many requests can have one; None: that one.
-    """
-
-    prompt_ids: tuple[int, ...]
-    sampling: Sampling
-    max_tokens: int
-    stop_ids: tuple[int, ...] = ()
-    constraint: Automaton | None = None
-    stop: Automaton | None = None
-    breaker_V: Tensor | None = None
-    seed: int | None = None
-
-
-class LogProbability(NamedTuple):
-    """Natural logarithms of the probabilities of a drawn token and of the likeliest tokens at its place.
-
-    Attributes:
-        drawn: of the drawn token under the model's raw logits, before any stage.
-        likeliest: (id, value) of the likeliest tokens under the raw logits.
-        processed_drawn: of the drawn token under the distribution drawn from, after all stages; 0 at temperature 0.
-        processed_likeliest: (id, value) of the likeliest tokens under that; fewer where fewer tokens were left.
-    """
-
-    drawn: float
-    likeliest: list[tuple[int, float]]
-    processed_drawn: float
-    processed_likeliest: list[tuple[int, float]]
-
-
-class Event(NamedTuple):
-    """Progress of a request.
-
-    Attributes:
-        number: the request's number, from `Generator.submit`.
-        token_ids: the ids drawn since its last event.
-        finish: how the request ended; None while it runs.
-        logprobs: one for each id if the request asks for them, else none.
-    """
-
-    number: int
-    token_ids: list[int]
-    finish: Finish | None
-    logprobs: list[LogProbability]
-
-
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}  # most tokens of a prompt that are read at once, by type of device
+Mode = Literal["eager", "captured", "compiled"]
+_NOTHING: tuple[str, tuple[int, ...]] = "", ()
 FINISHES: dict[Status, Finish] = {
     Status.STOP: "stop",
     Status.LENGTH: "length",
@@ -107,6 +51,7 @@ class _Record:
         number: the request's number.
         request: the request.
         limit: most tokens that it may draw.
+        serving: the chains that serve it, a bit for each.
         launched: steps that were started for it, and so the most tokens that it can have drawn.
         received: tokens that the host has read.
         exact: whether the fast truncation once could not decide a draw. From then on the request runs with the exact
@@ -116,6 +61,7 @@ class _Record:
     number: int
     request: Request
     limit: int
+    serving: int
     launched: int = 0
     received: int = 0
     exact: bool = False
@@ -129,6 +75,20 @@ class _Block(NamedTuple):
     records: list[_Record | None]
 
 
+class Pace(NamedTuple):
+    """How long running requests and those that wait for a row wait for each other.
+
+    Attributes:
+        steps: of a block, between two reads of the host.
+        hurried: most steps of a block while a request waits.
+        chunks: most chunks of prompts that are read between two blocks; None: all.
+    """
+
+    steps: int
+    hurried: int
+    chunks: int | None
+
+
 class Generator:
     """A decoder of many requests, which run in the rows of one cache, one graph for a step of all rows.
 
@@ -139,40 +99,45 @@ class Generator:
             after a request's end would be wasted.
         prefill_s: seconds that the host spent on reading prompts.
         blocks_read: how many blocks the host has read; it waits for the device at no other time.
+        reused: tokens of prompts that were not read again, as another prompt began with them.
     """
 
     def __init__(
         self,
         model: Llama,
-        chain: Chain,
+        chain: Chain | Sequence[Chain],
         *,
         rows: int,
         slots: int | Slots,
         vocabulary: int,
-        automata: Collection[Automaton] = (),
-        block: int | None = None,
-        compiled: bool = False,
+        automata: Collection[Automaton] | Tables = (),
+        block: int | Pace | None = None,
+        mode: Mode = "eager",
     ) -> None:
         """Allocate the cache, the state and the tables of all rows.
 
         Args:
             model: the language model; it is put into evaluation mode.
-            chain: the sampler's stages, all that any request will need.
+            chain: the sampler's stages, all that any request will need; or several chains, the last of which has all. A
+                block takes the first that serves all of its requests, which changes no bit.
             rows: most requests that run at once.
             slots: positions of each row, at most the model's context; with their form, if it is not the usual one.
             vocabulary: V, the size of the tokenizer's vocabulary.
-            automata: all constraints and stop strings that requests will have.
-            block: steps between two reads of the host; None: 16 on a GPU, 1 elsewhere, where reading hides nothing.
-            compiled: whether to compile the step, and on a GPU replay it as a CUDA graph.
+            automata: all constraints and stop strings that requests will have, or tables to put them into.
+            block: steps between two reads of the host, or a pace; None: 16 on a GPU, 1 elsewhere, where reading hides
+                nothing.
+            mode: "compiled": the step is compiled, and on a GPU replayed as a CUDA graph; "captured": only replayed.
         """
         weight = model.eval().lm_head.weight
         form = slots if isinstance(slots, Slots) else Slots(slots)
-        self.rows, self.slots, self.compiled = rows, form.most, compiled
-        self.block = block or (16 if weight.is_cuda else 1)
+        self.rows, self.slots, self.compiled = rows, form.most, mode == "compiled"
+        steps = block or (16 if weight.is_cuda else 1)
+        self.pace = steps if isinstance(steps, Pace) else Pace(steps, steps, None)
+        self.chains = (chain,) if isinstance(chain, Chain) else tuple(chain)
         # Each number of visible blocks and each truncation is a graph of its own, and torch by itself allows eight.
-        if compiled:
+        if self.compiled:
             compat.allow_variants()
-        wrap: Wrap = compile_function if compiled else lambda function: function
+        wrap: Wrap = compile_function if self.compiled else lambda function: function
         longest = min(form.most, CHUNKS[weight.device.type], model.config.max_position_embeddings)
         chunk = min(1 << longest.bit_length() - 1, 1 << (form.longest - 1).bit_length())
         self.reader = Reader(model, form, chunk, wrap)
@@ -180,27 +145,42 @@ class Generator:
         self.cache.least = form.least
         self._last_BD = weight.new_zeros(rows, model.config.hidden_size)  # of each row's prompt; see `Reader.last_RD`
         # Two halves of lines: the host reads one while the device writes the other.
-        self.state = State.allocate(rows, self.slots, vocabulary, 2 * self.block, chain, weight.device)
-        self.knobs = new_knobs(chain, rows, weight.device)
-        self.tables = Tables(automata, vocabulary, weight.device) if automata else None
-        self.chain, self.vocabulary = chain, vocabulary
-        self.step = DecodeStep(model, self.state, self.cache, chain, self.knobs, self.tables, vocabulary)
-        recorder = CudaGraphs(weight.device) if compiled and weight.is_cuda else None
-        self.replays = Replays(wrap(self.step.__call__), recorder)
+        self.state = State.allocate(rows, self.slots, vocabulary, 2 * self.pace.steps, self.chain, weight.device)
+        self.knobs = new_knobs(self.chain, rows, weight.device)
+        self.tables = automata if isinstance(automata, Tables) else Tables(automata, vocabulary, weight.device)
+        self.vocabulary = vocabulary
+        self.steps = [
+            DecodeStep(model, self.state.of(each), self.cache, each, self.knobs, self.tables, vocabulary)
+            for each in self.chains
+        ]
+        calls = [wrap(each.__call__) for each in self.steps]
+        recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
+        self.replays = Replays(lambda chain, *variant: calls[chain](*variant), recorder)
         rings = (self.state.ring_RB, self.state.values_RBN, self.state.ids_RBN)
         self.outbox = Outbox([ring for ring in rings if ring is not None])
-        self.ahead, self.prefill_s, self.blocks_read = weight.is_cuda, 0.0, 0
-        self._waiting: deque[tuple[int, Request, dict[str, Any]]] = deque()  # with the values of knobs
+        self.ahead, self.prefill_s, self.blocks_read, self.reused = weight.is_cuda, 0.0, 0, 0
+        self._waiting: deque[tuple[int, Request, int, dict[str, Any]]] = deque()  # with its chains and values of knobs
         self._records: list[_Record | None] = [None] * rows
+        self._prompts = [_NOTHING] * rows  # the owner and read part of each row's
+        self._free: list[int] = list(range(rows))  # rows without a request, the longest free first
+        self._under_way: _Block | None = None
         self._submitted = 0
-        self._served: tuple[Sampling, tuple[int, ...]] | None = None  # what the chain was asked last, and
-        self._values: dict[str, Any] = {}  # the values of its knobs
+        self._asked: tuple[Sampling, tuple[int, ...]] | None = None  # what the chains were asked last, and
+        self._served: tuple[int, dict[str, Any]] = 0, {}  # which of them serve it, and the values of their knobs
+        # Where a layer sees a window, a free row must stand in what other rows read, or it would see nothing: a NaN.
+        windows = [model.config.window(layer) for layer in range(model.config.num_hidden_layers)]
+        self._keeps = windows == [None] * len(windows)
+
+    @property
+    def chain(self) -> Chain:
+        """Return the chain with all stages."""
+        return self.chains[-1]
 
     def submit(self, request: Request) -> int:
         """Put a request in the queue; return the number that its events carry.
 
         Raises:
-            InputRefused: the prompt leaves no room in a row.
+            InputRefused: the prompt leaves no room in a row, or an automaton has none in the arena.
             UsageError: the request needs a stage, an automaton or more stop ids than the generator was made for.
         """
         if len(request.prompt_ids) >= self.slots:
@@ -208,61 +188,122 @@ class Generator:
                 f"the prompt has {len(request.prompt_ids)} tokens, but a row has {self.slots} positions: "
                 f"shorten it to below {self.slots}"
             )
-        if (request.sampling, request.stop_ids) != self._served:  # most requests share their options
-            if not self.chain.serves(request.sampling, len(request.stop_ids) if self.chain.stop_ids else 0):
-                raise UsageError(f"the generator's chain {self.chain.stages} does not serve {request.sampling}")
-            self._served = request.sampling, request.stop_ids
-            self._values = knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids])
+        served = self._serving(request)
         for automaton in (request.constraint, request.stop):
-            self._start(automaton)  # refuses an unknown automaton now and not in the middle of a run
+            self.tables.require(automaton)
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for")
-        self._waiting.append((self._submitted, request, self._values))
+        self._waiting.append((self._submitted, request, *served))
         self._submitted += 1
         return self._submitted - 1
 
+    def cancel(self, number: int) -> None:
+        """Forget a request; its row is free at once, and no event of it comes any more."""
+        self._waiting = deque(entry for entry in self._waiting if entry[0] != number)
+        rows = [row for row, record in enumerate(self._records) if record is not None and record.number == number]
+        if rows:
+            self.state.status_B[rows] = Status.FREE
+            self._end(rows)
+
     def forget(self) -> None:
-        """Forget the last prompt's keys and values, which are stale once the weights have changed."""
+        """Forget all prompts' keys and values, which are stale once the weights have changed."""
         self.reader.forget()
+        self._prompts = [_NOTHING] * self.rows
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request waits or runs."""
+        return self._under_way is not None or bool(self._waiting) or any(self._records)
 
     def run(self) -> Iterator[Event]:
         """Decode until every request has ended; yield its events, in order for each request."""
-        under_way: _Block | None = None
-        while under_way is not None or self._waiting or any(self._records):
-            while self._waiting and (free := [row for row, record in enumerate(self._records) if record is None]):
-                self._place(free)
-            launched = self._launch()
-            # On a GPU read the previous block while this one runs, on a CPU read this one now.
-            for block in (under_way, None if self.ahead else launched):
-                if block is not None:
-                    yield from self._collect(block)
-            under_way = launched if self.ahead else None
+        while self.busy:
+            yield from self.advance()
+
+    def advance(self) -> list[Event]:
+        """Put waiting requests into free rows, run a block of steps, and return the events of one that was read."""
+        self._fill()
+        launched = self._launch()
+        # On a GPU read the previous block while this one runs, on a CPU read this one now.
+        blocks = (self._under_way, None if self.ahead else launched)
+        self._under_way = launched if self.ahead else None
+        return [event for block in blocks if block is not None for event in self._collect(block)]
 
     # ── a request's way through a row ─────────────────────────────────────────────────────────
 
-    def _place(self, free: Sequence[int]) -> None:
-        """Put waiting requests into free rows, as many as have their prompts read at once."""
-        began = clock()
-        prompts = [request.prompt_ids for _, request, _ in itertools.islice(self._waiting, len(free))]
-        further = (request.prompt_ids for _, request, _ in itertools.islice(self._waiting, len(free), None))
-        its_rows = self.reader.read(prompts, further)
-        rows, longest = free[: len(its_rows)], max(map(len, prompts[: len(its_rows)]))
+    def _serving(self, request: Request) -> tuple[int, dict[str, Any]]:
+        """Return the chains that serve a request, a bit for each, and the values of their knobs."""
+        asked = request.sampling, request.stop_ids
+        if asked != self._asked:  # most requests share their options
+            ends = len(request.stop_ids) if self.chain.stop_ids else 0
+            serving = sum(1 << at for at, chain in enumerate(self.chains) if chain.serves(request.sampling, ends))
+            if not serving >> len(self.chains) - 1:
+                raise UsageError(f"the generator's chain {self.chain.stages} does not serve {request.sampling}")
+            knobs = knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids])
+            self._asked, self._served = asked, (serving, knobs)
+        return self._served
+
+    def _fill(self) -> None:
+        """Put waiting requests into free rows, as far as patience lasts."""
+        began, left = clock(), self.pace.chunks
+        while self._free and self._waiting:
+            self._begin_reading()
+            read = self.reader.go_on(left)
+            left = None if left is None else left - read
+            if not self.reader.ready or not self._place():
+                break
+        self.prefill_s += clock() - began
+
+    def _begin_reading(self) -> None:
+        request = self._waiting[0][1]
+        prompts = (request.prompt_ids for request in self._next())
+        further = (request.prompt_ids for _, request, *_ in itertools.islice(self._waiting, len(self._free), None))
+        if self.reader.begin(prompts, further, request.owner) and self.reader.rows == 1:
+            tokens, row = max((self._common(row, request), row) for row in range(self.rows))
+            self.reused += self.reader.skip(self.cache, row, tokens)
+
+    def _next(self) -> Iterator[Request]:
+        """Yield the requests that wait first, of one owner and as many as there are free rows."""
+        owner = self._waiting[0][1].owner
+        requests = (request for _, request, *_ in itertools.islice(self._waiting, len(self._free)))
+        return itertools.takewhile(lambda request: request.owner == owner, requests)
+
+    def _common(self, row: int, request: Request) -> int:
+        """Return how many tokens of a prompt a row has read before, of a prompt of the same owner."""
+        owner, known = self._prompts[row]
+        if owner != request.owner:
+            return 0
+        pairs = zip(known, self.reader.part(request.prompt_ids), strict=False)
+        return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    def _place(self) -> bool:
+        """Put requests whose prompts are read into free rows; return whether there was room for their automata."""
+        its_rows = self.reader.rows_of(request.prompt_ids for request in self._next())
+        starts, longest = list[tuple[int, int]](), 0
+        for request in itertools.islice(self._next(), len(its_rows)):
+            if (start := self._start(request)) is None:
+                break
+            starts.append(start)
+            longest = max(longest, len(request.prompt_ids))
+        if not starts:
+            return False
+        rows, its_rows, state, values = self._free[: len(starts)], its_rows[: len(starts)], self.state, []
+        del self._free[: len(starts)]
         self.cache.copy_rows(rows, self.reader.cache, its_rows, longest - (not self.reader.whole))
         if self.reader.whole:
             self._last_BD[rows] = self.reader.last_RD[its_rows]
-        self.prefill_s += clock() - began
-        state, values = self.state, []
-        for row in rows:
-            number, request, knobs = self._waiting.popleft()
+        for row, (constraint, stopping) in zip(rows, starts, strict=True):
+            number, request, serving, knobs = self._waiting.popleft()
             prompt, sampling, stop_ids = request.prompt_ids, request.sampling, request.stop_ids
             limit = min(request.max_tokens, self.slots - len(prompt))
-            self._records[row] = _Record(number, request, limit)
+            self._records[row] = _Record(number, request, limit, serving)
+            self._prompts[row] = request.owner, self.reader.part(prompt)
             first = {
                 "token_B": prompt[-1], "position_B": len(prompt) - 1, "generated_B": 0, "limit_B": limit,
                 "seed_B": sampling.seed if request.seed is None else request.seed, "status_B": Status.RUNNING,
                 # -1 is no token's id, so unused places match nothing.
                 "stop_ids_BM": stop_ids + (-1,) * (MAX_STOP_IDS - len(stop_ids)),
-                "constraint_B": self._start(request.constraint), "stopping_B": self._start(request.stop),
+                "constraint_B": constraint, "stopping_B": stopping,
                 # mirostat begins at twice its target, as in llama.cpp.
                 "mu_B": 2 * sampling.mirostat_tau,
             }  # fmt: skip
@@ -275,32 +316,52 @@ class Generator:
             if state.past is not None:
                 state.past.begin(row, prompt, request.breaker_V)
         write_rows(vars(state) | self.knobs, rows, values)
+        return True
 
-    def _start(self, automaton: Automaton | None) -> int:
-        if automaton is None:
-            return FREE
-        start = None if self.tables is None else self.tables.start(automaton)
-        if start is None:
-            raise UsageError(f"{automaton.where}: the generator was made without it; give it as one of `automata`")
-        return start
+    def _start(self, request: Request) -> tuple[int, int] | None:
+        """Return the first states of a request's automata; None if there is no room for one of them now."""
+        if (constraint := self.tables.take(request.constraint)) is None:
+            return None
+        if (stopping := self.tables.take(request.stop)) is None:
+            self.tables.give_back(request.constraint)
+            return None
+        return constraint, stopping
+
+    def _end(self, rows: Sequence[int]) -> None:
+        """Free rows, whose prompts' keys and values stay."""
+        for row in rows:
+            record, self._records[row] = self._records[row], None
+            assert record is not None
+            self.tables.give_back(record.request.constraint)
+            self.tables.give_back(record.request.stop)
+            if not self._keeps:
+                self._prompts[row] = _NOTHING
+        self._free += rows
+        # A free row still reads and writes at its position, which no prompt reaches.
+        position = self.slots - 1 if self._keeps else 0
+        self.state.position_B.index_fill_(0, sent(rows, self.state.position_B.device), position)
 
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
     def _launch(self) -> _Block | None:
         """Start a block of steps, fewer than `block` if no row needs that many; return None if no row needs any."""
         running = [record for record in self._records if record is not None]
-        steps = min(self.block, max((record.limit - record.launched for record in running), default=0))
+        most = self.pace.hurried if self._waiting else self.pace.steps
+        steps = min(most, max((record.limit - record.launched for record in running), default=0))
         if steps <= 0:
             return None
         # All rows read as many blocks of the cache as the longest one needs; reading more changes no bit.
         longest = max(len(record.request.prompt_ids) + min(record.launched + steps, record.limit) for record in running)
         # If one row needs the exact search, all rows use it: it gives the same bits.
         truncation: Truncation = "search" if any(record.exact for record in running) else "window"
+        serving = functools.reduce(operator.and_, (record.serving for record in running))
+        chain = (serving & -serving).bit_length() - 1
+        follows = any(record.request.constraint or record.request.stop for record in running)
         self.outbox.begin(self.state.line_1)
         # Where the reader has read all of a prompt, its first draw needs no pass.
         if first := self.reader.whole and not any(record.launched for record in running):
-            self.step(0, truncation, self._last_BD)
-        self.replays.run(steps - first, self.cache.visible(longest), truncation)
+            self.steps[chain](0, truncation, follows, self._last_BD)
+        self.replays.run(steps - first, chain, self.cache.visible(longest), truncation, follows)
         for record in running:
             record.launched = min(record.launched + steps, record.limit)
         # Copy the list of records: rows may have other requests by the time the block is read.
@@ -308,14 +369,15 @@ class Generator:
 
     def _collect(self, block: _Block) -> list[Event]:
         """Read a block's codes and return the events; codes of a row after the end of its request are skipped."""
-        lines, *rings = (ring.transpose(0, 1).tolist() for ring in self.outbox.read(block.half, block.steps))
+        ring, *rings = (ring.transpose(0, 1) for ring in self.outbox.read(block.half, block.steps))
+        lines = ring.tolist()
         self.blocks_read += 1
         events, ended = list[Event](), list[int]()
         for row, record in enumerate(block.records):
             # The block was launched before the host had read that the request ended.
             if record is None or self._records[row] is not record:
                 continue
-            tokens, status = _drawn(lines[row])
+            tokens, status = drawn(lines[row])
             record.received += len(tokens)
             finish = FINISHES.get(status)
             # The row has drawn nothing since, so the exact search decides the draw at the same position.
@@ -323,42 +385,16 @@ class Generator:
                 self._records[row] = replace(record, launched=record.received, exact=True)
                 self.state.status_B[row] = Status.RUNNING
             elif finish is not None:
-                self._records[row] = None
                 ended.append(row)
             if finish == "not_finite":
                 # NaN in the cache would reach later requests of this row: 0 * NaN is NaN under any mask.
                 self.cache.clear(row)
                 self.reader.forget()  # the prompt's keys and values may be what is not finite
+                self._prompts[row] = _NOTHING
             if tokens or finish is not None:
                 wanted = record.request.sampling.logprobs
-                of_row = [] if wanted is None else _reported([ring[row] for ring in rings], len(tokens), wanted)
+                of_row = [] if wanted is None else reported([ring[row] for ring in rings], len(tokens), wanted)
                 events.append(Event(record.number, tokens, finish, of_row))
         if ended:
-            # A free row still reads and writes at its position, which must lie in the blocks that other rows need.
-            self.state.position_B.index_fill_(0, sent(ended, self.state.position_B.device), 0)
+            self._end(ended)
         return events
-
-
-def _drawn(codes: Sequence[int]) -> tuple[list[int], Status]:
-    """Return the tokens that a row drew in a block, and the status with which it stopped, or RUNNING."""
-    tokens, status = [], Status.RUNNING.value
-    for code in codes:
-        status = code >> TOKEN_BITS
-        if status in HAS_TOKEN:
-            tokens.append(code & ((1 << TOKEN_BITS) - 1))
-        if status != Status.RUNNING:
-            break
-    return tokens, Status(status)
-
-
-def _reported(rings: Sequence[Sequence[list[Any]]], count: int, wanted: int) -> list[LogProbability]:
-    """Return a row's log-probabilities in a block; a token that could not be drawn (-inf) is left out."""
-    reported = []
-    for values, ids in zip(*(lines[:count] for lines in rings), strict=True):
-        most = len(ids) // 2  # of the likeliest that are reported, under each of the two distributions
-        likeliest, possible = (
-            [pair for pair in zip(ids[at : at + wanted], values[at + past :], strict=False) if pair[1] > -math.inf]
-            for at, past in ((0, 1), (most, 2))
-        )
-        reported.append(LogProbability(values[0], likeliest, values[most + 1], possible))
-    return reported

@@ -14,8 +14,8 @@ size; 1 broadcasts.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 import torch
@@ -106,7 +106,7 @@ class State:
     @classmethod
     def allocate(cls, rows: int, slots: int, vocabulary: int, lines: int, chain: Chain, device: torch.device) -> State:
         """Allocate the state of rows that are all free."""
-        n = chain.logprobs
+        n, (counted, counted_prompt, past) = chain.logprobs, _needed(chain)
 
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -121,23 +121,35 @@ class State:
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
             constraint_B=zeros(rows, dtype=torch.int32),
             stopping_B=zeros(rows, dtype=torch.int32),
-            counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if chain.has("repetition", "counted") else None,
+            counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if counted else None,
             # A window of the last n tokens drops the prompt's ids one by one, so it needs their number.
             prompt_BV=zeros(rows, vocabulary, dtype=COUNTS if "last_n" in chain.stages else torch.bool)
-            if chain.has("repetition")
+            if counted_prompt
             else None,
             past=Past(
                 zeros(rows, slots, dtype=torch.int32),
                 zeros(rows, slots, dtype=torch.int32),
                 zeros(rows, vocabulary, dtype=torch.bool),
             )
-            if chain.has("last_n", "dry")
+            if past
             else None,
             mu_B=zeros(rows, dtype=torch.float32),
             line_1=zeros(1),
             ring_RB=zeros(lines, rows, dtype=torch.int32),
             values_RBN=None if n is None else zeros(lines, rows, 2 * (1 + n), dtype=torch.float32),
             ids_RBN=None if n is None else zeros(lines, rows, 2 * n, dtype=torch.int32),
+        )
+
+    def of(self, chain: Chain) -> State:
+        """Return the same tensors without those that a smaller chain does not need, and so leaves as they are."""
+        counted, counted_prompt, past = _needed(chain)
+        return replace(
+            self,
+            counts_BV=self.counts_BV if counted else None,
+            prompt_BV=self.prompt_BV if counted_prompt else None,
+            past=self.past if past else None,
+            values_RBN=None if chain.logprobs is None else self.values_RBN,
+            ids_RBN=None if chain.logprobs is None else self.ids_RBN,
         )
 
     def report(self, raw: LogProbabilities, drawn: LogProbabilities) -> None:
@@ -185,53 +197,9 @@ class State:
                 count_drawn(counts_BV, token_B, gone_B & left_B, -1)
 
 
-class Outbox:
-    """The way of the rings' lines to the host; of the two halves of a ring the host reads one, the device writes one.
-
-    A half is written again two blocks later, so a block must be read before the block after the next begins.
-
-    Attributes:
-        lines: lines of half a ring.
-        bytes_out: bytes that were copied to the host.
-    """
-
-    def __init__(self, rings: Sequence[Tensor]) -> None:
-        """Take the rings, [R, ...] each, with R even."""
-        self._rings, self._half = [ring.unflatten(0, (2, -1)) for ring in rings], 0
-        self.lines = self._rings[0].shape[1]
-        self.bytes_out = 0
-        cuda = rings[0].is_cuda
-        # Page-locked, since the host would wait for a copy to other memory.
-        self._host = [torch.empty_like(ring, device="cpu", pin_memory=cuda) for ring in self._rings]
-        self._stream = torch.cuda.Stream(rings[0].device) if cuda else None
-        self._events = [torch.cuda.Event() for _ in range(2)] if cuda else []
-
-    def begin(self, line_1: Tensor) -> None:
-        """Point the device at the half that the next block writes."""
-        line_1.fill_(self._half * self.lines)
-
-    def send(self, steps: int) -> int:
-        """Start to copy the lines of a block of steps to the host; return the number of its half, for `read`."""
-        half, self._half = self._half, 1 - self._half
-        pairs = [(ring[half, :steps], host[half, :steps]) for ring, host in zip(self._rings, self._host, strict=True)]
-        self.bytes_out += sum(source.nbytes for source, _ in pairs)
-        if self._stream is None:
-            for source, target in pairs:
-                target.copy_(source)
-            return half
-        # On a separate stream, so that the next block runs while this one's lines are copied.
-        self._stream.wait_stream(torch.cuda.current_stream(self._rings[0].device))
-        with torch.cuda.stream(self._stream):
-            for source, target in pairs:
-                target.copy_(source, non_blocking=True)
-            self._events[half].record()
-        return half
-
-    def read(self, half: int, steps: int) -> list[Tensor]:
-        """Return a block's lines, [steps, ...] on the host, which are valid until the block after the next is sent."""
-        if self._events:
-            self._events[half].synchronize()
-        return [host[half, :steps] for host in self._host]
+def _needed(chain: Chain) -> tuple[bool, bool, bool]:
+    """Return whether a chain needs the counts of drawn ids, those of the prompt's, and the ids that were written."""
+    return chain.has("repetition", "counted"), chain.has("repetition"), chain.has("last_n", "dry")
 
 
 class DecodeStep:
@@ -244,7 +212,7 @@ class DecodeStep:
         cache: KVCache,
         chain: Chain,
         knobs: dict[str, Tensor],
-        tables: Tables | None,
+        tables: Tables,
         vocabulary: int,
     ) -> None:
         """Take the parts, which are shared and not copied.
@@ -255,17 +223,20 @@ class DecodeStep:
             cache: keys and values of the rows.
             chain: the sampler's stages.
             knobs: the options that the stages read, for each row (`new_knobs`).
-            tables: the automata of all rows; None: no row has one.
+            tables: the automata of all rows.
             vocabulary: V, the size of the tokenizer's vocabulary; a model's may be larger, by ids that no text has.
         """
         self.model, self.state, self.cache = model, state, cache
         self.chain, self.knobs, self.tables, self.vocabulary = chain, knobs, tables, vocabulary
 
     @torch.no_grad()
-    def __call__(self, blocks: int, truncation: Truncation, hidden_BD: Tensor | None = None) -> None:
+    def __call__(
+        self, blocks: int, truncation: Truncation, follows: bool = True, hidden_BD: Tensor | None = None
+    ) -> None:
         """Draw one token; see `sample` for `truncation`.
 
         Attention reads the first `blocks` blocks of the cache, which must hold the position of every running row.
+        Automata are followed if `follows`; else no running row has one.
         Final hidden states of the rows' last tokens, if they are known, are not computed.
         """
         state = self.state
@@ -283,14 +254,14 @@ class DecodeStep:
             past=state.past,
             mu_B=state.mu_B if "mirostat" in self.chain.stages else None,
         )
-        allowed_BV = None if self.tables is None else allowed(self.tables, state.constraint_B)
+        allowed_BV = allowed(self.tables, state.constraint_B) if follows else None
         drawn = sample(logits_BV, rows, allowed_BV, self.chain, truncation)
         if self.chain.logprobs is not None:
             raw = log_probabilities(logits_BV, drawn.token_B, self.chain.logprobs)
             state.report(raw, drawn.logprobs if self.chain.processed and drawn.logprobs else raw)
-        self._advance(drawn)
+        self._advance(drawn, follows)
 
-    def _advance(self, drawn: Drawn) -> None:
+    def _advance(self, drawn: Drawn, follows: bool) -> None:
         """Apply the stop rules after a draw; rows that are not running stay as they are."""
         state = self.state
         # Plain ints, since Dynamo does not treat an IntEnum as a number.
@@ -300,7 +271,7 @@ class DecodeStep:
         moved_B = running_B & (drawn.status_B == OK)
         state.token_B.copy_(torch.where(moved_B, drawn.token_B, state.token_B))
         ended_B = (state.token_B[:, None] == state.stop_ids_BM).any(-1)
-        if self.tables is not None:
+        if follows:
             for states_B in (state.constraint_B, state.stopping_B):
                 states_B.copy_(torch.where(moved_B, advance(self.tables, states_B, state.token_B), states_B))
             ended_B |= stopped(self.tables, state.stopping_B) | stopped(self.tables, state.constraint_B)

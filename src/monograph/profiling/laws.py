@@ -17,8 +17,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from monograph.decode.generator import Generator, Request
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
+from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.device import describe
 from monograph.engine import Engine
@@ -177,7 +178,7 @@ def _generated(device: torch.device) -> Compared:
     model, slots = Llama(SHAPE).to(device).train(False), PROMPT + WRITTEN
     ids = _windows()[1]["tokens"][0, :PROMPT].to(device)
     generator = Generator(
-        model, chain_of([Sampling(0)]), rows=1, slots=slots, vocabulary=SHAPE.vocab_size, compiled=True
+        model, chain_of([Sampling(0)]), rows=1, slots=slots, vocabulary=SHAPE.vocab_size, mode="compiled"
     )
     generator.submit(Request(tuple(ids.tolist()), Sampling(0), WRITTEN))
     written = [token for event in generator.run() for token in event.token_ids]

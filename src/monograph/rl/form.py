@@ -54,7 +54,7 @@ class Form:
         if states * tokenizer.vocab_size <= MOST_MASKS:  # to compute a mask takes more memory than to look it up
             each = [allowed(tables, torch.tensor([state], device=device)) for state in range(states)]
             self.allowed = functools.partial(_looked_up, torch.cat(each))
-        start = tables.start(self.automaton)
+        start = tables.take(self.automaton)
         assert start is not None
         self._start = start
 

@@ -24,9 +24,10 @@ from torch import Tensor
 from monograph.data.rows import rows_at
 from monograph.decode.cache import Slots
 from monograph.decode.completion import WORTH_COMPILING, Completion, Generation, rows_that_fit
-from monograph.decode.generator import Generator, Request
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import rollout_seeds
+from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.device import clock
 from monograph.engine import Engine
@@ -113,7 +114,8 @@ class Drawer:
         chain = replace(chain, processed=not self._is_raw)
         with modes_kept(model):
             made = Generator(
-                model, chain, rows=rows, slots=form, vocabulary=prompts.vocab_size, compiled=compiled,
+                model, chain, rows=rows, slots=form, vocabulary=prompts.vocab_size,
+                mode="compiled" if compiled else "eager",
                 block=min(STEPS, options.max_new_tokens), automata=[self.form.automaton] if self.form else (),
             )  # fmt: skip
         self._made = compiled, made

@@ -19,7 +19,7 @@ from monograph.decode.automata import (
     stop_strings,
     stopped,
 )
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, UsageError
 
 PIECES = vocabulary("abé", longer=6)
 AUTOMATA = [
@@ -32,7 +32,7 @@ AUTOMATA = [
 def tables(device: str = "cpu") -> tuple[Tables, list[int]]:
     """All automata, and where each begins."""
     there = Tables(AUTOMATA, len(PIECES), torch.device(device))
-    starts = [start for automaton in AUTOMATA if (start := there.start(automaton)) is not None]
+    starts = [start for automaton in AUTOMATA if (start := there.take(automaton)) is not None]
     assert len(starts) == len(AUTOMATA)
     return there, starts
 
@@ -68,7 +68,8 @@ def test_rows_without_an_automaton() -> None:
 
 
 def test_an_automaton_that_is_not_there() -> None:
-    assert tables()[0].start(constraint("regex", "a{9}", PIECES, [END])) is None
+    with pytest.raises(UsageError, match="made without it"):
+        tables()[0].require(constraint("regex", "a{9}", PIECES, [END]))
     with pytest.raises(InputRefused, match="was made for .* tokens"):
         Tables([stop_strings(["a"], PIECES[:-1])], len(PIECES), torch.device("cpu"))
 

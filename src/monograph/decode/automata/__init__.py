@@ -1,7 +1,7 @@
 """Stop strings and constraints as automata over tokens, which the decode step follows on the device.
 
-`constraint` and `stop_strings` make an `Automaton`, `Tables` holds several of them on the device, and a decode step
-calls `allowed`, `advance` and `stopped`.
+`constraint` and `stop_strings` make an `Automaton`, `Tables` holds several of them on the device, an `Arena` those that
+are in use, and a decode step calls `allowed`, `advance` and `stopped`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from monograph.decode.automata.arena import Arena as Arena
 from monograph.decode.automata.dfa import ByteAutomaton as ByteAutomaton
 from monograph.decode.automata.dfa import compiled
 from monograph.decode.automata.expression import Alternation, Expression, joined, literal

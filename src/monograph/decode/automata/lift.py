@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from monograph.decode.automata.dfa import ByteAutomaton
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, UsageError
 
 MAX_BYTES = 4_096  # most bytes of all stop strings together
 
@@ -251,12 +251,10 @@ class Tables:
         following, rows = [np.array([FREE, DEAD])], [np.array([0, 1])]
         numbers, stops, classes = [nothing], [nothing], [np.zeros(vocabulary, dtype=np.int16)]
         states = cells = 2
+        self._vocabulary = vocabulary
         self._starts: dict[int, int] = {}
         for number, automaton in enumerate(automata, 1):
-            if len(automaton.class_V) != vocabulary:
-                raise InputRefused(
-                    f"{automaton.where} was made for {len(automaton.class_V):,} tokens, not {vocabulary:,}"
-                )
+            self._require_vocabulary(automaton)
             table_SC = automaton.next_SC.astype(np.int32)
             # By identity: to compare tables would cost more than to keep two equal ones.
             self._starts[id(automaton)] = states
@@ -275,9 +273,21 @@ class Tables:
         self.automaton_S, self.stops_S = together(numbers, torch.int32), together(stops, torch.bool)
         self.class_AV = together(classes, torch.int16).view(-1, vocabulary)
 
-    def start(self, automaton: Automaton) -> int | None:
-        """Return the state in which an automaton's texts begin; None if the tables lack the automaton."""
-        return self._starts.get(id(automaton))
+    def _require_vocabulary(self, automaton: Automaton) -> None:
+        if (made_for := len(automaton.class_V)) != self._vocabulary:
+            raise InputRefused(f"{automaton.where} was made for {made_for:,} tokens, not {self._vocabulary:,}")
+
+    def require(self, automaton: Automaton | None) -> None:
+        """Refuse an automaton that the tables lack; raises UsageError."""
+        if automaton is not None and id(automaton) not in self._starts:
+            raise UsageError(f"{automaton.where}: the generator was made without it; give it as one of `automata`")
+
+    def take(self, automaton: Automaton | None) -> int | None:
+        """Use an automaton; return the state in which its texts begin, or None if there is no room for it now."""
+        return FREE if automaton is None else self._starts[id(automaton)]
+
+    def give_back(self, automaton: Automaton | None) -> None:
+        """Use it no longer."""
 
 
 def allowed(tables: Tables, state_B: Tensor) -> Tensor:

@@ -1,0 +1,121 @@
+"""Room on the device for automata that come and go while a decoder runs.
+
+The tensors keep their sizes and places, so a captured step goes on to read them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from monograph.decode.automata.lift import DEAD, FREE, Automaton, Tables
+from monograph.errors import InputRefused
+
+
+class _Place(NamedTuple):
+    """An automaton, where its cells and states begin, and its number."""
+
+    automaton: Automaton
+    cell: int
+    state: int
+    number: int
+
+
+class Arena(Tables):
+    """`Tables` of fixed sizes, in which each automaton has a place while a request uses it, and longer if nobody asks.
+
+    Attributes:
+        cells: most cells of all automata.
+        states: most states of all.
+        automata: most automata.
+    """
+
+    def __init__(
+        self, vocabulary: int, device: torch.device, cells: int = 1 << 22, states: int = 1 << 16, automata: int = 64
+    ) -> None:
+        """Allocate tables of so many cells, states and automata, all free: 4 N + 9 S + 2 A V bytes."""
+        super().__init__((), vocabulary, device)
+        self.cells, self.states, self.automata = cells, states, automata
+        self.next_N, self.row_S = _longer(self.next_N, cells), _longer(self.row_S, states)
+        self.automaton_S, self.stops_S = _longer(self.automaton_S, states), _longer(self.stops_S, states)
+        self.class_AV = _longer(self.class_AV, 1 + automata)
+        self._places: dict[int, _Place] = {}  # by identity, the longest unused first
+        self._uses: Counter[int] = Counter()
+
+    def require(self, automaton: Automaton | None) -> None:
+        """Refuse an automaton that never has room, or is for another vocabulary; raises InputRefused."""
+        if automaton is None:
+            return
+        self._require_vocabulary(automaton)
+        size, states = automaton.next_SC.size, len(automaton.next_SC)
+        if size + 2 > self.cells or states + 2 > self.states:
+            raise InputRefused(
+                f"{automaton.where}: {states:,} states and {size:,} cells are more than there is room for "
+                f"({self.states:,} and {self.cells:,}): make it simpler or shorter"
+            )
+
+    def take(self, automaton: Automaton | None) -> int | None:
+        """Use an automaton once more; return the state in which its texts begin, or None if there is no room now."""
+        if automaton is None:
+            return FREE
+        key = id(automaton)
+        place = self._places.pop(key, None) or self._placed(automaton)
+        if place is None:
+            return None
+        self._places[key] = place
+        self._uses[key] += 1
+        return place.state
+
+    def give_back(self, automaton: Automaton | None) -> None:
+        """Use it once less; if nobody uses it, another may have its place."""
+        if automaton is not None:
+            self._uses[id(automaton)] -= 1
+
+    def _placed(self, automaton: Automaton) -> _Place | None:
+        while (place := self._free_place(automaton)) is None:
+            unused = next((key for key in self._places if not self._uses[key]), None)
+            if unused is None:
+                return None
+            del self._places[unused], self._uses[unused]
+        self._write(place)
+        return place
+
+    def _free_place(self, automaton: Automaton) -> _Place | None:
+        there = self._places.values()
+        number = next((n for n in range(1, 1 + self.automata) if all(n != place.number for place in there)), None)
+        cell = _gap([(p.cell, p.automaton.next_SC.size) for p in there], automaton.next_SC.size, self.cells)
+        state = _gap([(p.state, len(p.automaton.next_SC)) for p in there], len(automaton.next_SC), self.states)
+        return None if number is None or cell is None or state is None else _Place(automaton, cell, state, number)
+
+    def _write(self, place: _Place) -> None:
+        automaton, device = place.automaton, self.next_N.device
+        table_SC = automaton.next_SC.astype(np.int32)
+        cells = slice(place.cell, place.cell + table_SC.size)
+        states = slice(place.state, place.state + len(table_SC))
+        following = np.where(table_SC < 0, DEAD, table_SC + place.state).reshape(-1)
+        rows = np.arange(len(table_SC), dtype=np.int32) * table_SC.shape[1] + place.cell
+        self.next_N[cells] = torch.from_numpy(following.astype(np.int32)).to(device)
+        self.row_S[states] = torch.from_numpy(rows.astype(np.int32)).to(device)
+        self.automaton_S[states] = place.number
+        self.stops_S[states] = torch.from_numpy(automaton.stops_S).to(device)
+        self.class_AV[place.number] = torch.from_numpy(automaton.class_V).to(device)
+
+
+def _longer(tensor: Tensor, length: int) -> Tensor:
+    longer = tensor.new_zeros(length, *tensor.shape[1:])
+    longer[: len(tensor)] = tensor
+    return longer
+
+
+def _gap(taken: list[tuple[int, int]], size: int, most: int) -> int | None:
+    """Return where so many entries find room between those that are taken (begin, size), or None."""
+    begin = max(FREE, DEAD) + 1
+    for at, length in sorted(taken):
+        if begin + size <= at:
+            return begin
+        begin = at + length
+    return begin if begin + size <= most else None

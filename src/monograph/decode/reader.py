@@ -1,0 +1,124 @@
+"""Reads prompts into a cache of its own, from which rows copy their keys and values.
+
+Prompts are read in chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one, unless a caller
+wants more), so that a prompt's keys and values depend on the prompt alone. So whole chunks that another prompt has in
+common with it need not be read again. The first decode step reads a prompt's last token, unless the reader does
+(`Slots.least`).
+
+Shapes: R rows of the reader's cache, T positions of a chunk, D hidden size, 1 broadcasts.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monograph.decode.cache import KVCache, Slots
+from monograph.model.llama import Llama
+from monograph.ops.attention import SAME_ROWS
+
+Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
+Ids = tuple[int, ...]
+
+
+class Reader:
+    """Reads prompts, one or several at once, into a cache that holds those that were read last.
+
+    Attributes:
+        chunk: tokens read at once.
+        whole: whether the last token is read, too.
+        last_RD: then its final hidden state in each row; R are the rows of the reader's cache.
+    """
+
+    def __init__(self, model: Llama, slots: Slots, chunk: int, wrap: Wrap) -> None:
+        """Allocate a cache with a row for each of the prompts that are read at once.
+
+        Args:
+            model: the language model, in evaluation mode.
+            slots: its form; no prompt is longer than its positions.
+            chunk: tokens read at once, a power of two up to the cache's block.
+            wrap: a function that compiles another, or returns it unchanged.
+        """
+        weight = model.lm_head.weight
+        self.model, self.chunk, self.rows, self.device = model, chunk, slots.prompts, weight.device
+        self.cache = KVCache.allocate(model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block)
+        self.cache.least, self.whole = slots.least, slots.least >= SAME_ROWS
+        self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
+        self._pass = wrap(self._read_chunk)
+        self._held: list[Ids] = []  # the prompts in its rows, and
+        self._owner = ""  # whose they are
+        self._left: list[int] = []  # where the chunks begin that are still to be read
+
+    def begin(self, prompts: Iterable[Ids], further: Iterable[Ids] = (), owner: str = "") -> bool:
+        """Take the first of these prompts of one owner; return whether it was not held before.
+
+        If it has to be read, so are as many of the others, and then of the further ones, as fit.
+        """
+        wanted = [self.part(prompt) for prompt in prompts]
+        if wanted[0] in self._held and owner == self._owner:
+            return False
+        self._owner = owner
+        later = map(self.part, further)
+        self._held = list(itertools.islice(dict.fromkeys((*wanted, *later)), self.rows))
+        self._left = list(range(0, max(map(len, self._held)), self.chunk))
+        return True
+
+    def skip(self, source: KVCache, row: int, tokens: int) -> int:
+        """Copy the first whole chunks of so many tokens from a row that has them; return how many tokens these are."""
+        known = tokens // self.chunk * self.chunk
+        if known > 0:
+            self.cache.copy_rows([0], source, [row], known)
+            self._left = [begin for begin in self._left if begin >= known]
+        return known
+
+    def go_on(self, chunks: int | None = None) -> int:
+        """Read at most so many chunks (None: all that are left); return how many were read."""
+        some = self._left[:chunks]
+        for begin in some:
+            self._read(begin)
+            self._left.remove(begin)  # one by one, as an interrupt may come before all is read
+        return len(some)
+
+    @property
+    def ready(self) -> bool:
+        """Whether all that was begun is read."""
+        return not self._left
+
+    def rows_of(self, prompts: Iterable[Ids]) -> list[int]:
+        """Return the rows of the cache with these prompts; the list ends before the first that is not held."""
+        row = {tokens: row for row, tokens in enumerate(self._held)}
+        return [row[tokens] for tokens in itertools.takewhile(row.__contains__, map(self.part, prompts))]
+
+    def part(self, prompt: Ids) -> Ids:
+        """Return the tokens of a prompt that are read: all but the last one, unless `whole`."""
+        return prompt if self.whole else prompt[:-1]
+
+    def forget(self) -> None:
+        """Clear the cache: it may hold numbers that are not finite."""
+        self.cache.clear(slice(None))
+        self._held, self._left = [], []
+
+    def _read(self, begin: int) -> None:
+        # With fixed chunks at fixed positions a prompt's numbers depend on it alone, and few graphs are captured.
+        end = begin + self.chunk
+        padded = torch.zeros(self.rows, self.chunk, dtype=torch.int64)
+        for row, tokens in enumerate(self._held):
+            part = tokens[begin:end]
+            padded[row, : len(part)] = torch.tensor(part, dtype=torch.int64)
+        start = torch.full((1, 1), begin, device=self.device)
+        hidden_BTD = self._pass(padded.to(self.device), start, self.cache.visible(end))
+        if self.whole:
+            ends = {row: len(tokens) - 1 - begin for row, tokens in enumerate(self._held)}
+            ends = {row: at for row, at in ends.items() if 0 <= at < self.chunk}
+            self.last_RD[list(ends)] = hidden_BTD[list(ends), list(ends.values())].to(self.last_RD.dtype)
+
+    @torch.no_grad()
+    def _read_chunk(self, tokens_BT: Tensor, start_11: Tensor, blocks: int) -> Tensor | None:
+        positions_1T = start_11 + torch.arange(tokens_BT.shape[1], device=self.device)
+        hidden_BTD = self.model(tokens_BT, positions=positions_1T.expand_as(tokens_BT), cache=self.cache.first(blocks))
+        # A compiled pass that returns nothing leaves out what follows the last keys and values.
+        return hidden_BTD if self.whole else None

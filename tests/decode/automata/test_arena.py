@@ -1,0 +1,69 @@
+"""Run: pytest tests/decode/automata/test_arena.py"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from monograph.decode.automata import Arena, Automaton, Tables, advance, allowed, constraint, stop_strings, stopped
+from monograph.errors import InputRefused
+from monograph.text.tokenizer import Tokenizer
+
+PIECES = Tokenizer.bytes().pieces
+END, V = 1, len(PIECES)
+CPU = torch.device("cpu")
+AUTOMATA = [
+    *(constraint("regex", pattern, PIECES, [END]) for pattern in ("[a-c]{1,9}", "x|yz*", "(ab){2,5}")),
+    *(stop_strings([text], PIECES) for text in ("ab", "a long one", "\n\n")),
+]
+
+
+def follows(arena: Arena, automaton: Automaton, start: int) -> bool:
+    """Whether a text's states say the same as in tables of the automaton alone."""
+    alone = Tables([automaton], V, CPU)
+    states = [torch.tensor([start], dtype=torch.int32), torch.tensor([alone.take(automaton)], dtype=torch.int32)]
+    for token in [*b"abab", *b"\n\n"]:
+        ours, theirs = ((allowed(t, s), stopped(t, s)) for t, s in zip((arena, alone), states, strict=True))
+        if not all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)):
+            return False
+        states = [advance(t, s, torch.tensor([token])) for t, s in zip((arena, alone), states, strict=True)]
+    return True
+
+
+def test_whatever_came_and_went_an_automaton_is_followed_as_in_tables_of_its_own() -> None:
+    arena, choice = Arena(V, CPU, cells=600, states=40, automata=4), random.Random(0)
+    held: list[tuple[Automaton, int]] = []
+    refused = 0
+    for _ in range(300):
+        if held and choice.random() < 0.5:
+            arena.give_back(held.pop(choice.randrange(len(held)))[0])
+            continue
+        automaton = choice.choice(AUTOMATA)
+        start = arena.take(automaton)
+        if start is None:
+            refused += 1
+            continue
+        held.append((automaton, start))
+        assert all(follows(arena, *each) for each in held)
+    assert 10 < refused < 150
+
+
+def test_one_that_is_not_used_makes_room_and_one_that_is_does_not() -> None:
+    arena = Arena(V, CPU, automata=1)
+    first = arena.take(AUTOMATA[0])
+    assert arena.take(AUTOMATA[0]) == first and arena.take(AUTOMATA[1]) is None
+    arena.give_back(AUTOMATA[0])
+    assert arena.take(AUTOMATA[1]) is None
+    arena.give_back(AUTOMATA[0])
+    assert arena.take(AUTOMATA[1]) is not None
+
+
+def test_what_never_has_room_is_refused() -> None:
+    arena = Arena(V, CPU, states=6)
+    arena.require(AUTOMATA[3])
+    with pytest.raises(InputRefused, match="[0-9]+ states and .* cells are more than there is room for"):
+        arena.require(AUTOMATA[0])
+    with pytest.raises(InputRefused, match="was made for 5 tokens"):
+        arena.require(stop_strings(["a"], PIECES[:5]))
