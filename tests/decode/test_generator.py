@@ -11,8 +11,9 @@ import torch
 from batches import tiny_llama
 from monograph.decode.automata import stop_strings
 from monograph.decode.chain import OVERFLOW, Drawn
-from monograph.decode.generator import Generator, Pace
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
+from monograph.decode.records import Pace
 from monograph.decode.request import Finish, Request
 from monograph.decode.sampling import Sampling
 from monograph.errors import InputRefused, UsageError

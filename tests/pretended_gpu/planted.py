@@ -93,9 +93,9 @@ FAULTS = [
           OUTBOX),
     Fault("decode/outbox.py", "self._events[half].synchronize()", "pass", OUTBOX),
     Fault("decode/outbox.py", "self._events[half].record()", "pass", OUTBOX),
-    Fault("decode/step.py", "half, self._half = self._half, 1 - self._half", "half = self._half", OUTBOX),
-    Fault("decode/step.py", "line_1.fill_(self._half * self.lines)", "line_1.fill_(0)", OUTBOX),
-    Fault("decode/step.py", "pin_memory=cuda", "pin_memory=False", WAITS),
+    Fault("decode/outbox.py", "half, self._half = self._half, 1 - self._half", "half = self._half", OUTBOX),
+    Fault("decode/outbox.py", "line_1.fill_(self._half * self.lines)", "line_1.fill_(0)", OUTBOX),
+    Fault("decode/outbox.py", "pin_memory=cuda", "pin_memory=False", WAITS),
     # Windows on their way to the card.
     Fault("data/batches.py", "{key: tensor.pin_memory() for key, tensor in tensors.items()}", "tensors",
           "tests/data/test_batches.py -m gpu"),

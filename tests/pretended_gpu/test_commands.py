@@ -239,7 +239,8 @@ def texts(found: Any) -> list[str]:
 def test_a_row_of_64_is_that_of_one_and_that_of_the_cpu(monograph: Commands, run: Any) -> None:
     prompts, short = ["generate", "run", "alpha", "beta"], ["--max-tokens", "6", "--seed", "3"]
     found = monograph.found(*prompts, *short, "-n", "32")
-    assert len(texts(found)) == 64 and found["graphs"] == 1 and found["host_syncs_per_token"] <= 0.5
+    assert len(texts(found)) == 64 and found["graphs"] == 1
+    assert found["host_syncs_per_token"] <= 0.02  # 64 rows at once, which only a card has
     assert len(set(texts(found))) > 32
     alone = monograph.found("generate", "run", "beta", *short, "-n", "2")
     assert texts(alone) == texts(found)[32:34]

@@ -40,7 +40,7 @@ SILENT_S = 30.0
 # Errors of the operating system about a file or folder that are not bugs in the code.
 _REFUSED = {errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR}
 # Options that name a place. An unset shell variable leaves their value empty, which would mean another place.
-_NAMES_A_PLACE = {"--from", "--resume", "--out", "--to", "--data", "--prompts", "--json-schema"}
+_NAMES_A_PLACE = {"--from", "--resume", "--out", "--to", "--data", "--prompts", "--json-schema", "--api-key-file"}
 # The base of all exceptions for a wrong command line, in every release of typer, with its own click or without.
 _BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -219,6 +220,28 @@ def generate(
     return interrupts.working(command)(
         run, prompts or [], file=file, n=n, max_tokens=max_tokens, stop=stop or [], **how
     )
+
+
+@app.command()
+def serve(
+    run: Run,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="where to listen; others' need --api-key-file")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0: any that is free")] = 8000,
+    api_key_file: Annotated[
+        Path | None, typer.Option(readable=False, metavar="FILE", help="keys, one a line; who asks has to have one")
+    ] = None,
+    rows: Annotated[
+        int | None, typer.Option(metavar="N", min=1, max=1024, help="texts at once; default: 8, on a GPU 64")
+    ] = None,
+) -> int:
+    """Answer OpenAI's protocol with a model, for chat windows and programs."""
+    if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
+        raise UsageError("monograph serve needs starlette and uvicorn: pip install 'monograph[serve]'")
+    from monograph.serve.command import run as command
+
+    return interrupts.working(command)(run, host=host, port=port, api_key_file=api_key_file, rows=rows)
 
 
 @app.command()

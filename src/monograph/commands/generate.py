@@ -16,7 +16,7 @@ from monograph.config.settings import did_you_mean
 from monograph.decode import Completion, Generation, Sampling
 from monograph.decode import generate as decode
 from monograph.decode.automata import Automaton, constraint
-from monograph.device import clock
+from monograph.device import clock, default_device
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
@@ -224,6 +224,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
     network, tokenizer = load(run, warn)
     ends = list(stop_ids(tokenizer, network.config.ends)) if options.chat else [tokenizer.eos_id]
+    network.to(default_device())
     model = Model(network, tokenizer, sampling, [*options.stop, *ends], None, options)
     records = prompts_of(file, options.chat, sampling, tokenizer.vocab_size) if file else ()
     given: list[tuple[str | list[Message], Sampling]] = [*((prompt, sampling) for prompt in prompts), *records]

@@ -37,6 +37,7 @@ class Transcript:
         token_ids: all ids so far.
         text: the part of their text that is certain: it has no incomplete character and no beginning of a stop string,
             and after `finish` it ends before the first stop string.
+        size: the bytes of all ids that `text` is made of, with an incomplete character.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = (), before: Sequence[int] = ()) -> None:
@@ -47,7 +48,7 @@ class Transcript:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held = b""
         self.token_ids: list[int] = []
-        self.text = ""
+        self.text, self.size = "", 0
 
     def add(self, ids: Iterable[int]) -> str:
         """Take more ids; return the text that became certain by them."""
@@ -72,6 +73,7 @@ class Transcript:
     def _append(self, size: int, *, final: bool = False) -> str:
         """Move the first `size` held bytes to the text; return the text that is new."""
         certain, self._held = self._held[:size], self._held[size:]
+        self.size += size
         if certain:
             certain, self._lead = certain.removeprefix(self._lead), b""
         new = self._decoder.decode(certain, final)

@@ -11,8 +11,8 @@ import itertools
 import operator
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import replace
+from typing import Any, Literal
 
 from monograph import compat
 from monograph.decode.automata import Automaton, Tables
@@ -22,71 +22,20 @@ from monograph.decode.knobs import Chain, knobs_of, new_knobs, write_rows
 from monograph.decode.outbox import Outbox, drawn, reported
 from monograph.decode.penalties import first_counts
 from monograph.decode.reader import Reader, Wrap
-from monograph.decode.request import Event, Finish, Request
+from monograph.decode.records import FINISHES, Block, Pace, Record
+from monograph.decode.request import Event, Request
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status
 from monograph.device import clock, sent
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
-from monograph.graph.replay import CudaGraphs, Replays
+from monograph.graph.replay import WARM_UP, CudaGraphs, Replays
 from monograph.model.llama import Llama
 from monograph.ops.attention import BLOCK
 
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}  # most tokens of a prompt that are read at once, by type of device
 Mode = Literal["eager", "captured", "compiled"]
 _NOTHING: tuple[str, tuple[int, ...]] = "", ()
-FINISHES: dict[Status, Finish] = {
-    Status.STOP: "stop",
-    Status.LENGTH: "length",
-    Status.NOT_FINITE: "not_finite",
-    Status.NOTHING_ALLOWED: "nothing_allowed",
-}
-
-
-@dataclass
-class _Record:
-    """The host's record of a request in a row.
-
-    Attributes:
-        number: the request's number.
-        request: the request.
-        limit: most tokens that it may draw.
-        serving: the chains that serve it, a bit for each.
-        launched: steps that were started for it, and so the most tokens that it can have drawn.
-        received: tokens that the host has read.
-        exact: whether the fast truncation once could not decide a draw. From then on the request runs with the exact
-            one, with a new record, so that the host skips the codes of the steps in which the row waited.
-    """
-
-    number: int
-    request: Request
-    limit: int
-    serving: int
-    launched: int = 0
-    received: int = 0
-    exact: bool = False
-
-
-class _Block(NamedTuple):
-    """Steps that were started together: how many, the half of the outbox with their codes, and each row's record."""
-
-    steps: int
-    half: int
-    records: list[_Record | None]
-
-
-class Pace(NamedTuple):
-    """How long running requests and those that wait for a row wait for each other.
-
-    Attributes:
-        steps: of a block, between two reads of the host.
-        hurried: most steps of a block while a request waits.
-        chunks: most chunks of prompts that are read between two blocks; None: all.
-    """
-
-    steps: int
-    hurried: int
-    chunks: int | None
 
 
 class Generator:
@@ -160,10 +109,10 @@ class Generator:
         self.outbox = Outbox([ring for ring in rings if ring is not None])
         self.ahead, self.prefill_s, self.blocks_read, self.reused = weight.is_cuda, 0.0, 0, 0
         self._waiting: deque[tuple[int, Request, int, dict[str, Any]]] = deque()  # with its chains and values of knobs
-        self._records: list[_Record | None] = [None] * rows
+        self._records: list[Record | None] = [None] * rows
         self._prompts = [_NOTHING] * rows  # the owner and read part of each row's
         self._free: list[int] = list(range(rows))  # rows without a request, the longest free first
-        self._under_way: _Block | None = None
+        self._under_way: Block | None = None
         self._submitted = 0
         self._asked: tuple[Sampling, tuple[int, ...]] | None = None  # what the chains were asked last, and
         self._served: tuple[int, dict[str, Any]] = 0, {}  # which of them serve it, and the values of their knobs
@@ -214,6 +163,20 @@ class Generator:
     def busy(self) -> bool:
         """Whether a request waits or runs."""
         return self._under_way is not None or bool(self._waiting) or any(self._records)
+
+    @property
+    def running(self) -> int:
+        """Return how many rows have a request."""
+        return self.rows - len(self._free)
+
+    def warm_up(self) -> None:
+        """Capture every variant of a step now, while no request runs, and not within the first that need them."""
+        if self.replays.captures:
+            most = self.cache.keys[0].shape[0]
+            sizes = sorted({min(most, 1 << power) for power in range(most.bit_length() + 1)})
+            for variant in itertools.product(range(len(self.chains)), sizes, ("window", "search"), (False, True)):
+                self.outbox.begin(self.state.line_1)
+                self.replays.run(WARM_UP, *variant)
 
     def run(self) -> Iterator[Event]:
         """Decode until every request has ended; yield its events, in order for each request."""
@@ -296,7 +259,7 @@ class Generator:
             number, request, serving, knobs = self._waiting.popleft()
             prompt, sampling, stop_ids = request.prompt_ids, request.sampling, request.stop_ids
             limit = min(request.max_tokens, self.slots - len(prompt))
-            self._records[row] = _Record(number, request, limit, serving)
+            self._records[row] = Record(number, request, limit, serving)
             self._prompts[row] = request.owner, self.reader.part(prompt)
             first = {
                 "token_B": prompt[-1], "position_B": len(prompt) - 1, "generated_B": 0, "limit_B": limit,
@@ -343,7 +306,7 @@ class Generator:
 
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
-    def _launch(self) -> _Block | None:
+    def _launch(self) -> Block | None:
         """Start a block of steps, fewer than `block` if no row needs that many; return None if no row needs any."""
         running = [record for record in self._records if record is not None]
         most = self.pace.hurried if self._waiting else self.pace.steps
@@ -365,9 +328,9 @@ class Generator:
         for record in running:
             record.launched = min(record.launched + steps, record.limit)
         # Copy the list of records: rows may have other requests by the time the block is read.
-        return _Block(steps, self.outbox.send(steps), list(self._records))
+        return Block(steps, self.outbox.send(steps), list(self._records))
 
-    def _collect(self, block: _Block) -> list[Event]:
+    def _collect(self, block: Block) -> list[Event]:
         """Read a block's codes and return the events; codes of a row after the end of its request are skipped."""
         ring, *rings = (ring.transpose(0, 1) for ring in self.outbox.read(block.half, block.steps))
         lines = ring.tolist()

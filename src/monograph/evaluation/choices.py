@@ -105,6 +105,43 @@ def fitted(asked: Continuation, longest: int) -> tuple[list[int], int]:
     return [*asked.context, *asked.ids][-longest - 1 :], len(asked.ids)
 
 
+class TokenScore(NamedTuple):
+    """The score of one token.
+
+    Attributes:
+        log_probability: ln p(id | all ids before).
+        likeliest: (id, ln p) of the likeliest ids at its place.
+    """
+
+    log_probability: float
+    likeliest: list[tuple[int, float]]
+
+
+@torch.no_grad()
+def score_tokens(model: Llama, ids: Sequence[int], precision: Precision, likeliest: int) -> list[TokenScore]:
+    """Score each of a text's ids but the first, in one forward pass; see `score`.
+
+    Args:
+        model: a language model; it is put into evaluation mode.
+        ids: at least two, at most one more than the model's positions.
+        precision: see `score`.
+        likeliest: how many of the likeliest ids are reported at each place.
+    """
+    device = model.eval().lm_head.weight.device
+    with precision.context(device.type):
+        hidden_ND, found = model(torch.tensor([list(ids[:-1])], device=device))[0], list[TokenScore]()
+        pieces = max(1, -(-len(hidden_ND) * model.config.vocab_size // LOGITS))
+        targets = torch.tensor(list(ids[1:]), device=device).tensor_split(pieces)
+        for hidden_CD, targets_C in zip(hidden_ND.tensor_split(pieces), targets, strict=True):
+            logits_CV = model.logits(hidden_CD)
+            values_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)).log_softmax(-1)
+            top = values_CV.topk(likeliest)
+            columns = (values_CV.gather(-1, targets_C[:, None])[:, 0], top.indices, top.values)
+            for value, at, most in zip(*(column.tolist() for column in columns), strict=True):
+                found.append(TokenScore(value, list(zip(at, most, strict=True))))
+    return found
+
+
 def _batches(lengths: Sequence[int], batch_tokens: int) -> Iterator[list[int]]:
     """Yield groups of indices of at most `batch_tokens` padded ids, the longest first, so that memory fails early."""
     group: list[int] = []

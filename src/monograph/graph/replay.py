@@ -127,6 +127,11 @@ class Replays:
         return len(self._calls)
 
     @property
+    def captures(self) -> bool:
+        """Return whether variants are captured."""
+        return self._recorder is not None
+
+    @property
     def captured(self) -> int:
         """Return how many variants are captured."""
         return len(self._graphs)

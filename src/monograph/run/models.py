@@ -77,13 +77,18 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
         InputRefused: the name is none of these, or the files are damaged; the message says what is wrong.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
-    run = run_named(folder)
-    if run is None:
-        model = materialize_(_merged(_load(folder, warn, None, {})))
-        require_all_finite(model, folder)  # a run saves only finite weights
-        return model, Tokenizer.from_file(tokenizer_of(folder))
+    if run := run_named(folder):
+        return load_run(run, warn)[:2]
+    model = materialize_(_merged(_load(folder, warn, None, {})))
+    require_all_finite(model, folder)  # a run saves only finite weights
+    return model, Tokenizer.from_file(tokenizer_of(folder))
+
+
+def load_run(run: Run, warn: Callable[[str], None] = lambda line: None) -> tuple[Llama, Tokenizer, int]:
+    """Load a run's newest sound model, its tokenizer and the update after which it was saved; see `load`."""
     checkpoint = recorded_state.newest(run, warn)
-    return materialize_(_merged(_of_run(run, checkpoint, None)[0])), own_tokenizer(run, checkpoint.state)
+    model = materialize_(_merged(_of_run(run, checkpoint, None)[0]))
+    return model, own_tokenizer(run, checkpoint.state), checkpoint.update
 
 
 def require_all_finite(model: nn.Module, folder: str | Path) -> None:

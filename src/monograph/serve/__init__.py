@@ -1,0 +1,1 @@
+"""An endpoint that speaks OpenAI's protocol over the decode graph."""

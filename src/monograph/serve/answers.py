@@ -1,0 +1,221 @@
+"""Writes answers in the words of the protocol, whole or piece by piece.
+
+The pieces of a text make the whole: its characters, its log-probabilities and the way it ended.
+"""
+
+from __future__ import annotations
+
+import codecs
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from monograph.decode.completion import Transcript
+from monograph.decode.request import Event, LogProbability
+from monograph.evaluation.choices import TokenScore
+from monograph.serve.owner import Text
+from monograph.serve.versions import Version
+from monograph.text.tokenizer import Tokenizer
+
+_IMPOSSIBLE = -9999.0  # JSON has no infinity
+
+
+class Entry(NamedTuple):
+    """A token with its log-probabilities.
+
+    Attributes:
+        token: its id.
+        offset: the number of characters before it.
+        value: ln p of it; None for the first token of a text, before which there is nothing.
+        likeliest: (id, ln p) of the likeliest tokens at its place.
+    """
+
+    token: int
+    offset: int
+    value: float | None
+    likeliest: Sequence[tuple[int, float]]
+
+
+class Piece(NamedTuple):
+    """What is new of a text: its number, characters, tokens, and how it ended, if it has."""
+
+    number: int
+    text: str
+    entries: list[Entry]
+    finish: str | None
+
+
+class Writing:
+    """A text that comes event by event.
+
+    Attributes:
+        tokens: how many were drawn.
+    """
+
+    def __init__(self, text: Text, stop: Sequence[str], likeliest: int | None, before: str = "") -> None:
+        """Begin a text; `before` are the characters of an echoed prompt."""
+        self._tokenizer, self._stop_ids = text.version.tokenizer, text.request.stop_ids
+        self._transcript = Transcript(self._tokenizer, stop, text.request.prompt_ids)
+        self._index, self._likeliest = text.index, likeliest
+        self._waiting: list[tuple[int, Entry]] = []  # with the place of their first byte
+        self._place, self._offsets = 0, Offsets(self._tokenizer.lead(text.request.prompt_ids), len(before))
+        self.tokens = 0
+
+    def add(self, event: Event) -> Piece:
+        """Take an event; return what became certain by it."""
+        self.tokens += len(event.token_ids)
+        new = self._transcript.add(event.token_ids)
+        if self._likeliest is not None:
+            for token, found in zip(event.token_ids, event.logprobs, strict=True):
+                self._note(token, found, self._likeliest)
+        if event.finish is None:
+            return Piece(self._index, new, self._certain(), None)
+        new += self._transcript.finish()
+        if self._waiting and self._waiting[-1][1].token in self._stop_ids and event.finish == "stop":
+            self._waiting.pop()  # the end of a text is not a part of it
+        return Piece(self._index, new, self._certain(), event.finish)
+
+    def _note(self, token: int, found: LogProbability, most: int) -> None:
+        piece = self._tokenizer.pieces[token]
+        offset = self._offsets.add(piece)
+        self._waiting.append((self._place, Entry(token, offset, found.drawn, found.likeliest[:most])))
+        self._place += len(piece)
+
+    def _certain(self) -> list[Entry]:
+        """Return the tokens that begin in the part of the text that is certain, or that have no bytes and end it."""
+        size, pieces = self._transcript.size, self._tokenizer.pieces
+        count = sum(place < size or (place == size and not pieces[e.token]) for place, e in self._waiting)
+        certain, self._waiting = self._waiting[:count], self._waiting[count:]
+        return [entry for _, entry in certain]
+
+
+class Offsets:
+    """Counts the whole characters before each token."""
+
+    def __init__(self, lead: bytes, before: int = 0) -> None:
+        """Begin after so many characters; `lead` are bytes at the beginning that are no part of the text."""
+        self._decoder, self._lead, self._count = codecs.getincrementaldecoder("utf-8")(errors="replace"), lead, before
+
+    def add(self, piece: bytes) -> int:
+        """Return how many characters come before a token with these bytes, and count its own."""
+        before = self._count
+        if piece:
+            piece, self._lead = bytes(piece).removeprefix(self._lead), b""
+            self._count += len(self._decoder.decode(piece))
+        return before
+
+
+def scored(tokenizer: Tokenizer, ids: Sequence[int], scores: Sequence[TokenScore]) -> list[Entry]:
+    """Return the entries of a prompt, whose first token has no score."""
+    offsets = Offsets(tokenizer.lead(ids[:1]))
+    values = [(None, ()), *scores]
+    return [
+        Entry(token, offsets.add(tokenizer.pieces[token]), *found) for token, found in zip(ids, values, strict=True)
+    ]
+
+
+def token_text(tokenizer: Tokenizer, token: int) -> str:
+    r"""Return the text of a token: a special token's name, and bytes that are no UTF-8 as `bytes:\xf0`."""
+    piece = bytes(tokenizer.pieces[token])
+    if not piece:
+        return next((name for name, index in tokenizer.special.items() if index == token), f"token_id:{token}")
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in piece)
+
+
+class Answer:
+    """The parts of an answer to one request."""
+
+    # The names of the protocol: of a whole answer, of a piece, and the beginning of its id.
+    whole_name, piece_name, prefix = "text_completion", "text_completion", "cmpl-"
+
+    def __init__(self, version: Version, seed: int, likeliest: int | None) -> None:
+        """Begin an answer of a version with this seed, in which tokens have so many of the likeliest beside them."""
+        self._tokenizer, self._likeliest = version.tokenizer, likeliest
+        self._head: dict[str, Any] = {"id": self.prefix + uuid.uuid4().hex, "object": self.whole_name}
+        self._rest = {
+            "created": int(time.time()), "model": version.id, "system_fingerprint": version.fingerprint, "seed": seed,
+        }  # fmt: skip
+
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, int]) -> dict[str, Any]:
+        """Return the whole answer of whole texts."""
+        return self._head | self._rest | {"choices": [self._choice(piece) for piece in pieces], "usage": usage}
+
+    def piece(self, piece: Piece | None, usage: bool | dict[str, int]) -> dict[str, Any]:
+        """Return a piece of a stream; its usage is null if `usage` is true, and the last piece alone has one."""
+        choices = [] if piece is None else [self._delta(piece)]
+        said: dict[str, Any] = {"usage": usage if isinstance(usage, dict) else None} if usage else {}
+        return self._head | {"object": self.piece_name} | self._rest | {"choices": choices} | said
+
+    def begin(self, index: int) -> list[Piece]:
+        """Return the pieces with which a text begins in a stream."""
+        return []
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        logprobs = None if self._likeliest is None else self._logprobs(piece.entries)
+        return {"index": piece.number, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        return self._choice(piece)
+
+    def _logprobs(self, entries: Sequence[Entry]) -> dict[str, Any]:
+        return {
+            "tokens": [self._text(entry.token) for entry in entries],
+            "token_logprobs": [None if entry.value is None else _number(entry.value) for entry in entries],
+            "top_logprobs": [None if entry.value is None else self._by_text(entry) for entry in entries],
+            "text_offset": [entry.offset for entry in entries],
+        }
+
+    def _by_text(self, entry: Entry) -> dict[str, float]:
+        """Return the likeliest tokens and the chosen one by their texts, of which two tokens may have the same."""
+        found: dict[str, float] = {}
+        for token, value in dict([*entry.likeliest, (entry.token, entry.value or 0.0)]).items():
+            text = self._text(token)
+            found[f"token_id:{token}" if text in found else text] = _number(value)
+        return found
+
+    def _text(self, token: int) -> str:
+        return token_text(self._tokenizer, token)
+
+
+class ChatAnswer(Answer):
+    """The parts of an answer to a chat."""
+
+    whole_name, piece_name, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl-"
+
+    def begin(self, index: int) -> list[Piece]:
+        """Return the pieces with which a text begins in a stream: an empty one, which has the role."""
+        return [Piece(index, "", [], None)]
+
+    def _choice(self, piece: Piece) -> dict[str, Any]:
+        message = {"role": "assistant", "content": piece.text, "refusal": None}
+        return {"index": piece.number, "message": message} | self._end(piece)
+
+    def _delta(self, piece: Piece) -> dict[str, Any]:
+        first = not piece.text and not piece.entries and piece.finish is None
+        delta = {"role": "assistant", "content": ""} if first else {"content": piece.text}
+        return {"index": piece.number, "delta": delta if piece.text or first else {}} | self._end(piece)
+
+    def _end(self, piece: Piece) -> dict[str, Any]:
+        entries = [self._entry(entry) for entry in piece.entries]
+        said = None if self._likeliest is None else {"content": entries, "refusal": None}
+        return {"logprobs": said, "finish_reason": piece.finish}
+
+    def _entry(self, entry: Entry) -> dict[str, Any]:
+        likeliest = [self._token(token, value) for token, value in entry.likeliest]
+        return self._token(entry.token, entry.value or 0.0) | {"top_logprobs": likeliest}
+
+    def _token(self, token: int, value: float) -> dict[str, Any]:
+        return {"token": self._text(token), "logprob": _number(value), "bytes": list(self._tokenizer.pieces[token])}
+
+
+def usage_of(prompt: int, drawn: int) -> dict[str, int]:
+    """Return how many tokens a request took."""
+    return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+
+
+def _number(value: float) -> float:
+    return value if value > _IMPOSSIBLE else _IMPOSSIBLE

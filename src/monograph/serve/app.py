@@ -1,0 +1,156 @@
+"""The application: which address answers what."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.resources import files
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from monograph.errors import MonographError
+from monograph.serve.fields import Fields, Refused, parsed
+from monograph.serve.guard import Guard
+from monograph.serve.sending import Closed, error_of, read_body, send_error, send_json
+from monograph.serve.service import Service
+from monograph.serve.texts import Texts
+
+PAGE = {
+    "content-security-policy": "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff", "referrer-policy": "no-referrer",
+}  # fmt: skip
+
+
+def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
+    """Return the application of a service that listens at a host, for those who have one of the keys, or for all."""
+    asked = _Asked(service)
+    return Guard(
+        Starlette(
+            routes=[
+                Route("/", _page),
+                Route("/openapi.json", _document),
+                Route("/health", asked.health),
+                Route("/metrics", asked.metrics),
+                Route("/v1/models", asked.models),
+                Route("/v1/models/{name:path}", asked.model),
+                Route("/tokenizer_info", asked.tokenizer),
+                Route("/tokenize", _Posted(asked.tokenize), methods=["POST"]),
+                Route("/detokenize", _Posted(asked.detokenize), methods=["POST"]),
+                Route("/v1/completions", Texts(service, is_chat=False), methods=["POST"]),
+                Route("/v1/chat/completions", Texts(service, is_chat=True), methods=["POST"]),
+            ],
+            exception_handlers={404: _missing, 405: _missing, Refused: _refused, Exception: _failed(service)},
+        ),
+        host, keys, service.counted,
+    )  # fmt: skip
+
+
+async def _page(request: Request) -> Response:
+    return Response(files(__package__).joinpath("page.html").read_bytes(), media_type="text/html", headers=PAGE)
+
+
+async def _document(request: Request) -> Response:
+    return Response(files(__package__).joinpath("openapi.json").read_bytes(), media_type="application/json")
+
+
+class _Asked:
+    """Answers what is no text."""
+
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok", "model": self._service.newest.id})
+
+    async def metrics(self, request: Request) -> Response:
+        return Response(self._service.metrics(), media_type="text/plain; version=0.0.4")
+
+    async def models(self, request: Request) -> Response:
+        version = self._service.newest
+        return JSONResponse({"object": "list", "data": [version.shown(name) for name in (version.id, *version.names)]})
+
+    async def model(self, request: Request) -> Response:
+        name = request.path_params["name"]
+        async with self._service.version(name) as version:
+            return JSONResponse(version.shown(name))
+
+    async def tokenizer(self, request: Request) -> Response:
+        tokenizer = self._service.newest.tokenizer
+        names = {index: name for name, index in tokenizer.special.items()}
+        ends = {f"{kind}_token": names.get(getattr(tokenizer, f"{kind}_id")) for kind in ("bos", "eos", "pad")}
+        template = tokenizer.config.template
+        return JSONResponse(ends | {"chat_template": template and template.source})
+
+    def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+        given, version = Fields(body), self._service.newest
+        given.take("model", _of(str, "a text"))
+        text = given.take("prompt", _of(str, "a text"))
+        special = given.take("add_special_tokens", _of(bool, "true or false"), True)
+        given.end()
+        if text is None:
+            raise Refused(400, "prompt is missing: expected a text", "prompt")
+        try:
+            ids = version.tokenizer.encode(text)
+        except MonographError as error:
+            raise Refused(400, f"prompt: {error}", "prompt") from None
+        ids = [version.tokenizer.bos_id, *ids] if special else ids
+        return {"tokens": ids, "count": len(ids), "max_model_len": version.context}
+
+    def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
+        given, tokenizer = Fields(body), self._service.newest.tokenizer
+        given.take("model", _of(str, "a text"))
+        ids = given.take("tokens", _of(list, "a list of token ids"))
+        given.end()
+        known = range(tokenizer.vocab_size)
+        if ids is None or not all(type(token) is int and token in known for token in ids):
+            raise Refused(400, f"tokens: expected a list of token ids from 0 to {known[-1]}", "tokens")
+        return {"prompt": tokenizer.decode(ids)}
+
+
+def _of(kind: type, expected: str) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise Refused(400, f"{name} = {value!r:.80}: expected {expected}", name)
+        return value
+
+    return check
+
+
+class _Posted:
+    """An application that answers a JSON object with another."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self._answer = answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            answer = self._answer(parsed(await read_body(scope, receive)))
+        except Refused as refused:
+            return await send_error(send, refused)
+        except Closed:
+            return None
+        return await send_json(send, answer)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refused)
+    return JSONResponse(error_of(error), error.status, error.headers)
+
+
+async def _missing(request: Request, error: Any) -> Response:
+    what = "there is nothing at" if error.status_code == 404 else f"{request.method} is not for"
+    refused = Refused(error.status_code, f"{what} {request.url.path!r:.80}: GET /openapi.json says what there is")
+    return JSONResponse(error_of(refused), error.status_code, error.headers)
+
+
+def _failed(service: Service) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def failed(request: Request, error: Exception) -> Response:
+        service.bug(error)
+        return JSONResponse(error_of(Refused(500, "a bug: the server's terminal says more")), 500)
+
+    return failed

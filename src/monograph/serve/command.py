@@ -1,0 +1,193 @@
+"""`monograph serve`: answer OpenAI's protocol with a model, until SIGTERM or Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from monograph.decode.completion import MOST_ROWS
+from monograph.device import default_device
+from monograph.errors import InputRefused, UsageError, bug_report, said_by
+from monograph.report.quantities import counted
+from monograph.serve.app import application
+from monograph.serve.guard import is_local
+from monograph.serve.service import Service
+from monograph.serve.versions import Source, Version
+from monograph.storage.cache_dir import keep_compiled
+from monograph.storage.reading import read_input
+from monograph.terminal import one_line, warn
+
+DRAIN_S = 30  # for requests that have begun, once the server is to end
+HEAD_BYTES, HEAD_S, IDLE_S = 1 << 14, 30.0, 20  # of a request's head; of a connection without a request
+MOST_CONNECTIONS = 1000
+MOST_KEY_BYTES = 1 << 16
+
+
+def run(run: str, *, host: str, port: int, api_key_file: Path | None, rows: int | None) -> int:
+    """Serve a run's newest model, or a folder's; see the command line's help."""
+    keep_compiled()
+    keys = keys_in(api_key_file) if api_key_file else []
+    if not keys and not is_local(host):
+        raise UsageError(f"--host {host}: others can reach it, so give --api-key-file, a file with a key on each line")
+    most = MOST_ROWS[default_device().type]
+    source = Source(run, rows or most, warn)
+    with _listening(host, port) as listening:
+        return asyncio.run(_serve(source, host, keys, listening))
+
+
+def keys_in(path: Path) -> list[str]:
+    """Return the keys in a file, one a line.
+
+    Raises:
+        InputRefused: the file cannot be read, has no key, or has one that is too short to be secret.
+    """
+    try:
+        lines = read_input(path, MOST_KEY_BYTES).decode().split("\n")
+    except OSError as error:
+        raise InputRefused(f"--api-key-file {path}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise InputRefused(f"--api-key-file {path}: it is not UTF-8") from None
+    keys = [line.strip() for line in lines if line.strip()]
+    for number, line in enumerate(lines, 1):
+        if 0 < len(line.strip()) < 16:
+            raise InputRefused(f"--api-key-file {path}:{number}: expected a key of at least 16 characters")
+    if not keys:
+        raise InputRefused(f"--api-key-file {path}: holds no key: write one on each line")
+    return keys
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        with socket.socket(family, kind) as listening:
+            listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            listening.bind(address)
+            listening.listen(128)  # so that whoever asks early waits, or is told that the model is being loaded
+            yield listening
+    except OSError as error:
+        raise InputRefused(f"--host {host} --port {port}: {error.strerror}") from None
+
+
+async def _serve(source: Source, host: str, keys: list[str], listening: socket.socket) -> int:
+    bugs: list[str] = []
+    service = Service(source, _say, lambda error: bugs.append(_report(error)))
+    config = uvicorn.Config(
+        application(service, host, keys), http=_Connection, ws="none", lifespan="off", log_level=logging.CRITICAL,
+        access_log=False, server_header=False, timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=DRAIN_S,
+        limit_concurrency=MOST_CONNECTIONS, h11_max_incomplete_event_size=HEAD_BYTES, proxy_headers=False,
+    )  # fmt: skip
+    server = _Server(config, service)
+    serving = asyncio.create_task(server.serve([listening]))
+    begun = asyncio.create_task(_begin(service, server, host, listening.getsockname()[1], bool(keys)))
+    try:
+        await serving
+    finally:
+        begun.cancel()
+        with suppress(asyncio.CancelledError):
+            await begun  # raises what kept the model from being loaded
+        service.end()
+    if service.crashed is not None:
+        raise service.crashed
+    answered = sum(service.counted.by_status.values())
+    _say(f"ended; {counted(answered, 'request')} answered, {counted(service.owner.stock.drawn, 'token')} written")
+    return 0
+
+
+async def _begin(service: Service, server: uvicorn.Server, host: str, port: int, needs_key: bool) -> None:
+    def end() -> None:
+        server.should_exit = True
+
+    try:
+        version = await service.begin(end)
+    except BaseException:
+        end()
+        raise
+    _say_ready(service, version, host, port, needs_key)
+    await service.follow()
+
+
+def _say_ready(service: Service, version: Version, host: str, port: int, needs_key: bool) -> None:
+    address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    who = "whoever has a key can use it" if needs_key else "only this machine can reach it (--host with --api-key-file)"
+    if needs_key and is_local(host):
+        who = "only this machine can reach it, with a key"
+    how = "a chat by its template" if version.has_template else "no chat template: a chat goes on with its text"
+    print(
+        f"ready     {address}   {version.id}: {counted(service.rows, 'row')} of {version.context:,} positions; {how}\n"
+        f"          OPENAI_BASE_URL={address}/v1   a page to talk to it: {address}/   {who}\n"
+        "          one request with a seed is the same text, alone or in a crowd",
+        flush=True,
+    )
+
+
+def _say(line: str) -> None:
+    print(f"serve     {one_line(line)}", flush=True)
+
+
+def _report(error: Exception) -> str:
+    place = bug_report(sys.argv[1:])
+    warn(f"bug: {one_line(f'{type(error).__name__}: {said_by(error)}')[:200]}; please report it with {place}")
+    return str(place)
+
+
+class _Server(uvicorn.Server):
+    """A server that ends by SIGTERM or Ctrl-C once its requests have ended, and at once by a second one."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Take both signals, which the code that is called last would else handle by an error."""
+        loop, numbers = asyncio.get_running_loop(), (signal.SIGINT, signal.SIGTERM)
+        for number in numbers:
+            loop.add_signal_handler(number, self._stop)
+        try:
+            yield
+        finally:
+            for number in numbers:
+                loop.remove_signal_handler(number)
+
+    def _stop(self) -> None:
+        self.force_exit = self.should_exit
+        if not self.should_exit and self._service.ready and (running := self._service.owner.stock.running):
+            _say(f"ending; {counted(running, 'text')} may be finished within {DRAIN_S} s")
+        self.should_exit = True
+
+
+class _Connection(H11Protocol):
+    """A connection that is closed if no request has come for a while; uvicorn would wait forever for the first."""
+
+    _timer: asyncio.TimerHandle | None = None
+    _seen: Any = None
+
+    def connection_made(self, transport: Any) -> None:
+        """Begin to look."""
+        super().connection_made(transport)
+        self._look()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """End to look."""
+        if self._timer is not None:
+            self._timer.cancel()
+        super().connection_lost(exc)
+
+    def _look(self) -> None:
+        idle = self.cycle is None or self.cycle.response_complete
+        if idle and self._timer is not None and self.cycle is self._seen:
+            self.transport.close()
+            return
+        self._seen = self.cycle
+        self._timer = asyncio.get_running_loop().call_later(HEAD_S, self._look)

@@ -1,0 +1,242 @@
+"""The thread that owns the models: it alone touches tensors, and all others ask it between two blocks of steps.
+
+Requests come over a queue, and events go to the event loop once a block. A new version of the model takes new requests
+while those of the old one end on the old weights.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from monograph.decode.automata import Arena
+from monograph.decode.cache import Slots
+from monograph.decode.completion import rows_that_fit
+from monograph.decode.generator import Generator
+from monograph.decode.knobs import Chain, chain_of
+from monograph.decode.records import Pace
+from monograph.decode.request import Event, Request
+from monograph.decode.sampling import Sampling
+from monograph.decode.step import MAX_STOP_IDS
+from monograph.errors import MonographError
+from monograph.evaluation.choices import TokenScore, score_tokens
+from monograph.serve.fields import MOST_BIASES, MOST_LOGPROBS
+from monograph.serve.versions import Version
+
+STEPS = {"cuda": 16, "cpu": 1}  # of a block
+HURRIED_STEPS, CHUNKS = 4, 2  # see `Pace`
+_FILTERED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}
+_EVERYTHING: dict[str, Any] = _FILTERED | {
+    "typical_p": 0.9, "top_a": 0.1, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "top_n_sigma": 1.0,
+    "xtc_probability": 0.5, "min_keep": 2, "mirostat_tau": 1.0, "temperature_range": 0.1, "repetition_penalty": 1.1,
+    "frequency_penalty": 0.1, "presence_penalty": 0.1, "penalty_last_n": 8, "dry_multiplier": 0.1, "min_tokens": 1,
+    "logit_bias": dict.fromkeys(range(MOST_BIASES), 0.0),
+}  # fmt: skip
+
+
+def chains(logprobs: int) -> list[Chain]:
+    """Return the chains that a step is made for, the cheapest first; the last one serves every request."""
+
+    def chain(options: dict[str, Any], reported: int | None) -> Chain:
+        # Two kinds of top-k, as a chain for small k alone reads few tokens.
+        both = [Sampling(**options, top_k=k, logprobs=reported) for k in ((0, 5) if "top_p" in options else (0,))]
+        return replace(chain_of(both, MAX_STOP_IDS), processed=False)
+
+    kinds = ({"temperature": 1.0}, None), ({"temperature": 1.0}, logprobs), (_FILTERED, None), (_FILTERED, logprobs)
+    return [*(chain(*kind) for kind in kinds), chain(_EVERYTHING, logprobs)]
+
+
+class Text:
+    """A text that is asked for.
+
+    Attributes:
+        request: what the decoder gets.
+        version: the model that writes it.
+        index: its number among the texts of a client's request.
+        inbox: where its events go, and those of the other texts of that request.
+    """
+
+    def __init__(self, request: Request, version: Version, index: int, inbox: Inbox) -> None:
+        self.request, self.version, self.index, self.inbox = request, version, index, inbox
+
+
+Inbox = asyncio.Queue[tuple[Text, Event | MonographError]]
+
+
+class Gone(Exception):
+    """The owner has ended, and writes nothing any more."""
+
+
+class Stock(NamedTuple):
+    """What the owner has done so far: tokens drawn, blocks of steps, tokens of prompts that were known; rows in use."""
+
+    drawn: int = 0
+    blocks: int = 0
+    reused: int = 0
+    running: int = 0
+
+
+class _Lane:
+    """A version with its decoder, and the texts that it writes by the decoder's numbers."""
+
+    def __init__(self, version: Version, rows: int) -> None:
+        model, vocabulary = version.model, version.tokenizer.vocab_size
+        device = model.lm_head.weight.device
+        slots = Slots(version.context)
+        self.version, self.texts, self.drawn = version, dict[int, Text](), 0
+        self.generator = Generator(
+            model, chains(min(MOST_LOGPROBS, vocabulary)),
+            rows=rows_that_fit(model, slots, rows, "serve a model with fewer positions"), slots=slots,
+            vocabulary=vocabulary, automata=Arena(vocabulary, device), mode="captured",
+            block=Pace(STEPS[device.type], min(HURRIED_STEPS, STEPS[device.type]), CHUNKS),
+        )  # fmt: skip
+
+    def advance(self) -> list[tuple[Text, Event]]:
+        """Run a block; return what came of it."""
+        found = []
+        for event in self.generator.advance():
+            self.drawn += len(event.token_ids)
+            found.append((self.texts[event.number], event))
+            if event.finish is not None:
+                del self.texts[event.number]
+        return found
+
+    def cancel(self, text: Text) -> None:
+        number = next((number for number, each in self.texts.items() if each is text), None)
+        if number is not None:
+            del self.texts[number]
+            self.generator.cancel(number)
+
+
+class Owner:
+    """The thread, as the event loop sees it; all its methods are for the loop's thread.
+
+    Attributes:
+        stock: what it has done, as of the last block.
+    """
+
+    def __init__(self, rows: int, crashed: Callable[[Exception], None]) -> None:
+        """Start it; `crashed` is called in the loop with the error that ended it."""
+        self.stock = Stock()
+        self._rows, self._crashed, self._loop = rows, crashed, asyncio.get_running_loop()
+        self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._scores: deque[tuple[asyncio.Future[list[TokenScore]], Version, Sequence[int], int]] = deque()
+        self._lanes: dict[Version, _Lane] = {}
+        self._ended: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="owner", daemon=True)
+        self._thread.start()
+
+    async def add(self, version: Version) -> int:
+        """Make a decoder for a version, and all that it would otherwise make in its first requests; return its rows.
+
+        Raises:
+            OutOfDeviceMemory: its keys and values do not fit.
+        """
+        done: asyncio.Future[int] = self._loop.create_future()
+
+        def make() -> None:
+            try:
+                lane = _Lane(version, self._rows)
+                lane.generator.warm_up()
+            except MonographError as error:
+                self._tell(done.set_exception, error)
+            else:
+                self._lanes[version] = lane
+                self._tell(done.set_result, lane.generator.rows)
+
+        self._ask(make)
+        return await done
+
+    def drop(self, version: Version) -> None:
+        """Free a version, of which no text is written any more."""
+
+        def free() -> None:
+            self._lanes.pop(version, None)
+
+        self._ask(free)
+
+    def write(self, text: Text) -> None:
+        """Write a text; its events come until the last one, which has a finish, or until `cancel`."""
+
+        def submit() -> None:
+            lane = self._lanes[text.version]
+            try:
+                lane.texts[lane.generator.submit(text.request)] = text
+            except MonographError as error:
+                self._tell(text.inbox.put_nowait, (text, error))
+
+        self._ask(submit)
+
+    def cancel(self, text: Text) -> None:
+        """Forget a text; its row is free before the next block."""
+        self._ask(lambda: self._lanes[text.version].cancel(text) if text.version in self._lanes else None)
+
+    async def score(self, version: Version, ids: Sequence[int], likeliest: int) -> list[TokenScore]:
+        """Score a text's tokens; see `monograph.evaluation.choices.score_tokens`."""
+        done: asyncio.Future[list[TokenScore]] = self._loop.create_future()
+        self._ask(lambda: self._scores.append((done, version, ids, likeliest)))
+        return await done
+
+    def end(self) -> None:
+        """End the thread after its block, and wait for it."""
+        self._asked.put(None)
+        self._thread.join()
+
+    def _ask(self, call: Callable[[], None]) -> None:
+        if self._ended is not None:
+            raise Gone from self._ended
+        self._asked.put(call)
+
+    # ── in the thread ─────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        try:
+            while self._advance():
+                pass
+            self._ended = Gone()
+        except Exception as error:  # it is told, and nothing goes on as if it had not happened
+            self._ended = error
+            self._tell(self._crashed, error)
+
+    def _advance(self) -> bool:
+        """Do what was asked, and one step of all that is under way; return whether to go on."""
+        busy = [lane for lane in self._lanes.values() if lane.generator.busy]
+        wait = not busy and not self._scores
+        while wait or not self._asked.empty():
+            if (call := self._asked.get()) is None:
+                return False
+            call()
+            wait = False
+        if self._scores:  # one between two blocks
+            done, version, ids, likeliest = self._scores.popleft()
+            if not done.cancelled():
+                self._tell(_answer, done, score_tokens(version.model, ids, version.precision, likeliest))
+        found = [pair for lane in list(self._lanes.values()) if lane.generator.busy for pair in lane.advance()]
+        generators = [lane.generator for lane in self._lanes.values()]
+        drawn = self.stock.drawn + sum(len(event.token_ids) for _, event in found)
+        blocks = self.stock.blocks + bool(busy)
+        reused, running = (sum(map(count, generators)) for count in (lambda g: g.reused, lambda g: g.running))
+        self.stock = Stock(drawn, blocks, reused, running)
+        if found:
+            self._tell(_deliver, found)
+        return True
+
+    def _tell(self, call: Callable[..., object], *arguments: object) -> None:
+        with suppress(RuntimeError):  # the loop has ended
+            self._loop.call_soon_threadsafe(call, *arguments)
+
+
+def _deliver(found: Sequence[tuple[Text, Event]]) -> None:
+    for text, event in found:
+        text.inbox.put_nowait((text, event))
+
+
+def _answer(done: asyncio.Future[Any], value: object) -> None:
+    if not done.done():
+        done.set_result(value)

@@ -1,0 +1,181 @@
+"""What all requests share: the versions of the model, the thread that owns them, the queue before it, and counts."""
+
+from __future__ import annotations
+
+import asyncio
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from monograph.errors import MonographError
+from monograph.serve.compiling import Compiler
+from monograph.serve.fields import Refused
+from monograph.serve.gate import Gate
+from monograph.serve.owner import Owner
+from monograph.serve.sending import Counted
+from monograph.serve.versions import Source, Version
+
+LOOK_S = 2.0  # between two looks for a newer version
+_BOUNDS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # seconds
+
+
+class Histogram:
+    """Counts durations by size, as Prometheus does."""
+
+    def __init__(self) -> None:
+        self._counts, self._sum = [0] * (len(_BOUNDS) + 1), 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one."""
+        self._counts[bisect_left(_BOUNDS, seconds)] += 1
+        self._sum += seconds
+
+    def lines(self, name: str) -> list[str]:
+        """Return its lines in Prometheus' text."""
+        total, lines = 0, [f"# TYPE {name} histogram"]
+        for bound, count in zip((*map(str, _BOUNDS), "+Inf"), self._counts, strict=True):
+            total += count
+            lines.append(f'{name}_bucket{{le="{bound}"}} {total}')
+        return [*lines, f"{name}_sum {self._sum:.6f}", f"{name}_count {total}"]
+
+
+class Times:
+    """How long requests took, to their first token and in all."""
+
+    def __init__(self) -> None:
+        self._first, self._whole = Histogram(), Histogram()
+        self.first, self.whole = self._first.add, self._whole.add
+
+    def lines(self) -> list[str]:
+        """Return the lines of both."""
+        return self._first.lines("monograph_first_token_seconds") + self._whole.lines("monograph_request_seconds")
+
+
+class Service:
+    """A model that is served, for as long as the event loop runs.
+
+    Attributes:
+        rows: texts that are written at once.
+        owner: the thread that owns the models.
+        gate: the queue before it.
+        counted: requests by status.
+        times: how long requests took.
+        crashed: the error that ended the owner, or None.
+    """
+
+    rows: int
+    gate: Gate
+
+    def __init__(self, source: Source, say: Callable[[str], None], bug: Callable[[Exception], None]) -> None:
+        """Take what is served; `say` prints a line, and `bug` reports an error that nobody foresaw."""
+        self.source, self.counted, self.times, self.bug = source, Counted(), Times(), bug
+        self.crashed: Exception | None = None
+        self._say = say
+        self._newest: Version | None = None
+        self._users: Counter[Version] = Counter()
+        self._compilers: dict[tuple[str, tuple[int, ...]], Compiler] = {}
+
+    async def begin(self, ended: Callable[[], None]) -> Version:
+        """Load the model and make all that a request needs; `ended` is called if its thread ends by an error.
+
+        Raises:
+            MonographError: it cannot be loaded.
+        """
+
+        def crashed(error: Exception) -> None:
+            self.crashed = error
+            ended()
+
+        version = await asyncio.to_thread(self.source.load)
+        self.owner = Owner(self.source.rows, crashed)
+        self.rows = await self.owner.add(version)
+        self.gate = Gate(self.owner, self.rows, version.context)
+        self._newest = version
+        return version
+
+    async def follow(self) -> None:
+        """Load each newer version, forever; requests that have begun end with theirs."""
+        while True:
+            await asyncio.sleep(LOOK_S)
+            try:
+                if not await asyncio.to_thread(self.source.moved):
+                    continue
+                version, before = await asyncio.to_thread(self.source.load), self._newest
+                await self.owner.add(version)
+            except MonographError as error:
+                self._say(f"still {self._newest.id if self._newest else ''}: {error}")
+                continue
+            self._newest = version
+            self._say(f"now {version.id}")
+            if before is not None and not self._users[before]:
+                self._drop(before)
+
+    def end(self) -> None:
+        """End the thread and the processes."""
+        for compiler in self._compilers.values():
+            compiler.close()
+        if self._newest is not None:
+            self.owner.end()
+
+    @property
+    def ready(self) -> bool:
+        """Return whether requests are answered."""
+        return self._newest is not None and self.crashed is None
+
+    @property
+    def newest(self) -> Version:
+        """Return the version that takes new requests.
+
+        Raises:
+            Refused: there is none yet, or none any more.
+        """
+        if self._newest is None or self.crashed is not None:
+            what = "loading the model" if self.crashed is None else "the model's thread has ended"
+            raise Refused(503, what, code="unavailable", Retry_After="2")
+        return self._newest
+
+    @asynccontextmanager
+    async def version(self, name: str) -> AsyncIterator[Version]:
+        """Yield the newest version, which stays until the end of the block, if it has this name.
+
+        Raises:
+            Refused: it has another.
+        """
+        version = self.newest
+        if name not in (names := (version.id, *version.names)):
+            known = ", ".join(names)
+            raise Refused(404, f"there is no model {name!r:.80}: expected {known}", "model", "model_not_found")
+        self._users[version] += 1
+        try:
+            yield version
+        finally:
+            self._users[version] -= 1
+            if version is not self._newest and not self._users[version]:
+                self._drop(version)
+
+    def compiler(self, version: Version, ends: Sequence[int]) -> Compiler:
+        """Return the compiler of automata for a version's tokenizer."""
+        key = version.tokenizer.digest, tuple(ends)
+        if key not in self._compilers:
+            self._compilers[key] = Compiler(version.tokenizer.pieces, ends)
+        return self._compilers[key]
+
+    def metrics(self) -> str:
+        """Return all counts as Prometheus' text."""
+        _ = self.newest  # or there is nothing to count yet
+        stock, lines = self.owner.stock, ["# TYPE monograph_requests_total counter"]
+        lines += [f'monograph_requests_total{{status="{key}"}} {n}' for key, n in self.counted.by_status.items()]
+        numbers = {
+            "rows gauge": self.rows, "rows_running gauge": stock.running, "texts_waiting gauge": self.gate.waiting,
+            "texts_cancelled_total counter": self.gate.cancelled, "requests_refused_total counter": self.gate.refused,
+            "tokens_drawn_total counter": stock.drawn, "blocks_total counter": stock.blocks,
+            "prompt_tokens_reused_total counter": stock.reused,
+        }  # fmt: skip
+        for name, number in numbers.items():
+            lines += [f"# TYPE monograph_{name}", f"monograph_{name.split()[0]} {number}"]
+        return "\n".join([*lines, *self.times.lines()]) + "\n"
+
+    def _drop(self, version: Version) -> None:
+        del self._users[version]
+        self.owner.drop(version)

@@ -1,0 +1,300 @@
+"""Answers requests for texts: reads what is asked, has it written and sends it, unless the client goes before."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+
+from starlette.types import Receive, Scope, Send
+
+from monograph.decode.automata import Automaton
+from monograph.decode.reproducible import continuation_seed
+from monograph.decode.request import Event, Request
+from monograph.device import clock
+from monograph.errors import MonographError
+from monograph.serve import fields
+from monograph.serve.answers import Answer, ChatAnswer, Piece, Writing, scored, usage_of
+from monograph.serve.fields import Asked, Refused
+from monograph.serve.owner import Gone, Inbox, Text
+from monograph.serve.sending import Closed, Events, closed, error_of, read_body, send_error, send_json
+from monograph.serve.service import Service
+from monograph.serve.versions import Version
+from monograph.text.chat import chat_ids
+
+LONGEST_S, PING_S = 600.0, 15.0  # of a request; between two signs of life
+_FAILED = {
+    "not_finite": (500, "the model's logits are not finite"),
+    "nothing_allowed": (400, "bias, min_tokens and constraint together left no token to write"),
+}
+
+
+class Texts:
+    """An application that answers requests for texts, of a chat or not."""
+
+    def __init__(self, service: Service, is_chat: bool) -> None:
+        self._service, self._is_chat = service, is_chat
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request; what it asked for is cancelled as soon as the client has gone."""
+        try:
+            body = await read_body(scope, receive)
+        except Refused as refused:
+            return await send_error(send, refused)
+        except Closed:
+            return None
+        work = asyncio.create_task(self._answered(body, scope, send))
+        gone = asyncio.create_task(closed(receive))
+        try:
+            await asyncio.wait({work, gone}, timeout=LONGEST_S, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            late = not work.done() and not gone.done()
+            for task in (work, gone):
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+        if late:
+            await _fail(scope, send, Refused(408, f"the text was not done after {LONGEST_S:.0f} s", code="timeout"))
+        return None
+
+    async def _answered(self, body: bytes, scope: Scope, send: Send) -> None:
+        try:
+            read = fields.chat if self._is_chat else fields.completion
+            asked = read(fields.parsed(body), self._service.rows)
+            async with self._service.version(asked.model) as version:
+                await self._answer(asked, version, scope["client_name"], send)
+        except Refused as refused:
+            await _fail(scope, send, refused)
+        except Gone:
+            await _fail(scope, send, Refused(500, "the model's thread has ended: the server is going down"))
+        except Exception as error:
+            self._service.bug(error)
+            await _fail(scope, send, Refused(500, "a bug: the server's terminal says more"))
+
+    async def _answer(self, asked: Asked, version: Version, client: str, send: Send) -> None:
+        began = clock()
+        prompts = await asyncio.to_thread(self._prompts, asked, version)
+        if asked.max_tokens == 0:
+            return await self._send_scored(asked, version, prompts, send)
+        inbox: Inbox = asyncio.Queue()
+        requests = await self._requests(asked, version, prompts, client)
+        texts = [Text(request, version, index, inbox) for index, request in enumerate(requests)]
+        answer = (ChatAnswer if self._is_chat else Answer)(version, asked.sampling.seed, asked.likeliest)
+        used = sum(map(len, prompts))
+        async with self._written(texts, began) as events:
+            if asked.stream:
+                await self._stream(asked, texts, answer, events, used, send)
+            else:
+                await self._whole(asked, texts, answer, events, prompts, send)
+        return None
+
+    # ── what is asked ─────────────────────────────────────────────────────────────────────────
+
+    def _prompts(self, asked: Asked, version: Version) -> list[list[int]]:
+        """Return the ids of each prompt, which have room in the model's context."""
+        field = "messages" if self._is_chat else "prompt"
+        limit = version.context * version.longest_piece  # no longer text has room, however it is cut into tokens
+        if any(isinstance(each, str) and len(each) > limit for each in asked.prompts):
+            raise _too_long(f"more than {version.context:,}", version, field)
+        try:
+            if not self._is_chat:
+                prompts = [self._ids(version, prompt) for prompt in asked.prompts]
+            elif version.has_template:
+                prompts = [chat_ids(version.tokenizer, asked.messages, add_generation_prompt=True, **asked.variables)]
+            else:
+                prompts = [self._ids(version, joined(asked))]
+        except MonographError as error:
+            raise Refused(400, f"{field}: {error}", field) from None
+        for ids in prompts:
+            room = version.context + (asked.max_tokens == 0)
+            if len(ids) >= room:
+                raise _too_long(f"{len(ids):,}", version, field)
+        return prompts
+
+    @staticmethod
+    def _ids(version: Version, prompt: str | list[int]) -> list[int]:
+        tokenizer = version.tokenizer
+        if isinstance(prompt, str):
+            return [tokenizer.bos_id, *tokenizer.encode(prompt)]
+        if any(not 0 <= token < tokenizer.vocab_size for token in prompt):
+            raise Refused(400, f"prompt: expected token ids from 0 to {tokenizer.vocab_size - 1}", "prompt")
+        return prompt
+
+    async def _requests(
+        self, asked: Asked, version: Version, prompts: Sequence[Sequence[int]], client: str
+    ) -> list[Request]:
+        """Return a request for each text, n for each prompt, whose seeds are those of `monograph generate`."""
+        tokenizer, sampling = version.tokenizer, asked.sampling
+        if asked.likeliest is not None:
+            sampling = replace(sampling, logprobs=min(asked.likeliest, tokenizer.vocab_size))
+        leads = {bytes(tokenizer.lead(ids)) for ids in prompts}
+        if any(text.startswith(" ") for text in asked.stop) and any(leads):
+            raise Refused(400, "stop: the tokenizer has every text begin with a space: leave it out", "stop")
+        if asked.limit is not None and len(leads) > 1:
+            raise Refused(400, "prompt: under a constraint, give an empty prompt alone", "prompt")
+        try:
+            sampling.check_vocabulary(tokenizer.vocab_size)
+            broken = version.breakers(tuple(sampling.dry_sequence_breakers)) if sampling.dry_multiplier else None
+        except MonographError as error:
+            field = "logit_bias" if "logit_bias" in str(error) else "dry_sequence_breakers"
+            raise Refused(400, str(error), field) from None
+        ends = version.ends if self._is_chat and version.has_template else (tokenizer.eos_id,)
+        constraint, stop = await self._automata(asked, version, ends, leads.pop())
+        most = version.context if asked.max_tokens is None else asked.max_tokens
+        seeds = [continuation_seed(sampling.seed, index) for index in range(asked.n)]
+        return [
+            Request(tuple(ids), sampling, most, ends, constraint, stop, broken, seed, client)
+            for ids in prompts
+            for seed in seeds
+        ]
+
+    async def _automata(
+        self, asked: Asked, version: Version, ends: Sequence[int], lead: bytes
+    ) -> tuple[Automaton | None, Automaton | None]:
+        compiler, field, constraint, stop = self._service.compiler(version, ends), "stop", None, None
+        try:
+            if asked.stop:
+                stop = await compiler.stop_strings(asked.stop)
+            if asked.limit is not None:
+                field = asked.limit.field
+                constraint = await compiler.constraint(asked.limit.kind, asked.limit.value, lead)
+        except MonographError as error:
+            raise Refused(400, f"{field}: {error}", field) from None
+        return constraint, stop
+
+    # ── what is sent ──────────────────────────────────────────────────────────────────────────
+
+    @asynccontextmanager
+    async def _written(
+        self, texts: Sequence[Text], began: float
+    ) -> AsyncIterator[AsyncIterator[list[tuple[Text, Event]]]]:
+        """Have texts written; yields an iterator of their events, and cancels those that have not ended at the end."""
+        gate, running = self._service.gate, set(texts)
+
+        async def events() -> AsyncIterator[list[tuple[Text, Event]]]:
+            first = True
+            while running:
+                if (batch := await _batch(texts[0].inbox)) and first:
+                    self._service.times.first(clock() - began)
+                    first = False
+                for text, event in batch:
+                    if event.finish is not None:
+                        running.discard(text)
+                        gate.leave(text)
+                    if failed := _FAILED.get(str(event.finish)):
+                        raise Refused(*failed)
+                yield batch
+
+        gate.enter(list(texts))
+        try:
+            yield events()
+        finally:
+            for text in list(running):
+                gate.leave(text, cancelled=True)
+            self._service.times.whole(clock() - began)
+
+    async def _stream(
+        self, asked: Asked, texts: Sequence[Text], answer: Answer, events: AsyncIterator[list[tuple[Text, Event]]],
+        used: int, send: Send,
+    ) -> None:  # fmt: skip
+        writings = {text: Writing(text, asked.stop, asked.likeliest) for text in texts}
+        stream, begun = Events(send), False
+        async for batch in events:
+            pieces = [writings[text].add(event) for text, event in batch]
+            if not begun:  # what is refused before the first token has a status of its own
+                begun = True
+                await stream.begin()
+                pieces = [piece for text in texts for piece in answer.begin(text.index)] + pieces
+            said = [answer.piece(piece, asked.usage) for piece in pieces if _is_said(piece, asked)]
+            await (stream.send(*said) if said else stream.ping())
+        if asked.usage:
+            drawn = sum(writing.tokens for writing in writings.values())
+            await stream.send(answer.piece(None, usage_of(used, drawn)))
+        await stream.end()
+
+    async def _whole(
+        self, asked: Asked, texts: Sequence[Text], answer: Answer, events: AsyncIterator[list[tuple[Text, Event]]],
+        prompts: Sequence[Sequence[int]], send: Send,
+    ) -> None:  # fmt: skip
+        version = texts[0].version
+        echoes = await self._echoes(asked, version, prompts) if asked.echo else [Piece(0, "", [], None)] * len(prompts)
+        of = [echoes[text.index // asked.n] for text in texts]
+        writings = [Writing(text, asked.stop, asked.likeliest, echo.text) for text, echo in zip(texts, of, strict=True)]
+        pieces = [Piece(text.index, echo.text, [*echo.entries], None) for text, echo in zip(texts, of, strict=True)]
+        async for batch in events:
+            for text, event in batch:
+                new, old = writings[text.index].add(event), pieces[text.index]
+                pieces[text.index] = Piece(new.number, old.text + new.text, old.entries + new.entries, new.finish)
+        usage = usage_of(sum(map(len, prompts)), sum(writing.tokens for writing in writings))
+        await send_json(send, answer.whole(pieces, usage))
+
+    async def _send_scored(self, asked: Asked, version: Version, prompts: Sequence[Sequence[int]], send: Send) -> None:
+        """Answer with the prompts alone, n times each."""
+        echoes = await self._echoes(asked, version, prompts)
+        repeated = [echo for echo in echoes for _ in range(asked.n)]
+        pieces = [echo._replace(number=number, finish="length") for number, echo in enumerate(repeated)]
+        answer = Answer(version, asked.sampling.seed, asked.likeliest)
+        await send_json(send, answer.whole(pieces, usage_of(sum(map(len, prompts)), 0)))
+
+    async def _echoes(self, asked: Asked, version: Version, prompts: Sequence[Sequence[int]]) -> list[Piece]:
+        """Return each prompt as a piece, scored if log-probabilities are asked for."""
+        echoes = []
+        for prompt, ids in zip(asked.prompts, prompts, strict=True):
+            text = prompt if isinstance(prompt, str) else version.tokenizer.decode(ids)
+            entries = []
+            if asked.likeliest is not None:
+                most = min(asked.likeliest, version.tokenizer.vocab_size)
+                scores = await self._service.owner.score(version, ids, most) if len(ids) > 1 else []
+                entries = scored(version.tokenizer, ids, scores)
+            echoes.append(Piece(0, text, entries, None))
+        return echoes
+
+
+def joined(asked: Asked) -> str:
+    """Return the messages of a chat with a model that has no template: a text, which the model goes on with.
+
+    Raises:
+        Refused: a message is of nobody who speaks.
+    """
+    if strange := next((each["role"] for each in asked.messages if each["role"] not in ("user", "assistant")), None):
+        raise Refused(400, f"messages: the model has no chat template, so nobody has the role {strange}", "messages")
+    return "".join(each["content"] for each in asked.messages)
+
+
+async def _batch(inbox: Inbox) -> list[tuple[Text, Event]]:
+    """Return the events that have come, or none if none comes for a while.
+
+    Raises:
+        Refused: the decoder has refused a text.
+    """
+    try:
+        found = [await asyncio.wait_for(inbox.get(), PING_S)]
+    except TimeoutError:
+        return []
+    while not inbox.empty():
+        found.append(inbox.get_nowait())
+    batch = []
+    for text, event in found:
+        if isinstance(event, MonographError):
+            raise Refused(400, str(event)) from event
+        batch.append((text, event))
+    return batch
+
+
+def _is_said(piece: Piece, asked: Asked) -> bool:
+    return bool(piece.text or piece.entries or piece.finish) or piece == Piece(piece.number, "", [], None)
+
+
+def _too_long(tokens: str, version: Version, field: str) -> Refused:
+    message = f"{field}: it has {tokens} tokens, and the model's context is {version.context:,}: shorten it"
+    return Refused(400, message, field, "context_length_exceeded")
+
+
+async def _fail(scope: Scope, send: Send, refused: Refused) -> None:
+    """Say an error, in the middle of a stream if one has begun."""
+    if not scope["answered"]:
+        return await send_error(send, refused)
+    stream = Events(send)
+    await stream.send(error_of(refused))
+    return await stream.end(done=False)

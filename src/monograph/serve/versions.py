@@ -1,0 +1,121 @@
+"""The model that is served: a run's newest checkpoint or a folder, loaded again when the run has moved on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from monograph import __version__
+from monograph.decode.penalties import breakers
+from monograph.device import default_device
+from monograph.graph.precision import Precision
+from monograph.model.llama import Llama
+from monograph.run.base import digest
+from monograph.run.folder import Run
+from monograph.run.models import load, load_run
+from monograph.run.recipe import run_named
+from monograph.session.recorded import run_settings
+from monograph.storage.reading import entries
+from monograph.text.chat import stop_ids
+from monograph.text.tokenizer import Tokenizer
+
+LAST = "last"
+
+
+class Version:
+    """A model at one time, with what a request needs of it.
+
+    Attributes:
+        id: the name of exactly these weights, RUN@UPDATE, or the folder's name.
+        names: other names, which later versions take over.
+        model: the model.
+        tokenizer: its tokenizer.
+        precision: the precision in which a text is scored, that of the run, as `monograph evaluate` does.
+        created: when it was loaded, in seconds since 1970.
+        fingerprint: of all that decides the bits of a text beside its request.
+    """
+
+    def __init__(
+        self, identity: str, names: tuple[str, ...], model: Llama, tokenizer: Tokenizer, precision: Precision, rows: int
+    ) -> None:
+        """Put the model on the device."""
+        decisive = [digest(model), rows, torch.__version__, __version__, str(default_device())]
+        self.fingerprint = "fp_" + hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:12]
+        self.id, self.names, self.tokenizer, self.precision = identity, names, tokenizer, precision
+        self.model = model.to(default_device()).eval().requires_grad_(False)
+        self.created = int(time.time())
+        self._breakers: dict[tuple[str, ...], torch.Tensor] = {}
+
+    @property
+    def context(self) -> int:
+        """Return the most tokens of a prompt and its text."""
+        return self.model.config.max_position_embeddings
+
+    @property
+    def has_template(self) -> bool:
+        """Return whether messages are put together by the model's own template."""
+        return self.tokenizer.config.template is not None
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Return the ids that end an answer in a chat."""
+        return stop_ids(self.tokenizer, self.model.config.ends)
+
+    @cached_property
+    def longest_piece(self) -> int:
+        """Return the bytes of the longest token."""
+        return max(map(len, self.tokenizer.pieces))
+
+    def breakers(self, texts: tuple[str, ...]) -> torch.Tensor:
+        """Return the ids that no repetition goes across; see `monograph.decode.penalties.breakers`."""
+        if len(self._breakers) > 64:
+            self._breakers.clear()
+        if texts not in self._breakers:
+            self._breakers[texts] = breakers(texts, self.tokenizer.pieces)
+        return self._breakers[texts]
+
+    def shown(self, name: str) -> dict[str, Any]:
+        """Return the entry of /v1/models under one of its names."""
+        return {
+            "id": name, "object": "model", "created": self.created, "owned_by": "monograph",
+            "max_model_len": self.context, "root": self.id, "chat": self.has_template,
+        }  # fmt: skip
+
+
+class Source:
+    """What the command line names, and which of its versions was loaded last."""
+
+    def __init__(self, name: str, rows: int, warn: Callable[[str], None]) -> None:
+        """Take a run, `last` or a folder, and the rows in which its texts are written."""
+        self.name, self.rows, self.warn = name, rows, warn
+        self._seen: tuple[Any, ...] = ()
+
+    def moved(self) -> bool:
+        """Return whether there is a version that was not loaded yet."""
+        return self._newest() != self._seen
+
+    def load(self) -> Version:
+        """Load the newest sound version; see `monograph.run.models.load` for what it raises."""
+        # Looked up first: a checkpoint that comes meanwhile is then loaded by the next call.
+        self._seen, run = self._newest(), run_named(self.name)
+        if run is None:
+            model, tokenizer = load(self.name, self.warn)
+            name = Path(self.name).resolve().name
+            return Version(name, (LAST,), model, tokenizer, Precision("fp32"), self.rows)
+        model, tokenizer, update = load_run(run, self.warn)
+        precision = Precision(run_settings(run, runs_code=False).train.precision)
+        name = run.folder.resolve().name
+        return Version(f"{name}@{update}", (name, LAST), model, tokenizer, precision, self.rows)
+
+    def _newest(self) -> tuple[Any, ...]:
+        run: Run | None = run_named(self.name)
+        if run is None or run.at is not None:
+            return (run and run.at,)
+        return run.folder.resolve(), [folder.name for folder in entries(run.checkpoints, "step-")][-1:]
