@@ -75,19 +75,19 @@ def rest(milliseconds: int = 150) -> None:
 class View:
     """One page in a window."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.profile, self.listener = path, QWebEngineProfile(), Listener()
+    def __init__(self, url: QUrl) -> None:
+        self.url, self.profile, self.listener = url, QWebEngineProfile(), Listener()
         self.profile.setUrlRequestInterceptor(self.listener)
         self.page, self.window = Page(self.profile), QWebEngineView()
         self.window.setPage(self.page)
         self.window.resize(WIDE, HIGH)
         self.window.show()
-        assert wait(self._load), f"{path}: not loaded"
+        assert wait(self._load), f"{url.toString()}: not loaded"
         rest()
 
     def _load(self, answer: Callable[[Any], None]) -> None:
         self.page.loadFinished.connect(answer)
-        self.page.load(QUrl.fromLocalFile(str(self.path)))
+        self.page.load(self.url)
 
     def evaluate(self, code: str) -> Any:
         return json.loads(wait(lambda answer: self.page.runJavaScript(f"JSON.stringify({code})", answer)) or "null")
@@ -127,7 +127,7 @@ class View:
 
 
 def seen(path: Path, scheme: str, folder: Path) -> dict[str, Any]:
-    view = View(path)
+    view = View(QUrl.fromLocalFile(str(path)))
     pictures = {width: folder / f"{path.stem}-{scheme}-{width}.png" for width in (NARROW, WIDE)}
     return {
         "agent": view.evaluate("navigator.userAgent"),
@@ -140,11 +140,15 @@ def seen(path: Path, scheme: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def main(scheme: str, folder: Path, pages: list[Path]) -> None:
+def started(scheme: str) -> QApplication:
     os.environ["QT_QPA_PLATFORM"] = "offscreen"
     flags = f"--disable-gpu --no-sandbox --blink-settings=preferredColorScheme={SCHEMES[scheme]}"
     os.environ["QTWEBENGINE_CHROMIUM_FLAGS"] = flags
-    application = QApplication([sys.argv[0]])
+    return QApplication([sys.argv[0]])
+
+
+def main(scheme: str, folder: Path, pages: list[Path]) -> None:
+    application = started(scheme)
     print(json.dumps({path.stem: seen(path, scheme, folder) for path in pages}))
     sys.stdout.flush()
     del application

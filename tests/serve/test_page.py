@@ -1,0 +1,473 @@
+"""Run: pytest tests/serve/test_page.py
+
+The page of `monograph serve` in a real headless Chromium (that of Qt's WebEngine; skipped, with the reason, where that
+cannot be loaded), used as a person would. A stand-in answers with a text that is known, in the forms of docs/serve.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from visitor import Visitor
+
+pytest.importorskip("PyQt6.QtWebEngineCore", reason="Qt's WebEngine is not here", exc_type=ImportError)
+
+POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+HOSTILE = "<img src=x onerror=alert(1)>"
+# Each token: its text, its probability, and others with theirs. The emoji's bytes come as two tokens.
+TOKENS: list[tuple[bytes, float, dict[str, float]]] = [
+    (b"The", 0.62, {"A": 0.2, "It": 0.08, "<b>": 0.03, "\n": 0.01}),
+    (b" fox", 0.04, {" cat": 0.41, " dog": 0.2, " man": 0.1, " sun": 0.05}),
+    (b" said", 0.97, {" was": 0.01, " ran": 0.005, ",": 0.002, " is": 0.001}),
+    (b" \xf0\x9f", 0.3, {" no": 0.2, " yes": 0.2, ":": 0.1, " that": 0.05}),
+    (b"\xa6\x8a", 0.99, {"\x00": 0.001, "x": 0.001, "y": 0.001, "z": 0.0001}),
+    (f" {HOSTILE}".encode(), 0.12, {" so": 0.3, " then": 0.2, " but": 0.1, " and": 0.02}),
+    (b".\n", 0.8, {"!": 0.1, ".": 0.05, "?": 0.01, ";": 0.001}),
+]
+TEXT = b"".join(token for token, _, _ in TOKENS).decode()
+SEED = 2**63 - 26  # beyond what a number of JavaScript holds
+
+
+class StandIn(ThreadingHTTPServer):
+    """Answers as `monograph serve` does; a prompt that has "slow" goes on without end."""
+
+    daemon_threads = True
+
+    def __init__(self, chat: bool = True, key: str | None = None, port: int = 0) -> None:
+        super().__init__(("127.0.0.1", port), Answers)
+        self.chat, self.key = chat, key
+        self.asked: list[dict[str, Any]] = []
+        self.hung_up = threading.Event()
+        self.url = f"http://127.0.0.1:{self.server_address[1]}/"
+        threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
+
+    def close(self) -> None:
+        self.shutdown()
+        self.server_close()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A browser that hangs up is no error."""
+
+
+class Answers(BaseHTTPRequestHandler):
+    server: StandIn
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """A test's output is not for access logs."""
+
+    def whole(self, status: int, kind: str, content: bytes) -> None:
+        self.send_response(status)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Security-Policy", POLICY)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def object(self, status: int, content: dict[str, Any]) -> None:
+        self.whole(status, "application/json", json.dumps(content).encode())
+
+    def refused(self, status: int, message: str) -> None:
+        self.object(status, {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}})
+
+    def locked(self) -> bool:
+        key = self.server.key
+        locked = key is not None and self.headers["Authorization"] != f"Bearer {key}"
+        if locked:
+            self.refused(401, "the API key is missing or wrong")
+        return locked
+
+    def do_GET(self) -> None:
+        if self.path == "/":
+            page = resources.files("monograph.serve").joinpath("page.html").read_bytes()
+            self.whole(200, "text/html; charset=utf-8", page)
+        elif self.path == "/v1/models" and not self.locked():
+            entry = {"object": "model", "created": 0, "owned_by": "monograph", "max_model_len": 2048}
+            names = ("fox-tales", "fox-tales@4000", "last")
+            self.object(200, {"object": "list", "data": [entry | {"id": name, "chat": self.server.chat} for name in names]})
+        elif self.path != "/v1/models":
+            self.refused(404, f"no such path: {self.path}")
+
+    def do_POST(self) -> None:
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.locked():
+            return
+        self.server.asked.append(asked)
+        prompt = asked["messages"][-1]["content"] if "messages" in asked else asked["prompt"]
+        if "refuse" in prompt:
+            return self.refused(400, f"temperature = 9: expected 0 to 2 {HOSTILE}")
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream; charset=utf-8")
+        self.end_headers()
+        make = chat_choices if "messages" in asked else text_choices
+        choices = make(asked.get("logprobs") not in (None, False))
+        more = {"seed": asked.get("seed", SEED), "model": asked["model"], "usage": None}
+        try:
+            for choice in choices:
+                self.event({"choices": [choice]} | more)
+                time.sleep(0.01)
+            while "slow" in prompt:
+                self.event({"choices": [choices[-2]]} | more)
+                time.sleep(0.01)
+            if "broken" in prompt:
+                return self.event({"error": {"message": "the model is gone"}})
+            self.event({"choices": []} | more | {"usage": {"prompt_tokens": 3, "completion_tokens": len(TOKENS)}})
+            self.wfile.write(b": ping\n\ndata: [DONE]\n\n")
+        except OSError:
+            self.server.hung_up.set()
+
+    def event(self, content: dict[str, Any]) -> None:
+        # Half an event at a time: what is sent together need not arrive together.
+        data = f"data: {json.dumps(content, ensure_ascii=False)}\n\n".encode()
+        for part in (data[: len(data) // 2], data[len(data) // 2 :]):
+            self.wfile.write(part)
+            self.wfile.flush()
+
+
+def pieces() -> Iterator[tuple[str, bytes, float, dict[str, float]]]:
+    """Each token with the text that can be shown once it is there, whole characters only."""
+    shown = ""
+    for place, (token, p, top) in enumerate(TOKENS):
+        now = b"".join(each for each, _, _ in TOKENS[: place + 1]).decode(errors="ignore")
+        yield now[len(shown) :], token, p, top
+        shown = now
+
+
+def chat_choices(reported: bool) -> list[dict[str, Any]]:
+    def entry(token: bytes, p: float) -> dict[str, Any]:
+        return {"token": token.decode(errors="replace"), "bytes": list(token), "logprob": math.log(p)}
+
+    begin: dict[str, Any] = {"delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+    choices = [begin]
+    for piece, token, p, top in pieces():
+        others = [entry(each.encode(), q) for each, q in top.items()]
+        content = [entry(token, p) | {"top_logprobs": [entry(token, p), *others]}]
+        logprobs = {"content": content} if reported else None
+        choices.append({"delta": {"content": piece}, "logprobs": logprobs, "finish_reason": None})
+    return [{"index": 0} | each for each in (*choices, {"delta": {}, "finish_reason": "stop"})]
+
+
+def text_choices(reported: bool) -> list[dict[str, Any]]:
+    choices, offset = list[dict[str, Any]](), 0
+    for piece, token, p, top in pieces():
+        name = token.decode(errors="replace")
+        logs = {each: math.log(q) for each, q in ({name: p} | top).items()}
+        logprobs = {"tokens": [name], "token_logprobs": [math.log(p)], "top_logprobs": [logs], "text_offset": [offset]}
+        choices.append({"text": piece, "logprobs": logprobs if reported else None, "finish_reason": None})
+        offset += len(piece)
+    return [{"index": 0} | each for each in (*choices, {"text": "", "logprobs": None, "finish_reason": "length"})]
+
+
+# ---- who is there ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def stand_in() -> Iterator[StandIn]:
+    server = StandIn()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="module")
+def base_url(stand_in: StandIn) -> str:
+    return stand_in.url
+
+
+@pytest.fixture(scope="module")
+def light() -> Iterator[Visitor]:
+    visitor = Visitor("light")
+    yield visitor
+    visitor.close()
+
+
+@pytest.fixture
+def person(light: Visitor, base_url: str) -> Visitor:
+    """Somebody who has just opened the page and sees the model's name."""
+    light.visit(base_url)
+    light.wait("document.querySelector('#model').textContent === 'fox-tales@4000'")
+    return light
+
+
+IDLE = "document.querySelector('.go').textContent !== 'Stop'"
+ANSWERS = "[...document.querySelectorAll('.assistant .words')].map((node) => node.textContent)"
+FACTS = "[...document.querySelectorAll('.assistant .facts')].at(-1)?.textContent"
+FACED = "(document.activeElement.id || document.activeElement.textContent)"
+ALTERNATIVES = "[...document.querySelectorAll('#others div')].map((row) => [...row.querySelectorAll('b, span')].map("\
+               "(each) => each.textContent))"  # fmt: skip
+
+
+def answered(person: Visitor, message: str) -> str:
+    person.type(message)
+    person.press("Return")
+    person.wait(f"{FACTS} && {IDLE}")
+    return str(person.read(ANSWERS)[-1])
+
+
+# ---- chat -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_message_is_answered_by_keyboard_alone_and_the_models_text_is_never_html(
+    person: Visitor, stand_in: StandIn, base_url: str
+) -> None:
+    assert person.read("[document.title, document.querySelector('#standing').textContent]") == [
+        "fox-tales@4000", "Chat template · 2,048 tokens of context"]  # fmt: skip
+    assert person.read(FACED) == "message"
+    assert answered(person, "hello") == TEXT
+    assert answered(person, HOSTILE) == TEXT
+    asked = stand_in.asked[-1]
+    assert asked["model"] == "fox-tales@4000" and asked["max_tokens"] == 256 and asked["stream"] is True
+    assert [each["role"] for each in asked["messages"]] == ["user", "assistant", "user"]
+    assert asked["messages"][1]["content"] == TEXT
+    assert not {"seed", "temperature", "top_p", "logprobs", "stop", "response_format"} & asked.keys()
+    facts = person.read(FACTS)
+    assert facts.startswith(f"seed {SEED} keep7 tokens") and "tokens/s" in facts and "first after" in facts
+    assert person.read("document.querySelectorAll('img, b, .words *').length") == 0
+    assert person.said() == []
+    asked_for = person.asked()
+    assert asked_for[0] == base_url and {url.removeprefix(base_url) for url in asked_for} == {
+        "", "v1/models", "v1/chat/completions"}  # fmt: skip
+
+
+def test_a_seed_is_kept_exactly_and_an_answer_is_tried_again_with_another(person: Visitor, stand_in: StandIn) -> None:
+    answered(person, "hello")
+    person.click("[...document.querySelectorAll('.facts button')].find((each) => each.textContent === 'keep')")
+    assert person.read("document.querySelector('#seed').value") == str(SEED)
+    person.click("document.querySelector('#message')")
+    answered(person, "more")
+    assert stand_in.asked[-1]["seed"] == SEED and len(stand_in.asked[-1]["messages"]) == 3
+    person.click("[...document.querySelectorAll('.facts button')].find((each) => each.textContent === 'try again')")
+    person.wait(f"{FACTS} && {IDLE}")
+    assert "seed" not in stand_in.asked[-1] and len(stand_in.asked[-1]["messages"]) == 3
+    assert person.read(ANSWERS) == [TEXT, TEXT]
+
+
+def test_a_message_is_edited_and_the_conversation_goes_on_from_there(person: Visitor, stand_in: StandIn) -> None:
+    answered(person, "one")
+    answered(person, "two")
+    person.click("[...document.querySelectorAll('.user .facts button')][0]")
+    assert person.read(FACED) == "message" and person.read(ANSWERS) == []
+    answered(person, " and a half")
+    assert [each["content"] for each in stand_in.asked[-1]["messages"]] == ["one and a half"]
+
+
+@pytest.mark.parametrize("mode", ["chat", "text"])
+def test_stop_hangs_up_and_keeps_what_is_written(person: Visitor, stand_in: StandIn, mode: str) -> None:
+    stand_in.hung_up.clear()
+    if mode == "text":
+        person.click("document.querySelectorAll('.modes label')[1]")
+    person.type("slow")
+    person.press("Ctrl+Return")
+    shown = ".assistant .words" if mode == "chat" else "#mirror"
+    person.wait(f"document.querySelector('{shown}').textContent.length > 60 && !({IDLE})")
+    person.press("Escape")
+    person.wait(IDLE)
+    assert stand_in.hung_up.wait(20)
+    written = person.read(f"document.querySelector('{shown}').textContent")
+    assert written.removeprefix("slow").startswith(TEXT)
+    facts = person.read("document.querySelector('#told').textContent" if mode == "text" else FACTS)
+    assert "stopped" in facts and str(SEED) in facts and person.said() == []
+
+
+def test_options_are_sent_as_they_are_written(person: Visitor, stand_in: StandIn) -> None:
+    values = {"seed": "9007199254740993", "temperature": "0.7", "top_p": "0.9", "top_k": "40", "min_p": "0.05",
+              "max_tokens": "9", "stop": "\\n\\n\nEnd"}  # fmt: skip
+    for name, value in values.items():
+        person.read(f"document.querySelector('#{name}').value = {json.dumps(value)}")
+    answered(person, "hello")
+    expected = {"seed": 9007199254740993, "temperature": 0.7, "top_p": 0.9, "top_k": 40, "min_p": 0.05,
+                "max_tokens": 9, "stop": ["\n\n", "End"]}  # fmt: skip
+    assert {key: stand_in.asked[-1].get(key) for key in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("form", "typed", "field", "sent"),
+    [
+        ("regex", "[a-z]+", "regex", "[a-z]+"),
+        ("choice", "yes\nno", "choice", ["yes", "no"]),
+        ("schema", '{"type": "object"}', "response_format", {"type": "json_schema", "json_schema": {
+            "name": "answer", "strict": True, "schema": {"type": "object"}}}),
+    ],
+)  # fmt: skip
+def test_an_answer_can_have_a_form(
+    person: Visitor, stand_in: StandIn, form: str, typed: str, field: str, sent: Any
+) -> None:
+    person.read(f"(document.querySelector('#form').value = '{form}', document.querySelector('#form').onchange("
+                "{target: document.querySelector('#form')}))")  # fmt: skip
+    person.read(f"document.querySelector('#constraint').value = {json.dumps(typed)}")
+    answered(person, "hello")
+    assert stand_in.asked[-1][field] == sent
+
+
+# ---- probabilities --------------------------------------------------------------------------------------------------
+
+
+def test_probabilities_of_a_chat_are_told_for_the_token_under_the_mouse_or_the_focus(
+    person: Visitor, stand_in: StandIn
+) -> None:
+    person.click("document.querySelector('#probabilities')")
+    person.click("document.querySelector('#message')")
+    assert answered(person, "hello") == TEXT
+    assert stand_in.asked[-1]["logprobs"] is True and stand_in.asked[-1]["top_logprobs"] == 5
+    spans = person.read("[...document.querySelectorAll('.words .token')].map((span) => span.textContent)")
+    assert spans == ["The", " fox", " said", " ", "🦊", f" {HOSTILE}", ".\n"]
+    person.hover("document.querySelectorAll('.words .token')[1]")
+    assert person.read(ALTERNATIVES) == [
+        ["␣cat", "41 %"], ["␣dog", "20 %"], ["␣man", "10 %"], ["␣sun", "5.0 %"], ["␣fox", "4.0 %"]]  # fmt: skip
+    tints = person.read("[...document.querySelectorAll('.token')].map((each) => getComputedStyle(each).backgroundColor)")
+    assert len(set(tints)) == len(tints)
+    person.press("Escape")
+    for _ in range(60):
+        person.press("Tab")
+        if person.read(FACED) == "The":
+            break
+    assert person.read(FACED) == "The"
+    assert person.read(ALTERNATIVES)[0] == ["The", "62 %"] and ["<b>", "3.0 %"] in person.read(ALTERNATIVES)
+    person.press("Right")
+    assert person.read(FACED) == " fox" and person.read("!document.querySelector('#others').hidden")
+    assert person.said() == []
+
+
+def test_probabilities_of_a_text_follow_the_mouse_and_the_caret_until_the_text_before_them_changes(
+    person: Visitor, stand_in: StandIn
+) -> None:
+    person.click("document.querySelector('#probabilities')")
+    person.click("document.querySelectorAll('.modes label')[1]")
+    person.click("document.querySelector('#story')")
+    person.type("Once: ")
+    person.press("Ctrl+Return")
+    person.wait(f"document.querySelector('#told').textContent && {IDLE}")
+    assert person.read("document.querySelector('#story').value") == f"Once: {TEXT}"
+    assert stand_in.asked[-1]["prompt"] == "Once: " and stand_in.asked[-1]["logprobs"] == 5
+    assert "max tokens reached" in person.read("document.querySelector('#told').textContent")
+    spans = person.read("[...document.querySelectorAll('#mirror .token')].map((span) => span.textContent)")
+    assert spans == ["The", " fox", " said", " ", "🦊", f" {HOSTILE}", ".\n"]
+    person.hover("document.querySelectorAll('#mirror .token')[1]")
+    assert person.read(ALTERNATIVES)[0] == ["␣cat", "41 %"]
+    person.press("Home")
+    person.press("Ctrl+Home")
+    for _ in range(6):
+        person.press("Right")
+    assert person.read(ALTERNATIVES)[0] == ["The", "62 %"]
+    person.press("Ctrl+End")
+    assert person.read("document.querySelector('#others').hidden")
+    for _ in range(3):
+        person.press("Backspace")
+    assert len(person.read("[...document.querySelectorAll('#mirror .token')].map((span) => 0)")) == 5
+    person.press("Ctrl+Home")
+    person.type("x")
+    assert person.read("document.querySelectorAll('#mirror .token').length") == 0
+    assert person.said() == []
+
+
+def test_a_text_is_undone_and_continued_again(person: Visitor, stand_in: StandIn) -> None:
+    person.click("document.querySelectorAll('.modes label')[1]")
+    person.type("A")
+    for _ in range(2):
+        person.press("Ctrl+Return")
+        person.wait(f"document.querySelector('#told').textContent && {IDLE}")
+    assert stand_in.asked[-1]["prompt"] == f"A{TEXT}"
+    person.click("document.querySelector('#again')")
+    person.wait(IDLE)
+    assert stand_in.asked[-1]["prompt"] == f"A{TEXT}"
+    assert person.read("document.querySelector('#story').value") == f"A{TEXT}{TEXT}"
+    person.click("document.querySelector('#undo')")
+    person.click("document.querySelector('#undo')")
+    assert person.read("[document.querySelector('#story').value, document.querySelector('#undo').disabled]") == ["A", True]
+
+
+# ---- what goes wrong ------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_is_one_line_of_text_and_the_message_comes_back(person: Visitor) -> None:
+    person.type("refuse")
+    person.press("Return")
+    person.wait("document.querySelector('#error').textContent")
+    assert person.read("document.querySelector('#error').textContent") == f"temperature = 9: expected 0 to 2 {HOSTILE}"
+    assert person.read("[document.querySelector('#message').value, document.querySelectorAll('.turn').length]") == [
+        "refuse", 0]  # fmt: skip
+
+
+def test_an_answer_that_breaks_off_keeps_its_text_and_says_why(person: Visitor) -> None:
+    person.type("broken")
+    person.press("Return")
+    person.wait("document.querySelector('#error').textContent")
+    assert person.read("document.querySelector('#error').textContent") == "the model is gone"
+    assert person.read(ANSWERS) == [TEXT] and "broken off" in person.read(FACTS)
+
+
+def test_a_number_that_is_none_is_not_sent(person: Visitor, stand_in: StandIn) -> None:
+    before = len(stand_in.asked)
+    person.read("document.querySelector('#seed').value = '1.5'")
+    person.type("hello")
+    person.press("Return")
+    assert person.wait("document.querySelector('#error').textContent") == "seed: a whole number is expected."
+    assert len(stand_in.asked) == before
+
+
+def test_a_key_is_asked_for_kept_in_the_session_alone_and_sent(light: Visitor) -> None:
+    server = StandIn(key="open sesame")
+    light.visit(server.url)
+    light.wait("!document.querySelector('#key').hidden")
+    assert light.read(FACED) == "secret" and light.read("document.querySelector('#model').textContent") == "…"
+    light.type("wrong")
+    light.press("Return")
+    light.wait("document.querySelector('#secret').value === '' && !document.querySelector('#key').hidden")
+    light.type("open sesame")
+    light.press("Return")
+    light.wait("document.querySelector('#model').textContent === 'fox-tales@4000'")
+    assert light.read("[document.querySelector('#key').hidden, document.activeElement.id]") == [True, "message"]
+    assert answered(light, "hello") == TEXT
+    assert light.read("[sessionStorage.length, sessionStorage.getItem('key'), localStorage.length, document.cookie]") == [
+        1, "open sesame", 0, ""]  # fmt: skip
+    server.close()
+
+
+def test_a_server_that_went_away_is_said_and_found_again(light: Visitor) -> None:
+    server = StandIn(chat=False)
+    light.visit(server.url)
+    light.wait("document.querySelector('#model').textContent === 'fox-tales@4000'")
+    assert light.read("document.querySelector('[name=mode]:checked').value") == "text"
+    assert light.read("document.querySelector('#standing').textContent").startswith("No chat template")
+    server.close()
+    light.type("A")
+    light.press("Ctrl+Return")
+    light.wait("document.querySelector('#standing').textContent === 'The server does not answer.'")
+    assert light.read("document.querySelector('#error').textContent") == "The server does not answer."
+    again = StandIn(port=server.server_address[1])
+    light.wait("document.querySelector('#standing').textContent.startsWith('Chat template')")
+    again.close()
+
+
+# ---- looks ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_the_page_is_in_its_theme_and_as_wide_as_its_window(
+    base_url: str, light: Visitor, scheme: str, tmp_path: Path
+) -> None:
+    visitor = light if scheme == "light" else Visitor(scheme)
+    visitor.visit(base_url)
+    visitor.wait("document.querySelector('#model').textContent === 'fox-tales@4000'")
+    visitor.click("document.querySelector('#probabilities')")
+    visitor.click("document.querySelector('#message')")
+    answered(visitor, "What did the fox say, and why has nobody written it down?")
+    background = visitor.read("getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).map(Number)")
+    assert (sum(background[:3]) > 3 * 200) == (scheme == "light")
+    for mode in (0, 1):
+        visitor.click(f"document.querySelectorAll('.modes label')[{mode}]")
+        for width in (420, 1200):
+            visitor.resize(width, 800)
+            wide = "document.documentElement.scrollWidth"
+            assert visitor.read(f"{wide} <= window.innerWidth && document.documentElement.scrollHeight <= innerHeight")
+            visitor.picture(str(tmp_path / f"{scheme}-{mode}-{width}.png"))
+    if scheme == "dark":
+        visitor.close()
