@@ -41,11 +41,15 @@ class Visitor:
 class Steps:
     def visit(self, url: str) -> None:
         """Opens the page as somebody who was never here."""
+        self.leave()
+        self.view = View(QUrl(url))
+        self.view.window.setFocus()
+
+    def leave(self) -> None:
         if hasattr(self, "view"):
             self.view.window.close()
             sip.delete(self.view.page)  # before its profile, which Qt demands
-        self.view = View(QUrl(url))
-        self.view.window.setFocus()
+            del self.view
 
     def read(self, code: str) -> Any:
         return self.view.evaluate(code)
@@ -74,8 +78,9 @@ class Steps:
         rest(40)
 
     def _middle(self, code: str) -> QPoint:
-        box = self.view.evaluate(f"(() => {{ const box = ({code}).getClientRects()[0]; return [box.x, box.y, box.width, "
-                                 "box.height]; })()")  # fmt: skip
+        box = self.view.evaluate(
+            f"(({{ x, y, width, height }}) => [x, y, width, height])(({code}).getClientRects()[0])"
+        )
         return QPoint(int(box[0] + box[2] / 2), int(box[1] + box[3] / 2))
 
     def hover(self, code: str) -> None:
@@ -111,6 +116,7 @@ def main(scheme: str) -> None:
         except Exception as error:
             answer = [False, f"{name}{arguments}: {type(error).__name__}: {error}"]
         print(json.dumps(answer), flush=True)
+    steps.leave()
     del application
     os._exit(0)  # Chromium's own end waits for a display server
 

@@ -1,7 +1,7 @@
 """Run: pytest tests/serve/test_page.py
 
 The page of `monograph serve` in a real headless Chromium (that of Qt's WebEngine; skipped, with the reason, where that
-cannot be loaded), used as a person would. A stand-in answers with a text that is known, in the forms of docs/serve.md.
+cannot be loaded), used as a person would. A stand-in answers with a text that is known.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from visitor import Visitor
 
 pytest.importorskip("PyQt6.QtWebEngineCore", reason="Qt's WebEngine is not here", exc_type=ImportError)
 
+PAGE = resources.files("monograph.serve").joinpath("page.html")
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
 HOSTILE = "<img src=x onerror=alert(1)>"
 # Each token: its text, its probability, and others with theirs. The emoji's bytes come as two tokens.
@@ -77,7 +78,9 @@ class Answers(BaseHTTPRequestHandler):
         self.whole(status, "application/json", json.dumps(content).encode())
 
     def refused(self, status: int, message: str) -> None:
-        self.object(status, {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}})
+        self.object(
+            status, {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": None}}
+        )
 
     def locked(self) -> bool:
         key = self.server.key
@@ -88,12 +91,13 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if self.path == "/":
-            page = resources.files("monograph.serve").joinpath("page.html").read_bytes()
-            self.whole(200, "text/html; charset=utf-8", page)
+            self.whole(200, "text/html; charset=utf-8", PAGE.read_bytes())
         elif self.path == "/v1/models" and not self.locked():
             entry = {"object": "model", "created": 0, "owned_by": "monograph", "max_model_len": 2048}
             names = ("fox-tales", "fox-tales@4000", "last")
-            self.object(200, {"object": "list", "data": [entry | {"id": name, "chat": self.server.chat} for name in names]})
+            self.object(
+                200, {"object": "list", "data": [entry | {"id": name, "chat": self.server.chat} for name in names]}
+            )
         elif self.path != "/v1/models":
             self.refused(404, f"no such path: {self.path}")
 
@@ -118,6 +122,8 @@ class Answers(BaseHTTPRequestHandler):
             while "slow" in prompt:
                 self.event({"choices": [choices[-2]]} | more)
                 time.sleep(0.01)
+            if "cut" in prompt:
+                return
             if "broken" in prompt:
                 return self.event({"error": {"message": "the model is gone"}})
             self.event({"choices": []} | more | {"usage": {"prompt_tokens": 3, "completion_tokens": len(TOKENS)}})
@@ -210,6 +216,16 @@ def answered(person: Visitor, message: str) -> str:
     person.press("Return")
     person.wait(f"{FACTS} && {IDLE}")
     return str(person.read(ANSWERS)[-1])
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_the_page_carries_its_own_policy_and_never_makes_html_of_a_text() -> None:
+    source = PAGE.read_text()
+    assert f'http-equiv="Content-Security-Policy"\n  content="{POLICY}"' in source
+    for way in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "DOMParser", "eval(", "Function("):
+        assert way not in source
 
 
 # ---- chat -----------------------------------------------------------------------------------------------------------
@@ -322,7 +338,9 @@ def test_probabilities_of_a_chat_are_told_for_the_token_under_the_mouse_or_the_f
     person.hover("document.querySelectorAll('.words .token')[1]")
     assert person.read(ALTERNATIVES) == [
         ["␣cat", "41 %"], ["␣dog", "20 %"], ["␣man", "10 %"], ["␣sun", "5.0 %"], ["␣fox", "4.0 %"]]  # fmt: skip
-    tints = person.read("[...document.querySelectorAll('.token')].map((each) => getComputedStyle(each).backgroundColor)")
+    tints = person.read(
+        "[...document.querySelectorAll('.token')].map((each) => getComputedStyle(each).backgroundColor)"
+    )
     assert len(set(tints)) == len(tints)
     person.press("Escape")
     for _ in range(60):
@@ -381,7 +399,10 @@ def test_a_text_is_undone_and_continued_again(person: Visitor, stand_in: StandIn
     assert person.read("document.querySelector('#story').value") == f"A{TEXT}{TEXT}"
     person.click("document.querySelector('#undo')")
     person.click("document.querySelector('#undo')")
-    assert person.read("[document.querySelector('#story').value, document.querySelector('#undo').disabled]") == ["A", True]
+    assert person.read("[document.querySelector('#story').value, document.querySelector('#undo').disabled]") == [
+        "A",
+        True,
+    ]
 
 
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
@@ -396,11 +417,14 @@ def test_a_refusal_is_one_line_of_text_and_the_message_comes_back(person: Visito
         "refuse", 0]  # fmt: skip
 
 
-def test_an_answer_that_breaks_off_keeps_its_text_and_says_why(person: Visitor) -> None:
-    person.type("broken")
+@pytest.mark.parametrize(
+    ("prompt", "said"),
+    [("broken", "the model is gone"), ("cut", "The server closed the connection before the end.")],
+)
+def test_an_answer_that_breaks_off_keeps_its_text_and_says_why(person: Visitor, prompt: str, said: str) -> None:
+    person.type(prompt)
     person.press("Return")
-    person.wait("document.querySelector('#error').textContent")
-    assert person.read("document.querySelector('#error').textContent") == "the model is gone"
+    assert person.wait("document.querySelector('#error').textContent") == said
     assert person.read(ANSWERS) == [TEXT] and "broken off" in person.read(FACTS)
 
 
@@ -426,8 +450,8 @@ def test_a_key_is_asked_for_kept_in_the_session_alone_and_sent(light: Visitor) -
     light.wait("document.querySelector('#model').textContent === 'fox-tales@4000'")
     assert light.read("[document.querySelector('#key').hidden, document.activeElement.id]") == [True, "message"]
     assert answered(light, "hello") == TEXT
-    assert light.read("[sessionStorage.length, sessionStorage.getItem('key'), localStorage.length, document.cookie]") == [
-        1, "open sesame", 0, ""]  # fmt: skip
+    kept = "[sessionStorage.length, sessionStorage.getItem('key'), localStorage.length, document.cookie]"
+    assert light.read(kept) == [1, "open sesame", 0, ""]
     server.close()
 
 
@@ -445,6 +469,36 @@ def test_a_server_that_went_away_is_said_and_found_again(light: Visitor) -> None
     again = StandIn(port=server.server_address[1])
     light.wait("document.querySelector('#standing').textContent.startsWith('Chat template')")
     again.close()
+
+
+# ---- by keyboard ----------------------------------------------------------------------------------------------------
+
+
+def test_the_tabulator_reaches_everything_and_shows_where_it_is(person: Visitor) -> None:
+    answered(person, "hello")
+    outlined = "getComputedStyle(document.activeElement.matches('[type=radio]') ? document.activeElement.parentNode : "\
+               "document.activeElement).outlineStyle"  # fmt: skip
+    framed = "getComputedStyle(document.activeElement.closest('.box') ?? document.body).boxShadow"
+    reached = {}
+    for _ in range(40):
+        person.press("Tab")
+        name, outline, frame = person.read(f"[{FACED}, {outlined}, {framed}]")
+        reached[name] = (outline, frame) != ("none", "none")
+    options = {"seed", "temperature", "top_p", "top_k", "min_p", "max_tokens", "stop", "form", "probabilities"}
+    assert reached.keys() >= options | {"chat", "message", "Send", "edit", "keep", "try again", "Options"}
+    del reached[next(name for name in reached if "fox-tales" in name)]  # the page itself, between its end and its begin
+    assert all(reached.values()), reached
+
+
+def test_the_mode_is_chosen_by_arrow_keys(person: Visitor) -> None:
+    mode = "document.activeElement.value"
+    person.press("Shift+Tab")
+    while person.read(mode) != "chat":
+        person.press("Shift+Tab")
+    person.press("Right")
+    assert person.read(f"[{mode}, document.body.dataset.mode]") == ["text", "text"]
+    person.press("Left")
+    assert person.read(f"[{mode}, document.body.dataset.mode]") == ["chat", "chat"]
 
 
 # ---- looks ----------------------------------------------------------------------------------------------------------
