@@ -99,11 +99,12 @@ class Offsets:
 
     def add(self, piece: bytes) -> int:
         """Return how many characters come before a token with these bytes, and count its own."""
-        before = self._count
+        before, broken = self._count, self._decoder.getstate()[0]
         if piece:
             piece, self._lead = bytes(piece).removeprefix(self._lead), b""
             self._count += len(self._decoder.decode(piece))
-        return before
+        # Bytes that the token does not continue are a character by themselves.
+        return before + len(broken.decode(errors="replace")) * (piece[:1].decode(errors="ignore") != "")
 
 
 def scored(tokenizer: Tokenizer, ids: Sequence[int], scores: Sequence[TokenScore]) -> list[Entry]:

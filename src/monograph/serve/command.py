@@ -82,12 +82,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 async def _serve(source: Source, host: str, keys: list[str], listening: socket.socket) -> int:
     bugs: list[str] = []
     service = Service(source, _say, lambda error: bugs.append(_report(error)))
-    config = uvicorn.Config(
-        application(service, host, keys), http=_Connection, ws="none", lifespan="off", log_level=logging.CRITICAL,
-        access_log=False, server_header=False, timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=DRAIN_S,
-        limit_concurrency=MOST_CONNECTIONS, h11_max_incomplete_event_size=HEAD_BYTES, proxy_headers=False,
-    )  # fmt: skip
-    server = _Server(config, service)
+    server = _Server(configured(service, host, keys), service)
     serving = asyncio.create_task(server.serve([listening]))
     begun = asyncio.create_task(_begin(service, server, host, listening.getsockname()[1], bool(keys)))
     try:
@@ -102,6 +97,15 @@ async def _serve(source: Source, host: str, keys: list[str], listening: socket.s
     answered = sum(service.counted.by_status.values())
     _say(f"ended; {counted(answered, 'request')} answered, {counted(service.owner.stock.drawn, 'token')} written")
     return 0
+
+
+def configured(service: Service, host: str, keys: list[str]) -> uvicorn.Config:
+    """Return the configuration of a server, with all its limits."""
+    return uvicorn.Config(
+        application(service, host, keys), http=_Connection, ws="none", lifespan="off", log_level=logging.CRITICAL,
+        access_log=False, server_header=False, timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=DRAIN_S,
+        limit_concurrency=MOST_CONNECTIONS, h11_max_incomplete_event_size=HEAD_BYTES, proxy_headers=False,
+    )  # fmt: skip
 
 
 async def _begin(service: Service, server: uvicorn.Server, host: str, port: int, needs_key: bool) -> None:

@@ -44,12 +44,12 @@ class Gate:
         """
         queued = [text for each in self._waiting.values() for text in each]
         tokens = sum(len(text.request.prompt_ids) for text in queued + texts)
-        free = max(0, self._rows - len(self._inside))
-        if len(queued) + len(texts) > self.most + free or (queued and tokens > self._most_tokens):
+        count = len(queued) + len(self._inside) + len(texts)
+        if count > self._rows + self.most or (queued and tokens > self._most_tokens):
             self.refused += 1
-            seconds = math.ceil(self._text_s * (1 + len(queued) / self._rows))
+            seconds = math.ceil(self._text_s * count / self._rows)
             raise Refused(
-                429, f"{len(queued)} texts wait already: try again later", code="rate_limit_exceeded",
+                429, f"{self.waiting} texts wait already: try again later", code="rate_limit_exceeded",
                 Retry_After=str(min(60, max(1, seconds))),
             )  # fmt: skip
         for text in texts:
