@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
+from monograph.decode.knobs import Chain, chain_of, joint, knobs_of, new_knobs, write_rows
 from monograph.decode.sampling import Sampling
 from monograph.errors import UsageError
 
@@ -80,18 +80,34 @@ def test_a_chain_has_the_stages_that_are_needed_in_the_request_s_order() -> None
 def test_a_chain_serves_what_it_has_room_for() -> None:
     chain = chain_of([Sampling(top_p=0.9, typical_p=0.9, temperature_range=0.1, logit_bias={1: 1.0, 2: 1.0})])
     for served in (Sampling(), Sampling(0), Sampling(0, top_k=3), Sampling(logit_bias={5: 1.0}), Sampling(top_p=0.1)):
-        assert chain.serves(served)
+        assert chain.covers(chain_of([served]))
     wide = Sampling(logit_bias=dict.fromkeys(range(3), 1.0))
     swapped = Sampling(top_p=0.9, typical_p=0.9, order="llama_cpp")
     for refused in (Sampling(top_k=3), Sampling(min_tokens=1), wide, swapped):
-        assert not chain.serves(refused)
+        assert not chain.covers(chain_of([refused], 1))
     short = chain_of([Sampling(top_k=40), Sampling(0), Sampling(top_k=9, top_p=0.5)])
     assert short.few == 128 and chain_of([Sampling(top_k=1)]).few == 64
     assert chain_of([Sampling(top_k=1), Sampling()]).few is chain_of([Sampling(top_k=500)]).few is None
     for served in (Sampling(top_k=64), Sampling(0), Sampling(0, top_k=500), Sampling(top_k=1, top_p=0.9)):
-        assert short.serves(served)
-    assert not short.serves(Sampling()) and not short.serves(Sampling(top_k=65)), "they may keep more"
-    assert not chain_of([Sampling()]).serves(Sampling(temperature_range=0.1)) and not Chain().serves(Sampling())
+        assert short.covers(chain_of([served]))
+    assert not any(short.covers(chain_of([each])) for each in (Sampling(), Sampling(top_k=65))), "they may keep more"
+    assert not chain_of([Sampling()]).covers(chain_of([Sampling(temperature_range=0.1)]))
+    assert not Chain().covers(chain_of([Sampling()]))
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_a_joint_chain_is_the_smallest_that_covers_all(few: bool) -> None:
+    kinds = [
+        Sampling(0), Sampling(top_k=3), Sampling(top_k=5, top_p=0.9), Sampling(logit_bias={1: 1.0}, top_k=1),
+        Sampling(temperature_range=0.1, top_k=2), Sampling(mirostat_tau=1.0, top_k=9), Sampling(min_tokens=2, top_k=1),
+        *([] if few else [Sampling(), Sampling(frequency_penalty=0.1, logprobs=2)]),
+    ]  # fmt: skip
+    whole, draws = chain_of(kinds, 1), random.Random(0)
+    for _ in range(50):
+        some = draws.sample(kinds, draws.randrange(1, len(kinds)))
+        expected, found = chain_of(some, 1), joint([chain_of([each], 1) for each in some], whole)
+        assert found.stages == expected.stages and all(found.covers(chain_of([each], 1)) for each in some)
+        assert (found.few is None) == (expected.few is None) and (found.logprobs is None) == (expected.logprobs is None)
 
 
 def test_a_row_is_written_and_nothing_else() -> None:

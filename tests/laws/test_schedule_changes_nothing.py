@@ -77,6 +77,8 @@ def machine(rows: int, kinds: list[dict[str, Any]] = KINDS, layers: int = 2, **o
     """A generator for all of them."""
     model = tiny_llama(vocab_size=259, max_position_embeddings=256, num_hidden_layers=layers)
     several = [chain_of([Sampling(0.5)]), chain(FEW[:3]), chain(kinds)]
+    if options.get("mode"):  # to compile one takes seconds
+        several = several[-1:]
     arguments: dict[str, Any] = {"automata": Arena(259, torch.device("cpu"), automata=2), "block": 16, **options}
     return Generator(model, several, rows=rows, slots=128, vocabulary=259, **arguments)
 
@@ -135,7 +137,7 @@ def test_compiled(backend: Backend, count: int, kinds: list[dict[str, Any]], mon
     monkeypatch.setattr("monograph.decode.generator.compile_function", wrap)
     generator = machine(4, kinds, layers=1 if count == 8 else 2, mode="compiled")
     schedules(generator, count, 1, kinds)
-    assert generator.replays.variants <= 12
+    assert generator.replays.variants <= 4
 
 
 def test_the_number_of_rows_changes_no_text_here() -> None:

@@ -172,7 +172,9 @@ def sent(served: Served, body: dict[str, Any], path: str = "/v1/completions") ->
     """A socket on which a request was sent, and nothing was read."""
     connection = socket.create_connection(("127.0.0.1", served.port), timeout=HANG_S)
     content = json.dumps({"model": "last", **body}).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    head = (
+        f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(content)}"
+    )
     connection.sendall(f"{head}\r\n\r\n".encode() + content)
     return connection
 

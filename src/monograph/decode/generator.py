@@ -6,11 +6,9 @@ its row, on the other rows, on when the request came or on how many steps a bloc
 
 from __future__ import annotations
 
-import functools
 import itertools
-import operator
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence, Set
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -18,7 +16,7 @@ from monograph import compat
 from monograph.decode.automata import Automaton, Tables
 from monograph.decode.cache import KVCache, Slots
 from monograph.decode.candidates import Truncation
-from monograph.decode.knobs import Chain, knobs_of, new_knobs, write_rows
+from monograph.decode.knobs import Chain, chain_of, joint, knobs_of, new_knobs, write_rows
 from monograph.decode.outbox import Outbox, drawn, reported
 from monograph.decode.penalties import first_counts
 from monograph.decode.reader import Reader, Wrap
@@ -68,7 +66,8 @@ class Generator:
         Args:
             model: the language model; it is put into evaluation mode.
             chain: the sampler's stages, all that any request will need; or several chains, the last of which has all. A
-                block takes the first that serves all of its requests, which changes no bit.
+                block takes the first that serves all of its requests or, where each step is called, the smallest
+                possible one, which changes no bit.
             rows: most requests that run at once.
             slots: positions of each row, at most the model's context; with their form, if it is not the usual one.
             vocabulary: V, the size of the tokenizer's vocabulary.
@@ -98,24 +97,22 @@ class Generator:
         self.knobs = new_knobs(self.chain, rows, weight.device)
         self.tables = automata if isinstance(automata, Tables) else Tables(automata, vocabulary, weight.device)
         self.vocabulary = vocabulary
-        self.steps = [
-            DecodeStep(model, self.state.of(each), self.cache, each, self.knobs, self.tables, vocabulary)
-            for each in self.chains
-        ]
-        calls = [wrap(each.__call__) for each in self.steps]
+        self._model, self._wrap = model, wrap
+        self._steps: dict[Chain, Callable[..., None]] = {}
+        self._chosen: dict[frozenset[Chain], Chain] = {}  # the chain of a block of requests with these smallest ones
         recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
-        self.replays = Replays(lambda chain, *variant: calls[chain](*variant), recorder)
+        self.replays = Replays(lambda chain, *variant: self._step(chain)(*variant), recorder)
         rings = (self.state.ring_RB, self.state.values_RBN, self.state.ids_RBN)
         self.outbox = Outbox([ring for ring in rings if ring is not None])
         self.ahead, self.prefill_s, self.blocks_read, self.reused = weight.is_cuda, 0.0, 0, 0
-        self._waiting: deque[tuple[int, Request, int, dict[str, Any]]] = deque()  # with its chains and values of knobs
+        self._waiting: deque[tuple[int, Request, Chain, dict[str, Any]]] = deque()  # with values of knobs
         self._records: list[Record | None] = [None] * rows
         self._prompts = [_NOTHING] * rows  # the owner and read part of each row's
         self._free: list[int] = list(range(rows))  # rows without a request, the longest free first
         self._under_way: Block | None = None
         self._submitted = 0
-        self._asked: tuple[Sampling, tuple[int, ...]] | None = None  # what the chains were asked last, and
-        self._served: tuple[int, dict[str, Any]] = 0, {}  # which of them serve it, and the values of their knobs
+        self._asked: tuple[Sampling, tuple[int, ...]] | None = None  # what was asked last, and
+        self._served: tuple[Chain, dict[str, Any]] = self.chain, {}  # its smallest chain and the values of knobs
         # Where a layer sees a window, a free row must stand in what other rows read, or it would see nothing: a NaN.
         windows = [model.config.window(layer) for layer in range(model.config.num_hidden_layers)]
         self._keeps = windows == [None] * len(windows)
@@ -174,7 +171,7 @@ class Generator:
         if self.replays.captures:
             most = self.cache.keys[0].shape[0]
             sizes = sorted({min(most, 1 << power) for power in range(most.bit_length() + 1)})
-            for variant in itertools.product(range(len(self.chains)), sizes, ("window", "search"), (False, True)):
+            for variant in itertools.product(self.chains, sizes, ("window", "search"), (False, True)):
                 self.outbox.begin(self.state.line_1)
                 self.replays.run(WARM_UP, *variant)
 
@@ -194,16 +191,16 @@ class Generator:
 
     # ── a request's way through a row ─────────────────────────────────────────────────────────
 
-    def _serving(self, request: Request) -> tuple[int, dict[str, Any]]:
-        """Return the chains that serve a request, a bit for each, and the values of their knobs."""
+    def _serving(self, request: Request) -> tuple[Chain, dict[str, Any]]:
+        """Return the smallest chain that serves a request, and the values of the knobs."""
         asked = request.sampling, request.stop_ids
         if asked != self._asked:  # most requests share their options
             ends = len(request.stop_ids) if self.chain.stop_ids else 0
-            serving = sum(1 << at for at, chain in enumerate(self.chains) if chain.serves(request.sampling, ends))
-            if not serving >> len(self.chains) - 1:
+            least = chain_of([request.sampling], ends)
+            if not self.chain.covers(least):
                 raise UsageError(f"the generator's chain {self.chain.stages} does not serve {request.sampling}")
             knobs = knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids])
-            self._asked, self._served = asked, (serving, knobs)
+            self._asked, self._served = asked, (least, knobs)
         return self._served
 
     def _fill(self) -> None:
@@ -256,10 +253,10 @@ class Generator:
         if self.reader.whole:
             self._last_BD[rows] = self.reader.last_RD[its_rows]
         for row, (constraint, stopping) in zip(rows, starts, strict=True):
-            number, request, serving, knobs = self._waiting.popleft()
+            number, request, least, knobs = self._waiting.popleft()
             prompt, sampling, stop_ids = request.prompt_ids, request.sampling, request.stop_ids
             limit = min(request.max_tokens, self.slots - len(prompt))
-            self._records[row] = Record(number, request, limit, serving)
+            self._records[row] = Record(number, request, limit, least)
             self._prompts[row] = request.owner, self.reader.part(prompt)
             first = {
                 "token_B": prompt[-1], "position_B": len(prompt) - 1, "generated_B": 0, "limit_B": limit,
@@ -304,6 +301,23 @@ class Generator:
         position = self.slots - 1 if self._keeps else 0
         self.state.position_B.index_fill_(0, sent(rows, self.state.position_B.device), position)
 
+    def _step(self, chain: Chain) -> Callable[..., None]:
+        if chain not in self._steps:
+            state, tables = self.state.of(chain), self.tables
+            step = DecodeStep(self._model, state, self.cache, chain, self.knobs, tables, self.vocabulary)
+            self._steps[chain] = self._wrap(step.__call__)
+        return self._steps[chain]
+
+    def _chain(self, least: Set[Chain]) -> Chain:
+        """Return the chain of a block whose requests have these smallest chains."""
+        key = frozenset(least)
+        if key not in self._chosen:
+            smallest = joint(key, self.chain)
+            is_graph = self.compiled or self.replays.captures or len(self.chains) == 1
+            covering = (chain for chain in self.chains if chain.covers(smallest))
+            self._chosen[key] = next(covering) if is_graph else smallest
+        return self._chosen[key]
+
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
     def _launch(self) -> Block | None:
@@ -317,13 +331,12 @@ class Generator:
         longest = max(len(record.request.prompt_ids) + min(record.launched + steps, record.limit) for record in running)
         # If one row needs the exact search, all rows use it: it gives the same bits.
         truncation: Truncation = "search" if any(record.exact for record in running) else "window"
-        serving = functools.reduce(operator.and_, (record.serving for record in running))
-        chain = (serving & -serving).bit_length() - 1
+        chain = self._chain({record.least for record in running})
         follows = any(record.request.constraint or record.request.stop for record in running)
         self.outbox.begin(self.state.line_1)
         # Where the reader has read all of a prompt, its first draw needs no pass.
         if first := self.reader.whole and not any(record.launched for record in running):
-            self.steps[chain](0, truncation, follows, self._last_BD)
+            self._step(chain)(0, truncation, follows, self._last_BD)
         self.replays.run(steps - first, chain, self.cache.visible(longest), truncation, follows)
         for record in running:
             record.launched = min(record.launched + steps, record.limit)

@@ -9,8 +9,8 @@ Shapes: B rows, M ids that are listed for a row, padded with -1.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,9 +80,8 @@ class Chain:
         """Return whether it has one of these stages."""
         return any(stage in self.stages for stage in stages)
 
-    def serves(self, sampling: Sampling, stop_ids: int = 0) -> bool:
-        """Return whether the chain has all stages of a request, in the request's order, and room for its ids."""
-        least = chain_of([sampling], stop_ids)
+    def covers(self, least: Chain) -> bool:
+        """Return whether the chain has all stages of another, in its order, and room for its ids."""
         if "dynamic_temperature" in least.stages and "dynamic_temperature" not in self.stages:
             return False
         # A dynamic temperature whose range is 0 is a fixed one.
@@ -123,6 +122,28 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
         _room(stop_ids) if "min_tokens" in edits else 0,
         max((sampling.logprobs for sampling in samplings if sampling.logprobs is not None), default=None),
         _few(samplings),
+    )
+
+
+def joint(chains: Collection[Chain], whole: Chain) -> Chain:
+    """Return the smallest chain that covers all of these, with the order, the lists' lengths and the report of `whole`.
+
+    Args:
+        chains: at least one.
+        whole: a chain that covers all of them.
+    """
+    wanted = {stage for chain in chains for stage in chain.stages}
+    if "dynamic_temperature" in whole.stages and "dynamic_temperature" not in wanted:
+        whole = replace(whole, stages=tuple(stage.replace("dynamic_", "") for stage in whole.stages))
+    wanted = {stage.replace("dynamic_", "") for stage in wanted}
+    few = [chain.few for chain in chains if chain.draws]
+    return replace(
+        whole,
+        stages=tuple(stage for stage in whole.stages if stage.replace("dynamic_", "") in wanted),
+        bias_ids=whole.bias_ids if "bias" in wanted else 0,
+        stop_ids=whole.stop_ids if "min_tokens" in wanted else 0,
+        logprobs=None if all(chain.logprobs is None for chain in chains) else whole.logprobs,
+        few=None if None in few else max((each for each in few if each is not None), default=None),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from monograph.decode.knobs import Chain
 from monograph.decode.request import Finish, Request
 from monograph.decode.step import Status
 
@@ -24,7 +25,7 @@ class Record:
         number: the request's number.
         request: the request.
         limit: most tokens that it may draw.
-        serving: the chains that serve it, a bit for each.
+        least: the smallest chain that serves it.
         launched: steps that were started for it, and so the most tokens that it can have drawn.
         received: tokens that the host has read.
         exact: whether the fast truncation once could not decide a draw. From then on the request runs with the exact
@@ -34,7 +35,7 @@ class Record:
     number: int
     request: Request
     limit: int
-    serving: int
+    least: Chain
     launched: int = 0
     received: int = 0
     exact: bool = False
