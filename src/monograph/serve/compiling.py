@@ -1,0 +1,305 @@
+"""Compiles the stop strings and constraints of requests in processes of their own, under limits.
+
+A stranger's schema may take the compiler more time or memory than its own budget counts. So this program, the maker,
+imports what compiling needs, is given the vocabulary once, and forks a child for each job. The kernel ends a child that
+uses too much. The server checks every number that a child sends, and unpickles nothing.
+
+The maker's standard input is a socket to the server. It reads a line of JSON, [end ids, the length of each piece], and
+the pieces; then a line for each job, [[kind, value, lead in hexadecimal], seconds, bytes]. A reply (`_REPLY`) is how
+the child ended and what it wrote: `_HEAD`, the automaton's arrays and a text, which is a refusal if there is no state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import json
+import os
+import resource
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import traceback
+from collections import OrderedDict
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from monograph.decode.automata import KINDS, Automaton, constraint, stop_strings
+from monograph.errors import InputRefused, UsageError
+from monograph.storage.reading import parse_json
+
+MOST_BYTES, MOST_CHOICES, MOST_STOPS, MOST_STOP_BYTES = 1 << 16, 1_024, 4, 64  # of a request
+PROCESSOR_S, MEMORY_BYTES, LONGEST_S = 2, 1 << 29, 10.0  # of a child, by the clock at last
+KEPT, KEPT_BYTES = 64, 1 << 28  # of the automata that are kept for further requests
+
+_START_S = 120.0  # the maker imports torch, which takes long on a busy machine
+_STOP = "stop"  # the kind of stop strings
+_NAMES = {"choices": "the choices", "regex": "the regular expression", "json_schema": "the JSON schema"}
+_NAMES |= {_STOP: "the stop strings"}
+_REPLY = struct.Struct("<iQ")  # a child's exit code, or a signal's number below 0; how many bytes it wrote
+_MOST_REPLY_BYTES = 1 << 27  # no automaton of the compiler is that large
+_HEAD = struct.Struct("<3I")  # states, classes, bytes of the text
+_NO_MEMORY, _TOO_LONG = 100, 101  # in place of exit codes
+_END_WITH_PARENT = 1  # Linux's number, which Python does not name
+
+
+class Compiler:
+    """Compiles stop strings and constraints in processes of their own, under limits.
+
+    Equal requests are given the same object, by which the decoder knows an automaton, as long as it is kept (`KEPT`,
+    `KEPT_BYTES`, the last used ones). Jobs run one after another. The first job starts the maker, which takes seconds,
+    and a job that finds it dead starts it again. A compiler belongs to one event loop.
+    """
+
+    def __init__(self, pieces: Sequence[bytes], ends: Sequence[int]) -> None:
+        """Remember the vocabulary.
+
+        Args:
+            pieces: the bytes of each token, empty for special tokens (`Tokenizer.pieces`).
+            ends: the tokens that end a text.
+        """
+        head = json.dumps([[int(token) for token in ends], [len(piece) for piece in pieces]])
+        self._greeting, self._vocabulary = head.encode() + b"\n" + b"".join(pieces), len(pieces)
+        self._kept: OrderedDict[str, Automaton | str] = OrderedDict()  # a text is a refusal
+        self._turn = asyncio.Lock()
+        self._closed = False
+        self._maker: subprocess.Popen[bytes] | None = None
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+
+    async def constraint(self, kind: str, value: Any, lead: bytes = b"") -> Automaton:
+        """Return the automaton of a constraint; see `monograph.decode.automata.constraint`.
+
+        Args:
+            kind: one of `monograph.decode.automata.KINDS`.
+            value: the choices, the regular expression, or the schema as JSON text or as an object.
+            lead: bytes that come before the text and do not belong to it.
+
+        Raises:
+            UsageError: the kind is unknown.
+            InputRefused: the value is too long, its compiler refuses it, or it needs more than a child may use.
+            RuntimeError: the maker died twice, or the compiler is closed.
+        """
+        if kind not in KINDS:
+            raise UsageError(f"constraint {kind!r}: expected {', '.join(KINDS)}")
+        if kind == "json_schema" and not isinstance(value, str):
+            try:
+                value = json.dumps(value, ensure_ascii=False, allow_nan=False)
+            except (ValueError, TypeError, RecursionError) as error:
+                raise InputRefused(f"the JSON schema cannot be written as JSON: {error}") from None
+        if kind == "choices":
+            _require(_NAMES[kind], value, MOST_CHOICES, MOST_BYTES)
+        else:
+            _require(_NAMES[kind], [value], 1, MOST_BYTES)
+        return await self._shared(kind, value, lead)
+
+    async def stop_strings(self, strings: Sequence[str]) -> Automaton:
+        """Return the automaton of stop strings; see `monograph.decode.automata.stop_strings`.
+
+        Raises:
+            InputRefused: there is none or there are too many, or one is empty or too long.
+            RuntimeError: the maker died twice, or the compiler is closed.
+        """
+        _require(_NAMES[_STOP], strings, MOST_STOPS, MOST_BYTES)
+        if "" in strings:
+            raise InputRefused("the stop strings: an empty one would end every text at once")
+        for string in strings:
+            _require("a stop string", [string], 1, MOST_STOP_BYTES)
+        return await self._shared(_STOP, strings, b"")
+
+    def close(self) -> None:
+        """End the maker, and with it its child; who waits for a job is given a RuntimeError."""
+        self._closed = True
+        self._end()
+
+    async def _shared(self, kind: str, value: str | Sequence[str], lead: bytes) -> Automaton:
+        """Return what is kept of an equal request, or else compile it when it is this one's turn."""
+        key = json.dumps([kind, value, lead.hex()])
+        if key in self._kept:
+            self._kept.move_to_end(key)
+            known = self._kept[key]
+        else:
+            await self._turn.acquire()
+            # A job goes on if its request is cancelled now: whoever waits for the same takes what it made.
+            job = asyncio.create_task(self._compiled(kind, key))
+            job.add_done_callback(lambda _: self._turn.release())
+            known = await asyncio.shield(job)
+        if isinstance(known, str):
+            raise InputRefused(known)
+        return known
+
+    async def _compiled(self, kind: str, key: str) -> Automaton | str:
+        if key in self._kept:  # by an equal request, which had its turn before
+            return self._kept[key]
+        code, written = await self._asked(f"[{key}, {PROCESSOR_S}, {MEMORY_BYTES}]\n".encode())
+        try:
+            made: Automaton | str = _refusal(kind, code) if code else _automaton(written, self._vocabulary)
+        except InputRefused as error:
+            made = str(error)
+        except (ValueError, struct.error):
+            made = _refusal(kind, code)
+        self._kept[key] = made
+        while len(self._kept) > KEPT or sum(map(_bytes, self._kept.values())) > KEPT_BYTES:
+            self._kept.popitem(last=False)
+        return made
+
+    async def _asked(self, line: bytes) -> tuple[int, bytearray]:
+        """Return the maker's reply to a job. If the maker is dead or dies, try once more with a new one."""
+        for _ in range(2):
+            try:
+                reader, writer = self._streams or await self._start()
+                writer.write(line)
+                return await _reply(reader, LONGEST_S)
+            except BaseException as error:
+                self._end()  # a reply that comes later must not be taken for that to another job
+                if isinstance(error, TimeoutError):
+                    return _TOO_LONG, bytearray()
+                if not isinstance(error, OSError | EOFError):
+                    raise
+        raise RuntimeError("the process that compiles constraints died twice")
+
+    async def _start(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._closed:
+            raise RuntimeError("the compiler is closed")
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self._streams = reader, writer = await asyncio.open_unix_connection(sock=ours)
+            # A process that forks should have one thread.
+            environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+            environment["PYTHONPATH"] = f"{Path(__file__).parents[2]}:{environment.get('PYTHONPATH', '')}"
+            command = [sys.executable, "-P", "-m", "monograph.serve.compiling"]
+            self._maker = subprocess.Popen(command, stdin=theirs.fileno(), stdout=subprocess.DEVNULL, env=environment)
+        writer.write(self._greeting)
+        await _reply(reader, _START_S)
+        return reader, writer
+
+    def _end(self) -> None:
+        if self._maker is not None:
+            self._maker.kill()
+            self._maker.wait()
+        if self._streams is not None:
+            self._streams[1].close()
+        self._maker = self._streams = None
+
+
+def _require(name: str, texts: Any, most: int, most_bytes: int) -> None:
+    """Refuse what is no list of texts, cannot be written in UTF-8 or has too many bytes in all."""
+    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
+        raise InputRefused(f"{name}: expected {'a text' if most == 1 else 'a list of texts'}")
+    if not 0 < len(texts) <= most:
+        raise InputRefused(f"{name}: {len(texts):,} texts; from 1 to {most:,} are compiled")
+    try:
+        count = len("".join(texts).encode())
+    except UnicodeEncodeError:
+        raise InputRefused(f"{name}: half of a surrogate pair cannot be written in UTF-8") from None
+    if count > most_bytes:
+        raise InputRefused(f"{name}: {count:,} bytes; at most {most_bytes:,} are compiled")
+
+
+def _refusal(kind: str, code: int) -> str:
+    limits = {
+        -signal.SIGXCPU: f"took more than {PROCESSOR_S} s of processor time to compile",
+        _NO_MEMORY: f"took more than {MEMORY_BYTES >> 20} MiB of memory to compile",
+        _TOO_LONG: f"took more than {LONGEST_S:g} s to compile",
+    }
+    return f"{_NAMES[kind]} {limits.get(code, f'made its compiler fail ({code})')}: make it simpler"
+
+
+async def _reply(reader: asyncio.StreamReader, most_s: float) -> tuple[int, bytearray]:
+    async with asyncio.timeout(most_s):
+        code, length = _REPLY.unpack(await reader.readexactly(_REPLY.size))
+        written = bytearray()
+        while len(written) < length:  # in parts, between which the server does other things
+            part = await reader.read(min(1 << 18, length - len(written)))
+            if not part:
+                raise EOFError
+            written += part
+        return code, written
+
+
+def _automaton(written: bytearray, vocabulary: int) -> Automaton:
+    """Return the automaton that a child wrote; raise InputRefused if it wrote a refusal, ValueError if neither."""
+    states, classes, length = _HEAD.unpack_from(written)
+    sizes = (2 * states * classes, 2 * vocabulary, states) if states else (0, 0, 0)
+    if len(written) != _HEAD.size + sum(sizes) + length:
+        raise ValueError
+    text = written[len(written) - length :].decode(errors="replace")
+    if not states:
+        raise InputRefused(text)
+    next_SC = np.frombuffer(written, np.int16, states * classes, _HEAD.size).reshape(states, classes)
+    class_V = np.frombuffer(written, np.int16, vocabulary, _HEAD.size + sizes[0])
+    stops_S = np.frombuffer(written, np.uint8, states, _HEAD.size + sizes[0] + sizes[1])
+    # The device takes these numbers for indices.
+    inside = -1 <= next_SC.min() and next_SC.max() < states and 0 <= class_V.min() and class_V.max() < classes
+    if not inside or stops_S.max() > 1:
+        raise ValueError
+    return Automaton(text, next_SC, class_V, stops_S.view(np.bool_))
+
+
+def _bytes(kept: Automaton | str) -> int:
+    return len(kept) if isinstance(kept, str) else kept.next_SC.nbytes + kept.class_V.nbytes + kept.stops_S.nbytes
+
+
+def main() -> None:
+    """Answer jobs until the server closes the socket."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server's last requests are answered after a Ctrl-C, too
+    with suppress(ConnectionError), socket.socket(fileno=0) as channel, channel.makefile("rb") as reader:
+        ends, lengths = parse_json(reader.readline())
+        pieces = [reader.read(length) for length in lengths]
+        channel.sendall(_REPLY.pack(0, 0))
+        while line := reader.readline():
+            reading, writing = os.pipe()
+            child = os.fork()
+            if not child:
+                _run(parse_json(line), pieces, ends, writing)
+            os.close(writing)
+            with open(reading, "rb") as pipe:
+                written = pipe.read(_MOST_REPLY_BYTES)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            channel.sendall(_REPLY.pack(code, len(written)))
+            channel.sendall(written)
+
+
+def _run(job: Any, pieces: Sequence[bytes], ends: Sequence[int], writing: int) -> NoReturn:
+    """Do a job under its limits, and end."""
+    code = 1
+    try:
+        (kind, value, lead), processor_s, memory_bytes = job
+        ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
+        os.close(0)  # the socket
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory_bytes,) * 2)
+        resource.setrlimit(resource.RLIMIT_CPU, (processor_s, processor_s + 1))  # SIGXCPU, a second later SIGKILL
+        for nothing in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
+            resource.setrlimit(nothing, (0, 0))
+        with open(writing, "wb", closefd=False) as pipe:
+            for part in _written(kind, value, bytes.fromhex(lead), pieces, ends):
+                pipe.write(part)
+        code = 0
+    except MemoryError:
+        code = _NO_MEMORY
+    except BaseException:
+        traceback.print_exc()  # a fault of the compiler's: the server's log has it
+    finally:
+        os._exit(code)
+
+
+def _written(kind: str, value: Any, lead: bytes, pieces: Sequence[bytes], ends: Sequence[int]) -> list[Any]:
+    """Return what a child writes: the parts of an automaton, or a refusal."""
+    try:
+        automaton = stop_strings(value, pieces) if kind == _STOP else constraint(kind, value, pieces, ends, lead)
+    except InputRefused as error:
+        text = str(error).encode(errors="replace")
+        return [_HEAD.pack(0, 0, len(text)), text]
+    text = automaton.where.encode(errors="replace")
+    arrays = automaton.next_SC, automaton.class_V, automaton.stops_S
+    return [_HEAD.pack(*automaton.next_SC.shape, len(text)), *map(np.ascontiguousarray, arrays), text]
+
+
+if __name__ == "__main__":
+    main()
