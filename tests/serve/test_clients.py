@@ -135,7 +135,8 @@ def test_bodies_that_are_no_request_are_refused(served: Served) -> None:
     for body, said in (
         (b"", "no JSON"), (b"{", "no JSON"), (b"[]", "not a JSON object"), (b'{"a": 1, "a": 2}', "twice"),
         (b'{"prompt": "\xff"}', "UTF-8"), (b'{"prompt": "\\ud800"}', "surrogate"),
-        (b'{"temperature": 1e999}', "finite"), (b'{"temperature": NaN}', "finite"), (deep, "64 deep"), (b"[" * 10**5, "nested"),
+        (b'{"temperature": 1e999}', "finite"), (b'{"temperature": NaN}', "finite"),
+        (deep, "64 deep"), (b"[" * 10**5, "nested"),
     ):  # fmt: skip
         answer = served.ask("POST", "/v1/completions", body, json_header)
         assert answer.status == 400 and said in answer.body["error"]["message"], (body[:40], answer)
