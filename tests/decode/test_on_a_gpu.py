@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from batches import tiny_llama
-from monograph.decode.automata import constraint, stop_strings
+from monograph.decode.automata import Arena, constraint, stop_strings
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
+from monograph.decode.records import Pace
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.text.tokenizer import Tokenizer
@@ -47,6 +48,35 @@ def test_replayed_blocks_write_what_single_steps_write(block: int) -> None:
 def test_eager_steps_write_alike() -> None:
     ours, eager = written(generator(mode="compiled")), written(generator())
     assert sum(a == b for a, b in zip(ours, eager, strict=True)) >= 6, "one near tie may part two modes"
+
+
+def test_captured_steps_write_what_called_ones_write_with_nothing_left_to_capture() -> None:
+    """As an endpoint decodes: several chains, automata that come and go, prompts read between blocks."""
+    several = [chain_of([Sampling(1.0)]), chain_of([Sampling(**FULL)])]
+
+    def served(mode: Any) -> Generator:
+        model = tiny_llama(vocab_size=259, max_position_embeddings=300).cuda()
+        arena = Arena(259, torch.device("cuda"), automata=1)
+        return Generator(
+            model, several, rows=3, slots=300, vocabulary=259, automata=arena, block=Pace(8, 2, 1), mode=mode
+        )
+
+    def all_kinds(machine: Generator) -> list[list[int]]:
+        found: dict[int, list[int]] = {}
+        for seed in range(9):
+            sampling = Sampling(**FULL, seed=seed) if seed % 3 == 0 else Sampling(1.0, seed=seed)
+            prompt = (5, 6, 7) * (60 if seed % 2 else 1)
+            found[machine.submit(Request(prompt, sampling, 30, (1,), None, STOP if seed % 4 == 0 else None))] = []
+        while machine.busy:
+            for event in machine.advance():
+                found[event.number] += event.token_ids
+        return list(found.values())
+
+    machine = served("captured")
+    machine.warm_up()
+    before = machine.replays.captured
+    assert all_kinds(machine) == all_kinds(served("eager"))
+    assert machine.replays.captured == before > 8 and machine.reused > 0
 
 
 def test_a_thousand_steps_copy_four_bytes_a_row_and_step() -> None:
