@@ -52,7 +52,7 @@ def test_eager_steps_write_alike() -> None:
 
 def test_captured_steps_write_what_called_ones_write_with_nothing_left_to_capture() -> None:
     """As an endpoint decodes: several chains, automata that come and go, prompts read between blocks."""
-    several = [chain_of([Sampling(1.0)]), chain_of([Sampling(**FULL)])]
+    several = [chain_of([Sampling(1.0)]), chain_of([Sampling(1.0), Sampling(**FULL)])]
 
     def served(mode: Any) -> Generator:
         model = tiny_llama(vocab_size=259, max_position_embeddings=300).cuda()
