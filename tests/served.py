@@ -102,7 +102,7 @@ class Served:
         self.loop = asyncio.get_running_loop()
         self.service = Service(self.source, self.said.append, self.bugs.append)
         self.server = _Quiet(configured(self.service, self._host, self._keys))
-        with socket.socket() as listening:
+        with socket.socket(proto=socket.IPPROTO_TCP) as listening:
             listening.bind(("127.0.0.1", 0))
             self.port = listening.getsockname()[1]
             serving = asyncio.create_task(self.server.serve([listening]))

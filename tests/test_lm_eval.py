@@ -23,6 +23,7 @@ from monograph.graph.precision import Precision
 from monograph.run.models import load, save
 from monograph.text.tokenizer import Tokenizer
 from numerics import error_within
+from served import Served
 
 pytest.importorskip("lm_eval", reason="lm-evaluation-harness is not installed: pip install -e '.[lm-eval]'")
 pytestmark = [
@@ -233,3 +234,26 @@ def test_the_command_says_in_one_line_what_is_wrong(
     assert main() == 3
     said = capsys.readouterr().err
     assert said.startswith("error: nothere: no such folder") and said.count("\n") == 1
+
+
+def test_served_completions_are_scored_as_by_evaluate(place: Path) -> None:
+    """Over HTTP: its model `local-completions`, with the exported tokenizer or that of the server."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    from monograph.lm_eval.model import Monograph
+
+    ours = Monograph(str(place / "out"))
+    model, tokenizer = load(place / "out")
+    # Without the token to draw, which that client asks for, its texts have one position less.
+    asked = [each for each in instances(place)[0] if each.args[0] and len(tokenizer.encode("".join(each.args))) < 46]
+    with Served(model, tokenizer) as served:
+        shared = {"base_url": f"{served.url}/v1/completions", "model": "last", "max_length": 47, "num_concurrent": 2}
+        folder = LocalCompletionsAPI(tokenizer=str(place / "out"), add_bos_token=True, batch_size=4,
+                                     tokenizer_backend="huggingface", **shared)  # fmt: skip
+        found, expected = folder.loglikelihood(asked), ours.loglikelihood(asked)
+        remote = LocalCompletionsAPI(**shared)
+        assert remote.tokenizer_backend == "remote" and remote.tokenizer.bos_token_id == tokenizer.bos_id
+        assert remote.tok_encode("alpha beta") == tokenizer.encode("alpha beta")
+    assert len(found) > 60
+    assert [value for value, _ in found] == pytest.approx([value for value, _ in expected], rel=1e-6)
+    assert [greedy for _, greedy in found] == [greedy for _, greedy in expected]

@@ -53,9 +53,19 @@ class Writing:
         tokens: how many were drawn.
     """
 
-    def __init__(self, text: Text, stop: Sequence[str], likeliest: int | None, before: str = "") -> None:
-        """Begin a text; `before` are the characters of an echoed prompt."""
-        self._tokenizer, self._stop_ids = text.version.tokenizer, text.request.stop_ids
+    def __init__(
+        self, text: Text, stop: Sequence[str], likeliest: int | None, *, ends: bool = True, before: str = ""
+    ) -> None:
+        """Begin a text.
+
+        Args:
+            text: the text.
+            stop: the strings before which it ends.
+            likeliest: how many tokens are reported beside each; None: no token is.
+            ends: whether the token that ends the text is reported, too.
+            before: the characters of an echoed prompt.
+        """
+        self._tokenizer, self._unsaid = text.version.tokenizer, () if ends else text.request.stop_ids
         self._transcript = Transcript(self._tokenizer, stop, text.request.prompt_ids)
         self._index, self._likeliest = text.index, likeliest
         self._waiting: list[tuple[int, Entry]] = []  # with the place of their first byte
@@ -72,8 +82,8 @@ class Writing:
         if event.finish is None:
             return Piece(self._index, new, self._certain(), None)
         new += self._transcript.finish()
-        if self._waiting and self._waiting[-1][1].token in self._stop_ids and event.finish == "stop":
-            self._waiting.pop()  # the end of a text is not a part of it
+        if self._waiting and self._waiting[-1][1].token in self._unsaid and event.finish == "stop":
+            self._waiting.pop()
         return Piece(self._index, new, self._certain(), event.finish)
 
     def _note(self, token: int, found: LogProbability, most: int) -> None:

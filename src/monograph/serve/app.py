@@ -98,7 +98,10 @@ class _Asked:
             ids = version.tokenizer.encode(text)
         except MonographError as error:
             raise Refused(400, f"prompt: {error}", "prompt") from None
-        ids = [version.tokenizer.bos_id, *ids] if special else ids
+        if special:
+            ids = [version.tokenizer.bos_id, *ids]
+        elif text in version.tokenizer.special:  # so a client finds the ids of the names in /tokenizer_info
+            ids = [version.tokenizer.special[text]]
         return {"tokens": ids, "count": len(ids), "max_model_len": version.context}
 
     def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:

@@ -69,8 +69,9 @@ def keys_in(path: Path) -> list[str]:
 @contextmanager
 def _listening(host: str, port: int) -> Iterator[socket.socket]:
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        with socket.socket(family, kind) as listening:
+        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        # Without the protocol asyncio would not send each part of an answer at once.
+        with socket.socket(family, kind, protocol) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
             listening.listen(128)  # so that whoever asks early waits, or is told that the model is being loaded

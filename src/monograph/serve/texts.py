@@ -198,7 +198,7 @@ class Texts:
         self, asked: Asked, texts: Sequence[Text], answer: Answer, events: AsyncIterator[list[tuple[Text, Event]]],
         used: int, send: Send,
     ) -> None:  # fmt: skip
-        writings = {text: Writing(text, asked.stop, asked.likeliest) for text in texts}
+        writings = {text: self._writing(text, asked) for text in texts}
         stream, begun = Events(send), False
         async for batch in events:
             pieces = [writings[text].add(event) for text, event in batch]
@@ -220,7 +220,7 @@ class Texts:
         version = texts[0].version
         echoes = await self._echoes(asked, version, prompts) if asked.echo else [Piece(0, "", [], None)] * len(prompts)
         of = [echoes[text.index // asked.n] for text in texts]
-        writings = [Writing(text, asked.stop, asked.likeliest, echo.text) for text, echo in zip(texts, of, strict=True)]
+        writings = [self._writing(text, asked, echo.text) for text, echo in zip(texts, of, strict=True)]
         pieces = [Piece(text.index, echo.text, [*echo.entries], None) for text, echo in zip(texts, of, strict=True)]
         async for batch in events:
             for text, event in batch:
@@ -228,6 +228,10 @@ class Texts:
                 pieces[text.index] = Piece(new.number, old.text + new.text, old.entries + new.entries, new.finish)
         usage = usage_of(sum(map(len, prompts)), sum(writing.tokens for writing in writings))
         await send_json(send, answer.whole(pieces, usage))
+
+    def _writing(self, text: Text, asked: Asked, before: str = "") -> Writing:
+        # lm-evaluation-harness counts on an entry for each token; in a chat the protocol has none for the end.
+        return Writing(text, asked.stop, asked.likeliest, ends=not self._is_chat, before=before)
 
     async def _send_scored(self, asked: Asked, version: Version, prompts: Sequence[Sequence[int]], send: Send) -> None:
         """Answer with the prompts alone, n times each."""
