@@ -39,8 +39,8 @@ def name(path: Path) -> str:
 NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
 
 
-def test_at_most_10_commands() -> None:
-    assert len(app.registered_commands) + len(app.registered_groups) <= 10
+def test_at_most_11_commands() -> None:
+    assert len(app.registered_commands) + len(app.registered_groups) <= 11
 
 
 def test_at_most_60_toml_keys() -> None:
@@ -51,10 +51,13 @@ def test_at_most_46_public_names() -> None:
     assert len(set(monograph.__all__) - {"__version__"}) <= 46
 
 
+DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
 def lines_of_code(source: str) -> int:
     """Lines that hold code: a docstring, a comment or a blank line is none."""
     tree = ast.parse(source)
-    documented = (node for node in ast.walk(tree) if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef))
+    documented = (node for node in ast.walk(tree) if isinstance(node, DOCUMENTED))
     docstrings = [node.body[0] for node in documented if ast.get_docstring(node) is not None]
     prose = {line for each in docstrings for line in range(each.lineno, (each.end_lineno or 0) + 1)}
     tokens = tokenize.generate_tokens(io.StringIO(source).readline)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence, Set
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -16,7 +16,7 @@ from monograph import compat
 from monograph.decode.automata import Automaton, Tables
 from monograph.decode.cache import KVCache, Slots
 from monograph.decode.candidates import Truncation
-from monograph.decode.knobs import Chain, chain_of, joint, knobs_of, new_knobs, write_rows
+from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.outbox import Outbox, drawn, reported
 from monograph.decode.penalties import first_counts
 from monograph.decode.reader import Reader, Wrap
@@ -24,10 +24,11 @@ from monograph.decode.records import FINISHES, Block, Pace, Record
 from monograph.decode.request import Event, Request
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status
+from monograph.decode.steps import Step, Steps
 from monograph.device import clock, sent
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function
-from monograph.graph.replay import WARM_UP, CudaGraphs, Replays
+from monograph.graph.replay import CudaGraphs, Replays
 from monograph.model.llama import Llama
 from monograph.ops.attention import BLOCK
 
@@ -81,7 +82,8 @@ class Generator:
         self.rows, self.slots, self.compiled = rows, form.most, mode == "compiled"
         steps = block or (16 if weight.is_cuda else 1)
         self.pace = steps if isinstance(steps, Pace) else Pace(steps, steps, None)
-        self.chains = (chain,) if isinstance(chain, Chain) else tuple(chain)
+        chains = (chain,) if isinstance(chain, Chain) else tuple(chain)
+        self.chain = chains[-1]
         # Each number of visible blocks and each truncation is a graph of its own, and torch by itself allows eight.
         if self.compiled:
             compat.allow_variants()
@@ -97,14 +99,22 @@ class Generator:
         self.knobs = new_knobs(self.chain, rows, weight.device)
         self.tables = automata if isinstance(automata, Tables) else Tables(automata, vocabulary, weight.device)
         self.vocabulary = vocabulary
-        self._model, self._wrap = model, wrap
-        self._steps: dict[Chain, Callable[..., None]] = {}
-        self._chosen: dict[frozenset[Chain], Chain] = {}  # the chain of a block of requests with these smallest ones
+
+        def step(chain: Chain) -> Step:
+            state = self.state.of(chain)
+            return wrap(DecodeStep(model, state, self.cache, chain, self.knobs, self.tables, vocabulary).__call__)
+
         recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
-        self.replays = Replays(lambda chain, *variant: self._step(chain)(*variant), recorder)
+        self.steps = Steps(chains, step, recorder, few=self.compiled or recorder is not None or len(chains) == 1)
         rings = (self.state.ring_RB, self.state.values_RBN, self.state.ids_RBN)
         self.outbox = Outbox([ring for ring in rings if ring is not None])
         self.ahead, self.prefill_s, self.blocks_read, self.reused = weight.is_cuda, 0.0, 0, 0
+        # Where a layer sees a window, a free row must stand in what other rows read, or it would see nothing: a NaN.
+        self._keeps = not any(model.config.window(layer) for layer in range(model.config.num_hidden_layers))
+        self._empty(rows)
+
+    def _empty(self, rows: int) -> None:
+        """Begin without requests."""
         self._waiting: deque[tuple[int, Request, Chain, dict[str, Any]]] = deque()  # with values of knobs
         self._records: list[Record | None] = [None] * rows
         self._prompts = [_NOTHING] * rows  # the owner and read part of each row's
@@ -113,14 +123,11 @@ class Generator:
         self._submitted = 0
         self._asked: tuple[Sampling, tuple[int, ...]] | None = None  # what was asked last, and
         self._served: tuple[Chain, dict[str, Any]] = self.chain, {}  # its smallest chain and the values of knobs
-        # Where a layer sees a window, a free row must stand in what other rows read, or it would see nothing: a NaN.
-        windows = [model.config.window(layer) for layer in range(model.config.num_hidden_layers)]
-        self._keeps = windows == [None] * len(windows)
 
     @property
-    def chain(self) -> Chain:
-        """Return the chain with all stages."""
-        return self.chains[-1]
+    def replays(self) -> Replays:
+        """Return the calls and captures of steps."""
+        return self.steps.replays
 
     def submit(self, request: Request) -> int:
         """Put a request in the queue; return the number that its events carry.
@@ -168,12 +175,7 @@ class Generator:
 
     def warm_up(self) -> None:
         """Capture every variant of a step now, while no request runs, and not within the first that need them."""
-        if self.replays.captures:
-            most = self.cache.keys[0].shape[0]
-            sizes = sorted({min(most, 1 << power) for power in range(most.bit_length() + 1)})
-            for variant in itertools.product(self.chains, sizes, ("window", "search"), (False, True)):
-                self.outbox.begin(self.state.line_1)
-                self.replays.run(WARM_UP, *variant)
+        self.steps.warm_up(self.cache.keys[0].shape[0], lambda: self.outbox.begin(self.state.line_1))
 
     def run(self) -> Iterator[Event]:
         """Decode until every request has ended; yield its events, in order for each request."""
@@ -301,23 +303,6 @@ class Generator:
         position = self.slots - 1 if self._keeps else 0
         self.state.position_B.index_fill_(0, sent(rows, self.state.position_B.device), position)
 
-    def _step(self, chain: Chain) -> Callable[..., None]:
-        if chain not in self._steps:
-            state, tables = self.state.of(chain), self.tables
-            step = DecodeStep(self._model, state, self.cache, chain, self.knobs, tables, self.vocabulary)
-            self._steps[chain] = self._wrap(step.__call__)
-        return self._steps[chain]
-
-    def _chain(self, least: Set[Chain]) -> Chain:
-        """Return the chain of a block whose requests have these smallest chains."""
-        key = frozenset(least)
-        if key not in self._chosen:
-            smallest = joint(key, self.chain)
-            is_graph = self.compiled or self.replays.captures or len(self.chains) == 1
-            covering = (chain for chain in self.chains if chain.covers(smallest))
-            self._chosen[key] = next(covering) if is_graph else smallest
-        return self._chosen[key]
-
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
     def _launch(self) -> Block | None:
@@ -331,12 +316,12 @@ class Generator:
         longest = max(len(record.request.prompt_ids) + min(record.launched + steps, record.limit) for record in running)
         # If one row needs the exact search, all rows use it: it gives the same bits.
         truncation: Truncation = "search" if any(record.exact for record in running) else "window"
-        chain = self._chain({record.least for record in running})
+        chain = self.steps.chosen({record.least for record in running})
         follows = any(record.request.constraint or record.request.stop for record in running)
         self.outbox.begin(self.state.line_1)
         # Where the reader has read all of a prompt, its first draw needs no pass.
         if first := self.reader.whole and not any(record.launched for record in running):
-            self._step(chain)(0, truncation, follows, self._last_BD)
+            self.steps.of(chain)(0, truncation, follows, self._last_BD)
         self.replays.run(steps - first, chain, self.cache.visible(longest), truncation, follows)
         for record in running:
             record.launched = min(record.launched + steps, record.limit)

@@ -68,8 +68,7 @@ class Drawer:
         self, engine: Engine, prompts: Prompts, reward: Reward, options: Options, updates: Callable[[], int]
     ) -> None:
         """Take the parts; `updates` returns the number of updates of the run, 0 as long as it is unknown."""
-        self.engine, self.prompts, self.reward, self.options = engine, prompts, reward, options
-        self.updates = updates
+        self.engine, self.prompts, self.reward, self.options, self.updates = engine, prompts, reward, options, updates
         self.ends = prompts.ends(self.model.config)
         self.reference: list[Tensor] | None = None  # the planes of the weights that the run begins from
         self._made: tuple[bool, Generator] | None = None
@@ -107,16 +106,15 @@ class Drawer:
         compiled = self.engine.step.scope != "none" and steps >= WORTH_COMPILING[weight.device.type]
         if self._made and self._made[0] == compiled:
             return self._made[1]
-        least = SAME_ROWS if options.exact else 1
+        least, most = SAME_ROWS if options.exact else 1, options.max_new_tokens
         form = Slots(self.slots, block_of(self.slots), min(options.prompts, MOST_PROMPTS), least, prompts.longest)
         rows = rows_that_fit(model, form, min(max(answers, SAME_ROWS), MOST_ROWS), "lower rl.max_new_tokens")
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
         chain = replace(chain, processed=not self._is_raw)
         with modes_kept(model):
             made = Generator(
-                model, chain, rows=rows, slots=form, vocabulary=prompts.vocab_size,
-                mode="compiled" if compiled else "eager",
-                block=min(STEPS, options.max_new_tokens), automata=[self.form.automaton] if self.form else (),
+                model, chain, rows=rows, slots=form, vocabulary=prompts.vocab_size, block=min(STEPS, most),
+                mode="compiled" if compiled else "eager", automata=[self.form.automaton] if self.form else (),
             )  # fmt: skip
         self._made = compiled, made
         return made

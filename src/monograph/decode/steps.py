@@ -1,0 +1,64 @@
+"""The steps of several chains over the same rows, of which each block of steps takes one."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from monograph.decode.candidates import Truncation
+from monograph.decode.knobs import Chain, joint
+from monograph.graph.replay import WARM_UP, Recorder, Replays
+
+Step = Callable[..., None]
+
+
+class Steps:
+    """A step for each chain, made when it is first used, and captured if there is a recorder.
+
+    Attributes:
+        chains: the chains that are given; the last one covers every request.
+        replays: the calls and captures of all steps.
+    """
+
+    def __init__(
+        self, chains: Sequence[Chain], made: Callable[[Chain], Step], recorder: Recorder | None, few: bool
+    ) -> None:
+        """Take the chains.
+
+        Args:
+            chains: see the class.
+            made: a function that makes the step of a chain.
+            recorder: a recorder that captures steps, or None.
+            few: whether to make steps for these chains alone, as each takes time; otherwise for any that is asked for.
+        """
+        self.chains, self.replays = tuple(chains), Replays(self._call, recorder)
+        self._made, self._few = made, few
+        self._steps: dict[Chain, Step] = {}
+        self._chosen: dict[frozenset[Chain], Chain] = {}  # by the smallest chains of a block's requests
+
+    def of(self, chain: Chain) -> Step:
+        """Return the step of a chain."""
+        if chain not in self._steps:
+            self._steps[chain] = self._made(chain)
+        return self._steps[chain]
+
+    def chosen(self, least: Collection[Chain]) -> Chain:
+        """Return the chain for a block of requests with these smallest chains."""
+        key = frozenset(least)
+        if key not in self._chosen:
+            smallest = joint(key, self.chains[-1])
+            self._chosen[key] = next(c for c in self.chains if c.covers(smallest)) if self._few else smallest
+        return self._chosen[key]
+
+    def warm_up(self, blocks: int, begin: Callable[[], None]) -> None:
+        """Capture every variant of a step that reads up to so many blocks; `begin` is called before each."""
+        truncations: tuple[Truncation, ...] = ("window", "search")
+        if self.replays.captures:
+            sizes = sorted({min(blocks, 1 << power) for power in range(blocks.bit_length() + 1)})
+            for variant in itertools.product(self.chains, sizes, truncations, (False, True)):
+                begin()
+                self.replays.run(WARM_UP, *variant)
+
+    def _call(self, chain: Chain, *variant: Any) -> None:
+        self.of(chain)(*variant)
