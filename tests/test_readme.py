@@ -186,7 +186,7 @@ def laws() -> list[list[str]]:
 
 
 def test_every_law_names_its_test_or_is_not_built() -> None:
-    assert [row[0] for row in laws()] == [str(number) for number in range(1, 20)]
+    assert [row[0] for row in laws()] == [str(number) for number in range(1, 21)]
     for number, _, bound, held_by in laws():
         files = [ROOT / path for path in re.findall(r"\((tests/[^)]+)\)", held_by)]
         assert files or "not built yet" in held_by, number

@@ -1,4 +1,4 @@
-"""Run: pytest tests/laws/test_served_is_generated.py (law 20: S1 to S5; pages and methods: tests/serve/test_guard.py).
+"""Run: pytest tests/laws/test_served_is_generated.py (law 20; who may ask: tests/serve/test_guard.py).
 
 What the endpoint sends is what `generate` writes: for each prompt, options and seed, alone or in a crowd.
 """
