@@ -12,6 +12,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -159,6 +160,4 @@ class _Quiet(uvicorn.Server):
     """A server that leaves the signals to the tests."""
 
     def capture_signals(self) -> Any:
-        from contextlib import nullcontext
-
         return nullcontext()

@@ -10,6 +10,7 @@ import sys
 import types
 import xml.etree.ElementTree as xml
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from monograph.config.keys import DEFAULT_MINUTES, KEYS
 from monograph.model.families import FAMILIES
 from monograph.predict.roofline import EFFICIENCIES
 from monograph.report.run_report import write_report
+from monograph.text.tokenizer import Tokenizer
 from scripts import ROOT, script
+from served import Served, small
 
 README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
@@ -101,6 +104,7 @@ def test_commands_are_ones_that_the_program_takes(
         module = types.ModuleType(f"monograph.commands.{name}")
         module.run = module.show = module.build = record  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    monkeypatch.setitem(sys.modules, "monograph.serve.command", module)
     texts(tmp_path)
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as exit_:
@@ -135,7 +139,11 @@ def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         data = mono.corpus("my_texts", tokenizer="bytes", sequence_length=64, held_out=0.1)
         model = mono.Llama(mono.LlamaConfig.preset("nano", vocab_size=data.vocab_size))
         mono.save(model, "out", data.tokenizer)
-    exec(compile(code, "example", "exec"), namespace := own_loop())
+    with ExitStack() as stack:
+        if "127.0.0.1:8000" in code:
+            tokenizer = Tokenizer.bytes()
+            code = code.replace("http://127.0.0.1:8000", stack.enter_context(Served(small(tokenizer), tokenizer)).url)
+        exec(compile(code, "example", "exec"), namespace := own_loop())
     if "my_loader" in code:
         assert namespace["result"].index == 2 and float(namespace["result"].skipped) == 0
 

@@ -66,15 +66,13 @@ class Generator:
 
         Args:
             model: the language model; it is put into evaluation mode.
-            chain: the sampler's stages, all that any request will need; or several chains, the last of which has all. A
-                block takes the first that serves all of its requests or, where each step is called, the smallest
-                possible one, which changes no bit.
+            chain: the sampler's stages, all that any request will need; or several chains, the last of which has all
+                (`Steps`): which one a block takes changes no bit.
             rows: most requests that run at once.
             slots: positions of each row, at most the model's context; with their form, if it is not the usual one.
             vocabulary: V, the size of the tokenizer's vocabulary.
             automata: all constraints and stop strings that requests will have, or tables to put them into.
-            block: steps between two reads of the host, or a pace; None: 16 on a GPU, 1 elsewhere, where reading hides
-                nothing.
+            block: steps between two reads of the host, or a pace; None: 16 on a GPU, 1 where reading hides nothing.
             mode: "compiled": the step is compiled, and on a GPU replayed as a CUDA graph; "captured": only replayed.
         """
         weight = model.eval().lm_head.weight
