@@ -324,7 +324,8 @@ def _choice(name: str, value: Any) -> Limit:
 def _response_format(name: str, value: Any) -> Limit | None:
     inner = Fields(_object(name, value))
     kind, given = inner.take("type", _text), inner.take("json_schema", _object)
-    if kind == "text":
+    if kind == "text" and given is None:
+        inner.end()
         return None
     if kind != "json_schema" or given is None:
         raise Refused(400, f'{name}: expected {{"type": "json_schema", "json_schema": {{"schema": ...}}}}', name)
