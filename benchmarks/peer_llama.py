@@ -1,8 +1,10 @@
-"""Generate with llama.cpp by its wheel `xllamacpp`: a GGUF file, its server in this process, a slot for each row."""
+"""Generate and serve with llama.cpp by its wheel `xllamacpp`: a GGUF file, its server in this process, a slot a row."""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +16,7 @@ from monograph.model.gguf import save_gguf
 if TYPE_CHECKING:
     from generators import Task
 
+HTTP_THREADS = 64  # a connection takes one as long as it is open
 ORDER = ["temperature", "top_k", "top_p", "min_p"]
 
 
@@ -55,3 +58,20 @@ def _llama_cpp(task: Task, backend_sampling: bool) -> Callable[[int, bool], list
             return list(pool.map(lambda row: one(tokens, greedy, row), range(task.rows)))
 
     return write
+
+
+def serve(path: str, rows: int, slots: int, threads: int) -> None:
+    """Serve a GGUF file in this process, which says where, until stdin ends."""
+    import xllamacpp
+
+    reply = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    params = xllamacpp.CommonParams()
+    params.model.path, params.verbosity, params.n_threads_http = path, 0, HTTP_THREADS
+    params.n_parallel, params.n_ctx, params.n_gpu_layers = rows, rows * -(-slots // 256) * 256, 0
+    params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
+    params.cache_type_k = params.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32  # as in Monograph
+    server = xllamacpp.Server(params)
+    print(json.dumps({"address": server.listening_address}), file=reply, flush=True)
+    sys.stdin.read()
+    os._exit(0)  # its destructor may wait for its own thread

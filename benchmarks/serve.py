@@ -1,0 +1,393 @@
+"""Measure `monograph serve` beside `generate` in a process, and beside llama.cpp's server with the same weights.
+
+Four parts, on one random model whose texts never end early. All servers stay up, take turns with the same requests
+(ids, seeds, filters), and share the cores with the client, whose own CPU time is told.
+
+    overhead    as many requests as rows at once, whole and streamed, and the same ones as rows of one `generate`
+    latency     streams: one client, as many as rows and twice as many, then Poisson arrivals at the rate at which the
+                first server answered as many clients as rows, and at twice that rate; from when a request was due
+    rate        answers of one token per second, by as many clients as rows
+    compared    Monograph's numbers over those of each other server
+
+Words are vLLM's: TTFT is the time to the first text, ITL from text to text, TPOT (E2EL - TTFT) / (tokens - 1), E2EL the
+time to the end. A 429 is counted and not asked again. llama.cpp's server is that of the package `xllamacpp`, in a
+process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import random
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import harness
+import numpy as np
+import torch
+from generate_peers import SMALL, shape
+from generators import CHAIN, task
+from loads import Server, closed_loop, counted, free_port, loaded, open_loop, started, times_of
+from peer_llama import ORDER
+from peer_llama import serve as serve_llama
+from rounds import Child, ChildFailed
+
+import monograph as mono
+from monograph.decode import Generation, Sampling
+from monograph.decode.generator import Generator, Request
+from monograph.decode.knobs import chain_of
+from monograph.device import clock
+
+OURS, LLAMA = "monograph", "llama-server, "
+SERVERS = [OURS, f"{LLAMA}f32", f"{LLAMA}f16"]
+PARTS = ["overhead", "latency", "rate"]
+COMMAND = [sys.executable, "-m", "monograph", "serve"]
+GOAL = 1.03
+Body = dict[str, Any]
+
+
+# ── what is compared ──────────────────────────────────────────────────────────────────────────────
+
+
+def start(args: Namespace, name: str, home: Path) -> Server:
+    """Start a server and wait until it answers.
+
+    Raises:
+        ChildFailed: it ended, or was not up in time.
+    """
+    if name.startswith(LLAMA):
+        return start_llama(args, home / name.removeprefix(LLAMA))
+    port = free_port()
+    command = [*COMMAND, str(home / "hf"), "--port", str(port), "--rows", str(args.rows)]
+    return started(command, f"http://127.0.0.1:{port}", args.threads, home / "log")
+
+
+def start_llama(args: Namespace, folder: Path) -> Server:
+    """Start llama.cpp's server on a folder's GGUF file in a process of its own."""
+    child = Child([__file__, "--llama", str(folder / "model.gguf"), *args.sizes], args.threads, {})
+    own_fields = {"model": "", "samplers": ORDER, "cache_prompt": False}
+    return Server(child.answer()["address"], child.process.pid, own_fields, child.end)
+
+
+def generate(args: Namespace, folder: str) -> None:
+    """Generate in this process whenever stdin asks for it, with the step that `generate` compiles."""
+    reply = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    torch.set_num_threads(args.threads)
+    model, tokenizer = mono.load(folder)
+    generator = Generator(
+        model,
+        chain_of([Sampling(**CHAIN)], 1),
+        rows=args.rows,
+        slots=args.prompt_tokens + args.tokens,
+        vocabulary=tokenizer.vocab_size,
+        compiled=True,
+    )
+    answer: dict[str, Any] = {}
+    while True:
+        print(json.dumps(answer), file=reply, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            os._exit(0)
+        wall, cpu = clock(), time.process_time()
+        requests = [
+            Request(
+                tuple(body["prompt"]), Sampling(**CHAIN, seed=body["seed"]), body["max_tokens"], (tokenizer.eos_id,)
+            )
+            for body in json.loads(line)["bodies"]
+        ]
+        done = list(Generation(generator, requests, tokenizer, []))
+        answer = {"wall_s": clock() - wall, "cpu_s": time.process_time() - cpu}
+        answer |= {"texts": [each.text for each in done], "tokens": sum(len(each.token_ids) for each in done)}
+
+
+# ── requests and rounds ───────────────────────────────────────────────────────────────────────────
+
+
+def bodies(args: Namespace, first: int, count: int, tokens: int, streamed: bool) -> list[Body]:
+    """Return requests `first`, `first` + 1, ...: each has its own prompt and seed, so that none is known."""
+    found = []
+    for number in range(first, first + count):
+        # After the 3 special tokens and the 256 bytes come pieces of printable ASCII.
+        ids = random.Random(number).choices(range(259, args.config.vocab_size), k=args.prompt_tokens - 1)
+        found.append({"prompt": [0, *ids], "max_tokens": tokens, "seed": number, **CHAIN})
+        if streamed:
+            found[-1] |= {"stream": True, "stream_options": {"include_usage": True}}
+    return found
+
+
+def overhead(args: Namespace, servers: dict[str, Server], home: Path) -> list[dict[str, Any]]:
+    """Return the cases of as many requests as rows, by `generate` and through each server, whole and streamed."""
+    child = Child([__file__, "--generate", str(home / "hf"), *args.sizes], args.threads, {})
+    child.answer()
+
+    def run(way: tuple[str, str], first: int) -> dict[str, Any]:
+        name, how = way
+        asked = bodies(args, first, args.rows, args.tokens, how == "streamed")
+        if name == "generate":
+            return child.ask(bodies=asked)
+        return loaded(servers[name], closed_loop, asked, args.rows)
+
+    ways = [("generate", ""), *((name, how) for name in servers for how in ("whole", "streamed"))]
+    for way in ways:
+        run(way, 0)
+    rounds: dict[tuple[str, str], list[dict[str, Any]]] = {way: [] for way in ways}
+    for way in harness.turns(ways, args.rounds):
+        rounds[way].append(run(way, args.rows * (1 + len(rounds[way]))))
+    child.end()
+    base = rounds[ways[0]]
+    for each in base:
+        each |= {"answered": each["texts"], "refused": 0, "failed": [], "client_cpu_s": 0.0}
+    found = []
+    for (name, how), ours in rounds.items():
+        pairs = list(zip(ours, base, strict=True))
+        same = [a == b for one, other in pairs for a, b in zip(one["texts"], other["texts"], strict=True)]
+        found.append(
+            {"part": "overhead", "system": name, "how": how}
+            | counted(ours)
+            | {
+                "cpu_s_per_token": harness.spread([each["cpu_s"] / max(each["tokens"], 1) for each in ours]),
+                "over_wall": harness.spread([one["wall_s"] / other["wall_s"] for one, other in pairs]),
+                "over_cpu": harness.spread([one["cpu_s"] / other["cpu_s"] for one, other in pairs]),
+                "same_text": sum(same) / len(same),
+            }
+        )
+    return found
+
+
+def latency(args: Namespace, servers: dict[str, Server]) -> list[dict[str, Any]]:
+    """Return the cases of each load on each server."""
+    found, per_s = [], 0.0
+    closed = {"idle": (1, args.idle), "rows closed": (args.rows, 4), "2 x rows closed": (2 * args.rows, 3)}
+    loads = [(name, closed_loop, clients, clients * each) for name, (clients, each) in closed.items()]
+    loads += [(f"{times} x rate open", open_loop, times, times * args.rows * 4) for times in (1, 2)]
+    first = 10**6
+    for load, kind, times, count in loads:
+        how: tuple[Any, ...] = (times,) if kind is closed_loop else (times * per_s, times)
+        rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
+        for name in harness.turns(servers, args.rounds):
+            asked = bodies(args, first + count * len(rounds[name]), count, args.latency_tokens, True)
+            rounds[name].append(loaded(servers[name], kind, asked, *how))
+        first += count * args.rounds
+        for name, each in rounds.items():
+            outcomes = [one for a_round in each for one in a_round["answered"]]
+            case = {"part": "latency", "system": name, "load": load} | counted(each) | times_of(outcomes)
+            if kind is open_loop:
+                case["arrivals_per_s"] = times * per_s
+            found.append(case)
+        if load == "rows closed":
+            per_s = np.median([len(one["answered"]) / one["wall_s"] for one in rounds[next(iter(servers))]]).item()
+    return found
+
+
+def rate(args: Namespace, servers: dict[str, Server]) -> list[dict[str, Any]]:
+    """Return the cases of requests for one token."""
+    count, first = args.rows * args.each, 2 * 10**6
+    rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
+    for name in harness.turns(servers, args.rounds):
+        asked = bodies(args, first + count * len(rounds[name]), count, 1, False)
+        rounds[name].append(loaded(servers[name], closed_loop, asked, args.rows))
+    return [
+        {"part": "rate", "system": name}
+        | counted(each)
+        | {
+            "requests_per_s": harness.spread([len(one["answered"]) / one["wall_s"] for one in each]),
+            "cpu_s_per_request": harness.spread([one["cpu_s"] / count for one in each]),
+        }
+        for name, each in rounds.items()
+    ]
+
+
+# ── what is printed ───────────────────────────────────────────────────────────────────────────────
+
+
+def compared(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return how many times as fast Monograph's server is as each other one, number by number."""
+
+    def place(case: dict[str, Any]) -> tuple[Any, ...]:
+        return case["part"], case.get("how"), case.get("load")
+
+    found: list[dict[str, Any]] = []
+    ours = {place(case): case for case in cases if case["system"] == OURS and "answered" in case}
+    for case in cases:
+        mine = ours.get(place(case))
+        if mine is None or not case["system"].startswith(LLAMA):
+            continue
+        ratios: dict[str, list[float]] = {}
+        if case["part"] == "latency":
+            for word, share in TIMES:
+                if mine[word] and case[word]:
+                    label = f"{word.removesuffix('_s').upper()} {share}, {case['load']}"
+                    ratios[label] = [case[word][share] / mine[word][share]]
+        else:
+            label, key = RATES[case["part"]]
+            pairs = zip(mine[key]["values"], case[key]["values"], strict=True)
+            ratios[f"{label} {case.get('how', '')}".strip()] = [own / theirs for own, theirs in pairs if theirs]
+        for what, values in ratios.items():
+            found.append({"part": "compared", "system": case["system"], "what": what, "times": harness.spread(values)})
+    return found
+
+
+def tables(found: dict[str, Any]) -> None:
+    """Print what was measured, part by part."""
+    cases, settings = found["cases"], found["settings"]
+    for case in cases:
+        if case.get("error"):
+            print(f"{case['system']}, {case['part']}: {case['error'][:200]}")
+    titles = {
+        "overhead": f"{settings['rows']} requests of {settings['tokens']} tokens at once; time and CPU over generate's",
+        "latency": f"Streams of {settings['latency_tokens']} tokens; milliseconds, p50/p90/p99 of all rounds' requests",
+        "rate": "Requests for one token",
+    }
+    for part, title in titles.items():
+        if rows := [case for case in cases if case["part"] == part]:
+            print(f"\n{title}")
+            cells = [[cell for _, cell in COLUMNS[part](case)] for case in rows]
+            harness.print_table([header for header, _ in COLUMNS[part](rows[0])], cells)
+    lines: dict[str, dict[str, str]] = {}
+    for case in cases:
+        if case["part"] == "compared":
+            middle = case["times"]["median"]
+            verdict = "faster" if middle > 1.02 else "slower" if middle < 0.98 else "level"
+            lines.setdefault(case["what"], {})[case["system"]] = f"{middle:.2f} {verdict}"
+    if lines:
+        print("\nMonograph is so many times as fast as")
+        others = list(next(iter(lines.values())))
+        harness.print_table(["", *others], [[what, *map(each.get, others)] for what, each in lines.items()])
+
+
+def overhead_columns(case: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the headers and cells of a line."""
+    return [
+        ("", f"{case['system']} {case['how']}"),
+        ("tokens/s", f"{case['tokens_per_s']['median']:,.0f}"),
+        ("ms CPU/token", f"{1000 * case['cpu_s_per_token']['median']:.2f}"),
+        ("time", harness.shown(case["over_wall"], 3)),
+        ("CPU", harness.shown(case["over_cpu"], 3)),
+        ("goal", f"{GOAL}" if case["system"] == OURS else "-"),
+        ("same text", f"{case['same_text']:.0%}"),
+        *counts(case),
+    ]
+
+
+def latency_columns(case: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the headers and cells of a line."""
+    times = [
+        (word, "/".join(f"{1000 * value:.1f}" for value in case[key].values()) if case[key] else "-")
+        for word, key in (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("TPOT", "tpot_s"), ("E2EL", "e2el_s"))
+    ]
+    arrivals = f"{case['arrivals_per_s']:.1f}" if "arrivals_per_s" in case else "-"
+    tokens = ("tokens/s", f"{case['tokens_per_s']['median']:,.0f}")
+    return [("", f"{case['load']}: {case['system']}"), ("arrivals/s", arrivals), *times, tokens, *counts(case)]
+
+
+def rate_columns(case: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the headers and cells of a line."""
+    return [
+        ("", case["system"]),
+        ("requests/s", f"{case['requests_per_s']['median']:,.0f}"),
+        ("ms CPU/request", f"{1000 * case['cpu_s_per_request']['median']:.2f}"),
+        *counts(case),
+    ]
+
+
+def counts(case: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the headers and cells that all lines have."""
+    share = f"{case['client_share']['median']:.0%}"
+    return [("answered", f"{case['answered']}"), ("429", f"{case['refused']}"), ("failed", f"{case['failed']}"),
+            ("client", share)]  # fmt: skip
+
+
+COLUMNS = {"overhead": overhead_columns, "latency": latency_columns, "rate": rate_columns}
+TIMES = [("ttft_s", "p50"), ("ttft_s", "p99"), ("itl_s", "p50"), ("itl_s", "p99"), ("e2el_s", "p50")]
+RATES = {"overhead": ("tokens/s", "tokens_per_s"), "rate": ("requests/s", "requests_per_s")}
+
+
+def parse() -> Namespace:
+    """Return the arguments, and in `args.sizes` those that a process of this script needs."""
+    parser = harness.arguments(__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1, help="of the arithmetic of each server")
+    parser.add_argument("--rows", type=int, default=8, help="requests that a server answers at once")
+    parser.add_argument("--cores", type=lambda text: {int(core) for core in text.split(",")}, help="for all, as 0,1")
+    parser.add_argument("--tokens", type=int, default=128, help="of an answer, in the part overhead")
+    parser.add_argument("--latency-tokens", type=int, default=64, help="of an answer, in the part latency")
+    parser.add_argument("--prompt-tokens", type=int, default=64)
+    parser.add_argument("--idle", type=int, default=8, help="requests of the one client in a round")
+    parser.add_argument("--each", type=int, default=25, help="requests for one token, times rows, in a round")
+    parser.add_argument("--generate", metavar="FOLDER", help="`generate`'s own process")
+    parser.add_argument("--llama", metavar="FILE", help="llama.cpp's server's own process")
+    args = parser.parse_args()
+    args.config = SMALL
+    if args.smoke:
+        args.config, args.rounds, args.rows, args.idle, args.each = shape(2, 64, 512), 2, 2, 2, 2
+        args.tokens, args.latency_tokens, args.prompt_tokens = 8, 8, 8
+    args.sizes = ["--smoke"] if args.smoke else []
+    args.slots = args.prompt_tokens + max(args.tokens, args.latency_tokens)
+    for name in ("rows", "threads", "tokens", "latency_tokens", "prompt_tokens"):
+        args.sizes += [f"--{name.replace('_', '-')}", str(getattr(args, name))]
+    return args
+
+
+def measure(args: Namespace, home: Path, found: dict[str, Any]) -> None:
+    """Start the servers, add the cases of all parts, and end the servers."""
+    made = task(args.config, args.rows, args.tokens, args.threads, torch.float32)
+    mono.save(made.model, home / "hf", tokenizer=made.tokenizer)
+    servers: dict[str, Server] = {}
+    try:
+        for name in args.servers:
+            case: dict[str, Any] = {"part": "start", "system": name}
+            if name.startswith(LLAMA) and importlib.util.find_spec("xllamacpp") is None:
+                found["cases"].append(case | {"error": "not measured: xllamacpp missing"})
+                continue
+            if name.startswith(LLAMA):
+                dtype = name.removeprefix(LLAMA)
+                mono.save(made.model, home / dtype, tokenizer=made.tokenizer, format="gguf", dtype=dtype)
+            try:
+                servers[name] = start(args, name, home)
+                print(f"{name} is up", file=sys.stderr, flush=True)
+            except ChildFailed as error:
+                found["cases"].append(case | {"error": f"not measured: {error.args[0]}", "stderr": error.args[1]})
+        if "overhead" in args.parts:
+            found["cases"] += overhead(args, servers, home)
+        if servers and "latency" in args.parts:
+            found["cases"] += latency(args, servers)
+        if servers and "rate" in args.parts:
+            found["cases"] += rate(args, servers)
+    finally:
+        for server in servers.values():
+            server.end()
+    found["cases"] += compared(found["cases"])
+
+
+def main() -> None:
+    """Measure and print; see `--help`."""
+    args = parse()
+    if args.llama:
+        return serve_llama(args.llama, args.rows, args.slots, args.threads)
+    if args.generate:
+        return generate(args, args.generate)
+    if args.cores:
+        os.sched_setaffinity(0, args.cores)
+    torch.set_num_threads(args.threads)
+    names = ("parts", "rounds", "threads", "rows", "tokens", "latency_tokens", "prompt_tokens", "idle", "each", "smoke")
+    settings = {name: getattr(args, name) for name in names} | {"cores": sorted(os.sched_getaffinity(0))}
+    found = harness.result("serve", settings)
+    harness.print_machine(found)
+    with tempfile.TemporaryDirectory() as home:
+        measure(args, Path(home), found)
+    tables(found)
+    harness.write(args.out, found)
+    return None
+
+
+if __name__ == "__main__":
+    main()
