@@ -137,7 +137,7 @@ class Clients:
         return due_s, connection.packets
 
     async def _open(self) -> Connection:
-        place = self.place.hostname, self.place.port
+        place = self.place.hostname or "", self.place.port or 80
         _, connection = await asyncio.get_running_loop().create_connection(Connection, *place)
         return connection
 
@@ -382,7 +382,7 @@ def counted(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def times_of(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     """Return percentiles of all requests' times."""
-    values = {
+    values: dict[str, list[Any]] = {
         "ttft_s": [one.ttft_s for one in outcomes],
         "itl_s": [gap for one in outcomes for gap in one.itl_s],
         "tpot_s": [one.tpot_s for one in outcomes],

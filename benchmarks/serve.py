@@ -3,7 +3,8 @@
 Four parts, on one random model whose texts never end early. All servers stay up, take turns with the same requests
 (ids, seeds, filters), and share the cores with the client, whose own CPU time is told.
 
-    overhead    as many requests as rows at once, whole and streamed, and the same ones as rows of one `generate`
+    overhead    as many requests as rows at once, and the same ones as rows of one `generate`; Monograph's answers come
+                as streams and whole, the others' as streams
     latency     streams: one client, as many as rows and twice as many, then Poisson arrivals at the rate at which the
                 first server answered as many clients as rows, and at twice that rate; from when a request was due
     rate        answers of one token per second, by as many clients as rows
@@ -46,7 +47,6 @@ from monograph.device import clock
 
 OURS, LLAMA = "monograph", "llama-server, "
 SERVERS = [OURS, f"{LLAMA}f32", f"{LLAMA}f16"]
-PARTS = ["overhead", "latency", "rate"]
 COMMAND = [sys.executable, "-m", "monograph", "serve"]
 GOAL = 1.03
 Body = dict[str, Any]
@@ -127,29 +127,32 @@ def overhead(args: Namespace, servers: dict[str, Server], home: Path) -> list[di
     child = Child([__file__, "--generate", str(home / "hf"), *args.sizes], args.threads, {})
     child.answer()
 
-    def run(way: tuple[str, str], first: int) -> dict[str, Any]:
-        name, how = way
-        asked = bodies(args, first, args.rows, args.tokens, how == "streamed")
-        if name == "generate":
-            return child.ask(bodies=asked)
-        return loaded(servers[name], closed_loop, asked, args.rows)
+    def run(way: str, first: int, tokens: int) -> dict[str, Any]:
+        name, _, how = way.rpartition(", ")
+        asked = bodies(args, first, args.rows, tokens, how == "streamed")
+        return loaded(servers[name], closed_loop, asked, args.rows) if name else child.ask(bodies=asked)
 
-    ways = [("generate", ""), *((name, how) for name in servers for how in ("whole", "streamed"))]
+    ways = [
+        "generate",
+        *(f"{name}, whole" for name in servers if name == OURS),
+        *(f"{name}, streamed" for name in servers),
+    ]
     for way in ways:
-        run(way, 0)
-    rounds: dict[tuple[str, str], list[dict[str, Any]]] = {way: [] for way in ways}
+        run(way, 0, min(args.tokens, 16))
+    rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for way in harness.turns(ways, args.rounds):
-        rounds[way].append(run(way, args.rows * (1 + len(rounds[way]))))
+        rounds[way].append(run(way, args.rows * (1 + len(rounds[way])), args.tokens))
     child.end()
-    base = rounds[ways[0]]
+    base = rounds["generate"]
     for each in base:
         each |= {"answered": each["texts"], "refused": 0, "failed": [], "client_cpu_s": 0.0}
     found = []
-    for (name, how), ours in rounds.items():
+    for way, ours in rounds.items():
         pairs = list(zip(ours, base, strict=True))
         same = [a == b for one, other in pairs for a, b in zip(one["texts"], other["texts"], strict=True)]
+        name, _, how = way.rpartition(", ")
         found.append(
-            {"part": "overhead", "system": name, "how": how}
+            {"part": "overhead", "system": name or way, "how": how if name else ""}
             | counted(ours)
             | {
                 "cpu_s_per_token": harness.spread([each["cpu_s"] / max(each["tokens"], 1) for each in ours]),
@@ -161,32 +164,30 @@ def overhead(args: Namespace, servers: dict[str, Server], home: Path) -> list[di
     return found
 
 
-def latency(args: Namespace, servers: dict[str, Server]) -> list[dict[str, Any]]:
+def latency(args: Namespace, servers: dict[str, Server], home: Path) -> list[dict[str, Any]]:
     """Return the cases of each load on each server."""
-    found, per_s = [], 0.0
-    closed = {"idle": (1, args.idle), "rows closed": (args.rows, 4), "2 x rows closed": (2 * args.rows, 3)}
-    loads = [(name, closed_loop, clients, clients * each) for name, (clients, each) in closed.items()]
-    loads += [(f"{times} x rate open", open_loop, times, times * args.rows * 4) for times in (1, 2)]
-    first = 10**6
-    for load, kind, times, count in loads:
-        how: tuple[Any, ...] = (times,) if kind is closed_loop else (times * per_s, times)
+    found, rows, first, per_s = list[dict[str, Any]](), args.rows, 10**6, 0.0
+    closed = [("idle", 1, args.idle), ("rows closed", rows, 3 * rows), ("2 x rows closed", 2 * rows, 4 * rows)]
+    opened = [("1 x rate open", 1, 3 * rows), ("2 x rate open", 2, 6 * rows)]
+    for load, times, count in [*closed, *opened]:
+        arrivals_per_s = times * per_s if load.endswith("open") else None
         rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
         for name in harness.turns(servers, args.rounds):
             asked = bodies(args, first + count * len(rounds[name]), count, args.latency_tokens, True)
-            rounds[name].append(loaded(servers[name], kind, asked, *how))
+            how = (closed_loop, asked, times) if arrivals_per_s is None else (open_loop, asked, arrivals_per_s, times)
+            rounds[name].append(loaded(servers[name], *how))
         first += count * args.rounds
         for name, each in rounds.items():
             outcomes = [one for a_round in each for one in a_round["answered"]]
-            case = {"part": "latency", "system": name, "load": load} | counted(each) | times_of(outcomes)
-            if kind is open_loop:
-                case["arrivals_per_s"] = times * per_s
-            found.append(case)
+            case = {"part": "latency", "system": name, "load": load, "arrivals_per_s": arrivals_per_s}
+            found.append(case | counted(each) | times_of(outcomes))
         if load == "rows closed":
             per_s = np.median([len(one["answered"]) / one["wall_s"] for one in rounds[next(iter(servers))]]).item()
+        print(f"{load} is measured", file=sys.stderr, flush=True)
     return found
 
 
-def rate(args: Namespace, servers: dict[str, Server]) -> list[dict[str, Any]]:
+def rate(args: Namespace, servers: dict[str, Server], home: Path) -> list[dict[str, Any]]:
     """Return the cases of requests for one token."""
     count, first = args.rows * args.each, 2 * 10**6
     rounds: dict[str, list[dict[str, Any]]] = {name: [] for name in servers}
@@ -259,7 +260,9 @@ def tables(found: dict[str, Any]) -> None:
     if lines:
         print("\nMonograph is so many times as fast as")
         others = list(next(iter(lines.values())))
-        harness.print_table(["", *others], [[what, *map(each.get, others)] for what, each in lines.items()])
+        harness.print_table(
+            ["", *others], [[what, *(each.get(other, "-") for other in others)] for what, each in lines.items()]
+        )
 
 
 def overhead_columns(case: dict[str, Any]) -> list[tuple[str, str]]:
@@ -282,7 +285,7 @@ def latency_columns(case: dict[str, Any]) -> list[tuple[str, str]]:
         (word, "/".join(f"{1000 * value:.1f}" for value in case[key].values()) if case[key] else "-")
         for word, key in (("TTFT", "ttft_s"), ("ITL", "itl_s"), ("TPOT", "tpot_s"), ("E2EL", "e2el_s"))
     ]
-    arrivals = f"{case['arrivals_per_s']:.1f}" if "arrivals_per_s" in case else "-"
+    arrivals = f"{case['arrivals_per_s']:.1f}" if case["arrivals_per_s"] else "-"
     tokens = ("tokens/s", f"{case['tokens_per_s']['median']:,.0f}")
     return [("", f"{case['load']}: {case['system']}"), ("arrivals/s", arrivals), *times, tokens, *counts(case)]
 
@@ -309,17 +312,20 @@ TIMES = [("ttft_s", "p50"), ("ttft_s", "p99"), ("itl_s", "p50"), ("itl_s", "p99"
 RATES = {"overhead": ("tokens/s", "tokens_per_s"), "rate": ("requests/s", "requests_per_s")}
 
 
+PARTS = {"overhead": overhead, "latency": latency, "rate": rate}
+
+
 def parse() -> Namespace:
     """Return the arguments, and in `args.sizes` those that a process of this script needs."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of the arithmetic of each server")
     parser.add_argument("--rows", type=int, default=8, help="requests that a server answers at once")
     parser.add_argument("--cores", type=lambda text: {int(core) for core in text.split(",")}, help="for all, as 0,1")
     parser.add_argument("--tokens", type=int, default=128, help="of an answer, in the part overhead")
-    parser.add_argument("--latency-tokens", type=int, default=64, help="of an answer, in the part latency")
+    parser.add_argument("--latency-tokens", type=int, default=32, help="of an answer, in the part latency")
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--idle", type=int, default=8, help="requests of the one client in a round")
     parser.add_argument("--each", type=int, default=25, help="requests for one token, times rows, in a round")
@@ -356,12 +362,10 @@ def measure(args: Namespace, home: Path, found: dict[str, Any]) -> None:
                 print(f"{name} is up", file=sys.stderr, flush=True)
             except ChildFailed as error:
                 found["cases"].append(case | {"error": f"not measured: {error.args[0]}", "stderr": error.args[1]})
-        if "overhead" in args.parts:
-            found["cases"] += overhead(args, servers, home)
-        if servers and "latency" in args.parts:
-            found["cases"] += latency(args, servers)
-        if servers and "rate" in args.parts:
-            found["cases"] += rate(args, servers)
+        for part in args.parts if servers else ():
+            found["cases"] += PARTS[part](args, servers, home)
+            harness.write(args.out, found)
+            print(f"{part} is measured", file=sys.stderr, flush=True)
     finally:
         for server in servers.values():
             server.end()
