@@ -3,8 +3,8 @@
 Four parts, on one random model whose texts never end early. All servers stay up, take turns with the same requests
 (ids, seeds, filters), and share the cores with the client, whose own CPU time is told.
 
-    overhead    as many requests as rows at once, and the same ones as rows of one `generate`; Monograph's answers come
-                as streams and whole, the others' as streams
+    overhead    as many requests as rows at once, compared with one `generate` of them, which compiles only what is
+                worth it, and with a step that stays compiled; Monograph's come whole and as streams, others as streams
     latency     streams: one client, as many as rows and twice as many, then Poisson arrivals at the rate at which the
                 first server answered as many clients as rows, and at twice that rate; from when a request was due
     rate        answers of one token per second, by as many clients as rows
@@ -41,8 +41,9 @@ from rounds import Child, ChildFailed
 
 import monograph as mono
 from monograph.decode import Generation, Sampling
-from monograph.decode.generator import Generator, Request
+from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
+from monograph.decode.request import Request
 from monograph.device import clock
 
 OURS, LLAMA = "monograph", "llama-server, "
@@ -76,33 +77,33 @@ def start_llama(args: Namespace, folder: Path) -> Server:
 
 
 def generate(args: Namespace, folder: str) -> None:
-    """Generate in this process whenever stdin asks for it, with the step that `generate` compiles."""
+    """Generate in this process whenever stdin asks for it: by `generate`, or by a step that stays compiled."""
     reply = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     torch.set_num_threads(args.threads)
     model, tokenizer = mono.load(folder)
-    generator = Generator(
-        model,
-        chain_of([Sampling(**CHAIN)], 1),
-        rows=args.rows,
-        slots=args.prompt_tokens + args.tokens,
-        vocabulary=tokenizer.vocab_size,
-        compiled=True,
-    )
+    kept: Generator | None = None
     answer: dict[str, Any] = {}
     while True:
         print(json.dumps(answer), file=reply, flush=True)
         line = sys.stdin.readline()
         if not line:
             os._exit(0)
+        order = json.loads(line)
+        prompts = [body["prompt"] for body in order["bodies"]]
+        samplings = [Sampling(**CHAIN, seed=body["seed"]) for body in order["bodies"]]
+        tokens, ends = order["bodies"][0]["max_tokens"], (tokenizer.eos_id,)
         wall, cpu = clock(), time.process_time()
-        requests = [
-            Request(
-                tuple(body["prompt"]), Sampling(**CHAIN, seed=body["seed"]), body["max_tokens"], (tokenizer.eos_id,)
-            )
-            for body in json.loads(line)["bodies"]
-        ]
-        done = list(Generation(generator, requests, tokenizer, []))
+        if order["compiled"]:
+            kept = kept or Generator(
+                model, chain_of(samplings, len(ends)), rows=args.rows, slots=args.slots,
+                vocabulary=tokenizer.vocab_size, mode="compiled",
+            )  # fmt: skip
+            pairs = zip(prompts, samplings, strict=True)
+            requests = [Request(tuple(prompt), sampling, tokens, ends) for prompt, sampling in pairs]
+            done = list(Generation(kept, requests, tokenizer, [], n=1))
+        else:
+            done = list(mono.generate(model, tokenizer, prompts, samplings, max_tokens=tokens))
         answer = {"wall_s": clock() - wall, "cpu_s": time.process_time() - cpu}
         answer |= {"texts": [each.text for each in done], "tokens": sum(len(each.token_ids) for each in done)}
 
@@ -127,16 +128,17 @@ def overhead(args: Namespace, servers: dict[str, Server], home: Path) -> list[di
     child = Child([__file__, "--generate", str(home / "hf"), *args.sizes], args.threads, {})
     child.answer()
 
-    def run(way: str, first: int, tokens: int) -> dict[str, Any]:
-        name, _, how = way.rpartition(", ")
-        asked = bodies(args, first, args.rows, tokens, how == "streamed")
-        return loaded(servers[name], closed_loop, asked, args.rows) if name else child.ask(bodies=asked)
+    ways = {"generate": ("generate", ""), "compiled": ("generate", "compiled")}
+    ways |= {f"{name}, {how}": (name, how) for name in servers for how in ("whole", "streamed")[name != OURS :]}
 
-    ways = [
-        "generate",
-        *(f"{name}, whole" for name in servers if name == OURS),
-        *(f"{name}, streamed" for name in servers),
-    ]
+    def run(way: str, first: int, tokens: int) -> dict[str, Any]:
+        name, how = ways[way]
+        asked = bodies(args, first, args.rows, tokens, how == "streamed")
+        if name in servers:
+            return loaded(servers[name], closed_loop, asked, args.rows)
+        found = child.ask(bodies=asked, compiled=how == "compiled")
+        return found | {"answered": found["texts"], "refused": 0, "failed": [], "client_cpu_s": 0.0}
+
     for way in ways:
         run(way, 0, min(args.tokens, 16))
     rounds: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
@@ -144,15 +146,12 @@ def overhead(args: Namespace, servers: dict[str, Server], home: Path) -> list[di
         rounds[way].append(run(way, args.rows * (1 + len(rounds[way])), args.tokens))
     child.end()
     base = rounds["generate"]
-    for each in base:
-        each |= {"answered": each["texts"], "refused": 0, "failed": [], "client_cpu_s": 0.0}
     found = []
     for way, ours in rounds.items():
         pairs = list(zip(ours, base, strict=True))
         same = [a == b for one, other in pairs for a, b in zip(one["texts"], other["texts"], strict=True)]
-        name, _, how = way.rpartition(", ")
         found.append(
-            {"part": "overhead", "system": name or way, "how": how if name else ""}
+            {"part": "overhead", "system": ways[way][0], "how": ways[way][1]}
             | counted(ours)
             | {
                 "cpu_s_per_token": harness.spread([each["cpu_s"] / max(each["tokens"], 1) for each in ours]),
