@@ -222,7 +222,7 @@ def compared(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         ratios: dict[str, list[float]] = {}
         if case["part"] == "latency":
             for word, share in TIMES:
-                if mine[word] and case[word]:
+                if mine[word] and case[word] and mine[word][share]:  # 0 if most events share their packets
                     label = f"{word.removesuffix('_s').upper()} {share}, {case['load']}"
                     ratios[label] = [case[word][share] / mine[word][share]]
         else:
