@@ -5,8 +5,9 @@ Four parts, on one random model whose texts never end early. All servers stay up
 
     overhead    as many requests as rows at once, compared with one `generate` of them, which compiles only what is
                 worth it, and with a step that stays compiled; Monograph's come whole and as streams, others as streams
-    latency     streams: one client, as many as rows and twice as many, then Poisson arrivals at the rate at which the
-                first server answered as many clients as rows, and at twice that rate; from when a request was due
+    latency     streams: one client, as many as rows and twice as many, eight times as many who ask once, then Poisson
+                arrivals at the rate at which the first server answered as many clients as rows, and at twice that
+                rate; from when a request was due
     rate        answers of one token per second, by as many clients as rows
     compared    Monograph's numbers over those of each other server
 
@@ -167,6 +168,7 @@ def latency(args: Namespace, servers: dict[str, Server], home: Path) -> list[dic
     """Return the cases of each load on each server."""
     found, rows, first, per_s = list[dict[str, Any]](), args.rows, 10**6, 0.0
     closed = [("idle", 1, args.idle), ("rows closed", rows, 3 * rows), ("2 x rows closed", 2 * rows, 4 * rows)]
+    closed.append(("8 x rows at once", 8 * rows, 8 * rows))
     opened = [("1 x rate open", 1, 3 * rows), ("2 x rate open", 2, 6 * rows)]
     for load, times, count in [*closed, *opened]:
         arrivals_per_s = times * per_s if load.endswith("open") else None

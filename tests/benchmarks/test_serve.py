@@ -151,7 +151,15 @@ def test_serve(script, monkeypatch, tmp_path, capsys):
         "cases"
     ]
     loads = {case.get("load"): case for case in cases}
-    assert [*loads] == ["idle", "rows closed", "2 x rows closed", "1 x rate open", "2 x rate open", None]
+    assert [*loads] == [
+        "idle",
+        "rows closed",
+        "2 x rows closed",
+        "8 x rows at once",
+        "1 x rate open",
+        "2 x rate open",
+        None,
+    ]
     assert all(case["answered"] > 0 and not case["failed"] for case in cases)
     assert loads["idle"]["refused"] == loads["rows closed"]["refused"] == 0 < loads["2 x rows closed"]["refused"]
     assert loads["idle"]["ttft_s"]["p50"] > 0.9 * stub_server.TOKEN_S < loads["idle"]["itl_s"]["p99"]
