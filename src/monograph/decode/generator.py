@@ -206,6 +206,8 @@ class Generator:
     def _fill(self) -> None:
         """Put waiting requests into free rows, as far as patience lasts."""
         began, left = clock(), self.pace.chunks
+        if left is not None:
+            left *= max(1, -(-min(len(self._free), len(self._waiting)) // max(1, self.running)))
         while self._free and self._waiting:
             self._begin_reading()
             read = self.reader.go_on(left)

@@ -15,6 +15,7 @@ from monograph.decode.completion import Transcript
 from monograph.decode.request import Event, LogProbability
 from monograph.evaluation.choices import TokenScore
 from monograph.serve.owner import Text
+from monograph.serve.sending import as_json
 from monograph.serve.versions import Version
 from monograph.text.tokenizer import Tokenizer
 
@@ -145,7 +146,7 @@ class Answer:
 
     def __init__(self, version: Version, seed: int, likeliest: int | None) -> None:
         """Begin an answer of a version with this seed, in which tokens have so many of the likeliest beside them."""
-        self._tokenizer, self._likeliest = version.tokenizer, likeliest
+        self._tokenizer, self._likeliest, self._same = version.tokenizer, likeliest, b""
         self._head: dict[str, Any] = {"id": self.prefix + uuid.uuid4().hex, "object": self.whole_name}
         self._rest = {
             "created": int(time.time()), "model": version.id, "system_fingerprint": version.fingerprint, "seed": seed,
@@ -155,11 +156,13 @@ class Answer:
         """Return the whole answer of whole texts."""
         return self._head | self._rest | {"choices": [self._choice(piece) for piece in pieces], "usage": usage}
 
-    def piece(self, piece: Piece | None, usage: bool | dict[str, int]) -> dict[str, Any]:
-        """Return a piece of a stream; its usage is null if `usage` is true, and the last piece alone has one."""
-        choices = [] if piece is None else [self._delta(piece)]
-        said: dict[str, Any] = {"usage": usage if isinstance(usage, dict) else None} if usage else {}
-        return self._head | {"object": self.piece_name} | self._rest | {"choices": choices} | said
+    def piece(self, piece: Piece | None, usage: bool | dict[str, int]) -> bytes:
+        """Return a piece of a stream as JSON; its usage is null if `usage` is true, but for the last piece."""
+        if not self._same:  # all but the choice is the same in each piece
+            self._same = as_json(self._head | {"object": self.piece_name} | self._rest)[:-1] + b',"choices":'
+        choices = as_json([] if piece is None else [self._delta(piece)])
+        said = b',"usage":' + as_json(usage if isinstance(usage, dict) else None) if usage else b""
+        return self._same + choices + said + b"}"
 
     def begin(self, index: int) -> list[Piece]:
         """Return the pieces with which a text begins in a stream."""

@@ -60,10 +60,21 @@ class Text:
         version: the model that writes it.
         index: its number among the texts of a client's request.
         inbox: where its events go, and those of the other texts of that request.
+        piecewise: whether it is told block by block; otherwise once, at its end.
     """
 
-    def __init__(self, request: Request, version: Version, index: int, inbox: Inbox) -> None:
-        self.request, self.version, self.index, self.inbox = request, version, index, inbox
+    def __init__(self, request: Request, version: Version, index: int, inbox: Inbox, piecewise: bool) -> None:
+        self.request, self.version, self.index, self.inbox, self.piecewise = request, version, index, inbox, piecewise
+        self._event: Event | None = None
+
+    def joined(self, event: Event) -> Event | None:
+        """Return what is to be told after a further event of a block, or None if that is nothing yet."""
+        if (old := self._event) is not None:
+            ids, reported = old.token_ids + event.token_ids, old.logprobs + event.logprobs
+            event = Event(event.number, ids, event.finish, reported)
+        told = self.piecewise or event.finish is not None
+        self._event = None if told else event
+        return event if told else None
 
 
 Inbox = asyncio.Queue[tuple[Text, Event | MonographError]]
@@ -102,9 +113,9 @@ class _Lane:
         found = []
         for event in self.generator.advance():
             self.drawn += len(event.token_ids)
-            found.append((self.texts[event.number], event))
-            if event.finish is not None:
-                del self.texts[event.number]
+            text = self.texts[event.number] if event.finish is None else self.texts.pop(event.number)
+            if (told := text.joined(event)) is not None:
+                found.append((text, told))
         return found
 
     def cancel(self, text: Text) -> None:
@@ -128,6 +139,7 @@ class Owner:
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._scores: deque[tuple[asyncio.Future[list[TokenScore]], Version, Sequence[int], int]] = deque()
         self._lanes: dict[Version, _Lane] = {}
+        self._dropped = 0  # tokens that versions drew which are gone
         self._ended: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="owner", daemon=True)
         self._thread.start()
@@ -157,7 +169,7 @@ class Owner:
         """Free a version, of which no text is written any more."""
 
         def free() -> None:
-            self._lanes.pop(version, None)
+            self._dropped += self._lanes.pop(version).drawn
 
         self._ask(free)
 
@@ -219,7 +231,7 @@ class Owner:
                 self._tell(_answer, done, score_tokens(version.model, ids, version.precision, likeliest))
         found = [pair for lane in list(self._lanes.values()) if lane.generator.busy for pair in lane.advance()]
         generators = [lane.generator for lane in self._lanes.values()]
-        drawn = self.stock.drawn + sum(len(event.token_ids) for _, event in found)
+        drawn = self._dropped + sum(lane.drawn for lane in self._lanes.values())
         blocks = self.stock.blocks + bool(busy)
         reused, running = (sum(map(count, generators)) for count in (lambda g: g.reused, lambda g: g.running))
         self.stock = Stock(drawn, blocks, reused, running)

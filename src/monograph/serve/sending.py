@@ -85,12 +85,12 @@ def error_of(refused: Refused) -> dict[str, Any]:
 
 async def send_error(send: Send, refused: Refused) -> None:
     """Answer with an error."""
-    await send_whole(send, _json(error_of(refused)), status=refused.status, headers=refused.headers)
+    await send_whole(send, as_json(error_of(refused)), status=refused.status, headers=refused.headers)
 
 
 async def send_json(send: Send, value: Any) -> None:
     """Answer with a JSON value."""
-    await send_whole(send, _json(value))
+    await send_whole(send, as_json(value))
 
 
 async def send_whole(
@@ -111,9 +111,9 @@ class Events:
         """Send the head."""
         await _start(self._send, 200, {"content-type": "text/event-stream; charset=utf-8", "x-accel-buffering": "no"})
 
-    async def send(self, *values: Any) -> None:
-        """Send an event for each value."""
-        await self._part(b"".join(b"data: " + _json(value) + b"\n\n" for value in values))
+    async def send(self, *values: bytes) -> None:
+        """Send an event for each JSON value."""
+        await self._part(b"".join(b"data: " + value + b"\n\n" for value in values))
 
     async def ping(self) -> None:
         """Send a comment, so that no proxy takes the connection for dead."""
@@ -132,5 +132,6 @@ async def _start(send: Send, status: int, headers: dict[str, str]) -> None:
     await send({"type": "http.response.start", "status": status, "headers": pairs})
 
 
-def _json(value: Any) -> bytes:
+def as_json(value: Any) -> bytes:
+    """Return a value as JSON, without spaces."""
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()

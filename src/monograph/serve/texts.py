@@ -18,7 +18,7 @@ from monograph.serve import fields
 from monograph.serve.answers import Answer, ChatAnswer, Piece, Writing, scored, usage_of
 from monograph.serve.fields import Asked, Refused
 from monograph.serve.owner import Gone, Inbox, Text
-from monograph.serve.sending import Closed, Events, closed, error_of, read_body, send_error, send_json
+from monograph.serve.sending import Closed, Events, as_json, closed, error_of, read_body, send_error, send_json
 from monograph.serve.service import Service
 from monograph.serve.versions import Version
 from monograph.text.chat import chat_ids
@@ -79,7 +79,7 @@ class Texts:
             return await self._send_scored(asked, version, prompts, send)
         inbox: Inbox = asyncio.Queue()
         requests = await self._requests(asked, version, prompts, client)
-        texts = [Text(request, version, index, inbox) for index, request in enumerate(requests)]
+        texts = [Text(request, version, index, inbox, asked.stream) for index, request in enumerate(requests)]
         answer = (ChatAnswer if self._is_chat else Answer)(version, asked.sampling.seed, asked.likeliest)
         used = sum(map(len, prompts))
         async with self._written(texts, began) as events:
@@ -206,8 +206,11 @@ class Texts:
                 begun = True
                 await stream.begin()
                 pieces = [piece for text in texts for piece in answer.begin(text.index)] + pieces
-            said = [answer.piece(piece, asked.usage) for piece in pieces if _is_said(piece, asked)]
-            await (stream.send(*said) if said else stream.ping())
+            said = [answer.piece(piece, asked.usage) for piece in pieces if _is_said(piece)]
+            if said:
+                await stream.send(*said)
+            elif not batch:
+                await stream.ping()
         if asked.usage:
             drawn = sum(writing.tokens for writing in writings.values())
             await stream.send(answer.piece(None, usage_of(used, drawn)))
@@ -273,7 +276,8 @@ async def _batch(inbox: Inbox) -> list[tuple[Text, Event]]:
         Refused: the decoder has refused a text.
     """
     try:
-        found = [await asyncio.wait_for(inbox.get(), PING_S)]
+        async with asyncio.timeout(PING_S):
+            found = [await inbox.get()]
     except TimeoutError:
         return []
     while not inbox.empty():
@@ -286,7 +290,7 @@ async def _batch(inbox: Inbox) -> list[tuple[Text, Event]]:
     return batch
 
 
-def _is_said(piece: Piece, asked: Asked) -> bool:
+def _is_said(piece: Piece) -> bool:
     return bool(piece.text or piece.entries or piece.finish) or piece == Piece(piece.number, "", [], None)
 
 
@@ -300,5 +304,5 @@ async def _fail(scope: Scope, send: Send, refused: Refused) -> None:
     if not scope["answered"]:
         return await send_error(send, refused)
     stream = Events(send)
-    await stream.send(error_of(refused))
+    await stream.send(as_json(error_of(refused)))
     return await stream.end(done=False)
