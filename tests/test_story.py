@@ -1,18 +1,21 @@
 """Run: pytest tests/test_story.py
 
-Data, sweep, train, kill, stream, two ranks, resume, compare, generate, export, finetune, reinforce, prefer.
+Data, sweep, train, kill, stream, two ranks, resume, compare, generate, serve, export, finetune, reinforce, prefer.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import signal
+import urllib.request
 from pathlib import Path
 
 import pytest
 import torch
 
+from clocks import HANG_S
 from commands.forked import Command, CommandServer
 from commands.inputs import TINY, over, with_texts
 from commands.test_new_tokens import with_tokens
@@ -86,7 +89,7 @@ def test_the_story(server: CommandServer, tmp_path: Path) -> None:
     typed = ("generate", "last", "alpha ", "--seed", "1", "--max-tokens", "8", "--json")
     first, second = (json.loads(monograph.run(tmp_path, *typed).out)["completions"] for _ in range(2))
     assert first == second and len(first[0]["token_ids"]) <= 8
-    assert monograph.run(tmp_path, "check", "last").code == 0
+    assert served(monograph, tmp_path) == first[0]["text"] and monograph.run(tmp_path, "check", "last").code == 0
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA))
     typed = ("generate", "last", "alpha ", "beta ", "-n", "3", "--top-p", "0.9", "--stop", "qq", "--json")
     typed = (*typed, "--json-schema", "schema.json", "--sampler", "repetition_penalty=1.2")
@@ -114,6 +117,24 @@ def test_the_story(server: CommandServer, tmp_path: Path) -> None:
     [text] = generate(exported, tokenizer, ["alpha "], Sampling(seed=1), max_tokens=8)
     assert text.token_ids == first[0]["token_ids"]
     same_in_transformers(tmp_path / "out", model, tokenizer.encode("alpha beta gamma delta"))
+
+
+def served(monograph: CommandServer, here: Path) -> str:
+    """What OpenAI's protocol says for the prompt, options and seed that `generate` had; then it is asked to end."""
+    command = monograph.start(here, "serve", "last", "--port", "0", "--rows", "2")
+    try:
+        command.until(lambda: "ready " in command.out)
+        [url] = re.findall(r"ready +(http://127.0.0.1:\d+)", command.out)
+        asked = {"model": "last", "prompt": "alpha ", "seed": 1, "max_tokens": 8, "temperature": 0.8}
+        request = urllib.request.Request(f"{url}/v1/completions", json.dumps(asked).encode())
+        request.add_header("Content-Type", "application/json")
+        with urllib.request.urlopen(request, timeout=HANG_S) as answer:
+            text: str = json.load(answer)["choices"][0]["text"]
+    finally:
+        command.signal(signal.SIGTERM)
+    done = command.wait()
+    assert done.code == 0 and "1 request answered, 8 tokens written" in done.out, done
+    return text
 
 
 def by_two(monograph: CommandServer, here: Path, run: Path) -> None:

@@ -62,6 +62,12 @@ class Command:
             assert not over and time.monotonic() < end, (self._folder / "err").read_text()
             time.sleep(0.002)
 
+    @property
+    def out(self) -> str:
+        """What it has written so far."""
+        written = self._folder / "out"
+        return written.read_text(errors="replace") if written.exists() else ""
+
     def is_over(self) -> bool:
         return bool(self._server.ask(over=self.pid))
 

@@ -81,7 +81,7 @@ def written(served: Served, prompt: Any, options: dict[str, Any], n: int = 1, en
 
 @pytest.fixture(autouse=True)
 def _four_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(completion.MOST_ROWS, "cpu", ROWS)
+    monkeypatch.setattr(completion, "MOST_ROWS", {"cpu": ROWS, "cuda": ROWS})
 
 
 @pytest.mark.parametrize("options", KINDS, ids=lambda kind: ",".join(kind))

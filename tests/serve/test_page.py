@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from typing import Any
 
 import pytest
 
+from monograph.text.tokenizer import Tokenizer
+from served import Served, small
 from visitor import Visitor
 
 pytest.importorskip("PyQt6.QtWebEngineCore", reason="Qt's WebEngine is not here", exc_type=ImportError)
@@ -216,6 +219,25 @@ def answered(person: Visitor, message: str) -> str:
     person.press("Return")
     person.wait(f"{FACTS} && {IDLE}")
     return str(person.read(ANSWERS)[-1])
+
+
+def test_it_talks_to_the_real_server_with_its_probabilities_and_its_seed(light: Visitor) -> None:
+    tokenizer = Tokenizer.bytes()
+    with Served(small(tokenizer), tokenizer) as served:
+        light.visit(f"{served.url}/")
+        light.wait("document.querySelector('#model').textContent === 'given@0'")
+        light.click("document.querySelector('#probabilities')")
+        light.click("document.querySelector('#story')")
+        light.type("abc ")
+        light.press("Ctrl+Return")
+        light.wait(f"document.querySelector('#told').textContent && {IDLE}")
+        told = light.read("document.querySelector('#told').textContent")
+        seed = int(re.search(r"seed (\d+)", told)[1])  # type: ignore[index]
+        [text] = served.texts("abc ", seed=seed, max_tokens=256)
+        shown = f"abc {text}".replace("\r\n", "\n").replace("\r", "\n")
+        assert light.read("document.querySelector('#story').value") == shown
+        assert light.read("document.querySelectorAll('#mirror .token').length") > 50
+        assert light.said() == []
 
 
 # ---- the file -------------------------------------------------------------------------------------------------------
