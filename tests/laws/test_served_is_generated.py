@@ -54,8 +54,10 @@ def served() -> Iterator[Served]:
 
 def prompts(seed: int) -> str:
     draw = random.Random(seed)
-    shared = "all prompts of three begin with the same seventy letters, which are more than a chunk; "
-    return (shared if seed % 3 == 0 else "") + "".join(draw.choice("abc de") for _ in range(draw.choice([1, 9, 70])))
+    shared = "every third prompt begins with the same letters, of which there are more than a prompt's chunk has; " * 2
+    return (shared[:140] if seed % 3 == 0 else "") + "".join(
+        draw.choice("abc de") for _ in range(draw.choice([1, 9, 70]))
+    )
 
 
 def written(served: Served, prompt: Any, options: dict[str, Any], n: int = 1, ends: Any = None) -> list[str]:
