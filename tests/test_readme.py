@@ -342,7 +342,7 @@ def test_the_table_of_loading_is_the_scripts(monkeypatch: pytest.MonkeyPatch) ->
 
 
 # Of a recording, which is not kept.
-RECORDED = {"first-run.svg", "held-out.svg"}
+RECORDED = {"first-run.svg", "held-out.svg", "page.png"}
 
 
 def test_whatever_is_generated_is_compared_with_what_it_is_made_of() -> None:
