@@ -6,9 +6,11 @@ How `monograph serve` listens.
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 
-from monograph.serve.command import _listening
+from monograph.serve.command import BACKLOG, FILES, _listening, allow_connections
+from monograph.serve.connection import MOST_CONNECTIONS
 
 
 def test_an_answer_in_several_packets_waits_for_no_acknowledgement() -> None:
@@ -28,3 +30,18 @@ def test_an_answer_in_several_packets_waits_for_no_acknowledgement() -> None:
     with _listening("127.0.0.1", 0) as listening:
         asyncio.run(connect(listening))
     assert at_once == [1]
+
+
+def test_there_are_files_for_all_connections() -> None:
+    """A process that may open 1,024 files could not even read its page beside 1,000 connections."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(1024, hard), hard))
+        allow_connections()
+        assert 4 * BACKLOG < FILES  # it takes four rounds of the loop until one that makes room is closed
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (min(MOST_CONNECTIONS + FILES, hard), hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        allow_connections()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))

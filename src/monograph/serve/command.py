@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import signal
 import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from monograph.decode.completion import MOST_ROWS
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError, bug_report, said_by
 from monograph.report.quantities import counted
 from monograph.serve.app import application
+from monograph.serve.connection import HEAD_BYTES, MOST_CONNECTIONS, Connection
 from monograph.serve.guard import is_local
 from monograph.serve.service import Service
 from monograph.serve.versions import Source, Version
@@ -28,9 +28,10 @@ from monograph.storage.reading import read_input
 from monograph.terminal import one_line, warn
 
 DRAIN_S = 30  # for requests that have begun, once the server is to end
-HEAD_BYTES, HEAD_S, IDLE_S = 1 << 14, 30.0, 20  # of a request's head; of a connection without a request
-MOST_CONNECTIONS = 1000
+IDLE_S = 20  # of a connection after an answer
 MOST_KEY_BYTES = 1 << 16
+FILES = 1000  # that may be open beside the connections: those that are about to close, above all
+BACKLOG = 128  # connections that wait, and that are taken at once
 
 
 def run(run: str, *, host: str, port: int, api_key_file: Path | None, rows: int | None) -> int:
@@ -41,8 +42,19 @@ def run(run: str, *, host: str, port: int, api_key_file: Path | None, rows: int 
         raise UsageError(f"--host {host}: others can reach it, so give --api-key-file, a file with a key on each line")
     most = MOST_ROWS[default_device().type]
     source = Source(run, rows or most, warn)
+    allow_connections()
     with _listening(host, port) as listening:
         return asyncio.run(_serve(source, host, keys, listening))
+
+
+def allow_connections() -> None:
+    """Let the process have a file for each connection; many systems give it about a thousand in all."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_CONNECTIONS + FILES
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(
+            resource.RLIMIT_NOFILE, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard)
+        )
 
 
 def keys_in(path: Path) -> list[str]:
@@ -74,7 +86,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         with socket.socket(family, kind, protocol) as listening:
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listening.bind(address)
-            listening.listen(128)  # so that whoever asks early waits, or is told that the model is being loaded
+            listening.listen(BACKLOG)  # so that whoever asks early waits, or is told that the model is being loaded
             yield listening
     except OSError as error:
         raise InputRefused(f"--host {host} --port {port}: {error.strerror}") from None
@@ -103,9 +115,9 @@ async def _serve(source: Source, host: str, keys: list[str], listening: socket.s
 def configured(service: Service, host: str, keys: list[str]) -> uvicorn.Config:
     """Return the configuration of a server, with all its limits."""
     return uvicorn.Config(
-        application(service, host, keys), http=_Connection, ws="none", lifespan="off", log_level=logging.CRITICAL,
+        application(service, host, keys), http=Connection, ws="none", lifespan="off", log_level=logging.CRITICAL,
         access_log=False, server_header=False, timeout_keep_alive=IDLE_S, timeout_graceful_shutdown=DRAIN_S,
-        limit_concurrency=MOST_CONNECTIONS, h11_max_incomplete_event_size=HEAD_BYTES, proxy_headers=False,
+        h11_max_incomplete_event_size=HEAD_BYTES, proxy_headers=False, backlog=BACKLOG,
     )  # fmt: skip
 
 
@@ -170,29 +182,3 @@ class _Server(uvicorn.Server):
         if not self.should_exit and self._service.ready and (running := self._service.owner.stock.running):
             _say(f"ending; {counted(running, 'text')} may be finished within {DRAIN_S} s")
         self.should_exit = True
-
-
-class _Connection(H11Protocol):
-    """A connection that is closed if no request has come for a while; uvicorn would wait forever for the first."""
-
-    _timer: asyncio.TimerHandle | None = None
-    _seen: Any = None
-
-    def connection_made(self, transport: Any) -> None:
-        """Begin to look."""
-        super().connection_made(transport)
-        self._look()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        """End to look."""
-        if self._timer is not None:
-            self._timer.cancel()
-        super().connection_lost(exc)
-
-    def _look(self) -> None:
-        idle = self.cycle is None or self.cycle.response_complete
-        if idle and self._timer is not None and self.cycle is self._seen:
-            self.transport.close()
-            return
-        self._seen = self.cycle
-        self._timer = asyncio.get_running_loop().call_later(HEAD_S, self._look)
