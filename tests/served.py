@@ -12,7 +12,7 @@ import json
 import socket
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -86,7 +86,8 @@ class Served:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.loop.call_soon_threadsafe(setattr, self.server, "should_exit", True)
+        with suppress(RuntimeError):  # it has ended
+            self.loop.call_soon_threadsafe(setattr, self.server, "should_exit", True)
         self._thread.join(HANG_S)
         assert not self._thread.is_alive()
         assert kind is not None or not self.bugs, self.bugs

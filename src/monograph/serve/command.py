@@ -107,8 +107,9 @@ async def _serve(source: Source, host: str, keys: list[str], listening: socket.s
         service.end()
     if service.crashed is not None:
         raise service.crashed
-    answered = sum(service.counted.by_status.values())
-    _say(f"ended; {counted(answered, 'request')} answered, {counted(service.owner.stock.drawn, 'token')} written")
+    answered = counted(sum(service.counted.by_status.values()), "request")
+    drawn = service.owner.stock.drawn if service.ready else 0  # it may end before the model is loaded
+    _say(f"ended; {answered} answered, {counted(drawn, 'token')} written")
     return 0
 
 

@@ -62,6 +62,7 @@ class Service:
         counted: requests by status.
         times: how long requests took.
         crashed: the error that ended the owner, or None.
+        ended: is set once it has ended by an error.
     """
 
     rows: int
@@ -71,6 +72,7 @@ class Service:
         """Take what is served; `say` prints a line, and `bug` reports an error that nobody foresaw."""
         self.source, self.counted, self.times, self.bug = source, Counted(), Times(), bug
         self.crashed: Exception | None = None
+        self.ended = asyncio.Event()
         self._say = say
         self._newest: Version | None = None
         self._users: Counter[Version] = Counter()
@@ -85,6 +87,7 @@ class Service:
 
         def crashed(error: Exception) -> None:
             self.crashed = error
+            self.ended.set()
             ended()
 
         version = await asyncio.to_thread(self.source.load)
@@ -134,6 +137,13 @@ class Service:
             what = "loading the model" if self.crashed is None else "the model's thread has ended"
             raise Refused(503, what, code="unavailable", Retry_After="2")
         return self._newest
+
+    @property
+    def ending(self) -> Refused:
+        """Return what is said to those who wait while the server ends."""
+        if self.crashed is not None:
+            return Refused(500, "the model's thread has ended: the server is going down")
+        return Refused(503, "the server is going down", code="unavailable")
 
     @asynccontextmanager
     async def version(self, name: str) -> AsyncIterator[Version]:

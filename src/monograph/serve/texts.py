@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
@@ -45,18 +46,22 @@ class Texts:
         except Closed:
             return None
         work = asyncio.create_task(self._answered(body, scope, send))
-        gone = asyncio.create_task(closed(receive))
+        gone, ended = asyncio.create_task(closed(receive)), asyncio.create_task(self._service.ended.wait())
+        broken = None
         try:
-            await asyncio.wait({work, gone}, timeout=LONGEST_S, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            late = not work.done() and not gone.done()
-            for task in (work, gone):
-                task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
-        if late:
-            await _fail(scope, send, Refused(408, f"the text was not done after {LONGEST_S:.0f} s", code="timeout"))
-        return None
+            await asyncio.wait({work, gone, ended}, timeout=LONGEST_S, return_when=FIRST_COMPLETED)
+            if ended.done():
+                broken = self._service.ending
+            elif not gone.done():
+                broken = Refused(408, f"the text was not done after {LONGEST_S:.0f} s", code="timeout")
+        except asyncio.CancelledError:
+            broken = self._service.ending
+        for task in (work, gone, ended):
+            task.cancel()
+            with suppress(asyncio.CancelledError):
+                await task
+        if work.cancelled() and broken is not None:
+            await _fail(scope, send, broken)
 
     async def _answered(self, body: bytes, scope: Scope, send: Send) -> None:
         try:
@@ -67,7 +72,7 @@ class Texts:
         except Refused as refused:
             await _fail(scope, send, refused)
         except Gone:
-            await _fail(scope, send, Refused(500, "the model's thread has ended: the server is going down"))
+            await _fail(scope, send, self._service.ending)
         except Exception as error:
             self._service.bug(error)
             await _fail(scope, send, Refused(500, "a bug: the server's terminal says more"))

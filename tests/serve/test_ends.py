@@ -1,0 +1,103 @@
+"""Run: pytest tests/serve/test_ends.py
+
+How a server ends: by a signal at any time, or because the thread that owns the model has raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from clocks import HANG_S
+from monograph.serve import command
+from monograph.serve.versions import Version
+from monograph.text.tokenizer import Tokenizer
+from served import Given, Served, small
+
+ENDLESS = {"prompt": "abc", "max_tokens": 250, "seed": 1, "logit_bias": {"1": -100}}  # 1 would end the text
+
+
+def until(condition: Any) -> None:
+    end = time.monotonic() + HANG_S
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def raising() -> Any:
+    raise RuntimeError("of /secret/path")
+
+
+def test_if_the_models_thread_raises_all_are_told_at_once() -> None:
+    """Those that run, those that wait, and those whose prompt is scored."""
+    tokenizer = Tokenizer.bytes()
+    asked = [ENDLESS | {"stream": stream} for stream in (False, True)] * 4
+    asked.append(ENDLESS | {"prompt": ["ab"] * 1000, "max_tokens": 0, "echo": True, "logprobs": 1})
+    with Served(small(tokenizer), tokenizer) as served, ThreadPoolExecutor(len(asked)) as pool:
+        generator = next(iter(served.service.owner._lanes.values())).generator
+        step, goes_on = generator.advance, threading.Event()
+
+        def held() -> Any:
+            goes_on.wait(0.01)
+            return raising() if goes_on.is_set() else step()
+
+        generator.advance = held  # type: ignore[method-assign]
+        answers = [pool.submit(served.post, "/v1/completions", body) for body in asked]
+        until(
+            lambda: generator.running == 4 and served.service.gate.waiting == 4 and served.service._users.total() == 9
+        )
+        began = time.monotonic()
+        goes_on.set()
+        for answer in answers:
+            found = answer.result(HANG_S)
+            last = found.body["error"] if found.status == 500 else json.loads(found.body.split("data: ")[-1])["error"]
+            assert last["message"] == "the model's thread has ended: the server is going down"
+        assert time.monotonic() - began < 10
+        assert str(served.service.crashed) == "of /secret/path" and served.server.should_exit
+
+
+class Slow(Given):
+    """A source whose model takes a while to load."""
+
+    def load(self) -> Version:
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.5)
+        return super().load()
+
+
+def test_a_signal_while_the_model_is_loaded_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
+    tokenizer = Tokenizer.bytes()
+    with command._listening("127.0.0.1", 0) as listening:
+        code = asyncio.run(command._serve(Slow(small(tokenizer), tokenizer, 4), "127.0.0.1", [], listening))
+    assert code == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "serve     ended; 0 requests answered, 0 tokens written"
+
+
+def test_a_text_that_is_not_done_when_the_server_ends_has_an_error_as_its_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "DRAIN_S", 0.3)
+    tokenizer = Tokenizer.bytes()
+    with Served(small(tokenizer), tokenizer) as served, ThreadPoolExecutor(2) as pool:
+        generator = next(iter(served.service.owner._lanes.values())).generator
+        step = generator.advance
+
+        def slow() -> Any:
+            time.sleep(0.05)
+            return step()
+
+        generator.advance = slow  # type: ignore[method-assign]
+        answers = [pool.submit(served.post, "/v1/completions", ENDLESS | {"stream": each}) for each in (True, False)]
+        until(lambda: generator.running == 2)
+        served.loop.call_soon_threadsafe(setattr, served.server, "should_exit", True)
+        stream, whole = (answer.result(HANG_S) for answer in answers)
+        assert whole.status == 503 and whole.body["error"]["message"] == "the server is going down"
+        assert json.loads(stream.body.split("data: ")[-1])["error"]["message"] == "the server is going down"
