@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.resources import files
 from typing import Any
@@ -132,7 +133,9 @@ class _Posted:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            answer = self._answer(parsed(await read_body(scope, receive)))
+            body = await read_body(scope, receive)
+            # Elsewhere, as a large body takes a while, and the loop has others to serve.
+            answer = await asyncio.to_thread(lambda: self._answer(parsed(body)))
         except Refused as refused:
             return await send_error(send, refused)
         except Closed:

@@ -19,6 +19,7 @@ from monograph.storage.reading import json_fault, parse_json
 
 MOST_BODY, MOST_DEPTH = 1 << 20, 64  # bytes, and lists and objects inside each other
 MOST_LOGPROBS, MOST_BIASES, MOST_MESSAGES, MOST_PROMPTS, MOST_STOPS, MOST_STOP_BYTES = 20, 1024, 1024, 1024, 4, 64
+MOST_BREAKERS = 64  # each is looked for in every token
 SEEDS = 1 << 53  # a seed that is drawn is below it: a page's numbers are floats
 IGNORED = {
     "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
@@ -240,11 +241,16 @@ def _sampling(given: Fields) -> Sampling:
     values = {"temperature": 1.0} | {name: value for name, value in values.items() if value is not None}
     if "logit_bias" in values:
         values["logit_bias"] = _biases(values["logit_bias"])
+    if "dry_sequence_breakers" in values:
+        values["dry_sequence_breakers"] = _texts(MOST_BREAKERS)(
+            "dry_sequence_breakers", values["dry_sequence_breakers"]
+        )
     seed = given.take("seed", _whole(0, 2**63 - 1))
     try:
         return Sampling(**values, seed=secrets.randbelow(SEEDS) if seed is None else seed)
     except UsageError as error:
-        name = next((name for name in values if str(error).startswith(name)), None)
+        named = [name for name in values if str(error).startswith(name)]
+        name = max(named, key=len, default=None)  # temperature_range, not temperature
         raise Refused(400, str(error), name) from None
 
 
@@ -303,12 +309,18 @@ def _are_ids(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(each) is int for each in value)
 
 
+def _texts(most: int) -> Callable[[str, Any], list[str]]:
+    def check(name: str, value: Any) -> list[str]:
+        short = isinstance(value, list) and len(value) <= most and all(isinstance(each, str) and each for each in value)
+        if not short or any(len(each.encode()) > MOST_STOP_BYTES for each in value):
+            raise Refused(400, f"{name}: expected up to {most} texts of 1 to {MOST_STOP_BYTES} bytes", name)
+        return value  # type: ignore[no-any-return]
+
+    return check
+
+
 def _stops(name: str, value: Any) -> list[str]:
-    stops = [value] if isinstance(value, str) else value
-    texts = isinstance(stops, list) and all(isinstance(each, str) and each for each in stops)
-    if not texts or len(stops) > MOST_STOPS or any(len(each.encode()) > MOST_STOP_BYTES for each in stops):
-        raise Refused(400, f"{name}: expected up to {MOST_STOPS} texts of 1 to {MOST_STOP_BYTES} bytes", name)
-    return stops
+    return _texts(MOST_STOPS)(name, [value] if isinstance(value, str) else value)
 
 
 def _regex(name: str, value: Any) -> Limit:

@@ -36,6 +36,11 @@ class Gate:
         """Return how many texts wait for a row."""
         return sum(map(len, self._waiting.values())) + max(0, len(self._inside) - self._rows)
 
+    @property
+    def most_at_once(self) -> int:
+        """Return how many texts may be inside and wait together, so that no request may ever have more."""
+        return self._rows + self.most
+
     def enter(self, texts: list[Text]) -> None:
         """Let a client's texts wait.
 
@@ -45,7 +50,7 @@ class Gate:
         queued = [text for each in self._waiting.values() for text in each]
         tokens = sum(len(text.request.prompt_ids) for text in queued + texts)
         count = len(queued) + len(self._inside) + len(texts)
-        if count > self._rows + self.most or (queued and tokens > self._most_tokens):
+        if count > self.most_at_once or (queued and tokens > self._most_tokens):
             self.refused += 1
             seconds = math.ceil(self._text_s * count / self._rows)
             raise Refused(

@@ -66,7 +66,7 @@ class Texts:
     async def _answered(self, body: bytes, scope: Scope, send: Send) -> None:
         try:
             read = fields.chat if self._is_chat else fields.completion
-            asked = read(fields.parsed(body), self._service.rows)
+            asked = await asyncio.to_thread(lambda: read(fields.parsed(body), self._service.rows))
             async with self._service.version(asked.model) as version:
                 await self._answer(asked, version, scope["client_name"], send)
         except Refused as refused:
@@ -78,7 +78,10 @@ class Texts:
             await _fail(scope, send, Refused(500, "a bug: the server's terminal says more"))
 
     async def _answer(self, asked: Asked, version: Version, client: str, send: Send) -> None:
-        began = clock()
+        began, count = clock(), len(asked.prompts) * asked.n
+        if asked.max_tokens != 0 and count > (most := self._service.gate.most_at_once):
+            asks = f"{asked.n} for each of {len(asked.prompts):,} are {count:,} texts"
+            raise Refused(400, f"prompt: {asks}; a request may ask for {most:,} in all", "prompt")
         prompts = await asyncio.to_thread(self._prompts, asked, version)
         if asked.max_tokens == 0:
             return await self._send_scored(asked, version, prompts, send)
@@ -140,7 +143,8 @@ class Texts:
             raise Refused(400, "prompt: under a constraint, give an empty prompt alone", "prompt")
         try:
             sampling.check_vocabulary(tokenizer.vocab_size)
-            broken = version.breakers(tuple(sampling.dry_sequence_breakers)) if sampling.dry_multiplier else None
+            breakers = tuple(sampling.dry_sequence_breakers) if sampling.dry_multiplier else ()
+            broken = await asyncio.to_thread(version.breakers, breakers) if breakers else None
         except MonographError as error:
             field = "logit_bias" if "logit_bias" in str(error) else "dry_sequence_breakers"
             raise Refused(400, str(error), field) from None
@@ -149,8 +153,8 @@ class Texts:
         most = version.context if asked.max_tokens is None else asked.max_tokens
         seeds = [continuation_seed(sampling.seed, index) for index in range(asked.n)]
         return [
-            Request(tuple(ids), sampling, most, ends, constraint, stop, broken, seed, client)
-            for ids in prompts
+            Request(ids, sampling, most, ends, constraint, stop, broken, seed, client)
+            for ids in map(tuple, prompts)
             for seed in seeds
         ]
 

@@ -75,11 +75,11 @@ class Version:
 
     def breakers(self, texts: tuple[str, ...]) -> torch.Tensor:
         """Return the ids that no repetition goes across; see `monograph.decode.penalties.breakers`."""
-        if len(self._breakers) > 64:
-            self._breakers.clear()
-        if texts not in self._breakers:
-            self._breakers[texts] = breakers(texts, self.tokenizer.pieces)
-        return self._breakers[texts]
+        if (found := self._breakers.get(texts)) is None:  # threads call this, of which another may clear what is kept
+            if len(self._breakers) > 64:
+                self._breakers.clear()
+            found = self._breakers[texts] = breakers(texts, self.tokenizer.pieces)
+        return found
 
     def shown(self, name: str) -> dict[str, Any]:
         """Return the entry of /v1/models under one of its names."""

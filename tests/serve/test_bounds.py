@@ -1,0 +1,75 @@
+"""Run: pytest tests/serve/test_bounds.py
+
+What one request may take: no client keeps the event loop from the others, and none asks for more than there is.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from monograph.serve import fields, versions
+from monograph.text.tokenizer import Tokenizer
+from served import ROWS, Served, small
+
+
+@pytest.fixture(scope="module")
+def served() -> Iterator[Served]:
+    tokenizer = Tokenizer.bytes()
+    with Served(small(tokenizer), tokenizer) as served:
+        yield served
+
+
+DRY = {"dry_multiplier": 0.5, "dry_sequence_breakers": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "path", "body"),
+    [
+        (fields, "parse_json", "/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        (fields, "parse_json", "/tokenize", {"prompt": "a"}),
+        (Tokenizer, "encode", "/tokenize", {"prompt": "a"}),
+        (Tokenizer, "encode", "/v1/completions", {"prompt": "a", "max_tokens": 1}),
+        (Tokenizer, "decode", "/detokenize", {"tokens": [5]}),
+        (versions, "breakers", "/v1/completions", {"prompt": "a", "max_tokens": 1} | DRY),
+    ],
+)
+def test_what_may_take_long_is_done_beside_the_loop(
+    served: Served, monkeypatch: pytest.MonkeyPatch, where: Any, name: str, path: str, body: dict[str, Any]
+) -> None:
+    threads = list[int]()
+    plain = getattr(where, name)
+
+    def noted(*arguments: Any, **options: Any) -> Any:
+        threads.append(threading.get_ident())
+        return plain(*arguments, **options)
+
+    monkeypatch.setattr(where, name, noted)
+    assert served.post(path, body).status == 200
+    assert threads and served._thread.ident not in threads
+
+
+@pytest.mark.parametrize("breakers", [["a"] * 65, ["a" * 65], "a", ["a", 1], [""], {"a": "b"}])
+def test_breakers_are_few_and_short(served: Served, breakers: Any) -> None:
+    """Each is looked for in every token: tens of thousands took minutes."""
+    answer = served.post("/v1/completions", {"prompt": "a", "dry_sequence_breakers": breakers})
+    assert answer.status == 400 and answer.body["error"]["param"] == "dry_sequence_breakers"
+
+
+def test_more_texts_than_ever_have_room_are_refused_for_good(served: Served) -> None:
+    """A client would ask again after a 429, for ever."""
+    most = served.service.gate.most_at_once
+    assert len(served.texts(["a"] * (most // ROWS), n=ROWS, max_tokens=1)) == most == 5 * ROWS
+    answer = served.post("/v1/completions", {"prompt": ["a"] * (most // ROWS + 1), "n": ROWS, "max_tokens": 1})
+    assert answer.status == 400 and answer.body["error"]["param"] == "prompt"
+    assert answer.body["error"]["message"] == "prompt: 4 for each of 6 are 24 texts; a request may ask for 20 in all"
+    assert served.post("/v1/completions", {"prompt": ["a"] * 1024, "max_tokens": 0, "echo": True}).status == 200
+
+
+@pytest.mark.parametrize("name", ["temperature_range", "temperature_exponent", "temperature", "top_p"])
+def test_the_field_that_is_wrong_is_named(served: Served, name: str) -> None:
+    answer = served.post("/v1/completions", {"prompt": "a", name: -1})
+    assert answer.status == 400 and answer.body["error"]["param"] == name
