@@ -219,7 +219,7 @@ def test_a_closed_socket_frees_its_row_within_two_blocks(served: Served, stream:
     finally:
         generator.cancel, generator.advance = cancel, step  # type: ignore[method-assign]
     assert len(blocks) == 1 and blocks[0] - closed <= 2
-    assert served.idle()
+    until(served.idle)
 
 
 def test_the_queue_is_bounded_and_a_storm_leaves_nothing(served: Served) -> None:

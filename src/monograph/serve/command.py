@@ -126,6 +126,7 @@ async def _begin(service: Service, server: uvicorn.Server, host: str, port: int,
     def end() -> None:
         server.should_exit = True
 
+    _say(f"loading {service.source.name}")
     try:
         version = await service.begin(end)
     except BaseException:

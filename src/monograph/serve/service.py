@@ -56,7 +56,6 @@ class Service:
     """A model that is served, for as long as the event loop runs.
 
     Attributes:
-        rows: texts that are written at once.
         owner: the thread that owns the models.
         gate: the queue before it.
         counted: requests by status.
@@ -65,7 +64,7 @@ class Service:
         ended: is set once it has ended by an error.
     """
 
-    rows: int
+    owner: Owner
     gate: Gate
 
     def __init__(self, source: Source, say: Callable[[str], None], bug: Callable[[Exception], None]) -> None:
@@ -92,8 +91,8 @@ class Service:
 
         version = await asyncio.to_thread(self.source.load)
         self.owner = Owner(self.source.rows, crashed)
-        self.rows = await self.owner.add(version)
-        self.gate = Gate(self.owner, self.rows, version.context)
+        self._rows = await self.owner.add(version)
+        self.gate = Gate(self.owner, self._rows, version.context)
         self._newest = version
         return version
 
@@ -105,7 +104,7 @@ class Service:
                 if not await asyncio.to_thread(self.source.moved):
                     continue
                 version, before = await asyncio.to_thread(self.source.load), self._newest
-                await self.owner.add(version)
+                self._rows = await self.owner.add(version)
             except MonographError as error:
                 self._say(f"still {self._newest.id if self._newest else ''}: {error}")
                 continue
@@ -137,6 +136,16 @@ class Service:
             what = "loading the model" if self.crashed is None else "the model's thread has ended"
             raise Refused(503, what, code="unavailable", Retry_After="2")
         return self._newest
+
+    @property
+    def rows(self) -> int:
+        """Return how many texts are written at once.
+
+        Raises:
+            Refused: see `newest`.
+        """
+        _ = self.newest
+        return self._rows
 
     @property
     def ending(self) -> Refused:
@@ -189,3 +198,5 @@ class Service:
     def _drop(self, version: Version) -> None:
         del self._users[version]
         self.owner.drop(version)
+        for key in [key for key in self._compilers if key[0] != self.newest.tokenizer.digest]:
+            self._compilers.pop(key).close()

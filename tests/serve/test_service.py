@@ -1,0 +1,64 @@
+"""Run: pytest tests/serve/test_service.py"""
+
+from __future__ import annotations
+
+import threading
+import time
+
+from clocks import HANG_S
+from monograph.serve.versions import Version
+from monograph.text.tokenizer import Tokenizer
+from served import ROWS, Given, Served, small
+
+MESSAGES = [{"role": "user", "content": "a"}]
+ASKED = {
+    "/v1/completions": {"prompt": "a"},
+    "/v1/chat/completions": {"messages": MESSAGES},
+    "/tokenize": {"prompt": "a"},
+}
+
+
+class Slow(Given):
+    """A source that takes its time."""
+
+    may_load = threading.Event()
+
+    def load(self) -> Version:
+        assert self.may_load.wait(HANG_S)
+        return super().load()
+
+
+def test_while_the_model_is_loaded_all_is_unavailable_but_the_page() -> None:
+    tokenizer = Tokenizer.bytes()
+    served = Served(small(tokenizer), tokenizer)
+    served.source = source = Slow(served.model, tokenizer, ROWS)
+    served._thread.start()
+    while not hasattr(served, "port"):
+        time.sleep(0.01)
+    answers = [served.post(path, body) for path, body in ASKED.items()]
+    answers += [
+        served.ask("GET", path) for path in ("/health", "/metrics", "/v1/models", "/v1/models/x", "/tokenizer_info")
+    ]
+    assert {answer.status for answer in answers} == {503}
+    assert {answer.headers["retry-after"] for answer in answers} == {"2"}
+    assert {served.ask("GET", path).status for path in ("/", "/openapi.json")} == {200}
+    source.may_load.set()
+    assert served._ready.wait(HANG_S) and served.ask("GET", "/health").status == 200
+    served.__exit__(None, None, None)
+
+
+def test_counts_are_those_of_what_happened() -> None:
+    tokenizer = Tokenizer.bytes()
+    with Served(small(tokenizer), tokenizer) as served:
+        served.texts("abc" * 40, max_tokens=5)
+        served.texts("abc" * 40, max_tokens=5)
+        served.post("/v1/completions", {})
+        counts = served.ask("GET", "/metrics").body
+    lines = dict(line.rsplit(" ", 1) for line in counts.splitlines() if not line.startswith("#"))
+    assert (
+        lines['monograph_requests_total{status="200"}'] == "2"
+        and lines['monograph_requests_total{status="400"}'] == "1"
+    )
+    assert lines["monograph_tokens_drawn_total"] == "10" and lines["monograph_rows"] == str(ROWS)
+    assert lines["monograph_texts_waiting"] == lines["monograph_rows_running"] == "0"
+    assert lines['monograph_request_seconds_bucket{le="+Inf"}'] == lines["monograph_first_token_seconds_count"] == "2"
