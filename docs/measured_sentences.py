@@ -84,6 +84,19 @@ def generate_peers(found: Found) -> str:
     return "; ".join(lines)
 
 
+def serve(found: Found) -> str:
+    """Time and CPU time over `generate`'s, and requests for one token per second over each other server's."""
+    lines = []
+    for case in found["cases"]:
+        if case["part"] == "overhead" and case.get("how") in ("whole", "streamed") and case["system"] == "monograph":
+            over = f"{case['over_cpu']['median']:.2f} × the CPU time, {case['over_wall']['median']:.2f} × the time"
+            lines.append(f"{case['how']} {over} of `generate`")
+    for case in found["cases"]:
+        if case["part"] == "compared" and case["what"] in ("tokens/s, streamed", "TTFT p50, idle"):
+            lines.append(f"{case['what']}: {case['times']['median']:.1f} × {case['system']}")
+    return "; ".join(lines)
+
+
 def sampler(found: Found) -> str:
     """How much longer a whole decode step with the full chain takes than a greedy one."""
     lines = [f"{case['batch']} rows {100 * case['wall_tax']['full chain']['median']:.1f} %" for case in found["steps"]]
@@ -254,6 +267,11 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         "tokens/s of generation with temperature, top-k, top-p and min-p, compared with peers, fp32, one thread "
         "([how](docs/generate.md#compared-with-others))",
         generate_peers,
+    ),
+    "serve": (
+        "an endpoint's 8 texts at once, compared with `generate` and with llama.cpp's server, fp32, one thread "
+        "([how](docs/serve.md#measured))",
+        serve,
     ),
     "sampler": ("extra time of a decode step for penalties and all usual filters, vocabulary 32,000", sampler),
     "remat": (

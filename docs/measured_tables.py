@@ -102,6 +102,21 @@ def generating() -> str:
     return "\n".join(lines)
 
 
+def serving() -> str:
+    """Return one line for each load and server of benchmarks/serve.py."""
+    lines = [
+        "| load | server | tokens/s | first text, ms: p50, p99 | from text to text, ms: p50, p99 | 429 |",
+        "|---" * 6 + "|",
+    ]
+    for case in result("serve")["cases"]:
+        if case["part"] != "latency":
+            continue
+        times = [[f"{1000 * case[name][at]:,.0f}" for at in ("p50", "p99")] for name in ("ttft_s", "itl_s")]
+        cells = [f"{case['tokens_per_s']['median']:,.0f}", *map(", ".join, times), str(case["refused"])]
+        lines.append(f"| {' | '.join([case['load'], case['system'], *cells])} |")
+    return "\n".join(lines)
+
+
 def fusing() -> str:
     """Return one line for each case of benchmarks/siblings.py."""
     lines = [
