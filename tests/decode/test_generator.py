@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from batches import tiny_llama
-from monograph.decode.automata import stop_strings
+from monograph.decode.automata import Arena, stop_strings
 from monograph.decode.chain import OVERFLOW, Drawn
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
@@ -208,3 +208,18 @@ def test_a_long_prompt_is_read_between_the_blocks_of_others() -> None:
         drawn += sum(len(event.token_ids) for event in machine.advance())
     # A chunk and then two steps, until the seven chunks of the prompt are read; then four steps of both.
     assert seen == [64, 1, 1] * 6 + [64, 1, 1, 1, 1] and drawn == 2 * 6 + 4 * 2
+
+
+def test_an_automaton_in_the_middle_of_the_arena_is_in_nobodys_way() -> None:
+    """What came before lies first, so the next one lies where neither side has room for the third."""
+    pieces = [bytes([97 + index % 26]) * (1 + index // 26) for index in range(VOCABULARY)]
+    first, middle, last = (stop_strings([text], pieces) for text in ("x" * 6, "y" * 20, "z" * 9))
+    states = len(middle.next_SC) + len(last.next_SC) + 2
+    machine = generator(automata=Arena(VOCABULARY, torch.device("cpu"), states=states))
+    outcome(machine, request(1, stop=first))
+    outcome(machine, request(1, constraint=middle))
+    number = machine.submit(request(1, constraint=middle, stop=last))
+    for _ in range(20):
+        if any(event.number == number and event.finish for event in machine.advance()):
+            break
+    assert not machine.busy

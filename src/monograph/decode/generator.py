@@ -140,8 +140,7 @@ class Generator:
                 f"shorten it to below {self.slots}"
             )
         served = self._serving(request)
-        for automaton in (request.constraint, request.stop):
-            self.tables.require(automaton)
+        self.tables.require(request.constraint, request.stop)
         if len(request.stop_ids) > MAX_STOP_IDS:
             raise UsageError(f"{len(request.stop_ids)} stop ids: at most {MAX_STOP_IDS} are looked for")
         self._waiting.append((self._submitted, request, *served))
@@ -286,6 +285,7 @@ class Generator:
             return None
         if (stopping := self.tables.take(request.stop)) is None:
             self.tables.give_back(request.constraint)
+            self.tables.clear()  # or the constraint might lie for ever where it leaves too little room on both sides
             return None
         return constraint, stopping
 

@@ -67,3 +67,18 @@ def test_what_never_has_room_is_refused() -> None:
         arena.require(AUTOMATA[0])
     with pytest.raises(InputRefused, match="was made for 5 tokens"):
         arena.require(stop_strings(["a"], PIECES[:5]))
+
+
+def test_two_that_have_room_but_not_together_are_refused() -> None:
+    """A text with both would wait for ever, and all others behind it."""
+    one, other = AUTOMATA[3], AUTOMATA[4]
+    states, cells = (
+        sum(map(count, (one, other))) + 2 for count in (lambda a: len(a.next_SC), lambda a: a.next_SC.size)
+    )
+    Arena(V, CPU, states=states, cells=cells, automata=2).require(one, other)
+    for less in ({"states": states - 1}, {"cells": cells - 1}, {"automata": 1}):
+        arena = Arena(V, CPU, **{"states": states, "cells": cells, "automata": 2} | less)
+        arena.require(one, None)
+        arena.require(None, other)
+        with pytest.raises(InputRefused, match="more than there is room for"):
+            arena.require(one, other)

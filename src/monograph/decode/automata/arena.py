@@ -46,16 +46,16 @@ class Arena(Tables):
         self._places: dict[int, _Place] = {}  # by identity, the longest unused first
         self._uses: Counter[int] = Counter()
 
-    def require(self, automaton: Automaton | None) -> None:
-        """Refuse an automaton that never has room, or is for another vocabulary; raises InputRefused."""
-        if automaton is None:
-            return
-        self._require_vocabulary(automaton)
-        size, states = automaton.next_SC.size, len(automaton.next_SC)
-        if size + 2 > self.cells or states + 2 > self.states:
+    def require(self, *automata: Automaton | None) -> None:
+        """Refuse the automata of one text if they never have room together; raises InputRefused."""
+        given = [automaton for automaton in automata if automaton is not None]
+        for automaton in given:
+            self._require_vocabulary(automaton)
+        size, states = sum(each.next_SC.size for each in given), sum(len(each.next_SC) for each in given)
+        if size + 2 > self.cells or states + 2 > self.states or len(given) > self.automata:
             raise InputRefused(
-                f"{automaton.where}: {states:,} states and {size:,} cells are more than there is room for "
-                f"({self.states:,} and {self.cells:,}): make it simpler or shorter"
+                f"{' and '.join(each.where for each in given)}: {states:,} states and {size:,} cells are more than "
+                f"there is room for ({self.states:,} and {self.cells:,}): make it simpler or shorter"
             )
 
     def take(self, automaton: Automaton | None) -> int | None:
@@ -74,6 +74,11 @@ class Arena(Tables):
         """Use it once less; if nobody uses it, another may have its place."""
         if automaton is not None:
             self._uses[id(automaton)] -= 1
+
+    def clear(self) -> None:
+        """Forget what nobody uses, so that it is not in the way where it lies."""
+        for key in [key for key in self._places if not self._uses[key]]:
+            del self._places[key], self._uses[key]
 
     def _placed(self, automaton: Automaton) -> _Place | None:
         while (place := self._free_place(automaton)) is None:

@@ -277,10 +277,11 @@ class Tables:
         if (made_for := len(automaton.class_V)) != self._vocabulary:
             raise InputRefused(f"{automaton.where} was made for {made_for:,} tokens, not {self._vocabulary:,}")
 
-    def require(self, automaton: Automaton | None) -> None:
-        """Refuse an automaton that the tables lack; raises UsageError."""
-        if automaton is not None and id(automaton) not in self._starts:
-            raise UsageError(f"{automaton.where}: the generator was made without it; give it as one of `automata`")
+    def require(self, *automata: Automaton | None) -> None:
+        """Refuse the automata of one text if the tables lack one; raises UsageError."""
+        for automaton in automata:
+            if automaton is not None and id(automaton) not in self._starts:
+                raise UsageError(f"{automaton.where}: the generator was made without it; give it as one of `automata`")
 
     def take(self, automaton: Automaton | None) -> int | None:
         """Use an automaton; return the state in which its texts begin, or None if there is no room for it now."""
@@ -288,6 +289,9 @@ class Tables:
 
     def give_back(self, automaton: Automaton | None) -> None:
         """Use it no longer."""
+
+    def clear(self) -> None:
+        """Forget what nobody uses, so that it is not in the way where it lies."""
 
 
 def allowed(tables: Tables, state_B: Tensor) -> Tensor:
