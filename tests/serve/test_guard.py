@@ -46,6 +46,11 @@ def status(served: Served, path: str = "/v1/completions", method: str = "POST", 
         *((host, 403) for host in ("evil.example", "localhost.evil.example", "127.0.0.1.evil.example", "0.0.0.0", "")),
         *((host, 403) for host in ("evil.example:8000", "localhost@evil.example", "[::1", "127.1", "192.168.0.2")),
         ("localhost, evil.example", 403),
+        *(
+            (host, 403)
+            for host in ("evil@localhost", "localhost/x", "localhost:x", "localhost#", "localhost?", "[", ":")
+        ),
+        *((host, 403) for host in ("localhost\\x", "[localhost]", "localhost:80:80", "local\thost")),
     ],
 )
 def test_only_this_machines_names_are_answered(served: Served, host: str, expected: int) -> None:
@@ -74,8 +79,9 @@ def test_what_a_page_may_send_unasked_is_refused(served: Served, path: str, kind
     assert status(served, path, Content_Type=kind) == 415
 
 
-def test_json_may_name_its_letters(served: Served) -> None:
+def test_json_may_name_its_letters_and_have_large_ones(served: Served) -> None:
     assert status(served, Content_Type="application/json; charset=utf-8") == 200
+    assert status(served, Content_Type="Application/JSON") == 200
 
 
 @pytest.mark.parametrize("path", [*PATHS, "/v1/models", "/health", "/metrics", "/", "/openapi.json"])
@@ -87,7 +93,8 @@ def test_each_address_has_its_method(served: Served, path: str, method: str) -> 
 
 
 @pytest.mark.parametrize(
-    "path", ["/v1/responses", "/v1/embeddings", "/v1/audio/speech", "/api/chat", "//", "/v1", "/..%2f"]
+    "path",
+    ["/v1/responses", "/v1/embeddings", "/v1/audio/speech", "/api/chat", "//", "/v1", "/..%2f", "/health/", "/v1/"],
 )
 def test_elsewhere_there_is_nothing(served: Served, path: str) -> None:
     answer = served.ask("GET", path)
@@ -107,6 +114,22 @@ def test_a_key_opens_and_who_needs_none_has_none(keyed: Served) -> None:
     assert status(keyed, Authorization=f"Bearer {KEY}") == status(keyed, Authorization=f"bearer {KEY}") == 200
     assert keyed.ask("GET", "/v1/models").headers["www-authenticate"] == "Bearer"
     assert {status(keyed, path, "GET") for path in ("/", "/health", "/openapi.json")} == {200}
+
+
+def test_a_key_may_have_any_letters() -> None:
+    """Its bytes are compared, not what h11 takes them for."""
+    tokenizer, key = Tokenizer.bytes(), "schlüssel-字-0123456789"
+    with Served(small(tokenizer), tokenizer, keys=[key]) as served:
+        assert status(served, Authorization=f"Bearer {key}".encode().decode("latin-1")) == 200
+        assert status(served, Authorization="Bearer schl") == 401
+
+
+def test_a_server_for_all_names_takes_no_broken_one() -> None:
+    """An address that is put together with it would be none: an error that nobody foresaw, for whoever asks."""
+    tokenizer = Tokenizer.bytes()
+    with Served(small(tokenizer), tokenizer, host="0.0.0.0") as served:
+        for host, expected in (("example.org", 404), ("[", 403), ("a b", 403), ("[::1]:8000", 404)):
+            assert status(served, "/nothing", "GET", Host=host) == expected
 
 
 @pytest.mark.parametrize(

@@ -30,25 +30,24 @@ PAGE = {
 def application(service: Service, host: str, keys: Sequence[str]) -> ASGIApp:
     """Return the application of a service that listens at a host, for those who have one of the keys, or for all."""
     asked = _Asked(service)
-    return Guard(
-        Starlette(
-            routes=[
-                Route("/", _page),
-                Route("/openapi.json", _document),
-                Route("/health", asked.health),
-                Route("/metrics", asked.metrics),
-                Route("/v1/models", asked.models),
-                Route("/v1/models/{name:path}", asked.model),
-                Route("/tokenizer_info", asked.tokenizer),
-                Route("/tokenize", _Posted(asked.tokenize), methods=["POST"]),
-                Route("/detokenize", _Posted(asked.detokenize), methods=["POST"]),
-                Route("/v1/completions", Texts(service, is_chat=False), methods=["POST"]),
-                Route("/v1/chat/completions", Texts(service, is_chat=True), methods=["POST"]),
-            ],
-            exception_handlers={404: _missing, 405: _missing, Refused: _refused, Exception: _failed(service)},
-        ),
-        host, keys, service.counted,
-    )  # fmt: skip
+    answering = Starlette(
+        routes=[
+            Route("/", _page),
+            Route("/openapi.json", _document),
+            Route("/health", asked.health),
+            Route("/metrics", asked.metrics),
+            Route("/v1/models", asked.models),
+            Route("/v1/models/{name:path}", asked.model),
+            Route("/tokenizer_info", asked.tokenizer),
+            Route("/tokenize", _Posted(asked.tokenize), methods=["POST"]),
+            Route("/detokenize", _Posted(asked.detokenize), methods=["POST"]),
+            Route("/v1/completions", Texts(service, is_chat=False), methods=["POST"]),
+            Route("/v1/chat/completions", Texts(service, is_chat=True), methods=["POST"]),
+        ],
+        exception_handlers={404: _missing, 405: _missing, Refused: _refused, Exception: _failed(service)},
+    )
+    answering.router.redirect_slashes = False  # to an address that the client's Host would be a part of
+    return Guard(answering, host, keys, service.counted)
 
 
 async def _page(request: Request) -> Response:
@@ -150,7 +149,7 @@ async def _refused(request: Request, error: Exception) -> Response:
 
 async def _missing(request: Request, error: Any) -> Response:
     what = "there is nothing at" if error.status_code == 404 else f"{request.method} is not for"
-    refused = Refused(error.status_code, f"{what} {request.url.path!r:.80}: GET /openapi.json says what there is")
+    refused = Refused(error.status_code, f"{what} {request.scope['path']!r:.80}: GET /openapi.json says what there is")
     return JSONResponse(error_of(refused), error.status_code, error.headers)
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 import hashlib
 import hmac
 import ipaddress
+import re
 from collections.abc import Iterable
-from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from monograph.serve.fields import Refused
 from monograph.serve.sending import Counted, send_error
 
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(?::[0-9]*)?")
 LOCAL = ("localhost", "127.0.0.1", "::1")
 OPEN = ("/", "/health", "/openapi.json")  # they need no key
 
@@ -54,12 +55,14 @@ class Guard:
         """
         headers = Headers(scope=scope)
         host, origin = headers.get("host", ""), headers.get("origin")
-        if len(headers.getlist("host")) != 1 or (self._hosts is not None and _name(host) not in self._hosts):
+        name = _name(host)
+        if len(headers.getlist("host")) != 1 or not name or (self._hosts is not None and name not in self._hosts):
             raise Refused(403, f"this server is not {host!r:.80}: ask it by the name that it was started with")
         if origin is not None and origin.lower() != f"{scope['scheme']}://{host}".lower():
             raise Refused(403, f"pages of {origin!r:.80} may not use this server")
         name = self._client(headers.getlist("authorization")) if scope["path"] not in OPEN else ""
-        if scope["method"] == "POST" and headers.get("content-type", "").split(";")[0].strip() != "application/json":
+        kind = headers.get("content-type", "").split(";")[0].strip().lower()
+        if scope["method"] == "POST" and kind != "application/json":
             raise Refused(415, "expected a body with the header Content-Type: application/json")
         return name
 
@@ -67,7 +70,7 @@ class Guard:
         if not self._keys:
             return ""
         scheme, _, key = given[0].partition(" ") if len(given) == 1 else ("", "", "")
-        digest = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        digest = hashlib.sha256(key.strip().encode("latin-1")).digest()  # the bytes that came
         # All are compared, in the same time whether they fit or not.
         fits = [hmac.compare_digest(digest, own) for own in self._keys]
         if scheme.lower() != "bearer" or not any(fits):
@@ -89,8 +92,6 @@ def _is_everywhere(host: str) -> bool:
 
 
 def _name(host: str) -> str:
-    """Return the name in a Host header, in small letters and without the port."""
-    try:
-        return urlsplit(f"//{host}").hostname or ""
-    except ValueError:
-        return ""
+    """Return the name in a Host header, in small letters and without the port; "" if it is anything else."""
+    found = _HOST.fullmatch(host.lower())
+    return found[1].strip("[]") if found else ""
