@@ -147,6 +147,13 @@ def test_a_chat_is_generated_by_its_template(tmp_path: Path) -> None:
         answer = served.post("/v1/chat/completions", {"messages": messages, "seed": 4, **CALM}).body
         assert [answer["choices"][0]["message"]["content"]] == expected
         assert answer["usage"]["prompt_tokens"] == len(ids)
+        # In a crowd each has its own chat rendered, and nobody another's.
+        asked = [[{"role": "user", "content": f"{number} " * number}] for number in range(40)]
+        body = {"logprobs": True, "seed": 4, "max_tokens": 1}
+        with ThreadPoolExecutor(20) as pool:
+            answers = list(pool.map(lambda each: served.post("/v1/chat/completions", body | {"messages": each}), asked))
+        tokens = [len(chat_ids(tokenizer, each, add_generation_prompt=True)) for each in asked]
+    assert [answer.body["usage"]["prompt_tokens"] for answer in answers] == tokens
 
 
 def test_an_echo_is_scored_as_evaluate_scores() -> None:

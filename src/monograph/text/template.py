@@ -11,6 +11,7 @@ import re
 import selectors
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -53,6 +54,7 @@ class ChatTemplate:
             raise InputRefused(f"{where}: the chat template is larger than {MAX_SOURCE_BYTES >> 10} KiB")
         self.source, self.tokens, self.day, self._where = source, dict(tokens or {}), day, where
         self._process: subprocess.Popen[bytes] | None = None
+        self._turn = threading.Lock()  # one thread at a time asks the process, or it would read another's chat
         self._ready: dict[str, dict[str, str]] = {}
 
     def on(self, day: str) -> ChatTemplate:
@@ -135,7 +137,10 @@ class ChatTemplate:
 
     def _answers(self, requests: list[str]) -> list[dict[str, str]] | None:
         """Return the process's answers; None if it ended instead."""
-        line = json.dumps(requests)
+        with self._turn:
+            return self._answers_in_turn(json.dumps(requests))
+
+    def _answers_in_turn(self, line: str) -> list[dict[str, str]] | None:
         if self._process is None:
             # In a session of its own, so that Ctrl-C does not end it: the run still has to save.
             self._process = process = subprocess.Popen(
