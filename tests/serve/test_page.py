@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import threading
 import time
 from collections.abc import Iterator
@@ -227,16 +226,17 @@ def test_it_talks_to_the_real_server_with_its_probabilities_and_its_seed(light: 
         light.visit(f"{served.url}/")
         light.wait("document.querySelector('#model').textContent === 'given@0'")
         light.click("document.querySelector('#probabilities')")
+        light.click("document.querySelector('#seed')")
+        light.type("7")
         light.click("document.querySelector('#story')")
         light.type("abc ")
         light.press("Ctrl+Return")
         light.wait(f"document.querySelector('#told').textContent && {IDLE}")
-        told = light.read("document.querySelector('#told').textContent")
-        seed = int(re.search(r"seed (\d+)", told)[1])  # type: ignore[index]
-        [text] = served.texts("abc ", seed=seed, max_tokens=256)
+        assert "seed 7" in light.read("document.querySelector('#told').textContent")
+        [text] = served.texts("abc ", seed=7, max_tokens=256)
         shown = f"abc {text}".replace("\r\n", "\n").replace("\r", "\n")
         assert light.read("document.querySelector('#story').value") == shown
-        assert light.read("document.querySelectorAll('#mirror .token').length") > 50
+        assert light.read("document.querySelectorAll('#mirror .token').length") > 20
         assert light.said() == []
 
 
@@ -477,6 +477,7 @@ def test_a_key_is_asked_for_kept_in_the_session_alone_and_sent(light: Visitor) -
     server.close()
 
 
+@pytest.mark.slow
 def test_a_server_that_went_away_is_said_and_found_again(light: Visitor) -> None:
     server = StandIn(chat=False)
     light.visit(server.url)
@@ -496,6 +497,7 @@ def test_a_server_that_went_away_is_said_and_found_again(light: Visitor) -> None
 # ---- by keyboard ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_tabulator_reaches_everything_and_shows_where_it_is(person: Visitor) -> None:
     answered(person, "hello")
     outlined = "getComputedStyle(document.activeElement.matches('[type=radio]') ? document.activeElement.parentNode : "\
@@ -526,7 +528,7 @@ def test_the_mode_is_chosen_by_arrow_keys(person: Visitor) -> None:
 # ---- looks ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_the_page_is_in_its_theme_and_as_wide_as_its_window(
     base_url: str, light: Visitor, scheme: str, tmp_path: Path
 ) -> None:
