@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from clocks import HANG_S
-from monograph.serve import command
+from monograph.serve import command, service
 from monograph.serve.versions import Version
 from monograph.text.tokenizer import Tokenizer
 from served import Given, Served, small
@@ -101,3 +101,27 @@ def test_a_text_that_is_not_done_when_the_server_ends_has_an_error_as_its_end(
         stream, whole = (answer.result(HANG_S) for answer in answers)
         assert whole.status == 503 and whole.body["error"]["message"] == "the server is going down"
         assert json.loads(stream.body.split("data: ")[-1])["error"]["message"] == "the server is going down"
+
+
+def test_a_version_that_cannot_be_loaded_ends_nothing_and_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "LOOK_S", 0.01)
+    tokenizer, looks = Tokenizer.bytes(), list[None]()
+    with Served(small(tokenizer), tokenizer) as served:
+        moved = served.source.moved
+
+        def failing() -> bool:
+            looks.append(None)
+            raise OSError(5, "Input/output error")
+
+        served.source.moved = failing  # type: ignore[method-assign]
+        until(lambda: len(looks) > 5)
+        assert served.said == ["still given@0: [Errno 5] Input/output error"]
+        served.source.give(small(tokenizer, seed=1), tokenizer)
+        served.source.moved = moved  # type: ignore[method-assign]
+        until(lambda: served.service.newest.id == "given@1")
+        assert served.texts("a", max_tokens=1)
+        served.source.moved = raising  # type: ignore[method-assign]
+        until(lambda: served.bugs)
+        assert [str(bug) for bug in served.bugs] == ["of /secret/path"]
+        assert served.texts("a", max_tokens=1)
+        served.bugs.clear()

@@ -12,7 +12,7 @@ from monograph.errors import MonographError
 from monograph.serve.compiling import Compiler
 from monograph.serve.fields import Refused
 from monograph.serve.gate import Gate
-from monograph.serve.owner import Owner
+from monograph.serve.owner import Gone, Owner
 from monograph.serve.sending import Counted
 from monograph.serve.versions import Source, Version
 
@@ -97,17 +97,27 @@ class Service:
         return version
 
     async def follow(self) -> None:
-        """Load each newer version, forever; requests that have begun end with theirs."""
+        """Load each newer version, until an error that nobody foresaw; requests that have begun end with theirs."""
+        why = ""  # the newest version cannot be loaded, as it was said
         while True:
             await asyncio.sleep(LOOK_S)
             try:
                 if not await asyncio.to_thread(self.source.moved):
+                    why = ""
                     continue
                 version, before = await asyncio.to_thread(self.source.load), self._newest
                 self._rows = await self.owner.add(version)
-            except MonographError as error:
-                self._say(f"still {self._newest.id if self._newest else ''}: {error}")
+            except (MonographError, OSError) as error:
+                if str(error) != why:
+                    self._say(f"still {self._newest.id if self._newest else ''}: {error}")
+                why = str(error)
                 continue
+            except Gone:
+                return
+            except Exception as error:
+                self.bug(error)
+                return
+            why = ""
             self._newest = version
             self._say(f"now {version.id}")
             if before is not None and not self._users[before]:
