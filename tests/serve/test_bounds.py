@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from monograph.serve import fields, versions
+from monograph.serve import compiling, fields, versions
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served, small
 
@@ -73,3 +73,12 @@ def test_more_texts_than_ever_have_room_are_refused_for_good(served: Served) -> 
 def test_the_field_that_is_wrong_is_named(served: Served, name: str) -> None:
     answer = served.post("/v1/completions", {"prompt": "a", name: -1})
     assert answer.status == 400 and answer.body["error"]["param"] == name
+
+
+def test_where_too_many_constraints_wait_one_more_is_to_come_again(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "MOST_WAITING", 0)
+    answer = served.post("/v1/completions", {"prompt": "a", "regex": "[ab]+"})
+    assert answer.status == 429 and answer.headers["retry-after"] == "10"
+    assert served.post("/v1/completions", {"prompt": "a", "stop": "b"}).status == 200

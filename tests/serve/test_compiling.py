@@ -156,6 +156,29 @@ def test_a_bomb_is_refused_while_the_server_goes_on(served: Served) -> None:
     assert not served.asked  # a refusal is kept, too
 
 
+def test_stop_strings_wait_for_few_constraints_of_which_not_too_many_wait(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiling, "MOST_WAITING", 5)
+    served.start()
+    served.asked.clear()
+
+    async def storm() -> tuple[list[Any], list[Any]]:
+        first = [asyncio.create_task(served.compiler.constraint("regex", f"{number}+")) for number in (0, 1, 2, 3)]
+        await asyncio.sleep(0)
+        stopping = asyncio.create_task(served.compiler.stop_strings(["halt"]))
+        more = [asyncio.create_task(served.compiler.constraint("regex", f"{number}+")) for number in (4, 5, 6, 1, 7)]
+        await stopping
+        done = [each.done() for each in first]
+        return done, await asyncio.gather(*first, *more, return_exceptions=True)
+
+    done, found = served.runner.run(storm())
+    assert done == [True, True, False, False] and ["halt" in line for line in served.asked].index(True) == 2
+    busy = [isinstance(each, compiling.Busy) for each in found]
+    assert busy == [*[False] * 4, False, False, True, False, True]  # one that another waits for is no further one
+    assert not served.compiler._waiting
+
+
 def test_a_bomb_of_memory_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's own budget keeps it just below the limit in force, so this limit is lower."""
     monkeypatch.setattr(compiling, "MEMORY_BYTES", 1 << 25)

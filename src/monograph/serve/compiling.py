@@ -22,7 +22,7 @@ import struct
 import subprocess
 import sys
 import traceback
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -38,6 +38,8 @@ MOST_BYTES, MOST_CHOICES, MOST_STOPS, MOST_STOP_BYTES = 1 << 16, 1_024, 4, 64  #
 PROCESSOR_S, MEMORY_BYTES, LONGEST_S = 2, 1 << 29, 10.0  # of a child, by the clock at last
 KEPT, KEPT_BYTES = 64, 1 << 28  # of the automata that are kept for further requests
 
+MOST_WAITING = 32  # different constraints that wait to be compiled
+
 _START_S = 120.0  # the maker imports torch, which takes long on a busy machine
 _STOP = "stop"  # the kind of stop strings
 _NAMES = {"choices": "the choices", "regex": "the regular expression", "json_schema": "the JSON schema"}
@@ -47,6 +49,10 @@ _MOST_REPLY_BYTES = 1 << 27  # no automaton of the compiler is that large
 _HEAD = struct.Struct("<3I")  # states, classes, bytes of the text
 _NO_MEMORY, _TOO_LONG = 100, 101  # in place of exit codes
 _END_WITH_PARENT = 1  # Linux's number, which Python does not name
+
+
+class Busy(Exception):
+    """As many constraints as may wait to be compiled do so."""
 
 
 class Compiler:
@@ -67,7 +73,8 @@ class Compiler:
         head = json.dumps([[int(token) for token in ends], [len(piece) for piece in pieces]])
         self._greeting, self._vocabulary = head.encode() + b"\n" + b"".join(pieces), len(pieces)
         self._kept: OrderedDict[str, Automaton | str] = OrderedDict()  # a text is a refusal
-        self._turn = asyncio.Lock()
+        self._turn, self._constraint = asyncio.Lock(), asyncio.Lock()
+        self._waiting: Counter[str] = Counter()  # constraints that are to be compiled
         self._closed = False
         self._maker: subprocess.Popen[bytes] | None = None
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
@@ -83,6 +90,7 @@ class Compiler:
         Raises:
             UsageError: the kind is unknown.
             InputRefused: the value is too long, its compiler refuses it, or it needs more than a child may use.
+            Busy: too many others wait.
             RuntimeError: the maker died twice, or the compiler is closed.
         """
         if kind not in KINDS:
@@ -124,7 +132,7 @@ class Compiler:
             self._kept.move_to_end(key)
             known = self._kept[key]
         else:
-            await self._turn.acquire()
+            await self._take_turn(kind, key)
             # A job goes on if its request is cancelled now: whoever waits for the same takes what it made.
             job = asyncio.create_task(self._compiled(kind, key))
             job.add_done_callback(lambda _: self._turn.release())
@@ -132,6 +140,20 @@ class Compiler:
         if isinstance(known, str):
             raise InputRefused(known)
         return known
+
+    async def _take_turn(self, kind: str, key: str) -> None:
+        """Wait until no job runs; of constraints one alone, so that stop strings, which take no time, wait for few."""
+        if kind == _STOP:
+            await self._turn.acquire()
+            return
+        if key not in self._waiting and len(self._waiting) >= MOST_WAITING:
+            raise Busy
+        self._waiting[key] += 1
+        try:
+            async with self._constraint:
+                await self._turn.acquire()
+        finally:
+            self._waiting -= Counter([key])
 
     async def _compiled(self, kind: str, key: str) -> Automaton | str:
         if key in self._kept:  # by an equal request, which had its turn before

@@ -17,6 +17,7 @@ from monograph.device import clock
 from monograph.errors import MonographError
 from monograph.serve import fields
 from monograph.serve.answers import Answer, ChatAnswer, Piece, Writing, scored, usage_of
+from monograph.serve.compiling import Busy
 from monograph.serve.fields import Asked, Refused
 from monograph.serve.owner import Gone, Inbox, Text
 from monograph.serve.sending import Closed, Events, as_json, closed, error_of, read_body, send_error, send_json
@@ -170,6 +171,9 @@ class Texts:
                 constraint = await compiler.constraint(asked.limit.kind, asked.limit.value, lead)
         except MonographError as error:
             raise Refused(400, f"{field}: {error}", field) from None
+        except Busy:
+            busy = f"{field}: too many constraints wait to be compiled: try again later"
+            raise Refused(429, busy, field, "rate_limit_exceeded", Retry_After="10") from None
         return constraint, stop
 
     # ── what is sent ──────────────────────────────────────────────────────────────────────────
