@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
+from types import SimpleNamespace
 
+import pytest
+import torch
+
+from batches import tiny_llama
 from clocks import HANG_S
+from monograph.decode.cache import KVCache
+from monograph.serve import owner
 from monograph.serve.versions import Version
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Given, Served, small
@@ -45,6 +52,19 @@ def test_while_the_model_is_loaded_all_is_unavailable_but_the_page() -> None:
     source.may_load.set()
     assert served._ready.wait(HANG_S) and served.ask("GET", "/health").status == 200
     served.__exit__(None, None, None)
+
+
+def test_a_context_that_does_not_fit_the_memory_is_halved_and_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = Tokenizer.bytes()
+    model = tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=1024)
+    room = 2 * ROWS * KVCache.bytes_per_row(model.config, 256, torch.float32)
+    monkeypatch.setattr(owner, "LEAST_POSITIONS", 128)
+    monkeypatch.setattr(owner, "describe", lambda: SimpleNamespace(free_memory_bytes=room))
+    with Served(model, tokenizer) as served:
+        assert served.ask("GET", "/v1/models/last").body["max_model_len"] == 256
+        answer = served.post("/v1/completions", {"prompt": [5] * 256})
+        assert answer.status == 400 and "context is 256" in answer.body["error"]["message"]
+        assert served.service.rows == ROWS and served.texts([5] * 255, max_tokens=9, seed=1)
 
 
 def test_counts_are_those_of_what_happened() -> None:

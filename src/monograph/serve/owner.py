@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from monograph.decode.automata import Arena
-from monograph.decode.cache import Slots
+from monograph.decode.cache import KVCache, Slots
 from monograph.decode.completion import rows_that_fit
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import Chain, chain_of
@@ -24,11 +24,14 @@ from monograph.decode.records import Pace
 from monograph.decode.request import Event, Request
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import MAX_STOP_IDS
+from monograph.device import describe
 from monograph.errors import MonographError
 from monograph.evaluation.choices import TokenScore, score_tokens
+from monograph.model.llama import Llama
 from monograph.serve.fields import MOST_BIASES, MOST_LOGPROBS
 from monograph.serve.versions import Version
 
+LEAST_POSITIONS = 8192
 STEPS = {"cuda": 16, "cpu": 1}  # of a block
 HURRIED_STEPS, CHUNKS = 4, 2  # see `Pace`
 _FILTERED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}
@@ -50,6 +53,19 @@ def chains(logprobs: int) -> list[Chain]:
 
     kinds = ({"temperature": 1.0}, None), ({"temperature": 1.0}, logprobs), (_FILTERED, None), (_FILTERED, logprobs)
     return [*(chain(*kind) for kind in kinds), chain(_EVERYTHING, logprobs)]
+
+
+def positions(model: Llama, rows: int) -> int:
+    """Return how many positions each row has: the model's own, or half as often as it takes until so many rows fit.
+
+    They fit half of the free memory. Fewer than LEAST_POSITIONS are not for lack of memory: then there are fewer rows.
+    """
+    slots, half_bytes = model.config.max_position_embeddings, describe().free_memory_bytes // 2
+    while slots // 2 >= LEAST_POSITIONS and half_bytes < rows * KVCache.bytes_per_row(
+        model.config, slots, model.lm_head.weight.dtype
+    ):
+        slots //= 2
+    return slots
 
 
 class Text:
@@ -99,6 +115,7 @@ class _Lane:
     def __init__(self, version: Version, rows: int) -> None:
         model, vocabulary = version.model, version.tokenizer.vocab_size
         device = model.lm_head.weight.device
+        version.context = positions(model, rows)
         slots = Slots(version.context)
         self.version, self.texts, self.drawn = version, dict[int, Text](), 0
         self.generator = Generator(

@@ -38,6 +38,7 @@ class Version:
         model: the model.
         tokenizer: its tokenizer.
         precision: the precision in which a text is scored, that of the run, as `monograph evaluate` does.
+        context: the most tokens of a prompt and its text, the model's own or as many as the memory holds.
         created: when it was loaded, in seconds since 1970.
         fingerprint: of all that decides the bits of a text beside its request.
     """
@@ -50,13 +51,8 @@ class Version:
         self.fingerprint = "fp_" + hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:12]
         self.id, self.names, self.tokenizer, self.precision = identity, names, tokenizer, precision
         self.model = model.to(default_device()).eval().requires_grad_(False)
-        self.created = int(time.time())
+        self.context, self.created = model.config.max_position_embeddings, int(time.time())
         self._breakers: dict[tuple[str, ...], torch.Tensor] = {}
-
-    @property
-    def context(self) -> int:
-        """Return the most tokens of a prompt and its text."""
-        return self.model.config.max_position_embeddings
 
     @property
     def has_template(self) -> bool:
