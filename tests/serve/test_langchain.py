@@ -1,0 +1,48 @@
+"""Run: pytest tests/serve/test_langchain.py -m slow (with LangChain's client: pip install langchain-openai)"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+from chats import speaking
+from served import Served, small
+
+langchain = pytest.importorskip("langchain_openai", reason="LangChain's client is not installed")
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # what its libraries warn of is not ours to fix
+
+
+class Weather(BaseModel):
+    """A form."""
+
+    rains: bool
+    degrees: int
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    tokenizer = speaking(tmp_path_factory.mktemp("speaking"), "chatml")
+    with Served(small(tokenizer), tokenizer) as served:
+        yield langchain.ChatOpenAI(
+            base_url=f"{served.url}/v1", api_key="none", model="last", max_tokens=100, seed=3, max_retries=0
+        )
+
+
+def test_it_answers_streams_and_counts(chat: Any) -> None:
+    asked = [("system", "Be brief."), ("human", "Does it rain?")]
+    whole = chat.invoke(asked)
+    assert whole.content and whole.usage_metadata["output_tokens"] > 0
+    assert "".join(chunk.content for chunk in chat.stream(asked)) == whole.content
+
+
+def test_a_form_is_kept(chat: Any) -> None:
+    found = chat.with_structured_output(Weather, method="json_schema", strict=True).invoke("Does it rain?")
+    assert isinstance(found, Weather)
+
+
+def test_tools_are_refused_and_not_ignored(chat: Any) -> None:
+    with pytest.raises(Exception, match="tools is not supported"):
+        chat.bind_tools([Weather]).invoke("Does it rain?")
