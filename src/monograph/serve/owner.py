@@ -86,8 +86,9 @@ class Text:
     def joined(self, event: Event) -> Event | None:
         """Return what is to be told after a further event of a block, or None if that is nothing yet."""
         if (old := self._event) is not None:
-            ids, reported = old.token_ids + event.token_ids, old.logprobs + event.logprobs
-            event = Event(event.number, ids, event.finish, reported)
+            old.token_ids.extend(event.token_ids)  # in place, as texts are long
+            old.logprobs.extend(event.logprobs)
+            event = old._replace(finish=event.finish)
         told = self.piecewise or event.finish is not None
         self._event = None if told else event
         return event if told else None
