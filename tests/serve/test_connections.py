@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import socket
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -179,6 +180,19 @@ def test_an_answer_that_nobody_reads_closes_with_its_connection(
         monkeypatch.setattr(ours.transport, "close", lambda: None)
         until(lambda: not connections)
         client.recv(1 << 16)
+
+
+def test_a_connection_that_was_reset_is_forgotten_at_once(served: Served) -> None:
+    """uvicorn's timer for the next request would keep it, with all that it has read, for 20 s."""
+    connections = served.server.server_state.connections
+    until(lambda: not connections)
+    client = connected(served, HEALTH)
+    [ours] = connections
+    until(lambda: ours.timeout_keep_alive_task)
+    client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    client.close()
+    until(lambda: not connections)
+    until(lambda: ours.timeout_keep_alive_task is None)
 
 
 def test_idle_connections_lock_nobody_out(served: Served, generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,6 +46,7 @@ class Connection(H11Protocol):
             if timer is not None:
                 timer.cancel()
         super().connection_lost(exc)
+        self._unset_keepalive_if_required()  # uvicorn's own timer would keep what was reset in memory until it fires
 
     @property
     def idle(self) -> bool:
