@@ -80,7 +80,7 @@ def measured(
     automaton = made[-1]
     states, classes = automaton.next_SC.shape
     tables = Tables([automaton], len(pieces), device)
-    start = tables.start(automaton)
+    start = tables.take(automaton)
     assert start is not None
     token_B = torch.full((rows,), len(pieces) - 1, device=device)
     inside_B = torch.full((rows,), start, dtype=torch.int32, device=device)

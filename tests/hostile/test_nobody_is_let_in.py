@@ -27,12 +27,13 @@ ALLOWED = {
     "eval": {  # a module's own method: it is to compute, not to learn
         "commands/compare.py", "commands/evaluate.py", "decode/completion.py", "decode/generator.py",
         "evaluation/choices.py", "rl/rollouts.py",
-        "engine.py", "graph/siblings.py", "lm_eval/model.py",
+        "serve/versions.py", "engine.py", "graph/siblings.py", "lm_eval/model.py",
     },
     "zipfile": {"model/torch_file.py"},  # what an archive says of its entries is read, and none of them
 }  # fmt: skip
 RUNS_A_TEXT = {"rl/worker.py"}  # a reward's programs, in processes of their own
 STARTS_PROGRAMS = {"text/template.py", "text/tokenizer_trial.py", "rl/functions.py", "rl/solutions.py"}
+STARTS_PROGRAMS |= {"serve/compiling.py"}  # this package's own, which compiles the constraints of requests
 RUNS_A_FILE = {"run/recipe.py"}  # of model.init = FILE.py:FUNCTION, which a person names as they name a program
 
 
@@ -70,7 +71,7 @@ def test_weights_are_the_only_thing_that_torch_loads() -> None:
     assert calls == [("model/torch_file.py", "True")]
 
 
-def test_programs_are_started_in_four_places_and_files_run_in_one() -> None:
+def test_programs_are_started_in_five_places_and_files_run_in_one() -> None:
     by_file = {path.relative_to(PACKAGE).as_posix(): compiled(path) for path in SOURCES}
     started = {file for file, found in by_file.items() if found & {"Popen", "check_output", "posix_spawn", "execv"}}
     started |= {file for file, found in by_file.items() if {"subprocess", "run"} <= found}
@@ -128,6 +129,8 @@ NO_INPUT = {
     "graph/matmul.py": "a source of the package",
     "profiling/memory.py": "/proc",
     "profiling/profiler.py": "a trace that was just written",
+    "serve/app.py": "a page and a document of the package",
+    "serve/compiling.py": "a pipe to a process of its own",
     "run/trust.py": "the secret of this user, never through a link",
 }
 

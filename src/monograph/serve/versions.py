@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from monograph.run.folder import Run
 from monograph.run.models import load, load_run
 from monograph.run.recipe import run_named
 from monograph.session.recorded import run_settings
-from monograph.storage.reading import entries
+from monograph.storage.reading import entries, without_links
 from monograph.text.chat import stop_ids
 from monograph.text.tokenizer import Tokenizer
 
@@ -103,15 +102,15 @@ class Source:
         self._seen, run = self._newest(), run_named(self.name)
         if run is None:
             model, tokenizer = load(self.name, self.warn)
-            name = Path(self.name).resolve().name
+            name = without_links(self.name).name
             return Version(name, (LAST,), model, tokenizer, Precision("fp32"), self.rows)
         model, tokenizer, update = load_run(run, self.warn)
         precision = Precision(run_settings(run, runs_code=False).train.precision)
-        name = run.folder.resolve().name
+        name = without_links(run.folder).name
         return Version(f"{name}@{update}", (name, LAST), model, tokenizer, precision, self.rows)
 
     def _newest(self) -> tuple[Any, ...]:
         run: Run | None = run_named(self.name)
         if run is None or run.at is not None:
             return (run and run.at,)
-        return run.folder.resolve(), [folder.name for folder in entries(run.checkpoints, "step-")][-1:]
+        return without_links(run.folder), [folder.name for folder in entries(run.checkpoints, "step-")][-1:]
