@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from monograph.serve import compiling, fields, versions
+from monograph.serve import answers, compiling, fields, versions
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served, small
 
@@ -34,6 +34,8 @@ DRY = {"dry_multiplier": 0.5, "dry_sequence_breakers": ["a", "b"]}
         (Tokenizer, "encode", "/tokenize", {"prompt": "a"}),
         (Tokenizer, "encode", "/v1/completions", {"prompt": "a", "max_tokens": 1}),
         (Tokenizer, "decode", "/detokenize", {"tokens": [5]}),
+        (answers, "token_text", "/v1/completions", {"prompt": "a", "max_tokens": 1, "logprobs": 1}),
+        (answers, "token_text", "/v1/completions", {"prompt": "ab", "max_tokens": 0, "logprobs": 1, "echo": True}),
         (versions, "breakers", "/v1/completions", {"prompt": "a", "max_tokens": 1} | DRY),
     ],
 )

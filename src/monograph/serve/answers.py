@@ -152,9 +152,11 @@ class Answer:
             "created": int(time.time()), "model": version.id, "system_fingerprint": version.fingerprint, "seed": seed,
         }  # fmt: skip
 
-    def whole(self, pieces: Sequence[Piece], usage: dict[str, int]) -> dict[str, Any]:
-        """Return the whole answer of whole texts."""
-        return self._head | self._rest | {"choices": [self._choice(piece) for piece in pieces], "usage": usage}
+    def whole(self, pieces: Sequence[Piece], usage: dict[str, int]) -> bytes:
+        """Return the whole answer of whole texts as JSON."""
+        # One by one, as `json` lets no other thread run meanwhile.
+        choices = b",".join([as_json(self._choice(piece)) for piece in pieces])
+        return as_json(self._head | self._rest)[:-1] + b',"choices":[' + choices + b'],"usage":' + as_json(usage) + b"}"
 
     def piece(self, piece: Piece | None, usage: bool | dict[str, int]) -> bytes:
         """Return a piece of a stream as JSON; its usage is null if `usage` is true, but for the last piece."""

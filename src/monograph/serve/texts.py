@@ -20,7 +20,7 @@ from monograph.serve.answers import Answer, ChatAnswer, Piece, Writing, scored, 
 from monograph.serve.compiling import Busy
 from monograph.serve.fields import Asked, Refused
 from monograph.serve.owner import Gone, Inbox, Text
-from monograph.serve.sending import Closed, Events, as_json, closed, error_of, read_body, send_error, send_json
+from monograph.serve.sending import Closed, Events, as_json, closed, error_of, read_body, send_error, send_whole
 from monograph.serve.service import Service
 from monograph.serve.versions import Version
 from monograph.text.chat import chat_ids
@@ -243,7 +243,7 @@ class Texts:
                 new, old = writings[text.index].add(event), pieces[text.index]
                 pieces[text.index] = Piece(new.number, old.text + new.text, old.entries + new.entries, new.finish)
         usage = usage_of(sum(map(len, prompts)), sum(writing.tokens for writing in writings))
-        await send_json(send, answer.whole(pieces, usage))
+        await _send(answer, pieces, usage, send)
 
     def _writing(self, text: Text, asked: Asked, before: str = "") -> Writing:
         # lm-evaluation-harness counts on an entry for each token; in a chat the protocol has none for the end.
@@ -255,7 +255,7 @@ class Texts:
         repeated = [echo for echo in echoes for _ in range(asked.n)]
         pieces = [echo._replace(number=number, finish="length") for number, echo in enumerate(repeated)]
         answer = Answer(version, asked.sampling.seed, asked.likeliest)
-        await send_json(send, answer.whole(pieces, usage_of(sum(map(len, prompts)), 0)))
+        await _send(answer, pieces, usage_of(sum(map(len, prompts)), 0), send)
 
     async def _echoes(self, asked: Asked, version: Version, prompts: Sequence[Sequence[int]]) -> list[Piece]:
         """Return each prompt as a piece, scored if log-probabilities are asked for."""
@@ -269,6 +269,13 @@ class Texts:
                 entries = scored(version.tokenizer, ids, scores)
             echoes.append(Piece(0, text, entries, None))
         return echoes
+
+
+async def _send(answer: Answer, pieces: Sequence[Piece], usage: dict[str, int], send: Send) -> None:
+    """Send a whole answer, made beside the loop if it has log-probabilities: they are thousands of numbers."""
+    has_numbers = any(piece.entries for piece in pieces)
+    made = asyncio.to_thread(answer.whole, pieces, usage) if has_numbers else None
+    await send_whole(send, await made if made else answer.whole(pieces, usage))
 
 
 def joined(asked: Asked) -> str:
