@@ -116,6 +116,21 @@ def test_a_key_opens_and_who_needs_none_has_none(keyed: Served) -> None:
     assert {status(keyed, path, "GET") for path in ("/", "/health", "/openapi.json")} == {200}
 
 
+def test_no_key_learns_what_another_asked(keyed: Served) -> None:
+    """A prompt that was read before is not read again, which is faster: for the same key alone."""
+    asked = {"prompt": "a prompt that is longer than a chunk of sixty-four tokens, for bytes are tokens here " * 2}
+
+    def reused(key: str) -> int:
+        before = keyed.service.owner.stock.reused
+        assert keyed.post("/v1/completions", asked | {"max_tokens": 1}, Authorization=f"Bearer {key}").status == 200
+        assert keyed.post("/v1/completions", {"prompt": "b"}, Authorization=f"Bearer {key}").status == 200
+        return keyed.service.owner.stock.reused - before
+
+    other = "another-key-of-16+"
+    assert reused(KEY) == 0 < reused(KEY)
+    assert reused(other) == 0 < reused(other)
+
+
 def test_a_key_may_have_any_letters() -> None:
     """Its bytes are compared, not what h11 takes them for."""
     tokenizer, key = Tokenizer.bytes(), "schlüssel-字-0123456789"
