@@ -82,3 +82,21 @@ def test_counts_are_those_of_what_happened() -> None:
     assert lines["monograph_tokens_drawn_total"] == "10" and lines["monograph_rows"] == str(ROWS)
     assert lines["monograph_texts_waiting"] == lines["monograph_rows_running"] == "0"
     assert lines['monograph_request_seconds_bucket{le="+Inf"}'] == lines["monograph_first_token_seconds_count"] == "2"
+
+
+def test_counts_never_fall_when_a_version_goes() -> None:
+    """Prometheus takes a count that falls for one of a new process."""
+    tokenizer = Tokenizer.bytes()
+    with Served(small(tokenizer), tokenizer) as served:
+        for prompt in ("abc" * 40, "b", "abc" * 40):
+            served.texts(prompt, max_tokens=5, logit_bias={"1": -100})
+        before = served.service.owner.stock
+        assert before.reused > 0
+        served.source.give(small(tokenizer, seed=1), tokenizer)
+        end = time.monotonic() + HANG_S
+        while len(served.service.owner._lanes) != 1 or served.service.newest.id != "given@1":
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        served.texts("b", max_tokens=5, logit_bias={"1": -100})
+        after = served.service.owner.stock
+    assert after.drawn == before.drawn + 5 and after.reused == before.reused

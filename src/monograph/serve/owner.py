@@ -157,7 +157,7 @@ class Owner:
         self._asked: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._scores: deque[tuple[asyncio.Future[list[TokenScore]], Version, Sequence[int], int]] = deque()
         self._lanes: dict[Version, _Lane] = {}
-        self._dropped = 0  # tokens that versions drew which are gone
+        self._dropped = [0, 0]  # tokens that versions drew, and that they did not read again, which are gone
         self._ended: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="owner", daemon=True)
         self._thread.start()
@@ -187,7 +187,8 @@ class Owner:
         """Free a version, of which no text is written any more."""
 
         def free() -> None:
-            self._dropped += self._lanes.pop(version).drawn
+            lane = self._lanes.pop(version)
+            self._dropped = [self._dropped[0] + lane.drawn, self._dropped[1] + lane.generator.reused]
 
         self._ask(free)
 
@@ -248,11 +249,11 @@ class Owner:
             if not done.cancelled():
                 self._tell(_answer, done, score_tokens(version.model, ids, version.precision, likeliest))
         found = [pair for lane in list(self._lanes.values()) if lane.generator.busy for pair in lane.advance()]
-        generators = [lane.generator for lane in self._lanes.values()]
-        drawn = self._dropped + sum(lane.drawn for lane in self._lanes.values())
-        blocks = self.stock.blocks + bool(busy)
-        reused, running = (sum(map(count, generators)) for count in (lambda g: g.reused, lambda g: g.running))
-        self.stock = Stock(drawn, blocks, reused, running)
+        lanes = self._lanes.values()
+        drawn = self._dropped[0] + sum(lane.drawn for lane in lanes)
+        reused = self._dropped[1] + sum(lane.generator.reused for lane in lanes)
+        running = sum(lane.generator.running for lane in lanes)
+        self.stock = Stock(drawn, self.stock.blocks + bool(busy), reused, running)
         if found:
             self._tell(_deliver, found)
         return True
