@@ -40,7 +40,7 @@ def test_while_the_model_is_loaded_all_is_unavailable_but_the_page() -> None:
     served = Served(small(tokenizer), tokenizer)
     served.source = source = Slow(served.model, tokenizer, ROWS)
     served._thread.start()
-    while not hasattr(served, "port"):
+    while not (hasattr(served, "port") and served.server.started):
         time.sleep(0.01)
     answers = [served.post(path, body) for path, body in ASKED.items()]
     answers += [
