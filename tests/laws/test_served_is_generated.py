@@ -232,10 +232,22 @@ def test_a_closed_socket_frees_its_row_within_two_blocks(served: Served, stream:
 def test_the_queue_is_bounded_and_a_storm_leaves_nothing(served: Served) -> None:
     until(served.idle)
     answer, before = served.texts("abc", seed=9, **CALM), served.service.gate.cancelled
-    storm = [sent(served, LONG | {"seed": seed, "stream": seed % 2 == 0}) for seed in range(60)]
-    until(lambda: served.service.gate.refused > 0)
-    assert served.service.gate.waiting <= served.service.gate.most
-    refused = served.post("/v1/completions", LONG)
+    generator = next(iter(served.service.owner._lanes.values())).generator
+    step, released = generator.advance, threading.Event()
+
+    def held() -> Any:
+        assert released.wait(HANG_S)
+        return step()
+
+    generator.advance = held  # type: ignore[method-assign]  # or the queue might be empty before all have come
+    try:
+        storm = [sent(served, LONG | {"seed": seed, "stream": seed % 2 == 0}) for seed in range(60)]
+        until(lambda: served.service.gate.refused == 60 - ROWS - served.service.gate.most)
+        assert served.service.gate.waiting == served.service.gate.most
+        refused = served.post("/v1/completions", LONG)
+    finally:
+        generator.advance = step  # type: ignore[method-assign]
+        released.set()
     assert refused.status == 429 and 1 <= int(refused.headers["retry-after"]) <= 60
     assert refused.body["error"]["code"] == "rate_limit_exceeded"
     for connection in storm:
