@@ -10,8 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from monograph.text.tokenizer import Tokenizer
-from served import CONTEXT, ROWS, Served, small
+from served import CONTEXT, ROWS, Served
 
 openai = pytest.importorskip("openai", reason="pip install openai")
 SCHEMA = {
@@ -22,13 +21,6 @@ SCHEMA = {
 }
 FORM = {"type": "json_schema", "json_schema": {"name": "answer", "schema": SCHEMA, "strict": True}}
 SAID = [{"role": "user", "content": [{"type": "text", "text": "abc"}]}]
-
-
-@pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    tokenizer = Tokenizer.bytes()
-    with Served(small(tokenizer), tokenizer) as served:
-        yield served
 
 
 @pytest.fixture(scope="module")

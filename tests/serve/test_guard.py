@@ -18,13 +18,6 @@ PATHS = ["/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"]
 
 
 @pytest.fixture(scope="module")
-def served() -> Iterator[Served]:
-    tokenizer = Tokenizer.bytes()
-    with Served(small(tokenizer), tokenizer) as served:
-        yield served
-
-
-@pytest.fixture(scope="module")
 def keyed() -> Iterator[Served]:
     tokenizer = Tokenizer.bytes()
     with Served(small(tokenizer), tokenizer, keys=["another-key-of-16+", KEY]) as served:

@@ -306,7 +306,7 @@ class Generator:
     # ── blocks of steps ───────────────────────────────────────────────────────────────────────
 
     def _launch(self) -> Block | None:
-        """Start a block of steps, fewer than `block` if no row needs that many; return None if no row needs any."""
+        """Start a block of steps, as many as the pace has or a row needs; return None if no row needs any."""
         running = [record for record in self._records if record is not None]
         most = self.pace.hurried if self._waiting else self.pace.steps
         steps = min(most, max((record.limit - record.launched for record in running), default=0))

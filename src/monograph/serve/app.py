@@ -14,7 +14,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from monograph.errors import MonographError
-from monograph.serve.fields import Fields, Refused, parsed
+from monograph.serve.fields import Fields, Refused, a_bool, a_text, parsed
 from monograph.serve.guard import Guard
 from monograph.serve.sending import Closed, error_of, read_body, send_error, send_json
 from monograph.serve.service import Service
@@ -88,9 +88,9 @@ class _Asked:
 
     def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
         given, version = Fields(body), self._service.newest
-        given.take("model", _of(str, "a text"))
-        text = given.take("prompt", _of(str, "a text"))
-        special = given.take("add_special_tokens", _of(bool, "true or false"), True)
+        given.take("model", a_text)
+        text = given.take("prompt", a_text)
+        special = given.take("add_special_tokens", a_bool, True)
         given.end()
         if text is None:
             raise Refused(400, "prompt is missing: expected a text", "prompt")
@@ -106,22 +106,13 @@ class _Asked:
 
     def detokenize(self, body: dict[str, Any]) -> dict[str, Any]:
         given, tokenizer = Fields(body), self._service.newest.tokenizer
-        given.take("model", _of(str, "a text"))
-        ids = given.take("tokens", _of(list, "a list of token ids"))
+        given.take("model", a_text)
+        ids = given.take("tokens", lambda _, value: value)
         given.end()
         known = range(tokenizer.vocab_size)
-        if ids is None or not all(type(token) is int and token in known for token in ids):
+        if not isinstance(ids, list) or not all(type(token) is int and token in known for token in ids):
             raise Refused(400, f"tokens: expected a list of token ids from 0 to {known[-1]}", "tokens")
         return {"prompt": tokenizer.decode(ids)}
-
-
-def _of(kind: type, expected: str) -> Callable[[str, Any], Any]:
-    def check(name: str, value: Any) -> Any:
-        if not isinstance(value, kind):
-            raise Refused(400, f"{name} = {value!r:.80}: expected {expected}", name)
-        return value
-
-    return check
 
 
 class _Posted:

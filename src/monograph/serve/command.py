@@ -93,8 +93,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
 
 
 async def _serve(source: Source, host: str, keys: list[str], listening: socket.socket) -> int:
-    bugs: list[str] = []
-    service = Service(source, _say, lambda error: bugs.append(_report(error)))
+    service = Service(source, _say, _report)
     server = _Server(configured(service, host, keys), service)
     serving = asyncio.create_task(server.serve([listening]))
     begun = asyncio.create_task(_begin(service, server, host, listening.getsockname()[1], bool(keys)))
@@ -154,10 +153,9 @@ def _say(line: str) -> None:
     print(f"serve     {one_line(line)}", flush=True)
 
 
-def _report(error: Exception) -> str:
+def _report(error: Exception) -> None:
     place = bug_report(sys.argv[1:])
     warn(f"bug: {one_line(f'{type(error).__name__}: {said_by(error)}')[:200]}; please report it with {place}")
-    return str(place)
 
 
 class _Server(uvicorn.Server):

@@ -170,7 +170,7 @@ def completion(body: dict[str, Any], rows: int) -> Asked:
     prompts = given.take("prompt", _prompts)
     if prompts is None:
         raise Refused(400, "prompt is missing: expected a text, a list of texts, or lists of token ids", "prompt")
-    likeliest, echo = given.take("logprobs", _whole(0, MOST_LOGPROBS)), given.take("echo", _bool, False)
+    likeliest, echo = given.take("logprobs", _whole(0, MOST_LOGPROBS)), given.take("echo", a_bool, False)
     most = given.take("max_tokens", _whole(0, 2**31 - 1), 16)
     if most == 0 and not echo:
         raise Refused(400, "max_tokens is 0: only a request with echo asks for no token", "max_tokens")
@@ -197,7 +197,7 @@ def chat(body: dict[str, Any], rows: int) -> Asked:
     most, older = (given.take(name, _whole(1, 2**31 - 1)) for name in ("max_completion_tokens", "max_tokens"))
     if most is not None and older is not None:
         raise Refused(400, "max_tokens is the older name of max_completion_tokens: give one of them", "max_tokens")
-    wanted, likeliest = given.take("logprobs", _bool, False), given.take("top_logprobs", _whole(0, MOST_LOGPROBS))
+    wanted, likeliest = given.take("logprobs", a_bool, False), given.take("top_logprobs", _whole(0, MOST_LOGPROBS))
     if likeliest is not None and not wanted:
         raise Refused(400, "top_logprobs needs logprobs to be true", "top_logprobs")
     variables = given.take("chat_template_kwargs", _variables, {})
@@ -209,15 +209,15 @@ def chat(body: dict[str, Any], rows: int) -> Asked:
 
 def _asked(given: Fields, rows: int, **rest: Any) -> Asked:
     """Return what both kinds of requests have in common, with what they have not."""
-    model = given.take("model", _text)
+    model = given.take("model", a_text)
     if model is None:
         raise Refused(400, "model is missing: GET /v1/models says which there are", "model")
-    stream, options = given.take("stream", _bool, False), given.take("stream_options", _object, {})
+    stream, options = given.take("stream", a_bool, False), given.take("stream_options", _object, {})
     if options and not stream:
         raise Refused(400, "stream_options is for a stream", "stream_options")
     inner = Fields(options)
-    usage = inner.take("include_usage", _bool, False)
-    inner.take("include_obfuscation", _bool)
+    usage = inner.take("include_usage", a_bool, False)
+    inner.take("include_obfuscation", a_bool)
     inner.end()
     kinds = {"response_format": _response_format, "regex": _regex, "choice": _choice}
     named = [limit for name, check in kinds.items() if (limit := given.take(name, check)) is not None]
@@ -268,13 +268,15 @@ def _biases(value: Any) -> dict[int, float]:
 # ── the kinds of values ───────────────────────────────────────────────────────────────────────────
 
 
-def _text(name: str, value: Any) -> str:
+def a_text(name: str, value: Any) -> str:
+    """Return a field that is a text."""
     if not isinstance(value, str):
         raise Refused(400, f"{name} = {value!r:.80}: expected a text", name)
     return value
 
 
-def _bool(name: str, value: Any) -> bool:
+def a_bool(name: str, value: Any) -> bool:
+    """Return a field that is true or false."""
     if not isinstance(value, bool):
         raise Refused(400, f"{name} = {value!r:.80}: expected true or false", name)
     return value
@@ -324,7 +326,7 @@ def _stops(name: str, value: Any) -> list[str]:
 
 
 def _regex(name: str, value: Any) -> Limit:
-    return Limit("regex", _text(name, value), name)
+    return Limit("regex", a_text(name, value), name)
 
 
 def _choice(name: str, value: Any) -> Limit:
@@ -335,7 +337,7 @@ def _choice(name: str, value: Any) -> Limit:
 
 def _response_format(name: str, value: Any) -> Limit | None:
     inner = Fields(_object(name, value))
-    kind, given = inner.take("type", _text), inner.take("json_schema", _object)
+    kind, given = inner.take("type", a_text), inner.take("json_schema", _object)
     if kind == "text" and given is None:
         inner.end()
         return None
@@ -343,7 +345,7 @@ def _response_format(name: str, value: Any) -> Limit | None:
         raise Refused(400, f'{name}: expected {{"type": "json_schema", "json_schema": {{"schema": ...}}}}', name)
     inner.end()
     schema = Fields(given)
-    for key, check in (("name", _text), ("description", _text), ("strict", _bool)):
+    for key, check in (("name", a_text), ("description", a_text), ("strict", a_bool)):
         schema.take(key, check)
     found = schema.take("schema", _object)
     schema.end()
@@ -354,7 +356,7 @@ def _response_format(name: str, value: Any) -> Limit | None:
 
 def _variables(name: str, value: Any) -> dict[str, Any]:
     inner = Fields(_object(name, value))
-    thinking = inner.take("enable_thinking", _bool)
+    thinking = inner.take("enable_thinking", a_bool)
     inner.end()
     return {} if thinking is None else {"enable_thinking": thinking}
 
@@ -367,8 +369,8 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]]:
 
 def _message(name: str, value: Any) -> dict[str, Any]:
     given = Fields(value) if isinstance(value, dict) else Fields({})
-    role, content = given.take("role", _text), given.take("content", _content)
-    speaker = given.take("name", _text)
+    role, content = given.take("role", a_text), given.take("content", _content)
+    speaker = given.take("name", a_text)
     if role not in _ROLES:
         raise Refused(400, f"{name}: expected a role of {', '.join(_ROLES)}, not {role!r:.40}", "messages")
     for nothing in ("refusal", "annotations", "audio", "tool_calls", "function_call"):

@@ -175,10 +175,10 @@ class Owner:
                 lane = _Lane(version, self._rows)
                 lane.generator.warm_up()
             except MonographError as error:
-                self._tell(done.set_exception, error)
+                self._tell(_answer, done, error)
             else:
                 self._lanes[version] = lane
-                self._tell(done.set_result, lane.generator.rows)
+                self._tell(_answer, done, lane.generator.rows)
 
         self._ask(make)
         return await done
@@ -269,5 +269,9 @@ def _deliver(found: Sequence[tuple[Text, Event]]) -> None:
 
 
 def _answer(done: asyncio.Future[Any], value: object) -> None:
-    if not done.done():
+    if done.done():  # nobody waits any more
+        return
+    if isinstance(value, Exception):
+        done.set_exception(value)
+    else:
         done.set_result(value)
