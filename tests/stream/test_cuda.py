@@ -115,14 +115,15 @@ def test_what_fails_on_the_host_is_raised_in_who_waits_and_ever_after() -> None:
 
 
 class Beside(Immediately):
-    """A CPU whose host lane is a thread."""
+    """A CPU whose host lane is a thread; `behind` is how much work this has left at most while there is other work."""
 
     def __init__(self) -> None:
-        self.thread = HostThread()
+        self.thread, self.behind = HostThread(), 0
 
     def run(self, work: Work) -> Any:
         if work.mark.lane == "host":
             return self.thread.give([], work.call)
+        self.behind = max(self.behind, len(self.thread._left))
         for mark in (mark for mark in work.waits if mark.lane == "host"):
             self.thread.until(mark.number)
         return super().run(work)
@@ -140,12 +141,15 @@ class Beside(Immediately):
     ],
 )
 def test_a_thread_that_updates_with_its_own_graphs_changes_no_bit(place: str) -> None:
-    """They are made in it, as none but it calls them; and law 4, captured block by block."""
+    """They are made in it, as none but it calls them, while nothing else is traced; and law 4, block by block."""
     sizes, changes = {"num_hidden_layers": 3}, {"precision": "bf16", "clip": None}
-    engine = streamed(sizes, lanes=Lanes(Beside()), placement=EVERY[place], **changes)
+    beside = Beside()
+    engine = streamed(sizes, lanes=Lanes(beside), placement=EVERY[place], **changes)
     assert engine.capture(windows(1)[0], "aot_eager") is None
+    assert beside.behind == 0
     before = compat.captured_graphs()
     left = trained(engine, windows())
+    assert beside.behind > 0
     assert compat.captured_graphs() == before
     assert not other_bits(left, twin(sizes, windows(), "aot_eager", **changes))
 

@@ -20,7 +20,7 @@ from monograph.graph.trial import Trial, said
 from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer, Plane
 from monograph.schedule import Schedule
-from monograph.step import Clip, Layout, Step
+from monograph.step import Clip, Layout, Step, Update
 from monograph.step.layout import fuse, fuses
 from monograph.step.step import all_or_nothing
 from monograph.stream.chunked_update import HALF_DONE
@@ -120,7 +120,23 @@ class Streamed(Engine):
 
     def capture(self, window: Batch, backend: graph.Backend = "inductor", scope: graph.Scope = "blocks") -> str | None:
         """Compile one block for all blocks, the head and the updates; the scope is always "blocks"."""
-        return super().capture(window, backend, "blocks")
+        # torch refuses to call a compiled function in one thread while another one traces.
+        self.walk.lanes.one_by_one = True
+        try:
+            return super().capture(window, backend, "blocks")
+        finally:
+            self.walk.lanes.one_by_one = False
+
+    def _step_down(self, window: Batch, message: str) -> None:
+        super()._step_down(window, message)
+        self.walk.lanes.one_by_one = self._captured is not None  # what follows is compiled anew
+
+    def update(self) -> Update:
+        """Clip and apply the accumulated gradient."""
+        try:
+            return super().update()
+        finally:
+            self.walk.lanes.one_by_one = False
 
     def ledger(self) -> dict[str, dict[str, int]]:
         """Return the bytes of buffers by home, and those of the device's slots and staging buffers."""

@@ -106,11 +106,12 @@ class Lanes:
     Attributes:
         executor: the object that does the work.
         moved_bytes: bytes copied so far, by (from, to).
+        one_by_one: whether the host's work is done before anything else is begun.
     """
 
     def __init__(self, executor: Executor):
         """Begin with no work done."""
-        self.executor = executor
+        self.executor, self.one_by_one = executor, False
         self.moved_bytes: Counter[tuple[Home, Home]] = Counter()
         self._happened: dict[Lane, dict[Lane, int]] = {lane: dict.fromkeys(LANES, 0) for lane in LANES}
         self._at: dict[Mark, dict[Lane, int]] = {}
@@ -138,6 +139,8 @@ class Lanes:
         """Run a call on the host lane; of its spaces it reads and writes this many bytes in files."""
         self.moved_bytes += Counter({(Home.DISK, Home.HOST): from_disk, (Home.HOST, Home.DISK): to_disk})
         self._give("host", call, tuple(reads), tuple(writes), from_disk + to_disk)
+        if self.one_by_one:
+            self.executor.finish()
 
     def finish(self) -> None:
         """Wait until everything is done; afterwards every space may be read and written without waits."""
