@@ -19,7 +19,7 @@ def pages() -> dict[Path, list[str]]:
         "README.md": [tables.table(), tables.climbing()],
         "docs/peers.md": [tables.peers(), tables.quality()],
         "docs/generate.md": [tables.generating()],
-        "docs/serve.md": [tables.serving()],
+        "docs/serve.md": [tables.serving(), tables.serving("gpu/serve")],
         "docs/siblings.md": [tables.fusing()],
         "docs/transfer.md": [tables.carrying()],
         "docs/sweep.md": [tables.sweeping()],

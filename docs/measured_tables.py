@@ -102,13 +102,13 @@ def generating() -> str:
     return "\n".join(lines)
 
 
-def serving() -> str:
-    """Return one line for each load and server of benchmarks/serve.py."""
+def serving(name: str = "serve") -> str:
+    """Return one line for each load and server of benchmarks/serve.py, on a CPU or in "gpu/serve"."""
     lines = [
         "| load | server | tokens/s | first text, ms: p50, p99 | from text to text, ms: p50, p99 | 429 |",
         "|---" * 6 + "|",
     ]
-    for case in result("serve")["cases"]:
+    for case in result(name)["cases"]:
         if case["part"] != "latency":
             continue
         times = [[f"{1000 * case[name][at]:,.0f}" for at in ("p50", "p99")] for name in ("ttft_s", "itl_s")]

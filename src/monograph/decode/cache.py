@@ -57,6 +57,12 @@ class KVCache:
         """Return how many blocks to read for that many slots: a power of two, since each number has a graph."""
         return min(self.keys[0].shape[0], 1 << (-(-slots // self.block) - 1).bit_length())
 
+    @property
+    def sizes(self) -> list[int]:
+        """All that `visible` returns."""
+        blocks = self.keys[0].shape[0]
+        return sorted({min(blocks, 1 << power) for power in range(blocks.bit_length() + 1)})
+
     def first(self, blocks: int) -> KVCache:
         """Return a cache in the same memory, in which attention reads the first `blocks` blocks only."""
         return KVCache(self.keys, self.values, blocks, self.least)

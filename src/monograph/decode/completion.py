@@ -12,11 +12,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from monograph.decode.automata import Automaton, stop_strings
 from monograph.decode.cache import KVCache, Slots
-from monograph.decode.generator import Generator
+from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of
 from monograph.decode.penalties import breakers
 from monograph.decode.reproducible import continuation_seed
@@ -298,8 +299,16 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
         slots=slots,
         vocabulary=vocabulary,
         automata=automata,
-        mode="compiled" if steps >= WORTH_COMPILING[device] else "eager",
+        mode=mode_for(steps, device, torch.is_autocast_enabled(device)),
     )
+
+
+def mode_for(steps: int, device: str, casts: bool) -> Mode:
+    """Return how to run so many steps on a type of device, under autocast if it `casts`."""
+    if steps >= WORTH_COMPILING[device]:
+        return "compiled"
+    # Autocast keeps the weights that it has rounded, and a captured step would read these for ever.
+    return "eager" if casts else "captured"
 
 
 def rows_that_fit(model: Llama, form: Slots, most: int, advice: str) -> int:

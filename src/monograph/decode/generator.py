@@ -88,7 +88,8 @@ class Generator:
         wrap: Wrap = compile_function if self.compiled else lambda function: function
         longest = min(form.most, CHUNKS[weight.device.type], model.config.max_position_embeddings)
         chunk = min(1 << longest.bit_length() - 1, 1 << (form.longest - 1).bit_length())
-        self.reader = Reader(model, form, chunk, wrap)
+        recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
+        self.reader = Reader(model, form, chunk, wrap, recorder)
         self.cache = KVCache.allocate(model.config, rows, form.most, weight.dtype, weight.device, form.block)
         self.cache.least = form.least
         self._last_BD = weight.new_zeros(rows, model.config.hidden_size)  # of each row's prompt; see `Reader.last_RD`
@@ -102,7 +103,6 @@ class Generator:
             state = self.state.of(chain)
             return wrap(DecodeStep(model, state, self.cache, chain, self.knobs, self.tables, vocabulary).__call__)
 
-        recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
         self.steps = Steps(chains, step, recorder, few=self.compiled or recorder is not None or len(chains) == 1)
         rings = (self.state.ring_RB, self.state.values_RBN, self.state.ids_RBN)
         self.outbox = Outbox([ring for ring in rings if ring is not None])
@@ -171,8 +171,9 @@ class Generator:
         return self.rows - len(self._free)
 
     def warm_up(self) -> None:
-        """Capture every variant of a step now, while no request runs, and not within the first that need them."""
-        self.steps.warm_up(self.cache.keys[0].shape[0], lambda: self.outbox.begin(self.state.line_1))
+        """Capture every variant of a pass and a step now, while no request runs, not within the first that need it."""
+        self.reader.warm_up()
+        self.steps.warm_up(self.cache.sizes, lambda: self.outbox.begin(self.state.line_1))
 
     def run(self) -> Iterator[Event]:
         """Decode until every request has ended; yield its events, in order for each request."""
@@ -308,7 +309,8 @@ class Generator:
     def _launch(self) -> Block | None:
         """Start a block of steps, as many as the pace has or a row needs; return None if no row needs any."""
         running = [record for record in self._records if record is not None]
-        most = self.pace.hurried if self._waiting else self.pace.steps
+        hurried = self._waiting or not all(record.launched for record in running)
+        most = self.pace.hurried if hurried else self.pace.steps
         steps = min(most, max((record.limit - record.launched for record in running), default=0))
         if steps <= 0:
             return None

@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from monograph.decode.cache import KVCache, Slots
+from monograph.device import sent
+from monograph.graph.replay import WARM_UP, Recorder, Replays
 from monograph.model.llama import Llama
 from monograph.ops.attention import SAME_ROWS
 
@@ -34,7 +35,7 @@ class Reader:
         last_RD: then its final hidden state in each row; R are the rows of the reader's cache.
     """
 
-    def __init__(self, model: Llama, slots: Slots, chunk: int, wrap: Wrap) -> None:
+    def __init__(self, model: Llama, slots: Slots, chunk: int, wrap: Wrap, recorder: Recorder | None = None) -> None:
         """Allocate a cache with a row for each of the prompts that are read at once.
 
         Args:
@@ -42,13 +43,18 @@ class Reader:
             slots: its form; no prompt is longer than its positions.
             chunk: tokens read at once, a power of two up to the cache's block.
             wrap: a function that compiles another, or returns it unchanged.
+            recorder: captures the pass over a chunk, or None.
         """
         weight = model.lm_head.weight
         self.model, self.chunk, self.rows, self.device = model, chunk, slots.prompts, weight.device
         self.cache = KVCache.allocate(model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block)
         self.cache.least, self.whole = slots.least, slots.least >= SAME_ROWS
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
-        self._pass = wrap(self._read_chunk)
+        # What a pass reads and writes, at addresses that a captured one keeps.
+        self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)
+        self._start_11 = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
+        self._hidden_RTD = weight.new_zeros(self.rows, chunk if self.whole else 0, model.config.hidden_size)
+        self._passes = Replays(wrap(self._read_chunk), recorder)
         self._held: list[Ids] = []  # the prompts in its rows, and
         self._owner = ""  # whose they are
         self._left: list[int] = []  # where the chunks begin that are still to be read
@@ -102,23 +108,31 @@ class Reader:
         self.cache.clear(slice(None))
         self._held, self._left = [], []
 
+    def warm_up(self) -> None:
+        """Capture every variant of a pass; nothing is held afterwards."""
+        if self._passes.captures:
+            for blocks in self.cache.sizes:
+                self._passes.run(WARM_UP, blocks)
+            self.forget()
+
     def _read(self, begin: int) -> None:
         # With fixed chunks at fixed positions a prompt's numbers depend on it alone, and few graphs are captured.
         end = begin + self.chunk
-        padded = torch.zeros(self.rows, self.chunk, dtype=torch.int64)
-        for row, tokens in enumerate(self._held):
-            part = tokens[begin:end]
-            padded[row, : len(part)] = torch.tensor(part, dtype=torch.int64)
-        start = torch.full((1, 1), begin, device=self.device)
-        hidden_BTD = self._pass(padded.to(self.device), start, self.cache.visible(end))
+        parts = [tokens[begin:end] for tokens in self._held] + [()] * (self.rows - len(self._held))
+        padded = [part + (0,) * (self.chunk - len(part)) for part in parts]
+        self._tokens_RT.copy_(sent(padded, self.device))
+        self._start_11.fill_(begin)
+        self._passes.run(1, self.cache.visible(end))
         if self.whole:
             ends = {row: len(tokens) - 1 - begin for row, tokens in enumerate(self._held)}
             ends = {row: at for row, at in ends.items() if 0 <= at < self.chunk}
-            self.last_RD[list(ends)] = hidden_BTD[list(ends), list(ends.values())].to(self.last_RD.dtype)
+            self.last_RD[list(ends)] = self._hidden_RTD[list(ends), list(ends.values())]
 
     @torch.no_grad()
-    def _read_chunk(self, tokens_BT: Tensor, start_11: Tensor, blocks: int) -> Tensor | None:
-        positions_1T = start_11 + torch.arange(tokens_BT.shape[1], device=self.device)
-        hidden_BTD = self.model(tokens_BT, positions=positions_1T.expand_as(tokens_BT), cache=self.cache.first(blocks))
-        # A compiled pass that returns nothing leaves out what follows the last keys and values.
-        return hidden_BTD if self.whole else None
+    def _read_chunk(self, blocks: int) -> None:
+        positions_1T = self._start_11 + torch.arange(self.chunk, device=self.device)
+        positions_RT = positions_1T.expand_as(self._tokens_RT)
+        hidden_RTD = self.model(self._tokens_RT, positions=positions_RT, cache=self.cache.first(blocks))
+        # A compiled pass that keeps nothing leaves out what follows the last keys and values.
+        if self.whole:
+            self._hidden_RTD.copy_(hidden_RTD)

@@ -54,7 +54,7 @@ class Pace(NamedTuple):
 
     Attributes:
         steps: of a block, between two reads of the host.
-        hurried: most steps of a block while a request waits.
+        hurried: most steps of a block while a request waits for a row, or for its first tokens.
         chunks: most chunks of prompts that are read between two blocks if as many requests run as can begin; more
             where more can begin, as all of them wait for few; None: all.
     """

@@ -51,11 +51,10 @@ class Steps:
             self._chosen[key] = next(c for c in self.chains if c.covers(smallest)) if self._few else smallest
         return self._chosen[key]
 
-    def warm_up(self, blocks: int, begin: Callable[[], None]) -> None:
-        """Capture every variant of a step that reads up to so many blocks; `begin` is called before each."""
+    def warm_up(self, sizes: Sequence[int], begin: Callable[[], None]) -> None:
+        """Capture every variant of a step that reads so many blocks; `begin` is called before each."""
         truncations: tuple[Truncation, ...] = ("window", "search")
         if self.replays.captures:
-            sizes = sorted({min(blocks, 1 << power) for power in range(blocks.bit_length() + 1)})
             for variant in itertools.product(self.chains, sizes, truncations, (False, True)):
                 begin()
                 self.replays.run(WARM_UP, *variant)

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from monograph.data.rows import rows_at
 from monograph.decode.cache import Slots
-from monograph.decode.completion import WORTH_COMPILING, Completion, Generation, rows_that_fit
-from monograph.decode.generator import Generator
+from monograph.decode.completion import Completion, Generation, mode_for, rows_that_fit
+from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import rollout_seeds
 from monograph.decode.request import Request
@@ -71,7 +71,7 @@ class Drawer:
         self.engine, self.prompts, self.reward, self.options, self.updates = engine, prompts, reward, options, updates
         self.ends = prompts.ends(self.model.config)
         self.reference: list[Tensor] | None = None  # the planes of the weights that the run begins from
-        self._made: tuple[bool, Generator] | None = None
+        self._made: tuple[Mode, Generator] | None = None
 
     @property
     def model(self) -> Llama:
@@ -95,16 +95,16 @@ class Drawer:
 
     @property
     def generator(self) -> Generator:
-        """Return the decoder, compiled if that saves time over the whole run.
+        """Return the decoder, which runs as is best over the whole run.
 
         Raises:
             OutOfDeviceMemory: the keys and values of one answer take more than half of the free memory.
         """
-        options, model, prompts = self.options, self.model, self.prompts
+        options, model, prompts, step = self.options, self.model, self.prompts, self.engine.step
         answers, weight = options.prompts * options.group, model.lm_head.weight
         steps = self.updates() // options.updates * -(-answers // MOST_ROWS) * options.max_new_tokens
-        compiled = self.engine.step.scope != "none" and steps >= WORTH_COMPILING[weight.device.type]
-        if self._made and self._made[0] == compiled:
+        mode = mode_for(steps * (step.scope != "none"), weight.device.type, casts=step.precision.name != "fp32")
+        if self._made and self._made[0] == mode:
             return self._made[1]
         least, most = SAME_ROWS if options.exact else 1, options.max_new_tokens
         form = Slots(self.slots, block_of(self.slots), min(options.prompts, MOST_PROMPTS), least, prompts.longest)
@@ -114,9 +114,9 @@ class Drawer:
         with modes_kept(model):
             made = Generator(
                 model, chain, rows=rows, slots=form, vocabulary=prompts.vocab_size, block=min(STEPS, most),
-                mode="compiled" if compiled else "eager", automata=[self.form.automaton] if self.form else (),
+                mode=mode, automata=[self.form.automaton] if self.form else (),
             )  # fmt: skip
-        self._made = compiled, made
+        self._made = mode, made
         return made
 
     @contextmanager
