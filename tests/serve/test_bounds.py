@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from monograph.serve import answers, compiling, fields, versions
+from monograph.serve import answers, compiling, fields, texts, versions
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served, small
 
@@ -69,6 +69,24 @@ def test_more_texts_than_ever_have_room_are_refused_for_good(served: Served) -> 
     assert answer.status == 400 and answer.body["error"]["param"] == "prompt"
     assert answer.body["error"]["message"] == "prompt: 4 for each of 6 are 24 texts; a request may ask for 20 in all"
     assert served.post("/v1/completions", {"prompt": ["a"] * 1024, "max_tokens": 0, "echo": True}).status == 200
+
+
+@pytest.mark.parametrize(
+    ("options", "numbers"),
+    [
+        ({"max_tokens": 0, "echo": True, "logprobs": 4}, 4 * 3 * 5), ({"max_tokens": 9, "logprobs": 0}, 4 * 9),
+        ({"max_tokens": 9, "echo": True, "logprobs": 1}, 4 * 12 * 2), ({"max_tokens": 300, "logprobs": 0}, 4 * 253),
+    ],
+)  # fmt: skip
+def test_log_probabilities_that_would_take_gigabytes_are_refused(
+    served: Served, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], numbers: int
+) -> None:
+    body = {"prompt": [[5, 6, 7], [8, 9, 10]], "n": 2} | options
+    monkeypatch.setattr(texts, "MOST_NUMBERS", numbers)
+    assert served.post("/v1/completions", body).status == 200
+    monkeypatch.setattr(texts, "MOST_NUMBERS", numbers - 1)
+    answer = served.post("/v1/completions", body)
+    assert answer.status == 400 and answer.body["error"]["message"].startswith(f"logprobs: {numbers:,} of up to ")
 
 
 @pytest.mark.parametrize("name", ["temperature_range", "temperature_exponent", "temperature", "top_p"])
