@@ -12,7 +12,8 @@ import torch
 from batches import tiny_llama
 from clocks import HANG_S
 from monograph.decode.cache import KVCache
-from monograph.serve import owner
+from monograph.serve import owner, service
+from monograph.serve.gate import WAITING_PROMPTS
 from monograph.serve.versions import Version
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Given, Served, small
@@ -65,6 +66,19 @@ def test_a_context_that_does_not_fit_the_memory_is_halved_and_said(monkeypatch: 
         answer = served.post("/v1/completions", {"prompt": [5] * 256})
         assert answer.status == 400 and "context is 256" in answer.body["error"]["message"]
         assert served.service.rows == ROWS and served.texts([5] * 255, max_tokens=9, seed=1)
+
+
+def test_as_many_prompts_may_wait_for_a_newer_version_as_its_context_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "LOOK_S", 0.01)
+    tokenizer = Tokenizer.bytes()
+    with Served(tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=32), tokenizer) as served:
+        model = tiny_llama(vocab_size=tokenizer.vocab_size, max_position_embeddings=64)
+        served.source.give(model, tokenizer)
+        end = time.monotonic() + HANG_S
+        while served.service.newest.model is not model:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        assert served.service.gate._most_tokens == WAITING_PROMPTS * ROWS * 64
 
 
 def test_counts_are_those_of_what_happened() -> None:

@@ -24,12 +24,16 @@ class Gate:
 
     def __init__(self, owner: Owner, rows: int, context: int) -> None:
         """Open it for a decoder of so many rows, each with a context of so many tokens."""
-        self._owner, self._rows, self.most = owner, rows, WAITING * rows
-        self._most_tokens = WAITING_PROMPTS * rows * context
+        self._owner = owner
+        self.fit(rows, context)
         self._waiting: dict[str, deque[Text]] = {}  # by client, the one that is next first
         self._inside: dict[Text, float] = {}  # when each was let in
         self._text_s = 1.0  # about how long a text takes
         self.refused = self.cancelled = 0
+
+    def fit(self, rows: int, context: int) -> None:
+        """Take the sizes of the decoder that writes new texts."""
+        self._rows, self.most, self._most_tokens = rows, WAITING * rows, WAITING_PROMPTS * rows * context
 
     @property
     def waiting(self) -> int:

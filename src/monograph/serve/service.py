@@ -118,6 +118,7 @@ class Service:
                 self.bug(error)
                 return
             why = ""
+            self.gate.fit(self._rows, version.context)
             self._newest = version
             self._say(f"now {version.id}")
             if before is not None and not self._users[before]:
