@@ -224,3 +224,14 @@ def test_an_automaton_in_the_middle_of_the_arena_is_in_nobodys_way() -> None:
         if any(event.number == number and event.finish for event in machine.advance()):
             break
     assert not machine.busy
+
+
+def test_a_request_whose_automaton_finds_no_room_holds_up_none_without_any() -> None:
+    pieces = [bytes([97 + index % 26]) * (1 + index // 26) for index in range(VOCABULARY)]
+    first, second = (stop_strings([text], pieces) for text in ("x" * 20, "y" * 20))
+    machine = generator(automata=Arena(VOCABULARY, torch.device("cpu"), states=len(first.next_SC) + 2))
+    stops, started = [first, second, first, None], list[int]()
+    numbers = [machine.submit(request(index, stop=stop, max_tokens=9)) for index, stop in enumerate(stops, 1)]
+    for event in machine.run():
+        started += [event.number] * (event.number not in started)
+    assert started == [numbers[index] for index in (0, 3, 1, 2)]  # nobody keeps the room from the second

@@ -208,13 +208,29 @@ class Generator:
         began, left = clock(), self.pace.chunks
         if left is not None:
             left *= max(1, -(-min(len(self._free), len(self._waiting)) // max(1, self.running)))
-        while self._free and self._waiting:
+        while self._free and self._waiting and self._has_room():
             self._begin_reading()
             read = self.reader.go_on(left)
             left = None if left is None else left - read
-            if not self.reader.ready or not self._place():
+            if not self.reader.ready:
                 break
+            self._place()
         self.prefill_s += clock() - began
+
+    def _has_room(self) -> bool:
+        """Return whether the first request's automata have room now; if not, one without any goes before it.
+
+        No other one does, as those that came after it could keep the room from it for ever.
+        """
+        request = self._waiting[0][1]
+        if self._start(request) is not None:
+            self._give_back(request)
+            return True
+        passing = next((entry for entry in self._waiting if not (entry[1].constraint or entry[1].stop)), None)
+        if passing is not None:
+            self._waiting.remove(passing)
+            self._waiting.appendleft(passing)
+        return passing is not None
 
     def _begin_reading(self) -> None:
         request = self._waiting[0][1]
@@ -238,8 +254,8 @@ class Generator:
         pairs = zip(known, self.reader.part(request.prompt_ids), strict=False)
         return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
-    def _place(self) -> bool:
-        """Put requests whose prompts are read into free rows; return whether there was room for their automata."""
+    def _place(self) -> None:
+        """Put requests whose prompts are read into free rows, up to the first whose automata have no room."""
         its_rows = self.reader.rows_of(request.prompt_ids for request in self._next())
         starts, longest = list[tuple[int, int]](), 0
         for request in itertools.islice(self._next(), len(its_rows)):
@@ -247,8 +263,6 @@ class Generator:
                 break
             starts.append(start)
             longest = max(longest, len(request.prompt_ids))
-        if not starts:
-            return False
         rows, its_rows, state, values = self._free[: len(starts)], its_rows[: len(starts)], self.state, []
         del self._free[: len(starts)]
         self.cache.copy_rows(rows, self.reader.cache, its_rows, longest - (not self.reader.whole))
@@ -278,7 +292,6 @@ class Generator:
             if state.past is not None:
                 state.past.begin(row, prompt, request.breaker_V)
         write_rows(vars(state) | self.knobs, rows, values)
-        return True
 
     def _start(self, request: Request) -> tuple[int, int] | None:
         """Return the first states of a request's automata; None if there is no room for one of them now."""
@@ -290,13 +303,16 @@ class Generator:
             return None
         return constraint, stopping
 
+    def _give_back(self, request: Request) -> None:
+        self.tables.give_back(request.constraint)
+        self.tables.give_back(request.stop)
+
     def _end(self, rows: Sequence[int]) -> None:
         """Free rows, whose prompts' keys and values stay."""
         for row in rows:
             record, self._records[row] = self._records[row], None
             assert record is not None
-            self.tables.give_back(record.request.constraint)
-            self.tables.give_back(record.request.stop)
+            self._give_back(record.request)
             if not self._keeps:
                 self._prompts[row] = _NOTHING
         self._free += rows
