@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from monograph.serve import answers, compiling, fields, texts, versions
+from monograph.serve import answers, compiling, fields, gate, texts, versions
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served, small
 
@@ -87,6 +87,20 @@ def test_log_probabilities_that_would_take_gigabytes_are_refused(
     monkeypatch.setattr(texts, "MOST_NUMBERS", numbers - 1)
     answer = served.post("/v1/completions", body)
     assert answer.status == 400 and answer.body["error"]["message"].startswith(f"logprobs: {numbers:,} of up to ")
+
+
+def test_prompts_that_are_scored_take_so_much_memory_and_no_more(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = {"prompt": [5, 6, 7], "max_tokens": 0, "echo": True, "logprobs": 1}
+    monkeypatch.setattr(gate, "MOST_SCORES", 9)
+    with served.service.gate.scoring(3):
+        assert served.post("/v1/completions", body).status == 200
+    with served.service.gate.scoring(4):
+        answer = served.post("/v1/completions", body)
+        assert answer.status == 429 and answer.headers["retry-after"] == "10"
+        assert served.post("/v1/completions", {"prompt": "a", "max_tokens": 1}).status == 200
+    assert served.post("/v1/completions", body).status == 200
 
 
 @pytest.mark.parametrize("name", ["temperature_range", "temperature_exponent", "temperature", "top_p"])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from monograph.device import clock
 from monograph.serve.fields import Refused
@@ -11,6 +13,8 @@ from monograph.serve.owner import Owner, Text
 
 WAITING = 4  # texts that wait for each row
 WAITING_PROMPTS = 4  # whole contexts of prompts that wait for each row
+MOST_NUMBERS = 1 << 21  # log-probabilities of a request, each of which takes about 200 bytes until it is sent
+MOST_SCORES = 4 * MOST_NUMBERS  # of all requests that have prompts scored and nothing written
 
 
 class Gate:
@@ -29,7 +33,7 @@ class Gate:
         self._waiting: dict[str, deque[Text]] = {}  # by client, the one that is next first
         self._inside: dict[Text, float] = {}  # when each was let in
         self._text_s = 1.0  # about how long a text takes
-        self.refused = self.cancelled = 0
+        self.refused = self.cancelled = self._scores = 0
 
     def fit(self, rows: int, context: int) -> None:
         """Take the sizes of the decoder that writes new texts."""
@@ -64,6 +68,23 @@ class Gate:
         for text in texts:
             self._waiting.setdefault(text.request.owner, deque()).append(text)
         self._fill()
+
+    @contextmanager
+    def scoring(self, numbers: int) -> Iterator[None]:
+        """Let so many log-probabilities of prompts take memory until the end of the block.
+
+        Raises:
+            Refused: those of others take most of it.
+        """
+        if self._scores + numbers > MOST_SCORES:
+            self.refused += 1
+            message = "others have prompts scored: try again later"
+            raise Refused(429, message, code="rate_limit_exceeded", Retry_After="10")
+        self._scores += numbers
+        try:
+            yield
+        finally:
+            self._scores -= numbers
 
     def leave(self, text: Text, *, cancelled: bool = False) -> None:
         """Let a text go: it has ended, or is cancelled, which may come after its end."""

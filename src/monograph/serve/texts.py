@@ -19,6 +19,7 @@ from monograph.serve import fields
 from monograph.serve.answers import Answer, ChatAnswer, Piece, Writing, scored, usage_of
 from monograph.serve.compiling import Busy
 from monograph.serve.fields import Asked, Refused
+from monograph.serve.gate import MOST_NUMBERS
 from monograph.serve.owner import Gone, Inbox, Text
 from monograph.serve.sending import Closed, Events, as_json, closed, error_of, read_body, send_error, send_whole
 from monograph.serve.service import Service
@@ -26,7 +27,6 @@ from monograph.serve.versions import Version
 from monograph.text.chat import chat_ids
 
 LONGEST_S, PING_S = 600.0, 15.0  # of a request; between two signs of life
-MOST_NUMBERS = 1 << 21  # log-probabilities of a request, each of which takes about 200 bytes until it is sent
 _FAILED = {
     "not_finite": (500, "the model's logits are not finite"),
     "nothing_allowed": (400, "bias, min_tokens and constraint together left no token to write"),
@@ -85,10 +85,10 @@ class Texts:
             asks = f"{asked.n} for each of {len(asked.prompts):,} are {count:,} texts"
             raise Refused(400, f"prompt: {asks}; a request may ask for {most:,} in all", "prompt")
         prompts = await asyncio.to_thread(self._prompts, asked, version)
-        if asked.likeliest is not None:
-            _require_few(asked, version, prompts)
+        numbers = 0 if asked.likeliest is None else _numbers(asked, version, prompts)
         if asked.max_tokens == 0:
-            return await self._send_scored(asked, version, prompts, send)
+            with self._service.gate.scoring(numbers):
+                return await self._send_scored(asked, version, prompts, send)
         inbox: Inbox = asyncio.Queue()
         requests = await self._requests(asked, version, prompts, client)
         texts = [Text(request, version, index, inbox, asked.stream) for index, request in enumerate(requests)]
@@ -292,13 +292,18 @@ def joined(asked: Asked) -> str:
     return "".join(each["content"] for each in asked.messages)
 
 
-def _require_few(asked: Asked, version: Version, prompts: Sequence[Sequence[int]]) -> None:
-    """Refuse a request whose log-probabilities might take gigabytes."""
+def _numbers(asked: Asked, version: Version, prompts: Sequence[Sequence[int]]) -> int:
+    """Return how many log-probabilities a request may have.
+
+    Raises:
+        Refused: they might take gigabytes.
+    """
     most = version.context if asked.max_tokens is None else asked.max_tokens
     tokens = asked.n * sum(min(most, version.context - len(ids)) + len(ids) * asked.echo for ids in prompts)
     if (numbers := tokens * (1 + (asked.likeliest or 0))) > MOST_NUMBERS:
         asks = f"{numbers:,} of up to {tokens:,} tokens; a request may ask for {MOST_NUMBERS:,}"
         raise Refused(400, f"logprobs: {asks}: ask for fewer, or for fewer tokens or texts", "logprobs")
+    return numbers
 
 
 async def _batch(inbox: Inbox) -> list[tuple[Text, Event]]:
