@@ -53,7 +53,7 @@ class Given(Source):
 
     def load(self) -> Version:
         self._seen = (self.number,)
-        return Version(f"given@{self.number}", ("given", LAST), *self._next, Precision("fp32"), self.rows)
+        return Version(f"given@{self.number}", ("given", LAST), *self._next, Precision("fp32"))
 
 
 class Answer(NamedTuple):

@@ -11,6 +11,7 @@ import torch
 
 from batches import tiny_llama
 from clocks import HANG_S
+from monograph.decode import completion
 from monograph.decode.cache import KVCache
 from monograph.serve import owner, service
 from monograph.serve.gate import WAITING_PROMPTS
@@ -66,6 +67,20 @@ def test_a_context_that_does_not_fit_the_memory_is_halved_and_said(monkeypatch: 
         answer = served.post("/v1/completions", {"prompt": [5] * 256})
         assert answer.status == 400 and "context is 256" in answer.body["error"]["message"]
         assert served.service.rows == ROWS and served.texts([5] * 255, max_tokens=9, seed=1)
+
+
+def test_where_fewer_rows_fit_the_memory_the_fingerprint_is_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another number of rows has other bits."""
+    tokenizer, found = Tokenizer.bytes(), set[str]()
+    model = small(tokenizer)
+    row_bytes = KVCache.bytes_per_row(model.config, model.config.max_position_embeddings, torch.float32)
+    for rows in (2, ROWS):
+        memory = SimpleNamespace(free_memory_bytes=2 * rows * row_bytes)
+        monkeypatch.setattr(completion, "describe", lambda memory=memory: memory)
+        with Served(model, tokenizer) as served:
+            assert served.service.rows == rows
+            found.add(served.service.newest.fingerprint)
+    assert len(found) == 2
 
 
 def test_as_many_prompts_may_wait_for_a_newer_version_as_its_context_says(monkeypatch: pytest.MonkeyPatch) -> None:

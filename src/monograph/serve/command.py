@@ -142,7 +142,7 @@ def _say_ready(service: Service, version: Version, host: str, port: int, needs_k
         who = "only this machine can reach it, with a key"
     how = "a chat by its template" if version.has_template else "no chat template: a chat goes on with its text"
     print(
-        f"ready     {address}   {version.id}: {counted(service.rows, 'row')} of {version.context:,} positions; {how}\n"
+        f"ready     {address}   {version.id}: {version.size}; {how}\n"
         f"          OPENAI_BASE_URL={address}/v1   a page to talk to it: {address}/   {who}\n"
         "          one request with a seed is the same text, alone or in a crowd",
         flush=True,

@@ -118,11 +118,11 @@ class _Lane:
         device = model.lm_head.weight.device
         version.context = positions(model, rows)
         slots = Slots(version.context)
+        version.rows = rows_that_fit(model, slots, rows, "serve a model with fewer positions")
         self.version, self.texts, self.drawn = version, dict[int, Text](), 0
         self.generator = Generator(
             model, chains(min(MOST_LOGPROBS, vocabulary)),
-            rows=rows_that_fit(model, slots, rows, "serve a model with fewer positions"), slots=slots,
-            vocabulary=vocabulary, automata=Arena(vocabulary, device), mode="captured",
+            rows=version.rows, slots=slots, vocabulary=vocabulary, automata=Arena(vocabulary, device), mode="captured",
             block=Pace(STEPS[device.type], min(HURRIED_STEPS, STEPS[device.type]), CHUNKS),
         )  # fmt: skip
 
@@ -162,13 +162,13 @@ class Owner:
         self._thread = threading.Thread(target=self._run, name="owner", daemon=True)
         self._thread.start()
 
-    async def add(self, version: Version) -> int:
-        """Make a decoder for a version, and all that it would otherwise make in its first requests; return its rows.
+    async def add(self, version: Version) -> None:
+        """Make a decoder for a version, and all that it would otherwise make in its first requests.
 
         Raises:
             OutOfDeviceMemory: its keys and values do not fit.
         """
-        done: asyncio.Future[int] = self._loop.create_future()
+        done: asyncio.Future[None] = self._loop.create_future()
 
         def make() -> None:
             try:
@@ -178,10 +178,10 @@ class Owner:
                 self._tell(_answer, done, error)
             else:
                 self._lanes[version] = lane
-                self._tell(_answer, done, lane.generator.rows)
+                self._tell(_answer, done, None)
 
         self._ask(make)
-        return await done
+        await done
 
     def drop(self, version: Version) -> None:
         """Free a version, of which no text is written any more."""

@@ -91,8 +91,8 @@ class Service:
 
         version = await asyncio.to_thread(self.source.load)
         self.owner = Owner(self.source.rows, crashed)
-        self._rows = await self.owner.add(version)
-        self.gate = Gate(self.owner, self._rows, version.context)
+        await self.owner.add(version)
+        self.gate = Gate(self.owner, version.rows, version.context)
         self._newest = version
         return version
 
@@ -106,7 +106,7 @@ class Service:
                     why = ""
                     continue
                 version, before = await asyncio.to_thread(self.source.load), self._newest
-                self._rows = await self.owner.add(version)
+                await self.owner.add(version)
             except (MonographError, OSError) as error:
                 if str(error) != why:
                     self._say(f"still {self._newest.id if self._newest else ''}: {error}")
@@ -118,9 +118,9 @@ class Service:
                 self.bug(error)
                 return
             why = ""
-            self.gate.fit(self._rows, version.context)
+            self.gate.fit(version.rows, version.context)
             self._newest = version
-            self._say(f"now {version.id}")
+            self._say(f"now {version.id}: {version.size}")
             if before is not None and not self._users[before]:
                 self._drop(before)
 
@@ -155,8 +155,7 @@ class Service:
         Raises:
             Refused: see `newest`.
         """
-        _ = self.newest
-        return self._rows
+        return self.newest.rows
 
     @property
     def ending(self) -> Refused:

@@ -16,6 +16,7 @@ from monograph.decode.penalties import breakers
 from monograph.device import default_device
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
+from monograph.report.quantities import counted
 from monograph.run.base import digest
 from monograph.run.folder import Run
 from monograph.run.models import load, load_run
@@ -37,21 +38,31 @@ class Version:
         model: the model.
         tokenizer: its tokenizer.
         precision: the precision in which a text is scored, that of the run, as `monograph evaluate` does.
-        context: the most tokens of a prompt and its text, the model's own or as many as the memory holds.
+        rows, context: texts written at once, and the most tokens of a prompt and its text, as the memory holds them.
         created: when it was loaded, in seconds since 1970.
-        fingerprint: of all that decides the bits of a text beside its request.
     """
 
     def __init__(
-        self, identity: str, names: tuple[str, ...], model: Llama, tokenizer: Tokenizer, precision: Precision, rows: int
+        self, identity: str, names: tuple[str, ...], model: Llama, tokenizer: Tokenizer, precision: Precision
     ) -> None:
         """Put the model on the device."""
-        decisive = [digest(model), rows, torch.__version__, __version__, str(default_device())]
-        self.fingerprint = "fp_" + hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:12]
+        self._digest = digest(model)
         self.id, self.names, self.tokenizer, self.precision = identity, names, tokenizer, precision
         self.model = model.to(default_device()).eval().requires_grad_(False)
-        self.context, self.created = model.config.max_position_embeddings, int(time.time())
+        self.rows, self.context = 0, model.config.max_position_embeddings  # until it has a decoder
+        self.created = int(time.time())
         self._breakers: dict[tuple[str, ...], torch.Tensor] = {}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a digest of all that decides the bits of a text beside its request."""
+        decisive = [self._digest, self.rows, torch.__version__, __version__, str(default_device())]
+        return "fp_" + hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:12]
+
+    @property
+    def size(self) -> str:
+        """Return how many texts of how many tokens it writes at once."""
+        return f"{counted(self.rows, 'row')} of {self.context:,} positions"
 
     @property
     def has_template(self) -> bool:
@@ -103,11 +114,11 @@ class Source:
         if run is None:
             model, tokenizer = load(self.name, self.warn)
             name = without_links(self.name).name
-            return Version(name, (LAST,), model, tokenizer, Precision("fp32"), self.rows)
+            return Version(name, (LAST,), model, tokenizer, Precision("fp32"))
         model, tokenizer, update = load_run(run, self.warn)
         precision = Precision(run_settings(run, runs_code=False).train.precision)
         name = without_links(run.folder).name
-        return Version(f"{name}@{update}", (name, LAST), model, tokenizer, precision, self.rows)
+        return Version(f"{name}@{update}", (name, LAST), model, tokenizer, precision)
 
     def _newest(self) -> tuple[Any, ...]:
         run: Run | None = run_named(self.name)
