@@ -13,6 +13,7 @@ from batches import tiny_llama
 from clocks import HANG_S
 from monograph.decode import completion
 from monograph.decode.cache import KVCache
+from monograph.errors import OutOfDeviceMemory
 from monograph.serve import owner, service
 from monograph.serve.gate import WAITING_PROMPTS
 from monograph.serve.versions import Version
@@ -94,6 +95,41 @@ def test_as_many_prompts_may_wait_for_a_newer_version_as_its_context_says(monkey
             assert time.monotonic() < end
             time.sleep(0.01)
         assert served.service.gate._most_tokens == WAITING_PROMPTS * ROWS * 64
+
+
+def test_a_version_that_did_not_fit_is_tried_again_once_another_has_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "LOOK_S", 0.01)
+    tokenizer, tried = Tokenizer.bytes(), list[str]()
+
+    def until(identity: str) -> None:
+        end = time.monotonic() + HANG_S
+        while served.service.newest.id != identity:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+    with Served(small(tokenizer), tokenizer) as served:
+        first, add = served.service.newest, served.service.owner.add
+        served.service._users[first] += 1  # as if a request wrote with it
+        served.source.give(small(tokenizer, seed=1), tokenizer)
+        until("given@1")
+
+        async def adds(version: Version) -> None:
+            tried.append(version.id)
+            if len(tried) == 1:
+                raise OutOfDeviceMemory("no room")
+            await add(version)
+
+        served.service.owner.add = adds
+        served.source.give(small(tokenizer, seed=2), tokenizer)
+        end = time.monotonic() + HANG_S
+        while "still given@1: no room" not in served.said:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert tried == ["given@2"]
+        served.loop.call_soon_threadsafe(served.service._drop, first)
+        until("given@2")
+    assert len(tried) == 2
 
 
 def test_counts_are_those_of_what_happened() -> None:

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
-from monograph.errors import MonographError
+from monograph.errors import MonographError, OutOfDeviceMemory
 from monograph.serve.compiling import Compiler
 from monograph.serve.fields import Refused
 from monograph.serve.gate import Gate
@@ -73,6 +73,7 @@ class Service:
         self.crashed: Exception | None = None
         self.ended = asyncio.Event()
         self._say = say
+        self._unfit = False  # whether the newest version did not fit beside those that are used
         self._newest: Version | None = None
         self._users: Counter[Version] = Counter()
         self._compilers: dict[tuple[str, tuple[int, ...]], Compiler] = {}
@@ -110,7 +111,7 @@ class Service:
             except (MonographError, OSError) as error:
                 if str(error) != why:
                     self._say(f"still {self._newest.id if self._newest else ''}: {error}")
-                why = str(error)
+                why, self._unfit = str(error), isinstance(error, OutOfDeviceMemory)
                 continue
             except Gone:
                 return
@@ -208,5 +209,8 @@ class Service:
     def _drop(self, version: Version) -> None:
         del self._users[version]
         self.owner.drop(version)
+        if self._unfit:
+            self._unfit = False
+            self.source.again()
         for key in [key for key in self._compilers if key[0] != self.newest.tokenizer.digest]:
             self._compilers.pop(key).close()

@@ -120,6 +120,10 @@ class Source:
         name = without_links(run.folder).name
         return Version(f"{name}@{update}", (name, LAST), model, tokenizer, precision)
 
+    def again(self) -> None:
+        """Let the newest version count as one that was not loaded yet."""
+        self._seen = ()
+
     def _newest(self) -> tuple[Any, ...]:
         run: Run | None = run_named(self.name)
         if run is None or run.at is not None:
