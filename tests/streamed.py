@@ -29,7 +29,11 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": 5, "pad_token_id": 5},
     "qwen2": {"model_type": "qwen2", "sliding_window": 7, "layer_types": (FULL, SLIDING) * 2},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
-}
+    "smollm3": {"model_type": "smollm3", "no_rope_layers": (1, 0, 1, 0)},
+    "gemma3": {
+        "model_type": "gemma3_text", "sliding_window": 5, "layer_types": (SLIDING, FULL) * 2, "rope_local_theta": 1e2,
+    },
+}  # fmt: skip
 WHOLE = frozenset(f"{name}{scale}" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") for scale in ("", "_scale"))
 # Stages are 0 before the blocks, 1 to 4 of one block each, 5 after them.
 PLACEMENTS: dict[str, Placement] = {

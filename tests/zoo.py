@@ -183,12 +183,24 @@ def zoo() -> dict[str, Kind]:
         "depths": [1, 1],
         "num_labels": CLASSES,
         "layer_type": "basic",
-    }
+    }  # fmt: skip
     llama = transformer("LlamaForCausalLM", **grouped, tie_word_embeddings=True, attention_dropout=0.2)
     bert = transformer("BertForMaskedLM", **LANGUAGE | {"num_hidden_layers": 2})
     return {
         "our llama": Kind(
             lambda seed: tiny_llama(torch.float64, seed, num_hidden_layers=1, tie_word_embeddings=True, pad_token_id=3),
+            token_loss,
+            lambda s: ragged(ROWS, s),
+        ),
+        "our gemma": Kind(
+            lambda seed: tiny_llama(
+                torch.float64,
+                seed,
+                model_type="gemma3_text",
+                sliding_window=5,
+                rope_local_theta=1e2,
+                layer_types=("sliding_attention", "full_attention"),
+            ),
             token_loss,
             lambda s: ragged(ROWS, s),
         ),

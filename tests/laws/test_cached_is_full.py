@@ -12,9 +12,9 @@ from batches import tiny_llama
 from monograph.decode import Sampling, generate
 from monograph.decode.cache import KVCache, Slots
 from monograph.decode.reader import Reader
-from monograph.model.families import FULL, SLIDING, LinearScaling, Llama3Scaling
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
+from monograph.model.scaling import FULL, SLIDING, LinearScaling, Llama3Scaling
 from monograph.text.tokenizer import Tokenizer
 from numerics import error_within
 
@@ -30,7 +30,14 @@ SHAPES = {
     "mistral": {"model_type": "mistral", "sliding_window": 4},
     "qwen2": {"model_type": "qwen2", "sliding_window": 3, "layer_types": (FULL, SLIDING)},
     "qwen3": {"model_type": "qwen3", "sliding_window": 6, "layer_types": (SLIDING, FULL), "head_dim": 16},
-}
+    "olmo2": {"model_type": "olmo2"},
+    "gemma3": {
+        "model_type": "gemma3_text", "sliding_window": 5, "layer_types": (SLIDING, FULL), "rope_local_theta": 1e2,
+        "query_pre_attn_scalar": 9,
+    },
+    "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.75},
+    "smollm3": {"model_type": "smollm3", "sliding_window": 5, "layer_types": (FULL, SLIDING), "no_rope_layers": (0, 1)},
+}  # fmt: skip
 
 
 def some_tokens() -> Tensor:
@@ -85,7 +92,7 @@ def test_what_lies_in_later_slots_is_not_seen() -> None:
         torch.testing.assert_close(hidden_BTD, model(tokens_BT[:, :6]), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", ["grouped", "mistral", "qwen3"])
+@pytest.mark.parametrize("shape", ["grouped", "mistral", "smollm3"])
 @pytest.mark.parametrize("prompt", ["", "ab", "x" * 40])
 def test_greedy_text_is_that_of_full_passes(prompt: str, shape: str) -> None:
     model, tokenizer = tiny_llama(torch.float64, vocab_size=259, **SHAPES[shape]).eval(), Tokenizer.bytes()
@@ -98,7 +105,9 @@ def test_greedy_text_is_that_of_full_passes(prompt: str, shape: str) -> None:
     assert written.token_ids == ids[begun:] and written.finish_reason in ("length", "stop")
 
 
-@pytest.mark.parametrize("family", ["grouped", "scaled", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize(
+    "family", ["grouped", "scaled", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "gemma3", "phi3"]
+)
 def test_greedy_text_is_that_of_transformers(tmp_path: Path, family: str) -> None:
     transformers = pytest.importorskip("transformers")
     model, tokenizer = tiny_llama(torch.float64, vocab_size=259, **SHAPES[family]), Tokenizer.bytes()

@@ -16,10 +16,10 @@ from tokenizers import Tokenizer as Engine
 from chats import CHATS, speaking
 from llama_cpp import LlamaCpp
 from monograph.model.config import LlamaConfig
-from monograph.model.families import LinearScaling, Llama3Scaling
 from monograph.model.gguf import BLOCK, FILE, save_gguf
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
+from monograph.model.scaling import FULL, SLIDING, LinearScaling, Llama3Scaling, YarnScaling
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import BOS, EOS, PAD, Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
@@ -44,7 +44,22 @@ SHAPES = {
     "mistral": {"head_dim": 32, "tie_word_embeddings": True, "sliding_window": 256},
     "qwen2": {"rope_scaling": LinearScaling(2.0), "rms_norm_eps": 1e-6},
     "qwen3": {"head_dim": 32, "tie_word_embeddings": True},
-}
+    "olmo2": {"rope_theta": 5e5, "rope_scaling": LinearScaling(2.0)},
+    "olmo3": {
+        "num_hidden_layers": 4, "sliding_window": 8, "layer_types": (SLIDING, SLIDING, SLIDING, FULL),
+        "rope_scaling": YarnScaling(4.0, YarnScaling.usual_attention_factor(4.0), 16),
+    },
+    "phi3": {"partial_rotary_factor": 0.75, "sliding_window": 256, "rms_norm_eps": 1e-6},
+    "gemma3_text": {
+        "num_hidden_layers": 6, "sliding_window": 8, "layer_types": (*(SLIDING,) * 5, FULL), "rope_theta": 1e6,
+        "rope_local_theta": 1e4, "rope_scaling": LinearScaling(2.0), "tie_word_embeddings": True,
+    },
+    "granite": {
+        "attention_bias": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1,
+        "logits_scaling": 2.0, "rope_scaling": Llama3Scaling(4.0, 1.0, 4.0, 32),
+    },
+    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0), "head_dim": 32, "rope_theta": 2e6},
+}  # fmt: skip
 PROMPT = "the user said that the answer is"
 
 

@@ -69,6 +69,7 @@ MODELS = {
     "llama": (lambda: tiny_llama(initializer_range=0.2), TOKENS, [3, 2] * 2),
     "biased": (lambda: tiny_llama(model_type="qwen2", initializer_range=0.2), TOKENS, [3, 2] * 2),
     "qwen3": (lambda: tiny_llama(model_type="qwen3", tie_word_embeddings=True), TOKENS, [3, 2] * 2),
+    "olmo2": (lambda: tiny_llama(model_type="olmo2"), TOKENS, [3, 2] * 2),
     "Llama, eager": (lambda: theirs("Llama", "eager"), TOKENS, [3, 2] * 2),
     "Llama, sdpa": (lambda: theirs("Llama", "sdpa"), TOKENS, [3, 2] * 2),
     "Qwen2, eager": (lambda: theirs("Qwen2", "eager"), TOKENS, [3, 2] * 2),

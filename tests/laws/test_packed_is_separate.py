@@ -38,8 +38,14 @@ FAMILIES = {
         CONFIG, model_type="qwen2", sliding_window=12, layer_types=("full_attention", "sliding_attention")
     ),
     "qwen3": replace(CONFIG, model_type="qwen3", sliding_window=1, layer_types=("sliding_attention", "full_attention")),
+    "olmo2": replace(CONFIG, model_type="olmo2"),
+    "gemma3": replace(
+        CONFIG, model_type="gemma3_text", sliding_window=7, layer_types=("sliding_attention", "full_attention"),
+        rope_local_theta=1e2,
+    ),
+    "smollm3": replace(CONFIG, model_type="smollm3", no_rope_layers=(0, 1)),
     "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
-}
+}  # fmt: skip
 ROW = 48
 FLEX_UNFUSED = "ignore:flex_attention called without torch.compile:UserWarning"
 
@@ -247,12 +253,12 @@ def test_blocks_that_are_graphs_have_flex_attention_on_a_gpu(family):
     window = {"tokens": tokens, "targets": tokens, "segments": segments, "positions": positions}
     engine = Resident(model, optim=AdamW())
     assert engine.capture(window, scope="blocks") is None
-    masks = model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())[1]
+    masks = [mask for _, mask in model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())]
     assert all(isinstance(mask, BlockMask) for mask in masks)
     for ours, naive, truth in zip(_results(model, _packed_on_gpu, documents), alone, exact, strict=True):
         assert error_within(ours, naive, truth, k=4)  # see above
     release(engine.step)
-    assert isinstance(model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())[1][0], torch.Tensor)
+    assert isinstance(model.attention_inputs(tokens.cuda(), segments.cuda(), positions.cuda())[0][1], torch.Tensor)
 
 
 @pytest.mark.gpu

@@ -55,6 +55,16 @@ EAGER = {
     "bf16, muon, dense rows": Work(
         shape(num_hidden_layers=5), 8, 48, Muon(), precision="bf16", compile="none", packed=False
     ),
+    "a Gemma 3, whose first layers are of one kind": Work(
+        shape(
+            model_type="gemma3_text", num_hidden_layers=6, sliding_window=8, layer_types=(*("sliding_attention",) * 5,
+            "full_attention"), rope_local_theta=1e2,
+        ),
+        8, 48, AdamW(), compile="none",
+    ),
+    "layers that do not rotate": Work(
+        shape(model_type="smollm3", num_hidden_layers=5, no_rope_layers=(1, 1, 1, 0, 1)), 8, 48, AdamW(), compile="none"
+    ),
     "adapters": Work(shape(num_hidden_layers=5), 8, 48, AdamW(), compile="none", lora=Lora(8)),
     "adapters in a step of few tokens, bf16": Work(
         shape(num_hidden_layers=4), 1, 8, AdamW(), "bf16", "none", lora=Lora(32, targets=("q_proj", "down_proj"))
@@ -68,7 +78,7 @@ EAGER = {
     "adapters and rows of tokens, a large vocabulary": Work(
         shape(vocab_size=3000, num_hidden_layers=3), 4, 48, AdamW(), compile="none", lora=Lora(4, tokens=(3, 2999))
     ),
-}
+}  # fmt: skip
 
 
 # By day adapters beside 4 bits, and with rows of tokens, stand for the other ways to have adapters.

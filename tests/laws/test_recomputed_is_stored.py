@@ -34,7 +34,8 @@ FAMILIES = {
     "llama": {},
     "mistral": {"model_type": "mistral", "sliding_window": 5},
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
-    "tied": {"tie_word_embeddings": True},
+    "olmo2": {"model_type": "olmo2", "tie_word_embeddings": True},
+    "gemma3": {"model_type": "gemma3_text"},
 }
 
 

@@ -6,7 +6,7 @@ Most values are ones that people have, some are ones that nobody computes here; 
 
 from __future__ import annotations
 
-from monograph.model.families import FULL, SLIDING
+from monograph.model.scaling import FULL, SLIDING
 
 LENGTH = 24  # tokens of a row; windows are drawn shorter and longer
 _FLAG, _OPTIONAL_FLAG = [False, True], [None, False, True]
@@ -35,9 +35,12 @@ IDLE = {
 }  # fmt: skip
 
 
-def keys_that_count(draw, vocabulary: int) -> dict[str, list]:
+def keys_that_count(draw, vocabulary: int, family: str = "") -> dict[str, list]:
     """Keys that change a number of some family, with values that are computed here and values that are not."""
     layers = draw.choice([1, 2, 3])
+    tables = [_rope(draw), _rope(draw)]
+    if family in ("olmo3", "gemma3_text"):
+        tables = [{FULL: _rope(draw)}, {FULL: _rope(draw), SLIDING: {"rope_type": "default", "rope_theta": 1e3}}]
     kinds = [draw.choice([FULL, SLIDING]) for _ in range(layers)]
     return {
         "num_hidden_layers": [layers],
@@ -56,11 +59,26 @@ def keys_that_count(draw, vocabulary: int) -> dict[str, list]:
         "use_sliding_window": _FLAG,
         "max_window_layers": [0, 1, 28],
         "layer_types": [None, kinds, [FULL] * layers, ["chunked_attention"] * layers],
+        "no_rope_layers": [None, [draw.choice([0, 1]) for _ in range(layers + 1)], [1] * layers],
+        "no_rope_layer_interval": [1, 2, 4],
         "rope_theta": [1e2, 1e4, 5e5, 10_000],
         "rope_scaling": [None, {}, _rope(draw), _rope(draw)],
-        "rope_parameters": [None, {}, _rope(draw), _rope(draw)],
+        "rope_parameters": [None, {}, *tables],
+        "embedding_multiplier": [1.0, 12, 0.5],
+        "residual_multiplier": [1, 0.22],
+        "attention_multiplier": [0.25, 0.0625],
+        "logits_scaling": [1.0, 8, 3.0],
         "partial_rotary_factor": [None, 1.0, 1.0, 0.5],
         "original_max_position_embeddings": [8, 64],
+        "hidden_activation": ["gelu_pytorch_tanh", "gelu_pytorch_tanh", "silu"],
+        "query_pre_attn_scalar": [4, 16],
+        "sliding_window_pattern": [2, 3, 6],
+        "rope_local_base_freq": [1e2, 1e4],
+        "attn_logit_softcapping": [None, None, 50.0],
+        "final_logit_softcapping": [None, None, 30.0],
+        "use_bidirectional_attention": [False, None, True],
+        "resid_pdrop": [0.0, 0.0, 0.1],
+        "embd_pdrop": [0.0, 0.1],
         "is_causal": [True, True, True, False],
         "per_layer_config": [None, None, {}, {"0": {"rms_norm_eps": 0.5}}],
         "transformers_weights": [None, None, "other.safetensors"],
@@ -73,6 +91,12 @@ def _rope(draw) -> dict:
         "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16,
         "rope_theta": draw.choice([1e2, 1e4]), "partial_rotary_factor": draw.choice([1.0, 1.0, 0.5]),
     }  # fmt: skip
+    if kind == "yarn":
+        table |= {
+            "attention_factor": draw.choice([None, 1.2]), "beta_fast": draw.choice([None, 4.0, 32]),
+            "beta_slow": draw.choice([0.5, 1]), "mscale": draw.choice([0.7, 1.0]), "truncate": draw.choice(_FLAG),
+            "mscale_all_dim": draw.choice([0.0, 0.8]),
+        }  # fmt: skip
     wanted = {"factor", "low_freq_factor", "high_freq_factor"} if kind != "default" else set()
     table = {key: value for key, value in table.items() if key in wanted or draw.random() < 0.3}
     return {draw.choice(["rope_type", "rope_type", "type"]): kind, **table}
@@ -82,8 +106,12 @@ def drawn(family: str, draw) -> dict:
     """One config.json; a key that may be left out is there in a third of the draws."""
     vocabulary = draw.choice([30, 37])
     values = {"model_type": family, "vocab_size": vocabulary, "hidden_size": 32}
-    counting = keys_that_count(draw, vocabulary)
+    counting = keys_that_count(draw, vocabulary, family)
     always = {"num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
+    if family in ("smollm3", "phi3"):  # their defaults are above these vocabularies
+        always.add("pad_token_id")
+    if family == "granite":  # with its default, 1, scores are so large that fp32 is off by 1e-5 in both
+        always.add("attention_multiplier")
     # A file that says one thing which nothing here computes is refused, and tells nothing of its other keys.
     odd = draw.random() < 0.3
     for key, choices in {**IDLE, **counting}.items():
@@ -97,12 +125,12 @@ def drawn(family: str, draw) -> dict:
 def _is_odd(family: str, key: str, value) -> bool:
     if isinstance(value, dict) and "rope" in key:
         kind = value.get("rope_type", value.get("type"))
-        return kind in ("yarn", "dynamic") or value.get("partial_rotary_factor", 1.0) != 1.0
+        return kind == "dynamic" or value.get("partial_rotary_factor", 1.0) != 1.0
     return (
         value in ("gelu", "other.safetensors", 0.5)
         or (key in ("mlp_bias", "is_causal") and value is (key == "mlp_bias"))
         or (key == "pad_token_id" and value in (30, 37))
         or (key == "per_layer_config" and bool(value))
         or (key == "layer_types" and value is not None)
-        and (family in ("llama", "mistral") or "chunked_attention" in value)
+        and (family in ("llama", "mistral", "olmo2", "granite", "phi3") or "chunked_attention" in value)
     )

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from monograph.model.families import FULL, SLIDING, LinearScaling, Llama3Scaling
+from monograph.graph.lora import Plain
+from monograph.model.joined import joined
+from monograph.model.scaling import FULL, SLIDING, LinearScaling, Llama3Scaling, YarnScaling
 
-SCALINGS = [None, LinearScaling(2.5), Llama3Scaling(4.0, 1.0, 4.0, 16)]
+
+def in_files(named, config):
+    """Tensors by the decoder's names as the family's files have them."""
+    plain = (Plain(name, tensor.detach().to("meta"), tensor.detach) for name, tensor in named.items())
+    return {tensor.name: tensor.read() for tensor in joined(plain, config)}
+
+
+SCALINGS = [None, LinearScaling(2.5), Llama3Scaling(4.0, 1.0, 4.0, 16), YarnScaling(4.0, 1.3, 16, 4.0, 0.5)]
 SMALL = {
     "vocab_size": 64,
     "hidden_size": 32,
@@ -21,5 +30,20 @@ MIXED = {
     "llama": {"attention_bias": True, "rope_scaling": SCALINGS[1]},
     "mistral": {"sliding_window": 5, "tie_word_embeddings": True, "pad_token_id": 7},
     "qwen2": {"attention_dropout": 0.1, "sliding_window": 5, "layer_types": (FULL, SLIDING, SLIDING)},
+    "olmo2": {"attention_bias": True, "pad_token_id": 7, "rope_scaling": SCALINGS[2]},
+    "smollm3": {"sliding_window": 5, "layer_types": (SLIDING, FULL, FULL), "no_rope_layers": (1, 0, 1)},
+    "olmo3": {
+        "sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "rope_scaling": SCALINGS[3],
+        "rope_local_theta": 1e3,
+    },
+    "phi3": {"sliding_window": 5, "partial_rotary_factor": 0.67, "tie_word_embeddings": True},
+    "gemma3_text": {
+        "sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "rope_scaling": SCALINGS[1],
+        "rope_local_theta": 1e4, "query_pre_attn_scalar": 5, "tie_word_embeddings": True, "pad_token_id": 0,
+    },
+    "granite": {
+        "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "logits_scaling": 5.0,
+        "attention_bias": True,
+    },
     "qwen3": {"sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "attention_bias": True},
-}
+}  # fmt: skip

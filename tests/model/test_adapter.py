@@ -202,3 +202,9 @@ def test_damage_is_refused_in_a_line(folder):
     changed_base = stored._replace(base="meta-llama/Llama-3")
     with pytest.raises(InputRefused, match="'meta-llama/Llama-3' is no folder here, and nothing is fetched"):
         resolved_base(changed_base)
+
+
+def test_an_adapter_on_a_part_of_a_joined_layer_is_refused_by_name():
+    module = adapted_llama(model_type="phi3")
+    with pytest.raises(InputRefused, match=r"_proj has an adapter, and PEFT has one layer for it and others in a phi3"):
+        packed(module, SMALL, "base")

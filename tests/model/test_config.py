@@ -11,7 +11,7 @@ import pytest
 
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
-from monograph.model.families import LinearScaling, Llama3Scaling
+from monograph.model.scaling import FULL, SLIDING, LinearScaling, Llama3Scaling
 
 SMALL = {
     "vocab_size": 64,
@@ -52,6 +52,14 @@ def test_a_preset_takes_overrides_and_refuses_unknown_ones():
         LlamaConfig.preset("nano", hiden_size=64)
     with pytest.raises(InputRefused, match=r"preset = 'mega': expected one of nano, micro"):
         LlamaConfig.preset("mega")
+
+
+def test_a_preset_of_a_family_has_its_windows_and_its_layers_that_do_not_rotate():
+    assert LlamaConfig.preset("olmo3:nano", num_hidden_layers=5).layer_types == (SLIDING,) * 3 + (FULL, SLIDING)
+    assert LlamaConfig.preset("smollm3:nano", num_hidden_layers=5).no_rope_layers == (1, 1, 1, 0, 1)
+    assert LlamaConfig.preset("qwen3:nano") == LlamaConfig.preset("nano", model_type="qwen3")
+    with pytest.raises(InputRefused, match="model_type = 'gpt2' is not supported"):
+        LlamaConfig.preset("gpt2:nano")
 
 
 def test_sizes_that_are_left_out_are_derived():
@@ -120,7 +128,10 @@ def test_both_spellings_of_rope_in_config_json_are_read():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"model_type": "mamba"}, r"model_type = 'mamba' is not supported: only llama, mistral, qwen2, qwen3 are"),
+        (
+            {"model_type": "mamba"},
+            r"model_type = 'mamba' is not supported: only llama, mistral, qwen2, qwen3, olmo2, ",
+        ),
         ({"mlp_bias": True}, r"mlp_bias = True is not supported"),
         ({"rms_norm_eps": None}, r"rms_norm_eps = null: expected a number"),
         ({"max_position_embeddings": None}, r"max_position_embeddings = null"),
@@ -132,8 +143,8 @@ def test_both_spellings_of_rope_in_config_json_are_read():
         ({"transformers_weights": "other.safetensors"}, r"transformers_weights = .* is not supported"),
         ({"rope_parameters": "llama3"}, r"rope_parameters = 'llama3': expected a table"),
         (
-            {"rope_scaling": {"type": "yarn", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
-            r"rope_type = 'yarn' is not supported",
+            {"rope_scaling": {"type": "longrope", "factor": 2.0}, "rope_parameters": {"rope_type": "default"}},
+            r"rope_type = 'longrope' is not supported",
         ),
         ({"hidden_act": "gelu"}, r"hidden_act = 'gelu' is not supported"),
         ({"model_type": None}, r"model_type"),
@@ -142,7 +153,7 @@ def test_both_spellings_of_rope_in_config_json_are_read():
         ({"hidden_size": [32]}, r"hidden_size = \[32\]"),
         ({"max_position_embeddings": 10**13}, r"max_position_embeddings = 10000000000000: expected at most 2147483647"),
         ({"eos_token_id": 2**31}, r"eos_token_id = 2147483648: expected a token id, at most"),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, r"rope_type = 'yarn' is not supported"),
+        ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, r"rope_type = 'longrope' is not supported"),
         ({"rope_scaling": {"rope_type": ["linear"], "factor": 2.0}}, r"rope_type = \['linear'\] is not supported"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 2.0}}, r"the key low_freq_factor .* is missing"),
         ({"rope_scaling": {"type": "linear"}}, r"the key factor of the linear rope scaling is missing"),

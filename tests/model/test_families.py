@@ -8,13 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.family_shapes import MIXED, SCALINGS, SMALL
+from model.family_shapes import MIXED, SCALINGS, SMALL, in_files
 from monograph.model.config import LlamaConfig
-from monograph.model.families import FAMILIES, FULL, SLIDING
+from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
+from monograph.model.scaling import FULL, SLIDING
 from numerics import relative_error
 from reference import llama as reference
+
+MULTIPLIERS = {
+    "embedding_multiplier": [1.0, 12.0],
+    "residual_multiplier": [1.0, 0.22],
+    "attention_multiplier": [None, 0.0625, 0.4],
+    "logits_scaling": [1.0, 3.0, 8.0],
+}
 
 
 @st.composite
@@ -34,11 +42,16 @@ def configs(draw, family):
         head_dim=draw(st.sampled_from([4, 6, 16])),
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
         rope_theta=draw(st.sampled_from([1e4, 5e5])),
-        rope_scaling=draw(st.sampled_from(SCALINGS)),
+        rope_scaling=draw(st.sampled_from(SCALINGS)) if FAMILIES[family].scales else None,
         tie_word_embeddings=draw(st.booleans()),
         attention_bias="attention_bias" in keys and draw(st.booleans()),
         sliding_window=draw(st.sampled_from([1, 2, 5, 39, 40, 100])) if windowed else None,
         layer_types=tuple(draw(kinds)) if windowed and "layer_types" in keys else (),
+        no_rope_layers=tuple(draw(st.tuples(*[st.sampled_from([0, 1])] * layers))) if "no_rope_layers" in keys else (),
+        **{name: draw(st.sampled_from(values)) for name, values in MULTIPLIERS.items() if name in keys},
+        query_pre_attn_scalar=draw(st.sampled_from([0, 5])) if "query_pre_attn_scalar" in keys else 0,
+        partial_rotary_factor=draw(st.sampled_from([1.0, 0.67])) if "partial_rotary_factor" in keys else 1.0,
+        rope_local_theta=draw(st.sampled_from([1e2, 5e5])) if windowed and "rope_local_theta" in keys else None,
         initializer_range=0.3,
         attention_dropout=draw(st.sampled_from([0.0, 0.1])),
         pad_token_id=draw(st.sampled_from([None, 0, 2, -1])),
@@ -99,15 +112,13 @@ def test_fp32_equals_transformers(family, data, seed):
     model = _model(config, seed)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.to_hf())).eval()
     assert type(theirs).__name__ == FAMILIES[family].architecture
-    assert model.state_dict().keys() == theirs.state_dict().keys()
-    theirs.load_state_dict(model.state_dict())
+    theirs.load_state_dict(in_files(model.state_dict(), config))
     tokens = _tokens(config, 40, seed)
     ours, their_logits = model.logits(model(tokens)), theirs(tokens).logits
     assert relative_error(ours, their_logits) < 1e-5
     named, their_named = dict(model.named_parameters()), dict(theirs.named_parameters())
-    gradients = _gradients(ours, list(named.values()))
-    expected = _gradients(their_logits, [their_named[name] for name in named])
-    _assert_near(dict(zip(named, gradients, strict=True)), expected, 1e-5)
+    gradients = in_files(dict(zip(named, _gradients(ours, list(named.values())), strict=True)), config)
+    _assert_near(gradients, _gradients(their_logits, [their_named[name] for name in gradients]), 1e-5)
 
 
 @pytest.mark.parametrize("shard", ["20KB", "1GB"])
@@ -133,7 +144,7 @@ def test_a_folder_goes_out_and_comes_back_as_its_family(tmp_path, family, shard)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_counted_and_shaped_as_the_configuration_says(family):
     shapes = [LlamaConfig(model_type=family, **SMALL | MIXED[family])]
-    shapes += [LlamaConfig.preset(name, model_type=family) for name in ("nano", "1b", "8b")]
+    shapes += [LlamaConfig.preset(f"{family}:{name}") for name in ("nano", "1b", "8b")]
     for config in shapes:
         drawn = torch.get_rng_state()
         with torch.device("meta"):

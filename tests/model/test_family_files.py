@@ -11,9 +11,10 @@ from clocks import least_s
 from model.family_shapes import MIXED, SMALL
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
-from monograph.model.families import FAMILIES, FULL, MOST_LAYERS, SLIDING
+from monograph.model.families import FAMILIES, MOST_LAYERS
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
+from monograph.model.scaling import FULL, SLIDING
 
 HF = {key: SMALL[key] for key in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")}
 
@@ -70,14 +71,17 @@ def test_windows_are_those_of_transformers(values, windows):
 def test_what_the_file_leaves_open_is_what_transformers_takes(family):
     from transformers import AutoConfig
 
-    heads = {"num_attention_heads": 32, "hidden_size": 64}
+    heads = {"num_attention_heads": 32, "hidden_size": 64, "vocab_size": 200_000}
     ours = LlamaConfig.from_hf({**HF, **heads, "num_hidden_layers": 2, "model_type": family})
     theirs = AutoConfig.for_model(family, **{**HF, **heads, "num_hidden_layers": 2})
     keys = ("num_key_value_heads", "max_position_embeddings", "rms_norm_eps", "tie_word_embeddings")
     for key in (*keys, "attention_dropout", "pad_token_id", "bos_token_id", "eos_token_id"):
         assert getattr(ours, key) == getattr(theirs, key), key
     assert ours.head_dim == getattr(theirs, "head_dim", 2)
-    assert ours.rope_theta == theirs.rope_parameters["rope_theta"]
+    assert ours.attention_multiplier == getattr(theirs, "attention_multiplier", None)
+    rope = theirs.rope_parameters
+    assert ours.rope_theta == rope.get("full_attention", rope)["rope_theta"]
+    assert (ours.rope_local_theta or ours.rope_theta) == rope.get("sliding_attention", rope)["rope_theta"]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -92,7 +96,10 @@ def test_config_json_goes_both_ways(family):
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"model_type": "gemma2"}, r"model_type = 'gemma2' is not supported: only llama, mistral, qwen2, qwen3 are"),
+        (
+            {"model_type": "gemma2"},
+            r"model_type = 'gemma2' is not supported: only llama, mistral, qwen2, qwen3, olmo2, ",
+        ),
         ({"model_type": "gpt2"}, r"model_type = 'gpt2' is not supported: only llama, mistral"),
         ({"model_type": ["llama"]}, r"model_type = \['llama'\] is not supported"),
         ({"model_type": "mistral", "sliding_window": 0}, r"sliding_window = 0: expected a whole number of at least 1"),

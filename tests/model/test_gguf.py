@@ -20,10 +20,11 @@ from chats import speaking
 from monograph.errors import DiskFull, InputRefused, MonographError, UsageError
 from monograph.model import gguf as ours
 from monograph.model.config import LlamaConfig
-from monograph.model.families import Llama3Scaling
-from monograph.model.gguf import FILE, neighbouring, pre_tokenizer, save_gguf
+from monograph.model.gguf import FILE, neighbouring, save_gguf
+from monograph.model.gguf_words import pre_tokenizer
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate
+from monograph.model.scaling import Llama3Scaling
 from monograph.run.models import check
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS

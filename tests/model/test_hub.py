@@ -11,11 +11,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from batches import tiny_llama
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
-from monograph.model.families import Llama3Scaling
 from monograph.model.hub import load_model, read_config, save_model, tokenizer_file
 from monograph.model.llama import Llama
+from monograph.model.scaling import Llama3Scaling
 from monograph.text.tokenizer import Tokenizer as OurTokenizer
 from monograph.text.tokenizer_config import TokenizerConfig
 from numerics import relative_error
@@ -183,6 +184,15 @@ def test_loaded_weights_do_not_follow_the_file(saved):
     before = model.lm_head.weight.clone()
     path.write_bytes(path.read_bytes()[:1000] + b"\1" * (path.stat().st_size - 1000))
     assert torch.equal(model.lm_head.weight, before)
+
+
+def test_a_joined_tensor_of_other_rows_than_its_parts_is_refused_by_name(tmp_path):
+    save_model(tiny_llama(model_type="phi3"), tmp_path / "phi3")
+    stored = load_file(tmp_path / "phi3" / "model.safetensors")
+    stored["model.layers.1.mlp.gate_up_proj.weight"] = stored["model.layers.1.mlp.gate_up_proj.weight"][1:].clone()
+    save_file(stored, tmp_path / "phi3" / "model.safetensors")
+    with pytest.raises(InputRefused, match=r"mlp\.gate_up_proj\.weight has shape .*, expected (\d+) \+ \1 rows"):
+        load_model(tmp_path / "phi3")
 
 
 def test_a_folder_that_holds_something_is_not_overwritten(saved):

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from monograph.model.config import LlamaConfig
-from monograph.model.families import LinearScaling, Llama3Scaling
 from monograph.model.rope import cos_sin, inverse_frequencies, rotate
+from monograph.model.scaling import LinearScaling, Llama3Scaling
 from numerics import relative_error
 from reference.llama import _frequency
 
@@ -22,7 +22,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("config", [PLAIN, SCALED, LINEAR, LlamaConfig.preset("1b")])
 def test_frequencies_are_those_of_the_oracle(config):
-    expected = torch.tensor([_frequency(config, pair) for pair in range(config.head_dim // 2)], dtype=torch.float64)
+    rope = config.head_dim, config.rope_theta, config.rope_scaling
+    expected = torch.tensor([_frequency(pair, *rope) for pair in range(config.head_dim // 2)], dtype=torch.float64)
     torch.testing.assert_close(inverse_frequencies(config, torch.float64, CPU), expected, rtol=1e-14, atol=0)
 
 

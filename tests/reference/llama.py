@@ -32,43 +32,80 @@ def _row(weights, config, ids, documents, places):
     embedding = weights["model.embed_tokens.weight"]
     # Looking up the row of the padding gives it no gradient.
     stream = [embedding[token].detach() if token == config.pad_token_id else embedding[token] for token in ids]
+    scaled = torch.tensor(math.sqrt(config.hidden_size)).item() if config.model_type == "gemma3_text" else 1
+    stream = [config.embedding_multiplier * scaled * x for x in stream]
     for layer in range(config.num_hidden_layers):
         own = {
             name.removeprefix(f"model.layers.{layer}."): value
             for name, value in weights.items()
             if name.startswith(f"model.layers.{layer}.")
         }
-        normed = [_norm(x, own["input_layernorm.weight"], config) for x in stream]
+        before, after, before_mlp, after_mlp = _places(own, config)
+        normed = [before(x) for x in stream]
         kinds = config.layer_types or ["sliding_attention"] * config.num_hidden_layers
         window = config.sliding_window if kinds[layer] == "sliding_attention" else None
-        attended = _attention(own, config, normed, documents, places, window or len(ids))
-        stream = [x + y for x, y in zip(stream, attended, strict=True)]
-        normed = [_norm(x, own["post_attention_layernorm.weight"], config) for x in stream]
-        stream = [x + _mlp(own, y) for x, y in zip(stream, normed, strict=True)]
-    return [_norm(x, weights["model.norm.weight"], config) for x in stream]
+        turning = places if (config.no_rope_layers or [1] * (layer + 1))[layer] else None
+        rope = (config.rope_theta, config.rope_scaling)
+        if window and config.rope_local_theta:
+            rope = (config.rope_local_theta, None)
+        attended = _attention(own, config, normed, documents, turning, window or len(ids), *rope)
+        part = config.residual_multiplier
+        stream = [x + part * after(y) for x, y in zip(stream, attended, strict=True)]
+        stream = [x + part * after_mlp(_mlp(own, before_mlp(x), config)) for x in stream]
+    return [_norm(x, weights["model.norm.weight"], config) / config.logits_scaling for x in stream]
+
+
+def _places(own, config):
+    """The four norms of a layer, in the order of the computation; OLMo's are after the branches, others' before."""
+
+    def norm(name):
+        return lambda x: _norm(x, own[f"{name}.weight"], config)
+
+    def same(x):
+        return x
+
+    if config.model_type == "gemma3_text":
+        return [
+            norm(f"{place}_layernorm") for place in ("input", "post_attention", "pre_feedforward", "post_feedforward")
+        ]
+    if config.model_type in ("olmo2", "olmo3"):
+        return same, norm("post_attention_layernorm"), same, norm("post_feedforward_layernorm")
+    return norm("input_layernorm"), same, norm("post_attention_layernorm"), same
 
 
 def _norm(x, weight, config):
+    weight = 1 + weight if config.model_type == "gemma3_text" else weight
     return x / (x.dot(x) / len(x) + config.rms_norm_eps).sqrt() * weight
 
 
-def _mlp(own, x):
+def _mlp(own, x, config):
     gate, up = own["mlp.gate_proj.weight"] @ x, own["mlp.up_proj.weight"] @ x
-    return own["mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-gate)) * up)
+    turns = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3) if config.model_type == "gemma3_text" else gate
+    return own["mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-turns)) * up)
 
 
-def _attention(own, config, xs, documents, places, window):
+def _attention(own, config, xs, documents, places, window, theta, scaling):
     size, group = config.head_dim, config.num_attention_heads // config.num_key_value_heads
-    frequencies = [_frequency(config, pair) for pair in range(size // 2)]
+    turned_size = int(size * config.partial_rotary_factor)
+    frequencies = [_frequency(pair, turned_size, theta, scaling) for pair in range(turned_size // 2)]
+    sharper = getattr(scaling, "attention_factor", 1)
+    factor = config.attention_multiplier or 1 / math.sqrt(config.query_pre_attn_scalar or size)
 
     def heads(name, turned):
         bias = own.get(f"self_attn.{name}_proj.bias", 0)
-        vectors = [(own[f"self_attn.{name}_proj.weight"] @ x + bias).split(size) for x in xs]
-        if f"self_attn.{name}_norm.weight" in own:
-            vectors = [[_norm(v, own[f"self_attn.{name}_norm.weight"], config) for v in vs] for vs in vectors]
-        if not turned:
+        whole = [own[f"self_attn.{name}_proj.weight"] @ x + bias for x in xs]
+        gain = own.get(f"self_attn.{name}_norm.weight")
+        if gain is not None and len(gain) == len(whole[0]):
+            whole = [_norm(v, gain, config) for v in whole]
+        vectors = [v.split(size) for v in whole]
+        if gain is not None and len(gain) != len(whole[0]):
+            vectors = [[_norm(v, gain, config) for v in vs] for vs in vectors]
+        if not turned or places is None:
             return vectors
-        return [[_turn(v, p, frequencies) for v in vs] for vs, p in zip(vectors, places, strict=True)]
+        return [
+            [torch.cat([sharper * _turn(v[:turned_size], p, frequencies), v[turned_size:]]) for v in vs]
+            for vs, p in zip(vectors, places, strict=True)
+        ]
 
     queries, keys, values = heads("q", True), heads("k", True), heads("v", False)
     out = []
@@ -76,7 +113,7 @@ def _attention(own, config, xs, documents, places, window):
         visible = [s for s in range(t + 1) if documents[s] == documents[t] and t - s < window]
         mixed = []
         for head in range(config.num_attention_heads):
-            scores = torch.stack([queries[t][head].dot(keys[s][head // group]) / math.sqrt(size) for s in visible])
+            scores = torch.stack([factor * queries[t][head].dot(keys[s][head // group]) for s in visible])
             shares = torch.exp(scores - scores.max())
             shares = shares / shares.sum()
             mixed.append(sum(share * values[s][head // group] for share, s in zip(shares, visible, strict=True)))
@@ -92,11 +129,12 @@ def _turn(vector, position, frequencies):
     return torch.cat([turned.real, turned.imag])
 
 
-def _frequency(config, pair):
-    frequency = config.rope_theta ** (-2 * pair / config.head_dim)
-    scaling = config.rope_scaling
+def _frequency(pair, size, theta, scaling):
+    frequency = theta ** (-2 * pair / size)
     if scaling is None:
         return frequency
+    if hasattr(scaling, "beta_fast"):
+        return _yarn(frequency, pair, size, theta, scaling)
     if not hasattr(scaling, "low_freq_factor"):
         return frequency / scaling.factor
     turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)  # in the context of pre-training
@@ -106,3 +144,15 @@ def _frequency(config, pair):
         return frequency / scaling.factor
     kept = (turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)
     return kept * frequency + (1 - kept) * frequency / scaling.factor
+
+
+def _yarn(frequency, pair, size, theta, scaling):
+    """Pairs before the one that turns beta_fast times in the context are kept, those after beta_slow's stretched."""
+
+    def turning(times):
+        return size * math.log(scaling.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
+
+    first, last = max(math.floor(turning(scaling.beta_fast)), 0), min(math.ceil(turning(scaling.beta_slow)), size - 1)
+    # The share is rounded to fp32, as elsewhere.
+    share = torch.tensor((pair - first) / (last - first if last > first else 0.001)).clamp(0, 1).item()
+    return share * frequency / scaling.factor + (1 - share) * frequency

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Mapping
@@ -233,9 +234,17 @@ def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None 
         lora: the adapters' settings.
         base: the base model, a folder's path or a hub id.
         config: the shape of the stored base; None: the module's.
+
+    Raises:
+        InputRefused: an adapter is on one of several layers that are one in the family's files.
     """
     config = config or (module.config if isinstance(module, Llama) else None)
     adapted = adapters(module)
+    parts = tuple(itertools.chain.from_iterable(config.family.joined.values())) if config else ()
+    if names := [name for name in adapted if name.endswith(parts)]:
+        raise InputRefused(
+            f"{names[0]} has an adapter, and PEFT has one layer for it and others in a {config and config.model_type}"
+        )
     alpha = int(lora.alpha) if float(lora.alpha).is_integer() else lora.alpha
     values = {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": lora.rank,

@@ -7,25 +7,20 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from monograph.errors import InputRefused
-from monograph.model import families
-from monograph.model.families import (
-    FULL,
-    LARGEST_SIZE,
-    SLIDING,
-    Family,
-    Llama3Scaling,
-    Scaling,
-    check_computed,
-    check_number,
-    check_whole,
-    family,
-    windows_from_hf,
-)
+from monograph.model import scaling
+from monograph.model.families import Family, check_computed, family, fresh, rotations_from_hf, windows_from_hf
+from monograph.model.scaling import FULL, LARGEST_SIZE, SLIDING, Llama3Scaling, Scaling, check_number, check_whole
 
 WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-_OF_SOME = {"attention_bias", "sliding_window", "layer_types"}  # fields that only some families have
+_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+# Fields that only some families have.
+_OF_SOME = {
+    "attention_bias", "sliding_window", "layer_types", "no_rope_layers", "rope_local_theta", "partial_rotary_factor",
+    "query_pre_attn_scalar",
+    *_MULTIPLIERS,
+}  # fmt: skip
 _NEVER_NULL = ("rms_norm_eps", "max_position_embeddings", "attention_dropout")  # keys that must not be null in a file
 
 
@@ -34,7 +29,7 @@ class LlamaConfig:
     """Sizes and constants of a model, by their Hugging Face names.
 
     Attributes:
-        model_type: the family, a name in `families.FAMILIES`; exports keep it.
+        model_type: the family, a name in `monograph.model.families.FAMILIES`; exports keep it.
         vocab_size: rows of the embedding and of the head.
         hidden_size: width of the residual stream.
         intermediate_size: width of the SwiGLU layer.
@@ -46,10 +41,22 @@ class LlamaConfig:
         rms_norm_eps: number added to the mean square in every norm.
         rope_theta: base of the rotary wavelengths.
         rope_scaling: the way in which the wavelengths are stretched, or None.
+        rope_local_theta: base of the wavelengths in layers with a window, where they are never stretched (only olmo3,
+            gemma3_text).
+            None: rope_theta.
+        partial_rotary_factor: share of a head's channels that are rotated, the first ones (only phi3).
         tie_word_embeddings: whether the head is the embedding matrix.
-        attention_bias: whether all four projections of attention have biases (only llama, qwen3).
-        sliding_window: number of positions that a query sees, its own the last, or None (only mistral, qwen2, qwen3).
-        layer_types: "sliding_attention" or "full_attention" for each layer (qwen2, qwen3). (): all layers are alike.
+        attention_bias: whether all four projections of attention have biases (not mistral, qwen2).
+        sliding_window: number of positions that a query sees, its own the last, or None (not llama, olmo2).
+        layer_types: "sliding_attention" or "full_attention" for each layer (qwen2, qwen3, smollm3). (): all layers are
+            alike.
+        no_rope_layers: 1 for each layer that rotates queries and keys by their positions, 0 for each other one (only
+            smollm3). (): all do.
+        embedding_multiplier: factor of the embedded tokens (this and the three others only granite).
+        residual_multiplier: factor of each branch before it is added to the residual stream.
+        attention_multiplier: factor of attention's scores. None: 1 / sqrt(head_dim).
+        query_pre_attn_scalar: scores are divided by its root (only gemma3_text). 0: head_dim.
+        logits_scaling: divisor of the logits; here of the final hidden states.
         initializer_range: standard deviation of the initial weights, see `Llama`.
         attention_dropout: transformers' dropout rate of attention weights in training; it is kept for exports and not
             applied here.
@@ -74,10 +81,18 @@ class LlamaConfig:
     rms_norm_eps: float = 1e-5
     rope_theta: float = 10_000.0
     rope_scaling: Scaling | None = None
+    rope_local_theta: float | None = None
+    partial_rotary_factor: float = 1.0
     tie_word_embeddings: bool = False
     attention_bias: bool = False
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
+    no_rope_layers: tuple[int, ...] = ()
+    embedding_multiplier: float = 1.0
+    residual_multiplier: float = 1.0
+    attention_multiplier: float | None = None
+    query_pre_attn_scalar: int = 0
+    logits_scaling: float = 1.0
     initializer_range: float = 0.02
     attention_dropout: float = 0.0
     pad_token_id: int | None = None
@@ -97,13 +112,11 @@ class LlamaConfig:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         for name in _SIZES:
             check_whole(name, getattr(self, name))
-        for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
+        optional = {name for name in ("rope_local_theta", "attention_multiplier") if getattr(self, name) is None}
+        for name in {"rms_norm_eps", "rope_theta", "initializer_range", "rope_local_theta", *_MULTIPLIERS} - optional:
             check_number(name, getattr(self, name))
         if self.initializer_range > 1:
             raise InputRefused(f"initializer_range = {self.initializer_range}: expected at most 1, transformers' limit")
-        for name in ("tie_word_embeddings", "attention_bias"):
-            if not isinstance(getattr(self, name), bool):
-                raise InputRefused(f"{name} = {getattr(self, name)!r}: expected true or false")
         self._check_heads()
         self._check_windows()
         self._check_ids()
@@ -115,6 +128,9 @@ class LlamaConfig:
             )
 
     def _check_heads(self) -> None:
+        for name in ("tie_word_embeddings", "attention_bias"):
+            if not isinstance(getattr(self, name), bool):
+                raise InputRefused(f"{name} = {getattr(self, name)!r}: expected true or false")
         self._check_multiple("num_attention_heads", "num_key_value_heads")
         if self.attention_dropout != 0:
             check_number("attention_dropout", self.attention_dropout)
@@ -123,10 +139,21 @@ class LlamaConfig:
                 f"head_dim = {self.head_dim} is odd, and rotary embedding turns pairs; change it, or hidden_size = "
                 f"{self.hidden_size} and num_attention_heads = {self.num_attention_heads} that it comes from"
             )
+        check_number("partial_rotary_factor", self.partial_rotary_factor)
+        if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or self.rotary_dim == 0:
+            raise InputRefused(
+                f"partial_rotary_factor = {self.partial_rotary_factor} of head_dim = {self.head_dim}: expected an even "
+                "number of channels above 0, as rotary embedding turns pairs"
+            )
+        # Where layers with a window have a table of their own, transformers looks for `truncate` beside both.
+        widened = self.family.local_theta is not None and not getattr(self.rope_scaling, "truncate", True)
+        if self.rope_scaling is not None and (widened or not self.family.scales):
+            shown = "rope_scaling.truncate = false" if widened else "rope_scaling"
+            raise InputRefused(f"{shown} is not supported with model_type = {self.model_type!r}")
 
     def _check_windows(self) -> None:
         for name in sorted(_OF_SOME):
-            if getattr(self, name) and name not in self.family.keys:
+            if getattr(self, name) != getattr(type(self), name) and name not in self.family.keys:
                 raise InputRefused(f"{name} is not supported with model_type = {self.model_type!r}")
         if self.sliding_window is not None:
             check_whole("sliding_window", self.sliding_window)
@@ -143,6 +170,27 @@ class LlamaConfig:
             object.__setattr__(self, "sliding_window", None)
         if len(set(self.layer_types)) == 1:
             object.__setattr__(self, "layer_types", ())
+        self._check_rotations()
+
+    def _check_rotations(self) -> None:
+        if self.no_rope_layers and (
+            len(self.no_rope_layers) != self.num_hidden_layers or not {0, 1}.issuperset(self.no_rope_layers)
+        ):
+            raise InputRefused(
+                f"no_rope_layers = {list(self.no_rope_layers)}: expected 0 or 1 for each of {self.num_hidden_layers} "
+                "layers"
+            )
+        # As above: one spelling for what is the same.
+        if all(self.no_rope_layers):
+            object.__setattr__(self, "no_rope_layers", ())
+        if self.sliding_window is None or (self.rope_local_theta == self.rope_theta and self.rope_scaling is None):
+            object.__setattr__(self, "rope_local_theta", None)
+        elif "rope_local_theta" in self.family.keys and self.rope_local_theta is None and self.rope_scaling is not None:
+            object.__setattr__(self, "rope_local_theta", self.rope_theta)
+        if self.attention_multiplier == self.head_dim**-0.5:
+            object.__setattr__(self, "attention_multiplier", None)
+        if self.query_pre_attn_scalar == self.head_dim:
+            object.__setattr__(self, "query_pre_attn_scalar", 0)
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -181,17 +229,21 @@ class LlamaConfig:
         Local GPU" (Machine Learning Mastery); 1b and 8b are Llama-3.2-1B and Llama-3.1-8B. The initializer_range of
         nano and micro is sqrt(2 / (5 hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their
         width, and with it micro was 0.1 bits per byte worse after 200 updates. A preset's initializer_range is for its
-        own width; at another hidden_size it changes as 1 / sqrt(hidden_size).
+        own width; at another hidden_size it changes as 1 / sqrt(hidden_size). FAMILY:NAME, such as "olmo2:nano", is a
+        model of another family with these sizes, and with its windows and layers that do not rotate.
 
         Raises:
             InputRefused: no such preset or key, or values that do not fit together.
         """
-        if name not in _SHAPES:
-            raise InputRefused(f"preset = {name!r}: expected one of {', '.join(_SHAPES)}")
+        of, _, name = name.rpartition(":")
+        if name not in PRESETS:
+            raise InputRefused(f"preset = {name!r}: expected one of {', '.join(PRESETS)}")
+        if of:
+            overrides = fresh(of, overrides.get("num_hidden_layers", PRESETS[name][3])) | overrides
         unknown = sorted(set(overrides) - {field.name for field in fields(cls)})
         if unknown:
             raise InputRefused(f"unknown key {unknown[0]!r}: the sizes of a Llama are {', '.join(_SIZES)}")
-        shape = dict(zip(_SIZES, _SHAPES[name], strict=False))  # head_dim and positions follow from the rest
+        shape = dict(zip(_SIZES, PRESETS[name], strict=False))  # head_dim and positions follow from the rest
         base = cls(**{**shape, **_BEYOND_SHAPE[name]})
         given = cls(**{**shape, **_BEYOND_SHAPE[name], **overrides})
         if given.hidden_size == base.hidden_size or "initializer_range" in overrides:
@@ -222,15 +274,29 @@ class LlamaConfig:
             check_whole(key, sizes[key])
         if isinstance(values.get("eos_token_id"), list):
             sizes["eos_token_id"] = tuple(values["eos_token_id"])
-        sizes["rope_theta"], sizes["rope_scaling"] = families.from_hf(values)
+        local = model_family.local_theta
+        if model_family.centred:  # the one family that reads it outside of the table
+            local = values.get("rope_local_base_freq", local)
+        rope = scaling.from_hf(values, local, "partial_rotary_factor" in model_family.keys)
+        sizes["rope_theta"], sizes["rope_scaling"], sizes["rope_local_theta"], sizes["partial_rotary_factor"] = rope
         sizes["sliding_window"], sizes["layer_types"] = windows_from_hf(values)
+        sizes["no_rope_layers"] = rotations_from_hf(values)
         return cls(**sizes)
 
     def to_hf(self) -> dict[str, Any]:
         """Return the content of a config.json that transformers 4 and 5 and other programs can read."""
         values = {key: value for key, value in asdict(self).items() if key not in _OF_SOME - {*self.family.keys}}
         if self.rope_scaling is not None:
-            values["rope_scaling"] = families.to_hf(self.rope_scaling)
+            values["rope_scaling"] = scaling.to_hf(self.rope_scaling)
+        if "rope_local_theta" in self.family.keys:
+            local = {"rope_type": "default", "rope_theta": values.pop("rope_local_theta") or self.rope_theta}
+            values["rope_parameters"] = {FULL: {"rope_theta": self.rope_theta}, SLIDING: local}
+            values["sliding_window"] = self.sliding_window or self.family.defaults["sliding_window"]  # never null there
+            values["rope_local_base_freq"] = local["rope_theta"]
+        if "query_pre_attn_scalar" in self.family.keys:
+            values["query_pre_attn_scalar"] = self.query_pre_attn_scalar or self.head_dim
+        if "attention_multiplier" in self.family.keys:
+            values["attention_multiplier"] = self.attention_multiplier or self.head_dim**-0.5
         if isinstance(self.eos_token_id, tuple):
             values["eos_token_id"] = list(self.eos_token_id)
         if "layer_types" in self.family.keys:
@@ -239,7 +305,10 @@ class LlamaConfig:
             # For programs that do not know layer_types.
             values["use_sliding_window"] = self.sliding_window is not None
             values["max_window_layers"] = slides.index(True) if any(slides) else self.num_hidden_layers
-        return {"architectures": [self.family.architecture], "hidden_act": "silu", "mlp_bias": False, **values}
+        if "no_rope_layers" in self.family.keys:
+            values["no_rope_layers"] = [int(self.rotates(layer)) for layer in range(self.num_hidden_layers)]
+        key, activation = self.family.activation
+        return {"architectures": [self.family.architecture], key: activation, "mlp_bias": False, **values}
 
     @property
     def family(self) -> Family:
@@ -251,16 +320,51 @@ class LlamaConfig:
         slides = not self.layer_types or self.layer_types[layer] == SLIDING
         return self.sliding_window if slides else None
 
+    def shortened(self, layers: int) -> LlamaConfig:
+        """Return the same model with its first so many layers."""
+        kinds, rotations = self.layer_types[:layers], self.no_rope_layers[:layers]
+        return replace(self, num_hidden_layers=layers, layer_types=kinds, no_rope_layers=rotations)
+
+    def rotates(self, layer: int) -> bool:
+        """Return whether a layer rotates its queries and keys by their positions."""
+        return not self.no_rope_layers or self.no_rope_layers[layer] == 1
+
+    @property
+    def rotary_dim(self) -> int:
+        """Return how many channels of a head are rotated."""
+        return int(self.head_dim * self.partial_rotary_factor)
+
+    def is_local(self, layer: int) -> bool:
+        """Return whether a layer has rotary positions of its own, those of layers with a window."""
+        return self.rope_local_theta is not None and self.window(layer) is not None
+
+    def rope(self, local: bool) -> tuple[float, Scaling | None]:
+        """Return the base and the scaling of the rotary positions of local layers, or of the others."""
+        if local and self.rope_local_theta is not None:
+            return self.rope_local_theta, None
+        return self.rope_theta, self.rope_scaling
+
+    @property
+    def query_scale(self) -> float:
+        """Return the factor of queries that makes attention's scores those of the multiplier or the scalar."""
+        if self.query_pre_attn_scalar:
+            return math.sqrt(self.head_dim / self.query_pre_attn_scalar)
+        return 1.0 if self.attention_multiplier is None else self.attention_multiplier * math.sqrt(self.head_dim)
+
+    @property
+    def embedding_scale(self) -> float:
+        """Return the factor of embedded tokens."""
+        return math.sqrt(self.hidden_size) if self.family.embedding_scaled else self.embedding_multiplier
+
     def layer_axes(self) -> dict[str, tuple[str, ...]]:
         """Return the configuration key of each axis of a block's parameters, by the parameters' names in the block."""
         query, key_value = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
-        axes: dict[str, tuple[str, ...]] = {
-            "input_layernorm.weight": ("hidden_size",),
+        norms = {f"{name}.weight": ("hidden_size",) for name in self.family.norms if name}
+        axes: dict[str, tuple[str, ...]] = norms | {
             "self_attn.q_proj.weight": (query, "hidden_size"),
             "self_attn.k_proj.weight": (key_value, "hidden_size"),
             "self_attn.v_proj.weight": (key_value, "hidden_size"),
             "self_attn.o_proj.weight": ("hidden_size", query),
-            "post_attention_layernorm.weight": ("hidden_size",),
             "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
             "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
             "mlp.down_proj.weight": ("hidden_size", "intermediate_size"),
@@ -270,7 +374,9 @@ class LlamaConfig:
         if self.attention_bias:
             axes["self_attn.o_proj.bias"] = ("hidden_size",)
         if self.family.qk_norm:
-            axes |= {"self_attn.q_norm.weight": ("head_dim",), "self_attn.k_norm.weight": ("head_dim",)}
+            of_all = self.family.qk_norm == "all"
+            axes["self_attn.q_norm.weight"] = (query if of_all else "head_dim",)
+            axes["self_attn.k_norm.weight"] = (key_value if of_all else "head_dim",)
         return axes
 
     def outer_axes(self) -> dict[str, tuple[str, ...]]:
@@ -298,7 +404,7 @@ class LlamaConfig:
 
 
 # vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads
-_SHAPES: dict[str, tuple[int, ...]] = {
+PRESETS: dict[str, tuple[int, ...]] = {
     "nano": (512, 64, 192, 2, 2, 1),
     "micro": (4096, 192, 512, 4, 6, 2),
     "124m": (50_304, 768, 2048, 12, 6, 6),

@@ -1,122 +1,28 @@
 """Describe the architectures that the one decoder computes, by their model_type in config.json. Needs no torch.
 
-All are the Llama decoder with at most four differences: biases on the projections of attention (Qwen 2), a norm on each
-query and key head (Qwen 3), a window that limits attention (Mistral, some layers of Qwen), and transformers' defaults
-for missing keys. Rotary position embeddings may be scaled for longer contexts in two ways.
+All are one decoder of parts, and a family says which it has: where norms are in a block and around what their weights
+are centred, whether queries and keys have norms and projections biases, the activation, which keys of config.json it
+reads (windows, layers without rotary positions, multipliers of its branches), and transformers' defaults.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
+from monograph.model.scaling import FULL, SLIDING, check_whole
 
-LARGEST_SIZE = 2**31 - 1
-
-
-@dataclass(frozen=True)
-class LinearScaling:
-    """Position interpolation, which makes every rotary wavelength `factor` times as long (Chen et al. 2306.15595).
-
-    Attributes:
-        factor: at least 1.
-    """
-
-    factor: float
-
-    def __post_init__(self) -> None:
-        check_number("rope_scaling.factor", self.factor)
-        if self.factor < 1:
-            raise InputRefused(f"rope_scaling.factor = {self.factor}: expected at least 1")
-
-
-@dataclass(frozen=True)
-class Llama3Scaling:
-    """Llama 3.1's stretching of rotary wavelengths beyond the context of pre-training; see `rope.inverse_frequencies`.
-
-    Attributes:
-        factor: stretching of long wavelengths, at least 1.
-        low_freq_factor: wavelengths above original_max_position_embeddings / low_freq_factor tokens are long.
-        high_freq_factor: wavelengths below original_max_position_embeddings / high_freq_factor tokens are kept.
-        original_max_position_embeddings: context length of pre-training, tokens.
-    """
-
-    factor: float = 8.0
-    low_freq_factor: float = 1.0
-    high_freq_factor: float = 4.0
-    original_max_position_embeddings: int = 8192
-
-    def __post_init__(self) -> None:
-        for name in ("factor", "low_freq_factor", "high_freq_factor"):
-            check_number(f"rope_scaling.{name}", getattr(self, name))
-        check_whole("rope_scaling.original_max_position_embeddings", self.original_max_position_embeddings)
-        if self.factor < 1 or self.low_freq_factor >= self.high_freq_factor:
-            raise InputRefused(
-                f"rope_scaling.factor = {self.factor}, low_freq_factor = {self.low_freq_factor}, high_freq_factor = "
-                f"{self.high_freq_factor}: expected a factor of at least 1 and low below high"
-            )
-
-
-Scaling = LinearScaling | Llama3Scaling
-
-_KINDS: dict[str, type[Scaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling}
-
-
-def from_hf(values: dict[str, Any]) -> tuple[Any, Scaling | None]:
-    """Return the rotary base (not checked yet) and the scaling of a config.json.
-
-    Raises:
-        InputRefused: a kind of scaling that is not supported, or a wrong or missing value.
-    """
-    # transformers 5 writes a dictionary `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`. If a file has both,
-    # transformers reads only `rope_scaling`.
-    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-    rope = values.get(name) or {}
-    if not isinstance(rope, dict):
-        raise InputRefused(f"{name} = {rope!r}: expected a table or null")
-    if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
-        raise InputRefused(f"{name}.{nested[0]}: one rotary embedding for each kind of layer is not supported")
-    if rope.get("partial_rotary_factor", 1) != 1:
-        raise InputRefused(f"partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported: only 1 is")
-    theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind == "default":
-        return theta, None
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise InputRefused(f"rope_type = {kind!r} is not supported: only 'default', 'linear' and 'llama3' are")
-    names, length = [field.name for field in fields(_KINDS[kind])], "original_max_position_embeddings"
-    if length in values:  # outside of the table it takes precedence over a value inside
-        rope = {**rope, length: values[length]}
-    rope = {length: values["max_position_embeddings"], **rope}
-    if missing := [name for name in names if name not in rope]:
-        raise InputRefused(f"the key {missing[0]} of the {kind} rope scaling is missing")
-    return theta, _KINDS[kind](**{name: rope[name] for name in names})
-
-
-def to_hf(scaling: Scaling) -> dict[str, Any]:
-    """Return the value of `rope_scaling` for a config.json."""
-    return {"rope_type": next(name for name, kind in _KINDS.items() if type(scaling) is kind), **asdict(scaling)}
-
-
-def check_whole(name: str, value: object) -> None:
-    """Raise InputRefused unless the value is a whole number from 1 to 2^31 - 1, the largest that GGUF can hold."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputRefused(f"{name} = {value!r}: expected a whole number of at least 1")
-    if value > LARGEST_SIZE:
-        raise InputRefused(f"{name} = {value}: expected at most {LARGEST_SIZE}")
-
-
-def check_number(name: str, value: object) -> None:
-    """Raise InputRefused unless the value is a positive number that torch takes: an int64 or a finite float."""
-    most = 2**63 if isinstance(value, int) else 1e300
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < most:
-        raise InputRefused(f"{name} = {value!r}: expected a positive number below {most:g}")
-
-
-FULL, SLIDING = "full_attention", "sliding_attention"
 MOST_LAYERS = 10_000  # a limit for files that ask for a list of layers by two numbers; no trained decoder has as many
+
+
+class Norms(NamedTuple):
+    """The names of a block's norms, by their places; None where there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
 
 
 class Family(NamedTuple):
@@ -127,14 +33,33 @@ class Family(NamedTuple):
         keys: the optional keys that this family has.
         defaults: transformers' defaults for keys that config.json lacks.
         qkv_bias: whether the query, key and value projections always have biases.
-        qk_norm: whether each query and key head has an RMS norm before the rotation.
+        qk_norm: whether queries and keys have an RMS norm before the rotation: over each head, or over all of them.
+        norms: the norms of the residual branches.
+        joined: layers of a block whose files hold several of the decoder's as one, by the file's name.
+        scales: whether its rotary positions may be scaled.
+        full_every: where a file has no layer_types, each so many-th layer has no window, and all others have it; 0: all
+            layers are alike or, with use_sliding_window, those from max_window_layers on have it, or those that do not
+            rotate if the family has such layers.
+        local_theta: base of the rotary positions of layers with a window where a file does not say it; None: they have
+            none of their own.
+        centred: whether a norm multiplies by 1 + weight.
+        embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
+        activation: the activation of the feed-forward layer, by transformers' name and key.
     """
 
     architecture: str
     keys: tuple[str, ...]
     defaults: Mapping[str, Any]
     qkv_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "heads", "all"] = ""
+    norms: Norms = Norms()
+    joined: Mapping[str, tuple[str, ...]] = {}
+    scales: bool = True
+    full_every: int = 0
+    local_theta: float | None = None
+    centred: bool = False
+    embedding_scaled: bool = False
+    activation: tuple[str, str] = "hidden_act", "silu"
 
 
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
@@ -156,19 +81,93 @@ FAMILIES: dict[str, Family] = {
         "Qwen3ForCausalLM",
         ("attention_bias", "sliding_window", "layer_types"),
         {"num_key_value_heads": 32, "head_dim": 128, "max_position_embeddings": 32_768, "sliding_window": 4096},
-        qk_norm=True,
+        qk_norm="heads",
     ),
-}
+    "olmo2": Family(
+        "Olmo2ForCausalLM",
+        ("attention_bias",),
+        {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "pad_token_id": 1, "eos_token_id": 50_279},
+        qk_norm="all",
+        norms=Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    ),
+    "smollm3": Family(
+        "SmolLM3ForCausalLM",
+        ("attention_bias", "sliding_window", "layer_types", "no_rope_layers"),
+        {
+            "num_key_value_heads": 4, "max_position_embeddings": 32_768, "rope_theta": 2e6, "tie_word_embeddings": True,
+            "pad_token_id": 128_004, "bos_token_id": 128_000, "eos_token_id": 128_001,
+        },
+    ),
+    "olmo3": Family(
+        "Olmo3ForCausalLM",
+        ("attention_bias", "sliding_window", "layer_types", "rope_local_theta"),
+        {
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "rope_theta": 500_000.0, "sliding_window": 4096,
+            "pad_token_id": 1, "eos_token_id": 50_279,
+        },
+        qk_norm="all",
+        norms=Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        full_every=4,
+        local_theta=500_000.0,  # whatever else the file says
+    ),
+    "gemma3_text": Family(
+        "Gemma3ForCausalLM",
+        ("attention_bias", "sliding_window", "layer_types", "rope_local_theta", "query_pre_attn_scalar"),
+        {
+            "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072, "rope_theta": 1e6,
+            "sliding_window": 4096, "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "pad_token_id": 0,
+            "bos_token_id": 2, "eos_token_id": 1,
+        },
+        qk_norm="heads",
+        norms=Norms(
+            "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+        ),
+        full_every=6,
+        local_theta=10_000.0,
+        centred=True,
+        embedding_scaled=True,
+        activation=("hidden_activation", "gelu_pytorch_tanh"),
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        ("sliding_window", "partial_rotary_factor"),
+        {
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 32_000,
+            "pad_token_id": 32_000,
+        },
+        joined={
+            "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+            "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+        },
+        scales=False,
+    ),
+    "granite": Family(
+        "GraniteForCausalLM",
+        ("attention_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
+        {"max_position_embeddings": 2048, "attention_multiplier": 1.0, **_ENDS},
+    ),
+}  # fmt: skip
 # Keys of config.json that change what transformers computes or loads, with the values that match `Llama`; transformers'
 # default is one of them.
 _COMPUTED: dict[str, tuple[Any, ...]] = {
     "hidden_act": ("silu", "swish"),
+    "hidden_activation": ("gelu_pytorch_tanh",),
+    "attn_logit_softcapping": (None,),
+    "final_logit_softcapping": (None,),
+    "use_bidirectional_attention": (False, None),
     "mlp_bias": (False,),
+    "resid_pdrop": (0.0,),
     "is_causal": (True,),
     "partial_rotary_factor": (1, None),
     "per_layer_config": (None, {}),
     "transformers_weights": (None,),
 }
+# Keys that only some families read.
+_OF_GEMMA = ("hidden_activation", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
+_READ_BY: dict[str, tuple[str, ...]] = {
+    "mlp_bias": ("llama", "smollm3", "granite"), "resid_pdrop": ("phi3",), **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
+    "hidden_act": tuple(name for name, its in FAMILIES.items() if its.activation[0] == "hidden_act"),
+}  # fmt: skip
 
 
 def family(model_type: object) -> Family:
@@ -185,7 +184,9 @@ def family(model_type: object) -> Family:
 def check_computed(values: Mapping[str, Any]) -> None:
     """Raise InputRefused with the key's name if a config.json asks for something that the decoder does not compute."""
     for key, known in _COMPUTED.items():
-        if key == "mlp_bias" and values["model_type"] != "llama":  # other families never read it
+        if values["model_type"] not in _READ_BY.get(key, (values["model_type"],)):
+            continue
+        if key in family(values["model_type"]).keys:
             continue
         if values.get(key, known[0]) not in known:
             raise InputRefused(f"{key} = {values[key]!r} is not supported: only {known[0]!r} is")
@@ -196,30 +197,82 @@ def check_computed(values: Mapping[str, Any]) -> None:
 def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     """Return sliding_window and layer_types (() for "all alike") of a config.json with its family's defaults filled in.
 
-    Qwen's window counts only with use_sliding_window; if the file has no layer_types, it is used from layer
-    max_window_layers on.
+    With layer_types, they say which layers have the window. Without them it counts only with use_sliding_window: in a
+    Qwen from layer max_window_layers on (and never without that flag), in a SmolLM3 in the layers that do not rotate.
 
     Raises:
         InputRefused: layer_types where the family has none, or a wrong value.
     """
-    window, types, keys = values.get("sliding_window"), values.get("layer_types"), family(values["model_type"]).keys
+    its = family(values["model_type"])
+    window, types = values.get("sliding_window"), values.get("layer_types")
     if types is not None and not isinstance(types, list):
         raise InputRefused(f"layer_types = {types!r}: expected a list")
-    if "layer_types" not in keys:
+    if "layer_types" not in its.keys:
         if types is not None:
             raise InputRefused(f"layer_types is not supported with model_type = {values['model_type']!r}")
-        return window if "sliding_window" in keys else None, ()
+        return window if "sliding_window" in its.keys else None, ()
     slides = values.get("use_sliding_window", False)
     if not isinstance(slides, bool):
         raise InputRefused(f"use_sliding_window = {slides!r}: expected true or false")
-    if not slides:
+    unrotated = "no_rope_layers" in its.keys
+    if not slides and not its.full_every and (types is None or not unrotated):
         window = None
-    if types is not None or window is None:
+    if types is not None or (window is None and not its.full_every):
         return window, tuple(types or ())
-    first, layers = values.get("max_window_layers", 28), values["num_hidden_layers"]
+    layers, first = range(_layers(values)), values.get("max_window_layers", 28)
+    if its.full_every:
+        every = values.get("sliding_window_pattern", its.full_every) if its.centred else its.full_every
+        check_whole("sliding_window_pattern", every)
+        return window, tuple(SLIDING if (layer + 1) % every else FULL for layer in layers)
+    if unrotated:
+        rotate = rotations_from_hf(values) or (1,) * len(layers)
+        return window, tuple(FULL if rotates else SLIDING for rotates in rotate)
     if isinstance(first, bool) or not isinstance(first, int):
         raise InputRefused(f"max_window_layers = {first!r}: expected a whole number")
+    return window, tuple(SLIDING if layer >= first else FULL for layer in layers)
+
+
+def rotations_from_hf(values: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return 1 for each layer that rotates queries and keys and 0 for each other one; () if all do.
+
+    Raises:
+        InputRefused: a wrong value.
+    """
+    if "no_rope_layers" not in family(values["model_type"]).keys:
+        return ()
+    layers, listed, every = _layers(values), values.get("no_rope_layers"), values.get("no_rope_layer_interval", 4)
+    if listed is None:
+        check_whole("no_rope_layer_interval", every)
+        listed = [int((layer + 1) % every != 0) for layer in range(layers)]
+    if not isinstance(listed, list) or len(listed) < layers:
+        raise InputRefused(f"no_rope_layers = {listed!r}: expected a list of 0 or 1 for each of {layers} layers")
+    return () if all(each == 1 for each in listed[:layers]) else tuple(listed[:layers])
+
+
+def fresh(model_type: str, layers: int) -> dict[str, Any]:
+    """Return what a new model of a family has beyond its sizes: the family itself, its windows and rotations.
+
+    Raises:
+        InputRefused: the decoder does not compute it.
+    """
+    its = family(model_type)
+    values = {"model_type": model_type, "num_hidden_layers": layers}
+    if its.full_every:
+        values["sliding_window"] = its.defaults["sliding_window"]
+    window, types = windows_from_hf(values)
+    found: dict[str, Any] = {
+        "sliding_window": window,
+        "layer_types": types,
+        "no_rope_layers": rotations_from_hf(values),
+    }
+    found = {"model_type": model_type} | {key: value for key, value in found.items() if value}
+    return found if its.scales else found | {"rope_scaling": None}
+
+
+def _layers(values: Mapping[str, Any]) -> int:
+    """Return num_hidden_layers, small enough for a list of them."""
+    layers: int = values["num_hidden_layers"]
     check_whole("num_hidden_layers", layers)
     if layers > MOST_LAYERS:
         raise InputRefused(f"num_hidden_layers = {layers}: expected at most {MOST_LAYERS}")
-    return window, tuple(SLIDING if layer >= first else FULL for layer in range(layers))
+    return layers

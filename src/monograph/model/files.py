@@ -37,11 +37,15 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Stored(NamedTuple):
-    """The description of a tensor in a file's header; `dtype` is safetensors' name."""
+    """The description of a tensor in a file's header; `dtype` is safetensors' name.
+
+    With `part` it is rows `part[1]` to `part[2]` of the file's tensor `part[0]`.
+    """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
+    part: tuple[str, int, int] | None = None
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
@@ -99,8 +103,8 @@ def mapped_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
     """
     for path in sorted({tensor.path for tensor in stored.values()}):
         with _opened(path) as file:
-            for name in (name for name, tensor in stored.items() if tensor.path == path):
-                yield name, file.get_tensor(name)
+            for name, part in ((name, tensor.part) for name, tensor in stored.items() if tensor.path == path):
+                yield name, file.get_tensor(part[0])[part[1] : part[2]] if part else file.get_tensor(name)
 
 
 @contextmanager

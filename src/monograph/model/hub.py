@@ -19,6 +19,7 @@ from monograph.graph.lora import plain_parameters
 from monograph.graph.mmap_weights import kept_dtype, mapped, materialize_
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, Stored, mapped_tensors, new_folder, read_headers, write_json, write_tensors
+from monograph.model.joined import joined, parted
 from monograph.model.llama import Llama
 from monograph.storage.reading import exists, inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
@@ -59,6 +60,7 @@ def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]
     """
     config = read_config(folder)
     stored = {name: tensor for name, tensor in read_headers(Path(folder)).items() if not _DERIVED.fullmatch(name)}
+    stored = parted(stored, config)
     check_headers(stored, config, Path(folder))
     return config, stored
 
@@ -153,7 +155,7 @@ def save_model(
             write_json(new / "tokenizer_config.json", _tokenizer_config(new, tokenizer, model.config))
             if template := tokenizer.config.template:
                 (new / "chat_template.jinja").write_text(template.source, encoding="utf-8")
-        write_tensors(new, plain_parameters(model), max_shard_bytes)
+        write_tensors(new, joined(plain_parameters(model), model.config), max_shard_bytes)
 
 
 def _generation_config(config: dict[str, Any], own: Collection[int], tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -1,106 +1,29 @@
 """Compute the Llama decoder and its relatives: tokens in, final hidden states out. Parameter names are Hugging Face's.
 
-One rule says which positions a position attends to, for documents, windows and padding: position t sees position s if
-s <= t, both have the same segment and, with a window of w, t - s < w. A mask is built once per forward pass and shared
-by all blocks with the same window. Documents are contiguous, so distances in a row are distances in a document. Padding
-is segment 0, a segment like any other: no document sees it, and each of its positions sees at least itself, so that no
-row of a softmax is empty.
-
 Shape suffixes: B batch, T positions, S cache slots, D hidden size, H query heads, K key-value heads, E head dimension,
-F = E / 2, V vocabulary, N blocks of positions; 1 broadcasts.
+F = E / 2, V vocabulary; 1 broadcasts.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
+from collections.abc import Callable, Iterable
 from typing import NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
+from monograph.model.masks import attention_mask
 from monograph.model.rope import CosSin, cos_sin, rotate
 from monograph.ops.attention import Impl, Kernel, Mask, attention
 from monograph.ops.rms_norm import rms_norm
 
-BLOCK = 128  # positions per side of a block: flex attention's own default
 FLEX_HEAD = 16  # the smallest head_dim that flex attention computes on a GPU
-_LAST = 2**62  # above every document number; F.pad converts its value to a double, so 2^63 - 1 overflows (torch 2.13)
-
-
-def attention_mask(
-    segments_BT: Tensor | None, tokens_BT: Tensor, impl: Impl, window: int | None = None, captured: bool = False
-) -> Mask:
-    """Return the mask of a forward pass without a cache, in the form that `impl` reads.
-
-    "auto" gives a block mask for flex attention in compiled graphs on a GPU, the only place where it is fused, and a
-    dense boolean mask elsewhere. Without segments and without a window that is shorter than the row, only causality is
-    left, which needs no mask (None).
-
-    Args:
-        segments_BT: document number of each position in its row, 0 on padding, int64; None: one document a row.
-        tokens_BT: the tokens, for shape and device.
-        impl: the attention implementation.
-        window: number of positions that a query sees, its own the last of them; None: all up to its own.
-        captured: whether the blocks, which read the mask, are compiled graphs of their own.
-    """
-    window = None if window is None or window >= tokens_BT.shape[1] else window
-    if segments_BT is None and window is None and impl != "flex":
-        return None
-    captured = captured or torch.compiler.is_compiling()
-    if impl == "flex" or (impl == "auto" and tokens_BT.is_cuda and captured):
-        return block_mask(torch.ones_like(tokens_BT) if segments_BT is None else segments_BT, window)
-    # Without segments, one mask serves all rows.
-    return dense_mask(torch.ones_like(tokens_BT[:1]) if segments_BT is None else segments_BT, window)
-
-
-def dense_mask(segments_BT: Tensor, window: int | None = None) -> Tensor:
-    """Return a boolean mask [B, 1, T, T], True where a query (third axis) sees a key (last axis)."""
-    seen_BTT = (segments_BT[:, :, None] == segments_BT[:, None, :]).tril()
-    return (seen_BTT if window is None else seen_BTT.triu(1 - window))[:, None]
-
-
-def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
-    """Return the mask for flex attention: the blocks of keys that each block of queries needs partly or in full.
-
-    Two blocks can share a document only if their ranges of segment numbers overlap, so N ranges a row suffice, and the
-    [T, T] mask is never built (building it can cost more than the attention: lightseekorg/TorchSpec issue 86). Ranges
-    that overlap without a shared document only cost time, because the rule itself is evaluated in partial blocks.
-    """
-    length = segments_BT.shape[1]
-    blocks = -(-length // BLOCK)
-    # Padding ends a row. Numbered highest instead of 0, it keeps a row's numbers ascending, and so the ranges short.
-    numbers_BT = torch.where(segments_BT == 0, _LAST, segments_BT)
-    blocks_BNX = F.pad(numbers_BT, (0, blocks * BLOCK - length), value=_LAST)
-    blocks_BNX = blocks_BNX.unflatten(1, (blocks, BLOCK))
-    low_BN, high_BN = blocks_BNX.amin(dim=-1), blocks_BNX.amax(dim=-1)
-    overlap_BNN = (low_BN[:, :, None] <= high_BN[:, None, :]) & (low_BN[:, None, :] <= high_BN[:, :, None])
-    uniform_BN = low_BN == high_BN
-    full_BNN = (overlap_BNN & uniform_BN[:, :, None] & uniform_BN[:, None, :]).tril(-1)
-    if window is not None:
-        # Between two blocks n apart, distances go from (n - 1) BLOCK + 1 to (n + 1) BLOCK - 1.
-        overlap_BNN = overlap_BNN.triu(-((window + BLOCK - 2) // BLOCK))
-        full_BNN = full_BNN.triu(1 - window // BLOCK)
-    partial_BNN = overlap_BNN.tril() & ~full_BNN
-
-    def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = (query >= key) & (segments_BT[row, query] == segments_BT[row, key])
-        return seen if window is None else seen & (query - key < window)
-
-    return BlockMask.from_kv_blocks(
-        *_listed(partial_BNN), *_listed(full_BNN), BLOCK_SIZE=BLOCK, mask_mod=visible, seq_lengths=(length, length)
-    )
-
-
-def _listed(needed_BNN: Tensor) -> tuple[Tensor, Tensor]:
-    """Return flex attention's sparse form: the number of needed blocks, and all blocks' indices, needed ones first."""
-    needed_B1NN = needed_BNN[:, None].to(torch.int32)
-    order_B1NN = needed_B1NN.argsort(dim=-1, descending=True, stable=True)
-    return needed_B1NN.sum(dim=-1, dtype=torch.int32), order_B1NN.to(torch.int32)
 
 
 class Cache(Protocol):
@@ -148,6 +71,36 @@ class RMSNorm(nn.Module):
         return rms_norm(hidden, self.weight, self.eps)
 
 
+class Scale(nn.Module):
+    """A layer that multiplies by a number."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Return factor * hidden."""
+        return hidden * self.factor
+
+
+def scale(factor: float) -> nn.Module:
+    """Return a layer that multiplies by a number, or one that does nothing if that is 1."""
+    return nn.Identity() if factor == 1 else Scale(factor)
+
+
+class CentredRMSNorm(RMSNorm):
+    """A layer that applies `rms_norm` with 1 + its weight."""
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Normalise over the last axis."""
+        return rms_norm(hidden, 1 + self.weight, self.eps)
+
+
+def norm_of(config: LlamaConfig, size: int) -> RMSNorm:
+    """Return a norm of the model's family."""
+    return (CentredRMSNorm if config.family.centred else RMSNorm)(size, config.rms_norm_eps)
+
+
 class Attention(nn.Module):
     """Grouped-query self-attention with rotary positions, and biases and norms of heads if the family has them."""
 
@@ -161,22 +114,36 @@ class Attention(nn.Module):
         self.k_proj = Linear(config.hidden_size, key_value, bias=bias)
         self.v_proj = Linear(config.hidden_size, key_value, bias=bias)
         self.o_proj = Linear(query, config.hidden_size, bias=config.attention_bias)
+        self.norms_all = config.family.qk_norm == "all"
         self.q_norm, self.k_norm = (
-            RMSNorm(config.head_dim, config.rms_norm_eps) if config.family.qk_norm else nn.Identity() for _ in range(2)
+            norm_of(config, width if self.norms_all else config.head_dim) if config.family.qk_norm else nn.Identity()
+            for width in (query, key_value)
         )
+        self.scale = scale(config.query_scale)
         self.head_dim = config.head_dim
         self.impl = impl
         self.kernel: Kernel = "torch"
         self.device_type = ""
 
-    def forward(self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin, mask: Mask, cache: LayerCache | None = None) -> Tensor:
-        """Return o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)), norms per head."""
+    def forward(
+        self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin | None, mask: Mask, cache: LayerCache | None = None
+    ) -> Tensor:
+        """Return o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)).
+
+        Norms are per head or over all heads; without cosines and sines nothing is rotated.
+        """
+        query_BTX, key_BTX, value_BTX = self.q_proj(hidden_BTD), self.k_proj(hidden_BTD), self.v_proj(hidden_BTD)
+        if self.norms_all:
+            query_BTX, key_BTX = self.q_norm(query_BTX), self.k_norm(key_BTX)
         query_BHTE, key_BKTE, value_BKTE = (
-            projection(hidden_BTD).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-            for projection in (self.q_proj, self.k_proj, self.v_proj)
+            each_BTX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each_BTX in (query_BTX, key_BTX, value_BTX)
         )
-        query_BHTE = rotate(self.q_norm(query_BHTE), cos_sin_B1TF, self.device_type)
-        key_BKTE = rotate(self.k_norm(key_BKTE), cos_sin_B1TF, self.device_type)
+        if not self.norms_all:
+            query_BHTE, key_BKTE = self.q_norm(query_BHTE), self.k_norm(key_BKTE)
+        if cos_sin_B1TF is not None:
+            query_BHTE = rotate(query_BHTE, cos_sin_B1TF, self.device_type)
+            key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type)
+        query_BHTE = self.scale(query_BHTE)
         if cache is None:
             mixed_BHTE = attention(query_BHTE, key_BKTE, value_BKTE, mask, self.impl, self.kernel)
         else:
@@ -186,8 +153,14 @@ class Attention(nn.Module):
         return self.o_proj(mixed_BHTE.transpose(1, 2).flatten(2))
 
 
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu,
+    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
+}
+
+
 class MLP(nn.Module):
-    """A SwiGLU layer, down(silu(gate x) * up x) (Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202)."""
+    """A gated layer, down(act(gate x) * up x) (Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202)."""
 
     siblings = ("gate_proj", "up_proj")
 
@@ -196,26 +169,47 @@ class MLP(nn.Module):
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.act = _ACTIVATIONS[config.family.activation[1]]
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
-        return self.down_proj(F.silu(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
+        return self.down_proj(self.act(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
 
 
 class Block(nn.Module):
-    """One layer: x += attention(norm x), then x += mlp(norm x). It can be compiled or recomputed alone."""
+    """One layer: x += norm(attention(norm x)), then x += norm(mlp(norm x)), with the norms that its family has.
+
+    It can be compiled or recomputed alone.
+    """
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norms = config.family.norms
+        # The order of parameters is that of the computation.
+        self._add_norms(config, self.norms[:1])
         self.self_attn = Attention(config, impl)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self._add_norms(config, self.norms[1:3])
         self.mlp = MLP(config)
+        self._add_norms(config, self.norms[3:])
+        self.scale = scale(config.residual_multiplier)
 
-    def forward(self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin, mask: Mask, cache: LayerCache | None = None) -> Tensor:
+    def _add_norms(self, config: LlamaConfig, names: Iterable[str | None]) -> None:
+        for name in filter(None, names):
+            self.add_module(name, norm_of(config, config.hidden_size))
+
+    def _normed(self, name: str | None, hidden_BTD: Tensor) -> Tensor:
+        return hidden_BTD if name is None else getattr(self, name)(hidden_BTD)
+
+    def forward(
+        self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin | None, mask: Mask, cache: LayerCache | None = None
+    ) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
-        attended_BTD = hidden_BTD + self.self_attn(self.input_layernorm(hidden_BTD), cos_sin_B1TF, mask, cache)
-        return attended_BTD + self.mlp(self.post_attention_layernorm(attended_BTD))
+        norms = self.norms
+        normed_BTD = self._normed(norms.before_attention, hidden_BTD)
+        branch_BTD = self.self_attn(normed_BTD, cos_sin_B1TF, mask, cache)
+        hidden_BTD = hidden_BTD + self.scale(self._normed(norms.after_attention, branch_BTD))
+        branch_BTD = self.mlp(self._normed(norms.before_mlp, hidden_BTD))
+        return hidden_BTD + self.scale(self._normed(norms.after_mlp, branch_BTD))
 
 
 class Decoder(nn.Module):
@@ -227,14 +221,14 @@ class Decoder(nn.Module):
         # As in transformers, looking up the padding row gives it no gradient; a tied head still does.
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id, _weight=empty_VD)
         self.layers = nn.ModuleList(Block(config, impl) for _ in range(config.num_hidden_layers))
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.norm = norm_of(config, config.hidden_size)
 
 
 class Llama(nn.Module):
-    """A language model of one of the families in `monograph.model.families`: Llama, Mistral, Qwen 2 or Qwen 3.
+    """A language model of one of the families in `monograph.model.families`: Llama, Mistral, Qwen, OLMo, SmolLM.
 
     Initial weights: every matrix ~ N(0, initializer_range^2), the two that end a residual branch (o_proj, down_proj)
-    divided by sqrt(2 * num_hidden_layers), norm weights 1, biases 0 (Radford et al. 2019, "Language Models are
+    divided by sqrt(2 * num_hidden_layers), norms' factors 1, biases 0 (Radford et al. 2019, "Language Models are
     Unsupervised Multitask Learners", section 2.3). Each matrix has its own random stream, keyed by seed and name and
     drawn in fp32 on the CPU, so that its weights depend neither on the device nor on other parameters; the global
     random state is not used. On the meta device nothing is drawn.
@@ -242,7 +236,7 @@ class Llama(nn.Module):
     Args:
         config: the shape.
         seed: seeds the initial weights.
-        attention: the attention implementation, see `attention_mask`; others than "auto" are for comparisons.
+        attention: the attention implementation, see `masks.attention_mask`; others than "auto" are for comparisons.
     """
 
     fuses = True  # it takes no gradients itself, so products may add those of weights (`monograph.ops.fused_gradients`)
@@ -254,6 +248,9 @@ class Llama(nn.Module):
         self.attention = attention
         self.model = Decoder(config, attention)
         self.lm_head = Linear(config.hidden_size, config.vocab_size, bias=False)
+        # transformers keeps the factor in fp32.
+        self.scale_embedded = scale(torch.tensor(config.embedding_scale, device="cpu").item())
+        self.scale_last = scale(1 / config.logits_scaling)
         self.tie_weights()
         self._initialise(seed)
 
@@ -294,7 +291,7 @@ class Llama(nn.Module):
 
     def begin(
         self, tokens_BT: Tensor, segments: Tensor | None = None, positions: Tensor | None = None
-    ) -> tuple[Tensor, list[tuple[CosSin, Mask]]]:
+    ) -> tuple[Tensor, list[tuple[CosSin | None, Mask]]]:
         """Return the embedded tokens, and each block's further arguments.
 
         The arguments are those of `forward`, and `forward(x) = end(blocks(begin(x)))`. A caller that runs the blocks
@@ -302,16 +299,16 @@ class Llama(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        cos_sin_B1TF, layer_masks = self.attention_inputs(tokens_BT, segments, positions)
-        hidden_BTD = self.model.embed_tokens(tokens_BT)
+        layer_inputs = self.attention_inputs(tokens_BT, segments, positions)
+        hidden_BTD = self.scale_embedded(self.model.embed_tokens(tokens_BT))
         if torch.is_autocast_enabled(hidden_BTD.device.type):
             # Autocast leaves the embedding in fp32, and so the residual stream, the largest memory traffic of the pass.
             hidden_BTD = hidden_BTD.to(torch.get_autocast_dtype(hidden_BTD.device.type))
-        return hidden_BTD, [(cos_sin_B1TF, mask) for mask in layer_masks]
+        return hidden_BTD, layer_inputs
 
     def end(self, hidden_BTD: Tensor) -> Tensor:
-        """Return the output of the last norm for the blocks' output."""
-        return self.model.norm(hidden_BTD)
+        """Return the output of the last norm for the blocks' output, divided as the logits are."""
+        return self.scale_last(self.model.norm(hidden_BTD))
 
     @property
     def parts_before(self) -> list[nn.Module]:
@@ -325,8 +322,8 @@ class Llama(nn.Module):
 
     def attention_inputs(
         self, tokens_BT: Tensor, segments: Tensor | None, positions: Tensor
-    ) -> tuple[CosSin, list[Mask]]:
-        """Return the blocks' further arguments: cosine and sine of the positions, and each layer's mask.
+    ) -> list[tuple[CosSin | None, Mask]]:
+        """Return each block's further arguments: cosine and sine of the positions if it rotates, and its mask.
 
         Layers with the same window share one mask.
 
@@ -346,7 +343,12 @@ class Llama(nn.Module):
         impl: Impl = "sdpa" if self.attention == "auto" and small else self.attention
         captured = self.blocks_captured
         by_window = {w: attention_mask(segments, tokens_BT, impl, w, captured) for w in dict.fromkeys(windows)}
-        return cos_sin(positions, self.config, dtype), [by_window[window] for window in windows]
+        local = [self.config.is_local(layer) for layer in range(len(windows))]
+        turns = {kind: cos_sin(positions, self.config, dtype, kind) for kind in dict.fromkeys(local)}
+        return [
+            (turns[kind] if self.config.rotates(layer) else None, by_window[window])
+            for layer, (kind, window) in enumerate(zip(local, windows, strict=True))
+        ]
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the logits over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
@@ -372,7 +374,7 @@ class Llama(nn.Module):
             if parameter.is_meta:
                 continue
             if parameter.ndim == 1:
-                parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
+                parameter.fill_(0.0 if name.endswith(".bias") or self.config.family.centred else 1.0)
                 continue
             key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
             generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -112,7 +112,7 @@ class Stages:
 @functools.lru_cache(maxsize=64)  # if nothing fits, a second search looks for settings that would
 def stages_of(config: LlamaConfig, optim: Optimizer, precision: str, blocks_per_stage: int) -> Stages:
     """Return the stages of a model, whose number of blocks `blocks_per_stage` divides."""
-    short = replace(config, num_hidden_layers=blocks_per_stage, layer_types=config.layer_types[:blocks_per_stage])
+    short = config.shortened(blocks_per_stage)
     with META:
         model = Llama(short)
     placement = Placement(META, blocks_per_stage=blocks_per_stage)

@@ -255,7 +255,7 @@ def _along(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample]:
 
 def _cut(work: Work, layers: int) -> Work:
     config = work.config
-    return replace(work, config=replace(config, num_hidden_layers=layers, layer_types=config.layer_types[:layers]))
+    return replace(work, config=config.shortened(layers))
 
 
 def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:

@@ -112,7 +112,11 @@ def load_to_export(
     (model, base), recipe = _of_run(run, checkpoint, None), Recipe.recorded(checkpoint.state["recipe"], run)
     tokenizer, stored = own_tokenizer(run, checkpoint.state), None
     if recipe.lora:
-        stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init), base)
+        try:
+            stored = adapter.packed(model, lora_of(recipe.lora), str(recipe.init), base)
+        except InputRefused as error:
+            warn(f"{error}: the model is written merged, without a folder of its adapters")
+            return model, tokenizer, None
         base_of = {**stored.base, "weights_sha256": str(recipe.base_sha256)}
         stored = stored._replace(base=base_of, tokenizer=tokenizer if recipe.vocabulary else None)
     return model, tokenizer, stored
