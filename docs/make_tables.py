@@ -14,6 +14,7 @@ from typing import Literal, Union, get_args, get_origin
 
 import monograph
 from monograph.config.keys import KEYS, SECTIONS, AnswerForm, Floored, Fraction, Width
+from monograph.model.config import PRESETS
 from monograph.session.plan import Plan
 
 # Fields of a plan whose names differ from their keys'.
@@ -60,7 +61,7 @@ BEHIND: dict[str, dict[str, str]] = {
     "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd", "cosine:FLOOR", "wsd:FLOOR"), SCHEDULE),
     "optim.ema": dict.fromkeys(("none", "a number between 0 and 1"), "tests/test_optim.py"),
     "optim.transfer": {"none": "tests/test_optim.py", "width": TRANSFERRED, "width:SIZE": TRANSFERRED},
-    "model.preset": dict.fromkeys(("nano", "micro", "124m", "llama-179m", "1b", "8b"), "tests/model/test_config.py"),
+    "model.preset": dict.fromkeys((*PRESETS, "FAMILY:NAME"), "tests/model/test_config.py"),
     "lora.base": {"int8": LORA, "nf4": LORA},
     "rl.advantage": dict.fromkeys(("dr_grpo", "rloo", "grpo", "dapo", "reinforce"), ESTIMATOR)
     | dict.fromkeys(("cispo", "gspo"), OFF_POLICY),
@@ -90,6 +91,8 @@ def table() -> str:
 
 def values(key: str) -> list[str]:
     """Return the values that the key's type lists, without "auto", which is the planner's choice among them."""
+    if key == "model.preset":
+        return [*PRESETS, "FAMILY:NAME"]
     section, _, name = key.partition(".")
     annotation = SECTIONS[section].model_fields[name].annotation
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)

@@ -10,6 +10,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from monograph.data import LARGEST_SHARE
+from monograph.model.config import PRESETS
+from monograph.model.families import FAMILIES
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 
 Auto = Literal["auto"]
@@ -78,6 +80,7 @@ Preference = Annotated[
 Penalty = Annotated[str, Field(pattern=r"^(k[123]|entropy):(0\.[0-9]{0,8}[1-9]|[1-9][0-9]{0,3}(\.[0-9]{1,9})?)$")]
 AnswerLimit = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}:(mask|[0-9]{1,5}(\.[0-9]{1,9})?)$")]
 AnswerForm = Annotated[Text, Field(pattern=r"^(regex|json-schema):.")]
+Preset = Annotated[str, Field(pattern=rf"^(auto|(({'|'.join(FAMILIES)}):)?({'|'.join(PRESETS)}))$")]
 Width = Annotated[str, Field(pattern=r"^width:[1-9][0-9]{0,8}$")]
 
 
@@ -99,9 +102,10 @@ _COUNT = f'{_WHOLE} ("512k" is 512000, "512Ki" is 524288)'
 class ModelSection(Section):
     """The model: a preset (sizes override it), or one that exists (`init`), or sizes by their Hugging Face names."""
 
-    preset: Literal["auto", "nano", "micro", "124m", "llama-179m", "1b", "8b"] = _key(
-        "auto", "auto, nano, micro, 124m, llama-179m, 1b or 8b", "a shape by name; auto: what fits"
-    )
+    preset: Preset = _key(
+        "auto", f"auto, {', '.join(PRESETS)}, or one of these after a family, as olmo2:nano",
+        "a shape by name, and its family; auto: a Llama that fits",
+    )  # fmt: skip
     init: Text | None = _key(
         None, 'a folder, a .pth file or "file.py:function"', "weights to start from, or the function that builds it"
     )

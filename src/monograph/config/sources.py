@@ -9,13 +9,14 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
-from monograph.config.keys import KEYS, SECTIONS, ModelSection
+from monograph.config.keys import KEYS, SECTIONS
 from monograph.config.settings import EXCLUSIVE, Settings, build, check, did_you_mean
 from monograph.data.resolve_sources import HUB
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
+from monograph.model.config import PRESETS
 from monograph.storage.reading import entries, exists, is_folder, matching, read_input
 
 COMMAND_LINE = "command line"
@@ -144,9 +145,6 @@ def _without_overruled(given: Mapping[str, Given]) -> dict[str, Given]:
     return {key: value for key, value in given.items() if key not in dropped}
 
 
-_PRESETS = get_args(ModelSection.model_fields["preset"].annotation)
-
-
 class Arguments(NamedTuple):
     """A command's arguments: the TOML file, and overrides by dotted key, with the data paths as `data.source`."""
 
@@ -191,7 +189,7 @@ def _source(argument: str) -> str:
     place, _ = weighted(argument)
     if place in ("stdlib", "-") or place.startswith(HUB) or exists(place) or matching(place):
         return argument
-    if argument in _PRESETS:
+    if argument.rpartition(":")[2] in PRESETS:
         raise UsageError(f"{COMMAND_LINE}: {argument} is no file; did you mean model.preset={argument}?")
     if glob.has_magic(argument):
         raise InputRefused(f"{argument}: no file matches this pattern")

@@ -96,4 +96,5 @@ def precision(device: Device) -> str:
 
 def known_learning_rate(preset: str, optimizer: str) -> float:
     """Return the preset's peak learning rate for "adamw" or "muon"."""
-    return (MUON_LEARNING_RATES if optimizer == "muon" else {}).get(preset, LEARNING_RATES[preset])
+    shape = preset.rpartition(":")[2]  # a family's own was not searched for
+    return (MUON_LEARNING_RATES if optimizer == "muon" else {}).get(shape, LEARNING_RATES[shape])
