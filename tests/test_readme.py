@@ -44,6 +44,7 @@ def texts(directory: Path) -> None:
     (directory / "chats.jsonl").write_text('{"prompt": "What does it do?", "completion": "It jumps."}\n')
     (directory / "prompts.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
     (directory / "pairs.jsonl").write_text('{"prompt": "1 + 1 =", "chosen": "2", "rejected": "3"}\n')
+    (directory / "pictures.jsonl").write_text('{"text": "10233"}\n')
     (directory / "run.toml").write_text("[train]\nupdates = 2\n")
     (directory / "RUN").mkdir()
     (directory / "RUN" / "config.toml").write_text("[train]\nupdates = 2\n")

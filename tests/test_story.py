@@ -27,7 +27,7 @@ from monograph.run.folder import Run
 from monograph.text.tokenizer import Tokenizer
 
 SETTINGS = over(TINY, "data.tokenizer=bpe:300", "train.updates=60", "train.save_every=5", "optim.lr=1e-2")
-SETTINGS += ["optim.name=muon", "optim.schedule=wsd", "optim.ema=0.9"]
+SETTINGS += ["model.preset=gemma3_text:nano", "optim.name=muon", "optim.schedule=wsd", "optim.ema=0.9"]
 SCHEMA = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}}}
 SCHEMA |= {"required": ["size"]}
 
