@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import resource
 from collections import Counter
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -170,7 +171,10 @@ def test_quantities_have_their_units_and_absent_ones_no_place(page: Page) -> Non
     assert cells["recompiles"] == "0"
 
 
-@pytest.mark.parametrize("panel", [figures._loss, figures._gradient_norm, figures._speed])
+LOSS = partial(figures._numbers, key="train_loss", title="loss")
+
+
+@pytest.mark.parametrize("panel", [LOSS, figures._gradient_norm, figures._speed])
 @pytest.mark.parametrize("ends", [[9, 7, 6, 5, 4.5, 4.17], [2, 900, 850, 880, 700, 406], [406], [1, 2, 3, 4, 5, 6]])
 def test_no_label_lies_on_a_line_or_another_label(panel: Any, ends: list[float]) -> None:
     import matplotlib

@@ -24,14 +24,8 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 Floats = NDArray[np.float64]
 
-_SIZES = {
-    "held_out": (7.3, 3.2),
-    "reward": (7.3, 3.2),
-    "accuracy": (7.3, 3.2),
-    "loss": (3.5, 3.2),
-    "entropy": (3.5, 3.2),
-    "margin": (3.5, 3.2),
-}  # inches; the other figures are smaller
+_FIRST, _SECOND = ("held_out", "reward", "accuracy"), ("loss", "entropy", "margin")  # a run has one of each
+_SIZES = dict.fromkeys(_FIRST, (7.3, 3.2)) | dict.fromkeys(_SECOND, (3.5, 3.2))  # inches; the others are smaller
 _POINTS = 1200  # the most points of a line: more than a figure is pixels wide
 
 
@@ -49,11 +43,20 @@ def draw(
     """Return a PNG sheet of all figures for which `metrics` has rows, under `title` and `subtitle`, and each figure."""
     panels: dict[str, tuple[str, Callable[..., None]]] = {
         "held_out": ("eval_bits_per_byte", partial(_held_out, yardsticks=yardsticks)),
-        "reward": ("reward", _reward),
-        "accuracy": ("accuracy", _accuracy),
-        "loss": ("train_loss", _loss),
-        "entropy": ("entropy", _entropy),
-        "margin": ("margin", _margin),
+        "reward": (
+            "reward",
+            partial(_numbers, key="reward", title="Mean reward of an update's answers", held="eval_reward"),
+        ),
+        "accuracy": (
+            "accuracy",
+            partial(_numbers, key="accuracy", title="Share of answers ahead", held="eval_accuracy"),
+        ),
+        "loss": ("train_loss", partial(_numbers, key="train_loss", title="Training loss, nats per token")),
+        "entropy": (
+            "entropy",
+            partial(_numbers, key="entropy", title="Entropy of the draws, nats per token", from_0=True),
+        ),
+        "margin": ("margin", partial(_numbers, key="margin", title="Margin of the chosen answers, nats")),
         "learning_rate": ("lr", _learning_rate),
         "gradient_norm": ("grad_norm", _gradient_norm),
         "speed": ("tokens_per_s", _speed),
@@ -93,18 +96,8 @@ def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: s
     lower = figure.add_gridspec(
         1, 4 if "memory" in panels else 3, left=0.045, right=0.965, top=0.325, bottom=0.065, wspace=0.28
     )
-    places = {
-        "held_out": upper[0],
-        "reward": upper[0],
-        "accuracy": upper[0],
-        "loss": upper[1],
-        "entropy": upper[1],
-        "margin": upper[1],
-        "learning_rate": lower[0],
-        "gradient_norm": lower[1],
-        "speed": lower[2],
-        "memory": lower[-1],
-    }
+    places = dict.fromkeys(_FIRST, upper[0]) | dict.fromkeys(_SECOND, upper[1])
+    places |= {"learning_rate": lower[0], "gradient_norm": lower[1], "speed": lower[2], "memory": lower[-1]}
     for name, panel in panels.items():
         panel(figure.add_subplot(places[name]))
     return png(figure, dpi=160)
@@ -125,39 +118,16 @@ def _held_out(axes: Axes, metrics: Sequence[Row], yardsticks: Mapping[str, float
     _labels_at_right(axes, [*names, (float(bits[-1]), f"this run  {bits[-1]:.2f}", ACCENT, "bold")])
 
 
-def _reward(axes: Axes, metrics: Sequence[Row]) -> None:
-    tokens, reward = _series(axes, metrics, "reward", "Mean reward of an update's answers")
-    _trend(axes, tokens, reward, lambda value: f"{value:.2f}")
-    _held_out_points(axes, metrics, "eval_reward")
-
-
-def _accuracy(axes: Axes, metrics: Sequence[Row]) -> None:
-    tokens, accuracy = _series(axes, metrics, "accuracy", "Share of answers ahead")
-    _trend(axes, tokens, accuracy, lambda value: f"{value:.2f}")
-    _held_out_points(axes, metrics, "eval_accuracy")
-
-
-def _held_out_points(axes: Axes, metrics: Sequence[Row], key: str) -> None:
-    held = np.array([(row["tokens"], row[key]) for row in metrics if row.get(key) is not None])
-    if len(held):
-        axes.plot(*held.T, "o-", color=INK, linewidth=1, markersize=3.5)
+def _numbers(axes: Axes, metrics: Sequence[Row], key: str, title: str, held: str = "", from_0: bool = False) -> None:
+    """Draw the values under `key` and their trend, and as points those under `held`."""
+    tokens, values = _series(axes, metrics, key, title)
+    if from_0:
+        axes.set_ylim(0, 1.15 * float(values.max()) or 1)
+    _trend(axes, tokens, values, lambda value: f"{value:.2f}")
+    points = np.array([(row["tokens"], row[held]) for row in metrics if row.get(held) is not None])
+    if len(points):
+        axes.plot(*points.T, "o-", color=INK, linewidth=1, markersize=3.5)
         axes.text(0.01, 0.98, "points: held out", transform=axes.transAxes, va="top", fontsize=8, color=MUTED)
-
-
-def _margin(axes: Axes, metrics: Sequence[Row]) -> None:
-    tokens, margin = _series(axes, metrics, "margin", "Margin of the chosen answers, nats")
-    _trend(axes, tokens, margin, lambda value: f"{value:.2f}")
-
-
-def _entropy(axes: Axes, metrics: Sequence[Row]) -> None:
-    tokens, entropy = _series(axes, metrics, "entropy", "Entropy of the draws, nats per token")
-    axes.set_ylim(0, 1.15 * float(entropy.max()) or 1)
-    _trend(axes, tokens, entropy, lambda value: f"{value:.2f}")
-
-
-def _loss(axes: Axes, metrics: Sequence[Row]) -> None:
-    tokens, loss = _series(axes, metrics, "train_loss", "Training loss, nats per token")
-    _trend(axes, tokens, loss, lambda value: f"{value:.2f}")
 
 
 def _learning_rate(axes: Axes, metrics: Sequence[Row]) -> None:
