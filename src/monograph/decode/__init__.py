@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from monograph.decode.completion import Completion as Completion
-from monograph.decode.completion import Generation as Generation
-from monograph.decode.completion import generate as generate
-from monograph.decode.completion import prompt_ids as prompt_ids
-from monograph.decode.sampling import Sampling as Sampling
+from monograph.decode.completion import Completion, Generation, generate, prompt_ids
+from monograph.decode.sampling import Sampling
+
+__all__ = ["Completion", "Generation", "Sampling", "generate", "prompt_ids"]

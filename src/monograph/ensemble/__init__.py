@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from monograph.ensemble.engine import Ensemble as Ensemble
-from monograph.ensemble.knobs import Knobs as Knobs
-from monograph.ensemble.knobs import grid as grid
-from monograph.ensemble.knobs import log_range as log_range
+from monograph.ensemble.engine import Ensemble
+from monograph.ensemble.knobs import Knobs, grid, log_range
+
+__all__ = ["Ensemble", "Knobs", "grid", "log_range"]

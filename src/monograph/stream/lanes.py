@@ -82,11 +82,9 @@ class Executor(Protocol):
 
     def run(self, work: Work) -> Any:
         """Do the work or take it on; return the call's result for work on the compute lane."""
-        ...
 
     def finish(self) -> None:
         """Wait until everything is done."""
-        ...
 
 
 class Immediately:

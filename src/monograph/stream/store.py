@@ -38,11 +38,9 @@ class Staged(Protocol):
 
     def begin(self, *args: object, **kwargs: object) -> tuple[Tensor, Sequence[tuple[object, ...]]]:
         """Return the first block's input, and for each block its arguments after that of the block before."""
-        ...
 
     def end(self, hidden: Tensor) -> Tensor:
         """Return the module's output from the last block's output."""
-        ...
 
 
 class Buffer(NamedTuple):
