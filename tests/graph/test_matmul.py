@@ -19,7 +19,7 @@ needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reas
 
 
 needs_avx512 = pytest.mark.skipif("avx512f" not in device._cpu_model()[1], reason="no AVX-512")
-WAYS = [pytest.param(matmul.onednn, marks=needs_onednn), pytest.param(matmul.small, marks=needs_avx512)]
+WAYS = [pytest.param(matmul.onednn, marks=needs_onednn), pytest.param(matmul.native, marks=needs_avx512)]
 
 
 def pair(rows, summed, columns, turned=(False, False)):
@@ -47,8 +47,8 @@ def test_our_product_reads_any_strides_and_writes_nothing_else():
     deep = torch.full((right.shape[0] * 2, right.shape[1] + 7), float("nan"))
     deep[::2, 3:-4] = right
     around = torch.full((42, 45), 7.0)
-    matmul.small_out(wide[::3, ::2], deep[::2, 3:-4], out=around[1:-1])
-    assert torch.equal(around[1:-1], matmul.small(left, right))
+    matmul.native_out(wide[::3, ::2], deep[::2, 3:-4], out=around[1:-1])
+    assert torch.equal(around[1:-1], matmul.native(left, right))
     assert bool((around[0] == 7).all()) and bool((around[-1] == 7).all())
 
 
@@ -58,9 +58,9 @@ def test_our_product_is_the_same_bits_on_several_threads():
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = matmul.small(left, right)
+        alone = matmul.native(left, right)
         torch.set_num_threads(3)
-        assert torch.equal(matmul.small(left, right), alone)
+        assert torch.equal(matmul.native(left, right), alone)
     finally:
         torch.set_num_threads(threads)
 
@@ -155,11 +155,11 @@ def stacks(sizes, turned=(False, False), batch=5):
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 17, 5), (32, 64, 128), (64, 512, 100)])
 def test_batched_products_are_as_exact_as_the_reference(sizes, turned):
     left, right = stacks(sizes, turned)
-    product = matmul.batched(left, right)
+    product = matmul.native(left, right)
     assert product.is_contiguous()
     assert error_within(product, left @ right, left.double() @ right.double())
     shared = left[:1].expand_as(left)
-    assert error_within(matmul.batched(shared, right), shared @ right, shared.double() @ right.double())
+    assert error_within(matmul.native(shared, right), shared @ right, shared.double() @ right.double())
 
 
 @needs_avx512
@@ -168,12 +168,12 @@ def test_batched_products_are_the_same_bits_on_several_threads():
     threads = torch.get_num_threads()
     try:
         torch.set_num_threads(1)
-        alone = matmul.batched(left, right)
+        alone = matmul.native(left, right)
         torch.set_num_threads(3)
-        assert torch.equal(matmul.batched(left, right), alone)
+        assert torch.equal(matmul.native(left, right), alone)
     finally:
         torch.set_num_threads(threads)
-    assert all(torch.equal(matmul.small(*pair), each) for *pair, each in zip(left, right, alone, strict=True))
+    assert all(torch.equal(matmul.native(*pair), each) for *pair, each in zip(left, right, alone, strict=True))
 
 
 def test_a_batched_product_that_is_only_read_turned_round_is_computed_so():

@@ -94,7 +94,7 @@ def test_operators_of_our_own() -> None:
 
 @pytest.mark.skipif("avx512f" not in device._cpu_model()[1], reason="no AVX-512, for which the product is written")
 def test_products_that_graphs_call_past_the_dispatcher_are_seen() -> None:
-    lower_to_call(torch.ops.monograph.small_matmul.default, matmul.small_out)
+    lower_to_call(torch.ops.monograph.small_matmul.default, matmul.native_out)
     left, right, out = torch.randn(64, 48), torch.randn(48, 64), torch.empty(64, 64)
     before = extern_kernels.monograph_small_matmul
     with watched_kernels(), torch.profiler.profile(record_shapes=True, acc_events=True) as watching:

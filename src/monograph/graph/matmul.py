@@ -36,43 +36,31 @@ def onednn(left_NK: Tensor, right_KM: Tensor) -> Tensor:
     return compat.onednn_matmul(left_NK, right_KM)
 
 
-def small(left_NK: Tensor, right_KM: Tensor) -> Tensor:
-    """Return left @ right, fp32, by `matmul.cpp`; any strides."""
-    out_NM = left_NK.new_empty(left_NK.shape[0], right_KM.shape[1])
-    small_out(left_NK, right_KM, out=out_NM)
-    return out_NM
+def native(left: Tensor, right: Tensor) -> Tensor:
+    """Return left @ right [N, M] or B such products [B, N, M], fp32, by `matmul.cpp`; any strides."""
+    out = left.new_empty(*left.shape[:-1], right.shape[-1])
+    native_out(left, right, out=out)
+    return out
 
 
-def small_out(left_NK: Tensor, right_KM: Tensor, *, out: Tensor) -> None:
-    """Write left @ right to `out` [N, M], contiguous; see `small`."""
-    left, right = (left_NK.data_ptr(), *left_NK.stride()), (right_KM.data_ptr(), *right_KM.stride())
-    _native("matmul", 3, 2)(*left_NK.shape, out.shape[1], *left, *right, out.data_ptr())
-
-
-def batched(left_BNK: Tensor, right_BKM: Tensor) -> Tensor:
-    """Return B products left @ right, fp32, by `matmul.cpp`; any strides."""
-    out_BNM = left_BNK.new_empty(*left_BNK.shape[:2], right_BKM.shape[2])
-    batched_out(left_BNK, right_BKM, out=out_BNM)
-    return out_BNM
-
-
-def batched_out(left_BNK: Tensor, right_BKM: Tensor, *, out: Tensor) -> None:
-    """Write B products left @ right to `out` [B, N, M], contiguous; see `batched`."""
-    left, right = (left_BNK.data_ptr(), *left_BNK.stride()), (right_BKM.data_ptr(), *right_BKM.stride())
-    _native("batched", 4, 3)(*left_BNK.shape, out.shape[2], *left, *right, out.data_ptr())
+def native_out(left: Tensor, right: Tensor, *, out: Tensor) -> None:
+    """Write left @ right to `out`, contiguous; see `native`."""
+    operands = left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride()
+    _native(out.ndim)(*left.shape, out.shape[-1], *operands, out.data_ptr())
 
 
 @functools.cache
-def _native(name: str, sizes: int, strides: int) -> Callable[..., None]:
+def _native(dimensions: int) -> Callable[..., None]:
     """Return a function of `matmul.cpp`; the first call compiles the file in a second or two."""
+    name = {2: "matmul", 3: "batched"}[dimensions]
     function: Callable[..., None] = getattr(compat.native(SOURCE.read_text()), name)
-    operand = [c_void_p, *[c_long] * strides]
-    function.argtypes = [*[c_long] * sizes, *operand, *operand, c_void_p]  # type: ignore[attr-defined]
+    operand = [c_void_p, *[c_long] * dimensions]
+    function.argtypes = [*[c_long] * (dimensions + 1), *operand, *operand, c_void_p]  # type: ignore[attr-defined]
     function.restype = None  # type: ignore[attr-defined]
     return function
 
 
-for _name, _function in (("onednn_matmul", onednn), ("small_matmul", small), ("batched_matmul", batched)):
+for _name, _function in (("onednn_matmul", onednn), ("small_matmul", native), ("batched_matmul", native)):
     _LIBRARY.define(f"{_name}(Tensor left, Tensor right) -> Tensor")
     _LIBRARY.impl(_name, _function, "CPU")
 
@@ -88,8 +76,8 @@ def passes() -> dict[str, Any]:
     """Return the pass as an option of `torch.compile` with Inductor."""
     if mkl_is_slow():
         # Bypassing torch's dispatcher, a call takes 2.3 microseconds instead of 4.3 (docs/log.md).
-        compat.lower_to_call(torch.ops.monograph.small_matmul.default, small_out)
-        compat.lower_to_call(torch.ops.monograph.batched_matmul.default, batched_out)
+        compat.lower_to_call(torch.ops.monograph.small_matmul.default, native_out)
+        compat.lower_to_call(torch.ops.monograph.batched_matmul.default, native_out)
     return {"post_grad_custom_post_pass": compat.graph_pass(rewrite, __file__, inductor.__file__)}
 
 
