@@ -8,9 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor
 
 from monograph.decode.automata.lift import DEAD, FREE, Automaton, Tables
 from monograph.errors import InputRefused
@@ -38,11 +36,8 @@ class Arena(Tables):
         self, vocabulary: int, device: torch.device, cells: int = 1 << 22, states: int = 1 << 16, automata: int = 64
     ) -> None:
         """Allocate tables of so many cells, states and automata, all free: 4 N + 9 S + 2 A V bytes."""
-        super().__init__((), vocabulary, device)
+        super().__init__((), vocabulary, device, (cells, states, automata))
         self.cells, self.states, self.automata = cells, states, automata
-        self.next_N, self.row_S = _longer(self.next_N, cells), _longer(self.row_S, states)
-        self.automaton_S, self.stops_S = _longer(self.automaton_S, states), _longer(self.stops_S, states)
-        self.class_AV = _longer(self.class_AV, 1 + automata)
         self._places: dict[int, _Place] = {}  # by identity, the longest unused first
         self._uses: Counter[int] = Counter()
 
@@ -86,7 +81,7 @@ class Arena(Tables):
             if unused is None:
                 return None
             del self._places[unused], self._uses[unused]
-        self._write(place)
+        self._write(*place)
         return place
 
     def _free_place(self, automaton: Automaton) -> _Place | None:
@@ -95,25 +90,6 @@ class Arena(Tables):
         cell = _gap([(p.cell, p.automaton.next_SC.size) for p in there], automaton.next_SC.size, self.cells)
         state = _gap([(p.state, len(p.automaton.next_SC)) for p in there], len(automaton.next_SC), self.states)
         return None if number is None or cell is None or state is None else _Place(automaton, cell, state, number)
-
-    def _write(self, place: _Place) -> None:
-        automaton, device = place.automaton, self.next_N.device
-        table_SC = automaton.next_SC.astype(np.int32)
-        cells = slice(place.cell, place.cell + table_SC.size)
-        states = slice(place.state, place.state + len(table_SC))
-        following = np.where(table_SC < 0, DEAD, table_SC + place.state).reshape(-1)
-        rows = np.arange(len(table_SC), dtype=np.int32) * table_SC.shape[1] + place.cell
-        self.next_N[cells] = torch.from_numpy(following.astype(np.int32)).to(device)
-        self.row_S[states] = torch.from_numpy(rows.astype(np.int32)).to(device)
-        self.automaton_S[states] = place.number
-        self.stops_S[states] = torch.from_numpy(automaton.stops_S).to(device)
-        self.class_AV[place.number] = torch.from_numpy(automaton.class_V).to(device)
-
-
-def _longer(tensor: Tensor, length: int) -> Tensor:
-    longer = tensor.new_zeros(length, *tensor.shape[1:])
-    longer[: len(tensor)] = tensor
-    return longer
 
 
 def _gap(taken: list[tuple[int, int]], size: int, most: int) -> int | None:

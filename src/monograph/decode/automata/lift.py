@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -240,38 +239,51 @@ class Tables:
         class_AV: int16 [A, V], each automaton's class of each token.
     """
 
-    def __init__(self, automata: Collection[Automaton], vocabulary: int, device: torch.device) -> None:
-        """Concatenate the automata's tables.
+    def __init__(
+        self, automata: Collection[Automaton], vocabulary: int, device: torch.device, room: tuple[int, ...] = ()
+    ) -> None:
+        """Write the automata's tables one after another.
+
+        Args:
+            automata: they are numbered from 1.
+            vocabulary: tokens that each of them was made for.
+            device: where the tables lie.
+            room: cells, states and automata to allocate; by default as many as the automata have.
 
         Raises:
             InputRefused: an automaton was made for another vocabulary.
         """
+        needed = 2 + sum(each.next_SC.size for each in automata), 2 + sum(len(each.next_SC) for each in automata)
+        cells, states, most = room or (*needed, len(automata))
+        self.next_N, self.row_S, self.automaton_S = (
+            torch.zeros(size, dtype=torch.int32, device=device) for size in (cells, states, states)
+        )
+        self.stops_S = torch.zeros(states, dtype=torch.bool, device=device)
+        self.class_AV = torch.zeros(1 + most, vocabulary, dtype=torch.int16, device=device)
         # FREE and DEAD have one cell each: FREE leads to FREE, DEAD to DEAD.
-        nothing: NDArray[Any] = np.zeros(2, dtype=np.int32)
-        following, rows = [np.array([FREE, DEAD])], [np.array([0, 1])]
-        numbers, stops, classes = [nothing], [nothing], [np.zeros(vocabulary, dtype=np.int16)]
-        states = cells = 2
+        self.next_N[DEAD] = self.row_S[DEAD] = DEAD
         self._vocabulary = vocabulary
         self._starts: dict[int, int] = {}
+        cell = state = 2
         for number, automaton in enumerate(automata, 1):
             self._require_vocabulary(automaton)
-            table_SC = automaton.next_SC.astype(np.int32)
             # By identity: to compare tables would cost more than to keep two equal ones.
-            self._starts[id(automaton)] = states
-            # A forbidden token's -1 becomes the dead state here, so that the device needs no case for it.
-            following.append(np.where(table_SC < 0, DEAD, table_SC + states).reshape(-1))
-            rows.append(np.arange(len(table_SC)) * table_SC.shape[1] + cells)
-            numbers.append(np.full(len(table_SC), number))
-            stops.append(automaton.stops_S)
-            classes.append(automaton.class_V)
-            states, cells = states + len(table_SC), cells + table_SC.size
+            self._starts[id(automaton)] = state
+            self._write(automaton, cell, state, number)
+            cell, state = cell + automaton.next_SC.size, state + len(automaton.next_SC)
 
-        def together(parts: list[NDArray[Any]], dtype: torch.dtype) -> Tensor:
-            return torch.from_numpy(np.concatenate(parts)).to(device, dtype)
-
-        self.next_N, self.row_S = together(following, torch.int32), together(rows, torch.int32)
-        self.automaton_S, self.stops_S = together(numbers, torch.int32), together(stops, torch.bool)
-        self.class_AV = together(classes, torch.int16).view(-1, vocabulary)
+    def _write(self, automaton: Automaton, cell: int, state: int, number: int) -> None:
+        """Write an automaton's table from `cell` and `state` on."""
+        table_SC, device = automaton.next_SC.astype(np.int32), self.next_N.device
+        states = slice(state, state + len(table_SC))
+        # A forbidden token's -1 becomes the dead state here, so that the device needs no case for it.
+        following = np.where(table_SC < 0, DEAD, table_SC + state).reshape(-1)
+        rows = np.arange(len(table_SC), dtype=np.int32) * table_SC.shape[1] + cell
+        self.next_N[cell : cell + table_SC.size] = torch.from_numpy(following.astype(np.int32)).to(device)
+        self.row_S[states] = torch.from_numpy(rows.astype(np.int32)).to(device)
+        self.automaton_S[states] = number
+        self.stops_S[states] = torch.from_numpy(automaton.stops_S).to(device)
+        self.class_AV[number] = torch.from_numpy(automaton.class_V).to(device)
 
     def _require_vocabulary(self, automaton: Automaton) -> None:
         if (made_for := len(automaton.class_V)) != self._vocabulary:
