@@ -30,7 +30,7 @@ from monograph.session.plan import Plan
 from monograph.session.preferring import keep_first_weights, open_pairs, score_with_first_weights
 from monograph.session.ranks import show
 from monograph.session.recorded import strange_text
-from monograph.session.reinforcing import open_prompts, reward_named, with_records
+from monograph.session.reinforcing import open_prompts, with_records
 from monograph.session.reporting import Reporter, finished, standard_json
 from monograph.session.requirements import notes_on, require_possible, require_taught
 from monograph.session.resolve import resolve
@@ -81,7 +81,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
                 show(progress, "next", "train", "--from", folder.handle)
         else:
             ranks.require_launched(settings, world.own)
-            name = reward_named(settings)
+            name = settings.rl.reward
             with closing(reward_of(name)) if name else nullcontext() as reward:
                 session = _open(folder, ranks.agreed(world, settings), world, progress, reward)
                 report = Reporter(session, progress)

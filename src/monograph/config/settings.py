@@ -60,6 +60,10 @@ class Settings(BaseModel):
         """Return every key's value, by dotted key, in the order of `KEYS`."""
         return {f"{name}.{key}": value for name in SECTIONS for key, value in getattr(self, name)}
 
+    def said(self, key: str) -> str:
+        """Return a key as an error begins with it: "run.toml:7: train.seed = 3"."""
+        return f"{self.origins.get(key, 'default')}: {key} = {self.values()[key]}"
+
     def pinned(self) -> dict[str, Any]:
         """Return the values that were set, without defaults."""
         return {key: value for key, value in self.values().items() if key in self.origins}

@@ -96,16 +96,13 @@ def require_launched(settings: Settings, own: Place | None) -> None:
     Raises:
         UsageError: the processes do not fit; the message shows the command.
     """
-    parallel, origin = settings.train.parallel, settings.origins.get("train.parallel", "default")
+    parallel, said = settings.train.parallel, settings.said("train.parallel")
     if parallel != "none" and own is None:
-        raise UsageError(
-            f"{origin}: train.parallel = {parallel} takes a process for each device: "
-            f"{TORCHRUN.format(2)} ... train.parallel={parallel}"
-        )
+        raise UsageError(f"{said} takes a process for each device: {TORCHRUN.format(2)} ... train.parallel={parallel}")
     if parallel == "none" and own is not None and own.size > 1:
         raise UsageError(
-            f"{origin}: train.parallel = none, but {own.size} processes were started, which would each train the same "
-            "run: add train.parallel=ddp or train.parallel=fsdp"
+            f"{said}, but {own.size} processes were started, which would each train the same run: add "
+            "train.parallel=ddp or train.parallel=fsdp"
         )
 
 

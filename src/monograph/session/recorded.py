@@ -231,9 +231,8 @@ def branched(parent: Run, given: Settings) -> Settings:
             f"their optimizer; for adapters on them start anew with model.init={parent.folder}"
         )
     if "optim.transfer" in taken and not _same_transfer(given.optim.transfer, own.optim.transfer):
-        origin = given.origins["optim.transfer"]
         raise UsageError(
-            f"{origin}: optim.transfer = {given.optim.transfer}, but the weights of {parent.folder} were drawn with "
+            f"{given.said('optim.transfer')}, but the weights of {parent.folder} were drawn with "
             f"{own.optim.transfer}; leave it out"
         )
     if "data.tokenizer" in taken:

@@ -53,11 +53,6 @@ USUAL: dict[str, Any] = {
 }
 
 
-def reward_named(settings: Settings) -> str | None:
-    """Return what scores the answers of a run with rewards; None for a run on text."""
-    return settings.rl.reward
-
-
 def with_records(settings: Settings) -> Settings:
     """Return the settings with prefer.loss decided: as given, or the usual loss if the records are judged answers."""
     given, chosen = settings.values(), dict[str, Any]()
@@ -79,23 +74,18 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
         UsageError: other [rl] keys are given without a reward, or an answer has no room in a row.
     """
     given = settings.pinned()
-    if (reward := reward_named(settings)) is None:
+    if (reward := settings.rl.reward) is None:
         if lonely := [key for key in given if key.startswith("rl.")]:
-            origin = settings.origins[lonely[0]]
-            raise UsageError(
-                f"{origin}: {lonely[0]} is of answers that are rewarded: give rl.reward, too, such as exact"
-            )
+            key, origin = lonely[0], settings.origins[lonely[0]]
+            raise UsageError(f"{origin}: {key} is of answers that are rewarded: give rl.reward, too, such as exact")
         return {}
     usual = USUAL
     if reward.startswith(TEACHER):
-        if ":" in str(cut := given.get("rl.max_new_tokens", "")):
-            origin = settings.origins["rl.max_new_tokens"]
-            raise UsageError(
-                f"{origin}: rl.max_new_tokens = {cut}: a teacher says what each token is worth: give the number alone"
-            )
+        worth = "a teacher says what each token is worth"
+        if ":" in str(given.get("rl.max_new_tokens", "")):
+            raise UsageError(f"{settings.said('rl.max_new_tokens')}: {worth}: give the number alone")
         if useless := [key for key in ("rl.advantage", "rl.kl") if given.get(key, "none") != "none"]:
-            origin, key = settings.origins[useless[0]], useless[0]
-            raise UsageError(f"{origin}: {key}: a teacher says what each token is worth: leave it out")
+            raise UsageError(f"{settings.origins[useless[0]]}: {useless[0]}: {worth}: leave it out")
         name = reward.removeprefix(TEACHER)
         run = run_named(name)  # record its path: `last` will soon name the new run
         usual = {key: value for key, value in USUAL.items() if key != "rl.advantage"}
@@ -113,10 +103,8 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
         )
     key, tokens = "train.tokens_per_update", values["rl.prompts"] * values["rl.group"] * length
     if given.get(key, "auto") not in ("auto", tokens):
-        raise UsageError(
-            f"{settings.origins[key]}: {key} = {given[key]}: with rl.reward an update has rl.prompts x rl.group "
-            "answers: leave it out"
-        )
+        count = "with rl.reward an update has rl.prompts x rl.group answers"
+        raise UsageError(f"{settings.said(key)}: {count}: leave it out")
     return values | {key: tokens}
 
 
@@ -128,7 +116,7 @@ def answer_limit(value: int | str) -> tuple[int, float | None]:
 
 def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
     """Read the run's prompts, and print how many there are."""
-    reading, options, name = plan.reading, options_of(plan), str(reward_named(plan.settings))
+    reading, options, name = plan.reading, options_of(plan), str(plan.settings.rl.reward)
     with progress.stage("prompts", str(reading["source"])) as stage:
         room = options.length - options.max_new_tokens
         prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)

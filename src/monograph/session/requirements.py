@@ -33,17 +33,15 @@ def require_possible(settings: Settings, machine: Device) -> None:
     """
     require_together(settings)
     if settings.optim.transfer != "none" and settings.optim.lr == "auto":  # the base's best rate is unknown
-        origin = settings.origins.get("optim.transfer", "default")
         raise UsageError(
-            f"{origin}: optim.transfer = {settings.optim.transfer} carries a learning rate that was found on a "
-            "narrower model: give it as optim.lr (`monograph sweep` finds it)"
+            f"{settings.said('optim.transfer')} carries a learning rate that was found on a narrower model: give it "
+            "as optim.lr (`monograph sweep` finds it)"
         )
     name = settings.train.precision
     obstacle = None if name == "auto" else Precision(name).obstacle(machine)
     if obstacle:
-        origin = settings.origins.get("train.precision", "default")
         instead = "fp16 or fp32" if name == "bf16" else defaults.precision(machine)
-        raise UsageError(f"{origin}: train.precision = {name}: {obstacle}; use {instead}")
+        raise UsageError(f"{settings.said('train.precision')}: {obstacle}; use {instead}")
 
 
 def require_together(settings: Settings) -> None:
@@ -112,24 +110,17 @@ def require_with_rewards(settings: Settings) -> None:
     Raises:
         UsageError: two choices exclude one another; the message names both.
     """
-    init, train, answers = settings.model.init, settings.train, settings.data.answers
-    if ":" in answers and settings.rl.reward is None:
-        origin = settings.origins["data.answers"]
-        form = f"data.answers = {answers} is the form of answers that are drawn"
-        raise UsageError(f"{origin}: {form}: give rl.reward, too, or take every or last")
+    init, train, tokens, ema = settings.model.init, settings.train, settings.train.tokens, settings.optim.ema
+    if ":" in settings.data.answers and settings.rl.reward is None:
+        form = f"{settings.said('data.answers')} is the form of answers that are drawn"
+        raise UsageError(f"{form}: give rl.reward, too, or take every or last")
     excluded: dict[str, tuple[bool, str]] = {
         f"model.init = {init}": (code_file(init) is not None, "a program says no tokenizer: name a run or a folder"),
         "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),
         f"train.parallel = {train.parallel}": (train.parallel != "none", "one device draws answers: leave it out"),
         "train.precision = fp8": (train.precision == "fp8", "answers are not drawn in fp8: take bf16"),
-        f"train.tokens = {train.tokens}": (
-            train.tokens is not None,
-            "answers have any length: give updates or minutes",
-        ),
-        f"optim.ema = {settings.optim.ema}": (
-            settings.optim.ema != "none",
-            "answers are the weights' own: leave it out",
-        ),
+        f"train.tokens = {tokens}": (tokens is not None, "answers have any length: give updates or minutes"),
+        f"optim.ema = {ema}": (ema != "none", "answers are the weights' own: leave it out"),
     }
     conflicts = [(what, instead) for what, (is_so, instead) in excluded.items() if is_so]
     if settings.rl.reward is not None and conflicts:
@@ -192,10 +183,9 @@ def require_one_device(settings: Settings, command: str) -> None:
         UsageError: `train.parallel` is on; the message names the command.
     """
     if settings.train.parallel != "none":
-        origin = settings.origins.get("train.parallel", "default")
         raise UsageError(
-            f"{origin}: train.parallel = {settings.train.parallel} is for `monograph train`; "
-            f"`monograph {command}` uses one device: leave it out, or add train.parallel=none"
+            f"{settings.said('train.parallel')} is for `monograph train`; `monograph {command}` uses one device: "
+            "leave it out, or add train.parallel=none"
         )
 
 

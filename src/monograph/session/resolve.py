@@ -29,7 +29,7 @@ from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, require_tokens
 from monograph.session.plan import FP32_BYTES, Length, Plan, Shape
 from monograph.session.recorded import own_copies
-from monograph.session.reinforcing import bytes_beside, fixed_rl, judging, reward_named
+from monograph.session.reinforcing import bytes_beside, fixed_rl, judging
 from monograph.session.requirements import require_positions, require_room, require_targets, require_together
 from monograph.step import Clip
 from monograph.storage.cache_dir import cache_root, calibration_file
@@ -77,7 +77,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     name: str = settings.optim.name
     if name == "auto":  # fsdp shards rows, and Muon needs whole matrices
         name = "adamw" if train.parallel == "fsdp" else defaults.optimizer(fresh=recipe.init is None)
-    reward, compared = reward_named(settings), settings.prefer.loss
+    reward, compared = settings.rl.reward, settings.prefer.loss
     judged = reward is not None or compared is not None
     update_rule = _update_rule(settings, recipe, name, adapted=lora is not None, judged=judged)
     schedule, _, final = settings.optim.schedule.partition(":")
@@ -139,7 +139,7 @@ def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Set
     if settings.data.tokenizer == "auto" and not shape_alone:
         own = str(tokenizer_of(model.init)) if model.init and not recipe.file else None
         chosen["data.tokenizer"] = own or f"bpe:{defaults.DEFAULT.vocabulary}"
-    if settings.train.tokens_per_update == "auto" and reward_named(settings) is None:
+    if settings.train.tokens_per_update == "auto" and settings.rl.reward is None:
         chosen["train.tokens_per_update"] = max(defaults.DEFAULT.tokens_per_update, length)
     settings, shape = settings.resolve(chosen, ORIGIN), shape_in(recipe.init) if recipe.init else None
     init = settings.model.init  # a run records its full path; an error shows it as it was typed
@@ -161,16 +161,15 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
     value = settings.optim.transfer
     if value == "none":
         return None
-    origin = settings.origins.get("optim.transfer", "default")
     if config is None:
         raise UsageError(
-            f"{origin}: optim.transfer = {value} is a rule for a model whose weights are drawn here, by preset or "
+            f"{settings.said('optim.transfer')} is a rule for a model whose weights are drawn here, by preset or "
             f"sizes, not for model.init = {settings.model.init}; leave it at none"
         )
     try:
         return WidthTransfer(config, narrowed(config, None if value == WIDTH else int(value.removeprefix(f"{WIDTH}:"))))
     except UsageError as error:
-        raise UsageError(f"{origin}: optim.transfer = {value}: {error}") from None
+        raise UsageError(f"{settings.said('optim.transfer')}: {error}") from None
 
 
 def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool, judged: bool) -> Optimizer:
