@@ -190,9 +190,7 @@ def _entry(candidate: Candidate, updates: int | None) -> dict[str, Any]:
     return {
         "memory": "stream" if isinstance(candidate, StreamCandidate) else "device",
         "micro_batch": work.rows,
-        "remat": work.remat,
-        "precision": work.precision,
-        "compile": work.compile,
+        **{key: getattr(work, key) for key in ("remat", "precision", "compile")},
         "peak_memory_bytes": candidate.peak_memory_bytes,
         "memory_by_origin": None if origins is None else _in_bytes(origins),
         "calibrated_bytes": candidate.residual_bytes,
@@ -213,10 +211,7 @@ def _stream_entry(candidate: StreamCandidate) -> dict[str, Any]:
     placement = candidate.placement
     return {
         "placement": {
-            "when": placement.when,
-            "where": placement.where,
-            "offload": placement.offload,
-            "blocks_per_stage": placement.blocks_per_stage,
+            **{key: getattr(placement, key) for key in ("when", "where", "offload", "blocks_per_stage")},
             "on_device_share": candidate.device_share,
             "on_disk": sorted(placement.on_disk),
         },

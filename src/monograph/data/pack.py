@@ -42,11 +42,7 @@ class Plan(NamedTuple):
 
 
 def plan_rows(
-    document_starts: Int64,
-    sequence_length: int,
-    packed: bool,
-    parts: Sequence[int],
-    folder: Path | None = None,
+    document_starts: Int64, sequence_length: int, packed: bool, parts: Sequence[int], folder: Path | None = None
 ) -> Plan:
     """Cut every document into pieces and assign each piece to a row.
 

@@ -293,11 +293,7 @@ class Session:
             used = {name: figures[name] for name in ("ratio", "clipped")}
             return {**used, "tokens": self.answer_tokens}
         self.answer_tokens += int(self.batches.numbers["drawn_tokens"])
-        return {
-            **self.batches.numbers,
-            "tokens": self.answer_tokens,
-            **figures,
-        }
+        return {**self.batches.numbers, "tokens": self.answer_tokens, **figures}
 
     @property
     def is_between_draws(self) -> bool:
