@@ -45,24 +45,24 @@ def draw(
         "held_out": ("eval_bits_per_byte", partial(_held_out, yardsticks=yardsticks)),
         "reward": (
             "reward",
-            partial(_numbers, key="reward", title="Mean reward of an update's answers", held="eval_reward"),
+            partial(_numbers, title="Mean reward of an update's answers", held="eval_reward"),
         ),
         "accuracy": (
             "accuracy",
-            partial(_numbers, key="accuracy", title="Share of answers ahead", held="eval_accuracy"),
+            partial(_numbers, title="Share of answers ahead", held="eval_accuracy"),
         ),
-        "loss": ("train_loss", partial(_numbers, key="train_loss", title="Training loss, nats per token")),
+        "loss": ("train_loss", partial(_numbers, title="Training loss, nats per token")),
         "entropy": (
             "entropy",
-            partial(_numbers, key="entropy", title="Entropy of the draws, nats per token", from_0=True),
+            partial(_numbers, title="Entropy of the draws, nats per token", from_0=True),
         ),
-        "margin": ("margin", partial(_numbers, key="margin", title="Margin of the chosen answers, nats")),
+        "margin": ("margin", partial(_numbers, title="Margin of the chosen answers, nats")),
         "learning_rate": ("lr", _learning_rate),
         "gradient_norm": ("grad_norm", _gradient_norm),
         "speed": ("tokens_per_s", _speed),
     }
     present: dict[str, Callable[[Axes], None]] = {
-        name: partial(panel, metrics=metrics)
+        name: partial(panel, metrics=metrics, key=key)
         for name, (key, panel) in panels.items()
         if any(row.get(key) is not None for row in metrics)
     }
@@ -90,12 +90,9 @@ def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: s
     figure = Figure(figsize=(13, 8.2))
     figure.text(0.045, 0.955, title, fontsize=17, fontweight="bold", va="center")
     figure.text(0.045, 0.915, subtitle, fontsize=9.5, color=MUTED, va="center")
-    upper = figure.add_gridspec(
-        1, 2, width_ratios=[1.9, 1], left=0.045, right=0.965, top=0.835, bottom=0.455, wspace=0.30
-    )
-    lower = figure.add_gridspec(
-        1, 4 if "memory" in panels else 3, left=0.045, right=0.965, top=0.325, bottom=0.065, wspace=0.28
-    )
+    sides = {"left": 0.045, "right": 0.965}
+    upper = figure.add_gridspec(1, 2, width_ratios=[1.9, 1], **sides, top=0.835, bottom=0.455, wspace=0.30)
+    lower = figure.add_gridspec(1, 4 if "memory" in panels else 3, **sides, top=0.325, bottom=0.065, wspace=0.28)
     places = dict.fromkeys(_FIRST, upper[0]) | dict.fromkeys(_SECOND, upper[1])
     places |= {"learning_rate": lower[0], "gradient_norm": lower[1], "speed": lower[2], "memory": lower[-1]}
     for name, panel in panels.items():
@@ -103,8 +100,8 @@ def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: s
     return png(figure, dpi=160)
 
 
-def _held_out(axes: Axes, metrics: Sequence[Row], yardsticks: Mapping[str, float]) -> None:
-    tokens, bits = _series(axes, metrics, "eval_bits_per_byte", "Held-out text, bits per byte")
+def _held_out(axes: Axes, metrics: Sequence[Row], key: str, yardsticks: Mapping[str, float]) -> None:
+    tokens, bits = _series(axes, metrics, key, "Held-out text, bits per byte")
     low = min([float(bits.min()), *yardsticks.values()])
     # The first value is an untrained model's. On its scale all later ones would be one flat line.
     high = max([min(float(bits.max()), 2.2 * float(bits[-1])), *yardsticks.values()])
@@ -130,8 +127,8 @@ def _numbers(axes: Axes, metrics: Sequence[Row], key: str, title: str, held: str
         axes.text(0.01, 0.98, "points: held out", transform=axes.transAxes, va="top", fontsize=8, color=MUTED)
 
 
-def _learning_rate(axes: Axes, metrics: Sequence[Row]) -> None:
-    tokens, lr = _series(axes, metrics, "lr", "Learning rate")
+def _learning_rate(axes: Axes, metrics: Sequence[Row], key: str) -> None:
+    tokens, lr = _series(axes, metrics, key, "Learning rate")
     step = _thinning(lr)
     axes.plot(tokens[::step], lr[::step], color=ACCENT, linewidth=1.8)
     axes.set_ylim(0, 1.18 * float(lr.max()) or 1)
@@ -142,15 +139,15 @@ def _learning_rate(axes: Axes, metrics: Sequence[Row]) -> None:
     )
 
 
-def _gradient_norm(axes: Axes, metrics: Sequence[Row]) -> None:
-    tokens, norm = _series(axes, metrics, "grad_norm", "Gradient norm, before clipping")
+def _gradient_norm(axes: Axes, metrics: Sequence[Row], key: str) -> None:
+    tokens, norm = _series(axes, metrics, key, "Gradient norm, before clipping")
     # One spike would flatten the rest, so the top 0.5 % may leave the frame.
     axes.set_ylim(0, 1.15 * float(np.quantile(norm, 0.995)) or 1)
     _trend(axes, tokens, norm, lambda value: f"{value:.2g}")
 
 
-def _speed(axes: Axes, metrics: Sequence[Row]) -> None:
-    tokens, speed = _series(axes, metrics, "tokens_per_s", "Tokens per second")
+def _speed(axes: Axes, metrics: Sequence[Row], key: str) -> None:
+    tokens, speed = _series(axes, metrics, key, "Tokens per second")
     axes.set_ylim(0, 1.3 * float(speed.max()) or 1)
     axes.yaxis.set_major_formatter(lambda value, _: quantities.count(value))
     _trend(axes, tokens, speed, quantities.count)
