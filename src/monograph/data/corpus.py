@@ -323,9 +323,7 @@ def _counted(number: int, noun: str) -> str:
 
 def _text(tokenizer: Tokenizer, ids: list[int]) -> str:
     names = {index: name.encode() for name, index in tokenizer.special.items()}
-    return visible(
-        b"".join([names.get(index, tokenizer.pieces[index]) for index in ids]).decode("utf-8", errors="replace")
-    )
+    return visible(b"".join([names.get(index, tokenizer.pieces[index]) for index in ids]).decode(errors="replace"))
 
 
 def _painted(text: str, code: str, colour: bool) -> str:

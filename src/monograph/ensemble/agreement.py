@@ -128,9 +128,7 @@ def _differences(one: nn.Module, other: nn.Module) -> Iterator[Difference]:
     by_path = frozenset((id(ours[name]), id(theirs[name])) for name in ours if name in theirs)
     for name in dict.fromkeys((*ours, *theirs)):
         if name not in ours or name not in theirs:
-            yield Difference(
-                name, *(type(held[name]).__name__ if name in held else "absent" for held in (ours, theirs))
-            )
+            yield Difference(name, *(type(of[name]).__name__ if name in of else "absent" for of in (ours, theirs)))
         else:
             for path, mine, yours in _of_parts(ours[name], theirs[name], by_path):
                 yield Difference(".".join(filter(None, (name, path))) or "the module", mine, yours)

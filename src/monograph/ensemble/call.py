@@ -50,14 +50,12 @@ class Members:
         self._dropout = Dropout(self._counter)
         compat.warn_of_loops(False)  # `_eager` warns of loops after its first look
         self._for_graphs: dict[bool, bool] = {}  # by training mode: whether to call as if compiling
-        modules = list(stack.module.named_modules())
-        self._absent = [
-            (path, owner, key) for path, owner in modules for key, of in owner._buffers.items() if of is None
-        ]
-        self._computed = [(owner, key) for _, owner in modules for key in computed(owner)]
+        named = list(stack.module.named_modules())
+        self._absent = [(path, owner, key) for path, owner in named for key, of in owner._buffers.items() if of is None]
+        self._computed = [(owner, key) for _, owner in named for key in computed(owner)]
         # Places are listed once. torch.func.functional_call would walk through the module at each call, which takes
         # most of the time of tracing a graph.
-        self._places = [*_places(modules), ("", self._counter, "_buffers", "seed")]
+        self._places = [*_places(named), ("", self._counter, "_buffers", "seed")]
 
     def __call__(self, function: Function, *inputs: Any, each: bool, parameters: Tensors | None = None) -> Any:
         """Return the members' outputs with a leading member axis.

@@ -92,10 +92,8 @@ class Dropout:
 
             return dropout
 
-        alphas = {
-            "alpha_dropout": made(self.alpha, None, 0, False),
-            "feature_alpha_dropout": made(self.alpha, 2, 0, False),
-        }
+        kinds = {"alpha_dropout": None, "feature_alpha_dropout": 2}
+        alphas = {name: made(self.alpha, kept, 0, False) for name, kept in kinds.items()}
         # torch reads three dimensions in dropout2d as [N, C, L], and one fewer in the others as a batch of one.
         spatial = {"dropout2d": made(self.of, 2)} | {f"dropout{n}d": made(self.of, None, n) for n in (1, 3)}
         return {"dropout": made(self.of, None)} | spatial | alphas

@@ -228,10 +228,8 @@ def compiled(
         # recomputes values from a buffer that the forward pass has overwritten.
         marks = compat.graph_pass(compat.mark_recomputed, inductor.__file__)
         options = matmul.passes() | {"joint_custom_post_pass": marks} | {**more}
-    torch_backend = compat.aot_eager() if backend == "aot_eager" else backend
-    graph = torch.compile(
-        _with_own_code(function), fullgraph=True, dynamic=False, backend=torch_backend, options=options
-    )
+    compiler = compat.aot_eager() if backend == "aot_eager" else backend
+    graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=compiler, options=options)
 
     @functools.wraps(function)
     def captured(*arguments: Any, **keywords: Any) -> Any:

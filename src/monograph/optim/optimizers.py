@@ -201,11 +201,7 @@ def update_(
     if kind.matrix is not None:
         stacks = [_matrices(flat, plane) for flat in stacks]
     over = functools.partial(_over, stacks[0])
-    shared: dict[str, Any] = {
-        "lr": over(lr * kind.lr),
-        "accepted": over(accepted),
-        "weight_decay": over(kind.weight_decay),
-    }
+    shared = {"lr": over(lr * kind.lr), "accepted": over(accepted), "weight_decay": over(kind.weight_decay)}
     if kind.matrix is None:
         beta1, beta2 = optim.betas
         betas = over(beta1), over(beta2)

@@ -205,9 +205,7 @@ def _kinds(stages: Stages, resident: Sequence[Names]) -> list[tuple[str, tuple[P
 
 def _slot_bytes(kinds: Sequence[tuple[str, tuple[PlaneShape, ...], Names]]) -> int:
     return sum(
-        room_bytes(
-            {plane.place: plane.buffers[name] for plane in planes} for _, planes, names in kinds if name not in names
-        )
+        room_bytes({p.place: p.buffers[name] for p in planes} for _, planes, names in kinds if name not in names)
         for name in (WEIGHTS, GRADIENT)
     )
 

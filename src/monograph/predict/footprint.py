@@ -184,9 +184,7 @@ def _deep(work: Work) -> list[Curve]:
     curves = []
     graphs = Graphs()
     for low, high in zip(*(_curves(_cut(work, depth), graphs) for depth in DEPTHS), strict=True):
-        of_two, of_three = (
-            corners(curve.samples) if curve.stage == "update" else curve.samples for curve in (low, high)
-        )
+        of_two, of_three = (corners(one.samples) if one.stage == "update" else one.samples for one in (low, high))
         samples = deepened(of_two, of_three, layers - DEPTHS[0])
         if samples is None:
             return _curves(work)

@@ -70,9 +70,7 @@ def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameter
     A layer with an attention window w < T sees w · (1 - w / 2T) positions on average, as many as causal attention over
     rows of w · (2 - w / T) tokens. This length, rounded down, counts for the layer instead of T.
     """
-    windows = [
-        min(config.window(layer) or sequence_length, sequence_length) for layer in range(config.num_hidden_layers)
-    ]
+    windows = [min(config.window(at) or sequence_length, sequence_length) for at in range(config.num_hidden_layers)]
     lengths = sum(w * (2 * sequence_length - w) // sequence_length for w in windows)  # over all layers
     width, matrices = config.num_attention_heads * config.head_dim, matmul_parameters(config)
     not_computed = 2 * matrices - 6 * adapter_parameters if adapter_parameters else 0

@@ -105,13 +105,8 @@ def _parts(profile: Profile) -> str:
 def _changes(profile: Profile) -> str:
     judged = profile.verdict
     rows: list[list[Cell]] = [
-        [
-            change.what,
-            number(judged.gain(change), "{:.2f} ×"),
-            "the same" if change.same_training else "another",
-            change.why,
-        ]
-        for change in judged.changes
+        [one.what, number(judged.gain(one), "{:.2f} ×"), "the same" if one.same_training else "another", one.why]
+        for one in judged.changes
     ]
     return table("What may be changed", ["change", "predicted", "training", "as"], rows)
 

@@ -318,9 +318,8 @@ def _listed(value: str | list[str]) -> list[str]:
 
 def _are_texts(value: Any) -> bool:
     """Return whether this is a text, or a list of at least one."""
-    return isinstance(value, str) or (
-        isinstance(value, list) and bool(value) and all(isinstance(each, str) for each in value)
-    )
+    texts = value if isinstance(value, list) else [value]
+    return bool(texts) and all(isinstance(each, str) for each in texts)
 
 
 def _tests_something(test: str) -> bool:

@@ -63,9 +63,7 @@ def write_file(path: Path, pieces: Iterable[memoryview]) -> list[str]:
 
 def read_pieces(descriptor: int, pieces: Iterable[memoryview]) -> list[str]:
     """Fill the pieces from the file's start, and return the digest of each block of the bytes now in the pieces."""
-    return _digests(
-        in_blocks(pieces), lambda index, block: _transfer(os.preadv, descriptor, block, index * BLOCK_BYTES)
-    )
+    return _digests(in_blocks(pieces), lambda at, block: _transfer(os.preadv, descriptor, block, at * BLOCK_BYTES))
 
 
 def digests_of(descriptor: int, length: int) -> list[str]:

@@ -120,9 +120,7 @@ def entries(prefix: bytes, file_bytes: int) -> list[Entry]:
     try:
         header = parse_json(prefix[LENGTH_BYTES:].decode())
         header.pop("__metadata__", None)
-        in_order = sorted(
-            (_entry(name, value) for name, value in header.items()), key=lambda entry: (entry.begin, entry.end)
-        )
+        in_order = sorted((_entry(name, value) for name, value in header.items()), key=lambda one: (one.begin, one.end))
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise LayoutError(f"an unreadable header ({error})") from error
     at = 0

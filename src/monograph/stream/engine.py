@@ -182,9 +182,7 @@ class Streamed(Engine):
     def _weights(self, step: Step) -> dict[str, Tensor]:
         """Return the model's tensors; those of split weights are copies in fp32."""
         masters = [(entry, entry.master()) for entry in self.store.stored if entry.splits]
-        return kept_state(step.model) | {
-            name: view for entry, whole in masters for name, view in entry.plane.views(whole)
-        }
+        return kept_state(step.model) | {name: view for own, whole in masters for name, view in own.plane.views(whole)}
 
     def _take_weights(self, step: Step, weights: Mapping[str, Tensor]) -> None:
         for entry in self.store.stored:

@@ -125,10 +125,8 @@ class HostUpdate:
         there = torch.zeros(NUMBERS, dtype=torch.float64, device=self.step.device)
         label = f"decision {index}"
         # Each decision has memory of its own, as the next one may be made while the host still uses this one.
-        home = on_host(there, label, self.step.device)
-        decision = Decision(
-            Buffer(there, Space(label, Home.DEVICE)), Buffer(home, Space(f"{label} at home", Home.HOST))
-        )
+        own = on_host(there, label, self.step.device)
+        decision = Decision(Buffer(there, Space(label, Home.DEVICE)), Buffer(own, Space(f"{label} at home", Home.HOST)))
         self.lanes.compute(lambda: None, writes=[decision.there.space])  # earlier computations may have used its memory
         return decision
 

@@ -92,10 +92,8 @@ def _all(given: object, fine: Callable[[Any], bool]) -> bool:
     return isinstance(given, Set) and all(map(fine, given))
 
 
-def _is_of_a_stage(given: object) -> bool:
-    return (
-        isinstance(given, tuple) and len(given) == 2 and type(given[0]) is int and given[0] >= 0 and given[1] in BUFFERS
-    )
+def _is_of_a_stage(pair: object) -> bool:
+    return isinstance(pair, tuple) and len(pair) == 2 and type(pair[0]) is int and pair[0] >= 0 and pair[1] in BUFFERS
 
 
 def place(tensor: Tensor, home: Home, label: str, placement: Placement) -> Tensor:

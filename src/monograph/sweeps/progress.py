@@ -207,9 +207,7 @@ class SweepProgress:
         report = self.sweep.run.report
         with self.progress.stage("report", f"{report}, {path}"):
             table_lines = [*results.lines(table, self._lost()), table.how]
-            curves = [
-                ({short(k): v for k, v in outcome.member.knobs.items()}, outcome.rows) for outcome in self.outcomes
-            ]
+            curves = [({short(k): v for k, v in one.member.knobs.items()}, one.rows) for one in self.outcomes]
             write_sweep_report(self.sweep.run.folder, result, results.drawn(table), curves, table.how)
         self.progress.gap()
         for number, line in enumerate(table_lines):

@@ -145,9 +145,7 @@ class Tokenizer:
     def bytes(cls) -> Tokenizer:
         """Return the tokenizer with an id per byte: 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, then by sorted character."""
         specials = {name: index for index, name in enumerate((BOS, EOS, PAD))}
-        vocab = specials | {
-            character: 3 + index for index, character in enumerate(sorted(tokenizer_file.byte_alphabet()))
-        }
+        vocab = specials | {letter: 3 + index for index, letter in enumerate(sorted(tokenizer_file.byte_alphabet()))}
         content = {
             "added_tokens": [{"id": index, "content": name, "special": True} for name, index in specials.items()],
             "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},

@@ -244,9 +244,7 @@ def _byte_classes(sets: Iterable[int]) -> tuple[NDArray[np.uint8], dict[int, lis
     profiles = [tuple(mask >> byte & 1 for mask in masks) for byte in range(256)]
     numbers = {profile: number for number, profile in enumerate(dict.fromkeys(profiles))}
     class_256 = np.array([numbers[profile] for profile in profiles], dtype=np.uint8)
-    classes_of = {
-        mask: [number for profile, number in numbers.items() if profile[index]] for index, mask in enumerate(masks)
-    }
+    classes_of = {mask: [number for profile, number in numbers.items() if profile[i]] for i, mask in enumerate(masks)}
     return class_256, classes_of
 
 
