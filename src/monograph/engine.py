@@ -51,24 +51,19 @@ class Engine:
     """
 
     def __init__(
-        self,
-        make_step: Callable[[], Step],
-        micro_batch: int | None,
-        *,
-        members: int | None = None,
-        recomputes: bool = True,
+        self, make: Callable[[], Step], micro_batch: int | None, *, members: int | None = None, recomputes: bool = True
     ):
         """Note how windows are cut.
 
         Args:
-            make_step: makes the step, when it is first needed.
+            make: makes the step, when it is first needed.
             micro_batch: rows per micro-batch.
             members: the number of members with rows of their own in a window, [N, R, ...]; None: a window is [R, ...].
             recomputes: whether blocks may be recomputed to save memory.
         """
         if micro_batch is not None and not COUNT.holds(micro_batch):
             raise UsageError(f"micro_batch = {micro_batch!r}: expected rows, at least 1, or None for all at once")
-        self._make_step, self._members, self._recomputes = make_step, members, recomputes
+        self._make_step, self._members, self._recomputes = make, members, recomputes
         self.micro_batch = micro_batch
         self._row_dim = 0 if members is None else 1
         # Rows of the micro-batches that the captured step was called with; another number is one more graph, which is

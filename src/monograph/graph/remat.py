@@ -41,11 +41,7 @@ def front(groups: Iterable[Iterable[Choice]]) -> tuple[Choice, ...]:
     best = [Choice(0, 0, ())]
     for group in groups:
         options = list(group)
-        pairs = [
-            (one.stored_bytes + other.stored_bytes, one.flops + other.flops, one, other)
-            for one in best
-            for other in options
-        ]
+        pairs = [(a.stored_bytes + b.stored_bytes, a.flops + b.flops, a, b) for a in best for b in options]
         # In the order of bytes, a pair is dominated unless it takes fewer FLOPs than the last one that was kept.
         best = []
         for stored_bytes, flops, one, other in sorted(pairs, key=lambda pair: pair[:2]):

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -285,10 +286,7 @@ class Calibration:
 
     def note_ratio(self, device: Device, kind: str, ratio: float) -> None:
         """Keep a ratio of measured to predicted time: of an update in a precision, or of drawing."""
-        seen = self._seen.setdefault(_kind(device, kind), [])
-        seen.append(ratio)
-        del seen[:-MOST]
-        self._write()
+        self._keep(self._seen.setdefault(_kind(device, kind), []), ratio)
 
     def residual(self, device: Device, work: Work, traced: Mapping[str, int]) -> int:
         """Return the median of the bytes by which peaks of like steps on this device differ from their traces, else 0.
@@ -311,14 +309,14 @@ class Calibration:
     def note_memory(self, device: Device, work: Work, traced: Mapping[str, int], measured_bytes: int) -> None:
         """Keep how far a step's measured peak is from its trace; more than all that passes has another cause."""
         more, passing = measured_bytes - sum(traced.values()), _passing(traced)
-        if abs(more) > passing:
-            return
-        seen = self._beyond.setdefault(_kind(device, work.precision, work.compile), [])
-        seen.append((more, passing))
-        del seen[:-MOST]
-        self._write()
+        if abs(more) <= passing:
+            kind = _kind(device, work.precision, work.compile)
+            self._keep(self._beyond.setdefault(kind, []), (more, passing))
 
-    def _write(self) -> None:
+    def _keep(self, seen: list[Any], new: Any) -> None:
+        """Add a measurement to those of its kind, and write all."""
+        seen.append(new)
+        del seen[:-MOST]
         if self._unread:  # a write would lose the earlier measurements
             return
         temporary = self._file.with_name(f"{self._file.name}.{os.getpid()}")

@@ -72,12 +72,10 @@ def write_report(
         write_whole(figures / f"{drawing.name}.png", drawing.png)
     rewarded = summary.get("reward") is not None
     judged = rewarded or summary.get("accuracy") is not None
-    left_out = ("train_loss", "eval_loss") if judged else ()  # of advantages or of pairs, no nats a token
-    known = [
-        (name, written(summary[key]))
-        for key, name, written in _FIGURES
-        if summary.get(key) is not None and key not in left_out
-    ]
+    there = {key for key, value in summary.items() if value is not None}
+    if judged:  # a loss is of advantages or of pairs, no nats a token
+        there -= {"train_loss", "eval_loss"}
+    known = [(name, written(summary[key])) for key, name, written in _FIGURES if key in there]
     text = page(
         title=run_folder.name,
         headline=headline,

@@ -182,22 +182,15 @@ class TrainingBlock(_Display):
         self._screen.print(*(self._region() if self._screen.is_live else [self._spoken(), *self._curve()]))
 
     def update(
-        self,
-        index: int,
-        *,
-        loss: float,
-        tokens_per_s: float,
-        memory_bytes: int | None,
-        skipped: int = 0,
-        score: str = "",
+        self, at: int, *, loss: float, tokens_per_s: float, memory_bytes: int | None, skipped: int = 0, score: str = ""
     ) -> None:
-        """Report that update `index` (counted from 1) is done; cheap enough for every update."""
+        """Report that update `at` (counted from 1) is done; cheap enough for every update."""
         parts = [score or f"loss {loss:.3f}", quantities.count(tokens_per_s, "tok/s")]
         if memory_bytes is not None:
             parts.append(quantities.memory(memory_bytes))
         if skipped:
             parts.append(f"{skipped} skipped")
-        self._done, self._figures = index, "   ".join(parts)
+        self._done, self._figures = at, "   ".join(parts)
 
     def held_out(self, tokens: int, value: float) -> None:
         """Add a point to the curve; after a resume the caller adds the earlier points, too."""

@@ -221,11 +221,9 @@ class Session:
                 f"found {self.plan.settings.fingerprint}): {instead}"
             )
         tokenizer = self.corpus.tokenizer.digest
-        form = (
-            "prompts, tokenizer or a file that rl.reward or data.answers names"
-            if self.reward
-            else "text, tokenizer or form"
-        )
+        form = "text, tokenizer or form"
+        if self.reward:
+            form = "prompts, tokenizer or a file that rl.reward or data.answers names"
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
             raise InputRefused(
                 f"{self.corpus.name}: not what {self.run.folder} was trained on ({form} changed): {instead}"

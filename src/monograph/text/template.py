@@ -104,11 +104,7 @@ class ChatTemplate:
         return self._rendered(self._request(messages, False, variables, marks))
 
     def _request(
-        self,
-        messages: Sequence[Message],
-        add_generation_prompt: bool,
-        variables: Mapping[str, Any],
-        marks: tuple[str, str] | None,
+        self, messages: Sequence[Message], prompt: bool, variables: Mapping[str, Any], marks: tuple[str, str] | None
     ) -> str:
         """Return a request in the form that the process reads."""
         request = {
@@ -117,7 +113,7 @@ class ChatTemplate:
             **self.tokens,
             **variables,
             "messages": [_with_reasoning(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt,
+            "add_generation_prompt": prompt,
         }
         try:
             return json.dumps([request, marks])
