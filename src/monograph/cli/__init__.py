@@ -17,20 +17,8 @@ from typing import Any, NoReturn
 import typer
 import typer.main
 
-from monograph import interrupts, terminal
+from monograph import errors, interrupts, terminal
 from monograph.cli.typed import app, launched
-from monograph.errors import (
-    DiskFull,
-    InputRefused,
-    MonographError,
-    OutOfDeviceMemory,
-    PeerLost,
-    Stopped,
-    UsageError,
-    bug_report,
-    host_is_full,
-    said_by,
-)
 from monograph.storage.reading import is_file
 
 __all__ = ["app", "main"]
@@ -59,14 +47,14 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = _run(_with_resume_value(given))
         sys.stdout.flush()
     except _BadCommandLine as error:
-        code = _end(_wrong_arguments(error), UsageError.exit_code, told=_follows())
-    except Stopped as stop:
+        code = _end(_wrong_arguments(error), errors.UsageError.exit_code, told=_follows())
+    except errors.Stopped as stop:
         code = stop.exit_code
         if not stop.told:
             _say(f"{stop}\n")
-    except MonographError as error:
+    except errors.MonographError as error:
         told = _follows() if error.told is None else error.told
-        code = _end(str(error), error.exit_code, told, at_last=isinstance(error, PeerLost))
+        code = _end(str(error), error.exit_code, told, at_last=isinstance(error, errors.PeerLost))
     except KeyboardInterrupt as interrupt:
         interrupts.while_ending()
         what, code = ("terminated", 143) if isinstance(interrupt, interrupts.Terminated) else ("interrupted", 130)
@@ -90,14 +78,14 @@ def _require_surroundings(arguments: list[str]) -> None:
     try:
         told = {"the working folder": os.getcwd()} | {f"argument {i}": text for i, text in enumerate(arguments, 1)}
     except FileNotFoundError:
-        raise InputRefused("the working folder was deleted: change to one that is there") from None
+        raise errors.InputRefused("the working folder was deleted: change to one that is there") from None
     for option, value in itertools.pairwise(arguments):
         if option in _NAMES_A_PLACE and not value:
-            raise UsageError(f"{option} is empty: name what it is for, or leave it out")
+            raise errors.UsageError(f"{option} is empty: name what it is for, or leave it out")
     told |= {name: value for name, value in os.environ.items() if name.startswith("MONOGRAPH_")}
     for what, text in told.items():
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise InputRefused(f"{what}, {text}, is not UTF-8: rename the file, or write the text in UTF-8")
+            raise errors.InputRefused(f"{what}, {text}, is not UTF-8: rename the file, or write the text in UTF-8")
 
 
 def _follows() -> bool:
@@ -119,13 +107,13 @@ def _run(arguments: list[str]) -> int:
             return command.invoke(context) or 0
     except typer.Exit as exit_:
         return exit_.exit_code
-    except MonographError as error:  # a user's module may raise one, too
+    except errors.MonographError as error:  # a user's module may raise one, too
         if refused := _refused_by_others(error):
             raise refused from error
         raise
 
 
-def _refused_by_others(error: BaseException) -> InputRefused | None:
+def _refused_by_others(error: BaseException) -> errors.InputRefused | None:
     if "torch" not in sys.modules:  # no user's module can run without torch, and importing it takes seconds
         return None
     from monograph.graph.trial import refused_by_others
@@ -190,12 +178,13 @@ def _unforeseen(error: BaseException, arguments: list[str]) -> int:
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO):
         verb = "read or write" if error.errno == errno.EIO else "write"
         # An error of a stream names no file, and standard output is the only stream that is written to.
-        return _fail(f"cannot {verb} {error.filename or 'standard output'}: {error.strerror}", DiskFull.exit_code)
+        place = error.filename or "standard output"
+        return _fail(f"cannot {verb} {place}: {error.strerror}", errors.DiskFull.exit_code)
     if isinstance(error, PermissionError):
-        return _fail(f"no permission for {error.filename or 'a file'}", InputRefused.exit_code)
+        return _fail(f"no permission for {error.filename or 'a file'}", errors.InputRefused.exit_code)
     if isinstance(error, OSError) and error.errno in _REFUSED:
-        return _fail(f"{error.filename or 'a file'}: {error.strerror}", InputRefused.exit_code)
-    if host_is_full(error):
+        return _fail(f"{error.filename or 'a file'}: {error.strerror}", errors.InputRefused.exit_code)
+    if errors.host_is_full(error):
         where = ""
         if "torch" in sys.modules:
             from monograph.graph.trial import raised_at
@@ -204,8 +193,8 @@ def _unforeseen(error: BaseException, arguments: list[str]) -> int:
         return _fail(
             f"the machine's memory, or the limit on this process, is too small{where}: use a smaller "
             "model, train.micro_batch or data.sequence_length",
-            OutOfDeviceMemory.exit_code,
+            errors.OutOfDeviceMemory.exit_code,
         )
-    summary = terminal.one_line(f"{type(error).__name__}: {said_by(error)}")[:200]
-    _say(f"bug: {summary}; please report it with {bug_report(arguments)}\n")
+    summary = terminal.one_line(f"{type(error).__name__}: {errors.said_by(error)}")[:200]
+    _say(f"bug: {summary}; please report it with {errors.bug_report(arguments)}\n")
     return 1

@@ -71,12 +71,8 @@ Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
 Momentum = Annotated[float, AfterValidator(DECAY.checked)]
 ClipAll = Annotated[str, Field(pattern=r"^([1-9][0-9]{0,8}(\.[0-9]{1,9})?|0\.0{0,9}[1-9][0-9]{0,9}):all$")]
 Floored = Annotated[str, Field(pattern=r"^(cosine|wsd):(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$")]
-Preference = Annotated[
-    str,
-    Field(
-        pattern=r"^((dpo|ipo|orpo)(:[0-9]{1,9}(\.[0-9]{1,9})?)?|(robust|simpo|kto)(:[0-9]{1,9}(\.[0-9]{1,9})?){0,2})$"
-    ),
-]
+_NUMBER = r"(:[0-9]{1,9}(\.[0-9]{1,9})?)"
+Preference = Annotated[str, Field(pattern=rf"^((dpo|ipo|orpo){_NUMBER}?|(robust|simpo|kto){_NUMBER}{{0,2}})$")]
 Penalty = Annotated[str, Field(pattern=r"^(k[123]|entropy):(0\.[0-9]{0,8}[1-9]|[1-9][0-9]{0,3}(\.[0-9]{1,9})?)$")]
 AnswerLimit = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}:(mask|[0-9]{1,5}(\.[0-9]{1,9})?)$")]
 AnswerForm = Annotated[Text, Field(pattern=r"^(regex|json-schema):.")]

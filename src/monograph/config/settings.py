@@ -12,18 +12,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from monograph.config.keys import (
-    DEFAULT_MINUTES,
-    KEYS,
-    SECTIONS,
-    DataSection,
-    LoraSection,
-    ModelSection,
-    OptimSection,
-    PreferSection,
-    RlSection,
-    TrainSection,
-)
+from monograph.config import keys
+from monograph.config.keys import DEFAULT_MINUTES, KEYS, SECTIONS
 from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
 
@@ -41,13 +31,13 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    model: ModelSection = ModelSection()
-    data: DataSection = DataSection()
-    optim: OptimSection = OptimSection()
-    train: TrainSection = TrainSection(minutes=DEFAULT_MINUTES)
-    lora: LoraSection = LoraSection()
-    rl: RlSection = RlSection()
-    prefer: PreferSection = PreferSection()
+    model: keys.ModelSection = keys.ModelSection()
+    data: keys.DataSection = keys.DataSection()
+    optim: keys.OptimSection = keys.OptimSection()
+    train: keys.TrainSection = keys.TrainSection(minutes=DEFAULT_MINUTES)
+    lora: keys.LoraSection = keys.LoraSection()
+    rl: keys.RlSection = keys.RlSection()
+    prefer: keys.PreferSection = keys.PreferSection()
     origins: Mapping[str, str] = Field(default_factory=dict, repr=False)
     """The origin of each key that was set, by dotted key: "run.toml:7", "MONOGRAPH_TRAIN_SEED", "command line"."""
 

@@ -22,14 +22,7 @@ from monograph.device import Device, clock, default_device, measured_matmul_flop
 from monograph.errors import InputRefused, Unreadable
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
-from monograph.predict.estimate import (
-    SCORE_NUMBERS,
-    dense_bytes,
-    recomputed_flops,
-    score_numbers,
-    stored_numbers,
-    trained_adapters,
-)
+from monograph.predict import estimate
 from monograph.predict.fake_memory import PASSING
 from monograph.predict.footprint import Work
 from monograph.storage.reading import contents, parse_json
@@ -180,16 +173,18 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
                 weights in each pass of a micro-batch
     """
     config, captured, layers = work.config, work.compile != "none", work.config.num_hidden_layers
-    again, attended_again = recomputed_flops(work)
+    again, attended_again = estimate.recomputed_flops(work)
     rate, bandwidth = reached(device)
     tokens, micro = work.window_rows * work.length, work.tokens
-    adapters = trained_adapters(work)  # with adapters, the other weights have no gradients: 4 FLOPs instead of 6
+    adapters = estimate.trained_adapters(
+        work
+    )  # with adapters, the other weights have no gradients: 4 FLOPs instead of 6
     flops = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters + layers * again
     width = config.num_attention_heads * config.head_dim
     attended = layers * (6 * width * work.length + attended_again)
-    numbers = stored_numbers(work, "none")
+    numbers = estimate.stored_numbers(work, "none")
     if work.remat not in ("none", "full", "offload"):  # probabilities are recomputed where they are read
-        numbers -= (SCORE_NUMBERS - 1) * score_numbers(work)
+        numbers -= (estimate.SCORE_NUMBERS - 1) * estimate.score_numbers(work)
     if again if captured else work.remat != "none":
         numbers *= 4 / 3
     traffic = 3 * numbers * work.number_bytes * layers
@@ -200,7 +195,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     return UpdateTime(
         products_s=flops * tokens / (peak_flops * rate.products * micro / (micro + rate.saturating_tokens)),
         attention_s=attended * tokens / (peak_flops * rate.attention),
-        traffic_s=(traffic * tokens + passes * steps * dense_bytes(work)) / bandwidth,
+        traffic_s=(traffic * tokens + passes * steps * estimate.dense_bytes(work)) / bandwidth,
         launch_s=KERNELS[captured] * layers * steps * rate.launch_s * (1 if captured else 2) + calls_s,
         update_s=(adapters or config.parameter_count()) * UPDATE_BYTES[captured] / bandwidth,
         transfer_s=tokens * crossing / (LINK_SHARE * link) if work.remat == "offload" else 0.0,
@@ -220,9 +215,10 @@ def pass_times(work: Work, device: Device, peak_flops: float, host_bytes_per_s: 
     head, layers = config.vocab_size * config.hidden_size, config.num_hidden_layers
     of_block = (matmul_parameters(config) - head) // layers
     attended = 2 * config.num_attention_heads * config.head_dim * work.length
-    again, attended_again = recomputed_flops(work)
+    again, attended_again = estimate.recomputed_flops(work)
     kernels_s = KERNELS[captured] / 3 * rate.launch_s * (1 if captured else 2) + CALL_S * (work.compile == "blocks")
-    crossing_s = stored_numbers(work, "none") * number * tokens / bandwidth  # one pass over a block's activations
+    # One pass over a block's activations.
+    crossing_s = estimate.stored_numbers(work, "none") * number * tokens / bandwidth
 
     def passed(flops: float, attention: float, crossings: float) -> float:
         work_s = tokens * (flops / products + attention / (peak_flops * rate.attention)) + crossings * crossing_s

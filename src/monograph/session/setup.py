@@ -132,10 +132,8 @@ def open_session(
     built = built or build_run(resolve(settings, machine), text, machine, device, world.size)
     for line in built.notes:
         progress.line("tokens", line)
-    if dropout := getattr(_shape(built.model), "attention_dropout", 0):
-        progress.line(
-            "note", f"attention_dropout = {dropout} stays in config.json; nothing is dropped in training here"
-        )
+    if rate := getattr(_shape(built.model), "attention_dropout", 0):
+        progress.line("note", f"attention_dropout = {rate} stays in config.json; nothing is dropped in training here")
     engine = make_engine(built, device, world)
     seed_all(built.plan.seed)
     return Session(run, built.plan, text, engine, reward=reward, world=world)
