@@ -191,10 +191,7 @@ def _prune(saved: Path, head: int, keep: int) -> None:
 def _candidates(checkpoints: Path) -> list[tuple[int, Path]]:
     """Return (update, folder) of all candidates, newest first; the current folder precedes a replaced one."""
     named = [(FOLDER_NAME.fullmatch(path.name), path) for path in entries(checkpoints)]
-    return sorted(
-        ((int(match[1]), path) for match, path in named if match),
-        key=lambda candidate: (-candidate[0], candidate[1].name),
-    )
+    return sorted(((int(match[1]), path) for match, path in named if match), key=lambda one: (-one[0], one[1].name))
 
 
 def _remove(folder: Path) -> None:

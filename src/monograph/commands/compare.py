@@ -136,10 +136,8 @@ def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], repo
         warn(first.subjects[0].strange)
     texts = [_rows(side, first, data, reading) for side in sides]
     own = statistics.fmean(bits_per_byte(first, texts[0], report))
-    comparisons = [
-        compare_on(first, texts[0], side, rows, progress=report)
-        for side, rows in zip(sides[1:], texts[1:], strict=True)
-    ]
+    others = zip(sides[1:], texts[1:], strict=True)
+    comparisons = [compare_on(first, texts[0], side, rows, progress=report) for side, rows in others]
     scores = [own, *(comparison.b for comparison in comparisons)]
     for side, score in zip(sides, scores, strict=True):
         require_finite(score, side.name, "this text")

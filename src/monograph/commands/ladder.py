@@ -125,8 +125,6 @@ def _show(result: dict[str, Any], folder: Path) -> None:
         numbers = (cell.rjust(width) for cell, width in zip(line[1:], widths[1:], strict=True))
         print("   ".join([line[0].ljust(widths[0]), *numbers]))
     print(f"\n{standing(result)}")
-    print(
-        f"fastest   {fastest(result)['rung']}: {gain(result):.2f} × as fast as eager; "
-        f"losses are after {result['tokens']:,} tokens"
-    )
+    speed = f"{fastest(result)['rung']}: {gain(result):.2f} × as fast as eager"
+    print(f"fastest   {speed}; losses are after {result['tokens']:,} tokens")
     print(f"written   {folder / REPORT}, {folder / PICTURE}, {folder / NUMBERS}")

@@ -109,10 +109,8 @@ def _source_of_times(plan: Plan) -> str:
 
 def _show(plan: Plan, config: LlamaConfig, tokens_per_update: int, updates: int | None) -> None:
     device = plan.device
-    print(
-        f"device   {device.name}, {gibibytes(device.free_memory_bytes)}, {gibibytes(plan.budget_bytes)} usable"
-        f"{_source_of_times(plan)}"
-    )
+    usable = f"{gibibytes(plan.budget_bytes)} usable{_source_of_times(plan)}"
+    print(f"device   {device.name}, {gibibytes(device.free_memory_bytes)}, {usable}")
     adapters = trained_adapters(plan.nearest.work) if plan.candidates else 0
     more = f", {count(adapters)} more in adapters" if adapters else ""
     print(f"model    {count(config.parameter_count())} parameters{more}, updates of {tokens_per_update:,} tokens")

@@ -107,10 +107,9 @@ class Batches(Iterator[Batch]):
                 continue
             count = self.rows_per_window if self._end is None else min(self.rows_per_window, self._end - self._next)
             # The task holds no reference to this object, so that dropping the iterator ends the thread.
-            self._ahead.append(
-                (self._next + count, self._worker.submit(_window, self._rows, self._next, count, self._seed, self._pin))
-            )
+            window = self._worker.submit(_window, self._rows, self._next, count, self._seed, self._pin)
             self._next += count
+            self._ahead.append((self._next, window))
 
 
 def _window(rows: Rows, start: int, count: int, seed: int, pin: bool) -> Batch:

@@ -128,9 +128,7 @@ def _own(
         tensor, start = tensors[entry.name], len(prefix) + entry.begin
         if isinstance(tensor, DTensor):
             rows = rows_of(world.rank, world.size, len(tensor))
-            yield (
-                start + rows.start * (entry.end - entry.begin) // max(1, len(tensor)),
-                tensor_layout.bytes_of(tensor.to_local()),
-            )
+            start += rows.start * (entry.end - entry.begin) // max(1, len(tensor))
+            yield start, tensor_layout.bytes_of(tensor.to_local())
         elif world.leads:
             yield start, tensor_layout.bytes_of(tensor)

@@ -251,11 +251,7 @@ _Buffer = tuple[nn.Module, str, Tensor, Tensor]  # owner, name, tensor and a cop
 
 
 def _buffers(block: nn.Module) -> list[_Buffer]:
-    return [
-        (owner, name, tensor, tensor.clone())
-        for owner in block.modules()
-        for name, tensor in owner.named_buffers(recurse=False)
-    ]
+    return [(m, name, t, t.clone()) for m in block.modules() for name, t in m.named_buffers(recurse=False)]
 
 
 def _put(buffers: list[_Buffer]) -> None:

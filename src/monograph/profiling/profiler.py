@@ -80,13 +80,9 @@ def _product_s(device: torch.device, dtype: torch.dtype, operands: Operands) -> 
     """Return the seconds of one product: the mean of the quickest of a few rounds over several operands."""
     sizes = [1 + sum((side - 1) * stride for side, stride in zip(*operand, strict=True)) for operand in operands]
     count = min(64, max(2, COLD_BYTES // (sum(sizes) * dtype.itemsize)))
-    given = [
-        [
-            torch.ones(size, device=device, dtype=dtype).as_strided(*operand)
-            for size, operand in zip(sizes, operands, strict=True)
-        ]
-        for _ in range(count)
-    ]
+    pairs = list(zip(sizes, operands, strict=True))
+    ones = functools.partial(torch.ones, device=device, dtype=dtype)
+    given = [[ones(size).as_strided(*operand) for size, operand in pairs] for _ in range(count)]
     # Multiply as a captured step does.
     by_onednn = device.type == "cpu" and dtype == torch.float32 and len(operands[0][0]) == 2 and mkl_is_slow()
     multiply, times = onednn if by_onednn else torch.matmul, []
