@@ -16,7 +16,7 @@ from monograph.config.settings import EXCLUSIVE, Settings, build, check, did_you
 from monograph.data.resolve_sources import HUB
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
-from monograph.model.config import PRESETS
+from monograph.model.presets import PRESETS
 from monograph.storage.reading import entries, exists, is_folder, matching, read_input
 
 COMMAND_LINE = "command line"

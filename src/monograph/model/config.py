@@ -9,19 +9,21 @@ from typing import Any
 from monograph.errors import InputRefused
 from monograph.model import scaling
 from monograph.model.families import Family, check_computed, family, fresh, rotations_from_hf, windows_from_hf
-from monograph.model.scaling import FULL, LARGEST_SIZE, SLIDING, Llama3Scaling, Scaling, check_number, check_whole
+from monograph.model.presets import BEYOND_SHAPE, PRESETS
+from monograph.model.scaling import FULL, LARGEST_SIZE, SLIDING, Scaling, check_number, check_whole
 
 WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-# Fields that only some families have.
-_OF_SOME = {
+_OF_SOME = {  # fields that only some families have
     "attention_bias", "sliding_window", "layer_types", "no_rope_layers", "rope_local_theta", "partial_rotary_factor",
-    "query_pre_attn_scalar",
-    *_MULTIPLIERS,
+    "query_pre_attn_scalar", *_MULTIPLIERS,
 }  # fmt: skip
-_NEVER_NULL = ("rms_norm_eps", "max_position_embeddings", "attention_dropout")  # keys that must not be null in a file
+# Keys that must not be null in a file.
+_NEVER_NULL = (
+    "rms_norm_eps", "max_position_embeddings", "attention_dropout", "attention_multiplier", "rope_local_base_freq",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,9 +114,11 @@ class LlamaConfig:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         for name in _SIZES:
             check_whole(name, getattr(self, name))
-        optional = {name for name in ("rope_local_theta", "attention_multiplier") if getattr(self, name) is None}
-        for name in {"rms_norm_eps", "rope_theta", "initializer_range", "rope_local_theta", *_MULTIPLIERS} - optional:
-            check_number(name, getattr(self, name))
+        for name in ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_theta", *_MULTIPLIERS):
+            if getattr(self, name) is not None or getattr(LlamaConfig, name) is not None:
+                check_number(name, getattr(self, name))
+        if self.query_pre_attn_scalar != 0:
+            check_whole("query_pre_attn_scalar", self.query_pre_attn_scalar)
         if self.initializer_range > 1:
             raise InputRefused(f"initializer_range = {self.initializer_range}: expected at most 1, transformers' limit")
         self._check_heads()
@@ -122,10 +126,9 @@ class LlamaConfig:
         self._check_ids()
 
     def _check_multiple(self, whole: str, part: str) -> None:
-        if getattr(self, whole) % getattr(self, part):
-            raise InputRefused(
-                f"{whole} = {getattr(self, whole)} is not a multiple of {part} = {getattr(self, part)}; change one"
-            )
+        size, unit = getattr(self, whole), getattr(self, part)
+        if size % unit:
+            raise InputRefused(f"{whole} = {size} is not a multiple of {part} = {unit}; change one")
 
     def _check_heads(self) -> None:
         for name in ("tie_word_embeddings", "attention_bias"):
@@ -150,6 +153,8 @@ class LlamaConfig:
         if self.rope_scaling is not None and (widened or not self.family.scales):
             shown = "rope_scaling.truncate = false" if widened else "rope_scaling"
             raise InputRefused(f"{shown} is not supported with model_type = {self.model_type!r}")
+        if isinstance(self.rope_scaling, scaling.YarnScaling) and self.rope_theta <= 1:
+            raise InputRefused(f"rope_theta = {self.rope_theta}: expected a number above 1 with yarn's rope_scaling")
 
     def _check_windows(self) -> None:
         for name in sorted(_OF_SOME):
@@ -165,7 +170,7 @@ class LlamaConfig:
             )
         if SLIDING in self.layer_types and self.sliding_window is None:
             raise InputRefused(f"layer_types has {SLIDING!r}, but no sliding_window is set")
-        # "All layers are alike" gets one spelling, so that equal models have equal configurations.
+        # What is the same gets one spelling, here and below, so that equal models have equal configurations.
         if self.layer_types and SLIDING not in self.layer_types:
             object.__setattr__(self, "sliding_window", None)
         if len(set(self.layer_types)) == 1:
@@ -173,14 +178,9 @@ class LlamaConfig:
         self._check_rotations()
 
     def _check_rotations(self) -> None:
-        if self.no_rope_layers and (
-            len(self.no_rope_layers) != self.num_hidden_layers or not {0, 1}.issuperset(self.no_rope_layers)
-        ):
-            raise InputRefused(
-                f"no_rope_layers = {list(self.no_rope_layers)}: expected 0 or 1 for each of {self.num_hidden_layers} "
-                "layers"
-            )
-        # As above: one spelling for what is the same.
+        listed, layers = list(self.no_rope_layers), self.num_hidden_layers
+        if listed and (len(listed) != layers or any(each not in (0, 1) for each in listed)):
+            raise InputRefused(f"no_rope_layers = {listed}: expected 0 or 1 for each of {layers} layers")
         if all(self.no_rope_layers):
             object.__setattr__(self, "no_rope_layers", ())
         if self.sliding_window is None or (self.rope_local_theta == self.rope_theta and self.rope_scaling is None):
@@ -244,8 +244,8 @@ class LlamaConfig:
         if unknown:
             raise InputRefused(f"unknown key {unknown[0]!r}: the sizes of a Llama are {', '.join(_SIZES)}")
         shape = dict(zip(_SIZES, PRESETS[name], strict=False))  # head_dim and positions follow from the rest
-        base = cls(**{**shape, **_BEYOND_SHAPE[name]})
-        given = cls(**{**shape, **_BEYOND_SHAPE[name], **overrides})
+        base = cls(**{**shape, **BEYOND_SHAPE[name]})
+        given = cls(**{**shape, **BEYOND_SHAPE[name], **overrides})
         if given.hidden_size == base.hidden_size or "initializer_range" in overrides:
             return given
         spread = base.initializer_range * math.sqrt(base.hidden_size / given.hidden_size)
@@ -274,10 +274,7 @@ class LlamaConfig:
             check_whole(key, sizes[key])
         if isinstance(values.get("eos_token_id"), list):
             sizes["eos_token_id"] = tuple(values["eos_token_id"])
-        local = model_family.local_theta
-        if model_family.centred:  # the one family that reads it outside of the table
-            local = values.get("rope_local_base_freq", local)
-        rope = scaling.from_hf(values, local, "partial_rotary_factor" in model_family.keys)
+        rope = scaling.from_hf(values, model_family.local_theta, model_family.keys)
         sizes["rope_theta"], sizes["rope_scaling"], sizes["rope_local_theta"], sizes["partial_rotary_factor"] = rope
         sizes["sliding_window"], sizes["layer_types"] = windows_from_hf(values)
         sizes["no_rope_layers"] = rotations_from_hf(values)
@@ -401,28 +398,3 @@ class LlamaConfig:
         """Return the number of parameters, a tied head counted once."""
         in_a_layer = sum(math.prod(shape) for shape in self.layer_shapes().values())
         return self.num_hidden_layers * in_a_layer + sum(math.prod(shape) for shape in self.outer_shapes().values())
-
-
-# vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads
-PRESETS: dict[str, tuple[int, ...]] = {
-    "nano": (512, 64, 192, 2, 2, 1),
-    "micro": (4096, 192, 512, 4, 6, 2),
-    "124m": (50_304, 768, 2048, 12, 6, 6),
-    "llama-179m": (50_000, 768, 3072, 12, 12, 3),
-    "1b": (128_256, 2048, 8192, 16, 32, 8),
-    "8b": (128_256, 4096, 14_336, 32, 32, 8),
-}
-_LLAMA_3: dict[str, Any] = {
-    "max_position_embeddings": 131_072,
-    "rope_theta": 500_000.0,
-    "bos_token_id": 128_000,
-    "eos_token_id": 128_001,
-}
-_BEYOND_SHAPE: dict[str, dict[str, Any]] = {
-    "nano": {"tie_word_embeddings": True, "initializer_range": 0.08},
-    "micro": {"tie_word_embeddings": True, "initializer_range": 0.046},
-    "124m": {"tie_word_embeddings": True},
-    "llama-179m": {},
-    "1b": {**_LLAMA_3, "tie_word_embeddings": True, "rope_scaling": Llama3Scaling(factor=32.0)},
-    "8b": {**_LLAMA_3, "rope_scaling": Llama3Scaling()},
-}

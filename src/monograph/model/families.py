@@ -112,7 +112,10 @@ FAMILIES: dict[str, Family] = {
     ),
     "gemma3_text": Family(
         "Gemma3ForCausalLM",
-        ("attention_bias", "sliding_window", "layer_types", "rope_local_theta", "query_pre_attn_scalar"),
+        (
+            "attention_bias", "sliding_window", "layer_types", "sliding_window_pattern", "rope_local_theta",
+            "rope_local_base_freq", "query_pre_attn_scalar",
+        ),
         {
             "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 131_072, "rope_theta": 1e6,
             "sliding_window": 4096, "query_pre_attn_scalar": 256, "tie_word_embeddings": True, "pad_token_id": 0,
@@ -197,8 +200,8 @@ def check_computed(values: Mapping[str, Any]) -> None:
 def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     """Return sliding_window and layer_types (() for "all alike") of a config.json with its family's defaults filled in.
 
-    With layer_types, they say which layers have the window. Without them it counts only with use_sliding_window: in a
-    Qwen from layer max_window_layers on (and never without that flag), in a SmolLM3 in the layers that do not rotate.
+    With layer_types, they say which layers have the window. Without them it always counts where each so many-th layer
+    has none, and elsewhere with use_sliding_window. A Qwen has no window without that flag in any case.
 
     Raises:
         InputRefused: layer_types where the family has none, or a wrong value.
@@ -214,22 +217,27 @@ def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     slides = values.get("use_sliding_window", False)
     if not isinstance(slides, bool):
         raise InputRefused(f"use_sliding_window = {slides!r}: expected true or false")
-    unrotated = "no_rope_layers" in its.keys
-    if not slides and not its.full_every and (types is None or not unrotated):
+    if not slides and not its.full_every and (types is None or "no_rope_layers" not in its.keys):
         window = None
     if types is not None or (window is None and not its.full_every):
         return window, tuple(types or ())
-    layers, first = range(_layers(values)), values.get("max_window_layers", 28)
-    if its.full_every:
-        every = values.get("sliding_window_pattern", its.full_every) if its.centred else its.full_every
+    return window, _usual_types(values, its)
+
+
+def _usual_types(values: Mapping[str, Any], its: Family) -> tuple[str, ...]:
+    """Return the layer_types of a model with a window whose file has none."""
+    layers, every, first = range(_layers(values)), its.full_every, values.get("max_window_layers", 28)
+    if "sliding_window_pattern" in its.keys:
+        every = values.get("sliding_window_pattern", every)
         check_whole("sliding_window_pattern", every)
-        return window, tuple(SLIDING if (layer + 1) % every else FULL for layer in layers)
-    if unrotated:
+    if every:
+        return tuple(SLIDING if (layer + 1) % every else FULL for layer in layers)
+    if "no_rope_layers" in its.keys:
         rotate = rotations_from_hf(values) or (1,) * len(layers)
-        return window, tuple(FULL if rotates else SLIDING for rotates in rotate)
+        return tuple(FULL if rotates else SLIDING for rotates in rotate)
     if isinstance(first, bool) or not isinstance(first, int):
         raise InputRefused(f"max_window_layers = {first!r}: expected a whole number")
-    return window, tuple(SLIDING if layer >= first else FULL for layer in layers)
+    return tuple(SLIDING if layer >= first else FULL for layer in layers)
 
 
 def rotations_from_hf(values: Mapping[str, Any]) -> tuple[int, ...]:

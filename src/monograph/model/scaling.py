@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
@@ -127,11 +127,11 @@ class Rope(NamedTuple):
     part: Any = 1.0
 
 
-def from_hf(values: Mapping[str, Any], local_theta: float | None, partial: bool) -> Rope:
+def from_hf(values: Mapping[str, Any], local_theta: float | None, keys: Collection[str]) -> Rope:
     """Return the rotary positions of a config.json with its family's defaults filled in.
 
-    With `local_theta`, the default base in layers with a window, the file has a table for each kind of layer; with
-    `partial` it may rotate a part of each head.
+    With `local_theta`, the default base in layers with a window, a file has a table for each kind of layer; `keys` are
+    the family's.
 
     Raises:
         InputRefused: a kind of scaling that is not supported, or a wrong or missing value.
@@ -139,17 +139,22 @@ def from_hf(values: Mapping[str, Any], local_theta: float | None, partial: bool)
     # transformers 5 writes a dictionary `rope_parameters`, 4 wrote `rope_theta` and `rope_scaling`. If a file has both,
     # transformers reads only `rope_scaling`.
     if local_theta is not None:
+        if "rope_local_base_freq" in keys:
+            local_theta = values.get("rope_local_base_freq", local_theta)
+            check_number("rope_local_base_freq", local_theta)
         return _by_kind(values, local_theta)
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     rope = _table(values, name)
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise InputRefused(f"{name}.{nested[0]}: one rotary embedding for each kind of layer is not supported")
-    part = rope.pop("partial_rotary_factor", values.get("partial_rotary_factor")) if partial else None
+    part = None
+    if "partial_rotary_factor" in keys:
+        part = rope.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
     theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
     return Rope(theta, _scaling(rope, values), part=1.0 if part is None else part)
 
 
-def _by_kind(values: Mapping[str, Any], local_theta: float) -> Rope:
+def _by_kind(values: Mapping[str, Any], local_theta: Any) -> Rope:
     """Return what two tables say, of the layers without a window and of those with one."""
     tables = _table(values, "rope_parameters")
     for key in tables:
