@@ -129,6 +129,7 @@ NO_INPUT = {
     "graph/matmul.py": "a source of the package",
     "profiling/memory.py": "/proc",
     "profiling/profiler.py": "a trace that was just written",
+    "report/page.py": "a page of the package",
     "serve/app.py": "a page and a document of the package",
     "serve/compiling.py": "a pipe to a process of its own",
     "run/trust.py": "the secret of this user, never through a link",

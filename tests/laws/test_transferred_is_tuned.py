@@ -272,7 +272,7 @@ def outside(found: dict[tuple[int, str], float], rule: str, tied: bool) -> dict[
         lowest = highest = 0.0
         # The tied head's share of 1/m is the final gain's. With it the logits of random weights fall as m^-1/2; what is
         # learned does not, and outgrows them.
-        if tied and name == "model.norm":
+        if tied and name in ("model.norm", "scale_last"):
             lowest = highest = -1.0
         elif tied and name == "lm_head":
             lowest, highest = -0.5, (0.0 if update else -0.5)

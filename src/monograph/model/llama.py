@@ -225,7 +225,7 @@ class Decoder(nn.Module):
 
 
 class Llama(nn.Module):
-    """A language model of one of the families in `monograph.model.families`: Llama, Mistral, Qwen, OLMo, SmolLM.
+    """A language model of one of the families in `monograph.model.families`, such as Llama, Qwen or Gemma.
 
     Initial weights: every matrix ~ N(0, initializer_range^2), the two that end a residual branch (o_proj, down_proj)
     divided by sqrt(2 * num_hidden_layers), norms' factors 1, biases 0 (Radford et al. 2019, "Language Models are
