@@ -45,6 +45,12 @@ def _windows(config):
             [None] * 3 + [7],
         ),
         ({"model_type": "qwen3", "sliding_window": 7, "use_sliding_window": True, "max_window_layers": 0}, [7] * 4),
+        ({"model_type": "olmo3", "sliding_window": 7}, [7, 7, 7, None]),
+        ({"model_type": "gemma3_text", "sliding_window": 7, "sliding_window_pattern": 2}, [7, None, 7, None]),
+        (
+            {"model_type": "smollm3", "sliding_window": 7, "use_sliding_window": True, "pad_token_id": 0},
+            [None, None, None, 7],
+        ),
         (
             {
                 "model_type": "qwen3",
