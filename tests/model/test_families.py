@@ -26,7 +26,7 @@ MULTIPLIERS = {
 
 
 @st.composite
-def configs(draw, family):
+def configs(draw, family, least=2):
     keys, layers = FAMILIES[family].keys, draw(st.integers(1, 3))
     key_value, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
     windowed = "sliding_window" in keys and draw(st.booleans())
@@ -34,7 +34,7 @@ def configs(draw, family):
     return LlamaConfig(
         model_type=family,
         vocab_size=draw(st.integers(3, 50)),
-        hidden_size=key_value * group * draw(st.integers(2, 6)),
+        hidden_size=key_value * group * max(draw(st.integers(2, 6)), -(-least // (key_value * group))),
         intermediate_size=draw(st.integers(5, 40)),
         num_hidden_layers=layers,
         num_attention_heads=key_value * group,
@@ -78,10 +78,10 @@ def _gradients(logits, parameters):
 
 
 def _assert_near(named, expected, bound):
-    # Where a query sees one key only, the gradients of scores are roundings of zero; they are to be seen as such.
+    # Where a query sees one key only, the gradients of scores are zero, rounded by the eps of the whole gradient.
     scale = torch.cat([gradient.flatten() for gradient in expected]).norm()
     for (name, ours), theirs in zip(named.items(), expected, strict=True):
-        assert (ours - theirs).norm() < bound * max(theirs.norm(), 1e-3 * scale), name
+        assert (ours - theirs).norm() < bound * max(theirs.norm(), 1e-2 * scale), name
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -108,7 +108,8 @@ def test_float64_equals_the_plain_decoder(family, data, seed):
 def test_fp32_equals_transformers(family, data, seed):
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    config = data.draw(configs(family))
+    # With fewer channels a norm leaves so little of them that fp32 itself is worse than the bound.
+    config = data.draw(configs(family, least=12))
     model = _model(config, seed)
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config.to_hf())).eval()
     assert type(theirs).__name__ == FAMILIES[family].architecture
@@ -116,9 +117,23 @@ def test_fp32_equals_transformers(family, data, seed):
     tokens = _tokens(config, 40, seed)
     ours, their_logits = model.logits(model(tokens)), theirs(tokens).logits
     assert relative_error(ours, their_logits) < 1e-5
-    named, their_named = dict(model.named_parameters()), dict(theirs.named_parameters())
-    gradients = in_files(dict(zip(named, _gradients(ours, list(named.values())), strict=True)), config)
-    _assert_near(gradients, _gradients(their_logits, [their_named[name] for name in gradients]), 1e-5)
+    expected = dict(theirs.named_parameters())
+    expected = dict(zip(expected, _gradients(their_logits, list(expected.values())), strict=True))
+    mine = _in_files(model, ours, config)
+    model.double()
+    exact = _in_files(model, model.logits(model(tokens)), config)
+    # Where a query sees one key only, the gradients of scores are zero, rounded by the eps of the whole gradient.
+    least = 1e-2 * torch.cat([gradient.flatten() for gradient in exact.values()]).norm()
+    for name, true in exact.items():
+        size, naive = max(true.norm(), least), (expected[name] - true).norm()
+        assert naive < 1e-4 * size, name
+        assert (mine[name] - true).norm() < max(1e-5 * size, 2 * naive), name
+
+
+def _in_files(model, logits, config):
+    """The gradients by the names of the family's files."""
+    named = dict(model.named_parameters())
+    return in_files(dict(zip(named, _gradients(logits, list(named.values())), strict=True)), config)
 
 
 @pytest.mark.parametrize("shard", ["20KB", "1GB"])
