@@ -24,7 +24,7 @@ from monograph.model.gguf import FILE, neighbouring, save_gguf
 from monograph.model.gguf_words import pre_tokenizer
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate
-from monograph.model.scaling import Llama3Scaling
+from monograph.model.scaling import FULL, SLIDING, Llama3Scaling, YarnScaling
 from monograph.run.models import check
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
@@ -107,6 +107,19 @@ def test_rotary_pairs_become_neighbours() -> None:
             "'llama3' is not computed by llama.cpp for a q",
         ),
         ({"model_type": "qwen3", "attention_bias": True}, "f32", "attention_bias = true is not computed"),
+        (
+            {"model_type": "gemma3_text", "sliding_window": 4096, "rope_local_theta": 50.0},
+            "f32",
+            "layer_types and rope_local_theta: llama.cpp computes a window and a base of 10000 in all .* but each 6th",
+        ),
+        ({"model_type": "olmo3", "sliding_window": 8, "layer_types": (FULL, SLIDING)}, "f32", "but each 4th; export"),
+        (
+            {"model_type": "smollm3", "no_rope_layers": (0, 1)},
+            "f32",
+            "no_rope_layers: llama.cpp rotates all layers",
+        ),
+        ({"model_type": "gemma3_text", "query_pre_attn_scalar": 5}, "f32", "query_pre_attn_scalar = 5 is not head_dim"),
+        ({"rope_scaling": YarnScaling(4.0, 1.3, 16)}, "f32", "'yarn' with attention_factor = 1.3"),
         ({"intermediate_size": 100}, "q8_0", "intermediate_size = 100 is not a multiple of 32"),
     ],
 )

@@ -28,13 +28,13 @@ _NEVER_NULL = (
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaConfig:
-    """Sizes and constants of a model, by their Hugging Face names.
+    """Sizes and constants of a model, by their Hugging Face names; `monograph.model.families` says who has which.
 
     Attributes:
         model_type: the family, a name in `monograph.model.families.FAMILIES`; exports keep it.
         vocab_size: rows of the embedding and of the head.
         hidden_size: width of the residual stream.
-        intermediate_size: width of the SwiGLU layer.
+        intermediate_size: width of the gated layer.
         num_hidden_layers: number of blocks.
         num_attention_heads: number of query heads; must divide hidden_size, except in families with a head_dim.
         num_key_value_heads: number of key-value heads; must divide num_attention_heads. 0: as many as query heads.
@@ -43,21 +43,19 @@ class LlamaConfig:
         rms_norm_eps: number added to the mean square in every norm.
         rope_theta: base of the rotary wavelengths.
         rope_scaling: the way in which the wavelengths are stretched, or None.
-        rope_local_theta: base of the wavelengths in layers with a window, where they are never stretched (only olmo3,
-            gemma3_text).
-            None: rope_theta.
-        partial_rotary_factor: share of a head's channels that are rotated, the first ones (only phi3).
+        rope_local_theta: base of the wavelengths in layers with a window, which are not stretched there. None:
+            rope_theta.
+        partial_rotary_factor: share of a head's channels that are rotated, the first ones.
         tie_word_embeddings: whether the head is the embedding matrix.
-        attention_bias: whether all four projections of attention have biases (not mistral, qwen2).
-        sliding_window: number of positions that a query sees, its own the last, or None (not llama, olmo2).
-        layer_types: "sliding_attention" or "full_attention" for each layer (qwen2, qwen3, smollm3). (): all layers are
-            alike.
-        no_rope_layers: 1 for each layer that rotates queries and keys by their positions, 0 for each other one (only
-            smollm3). (): all do.
-        embedding_multiplier: factor of the embedded tokens (this and the three others only granite).
+        attention_bias: whether all four projections of attention have biases.
+        sliding_window: number of positions that a query sees, its own the last, or None.
+        layer_types: "sliding_attention" or "full_attention" for each layer. (): all layers are alike.
+        no_rope_layers: 1 for each layer that rotates queries and keys by their positions, 0 for each other one. ():
+            all do.
+        embedding_multiplier: factor of the embedded tokens.
         residual_multiplier: factor of each branch before it is added to the residual stream.
         attention_multiplier: factor of attention's scores. None: 1 / sqrt(head_dim).
-        query_pre_attn_scalar: scores are divided by its root (only gemma3_text). 0: head_dim.
+        query_pre_attn_scalar: scores are divided by its root. 0: head_dim.
         logits_scaling: divisor of the logits; here of the final hidden states.
         initializer_range: standard deviation of the initial weights, see `Llama`.
         attention_dropout: transformers' dropout rate of attention weights in training; it is kept for exports and not

@@ -44,7 +44,7 @@ class Family(NamedTuple):
             none of their own.
         centred: whether a norm multiplies by 1 + weight.
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
-        activation: the activation of the feed-forward layer, by transformers' name and key.
+        activation: transformers' key for the activation of the feed-forward layer, and its name there.
     """
 
     architecture: str
@@ -63,6 +63,7 @@ class Family(NamedTuple):
 
 
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
+_AFTER_BRANCHES = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", ("attention_bias",), {"max_position_embeddings": 2048, **_ENDS}),
@@ -88,7 +89,7 @@ FAMILIES: dict[str, Family] = {
         ("attention_bias",),
         {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048, "pad_token_id": 1, "eos_token_id": 50_279},
         qk_norm="all",
-        norms=Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        norms=_AFTER_BRANCHES,
     ),
     "smollm3": Family(
         "SmolLM3ForCausalLM",
@@ -106,7 +107,7 @@ FAMILIES: dict[str, Family] = {
             "pad_token_id": 1, "eos_token_id": 50_279,
         },
         qk_norm="all",
-        norms=Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        norms=_AFTER_BRANCHES,
         full_every=4,
         local_theta=500_000.0,  # whatever else the file says
     ),
@@ -258,7 +259,7 @@ def rotations_from_hf(values: Mapping[str, Any]) -> tuple[int, ...]:
 
 
 def fresh(model_type: str, layers: int) -> dict[str, Any]:
-    """Return what a new model of a family has beyond its sizes: the family itself, its windows and rotations.
+    """Return what a new model of a family has beyond its sizes: the family itself, its windows and rotary positions.
 
     Raises:
         InputRefused: the decoder does not compute it.
@@ -269,11 +270,10 @@ def fresh(model_type: str, layers: int) -> dict[str, Any]:
         values["sliding_window"] = its.defaults["sliding_window"]
     window, types = windows_from_hf(values)
     found: dict[str, Any] = {
-        "sliding_window": window,
-        "layer_types": types,
+        "model_type": model_type, "sliding_window": window, "layer_types": types,
         "no_rope_layers": rotations_from_hf(values),
-    }
-    found = {"model_type": model_type} | {key: value for key, value in found.items() if value}
+        "rope_local_theta": its.local_theta if "rope_local_base_freq" in its.keys else None,
+    }  # fmt: skip
     return found if its.scales else found | {"rope_scaling": None}
 
 

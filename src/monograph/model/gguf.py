@@ -49,6 +49,8 @@ _ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3"}
 # There the rotary pairs of these are neighbouring channels; here they are halves of a head.
 _NEIGHBOURING = ("llama", "smollm3", "granite")
 _EVERY = 4  # It rotates all layers of a SmolLM3 but each fourth one.
+# Bases of rotary positions in layers with a window; other architectures have one base for all layers.
+_LOCAL_BASES = {"gemma3": 10_000.0}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INNER = {
     "self_attn.q_proj": "attn_q",
@@ -124,19 +126,12 @@ def package() -> Any:
 
 def _check(config: LlamaConfig, dtype: str) -> None:
     """Refuse features that llama.cpp would silently ignore."""
-    family, positions = config.model_type, config.max_position_embeddings
-    instead = "; export it with --format hf"
-    if config.sliding_window is not None and config.sliding_window < positions and not _windows_known(config):
-        raise InputRefused(
-            f"sliding_window = {config.sliding_window} is below max_position_embeddings = {positions}, and llama.cpp "
-            f"computes no such window for a {family}{instead}"
-        )
-    expected = [int((layer + 1) % _EVERY != 0) for layer in range(config.num_hidden_layers)]
-    if "no_rope_layers" in config.family.keys and expected != [*map(config.rotates, range(config.num_hidden_layers))]:
-        raise InputRefused(
-            f"no_rope_layers = {[*config.no_rope_layers]}: llama.cpp rotates all layers of a {family} but each "
-            f"{_EVERY}th{instead}"
-        )
+    family, instead = config.model_type, "; export it with --format hf"
+    _check_windows(config, instead)
+    layers = range(config.num_hidden_layers)
+    unrotated = [layer for layer in layers if not config.rotates(layer)]
+    if "no_rope_layers" in config.family.keys and unrotated != [*layers[_EVERY - 1 :: _EVERY]]:
+        raise InputRefused(f"no_rope_layers: llama.cpp rotates all layers of a {family} but each {_EVERY}th{instead}")
     if isinstance(config.rope_scaling, Llama3Scaling) and _architecture(config) not in _NEIGHBOURING:
         raise InputRefused(f"rope_scaling = 'llama3' is not computed by llama.cpp for a {family}{instead}")
     _check_scores(config, instead)
@@ -166,13 +161,23 @@ def _check_scores(config: LlamaConfig, instead: str) -> None:
             )
 
 
-def _windows_known(config: LlamaConfig) -> bool:
-    """Return whether llama.cpp has windows where this model has: in all layers but each so many-th one."""
-    layers, every = range(config.num_hidden_layers), config.family.full_every
-    usual = [config.window(layer) is None for layer in layers] == [(layer + 1) % (every or 1) == 0 for layer in layers]
-    # It has one base for all layers of an OLMo 3, and a base of its own for those of a Gemma 3.
-    base = config.rope_theta if config.family.local_theta != 1e4 else config.family.local_theta
-    return every > 0 and usual and config.rope(local=True)[0] == base
+def _check_windows(config: LlamaConfig, instead: str) -> None:
+    window, every, layers = config.sliding_window, config.family.full_every, range(config.num_hidden_layers)
+    if window is None:
+        return
+    if not every and window < config.max_position_embeddings:
+        raise InputRefused(
+            f"sliding_window = {window} is below max_position_embeddings = {config.max_position_embeddings}, and "
+            f"llama.cpp computes no window for a {config.model_type}{instead}"
+        )
+    # However long the window is, layers with one have a base of their own.
+    base = _LOCAL_BASES.get(_architecture(config), config.rope_theta)
+    whole = [layer for layer in layers if config.window(layer) is None]
+    if every and (whole != [*layers[every - 1 :: every]] or config.rope(local=True)[0] != base):
+        raise InputRefused(
+            f"layer_types and rope_local_theta: llama.cpp computes a window and a base of {base:g} in all layers of a "
+            f"{config.model_type} but each {every}th{instead}"
+        )
 
 
 def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
@@ -197,7 +202,7 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
         writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
     if config.family.full_every and config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
-    if config.model_type == "granite":
+    if "logits_scaling" in config.family.keys:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
         writer.add_attention_scale(config.attention_multiplier or config.head_dim**-0.5)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable
-from typing import NamedTuple, Protocol, cast
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn.functional as F
@@ -153,10 +153,7 @@ class Attention(nn.Module):
         return self.o_proj(mixed_BHTE.transpose(1, 2).flatten(2))
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "silu": F.silu,
-    "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh"),
-}
+_ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh")}
 
 
 class MLP(nn.Module):

@@ -147,9 +147,8 @@ def from_hf(values: Mapping[str, Any], local_theta: float | None, keys: Collecti
     rope = _table(values, name)
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
         raise InputRefused(f"{name}.{nested[0]}: one rotary embedding for each kind of layer is not supported")
-    part = None
-    if "partial_rotary_factor" in keys:
-        part = rope.pop("partial_rotary_factor", values.get("partial_rotary_factor"))
+    share = "partial_rotary_factor"
+    part = rope.pop(share, values.get(share)) if share in keys else None
     theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
     return Rope(theta, _scaling(rope, values), part=1.0 if part is None else part)
 

@@ -103,7 +103,7 @@ class Drawer:
         options, model, prompts, step = self.options, self.model, self.prompts, self.engine.step
         answers, weight = options.prompts * options.group, model.lm_head.weight
         steps = self.updates() // options.updates * -(-answers // MOST_ROWS) * options.max_new_tokens
-        mode = mode_for(steps * (step.scope != "none"), weight.device.type, casts=step.precision.name != "fp32")
+        mode = mode_for(steps if step.scope != "none" else 0, weight.device.type, casts=step.precision.name != "fp32")
         if self._made and self._made[0] == mode:
             return self._made[1]
         least, most = SAME_ROWS if options.exact else 1, options.max_new_tokens
