@@ -99,7 +99,7 @@ class ModelSection(Section):
     """The model: a preset (sizes override it), or one that exists (`init`), or sizes by their Hugging Face names."""
 
     preset: Preset = _key(
-        "auto", f"auto, {', '.join(PRESETS)}, or one of these after a family, as olmo2:nano",
+        "auto", f"auto, {', '.join(PRESETS)}, or FAMILY:NAME of {', '.join(FAMILIES)}",
         "a shape by name, and its family; auto: a Llama that fits",
     )  # fmt: skip
     init: Text | None = _key(
