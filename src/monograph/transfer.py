@@ -32,6 +32,7 @@ from torch import nn
 from monograph.errors import UsageError
 from monograph.graph.inspect import unwrapped
 from monograph.model.config import LlamaConfig
+from monograph.model.parameters import layer_axes, outer_axes, shape_of
 from monograph.optim import Group, Muon, Optimizer
 
 # Tensor Programs V, appendix: narrower models begin to differ from the limit in which the rule is derived.
@@ -126,10 +127,10 @@ class WidthTransfer:
         """
         wide, narrow = self.config, self.base
         inner = {
-            f"model.layers.*.{name}": self._inner(name, wide.shape_of(axes), narrow.shape_of(axes))
-            for name, axes in wide.layer_axes().items()
+            f"model.layers.*.{name}": self._inner(name, shape_of(wide, axes), shape_of(narrow, axes))
+            for name, axes in layer_axes(wide, 0).items()
         }
-        return {name: self._outer(name) for name in wide.outer_axes()} | inner
+        return {name: self._outer(name) for name in outer_axes(wide)} | inner
 
     def _inner(self, name: str, wide: tuple[int, ...], narrow: tuple[int, ...]) -> Factors:
         if name in _MATRICES:

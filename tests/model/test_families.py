@@ -13,6 +13,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
+from monograph.model.parameters import shapes
 from monograph.model.scaling import FULL, SLIDING
 from numerics import relative_error
 from reference import llama as reference
@@ -158,21 +159,16 @@ def test_a_folder_goes_out_and_comes_back_as_its_family(tmp_path, family, shard)
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_counted_and_shaped_as_the_configuration_says(family):
-    shapes = [LlamaConfig(model_type=family, **SMALL | MIXED[family])]
-    shapes += [LlamaConfig.preset(f"{family}:{name}") for name in ("nano", "1b", "8b")]
-    for config in shapes:
+    configs = [LlamaConfig(model_type=family, **SMALL | MIXED[family])]
+    configs += [LlamaConfig.preset(f"{family}:{name}") for name in ("nano", "1b", "8b")]
+    for config in configs:
         drawn = torch.get_rng_state()
         with torch.device("meta"):
             model = Llama(config)
         assert torch.equal(torch.get_rng_state(), drawn)  # drawing 8b would take minutes
         assert all(parameter.is_meta for parameter in model.parameters())
         built = {key: tuple(parameter.shape) for key, parameter in model.named_parameters()}
-        layers = {
-            f"model.layers.{i}.{k}": s
-            for i in range(config.num_hidden_layers)
-            for k, s in config.layer_shapes().items()
-        }
-        assert built == {**config.outer_shapes(), **layers}
+        assert built == shapes(config)
         assert sum(parameter.numel() for parameter in model.parameters()) == config.parameter_count()
         assert not list(model.buffers())
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from monograph.errors import InputRefused
-from monograph.model import scaling
+from monograph.model import parameters, scaling
 from monograph.model.families import Family, check_computed, family, fresh, rotations_from_hf, windows_from_hf
 from monograph.model.presets import BEYOND_SHAPE, PRESETS
 from monograph.model.scaling import FULL, LARGEST_SIZE, SLIDING, Scaling, check_number, check_whole
@@ -351,48 +351,6 @@ class LlamaConfig:
         """Return the factor of embedded tokens."""
         return math.sqrt(self.hidden_size) if self.family.embedding_scaled else self.embedding_multiplier
 
-    def layer_axes(self) -> dict[str, tuple[str, ...]]:
-        """Return the configuration key of each axis of a block's parameters, by the parameters' names in the block."""
-        query, key_value = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
-        norms = {f"{name}.weight": ("hidden_size",) for name in self.family.norms if name}
-        axes: dict[str, tuple[str, ...]] = norms | {
-            "self_attn.q_proj.weight": (query, "hidden_size"),
-            "self_attn.k_proj.weight": (key_value, "hidden_size"),
-            "self_attn.v_proj.weight": (key_value, "hidden_size"),
-            "self_attn.o_proj.weight": ("hidden_size", query),
-            "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
-            "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
-            "mlp.down_proj.weight": ("hidden_size", "intermediate_size"),
-        }
-        if self.attention_bias or self.family.qkv_bias:
-            axes |= {f"self_attn.{name}_proj.bias": axes[f"self_attn.{name}_proj.weight"][:1] for name in "qkv"}
-        if self.attention_bias:
-            axes["self_attn.o_proj.bias"] = ("hidden_size",)
-        if self.family.qk_norm:
-            of_all = self.family.qk_norm == "all"
-            axes["self_attn.q_norm.weight"] = (query if of_all else "head_dim",)
-            axes["self_attn.k_norm.weight"] = (key_value if of_all else "head_dim",)
-        return axes
-
-    def outer_axes(self) -> dict[str, tuple[str, ...]]:
-        """Return the configuration key of each axis of the other parameters, by full name, without a tied head."""
-        embedding = ("vocab_size", "hidden_size")
-        head = {} if self.tie_word_embeddings else {"lm_head.weight": embedding}
-        return {"model.embed_tokens.weight": embedding, "model.norm.weight": ("hidden_size",), **head}
-
-    def layer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of one block's parameters, by their names in the block."""
-        return {name: self.shape_of(axes) for name, axes in self.layer_axes().items()}
-
-    def outer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the parameters outside the blocks, by full name, without a tied head."""
-        return {name: self.shape_of(axes) for name, axes in self.outer_axes().items()}
-
-    def shape_of(self, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Return the sizes of axes that are given as configuration keys or products of them."""
-        return tuple(math.prod(getattr(self, key) for key in axis.split(" * ")) for axis in axes)
-
     def parameter_count(self) -> int:
         """Return the number of parameters, a tied head counted once."""
-        in_a_layer = sum(math.prod(shape) for shape in self.layer_shapes().values())
-        return self.num_hidden_layers * in_a_layer + sum(math.prod(shape) for shape in self.outer_shapes().values())
+        return sum(map(math.prod, parameters.shapes(self).values()))

@@ -17,6 +17,7 @@ from torch import Tensor
 from monograph.errors import InputRefused
 from monograph.graph.lora import plain_parameters
 from monograph.graph.mmap_weights import kept_dtype, mapped, materialize_
+from monograph.model import parameters
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, Stored, mapped_tensors, new_folder, read_headers, write_json, write_tensors
 from monograph.model.joined import joined, parted
@@ -203,9 +204,9 @@ def check_headers(stored: dict[str, Stored], config: LlamaConfig, origin: Path, 
         raise InputRefused(
             f"{origin}: num_hidden_layers = {config.num_hidden_layers} in {said_by}, the weights have {layers} layers"
         )
-    axes = config.outer_axes()
+    axes = parameters.outer_axes(config)
     for layer in range(layers):
-        axes |= {f"model.layers.{layer}.{name}": keys for name, keys in config.layer_axes().items()}
+        axes |= {f"model.layers.{layer}.{name}": keys for name, keys in parameters.layer_axes(config, layer).items()}
     if config.tie_word_embeddings and "lm_head.weight" in stored:
         axes["lm_head.weight"] = axes["model.embed_tokens.weight"]
     for kind, names in (("missing", axes.keys() - stored.keys()), ("unexpected", stored.keys() - axes.keys())):
@@ -214,7 +215,7 @@ def check_headers(stored: dict[str, Stored], config: LlamaConfig, origin: Path, 
                 f"{origin}: {len(names)} {kind} in the weights of a {config.model_type}, the first is {min(names)!r}"
             )
     for name, tensor in stored.items():
-        expected = config.shape_of(axes[name])
+        expected = parameters.shape_of(config, axes[name])
         if tensor.shape != expected:
             raise InputRefused(
                 f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {list(expected)} by {said_by} "

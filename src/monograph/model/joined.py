@@ -12,6 +12,7 @@ from monograph.errors import InputRefused
 from monograph.graph.lora import Plain
 from monograph.model.config import LlamaConfig
 from monograph.model.files import Stored
+from monograph.model.parameters import layer_shapes
 
 
 def joined(named: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
@@ -41,7 +42,8 @@ def parted(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]:
     Raises:
         InputRefused: a joined tensor has not as many rows as its parts.
     """
-    shapes, found = config.layer_shapes(), dict[str, Stored]()
+    # The layers of a family that joins tensors are alike.
+    shapes, found = layer_shapes(config, 0), dict[str, Stored]()
     for name, tensor in stored.items():
         block, inner, kind = _place(name)
         parts = config.family.joined.get(inner)

@@ -30,6 +30,7 @@ from monograph.graph.remat import Choice, within
 from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.model.parameters import block_matrices, matrices
 from monograph.ops.attention import MOST_KEYS, QUERIES
 from monograph.ops.cross_entropy import chunk_count
 from monograph.predict.footprint import ON_THEIR_WAY, Work
@@ -142,7 +143,7 @@ def _kept(work: Work, remat: str | float) -> Choice:
 def _rounded(work: Work) -> int:
     """Return how many numbers of a captured block's weights are kept rounded to the compute dtype."""
     as_kept = work.compile == "none" or work.precision == "fp32" or work.optim.state == "all-bf16" or work.lora
-    return 0 if as_kept or work.fused else sum(map(math.prod, _shapes(work.config)))
+    return 0 if as_kept or work.fused else _numbers(_largest_block(work.config))
 
 
 class _Frozen(NamedTuple):
@@ -192,10 +193,10 @@ def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
     moments = 1 if lora and rule == "muon" else MOMENTS[rule]
     rounded = 2 if work.fused and work.remat == "none" and weight == 4 else 0
     static = frozen_bytes + trained * (weight + rounded + 4 + moments * STATE_BYTES[state or "fp32"] + weight * ema)
-    inner = lora.rank * len(_shapes(config)) if lora and not whole_blocks else 0
+    inner = lora.rank * len(_largest_block(config)) if lora and not whole_blocks else 0
     kept = (stored_numbers(work, work.remat) + inner) * tokens + _rounded(work) * (work.remat == "none")
     stored = ON_THEIR_WAY * work.input_bytes if work.remat == "offload" else config.num_hidden_layers * kept * number
-    dense = (4 + number) * max(map(math.prod, _shapes(config))) if lora and lora.base != "auto" else 0
+    dense = (4 + number) * max(map(math.prod, _largest_block(config))) if lora and lora.base != "auto" else 0
     block = stored_numbers(work, "none") * number * tokens + dense
     head = 0 if lora else config.vocab_size * config.hidden_size
     logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size
@@ -216,17 +217,18 @@ def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
 
 def _largest_stack(config: LlamaConfig) -> int:
     """Return the size, in numbers, of the largest plane of block matrices of one shape, which Muon updates at once."""
-    sizes: Counter[tuple[int, ...]] = Counter()
-    for shape in _shapes(config):
-        sizes[shape] += config.num_hidden_layers * math.prod(shape)
-    return max(sizes.values())
+    return max(number * math.prod(shape) for shape, number in Counter(matrices(config)).items())
 
 
 def _matrices(config: LlamaConfig) -> int:
     """Return how many numbers the matrices of all blocks have."""
-    return config.num_hidden_layers * sum(map(math.prod, _shapes(config)))
+    return _numbers(matrices(config))
 
 
-def _shapes(config: LlamaConfig) -> list[tuple[int, ...]]:
-    """Return the shapes of one block's matrices."""
-    return [shape for shape in config.layer_shapes().values() if len(shape) == 2]
+def _largest_block(config: LlamaConfig) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices of the block that has the most numbers."""
+    return max(map(functools.partial(block_matrices, config), range(config.num_hidden_layers)), key=_numbers)
+
+
+def _numbers(shapes: list[tuple[int, ...]]) -> int:
+    return sum(map(math.prod, shapes))

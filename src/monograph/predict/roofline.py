@@ -22,6 +22,7 @@ from monograph.device import Device, clock, default_device, measured_matmul_flop
 from monograph.errors import InputRefused, Unreadable
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
+from monograph.model.parameters import matrices
 from monograph.predict import estimate
 from monograph.predict.fake_memory import PASSING
 from monograph.predict.footprint import Work
@@ -36,8 +37,7 @@ def matmul_parameters(config: LlamaConfig) -> int:
 
     The input embedding is a lookup, norms and biases are elementwise, so none is counted. Unit: parameters.
     """
-    block = sum(math.prod(shape) for shape in config.layer_shapes().values() if len(shape) == 2)
-    return config.num_hidden_layers * block + config.vocab_size * config.hidden_size
+    return sum(map(math.prod, matrices(config))) + config.vocab_size * config.hidden_size
 
 
 def training_flops(matmul_parameters: int, layers: int, attention_width: int, sequence_length: int) -> int:

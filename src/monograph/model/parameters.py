@@ -1,0 +1,99 @@
+"""Say which parameters a model has, and each axis' key in its configuration. Needs no torch.
+
+An axis is a key, or several that are multiplied or added: "num_attention_heads * head_dim".
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Protocol
+
+from monograph.model.families import Family
+
+Axes = dict[str, tuple[str, ...]]
+
+
+class Config(Protocol):
+    """What is read here of a `LlamaConfig`, besides the keys of axes."""
+
+    @property
+    def family(self) -> Family: ...  # noqa: D102
+    @property
+    def num_hidden_layers(self) -> int: ...  # noqa: D102
+    @property
+    def tie_word_embeddings(self) -> bool: ...  # noqa: D102
+    @property
+    def attention_bias(self) -> bool: ...  # noqa: D102
+
+
+def layer_axes(config: Config, layer: int) -> Axes:
+    """Return the axes of a block's parameters, by the parameters' names in the block."""
+    axes: Axes = {f"{name}.weight": ("hidden_size",) for name in config.family.norms if name}
+    return axes | _attention(config) | {
+        "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
+        "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
+        "mlp.down_proj.weight": ("hidden_size", "intermediate_size"),
+    }  # fmt: skip
+
+
+def _attention(config: Config) -> Axes:
+    query, key_value = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
+    axes: Axes = {
+        "self_attn.q_proj.weight": (query, "hidden_size"),
+        "self_attn.k_proj.weight": (key_value, "hidden_size"),
+        "self_attn.v_proj.weight": (key_value, "hidden_size"),
+        "self_attn.o_proj.weight": ("hidden_size", query),
+    }
+    if config.attention_bias or config.family.qkv_bias:
+        axes |= {f"self_attn.{name}_proj.bias": axes[f"self_attn.{name}_proj.weight"][:1] for name in "qkv"}
+    if config.attention_bias:
+        axes["self_attn.o_proj.bias"] = ("hidden_size",)
+    if config.family.qk_norm:
+        of_all = config.family.qk_norm == "all"
+        axes["self_attn.q_norm.weight"] = (query if of_all else "head_dim",)
+        axes["self_attn.k_norm.weight"] = (key_value if of_all else "head_dim",)
+    return axes
+
+
+def outer_axes(config: Config) -> Axes:
+    """Return the axes of the parameters outside the blocks, by full name, without a tied head."""
+    embedding = ("vocab_size", "hidden_size")
+    head = {} if config.tie_word_embeddings else {"lm_head.weight": embedding}
+    return {"model.embed_tokens.weight": embedding, "model.norm.weight": ("hidden_size",), **head}
+
+
+def layer_shapes(config: Config, layer: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of a block's parameters, by their names in the block."""
+    return {name: shape_of(config, axes) for name, axes in layer_axes(config, layer).items()}
+
+
+def outer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the parameters outside the blocks, by full name, without a tied head."""
+    return {name: shape_of(config, axes) for name, axes in outer_axes(config).items()}
+
+
+def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters by full name, without a tied head."""
+    found = outer_shapes(config)
+    for layer in range(config.num_hidden_layers):
+        found |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()}
+    return found
+
+
+def block_matrices(config: Config, layer: int) -> list[tuple[int, ...]]:
+    """Return the shapes of a block's matrices."""
+    return [shape for shape in layer_shapes(config, layer).values() if len(shape) == 2]
+
+
+def matrices(config: Config) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices of all blocks."""
+    return [shape for layer in range(config.num_hidden_layers) for shape in block_matrices(config, layer)]
+
+
+def shape_of(config: Config, axes: tuple[str, ...]) -> tuple[int, ...]:
+    """Return the sizes of axes."""
+    return tuple(sum(_product(config, part) for part in axis.split(" + ")) for axis in axes)
+
+
+def _product(config: Config, part: str) -> int:
+    return math.prod(int(key) if key.isdigit() else getattr(config, key) for key in part.split(" * "))
