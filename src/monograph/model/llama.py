@@ -6,171 +6,22 @@ F = E / 2, V vocabulary; 1 broadcasts.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import math
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Protocol, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
+from monograph.model.layers import MLP, Attention, Cache, LayerCache, Linear, norm_of, scale
 from monograph.model.masks import attention_mask
-from monograph.model.rope import CosSin, cos_sin, rotate
-from monograph.ops.attention import Impl, Kernel, Mask, attention
-from monograph.ops.rms_norm import rms_norm
+from monograph.model.rope import CosSin, cos_sin
+from monograph.ops.attention import Impl, Kernel, Mask
 
 FLEX_HEAD = 16  # the smallest head_dim that flex attention computes on a GPU
-
-
-class Cache(Protocol):
-    """The interface of a key-value cache; slot s holds the key and value of position s."""
-
-    def attend(
-        self,
-        layer_index: int,
-        query_BHTE: Tensor,
-        key_BKTE: Tensor,
-        value_BKTE: Tensor,
-        positions_BT: Tensor,
-        window: int | None,
-    ) -> Tensor:
-        """Store new keys and values at their positions; return the queries' attention to the slots that they see."""
-        ...
-
-
-class LayerCache(NamedTuple):
-    """One block's view of a cache: its layer, the positions of the pass's tokens, and the block's window."""
-
-    cache: Cache
-    layer_index: int
-    positions_BT: Tensor
-    window: int | None
-
-
-class Linear(nn.Linear):
-    """A linear layer without initial weights, which `Llama` draws."""
-
-    def reset_parameters(self) -> None:
-        """Leave the memory as it is: nn.Linear's own method would advance the global random state."""
-
-
-class RMSNorm(nn.Module):
-    """A layer that applies `rms_norm` with a learned weight."""
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(size))
-        self.eps = eps
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise over the last axis."""
-        return rms_norm(hidden, self.weight, self.eps)
-
-
-class Scale(nn.Module):
-    """A layer that multiplies by a number."""
-
-    def __init__(self, factor: float) -> None:
-        super().__init__()
-        self.factor = factor
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return factor * hidden."""
-        return hidden * self.factor
-
-
-def scale(factor: float) -> nn.Module:
-    """Return a layer that multiplies by a number, or one that does nothing if that is 1."""
-    return nn.Identity() if factor == 1 else Scale(factor)
-
-
-class CentredRMSNorm(RMSNorm):
-    """A layer that applies `rms_norm` with 1 + its weight."""
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Normalise over the last axis."""
-        return rms_norm(hidden, 1 + self.weight, self.eps)
-
-
-def norm_of(config: LlamaConfig, size: int) -> RMSNorm:
-    """Return a norm of the model's family."""
-    return (CentredRMSNorm if config.family.centred else RMSNorm)(size, config.rms_norm_eps)
-
-
-class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions, and biases and norms of heads if the family has them."""
-
-    siblings = ("q_proj", "k_proj", "v_proj")
-
-    def __init__(self, config: LlamaConfig, impl: Impl) -> None:
-        super().__init__()
-        query, key_value = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-        bias = config.attention_bias or config.family.qkv_bias
-        self.q_proj = Linear(config.hidden_size, query, bias=bias)
-        self.k_proj = Linear(config.hidden_size, key_value, bias=bias)
-        self.v_proj = Linear(config.hidden_size, key_value, bias=bias)
-        self.o_proj = Linear(query, config.hidden_size, bias=config.attention_bias)
-        self.norms_all = config.family.qk_norm == "all"
-        self.q_norm, self.k_norm = (
-            norm_of(config, width if self.norms_all else config.head_dim) if config.family.qk_norm else nn.Identity()
-            for width in (query, key_value)
-        )
-        self.scale = scale(config.query_scale)
-        self.head_dim = config.head_dim
-        self.impl = impl
-        self.kernel: Kernel = "torch"
-        self.device_type = ""
-
-    def forward(
-        self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin | None, mask: Mask, cache: LayerCache | None = None
-    ) -> Tensor:
-        """Return o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)).
-
-        Norms are per head or over all heads; without cosines and sines nothing is rotated.
-        """
-        query_BTX, key_BTX, value_BTX = self.q_proj(hidden_BTD), self.k_proj(hidden_BTD), self.v_proj(hidden_BTD)
-        if self.norms_all:
-            query_BTX, key_BTX = self.q_norm(query_BTX), self.k_norm(key_BTX)
-        query_BHTE, key_BKTE, value_BKTE = (
-            each_BTX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each_BTX in (query_BTX, key_BTX, value_BTX)
-        )
-        if not self.norms_all:
-            query_BHTE, key_BKTE = self.q_norm(query_BHTE), self.k_norm(key_BKTE)
-        if cos_sin_B1TF is not None:
-            query_BHTE = rotate(query_BHTE, cos_sin_B1TF, self.device_type)
-            key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type)
-        query_BHTE = self.scale(query_BHTE)
-        if cache is None:
-            mixed_BHTE = attention(query_BHTE, key_BKTE, value_BKTE, mask, self.impl, self.kernel)
-        else:
-            mixed_BHTE = cache.cache.attend(
-                cache.layer_index, query_BHTE, key_BKTE, value_BKTE, cache.positions_BT, cache.window
-            )
-        return self.o_proj(mixed_BHTE.transpose(1, 2).flatten(2))
-
-
-_ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh")}
-
-
-class MLP(nn.Module):
-    """A gated layer, down(act(gate x) * up x) (Shazeer, "GLU Variants Improve Transformer", arXiv 2002.05202)."""
-
-    siblings = ("gate_proj", "up_proj")
-
-    def __init__(self, config: LlamaConfig) -> None:
-        super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act = _ACTIVATIONS[config.family.activation[1]]
-
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        """Map [B, T, D] to [B, T, D]."""
-        return self.down_proj(self.act(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
 
 
 class Block(nn.Module):
