@@ -33,6 +33,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "gemma3": {
         "model_type": "gemma3_text", "sliding_window": 5, "layer_types": (SLIDING, FULL) * 2, "rope_local_theta": 1e2,
     },
+    "qwen3_5": {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", FULL) * 2},
 }  # fmt: skip
 WHOLE = frozenset(f"{name}{scale}" for name in ("exp_avg", "exp_avg_sq", "momentum_buffer") for scale in ("", "_scale"))
 # Stages are 0 before the blocks, 1 to 4 of one block each, 5 after them.

@@ -14,7 +14,7 @@ from monograph.decode.cache import KVCache, Slots
 from monograph.decode.reader import Reader
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
-from monograph.model.scaling import FULL, SLIDING, LinearScaling, Llama3Scaling
+from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling
 from monograph.text.tokenizer import Tokenizer
 from numerics import error_within
 
@@ -37,6 +37,10 @@ SHAPES = {
     },
     "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.75},
     "smollm3": {"model_type": "smollm3", "sliding_window": 5, "layer_types": (FULL, SLIDING), "no_rope_layers": (0, 1)},
+    "qwen3_5": {
+        "model_type": "qwen3_5_text", "layer_types": (LINEAR, FULL), "linear_num_value_heads": 6,
+        "linear_num_key_heads": 3, "linear_conv_kernel_dim": 3,
+    },
 }  # fmt: skip
 
 
@@ -92,7 +96,7 @@ def test_what_lies_in_later_slots_is_not_seen() -> None:
         torch.testing.assert_close(hidden_BTD, model(tokens_BT[:, :6]), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", ["grouped", "mistral", "smollm3"])
+@pytest.mark.parametrize("shape", ["grouped", "mistral", "smollm3", "qwen3_5"])
 @pytest.mark.parametrize("prompt", ["", "ab", "x" * 40])
 def test_greedy_text_is_that_of_full_passes(prompt: str, shape: str) -> None:
     model, tokenizer = tiny_llama(torch.float64, vocab_size=259, **SHAPES[shape]).eval(), Tokenizer.bytes()
@@ -106,7 +110,7 @@ def test_greedy_text_is_that_of_full_passes(prompt: str, shape: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", ["grouped", "scaled", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "gemma3", "phi3"]
+    "family", ["grouped", "scaled", "mistral", "qwen2", "qwen3", "olmo2", "smollm3", "gemma3", "phi3", "qwen3_5"]
 )
 def test_greedy_text_is_that_of_transformers(tmp_path: Path, family: str) -> None:
     transformers = pytest.importorskip("transformers")

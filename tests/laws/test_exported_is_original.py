@@ -19,7 +19,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.gguf import BLOCK, FILE, save_gguf
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
-from monograph.model.scaling import FULL, SLIDING, LinearScaling, Llama3Scaling, YarnScaling
+from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, YarnScaling
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import BOS, EOS, PAD, Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
@@ -57,6 +57,10 @@ SHAPES = {
     "granite": {
         "attention_bias": True, "embedding_multiplier": 3.0, "residual_multiplier": 0.4, "attention_multiplier": 0.1,
         "logits_scaling": 2.0, "rope_scaling": Llama3Scaling(4.0, 1.0, 4.0, 32),
+    },
+    "qwen3_5_text": {
+        "num_hidden_layers": 3, "layer_types": (LINEAR, FULL, LINEAR), "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "partial_rotary_factor": 0.5, "head_dim": 32, "tie_word_embeddings": True,
     },
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0), "head_dim": 32, "rope_theta": 2e6},
 }  # fmt: skip

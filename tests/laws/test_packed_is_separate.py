@@ -14,8 +14,10 @@ from torch import nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from monograph.graph.capture import compiled, release
+from monograph.model import delta_net
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.ops import delta_rule
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from numerics import error_within, relative_error
@@ -44,6 +46,10 @@ FAMILIES = {
         rope_local_theta=1e2,
     ),
     "smollm3": replace(CONFIG, model_type="smollm3", no_rope_layers=(0, 1)),
+    "qwen3_5": replace(
+        CONFIG, model_type="qwen3_5_text", layer_types=("linear_attention", "full_attention"), linear_num_key_heads=1,
+        linear_num_value_heads=2, linear_conv_kernel_dim=4,
+    ),
     "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
 }  # fmt: skip
 ROW = 48
@@ -117,6 +123,31 @@ def test_packed_is_separate_in_float64(impl, family, lengths, seed):
     assert relative_error(packed[0], alone[0]) < 1e-12
     # All gradients as one vector: those of queries and keys vanish when every document is one token long.
     assert relative_error(*(torch.cat([g.flatten() for g in result[1:]]) for result in (packed, alone))) < 1e-12
+
+
+def _with_small_chunks(monkeypatch):
+    monkeypatch.setattr(delta_rule, "CHUNK", 8)
+    return _documents([1, 7, 8, 9, ROW, 16, 15, 17, 1, 1]), Llama(FAMILIES["qwen3_5"]).double()
+
+
+def test_a_recurrent_state_ends_with_its_document(monkeypatch):
+    """Documents of one token, of a chunk and one more or less, and one that fills a row."""
+    documents, model = _with_small_chunks(monkeypatch)
+    packed, alone = _results(model, _packed, documents), _results(model, _alone, documents)
+    assert all(relative_error(*pair) < 1e-12 for pair in zip(packed, alone, strict=True))
+
+
+@pytest.mark.parametrize("leak", ["state", "convolution"])
+def test_the_law_notices_what_a_layer_carries_over_a_border(monkeypatch, leak):
+    documents, model = _with_small_chunks(monkeypatch)
+    alone = _results(model, _alone, documents)
+    if leak == "state":
+        monkeypatch.setattr(delta_net, "starts", lambda segments: None)
+    else:
+        whole = delta_net.Taps.forward
+        monkeypatch.setattr(delta_net.Taps, "forward", lambda self, channels, segments: whole(self, channels, None))
+    packed = _results(model, _packed, documents)
+    assert min(relative_error(*pair) for pair in zip(packed, alone, strict=True)) > 1e-3
 
 
 @pytest.mark.filterwarnings(FLEX_UNFUSED)

@@ -65,6 +65,10 @@ EAGER = {
     "layers that do not rotate": Work(
         shape(model_type="smollm3", num_hidden_layers=5, no_rope_layers=(1, 1, 1, 0, 1)), 8, 48, AdamW(), compile="none"
     ),
+    "a Qwen 3.5": Work(
+        shape(model_type="qwen3_5_text", num_hidden_layers=7, layer_types=("full_attention", *("linear_attention",
+        "full_attention") * 3)), 8, 48, AdamW(), compile="none",
+    ),
     "adapters": Work(shape(num_hidden_layers=5), 8, 48, AdamW(), compile="none", lora=Lora(8)),
     "adapters in a step of few tokens, bf16": Work(
         shape(num_hidden_layers=4), 1, 8, AdamW(), "bf16", "none", lora=Lora(32, targets=("q_proj", "down_proj"))

@@ -36,6 +36,7 @@ FAMILIES = {
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
     "olmo2": {"model_type": "olmo2", "tie_word_embeddings": True},
     "gemma3": {"model_type": "gemma3_text"},
+    "qwen3_5": {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")},
 }
 
 

@@ -6,8 +6,9 @@ Most values are ones that people have, some are ones that nobody computes here; 
 
 from __future__ import annotations
 
-from monograph.model.scaling import FULL, SLIDING
+from monograph.model.scaling import FULL, LINEAR, SLIDING
 
+HYBRID = ("qwen3_5_text",)
 LENGTH = 24  # tokens of a row; windows are drawn shorter and longer
 _FLAG, _OPTIONAL_FLAG = [False, True], [None, False, True]
 
@@ -41,7 +42,7 @@ def keys_that_count(draw, vocabulary: int, family: str = "") -> dict[str, list]:
     tables = [_rope(draw), _rope(draw)]
     if family in ("olmo3", "gemma3_text"):
         tables = [{FULL: _rope(draw)}, {FULL: _rope(draw), SLIDING: {"rope_type": "default", "rope_theta": 1e3}}]
-    kinds = [draw.choice([FULL, SLIDING]) for _ in range(layers)]
+    kinds = [draw.choice([FULL, LINEAR if family in HYBRID else SLIDING]) for _ in range(layers)]
     return {
         "num_hidden_layers": [layers],
         "intermediate_size": [24, 40],
@@ -73,6 +74,12 @@ def keys_that_count(draw, vocabulary: int, family: str = "") -> dict[str, list]:
         "hidden_activation": ["gelu_pytorch_tanh", "gelu_pytorch_tanh", "silu"],
         "query_pre_attn_scalar": [4, 16],
         "sliding_window_pattern": [2, 3, 6],
+        "full_attention_interval": [1, 2, 4],
+        "linear_num_key_heads": [1, 2],
+        "linear_num_value_heads": [2, 4, 6],
+        "linear_key_head_dim": [16, 23],
+        "linear_value_head_dim": [16, 24],
+        "linear_conv_kernel_dim": [1, 3, 4],
         "rope_local_base_freq": [1e2, 1e4],
         "attn_logit_softcapping": [None, None, 50.0],
         "final_logit_softcapping": [None, None, 30.0],
@@ -107,7 +114,8 @@ def drawn(family: str, draw) -> dict:
     vocabulary = draw.choice([30, 37])
     values = {"model_type": family, "vocab_size": vocabulary, "hidden_size": 32}
     counting = keys_that_count(draw, vocabulary, family)
-    always = {"num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
+    counted = [f"linear_{name}" for name in ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim")]
+    always = {*counted, "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
     if family in ("smollm3", "phi3"):  # their defaults are above these vocabularies
         always.add("pad_token_id")
     if family == "granite":  # with its default, 1, scores are so large that fp32 is off by 1e-5 in both

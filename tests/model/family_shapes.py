@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from monograph.graph.lora import Plain
 from monograph.model.joined import joined
-from monograph.model.scaling import FULL, SLIDING, LinearScaling, Llama3Scaling, YarnScaling
+from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, YarnScaling
 
 
 def in_files(named, config):
@@ -44,6 +44,10 @@ MIXED = {
     "granite": {
         "embedding_multiplier": 3.0, "residual_multiplier": 0.3, "attention_multiplier": 0.1, "logits_scaling": 5.0,
         "attention_bias": True,
+    },
+    "qwen3_5_text": {
+        "layer_types": (LINEAR, FULL, LINEAR), "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+        "linear_key_head_dim": 5, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.67,
     },
     "qwen3": {"sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "attention_bias": True},
 }  # fmt: skip

@@ -22,6 +22,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.model.hub import read_config
 from monograph.model.llama import Llama
+from monograph.model.scaling import LINEAR
 from numerics import relative_error
 
 BOUND = 1e-5  # in fp32, what docs/model.md promises
@@ -42,7 +43,9 @@ def test_the_draws_have_every_key_that_transformers_reads():
         read |= {*re.findall(r"\bself\.config\.([a-z]\w+)\b(?!\()", source)} if module in decoders else set()
     draw = random.Random(0)
     drawn = {*config_draws.IDLE, *config_draws.keys_that_count(draw, 30), "model_type", "vocab_size", "hidden_size"}
-    of_images = {"image_token_id", "text_config"}  # of a Gemma 3 that sees, in the same file
+    # Of a Gemma 3 or a Qwen 3.5 that sees, in the same file.
+    of_images = {f"{each}_token_id" for each in ("image", "video", "vision_start")}
+    of_images |= {"text_config", "vision_config", "spatial_merge_size"}
     assert read - drawn - of_images - {"_attn_implementation"} == set()
 
 
@@ -98,14 +101,16 @@ def _theirs(folder):
         config = AutoConfig.from_pretrained(folder)
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
         model.config.return_dict = True  # their own forward pass needs it
-        model(torch.zeros(1, 2, dtype=torch.int64))  # some files make a model that cannot be called
+        model(torch.zeros(1, 2, dtype=torch.int64), use_cache=False)  # some files make a model that cannot be called
         return model
     except Exception:
         return None
 
 
 def _assert_equal(config: LlamaConfig, theirs, drawn) -> None:
-    model, generator = Llama(dataclasses.replace(config, initializer_range=0.3)), torch.Generator().manual_seed(0)
+    # Where a state is corrected again and again, fp32's own error (of both, compared with float64) is larger.
+    spread, bound = (0.1, 5 * BOUND) if config.family.others == LINEAR else (0.3, BOUND)
+    model, generator = Llama(dataclasses.replace(config, initializer_range=spread)), torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
@@ -113,7 +118,7 @@ def _assert_equal(config: LlamaConfig, theirs, drawn) -> None:
     theirs.load_state_dict(in_files(model.state_dict(), config))
     # Every row of the vocabulary is looked up, the padding's too.
     tokens = torch.randperm(2 * config_draws.LENGTH, generator=generator).view(2, -1) % config.vocab_size
-    ours, logits = model.logits(model(tokens)), theirs(tokens).logits
+    ours, logits = model.logits(model(tokens)), theirs(tokens, use_cache=False).logits
     assert relative_error(ours, logits) < BOUND, drawn
     weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)
     named, others = dict(model.named_parameters()), dict(theirs.named_parameters())
@@ -124,7 +129,7 @@ def _assert_equal(config: LlamaConfig, theirs, drawn) -> None:
     # Where a query sees one key only, the gradients of scores are zero, computed with fp32's eps of the whole gradient.
     scale = torch.cat([gradient.flatten() for gradient in expected]).norm()
     for (name, mine), wanted in zip(found.items(), expected, strict=True):
-        assert (mine - wanted).norm() < BOUND * max(wanted.norm(), 1e-2 * scale), (name, drawn)
+        assert (mine - wanted).norm() < bound * max(wanted.norm(), 1e-2 * scale), (name, drawn)
         if name.endswith("embed_tokens.weight"):
             assert torch.equal(mine.norm(dim=1) == 0, wanted.norm(dim=1) == 0), drawn
     same = {key: getattr(theirs.config, key) for key in ("attention_dropout", "bos_token_id", "eos_token_id")}

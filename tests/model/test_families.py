@@ -14,7 +14,7 @@ from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
 from monograph.model.parameters import shapes
-from monograph.model.scaling import FULL, SLIDING
+from monograph.model.scaling import FULL, LINEAR, SLIDING
 from numerics import relative_error
 from reference import llama as reference
 
@@ -30,8 +30,10 @@ MULTIPLIERS = {
 def configs(draw, family, least=2):
     keys, layers = FAMILIES[family].keys, draw(st.integers(1, 3))
     key_value, group = draw(st.sampled_from([1, 2, 3])), draw(st.sampled_from([1, 2, 4]))
-    windowed = "sliding_window" in keys and draw(st.booleans())
-    kinds = st.lists(st.sampled_from([FULL, SLIDING]), min_size=layers, max_size=layers)
+    windowed, linear = "sliding_window" in keys and draw(st.booleans()), "linear_num_key_heads" in keys
+    kinds = st.lists(st.sampled_from([FULL, LINEAR if linear else SLIDING]), min_size=layers, max_size=layers)
+    sizes = {"linear_conv_kernel_dim": draw(st.integers(1, 5)), "linear_key_head_dim": draw(st.sampled_from([4, 7]))}
+    sizes |= {"linear_num_key_heads": key_value, "linear_num_value_heads": key_value * group}
     return LlamaConfig(
         model_type=family,
         vocab_size=draw(st.integers(3, 50)),
@@ -47,7 +49,8 @@ def configs(draw, family, least=2):
         tie_word_embeddings=draw(st.booleans()),
         attention_bias="attention_bias" in keys and draw(st.booleans()),
         sliding_window=draw(st.sampled_from([1, 2, 5, 39, 40, 100])) if windowed else None,
-        layer_types=tuple(draw(kinds)) if windowed and "layer_types" in keys else (),
+        layer_types=tuple(draw(kinds)) if linear or (windowed and "layer_types" in keys) else (),
+        **sizes if linear else {},
         no_rope_layers=tuple(draw(st.tuples(*[st.sampled_from([0, 1])] * layers))) if "no_rope_layers" in keys else (),
         **{name: draw(st.sampled_from(values)) for name, values in MULTIPLIERS.items() if name in keys},
         query_pre_attn_scalar=draw(st.sampled_from([0, 5])) if "query_pre_attn_scalar" in keys else 0,
@@ -116,7 +119,7 @@ def test_fp32_equals_transformers(family, data, seed):
     assert type(theirs).__name__ == FAMILIES[family].architecture
     theirs.load_state_dict(in_files(model.state_dict(), config))
     tokens = _tokens(config, 40, seed)
-    ours, their_logits = model.logits(model(tokens)), theirs(tokens).logits
+    ours, their_logits = model.logits(model(tokens)), theirs(tokens, use_cache=False).logits
     assert relative_error(ours, their_logits) < 1e-5
     expected = dict(theirs.named_parameters())
     expected = dict(zip(expected, _gradients(their_logits, list(expected.values())), strict=True))

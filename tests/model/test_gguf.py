@@ -120,6 +120,11 @@ def test_rotary_pairs_become_neighbours() -> None:
         ),
         ({"model_type": "gemma3_text", "query_pre_attn_scalar": 5}, "f32", "query_pre_attn_scalar = 5 is not head_dim"),
         ({"rope_scaling": YarnScaling(4.0, 1.3, 16)}, "f32", "'yarn' with attention_factor = 1.3"),
+        (
+            {"model_type": "qwen3_5_text", "linear_key_head_dim": 6, "linear_value_head_dim": 8},
+            "f32",
+            "linear_key_head_dim = 6 and linear_value_head_dim = 8 are one size in llama.cpp",
+        ),
         ({"intermediate_size": 100}, "q8_0", "intermediate_size = 100 is not a multiple of 32"),
     ],
 )

@@ -12,6 +12,10 @@ import math
 
 import torch
 
+from reference import delta_net
+
+CENTRED = ("gemma3_text", "qwen3_5_text")
+
 
 def hidden_states(weights, config, tokens, segments=None, positions=None):
     """Final hidden states [B, T, D]; a position sees earlier ones, and itself, of its own segment."""
@@ -48,7 +52,10 @@ def _row(weights, config, ids, documents, places):
         rope = (config.rope_theta, config.rope_scaling)
         if window and config.rope_local_theta:
             rope = (config.rope_local_theta, None)
-        attended = _attention(own, config, normed, documents, turning, window or len(ids), *rope)
+        if kinds[layer] == "linear_attention":
+            attended = delta_net.mixed(own, config, normed, documents)
+        else:
+            attended = _attention(own, config, normed, documents, turning, window or len(ids), *rope)
         part = config.residual_multiplier
         stream = [x + part * after(y) for x, y in zip(stream, attended, strict=True)]
         stream = [x + part * after_mlp(_mlp(own, before_mlp(x), config)) for x in stream]
@@ -74,7 +81,7 @@ def _places(own, config):
 
 
 def _norm(x, weight, config):
-    weight = 1 + weight if config.model_type == "gemma3_text" else weight
+    weight = 1 + weight if config.model_type in CENTRED else weight
     return x / (x.dot(x) / len(x) + config.rms_norm_eps).sqrt() * weight
 
 
@@ -107,6 +114,16 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
             for vs, p in zip(vectors, places, strict=True)
         ]
 
+    gates = None
+    if config.model_type == "qwen3_5_text":  # each head's gate is below it in the projection
+        pairs = own["self_attn.q_proj.weight"].unflatten(0, (-1, 2, size))
+        biases = own.get("self_attn.q_proj.bias", torch.zeros(pairs.shape[:3].numel())).unflatten(0, (-1, 2, size))
+        weight, bias = pairs[:, 1].flatten(0, 1), biases[:, 1].flatten()
+        gates = [1 / (1 + torch.exp(-(weight @ x + bias))) for x in xs]
+        own = own | {
+            "self_attn.q_proj.weight": pairs[:, 0].flatten(0, 1),
+            "self_attn.q_proj.bias": biases[:, 0].flatten(),
+        }
     queries, keys, values = heads("q", True), heads("k", True), heads("v", False)
     out = []
     for t in range(len(xs)):
@@ -117,7 +134,8 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
             shares = torch.exp(scores - scores.max())
             shares = shares / shares.sum()
             mixed.append(sum(share * values[s][head // group] for share, s in zip(shares, visible, strict=True)))
-        out.append(own["self_attn.o_proj.weight"] @ torch.cat(mixed) + own.get("self_attn.o_proj.bias", 0))
+        whole = torch.cat(mixed) if gates is None else torch.cat(mixed) * gates[t]
+        out.append(own["self_attn.o_proj.weight"] @ whole + own.get("self_attn.o_proj.bias", 0))
     return out
 
 

@@ -1,4 +1,6 @@
-"""The key-value cache of a fixed size: slot s of a row holds keys and values of position s; rows advance independently.
+"""The cache of a fixed size: slot s of a row holds keys and values of position s; rows advance independently.
+
+A layer without attention has a recurrence instead, of one size for any number of positions.
 
 Shapes: N blocks, B rows, K key-value heads, H query heads, C slots of a block, E head dimension, T positions of a
 chunk, 1 broadcasts.
@@ -6,7 +8,8 @@ chunk, 1 broadcasts.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -14,20 +17,32 @@ from torch import Tensor
 
 from monograph.device import sent
 from monograph.model.config import LlamaConfig
+from monograph.model.layers import Recurrence
 from monograph.ops.attention import BLOCK, cached_attention
 
 
 class KVCache:
-    """Keys and values of several rows, two tensors for each layer, zero where nothing was written."""
+    """Keys and values of several rows, two tensors for each layer, zero where nothing was written; and recurrences."""
 
     def __init__(
-        self, keys: list[Tensor], values: list[Tensor], seen_blocks: int | None = None, least: int = 1
+        self,
+        keys: list[Tensor],
+        values: list[Tensor],
+        recurrences: Mapping[int, Recurrence],
+        seen_blocks: int | None = None,
+        least: int = 1,
     ) -> None:
-        """Take tensors [N, B, K, C, E], one for each layer; attention reads the first `seen_blocks` blocks, or all.
+        """Take the memory.
 
-        See `cached_attention` for `least`.
+        Args:
+            keys: [N, B, K, C, E] for each layer; a layer without attention has no heads.
+            values: the same for values.
+            recurrences: those of the layers without attention.
+            seen_blocks: how many blocks attention reads, the first ones; None: all.
+            least: see `cached_attention`.
         """
-        self.keys, self.values, self.seen_blocks, self.least = keys, values, seen_blocks, least
+        self.keys, self.values, self.recurrences = keys, values, recurrences
+        self.seen_blocks, self.least = seen_blocks, least
 
     @classmethod
     def allocate(
@@ -35,18 +50,33 @@ class KVCache:
     ) -> KVCache:
         """Allocate memory for at least `slots` positions of each row, in blocks of `block` slots."""
         # Blocks are the outer axis, so that the first blocks, all that short texts need, lie in one piece of memory.
-        shape = (-(-slots // block), rows, config.num_key_value_heads, block, config.head_dim)
+        linear = [config.is_linear(layer) for layer in range(config.num_hidden_layers)]
+        heads = [0 if is_linear else config.num_key_value_heads for is_linear in linear]
+        shapes = [(-(-slots // block), rows, each, block, config.head_dim) for each in heads]
         # A tensor for each layer: a captured graph that writes into a part of a tensor copies all of it (docs/log.md).
-        keys, values = (
-            [torch.zeros(shape, dtype=dtype, device=device) for _ in range(config.num_hidden_layers)] for _ in range(2)
-        )
-        return cls(keys, values)
+        keys, values = ([torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(2))
+        inputs, state = _recurrent_shapes(config)
+        wide = torch.promote_types(dtype, torch.float32)
+        recurrences = {
+            layer: Recurrence(
+                torch.zeros(rows, *inputs, dtype=dtype, device=device),
+                torch.zeros(rows, *state, dtype=wide, device=device),
+                torch.zeros(rows, dtype=torch.int64, device=device),
+                torch.full((rows,), torch.iinfo(torch.int64).max, device=device),
+            )
+            for layer in range(len(linear))
+            if linear[layer]
+        }
+        return cls(keys, values, recurrences)
 
     @staticmethod
     def bytes_per_row(config: LlamaConfig, slots: int, dtype: torch.dtype, block: int = BLOCK) -> int:
         """Return how many bytes `allocate` takes for one row."""
-        heads = config.num_hidden_layers * config.num_key_value_heads * config.head_dim
-        return 2 * heads * -(-slots // block) * block * dtype.itemsize
+        linear = sum(map(config.is_linear, range(config.num_hidden_layers)))
+        heads = (config.num_hidden_layers - linear) * config.num_key_value_heads * config.head_dim
+        keys_and_values = 2 * heads * -(-slots // block) * block * dtype.itemsize
+        inputs, state = map(math.prod, _recurrent_shapes(config))
+        return keys_and_values + linear * (inputs * dtype.itemsize + state * max(4, dtype.itemsize))
 
     @property
     def block(self) -> int:
@@ -65,7 +95,7 @@ class KVCache:
 
     def first(self, blocks: int) -> KVCache:
         """Return a cache in the same memory, in which attention reads the first `blocks` blocks only."""
-        return KVCache(self.keys, self.values, blocks, self.least)
+        return KVCache(self.keys, self.values, self.recurrences, blocks, self.least)
 
     def attend(
         self,
@@ -86,8 +116,30 @@ class KVCache:
         seen = slice(self.seen_blocks)
         return cached_attention(query_BHTE, keys_NBKCE[seen], values_NBKCE[seen], positions_BT, window, self.least)
 
+    def recurrence(self, layer_index: int) -> Recurrence:
+        """Return what a layer without attention has taken of each row."""
+        return self.recurrences[layer_index]
+
+    def begin(self, limits: Sequence[int]) -> None:
+        """Begin the recurrences of the first rows again, of which so many tokens each may be taken."""
+        for tensor in self.carried():
+            tensor.zero_()
+        for recurrence in self.recurrences.values():
+            recurrence.limit_B[: len(limits)] = sent(limits, recurrence.limit_B.device)
+
+    def carried(self) -> list[Tensor]:
+        """Return what recurrences have taken, tensors with a row for each of the cache's."""
+        return [tensor for recurrence in self.recurrences.values() for tensor in recurrence[:3]]
+
     def copy_rows(self, rows: Sequence[int], source: KVCache, its_rows: Sequence[int], slots: int) -> None:
-        """Copy the first slots of rows of `source`, whose blocks are as long, to rows of this cache."""
+        """Copy rows of `source`, whose blocks are as long, to rows of this cache: the first slots, and recurrences."""
+        self.copy_keys(rows, source, its_rows, slots)
+        into, out_of = sent(rows, self.keys[0].device), sent(its_rows, self.keys[0].device)
+        for to, of in zip(self.carried(), source.carried(), strict=True):
+            to.index_copy_(0, into, of.index_select(0, out_of))
+
+    def copy_keys(self, rows: Sequence[int], source: KVCache, its_rows: Sequence[int], slots: int) -> None:
+        """Do the same without recurrences."""
         blocks, device = -(-slots // self.block), self.keys[0].device
         into, out_of = sent(rows, device), sent(its_rows, device)
         for to, of in zip((*self.keys, *self.values), (*source.keys, *source.values), strict=True):
@@ -98,6 +150,15 @@ class KVCache:
         # Attention weighs hidden slots with 0, and 0 times NaN is NaN.
         for tensor in (*self.keys, *self.values):
             tensor[:, row] = 0
+        for tensor in self.carried():
+            tensor[row] = 0
+
+
+def _recurrent_shapes(config: LlamaConfig) -> tuple[tuple[int, int], tuple[int, int, int]]:
+    """Return the shapes of one row's inputs and state in a layer without attention."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values, heads = config.linear_value_head_dim, config.linear_num_value_heads
+    return (config.linear_conv_kernel_dim, 2 * keys + heads * values), (heads, config.linear_key_head_dim, values)
 
 
 class Slots(NamedTuple):

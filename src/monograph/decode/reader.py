@@ -2,8 +2,8 @@
 
 Prompts are read in chunks of a fixed size at fixed positions, by passes of a fixed number of rows (one, unless a caller
 wants more), so that a prompt's keys and values depend on the prompt alone. So whole chunks that another prompt has in
-common with it need not be read again. The first decode step reads a prompt's last token, unless the reader does
-(`Slots.least`).
+common with it need not be read again, if the recurrences of layers without attention are known there. The first decode
+step reads a prompt's last token, unless the reader does (`Slots.least`).
 
 Shapes: R rows of the reader's cache, T positions of a chunk, D hidden size, 1 broadcasts.
 """
@@ -11,10 +11,12 @@ Shapes: R rows of the reader's cache, T positions of a chunk, D hidden size, 1 b
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from monograph.decode.cache import KVCache, Slots
 from monograph.device import sent
@@ -24,6 +26,7 @@ from monograph.ops.attention import SAME_ROWS
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 Ids = tuple[int, ...]
+BORDERS = 8  # most recurrences that are kept
 
 
 class Reader:
@@ -55,8 +58,11 @@ class Reader:
         self._start_11 = torch.zeros(1, 1, dtype=torch.int64, device=weight.device)
         self._hidden_RTD = weight.new_zeros(self.rows, chunk if self.whole else 0, model.config.hidden_size)
         self._passes = Replays(wrap(self._read_chunk), recorder)
+        # Recurrences after whole chunks of prompts, by owner and tokens; those that were used last come last.
+        self._borders: OrderedDict[tuple[str, Ids], list[Tensor]] = OrderedDict()
         self._held: list[Ids] = []  # the prompts in its rows, and
         self._owner = ""  # whose they are
+        self._interrupted = False  # whether a pass was begun and not ended
         self._left: list[int] = []  # where the chunks begin that are still to be read
 
     def begin(self, prompts: Iterable[Ids], further: Iterable[Ids] = (), owner: str = "") -> bool:
@@ -70,24 +76,52 @@ class Reader:
         self._owner = owner
         later = map(self.part, further)
         self._held = list(itertools.islice(dict.fromkeys((*wanted, *later)), self.rows))
-        self._left = list(range(0, max(map(len, self._held)), self.chunk))
+        self._begin()
         return True
+
+    def _begin(self) -> None:
+        self._left = list(range(0, max(map(len, self._held)), self.chunk))
+        self.cache.begin([len(tokens) for tokens in self._held])
 
     def skip(self, source: KVCache, row: int, tokens: int) -> int:
         """Copy the first whole chunks of so many tokens from a row that has them; return how many tokens these are."""
-        known = tokens // self.chunk * self.chunk
+        known = self._known(tokens // self.chunk * self.chunk)
         if known > 0:
-            self.cache.copy_rows([0], source, [row], known)
+            self.cache.copy_keys([0], source, [row], known)
             self._left = [begin for begin in self._left if begin >= known]
         return known
 
+    def _known(self, tokens: int) -> int:
+        """Return how many of the first tokens the recurrences are known after, and give them to the cache."""
+        if not self.cache.recurrences:
+            return tokens
+        for known in range(tokens, 0, -self.chunk):
+            if border := self._borders.get(key := (self._owner, self._held[0][:known])):
+                self._borders.move_to_end(key)
+                for to, of in zip(self.cache.carried(), border, strict=True):
+                    to.copy_(of)
+                return known
+        return 0
+
     def go_on(self, chunks: int | None = None) -> int:
         """Read at most so many chunks (None: all that are left); return how many were read."""
+        if self._interrupted:  # some recurrences have taken a chunk that others have not
+            self._begin()
         some = self._left[:chunks]
         for begin in some:
+            self._interrupted = bool(self.cache.recurrences)
             self._read(begin)
+            self._interrupted = False
             self._left.remove(begin)  # one by one, as an interrupt may come before all is read
+            self._remember(begin + self.chunk)
         return len(some)
+
+    def _remember(self, read: int) -> None:
+        """Keep the recurrences after the first so many tokens of a prompt that is read alone."""
+        if self.cache.recurrences and self.rows == 1 and read <= len(self._held[0]):
+            self._borders[self._owner, self._held[0][:read]] = [tensor.clone() for tensor in self.cache.carried()]
+            if len(self._borders) > BORDERS:
+                self._borders.popitem(last=False)
 
     @property
     def ready(self) -> bool:
@@ -106,7 +140,8 @@ class Reader:
     def forget(self) -> None:
         """Clear the cache: it may hold numbers that are not finite."""
         self.cache.clear(slice(None))
-        self._held, self._left = [], []
+        self._borders.clear()
+        self._held, self._left, self._interrupted = [], [], False
 
     def warm_up(self) -> None:
         """Capture every variant of a pass; nothing is held afterwards."""

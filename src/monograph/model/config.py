@@ -8,9 +8,17 @@ from typing import Any
 
 from monograph.errors import InputRefused
 from monograph.model import parameters, scaling
-from monograph.model.families import Family, check_computed, family, fresh, rotations_from_hf, windows_from_hf
+from monograph.model.families import (
+    LINEAR_SIZES,
+    Family,
+    check_computed,
+    family,
+    fresh,
+    rotations_from_hf,
+    windows_from_hf,
+)
 from monograph.model.presets import BEYOND_SHAPE, PRESETS
-from monograph.model.scaling import FULL, LARGEST_SIZE, SLIDING, Scaling, check_number, check_whole
+from monograph.model.scaling import FULL, LARGEST_SIZE, LINEAR, SLIDING, Scaling, check_number, check_whole
 
 WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
@@ -18,7 +26,7 @@ _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embedding
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _OF_SOME = {  # fields that only some families have
     "attention_bias", "sliding_window", "layer_types", "no_rope_layers", "rope_local_theta", "partial_rotary_factor",
-    "query_pre_attn_scalar", *_MULTIPLIERS,
+    "query_pre_attn_scalar", *_MULTIPLIERS, *LINEAR_SIZES,
 }  # fmt: skip
 # Keys that must not be null in a file.
 _NEVER_NULL = (
@@ -49,7 +57,13 @@ class LlamaConfig:
         tie_word_embeddings: whether the head is the embedding matrix.
         attention_bias: whether all four projections of attention have biases.
         sliding_window: number of positions that a query sees, its own the last, or None.
-        layer_types: "sliding_attention" or "full_attention" for each layer. (): all layers are alike.
+        layer_types: "sliding_attention", "full_attention" or "linear_attention", a gated delta net, for each layer. ():
+            all are alike and have attention.
+        linear_num_key_heads: key heads of a delta net, which divide its value heads. 0: half of these, or as many.
+        linear_num_value_heads: value heads of a delta net. 0: hidden_size / head_dim.
+        linear_key_head_dim: channels of its keys. 0: head_dim.
+        linear_value_head_dim: channels of its values. 0: head_dim.
+        linear_conv_kernel_dim: positions that its convolution sees.
         no_rope_layers: 1 for each layer that rotates queries and keys by their positions, 0 for each other one. ():
             all do.
         embedding_multiplier: factor of the embedded tokens.
@@ -87,6 +101,11 @@ class LlamaConfig:
     attention_bias: bool = False
     sliding_window: int | None = None
     layer_types: tuple[str, ...] = ()
+    linear_num_key_heads: int = 0
+    linear_num_value_heads: int = 0
+    linear_key_head_dim: int = 0
+    linear_value_head_dim: int = 0
+    linear_conv_kernel_dim: int = 0
     no_rope_layers: tuple[int, ...] = ()
     embedding_multiplier: float = 1.0
     residual_multiplier: float = 1.0
@@ -121,6 +140,7 @@ class LlamaConfig:
             raise InputRefused(f"initializer_range = {self.initializer_range}: expected at most 1, transformers' limit")
         self._check_heads()
         self._check_windows()
+        self._check_linear()
         self._check_ids()
 
     def _check_multiple(self, whole: str, part: str) -> None:
@@ -160,8 +180,9 @@ class LlamaConfig:
                 raise InputRefused(f"{name} is not supported with model_type = {self.model_type!r}")
         if self.sliding_window is not None:
             check_whole("sliding_window", self.sliding_window)
-        if wrong := [kind for kind in self.layer_types if kind not in (FULL, SLIDING)]:
-            raise InputRefused(f"layer_types has {wrong[0]!r}: expected {FULL!r} or {SLIDING!r}")
+        other = self.family.others
+        if wrong := [kind for kind in self.layer_types if kind not in (FULL, other)]:
+            raise InputRefused(f"layer_types has {wrong[0]!r}: expected {FULL!r} or {other!r}")
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             raise InputRefused(
                 f"layer_types has {len(self.layer_types)} entries, but num_hidden_layers = {self.num_hidden_layers}"
@@ -171,7 +192,7 @@ class LlamaConfig:
         # What is the same gets one spelling, here and below, so that equal models have equal configurations.
         if self.layer_types and SLIDING not in self.layer_types:
             object.__setattr__(self, "sliding_window", None)
-        if len(set(self.layer_types)) == 1:
+        if len(set(self.layer_types)) == 1 and LINEAR not in self.layer_types:
             object.__setattr__(self, "layer_types", ())
         self._check_rotations()
 
@@ -189,6 +210,16 @@ class LlamaConfig:
             object.__setattr__(self, "attention_multiplier", None)
         if self.query_pre_attn_scalar == self.head_dim:
             object.__setattr__(self, "query_pre_attn_scalar", 0)
+
+    def _check_linear(self) -> None:
+        if self.family.others != LINEAR:
+            return
+        values = self.linear_num_value_heads or max(1, self.hidden_size // self.head_dim)
+        derived = values // (2 - values % 2), values, self.head_dim, self.head_dim, 4
+        for name, usual in zip(LINEAR_SIZES, derived, strict=True):
+            object.__setattr__(self, name, getattr(self, name) or usual)
+            check_whole(name, getattr(self, name))
+        self._check_multiple("linear_num_value_heads", "linear_num_key_heads")
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -296,7 +327,9 @@ class LlamaConfig:
             values["eos_token_id"] = list(self.eos_token_id)
         if "layer_types" in self.family.keys:
             slides = [self.window(layer) is not None for layer in range(self.num_hidden_layers)]
-            values["layer_types"] = [SLIDING if slides_here else FULL for slides_here in slides]
+            kinds = [SLIDING if slides_here else FULL for slides_here in slides]
+            values["layer_types"] = list(self.layer_types) or kinds
+        if "sliding_window" in self.family.keys and "layer_types" in self.family.keys:
             # For programs that do not know layer_types.
             values["use_sliding_window"] = self.sliding_window is not None
             values["max_window_layers"] = slides.index(True) if any(slides) else self.num_hidden_layers
@@ -315,14 +348,18 @@ class LlamaConfig:
         slides = not self.layer_types or self.layer_types[layer] == SLIDING
         return self.sliding_window if slides else None
 
+    def is_linear(self, layer: int) -> bool:
+        """Return whether a layer is a gated delta net instead of attention."""
+        return bool(self.layer_types) and self.layer_types[layer] == LINEAR
+
     def shortened(self, layers: int) -> LlamaConfig:
         """Return the same model with its first so many layers."""
         kinds, rotations = self.layer_types[:layers], self.no_rope_layers[:layers]
         return replace(self, num_hidden_layers=layers, layer_types=kinds, no_rope_layers=rotations)
 
     def rotates(self, layer: int) -> bool:
-        """Return whether a layer rotates its queries and keys by their positions."""
-        return not self.no_rope_layers or self.no_rope_layers[layer] == 1
+        """Return whether a layer rotates queries and keys by their positions."""
+        return not self.is_linear(layer) and (not self.no_rope_layers or self.no_rope_layers[layer] == 1)
 
     @property
     def rotary_dim(self) -> int:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
-from monograph.model.scaling import FULL, SLIDING, check_whole
+from monograph.model.scaling import FULL, LINEAR, SLIDING, check_whole
 
 MOST_LAYERS = 10_000  # a limit for files that ask for a list of layers by two numbers; no trained decoder has as many
 
@@ -37,11 +37,13 @@ class Family(NamedTuple):
         norms: the norms of the residual branches.
         joined: layers of a block whose files hold several of the decoder's as one, by the file's name.
         scales: whether its rotary positions may be scaled.
-        full_every: where a file has no layer_types, each so many-th layer has no window, and all others have it; 0: all
-            layers are alike or, with use_sliding_window, those from max_window_layers on have it, or those that do not
-            rotate if the family has such layers.
+        others: the kind of the layers that are not full attention: with a window, or gated delta nets.
+        full_every: where a file has no layer_types, each so many-th layer is full attention, all others are not; 0: all
+            layers are alike or, with use_sliding_window, those from max_window_layers on have a window, or those that
+            do not rotate if the family has such layers.
         local_theta: base of the rotary positions of layers with a window where a file does not say it; None: they have
             none of their own.
+        gated: whether each head's attention is multiplied by a gate.
         centred: whether a norm multiplies by 1 + weight.
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
         activation: transformers' key for the activation of the feed-forward layer, and its name there.
@@ -55,13 +57,19 @@ class Family(NamedTuple):
     norms: Norms = Norms()
     joined: Mapping[str, tuple[str, ...]] = {}
     scales: bool = True
+    others: str = SLIDING
     full_every: int = 0
     local_theta: float | None = None
+    gated: bool = False
     centred: bool = False
     embedding_scaled: bool = False
     activation: tuple[str, str] = "hidden_act", "silu"
 
 
+LINEAR_SIZES = (
+    "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_conv_kernel_dim",
+)  # fmt: skip
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _AFTER_BRANCHES = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
@@ -150,6 +158,19 @@ FAMILIES: dict[str, Family] = {
         ("attention_bias", "embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling"),
         {"max_position_embeddings": 2048, "attention_multiplier": 1.0, **_ENDS},
     ),
+    "qwen3_5_text": Family(
+        "Qwen3_5ForCausalLM",
+        ("attention_bias", "layer_types", "partial_rotary_factor", *LINEAR_SIZES),
+        {
+            "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32_768,
+            "partial_rotary_factor": 0.25, **dict(zip(LINEAR_SIZES, (16, 32, 128, 128, 4), strict=True)),
+        },
+        qk_norm="heads",
+        others=LINEAR,
+        full_every=4,
+        gated=True,
+        centred=True,
+    ),
 }  # fmt: skip
 # Keys of config.json that change what transformers computes or loads, with the values that match `Llama`; transformers'
 # default is one of them.
@@ -211,6 +232,8 @@ def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     window, types = values.get("sliding_window"), values.get("layer_types")
     if types is not None and not isinstance(types, list):
         raise InputRefused(f"layer_types = {types!r}: expected a list")
+    if its.others == LINEAR:
+        return None, tuple(_usual_types(values, its) if types is None else types)
     if "layer_types" not in its.keys:
         if types is not None:
             raise InputRefused(f"layer_types is not supported with model_type = {values['model_type']!r}")
@@ -226,13 +249,16 @@ def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
 
 
 def _usual_types(values: Mapping[str, Any], its: Family) -> tuple[str, ...]:
-    """Return the layer_types of a model with a window whose file has none."""
+    """Return the layer_types of a model whose layers are not alike and whose file has none."""
     layers, every, first = range(_layers(values)), its.full_every, values.get("max_window_layers", 28)
     if "sliding_window_pattern" in its.keys:
         every = values.get("sliding_window_pattern", every)
         check_whole("sliding_window_pattern", every)
+    if its.others == LINEAR:
+        every = values.get("full_attention_interval", every)
+        check_whole("full_attention_interval", every)
     if every:
-        return tuple(SLIDING if (layer + 1) % every else FULL for layer in layers)
+        return tuple(its.others if (layer + 1) % every else FULL for layer in layers)
     if "no_rope_layers" in its.keys:
         rotate = rotations_from_hf(values) or (1,) * len(layers)
         return tuple(FULL if rotates else SLIDING for rotates in rotate)
@@ -266,13 +292,16 @@ def fresh(model_type: str, layers: int) -> dict[str, Any]:
     """
     its = family(model_type)
     values = {"model_type": model_type, "num_hidden_layers": layers}
-    if its.full_every:
+    if its.full_every and "sliding_window" in its.keys:
         values["sliding_window"] = its.defaults["sliding_window"]
     window, types = windows_from_hf(values)
+    if types and its.others == LINEAR:
+        types = (*types[:-1], FULL)  # a model of few layers has attention, too
     found: dict[str, Any] = {
         "model_type": model_type, "sliding_window": window, "layer_types": types,
         "no_rope_layers": rotations_from_hf(values),
         "rope_local_theta": its.local_theta if "rope_local_base_freq" in its.keys else None,
+        "partial_rotary_factor": its.defaults.get("partial_rotary_factor", 1.0),
     }  # fmt: skip
     return found if its.scales else found | {"rope_scaling": None}
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Plain, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
+from monograph.model import gguf_linear
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Norms
 from monograph.model.files import new_folder
@@ -29,7 +30,7 @@ from monograph.model.joined import joined
 from monograph.model.llama import Llama
 from monograph.model.modelfile import modelfile
 from monograph.model.rope import inverse_frequencies
-from monograph.model.scaling import LinearScaling, Llama3Scaling, YarnScaling
+from monograph.model.scaling import LINEAR, LinearScaling, Llama3Scaling, YarnScaling
 from monograph.text.tokenizer import Tokenizer
 
 FILE = "model.gguf"
@@ -45,7 +46,7 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # llama.h, llama_ftyp
 _OWN = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 # llama.cpp loads a Mistral as a "llama" and an OLMo 3 as an "olmo2"; the others keep their names.
-_ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3"}
+_ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", **gguf_linear.ARCHITECTURES}
 # There the rotary pairs of these are neighbouring channels; here they are halves of a head.
 _NEIGHBOURING = ("llama", "smollm3", "granite")
 _EVERY = 4  # It rotates all layers of a SmolLM3 but each fourth one.
@@ -102,7 +103,7 @@ def save_gguf(
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         stops = add_words(writer, tokenizer, config, warn)
         for tensor, like, _ in _tensors(model):
-            stored = kind if like.ndim == 2 else gguf.GGMLQuantizationType.F32
+            stored = kind if _is_matrix(tensor, like) else gguf.GGMLQuantizationType.F32
             per_block, block_bytes = gguf.GGML_QUANT_SIZES[stored]
             writer.add_tensor_info(tensor, like.shape, None, like.numel() // per_block * block_bytes, raw_dtype=stored)
         try:
@@ -128,6 +129,8 @@ def _check(config: LlamaConfig, dtype: str) -> None:
     """Refuse features that llama.cpp would silently ignore."""
     family, instead = config.model_type, "; export it with --format hf"
     _check_windows(config, instead)
+    if config.family.others == LINEAR:
+        gguf_linear.check(config, instead)
     layers = range(config.num_hidden_layers)
     unrotated = [layer for layer in layers if not config.rotates(layer)]
     if "no_rope_layers" in config.family.keys and unrotated != [*layers[_EVERY - 1 :: _EVERY]]:
@@ -140,6 +143,9 @@ def _check(config: LlamaConfig, dtype: str) -> None:
     if dtype == "q8_0":
         widths = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
         widths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
+        if config.family.others == LINEAR:
+            inner = config.linear_num_value_heads * config.linear_value_head_dim
+            widths["linear_num_value_heads * linear_value_head_dim"] = inner
         for key, width in widths.items():
             if width % BLOCK:
                 raise InputRefused(f"{key} = {width} is not a multiple of {BLOCK}, the block of q8_0: use --dtype f16")
@@ -202,6 +208,8 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
         writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
     if config.family.full_every and config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
+    if config.family.others == LINEAR:
+        gguf_linear.add_sizes(writer, config)
     if "logits_scaling" in config.family.keys:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -215,18 +223,28 @@ def _tensors(model: Llama) -> Iterator[Plain]:
     if isinstance(config.rope_scaling, Llama3Scaling):
         divisors = _rope_divisors(config)
         yield Plain("rope_freqs.weight", divisors, lambda: divisors)
-    inner_names = _INNER | {own: name for own, name in zip(config.family.norms, _NORMS, strict=True) if own}
+    norms = _NORMS._replace(before_mlp=gguf_linear.POST_NORM) if config.family.others == LINEAR else _NORMS
+    inner_names = _INNER | {own: name for own, name in zip(config.family.norms, norms, strict=True) if own}
     for name, like, read in joined(plain_parameters(model), config):
         module, _, suffix = name.rpartition(".")
+        layer, _, inner = module.removeprefix("model.layers.").partition(".")
+        if inner.startswith("linear_attn"):
+            changed = gguf_linear.converted(name.partition("linear_attn.")[2], like, read, config)
+            yield changed._replace(name=f"blk.{layer}.{changed.name}")
+            continue
         if config.family.centred and like.ndim == 1 and suffix == "weight":
             read = functools.partial(_uncentred, read)
         if module in _OUTER:
             yield Plain(f"{_OUTER[module]}.{suffix}", like, read)
             continue
-        layer, _, inner = module.removeprefix("model.layers.").partition(".")
         if inner in ("self_attn.q_proj", "self_attn.k_proj") and _architecture(config) in _NEIGHBOURING:
             read = functools.partial(_turned, read, config.head_dim)
         yield Plain(f"blk.{layer}.{inner_names[inner]}.{suffix}", like, read)
+
+
+def _is_matrix(name: str, tensor: Tensor) -> bool:
+    """Return whether llama.cpp reads a tensor in the file's dtype, by its name there; a convolution it does not."""
+    return tensor.ndim == 2 and not name.endswith("ssm_conv1d.weight")
 
 
 def _uncentred(read: Callable[[], Tensor]) -> Tensor:
@@ -267,7 +285,7 @@ def _write(gguf: Any, writer: Any, model: Llama, dtype: str) -> None:
 
 def _stored(gguf: Any, name: str, weight: Tensor, dtype: str) -> Any:
     """Return the bytes of a tensor as a contiguous array."""
-    if weight.ndim != 2:
+    if not _is_matrix(name, weight):
         return weight.float().cpu().contiguous().numpy()
     weight_RC, (kind, before) = weight, DTYPES[dtype]
     cast_RC = weight_RC.to("cpu", before).contiguous()

@@ -34,6 +34,26 @@ class Cache(Protocol):
         """Store new keys and values at their positions; return the queries' attention to the slots that they see."""
         ...
 
+    def recurrence(self, layer_index: int) -> Recurrence:
+        """Return what a layer without attention has taken of each row."""
+        ...
+
+
+class Recurrence(NamedTuple):
+    """A layer's state after the first tokens of each row, changed in place.
+
+    Attributes:
+        inputs_BKC: the last inputs of the convolution, the newest last.
+        state_BHEV: the state of the delta rule.
+        count_B: how many tokens were taken, int64.
+        limit_B: how many may be taken, int64.
+    """
+
+    inputs_BKC: Tensor
+    state_BHEV: Tensor
+    count_B: Tensor
+    limit_B: Tensor
+
 
 class LayerCache(NamedTuple):
     """One block's view of a cache: its layer, the positions of the pass's tokens, and the block's window."""
@@ -95,7 +115,10 @@ def norm_of(config: LlamaConfig, size: int) -> RMSNorm:
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions, and biases and norms of heads if the family has them."""
+    """Grouped-query self-attention with rotary positions, and biases, norms and gates of heads if the family has them.
+
+    With gates, the query projection has a gate for each of a head's channels after the head.
+    """
 
     siblings = ("q_proj", "k_proj", "v_proj")
 
@@ -103,7 +126,8 @@ class Attention(nn.Module):
         super().__init__()
         query, key_value = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
         bias = config.attention_bias or config.family.qkv_bias
-        self.q_proj = Linear(config.hidden_size, query, bias=bias)
+        self.gated = config.family.gated
+        self.q_proj = Linear(config.hidden_size, query * (1 + self.gated), bias=bias)
         self.k_proj = Linear(config.hidden_size, key_value, bias=bias)
         self.v_proj = Linear(config.hidden_size, key_value, bias=bias)
         self.o_proj = Linear(query, config.hidden_size, bias=config.attention_bias)
@@ -123,9 +147,13 @@ class Attention(nn.Module):
     ) -> Tensor:
         """Return o_proj(attention(rotate(q_norm(q_proj x)), rotate(k_norm(k_proj x)), v_proj x)).
 
-        Norms are per head or over all heads; without cosines and sines nothing is rotated.
+        Norms are per head or over all heads; without cosines and sines nothing is rotated. With gates, attention's
+        result is multiplied by sigmoid(gate x).
         """
         query_BTX, key_BTX, value_BTX = self.q_proj(hidden_BTD), self.k_proj(hidden_BTD), self.v_proj(hidden_BTD)
+        if self.gated:
+            pair_BTH2E = query_BTX.unflatten(-1, (-1, 2, self.head_dim))
+            query_BTX, gate_BTX = (each_BTHE.flatten(2) for each_BTHE in pair_BTH2E.unbind(-2))
         if self.norms_all:
             query_BTX, key_BTX = self.q_norm(query_BTX), self.k_norm(key_BTX)
         query_BHTE, key_BKTE, value_BKTE = (
@@ -143,7 +171,8 @@ class Attention(nn.Module):
             mixed_BHTE = cache.cache.attend(
                 cache.layer_index, query_BHTE, key_BKTE, value_BKTE, cache.positions_BT, cache.window
             )
-        return self.o_proj(mixed_BHTE.transpose(1, 2).flatten(2))
+        mixed_BTX = mixed_BHTE.transpose(1, 2).flatten(2)
+        return self.o_proj(mixed_BTX * gate_BTX.sigmoid() if self.gated else mixed_BTX)
 
 
 _ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh")}

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
+from monograph.model.delta_net import GatedDeltaNet, drawn
 from monograph.model.layers import MLP, Attention, Cache, LayerCache, Linear, norm_of, scale
 from monograph.model.masks import attention_mask
 from monograph.model.rope import CosSin, cos_sin
@@ -25,17 +26,20 @@ FLEX_HEAD = 16  # the smallest head_dim that flex attention computes on a GPU
 
 
 class Block(nn.Module):
-    """One layer: x += norm(attention(norm x)), then x += norm(mlp(norm x)), with the norms that its family has.
+    """One layer: x += norm(mixer(norm x)), then x += norm(mlp(norm x)), with the norms that its family has.
+
+    The mixer is attention or a gated delta net.
 
     It can be compiled or recomputed alone.
     """
 
-    def __init__(self, config: LlamaConfig, impl: Impl) -> None:
+    def __init__(self, config: LlamaConfig, impl: Impl, layer: int) -> None:
         super().__init__()
         self.norms = config.family.norms
         # The order of parameters is that of the computation.
         self._add_norms(config, self.norms[:1])
-        self.self_attn = Attention(config, impl)
+        self.mixes_by = "linear_attn" if config.is_linear(layer) else "self_attn"
+        self.add_module(self.mixes_by, GatedDeltaNet(config) if config.is_linear(layer) else Attention(config, impl))
         self._add_norms(config, self.norms[1:3])
         self.mlp = MLP(config)
         self._add_norms(config, self.norms[3:])
@@ -54,7 +58,7 @@ class Block(nn.Module):
         """Map [B, T, D] to [B, T, D]."""
         norms = self.norms
         normed_BTD = self._normed(norms.before_attention, hidden_BTD)
-        branch_BTD = self.self_attn(normed_BTD, cos_sin_B1TF, mask, cache)
+        branch_BTD = getattr(self, self.mixes_by)(normed_BTD, cos_sin_B1TF, mask, cache)
         hidden_BTD = hidden_BTD + self.scale(self._normed(norms.after_attention, branch_BTD))
         branch_BTD = self.mlp(self._normed(norms.before_mlp, hidden_BTD))
         return hidden_BTD + self.scale(self._normed(norms.after_mlp, branch_BTD))
@@ -68,7 +72,7 @@ class Decoder(nn.Module):
         empty_VD = torch.empty(config.vocab_size, config.hidden_size)
         # As in transformers, looking up the padding row gives it no gradient; a tied head still does.
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, config.pad_token_id, _weight=empty_VD)
-        self.layers = nn.ModuleList(Block(config, impl) for _ in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(Block(config, impl, layer) for layer in range(config.num_hidden_layers))
         self.norm = norm_of(config, config.hidden_size)
 
 
@@ -173,7 +177,7 @@ class Llama(nn.Module):
     ) -> list[tuple[CosSin | None, Mask]]:
         """Return each block's further arguments: cosine and sine of the positions if it rotates, and its mask.
 
-        Layers with the same window share one mask.
+        Layers with the same window share one mask. A delta net has the segments instead.
 
         Raises:
             InputRefused: the sequence is longer than max_position_embeddings.
@@ -186,16 +190,21 @@ class Llama(nn.Module):
             )
         dtype = torch.float64 if self.model.embed_tokens.weight.dtype == torch.float64 else torch.float32
         # A window longer than the row counts as the row's length, so that such layers share one mask.
-        windows = [min(self.config.window(layer) or length, length) for layer in range(self.config.num_hidden_layers)]
+        layers = range(self.config.num_hidden_layers)
+        windows = [min(self.config.window(layer) or length, length) for layer in layers]
         small = self.config.head_dim < FLEX_HEAD
         impl: Impl = "sdpa" if self.attention == "auto" and small else self.attention
         captured = self.blocks_captured
-        by_window = {w: attention_mask(segments, tokens_BT, impl, w, captured) for w in dict.fromkeys(windows)}
-        local = [self.config.is_local(layer) for layer in range(len(windows))]
-        turns = {kind: cos_sin(positions, self.config, dtype, kind) for kind in dict.fromkeys(local)}
+        seen = dict.fromkeys(windows[layer] for layer in layers if not self.config.is_linear(layer))
+        by_window = {w: attention_mask(segments, tokens_BT, impl, w, captured) for w in seen}
+        kinds = dict.fromkeys(self.config.is_local(layer) for layer in layers if self.config.rotates(layer))
+        turns = {kind: cos_sin(positions, self.config, dtype, kind) for kind in kinds}
         return [
-            (turns[kind] if self.config.rotates(layer) else None, by_window[window])
-            for layer, (kind, window) in enumerate(zip(local, windows, strict=True))
+            (
+                turns[self.config.is_local(layer)] if self.config.rotates(layer) else None,
+                segments if self.config.is_linear(layer) else by_window[windows[layer]],
+            )
+            for layer in layers
         ]
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
@@ -206,8 +215,8 @@ class Llama(nn.Module):
         """Set the attention implementation, as the argument `attention` does, its torch kernel, `rotate`'s device."""
         self.attention = impl
         for block in self.model.layers:
-            attention = cast(Block, block).self_attn
-            attention.impl, attention.kernel, attention.device_type = impl, kernel, device_type
+            if isinstance(mixer := getattr(block, cast(Block, block).mixes_by), Attention):
+                mixer.impl, mixer.kernel, mixer.device_type = impl, kernel, device_type
 
     def tie_weights(self) -> None:
         """Share the embedding matrix with the head if the configuration ties them; repeat it after replacing either."""
@@ -221,11 +230,14 @@ class Llama(nn.Module):
         for name, parameter in self.named_parameters():
             if parameter.is_meta:
                 continue
+            key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
+            if ".linear_attn." in name and parameter.ndim != 2:
+                parameter.copy_(drawn(name, torch.rand(parameter.shape, generator=generator, device="cpu")))
+                continue
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith(".bias") or self.config.family.centred else 1.0)
                 continue
-            key = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=4).digest()
-            generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
-            ends_branch = name.endswith(("o_proj.weight", "down_proj.weight"))
+            ends_branch = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
             parameter.copy_(noise.mul_(residual_spread if ends_branch else spread))

@@ -24,12 +24,13 @@ class Config(Protocol):
     def tie_word_embeddings(self) -> bool: ...  # noqa: D102
     @property
     def attention_bias(self) -> bool: ...  # noqa: D102
+    def is_linear(self, layer: int) -> bool: ...  # noqa: D102
 
 
 def layer_axes(config: Config, layer: int) -> Axes:
     """Return the axes of a block's parameters, by the parameters' names in the block."""
     axes: Axes = {f"{name}.weight": ("hidden_size",) for name in config.family.norms if name}
-    return axes | _attention(config) | {
+    return axes | (_delta_net() if config.is_linear(layer) else _attention(config)) | {
         "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
         "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
         "mlp.down_proj.weight": ("hidden_size", "intermediate_size"),
@@ -39,7 +40,7 @@ def layer_axes(config: Config, layer: int) -> Axes:
 def _attention(config: Config) -> Axes:
     query, key_value = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
     axes: Axes = {
-        "self_attn.q_proj.weight": (query, "hidden_size"),
+        "self_attn.q_proj.weight": (f"2 * {query}" if config.family.gated else query, "hidden_size"),
         "self_attn.k_proj.weight": (key_value, "hidden_size"),
         "self_attn.v_proj.weight": (key_value, "hidden_size"),
         "self_attn.o_proj.weight": ("hidden_size", query),
@@ -53,6 +54,22 @@ def _attention(config: Config) -> Axes:
         axes["self_attn.q_norm.weight"] = (query if of_all else "head_dim",)
         axes["self_attn.k_norm.weight"] = (key_value if of_all else "head_dim",)
     return axes
+
+
+def _delta_net() -> Axes:
+    keys, values = "linear_num_key_heads * linear_key_head_dim", "linear_num_value_heads * linear_value_head_dim"
+    mixed, heads = f"2 * {keys} + {values}", "linear_num_value_heads"
+    return {
+        "linear_attn.in_proj_qkv.weight": (mixed, "hidden_size"),
+        "linear_attn.conv1d.weight": (mixed, "1", "linear_conv_kernel_dim"),
+        "linear_attn.in_proj_b.weight": (heads, "hidden_size"),
+        "linear_attn.in_proj_a.weight": (heads, "hidden_size"),
+        "linear_attn.dt_bias": (heads,),
+        "linear_attn.A_log": (heads,),
+        "linear_attn.in_proj_z.weight": (values, "hidden_size"),
+        "linear_attn.norm.weight": ("linear_value_head_dim",),
+        "linear_attn.out_proj.weight": ("hidden_size", values),
+    }
 
 
 def outer_axes(config: Config) -> Axes:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from monograph.errors import InputRefused
 
 LARGEST_SIZE = 2**31 - 1
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 
 
 def check_whole(name: str, value: object) -> None:

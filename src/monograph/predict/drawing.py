@@ -38,9 +38,10 @@ def drawing_s(config: LlamaConfig, drawing: Drawing, device: Device, peak_flops:
     rate, bandwidth = reached(device)
     rows, layers = min(drawing.answers, drawing.at_once), config.num_hidden_layers
     context, matrices = drawing.prompt + drawing.tokens / 2, matmul_parameters(config)
-    attended = 4 * layers * config.num_attention_heads * config.head_dim * context
+    attending = layers - sum(map(config.is_linear, range(layers)))
+    attended = 4 * attending * config.num_attention_heads * config.head_dim * context
     products = peak_flops * rate.products * rows / (rows + rate.saturating_tokens)
-    kept = 2 * layers * config.num_key_value_heads * config.head_dim * context
+    kept = 2 * attending * config.num_key_value_heads * config.head_dim * context
     work_s = rows * (2 * matrices / products + attended / (peak_flops * rate.attention))
     work_s = max(work_s, (matrices + rows * kept) * drawing.number_bytes / bandwidth)
     launch_s = layers * KERNELS[drawing.captured] / 3 * rate.launch_s * (1 if drawing.captured else 2) + MICRO_STEP_S

@@ -1,7 +1,8 @@
 """Predict a training step's peak memory by origin, by tracing its own code at two depths before the run.
 
 The traced models have two and three blocks. The difference of the traces is what a block adds at each moment, so a
-model of any depth takes the same few seconds to predict. Nothing is computed and no device is needed.
+model of any depth takes the same few seconds to predict. Where kinds of blocks take turns, one turn is what a block is
+elsewhere. Nothing is computed and no device is needed.
 """
 
 from __future__ import annotations
@@ -34,7 +35,6 @@ from monograph.step.layout import on_device
 
 Compile = Scope | Literal["none"]
 Judged = Literal["", "rows", "exact"]
-DEPTHS = 2, 3  # blocks of the traced models
 ON_THEIR_WAY = 3  # with remat "offload", the inputs of this many blocks are on the device, all others on the host
 
 
@@ -178,18 +178,26 @@ def _deep(work: Work) -> list[Curve]:
 
     If the traces at two depths do not line up, the model is traced at its full depth.
     """
-    layers = work.config.num_hidden_layers
-    if layers <= DEPTHS[1]:
+    layers, turn = work.config.num_hidden_layers, _turn(work.config)
+    least = 2 if turn == 1 else turn + layers % turn
+    depths = least, least + turn
+    if layers <= depths[1]:
         return _curves(work)
     curves = []
     graphs = Graphs()
-    for low, high in zip(*(_curves(_cut(work, depth), graphs) for depth in DEPTHS), strict=True):
-        of_two, of_three = (corners(one.samples) if one.stage == "update" else one.samples for one in (low, high))
-        samples = deepened(of_two, of_three, layers - DEPTHS[0])
+    for low, high in zip(*(_curves(_cut(work, depth), graphs) for depth in depths), strict=True):
+        of_low, of_high = (corners(one.samples) if one.stage == "update" else one.samples for one in (low, high))
+        samples = deepened(of_low, of_high, (layers - least) // turn)
         if samples is None:
             return _curves(work)
         curves.append(Curve(low.stage, samples))
     return curves
+
+
+def _turn(config: LlamaConfig) -> int:
+    """Return after how many blocks the kinds of blocks, by how they mix positions, come again in the same order."""
+    kinds = [*map(config.is_linear, range(config.num_hidden_layers))]
+    return next(turn for turn in itertools.count(1) if kinds[turn:] == kinds[:-turn])
 
 
 def _without_inputs(curves: list[Curve], work: Work) -> list[Curve]:

@@ -62,13 +62,17 @@ def flops_per_token(config: LlamaConfig, sequence_length: int, adapter_parameter
     weight costs as much as the forward pass, and a frozen weight has none.
 
     A layer with an attention window w < T sees w · (1 - w / 2T) positions on average, as many as causal attention over
-    rows of w · (2 - w / T) tokens. This length, rounded down, counts for the layer instead of T.
+    rows of w · (2 - w / T) tokens. This length, rounded down, counts for the layer instead of T. A gated delta net
+    reads, corrects and reads again a matrix of E key times V value channels for each head: 18·heads·E·V for the layer.
     """
-    windows = [min(config.window(at) or sequence_length, sequence_length) for at in range(config.num_hidden_layers)]
+    attending = [layer for layer in range(config.num_hidden_layers) if not config.is_linear(layer)]
+    windows = [min(config.window(layer) or sequence_length, sequence_length) for layer in attending]
     lengths = sum(w * (2 * sequence_length - w) // sequence_length for w in windows)  # over all layers
     width, matrices = config.num_attention_heads * config.head_dim, matmul_parameters(config)
     not_computed = 2 * matrices - 6 * adapter_parameters if adapter_parameters else 0
-    return training_flops(matrices, 1, width, lengths) - not_computed
+    state = config.linear_num_value_heads * config.linear_key_head_dim * config.linear_value_head_dim
+    of_states = 18 * (config.num_hidden_layers - len(attending)) * state
+    return training_flops(matrices, 1, width, lengths) + of_states - not_computed
 
 
 def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float:

@@ -1,0 +1,168 @@
+"""A layer that mixes positions by the gated delta rule: its state has a fixed size, whatever the length of the text.
+
+Shape suffixes: B batch, T positions, D hidden size, C channels of the convolution, K its taps, H value heads, G key
+heads, E key dimension, V value dimension, X a head's channels.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from monograph.model.config import LlamaConfig
+from monograph.model.layers import LayerCache, Linear, RMSNorm
+from monograph.model.rope import CosSin
+from monograph.ops import delta_rule
+from monograph.ops.attention import Mask
+
+_SMALL = 1e-6  # added to the square of a key's length, as in transformers
+
+
+class GatedDeltaNet(nn.Module):
+    """The gated delta rule over heads, after a short convolution over positions and before a gated norm.
+
+    Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464.
+    """
+
+    siblings = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
+        keys, values = config.linear_num_key_heads * self.key_dim, config.linear_num_value_heads * self.value_dim
+        self.sizes = keys, keys, values
+        self.groups = config.linear_num_value_heads // config.linear_num_key_heads
+        # The order of parameters is that of the computation.
+        self.in_proj_qkv = Linear(config.hidden_size, sum(self.sizes), bias=False)
+        self.conv1d = Taps(sum(self.sizes), config.linear_conv_kernel_dim)
+        self.in_proj_b = Linear(config.hidden_size, config.linear_num_value_heads, bias=False)
+        self.in_proj_a = Linear(config.hidden_size, config.linear_num_value_heads, bias=False)
+        self.dt_bias = nn.Parameter(torch.empty(config.linear_num_value_heads))
+        self.A_log = nn.Parameter(torch.empty(config.linear_num_value_heads))
+        self.in_proj_z = Linear(config.hidden_size, values, bias=False)
+        self.norm = RMSNorm(self.value_dim, config.rms_norm_eps)
+        self.out_proj = Linear(values, config.hidden_size, bias=False)
+
+    def forward(
+        self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin | None, mask: Mask, cache: LayerCache | None = None
+    ) -> Tensor:
+        """Return out_proj(norm(delta_rule(conv(in_proj_qkv x), beta, g)) * silu(in_proj_z x)).
+
+        beta = sigmoid(in_proj_b x) and g = -exp(A_log) softplus(in_proj_a x + dt_bias). Queries and keys of a head have
+        length 1, and queries are divided by sqrt(E). The mask are the document numbers of positions, [B, T], or None.
+        """
+        segments_BT = cast(Tensor | None, mask)
+        channels_BTC = self.in_proj_qkv(hidden_BTD)
+        wide = torch.float64 if hidden_BTD.dtype == torch.float64 else torch.float32
+        beta_BTH = self.in_proj_b(hidden_BTD).sigmoid().to(wide)
+        rate_BTH = F.softplus(self.in_proj_a(hidden_BTD).to(wide) + self.dt_bias)
+        decay_BTH = -self.A_log.to(wide).exp() * rate_BTH
+        if cache is None:
+            mixed_BTC, starts_BT = self.conv1d(channels_BTC, segments_BT), starts(segments_BT)
+            # Products in 16 bits would be carried from chunk to chunk.
+            with torch.autocast(hidden_BTD.device.type, enabled=False):
+                out_BHTV, _ = delta_rule.chunked(*self._heads(mixed_BTC, wide), _t(decay_BTH), _t(beta_BTH), starts_BT)
+        else:
+            out_BHTV = self._cached(channels_BTC, decay_BTH, beta_BTH, cache)
+        out_BTHV = self.norm(out_BHTV.transpose(1, 2).to(hidden_BTD.dtype))
+        gate_BTHV = F.silu(self.in_proj_z(hidden_BTD).to(wide)).unflatten(-1, (-1, self.value_dim))
+        return self.out_proj((out_BTHV * gate_BTHV).to(hidden_BTD.dtype).flatten(2))
+
+    def _heads(self, mixed_BTC: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys [B, H, T, E], each key head once for each of its value heads, and values."""
+        query_BTX, key_BTX, value_BTX = mixed_BTC.to(wide).split(self.sizes, dim=-1)
+        pairs = []
+        for each_BTX in (query_BTX, key_BTX):
+            heads_BGTE = _t(each_BTX.unflatten(-1, (-1, self.key_dim)))
+            unit_BGTE = heads_BGTE * (heads_BGTE.square().sum(dim=-1, keepdim=True) + _SMALL).rsqrt()
+            pairs.append(unit_BGTE.repeat_interleave(self.groups, dim=1))
+        return pairs[0] / math.sqrt(self.key_dim), pairs[1], _t(value_BTX.unflatten(-1, (-1, self.value_dim)))
+
+    def _cached(self, channels_BTC: Tensor, decay_BTH: Tensor, beta_BTH: Tensor, cache: LayerCache) -> Tensor:
+        """Return the rule's outputs, and take the new tokens into the layer's recurrence.
+
+        One token that was taken before, as a step that is repeated gives, changes nothing and reads the same again.
+        Several must be new, except those from the limit on, which are not taken.
+        """
+        taken = cache.cache.recurrence(cache.layer_index)
+        fresh_BT = (cache.positions_BT >= taken.count_B[:, None]) & (cache.positions_BT < taken.limit_B[:, None])
+        inputs_BSC = torch.cat([taken.inputs_BKC, channels_BTC.to(taken.inputs_BKC.dtype)], dim=1)
+        last_BK = fresh_BT.sum(dim=1)[:, None] + torch.arange(taken.inputs_BKC.shape[1], device=fresh_BT.device)
+        inputs_BKC = inputs_BSC.gather(1, last_BK[..., None].expand(-1, -1, inputs_BSC.shape[-1]))
+        one = channels_BTC.shape[1] == 1
+        mixed_BTC = self.conv1d.of_inputs(inputs_BKC if one else inputs_BSC[:, 1:])
+        query_BHTE, key_BHTE, value_BHTV = self._heads(mixed_BTC, taken.state_BHEV.dtype)
+        decay_BHT, beta_BHT = (_t(torch.where(fresh_BT[..., None], each, 0.0)) for each in (decay_BTH, beta_BTH))
+        if one:
+            key_BHE, value_BHV, kept_BH = key_BHTE[:, :, 0], value_BHTV[:, :, 0], decay_BHT[..., 0].exp()
+            state_BHEV = delta_rule.step(key_BHE, value_BHV, kept_BH, beta_BHT[..., 0], taken.state_BHEV)
+            out_BHTV = delta_rule.read(query_BHTE[:, :, 0], state_BHEV)[:, :, None]
+        else:
+            out_BHTV, state_BHEV = delta_rule.chunked(
+                query_BHTE, key_BHTE, value_BHTV, decay_BHT, beta_BHT, None, taken.state_BHEV
+            )
+        taken.inputs_BKC.copy_(inputs_BKC)
+        taken.state_BHEV.copy_(state_BHEV)
+        taken.count_B.add_(fresh_BT.sum(dim=1))
+        return out_BHTV
+
+
+class Taps(nn.Module):
+    """A causal convolution of each channel over positions, and silu."""
+
+    def __init__(self, channels: int, taps: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(channels, 1, taps))  # the shape of a Conv1d
+
+    def forward(self, channels_BTC: Tensor, segments_BT: Tensor | None) -> Tensor:
+        """Return silu(sum_j w[j] x[t - K + 1 + j]) over the positions of t's document, [B, T, C]."""
+        taps = self.weight.shape[-1]
+        if segments_BT is None:
+            return self.of_inputs(F.pad(channels_BTC, (0, 0, taps - 1, 0)))
+        total_BTC = channels_BTC * self.weight[:, 0, -1]
+        for back in range(1, min(taps, channels_BTC.shape[1])):
+            same_BT = segments_BT[:, back:] == segments_BT[:, :-back]
+            earlier_BTC = torch.where(same_BT[..., None], channels_BTC[:, :-back], 0.0)
+            total_BTC = total_BTC + F.pad(earlier_BTC, (0, 0, back, 0)) * self.weight[:, 0, -1 - back]
+        return F.silu(total_BTC)
+
+    def of_inputs(self, inputs_BSC: Tensor) -> Tensor:
+        """Return the outputs at the last S - K + 1 positions."""
+        taps = self.weight.shape[-1]
+        length = inputs_BSC.shape[1] - taps + 1
+        total_BTC = inputs_BSC[:, taps - 1 :] * self.weight[:, 0, -1]
+        for back in range(1, taps):
+            begin = taps - 1 - back
+            total_BTC = total_BTC + inputs_BSC[:, begin : begin + length] * self.weight[:, 0, -1 - back]
+        return F.silu(total_BTC)
+
+
+def starts(segments_BT: Tensor | None) -> Tensor | None:
+    """Return whether a position is the first of its document, without the first of the row, before which is nothing."""
+    if segments_BT is None:
+        return None
+    return F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0))
+
+
+def _t(tensor: Tensor) -> Tensor:
+    return tensor.transpose(1, 2)
+
+
+def drawn(name: str, uniform: Tensor) -> Tensor:
+    """Return the initial value of a parameter of this layer that is no matrix, from uniform numbers in [0, 1).
+
+    The decays are those of Mamba 2 (Dao and Gu, arXiv 2405.21060): A in [1, 16), and steps softplus(dt_bias) between
+    0.001 and 0.1, evenly in their logarithm, so that heads remember from a few to a thousand tokens.
+    """
+    if name.endswith("A_log"):
+        return (1 + 15 * uniform).log()
+    if name.endswith("dt_bias"):
+        rate = (math.log(0.001) + uniform * math.log(100)).exp()
+        return rate + (-(-rate).expm1()).log()
+    if name.endswith("conv1d.weight"):
+        return (2 * uniform - 1) / math.sqrt(uniform.shape[-1])
+    return torch.ones_like(uniform)  # factors of the norm

@@ -1,0 +1,246 @@
+"""Compute the gated delta rule, a linear attention whose state is a matrix that each token decays, corrects and reads.
+
+    S[t] = exp(g[t]) S[t-1] + k[t] (beta[t] (v[t] - (exp(g[t]) S[t-1])^T k[t]))^T       out[t] = S[t]^T q[t]
+
+At the first token of a document S[t-1] is 0. `recurrent` is the equation. `chunked` computes the same for whole chunks
+of tokens: inside a chunk the corrections are the solution of a triangular system, so that only one matrix for each
+chunk is carried from one to the next.
+
+Shape suffixes: B batch, T positions, H heads, E key dimension, V value dimension, N chunks, C positions of a chunk,
+M = B * H.
+
+Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; chunks: Yang et al., arXiv 2406.06484.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # most positions of a chunk
+
+
+def recurrent(
+    query_BHTE: Tensor,
+    key_BHTE: Tensor,
+    value_BHTV: Tensor,
+    decay_BHT: Tensor,
+    beta_BHT: Tensor,
+    starts_BT: Tensor | None = None,
+    state_BHEV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return the outputs [B, H, T, V] and the last state [B, H, E, V], token for token.
+
+    Args:
+        query_BHTE: q, scaled by the caller.
+        key_BHTE: k, of length 1 or shorter.
+        value_BHTV: v.
+        decay_BHT: g, at most 0.
+        beta_BHT: how much of a correction is written, from 0 to 1. A token with g = 0 and beta = 0 leaves the state.
+        starts_BT: whether a token is the first of its document; None: the row is one document.
+        state_BHEV: the state before the first token; None: 0.
+    """
+    state = _zero_state(key_BHTE, value_BHTV) if state_BHEV is None else state_BHEV
+    outs = []
+    for t in range(key_BHTE.shape[2]):
+        kept_BH = decay_BHT[..., t].exp()
+        if starts_BT is not None:
+            kept_BH = torch.where(starts_BT[:, None, t], 0.0, kept_BH)
+        state = step(key_BHTE[:, :, t], value_BHTV[:, :, t], kept_BH, beta_BHT[..., t], state)
+        outs.append(read(query_BHTE[:, :, t], state))
+    return torch.stack(outs, dim=2), state
+
+
+def step(key_BHE: Tensor, value_BHV: Tensor, kept_BH: Tensor, beta_BH: Tensor, state_BHEV: Tensor) -> Tensor:
+    """Return the state after one more token; kept = exp(g)."""
+    state_BHEV = state_BHEV * kept_BH[..., None, None]
+    known_BHV = (state_BHEV * key_BHE[..., None]).sum(dim=-2)
+    correction_BHV = (value_BHV - known_BHV) * beta_BH[..., None]
+    return state_BHEV + key_BHE[..., None] * correction_BHV[..., None, :]
+
+
+def read(query_BHE: Tensor, state_BHEV: Tensor) -> Tensor:
+    """Return what a query reads, [B, H, V]."""
+    return (state_BHEV * query_BHE[..., None]).sum(dim=-2)
+
+
+def chunked(
+    query_BHTE: Tensor,
+    key_BHTE: Tensor,
+    value_BHTV: Tensor,
+    decay_BHT: Tensor,
+    beta_BHT: Tensor,
+    starts_BT: Tensor | None = None,
+    state_BHEV: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return what `recurrent` returns, up to rounding."""
+    rows, heads, length, _ = key_BHTE.shape
+    size = min(CHUNK, 1 << (length - 1).bit_length())
+
+    def cut(each: Tensor) -> Tensor:
+        """Return [B, H, T, ...] as [N, M, C, ...]; tokens that are added at the end have g = beta = 0."""
+        padded = F.pad(each, (*(0,) * 2 * (each.ndim - 3), 0, -length % size))
+        return padded.flatten(0, 1).unflatten(1, (-1, size)).transpose(0, 1)
+
+    query, key, value = cut(query_BHTE), cut(key_BHTE), cut(value_BHTV)
+    decay_NMC, beta_NMC = cut(decay_BHT), cut(beta_BHT)
+    begun_NMC = torch.zeros_like(decay_NMC, dtype=torch.int64)  # documents that began in the chunk, up to each position
+    if starts_BT is not None:
+        begun_NMC = cut(starts_BT[:, None].expand(-1, heads, -1)).cumsum(dim=-1)
+    # A difference of sums has their rounding, and sums over a chunk are large next to it.
+    sum_NMC = decay_NMC.double().cumsum(dim=-1)
+    # How much of what position j writes is left at position i: nothing of a later one or of another document.
+    seen_NMCC = (begun_NMC[..., :, None] == begun_NMC[..., None, :]).tril()
+    between_NMCC = (sum_NMC[..., :, None] - sum_NMC[..., None, :]).to(decay_BHT.dtype)
+    left_NMCC = between_NMCC.masked_fill(~seen_NMCC, float("-inf")).exp()
+    written_NMCE = key * beta_NMC[..., None]
+    inverse_NMCC = unit_inverse((written_NMCE @ key.mT * left_NMCC).tril(-1))
+    of_state_NMC1 = (sum_NMC.to(decay_BHT.dtype).exp() * (begun_NMC == 0))[..., None]  # what is left of the state before the chunk
+    states_NMEV, correction_NMCV, last_MEV = scan(
+        inverse_NMCC @ (value * beta_NMC[..., None]),
+        inverse_NMCC @ (written_NMCE * of_state_NMC1),
+        key * left_NMCC[..., -1, :, None],
+        of_state_NMC1[..., -1, 0],
+        (_zero_state(key_BHTE, value_BHTV) if state_BHEV is None else state_BHEV).flatten(0, 1),
+    )
+    out_NMCV = (query * of_state_NMC1) @ states_NMEV + (query @ key.mT * left_NMCC) @ correction_NMCV
+    out_MTV = out_NMCV.transpose(0, 1).flatten(1, 2)[:, :length]
+    return out_MTV.unflatten(0, (rows, heads)), last_MEV.unflatten(0, (rows, heads))
+
+
+def _zero_state(key_BHTE: Tensor, value_BHTV: Tensor) -> Tensor:
+    return key_BHTE.new_zeros(*key_BHTE.shape[:2], key_BHTE.shape[-1], value_BHTV.shape[-1])
+
+
+def unit_inverse(strict: Tensor) -> Tensor:
+    """Return (1 + L)^-1 for strictly lower triangular L, [..., C, C], C a power of two.
+
+    The inverses of the blocks on the diagonal, of twice the size each time, are
+    [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
+    """
+    inverse: Tensor = torch.ops.monograph.unit_inverse(strict)
+    return inverse
+
+
+def scan(
+    value_NMCV: Tensor, read_NMCE: Tensor, key_NMCE: Tensor, kept_NM: Tensor, state_MEV: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Carry the state through the chunks, u[n] = value[n] - read[n] S[n] and S[n+1] = kept[n] S[n] + key[n]^T u[n].
+
+    Returns:
+        S before each chunk, [N, M, E, V]; u, [N, M, C, V]; and S after the last one, [M, E, V].
+    """
+    states, corrections = torch.ops.monograph.carry(value_NMCV, read_NMCE, key_NMCE, kept_NM, state_MEV)
+    return states[:-1], corrections, states[-1]
+
+
+# Operators, because a compiler would unroll their loops, and its time would grow with the length of a row.
+@torch.library.custom_op("monograph::unit_inverse", mutates_args=())
+def _unit_inverse(strict: Tensor) -> Tensor:
+    size, blocks = 1, torch.ones(*strict.shape[:-1], 1, 1, dtype=strict.dtype, device=strict.device)
+    while size < strict.shape[-1]:
+        pairs = strict.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
+        below = pairs[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+        first, second = blocks.unflatten(-3, (-1, 2)).unbind(-3)
+        blocks = F.pad(first, (0, size, 0, size)) + F.pad(second, (size, 0, size, 0))
+        blocks[..., size:, :size] = -(second @ below @ first)
+        size *= 2
+    return blocks.squeeze(-3)
+
+
+@_unit_inverse.register_fake
+def _(strict: Tensor) -> Tensor:
+    return strict.new_empty(strict.shape)
+
+
+def _keep_inverse(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(output)
+
+
+def _unit_inverse_backward(ctx: Any, grad: Tensor) -> Tensor:
+    (inverse,) = ctx.saved_tensors
+    return -(inverse.mT @ grad @ inverse.mT).tril(-1)
+
+
+_unit_inverse.register_autograd(_unit_inverse_backward, setup_context=_keep_inverse)
+
+
+@torch.library.custom_op("monograph::carry", mutates_args=())
+def _carry(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    states, corrections = state.new_empty(len(key) + 1, *state.shape), value.new_empty(value.shape)
+    states[0] = state
+    for n in range(len(key)):
+        torch.baddbmm(value[n], reading[n], states[n], alpha=-1, out=corrections[n])
+        torch.mul(states[n], kept[n, :, None, None], out=states[n + 1])
+        states[n + 1].baddbmm_(key[n].mT, corrections[n])
+    return states, corrections
+
+
+@_carry.register_fake
+def _(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+    return state.new_empty(len(key) + 1, *state.shape), value.new_empty(value.shape)
+
+
+@torch.library.custom_op("monograph::carry_back", mutates_args=())
+def _carry_back(
+    grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Return the whole gradients of the states and of the corrections."""
+    states, corrections = grad_states.contiguous().clone(), grad_corrections.new_empty(grad_corrections.shape)
+    for n in range(len(key) - 1, -1, -1):
+        torch.baddbmm(grad_corrections[n], key[n], states[n + 1], out=corrections[n])
+        states[n].addcmul_(states[n + 1], kept[n, :, None, None])
+        states[n].baddbmm_(reading[n].mT, corrections[n], alpha=-1)
+    return states, corrections
+
+
+@_carry_back.register_fake
+def _(
+    grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor
+) -> tuple[Tensor, Tensor]:
+    return grad_states.new_empty(grad_states.shape), grad_corrections.new_empty(grad_corrections.shape)
+
+
+def _keep_carried(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    _, reading, key, kept, _ = inputs
+    ctx.save_for_backward(reading, key, kept, *output)
+
+
+def _carry_backward(ctx: Any, grad_states: Tensor, grad_corrections: Tensor) -> tuple[Tensor, ...]:
+    reading, key, kept, states, corrections = ctx.saved_tensors
+    of_states, of_values = torch.ops.monograph.carry_back(grad_states, grad_corrections, reading, key, kept)
+    before, after = states[:-1], of_states[1:]
+    of_kept = (before * after).sum(dim=(-2, -1))
+    return of_values, -(of_values @ before.mT), corrections @ after.mT, of_kept, of_states[0].clone()
+
+
+_carry.register_autograd(_carry_backward, setup_context=_keep_carried)
+
+
+def _over_members(operator: Any) -> Any:
+    """Return the rule for a batched call: members are further rows, of the first axis but one or two."""
+
+    def rule(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Any, Any]:
+        members = []
+        for tensor, dim in zip(tensors, in_dims, strict=True):
+            front = tensor.expand(info.batch_size, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            axis = _rows_axis(front.ndim - 1)
+            members.append(front.movedim(0, axis).flatten(axis, axis + 1))
+        found = operator(*members)
+        parts = found if isinstance(found, tuple) else (found,)
+        axes = [_rows_axis(part.ndim) for part in parts]
+        split = tuple(part.unflatten(a, (info.batch_size, -1)) for part, a in zip(parts, axes, strict=True))
+        return (split, tuple(axes)) if isinstance(found, tuple) else (split[0], axes[0])
+
+    return rule
+
+
+def _rows_axis(dimensions: int) -> int:
+    return 0 if dimensions == 3 else 1  # a state has no chunks
+
+
+for _operator in (_unit_inverse, _carry, _carry_back):
+    _operator.register_vmap(_over_members(_operator))
