@@ -16,23 +16,18 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 def captured_graphs() -> int:
     """Return how many graphs Dynamo has captured in this process; the number is constant if nothing recompiles."""
-    import torch._dynamo.utils as utils
-
-    return int(utils.counters["stats"].get("unique_graphs", 0))
+    return int(torch._dynamo.utils.counters["stats"].get("unique_graphs", 0))
 
 
 def graphs_from_cache() -> int:
     """Return how many graphs this process has read from the compiler's cache instead of compiling them."""
-    import torch._dynamo.utils as utils
-
-    return int(utils.counters["inductor"]["fxgraph_cache_hit"] + utils.counters["aot_autograd"]["autograd_cache_hit"])
+    counters = torch._dynamo.utils.counters
+    return int(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def graph_breaks() -> int:
     """Return how many graph breaks Dynamo has met in this process."""
-    import torch._dynamo.utils as utils
-
-    return int(sum(utils.counters["graph_break"].values()))
+    return int(sum(torch._dynamo.utils.counters["graph_break"].values()))
 
 
 def is_capture_error(error: BaseException) -> bool:
@@ -81,16 +76,13 @@ def cache_attention_kernels() -> None:
 
 def allow_variants() -> None:
     """Let one function be compiled for up to 64 kinds of arguments; torch's default limit is eight."""
-    import torch._dynamo.config as config
-
+    config = torch._dynamo.config
     config.recompile_limit = max(config.recompile_limit, 64)
 
 
 def one_graph_under_ddp() -> None:
     """Let a step under DDP be one graph; by default torch splits it where DDP's gradient buckets end."""
-    import torch._dynamo.config as config
-
-    config.optimize_ddp = False
+    torch._dynamo.config.optimize_ddp = False
 
 
 @functools.cache

@@ -62,9 +62,7 @@ def allow_stashes_in_recomputed() -> None:
     Dynamo forbids writes to attributes there, because the backward pass does not repeat them; families of siblings
     undo theirs before the block ends.
     """
-    import torch._dynamo.config as config
-
-    config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
+    torch._dynamo.config.skip_fwd_side_effects_in_bwd_under_checkpoint = True
 
 
 def sums_gradients() -> bool:
@@ -143,9 +141,7 @@ def layers(
 
 def allow_recurrent() -> None:
     """Let Dynamo trace recurrent layers, which by default it refuses, as torch's own kernels cannot be traced."""
-    import torch._dynamo.config as config
-
-    config.allow_rnn = True
+    torch._dynamo.config.allow_rnn = True
 
 
 def warn_of_loops(wanted: bool) -> None:
