@@ -17,16 +17,16 @@ from monograph.text import tokenizer_config
 from monograph.text.tokenizer import Tokenizer
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that a crash leaves either the old or the new content; raises DiskFull."""
+def write_whole(path: Path, content: str | bytes, kept: str = "what was there before is untouched") -> None:
+    """Write a file so that a crash leaves either the old or the new content; raises DiskFull, which says `kept`."""
     partial = path.with_suffix(".partial")
     try:
-        write_durably(partial, text, mode="w")
+        write_durably(partial, content, new=False)
         partial.replace(path)
     except OSError as error:
         with suppress(OSError):
             partial.unlink(missing_ok=True)
-        raise DiskFull(f"{path}: cannot be written: {error.strerror}; what was there before is untouched") from error
+        raise DiskFull(f"{path}: cannot be written: {error.strerror}; {kept}") from error
 
 
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:

@@ -21,13 +21,14 @@ from safetensors.torch import save
 from torch import nn
 
 from monograph.data.corpus import Corpus
-from monograph.errors import DiskFull, InputRefused
+from monograph.errors import InputRefused
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.rl.pairs import PairRows, read_pairs
 from monograph.rl.preferences import PreferenceLoss
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
+from monograph.run.writing import write_whole
 from monograph.session.plan import Plan
 from monograph.session.session import Session
 from monograph.storage.reading import exists
@@ -117,19 +118,11 @@ def verify_reference(run: Run) -> None:
 
 def _write(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
     """Store a reference in the run's folder, before the run's first checkpoint."""
-    path, there = session.run.folder / REFERENCE, {name: tensor.cpu() for name, tensor in tensors.items()}
+    there = {name: tensor.cpu() for name, tensor in tensors.items()}
     content = save(there, {"fingerprint": session.corpus.fingerprint, "sha256": _digest(there)})
-    partial = path.with_suffix(".partial")
-    try:
-        partial.write_bytes(content)
-        sync(partial)
-        partial.replace(path)
-        sync(path.parent)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink(missing_ok=True)
-        nothing = "nothing was trained yet: make room there, and start again"
-        raise DiskFull(f"{path}: cannot be written: {error.strerror}; {nothing}") from error
+    nothing = "nothing was trained yet: make room there, and start again"
+    write_whole(session.run.folder / REFERENCE, content, nothing)
+    sync(session.run.folder)
 
 
 def _read(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -74,10 +74,10 @@ def held(folder: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def write_durably(path: Path, text: str, mode: str = "x") -> None:
-    """Create a UTF-8 file, or with mode "w" replace its content, and wait until it is on the disk."""
-    with open(path, mode, encoding="utf-8") as file:
-        file.write(text)
+def write_durably(path: Path, content: str | bytes, new: bool = True) -> None:
+    """Create a file, or replace its content if it need not be `new`, and wait until it is on the disk."""
+    with open(path, "xb" if new else "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
         file.flush()
         os.fsync(file.fileno())
 
