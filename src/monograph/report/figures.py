@@ -43,19 +43,10 @@ def draw(
     """Return a PNG sheet of all figures for which `metrics` has rows, under `title` and `subtitle`, and each figure."""
     panels: dict[str, tuple[str, Callable[..., None]]] = {
         "held_out": ("eval_bits_per_byte", partial(_held_out, yardsticks=yardsticks)),
-        "reward": (
-            "reward",
-            partial(_numbers, title="Mean reward of an update's answers", held="eval_reward"),
-        ),
-        "accuracy": (
-            "accuracy",
-            partial(_numbers, title="Share of answers ahead", held="eval_accuracy"),
-        ),
+        "reward": ("reward", partial(_numbers, title="Mean reward of an update's answers", held="eval_reward")),
+        "accuracy": ("accuracy", partial(_numbers, title="Share of answers ahead", held="eval_accuracy")),
         "loss": ("train_loss", partial(_numbers, title="Training loss, nats per token")),
-        "entropy": (
-            "entropy",
-            partial(_numbers, title="Entropy of the draws, nats per token", from_0=True),
-        ),
+        "entropy": ("entropy", partial(_numbers, title="Entropy of the draws, nats per token", from_0=True)),
         "margin": ("margin", partial(_numbers, title="Margin of the chosen answers, nats")),
         "learning_rate": ("lr", _learning_rate),
         "gradient_norm": ("grad_norm", _gradient_norm),

@@ -9,13 +9,11 @@ from pathlib import Path
 from string import Template
 
 from monograph.report.figures import Drawing
-from monograph.report.plot_style import ACCENT, GRID, INK, MUTED, WARN
+from monograph.report.plot_style import COLOURS
 from monograph.storage.reading import contents
 
 # A cell is a text, by which it is sorted, or (text, number to sort by). None is unknown, and always sorted last.
 Cell = str | tuple[str, float | None]
-
-_COLOURS = {INK: "--ink", MUTED: "--muted", GRID: "--rule", ACCENT: "--accent", WARN: "--warn"}
 
 _PAGE = Template(files(__package__).joinpath("page.html").read_text("utf-8"))
 # A click or the enter key on a column's name sorts it rising, falling, and then in the original order.
@@ -119,8 +117,8 @@ def config_of(folder: Path) -> str:
 def _inline(drawing: Drawing) -> str:
     """Return the figure as SVG inside the page, in the page's colours, which follow the light or dark theme."""
     svg = drawing.svg.replace("DejaVu Sans", "system-ui")
-    for colour, variable in _COLOURS.items():
-        svg = svg.replace(colour, f"var({variable})")
+    for colour, name, _ in COLOURS:
+        svg = svg.replace(colour, f"var(--{name})")
     # All figures have the same names for their clip paths; on one page these must differ.
     for old in ('id="', "url(#", 'href="#'):
         svg = svg.replace(old, f"{old}{drawing.name}-")

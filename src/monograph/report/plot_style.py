@@ -87,7 +87,7 @@ def svg(figure: Figure) -> str:
 
 
 # (colour in a drawing, its name, its replacement on a dark page)
-_COLOURS = (
+COLOURS = (
     (INK, "ink", "#e9eaee"),
     (MUTED, "muted", "#9a9da8"),
     (GRID, "rule", "#30333a"),
@@ -98,7 +98,7 @@ _COLOURS = (
 
 def themed(svg: str) -> str:
     """Return an SVG with this file's colours replaced by variables, which follow the reader's light or dark theme."""
-    there = [pair for pair in _COLOURS if pair[0] in svg]
+    there = [pair for pair in COLOURS if pair[0] in svg]
     light = " ".join(f"--{name}: {colour};" for colour, name, _ in there)
     dark = " ".join(f"--{name}: {colour};" for _, name, colour in there)
     for colour, name, _ in there:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 from monograph.data.progress import Progress
 from monograph.data.records import Fault, json_objects
@@ -14,17 +14,6 @@ from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
 from monograph.storage.writing import temporary_folder
 from monograph.text.tokenizer import Tokenizer, parse
-
-
-class Prompted(Protocol):
-    """An item that belongs to a prompt."""
-
-    @property
-    def text(self) -> str:
-        """Return the prompt's text; equal prompts are held out together."""
-
-
-Item = TypeVar("Item", bound=Prompted)
 
 
 class Parts(NamedTuple):
@@ -59,7 +48,7 @@ def own_tokenizer(reading: Mapping[str, Any], key: str) -> Tokenizer:
 
 def read_parts(
     reading: Mapping[str, Any],
-    item: Callable[[str, Mapping[str, Any]], Item | Fault],
+    item: Callable[[str, Mapping[str, Any]], Any | Fault],
     needs: str,
     progress: Progress | None = None,
 ) -> Parts:
@@ -75,7 +64,7 @@ def read_parts(
         InputRefused: a record is bad, and the message names its file and line; or nothing is left to learn from.
         UsageError: a source has a weight.
     """
-    sides: tuple[list[Item], list[Item]] = ([], [])
+    sides: tuple[list[Any], list[Any]] = ([], [])
     skipped: Counter[str] = Counter()
     with temporary_folder() as spool:
         sources = find(reading["source"], spool, progress)

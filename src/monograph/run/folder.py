@@ -196,18 +196,14 @@ class Run:
         """
         lines = (json.dumps(_finite(row), allow_nan=False, separators=(", ", ": ")) for row in rows)
         content = "".join(f"{line}\n" for line in lines).encode()
-        with explained(self.metrics):
-            descriptor = os.open(self.metrics, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
+        with explained(self.metrics), open(self.metrics, "ab", buffering=0) as file:
+            before = os.fstat(file.fileno()).st_size
             try:
-                before = os.fstat(descriptor).st_size
-                try:
-                    _write_all(descriptor, content)
-                except OSError:
-                    with suppress(OSError):
-                        os.ftruncate(descriptor, before)
-                    raise
-            finally:
-                os.close(descriptor)
+                _write_all(file.fileno(), content)
+            except OSError:
+                with suppress(OSError):
+                    os.ftruncate(file.fileno(), before)
+                raise
 
     def rows(self) -> list[dict[str, Any]]:
         """Return the rows so far, without a last line that was cut off; raises InputRefused if one is damaged."""

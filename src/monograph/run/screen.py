@@ -40,19 +40,18 @@ class _Stream:
         self.is_utf8 = self.encoding.lower().replace("-", "") == "utf8"
 
     def write(self, text: str) -> int:
-        if self._stream is not None:
-            if not self.is_utf8:
-                text = text.translate(_ASCII).encode(self.encoding, "replace").decode(self.encoding)
-            try:
-                own(self._stream, text)
-            except (OSError, ValueError):
-                self._stream = None
+        if not self.is_utf8:
+            text = text.translate(_ASCII).encode(self.encoding, "replace").decode(self.encoding)
+        self._try(lambda stream: own(stream, text))
         return len(text)
 
     def flush(self) -> None:
+        self._try(lambda stream: stream.flush())
+
+    def _try(self, call: Callable[[TextIO], None]) -> None:
         if self._stream is not None:
             try:
-                self._stream.flush()
+                call(self._stream)
             except (OSError, ValueError):
                 self._stream = None
 

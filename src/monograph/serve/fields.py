@@ -268,24 +268,16 @@ def _biases(value: Any) -> dict[int, float]:
 # ── the kinds of values ───────────────────────────────────────────────────────────────────────────
 
 
-def a_text(name: str, value: Any) -> str:
-    """Return a field that is a text."""
-    if not isinstance(value, str):
-        raise Refused(400, f"{name} = {value!r:.80}: expected a text", name)
-    return value
+def _of(kind: type, said: str) -> Callable[[str, Any], Any]:
+    def check(name: str, value: Any) -> Any:
+        if not isinstance(value, kind):
+            raise Refused(400, f"{name} = {value!r:.80}: expected {said}", name)
+        return value
+
+    return check
 
 
-def a_bool(name: str, value: Any) -> bool:
-    """Return a field that is true or false."""
-    if not isinstance(value, bool):
-        raise Refused(400, f"{name} = {value!r:.80}: expected true or false", name)
-    return value
-
-
-def _object(name: str, value: Any) -> dict[str, Any]:
-    if not isinstance(value, dict):
-        raise Refused(400, f"{name} = {value!r:.80}: expected an object", name)
-    return value
+a_text, a_bool, _object = _of(str, "a text"), _of(bool, "true or false"), _of(dict, "an object")
 
 
 def _whole(least: int, most: int) -> Callable[[str, Any], int]:

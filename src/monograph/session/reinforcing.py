@@ -236,17 +236,13 @@ def rewards_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not drawn:
         return {}
     tenth = max(1, len(drawn) // 10)
+    last, parts = drawn[-tenth:], [name for name in drawn[-1] if name == "pass_at_1" or name.startswith("reward.")]
     held: Mapping[str, Any] = next((row for row in reversed(rows) if "eval_reward" in row), {})
     return {
         "tokens": drawn[-1]["tokens"],
         "reward_first": statistics.fmean(row["reward"] for row in drawn[:tenth]),
-        "reward": statistics.fmean(row["reward"] for row in drawn[-tenth:]),
-        "pass_at_1": statistics.fmean(row["pass_at_1"] for row in drawn[-tenth:]) if "pass_at_1" in drawn[-1] else None,
-        **{
-            name: statistics.fmean(row[name] for row in drawn[-tenth:] if name in row)
-            for name in drawn[-1]
-            if name.startswith("reward.")
-        },
+        "pass_at_1": None,
+        **{name: statistics.fmean(row[name] for row in last if name in row) for name in ("reward", *parts)},
         "eval_reward": held.get("eval_reward"),
         "eval_pass_at_1": held.get("eval_pass_at_1"),
         "drawn_minus_scored_max": max(row["drawn_minus_scored_max"] for row in drawn),
