@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
-Command = TypeVar("Command", bound=Callable[..., int])
+Command = TypeVar("Command", bound=Callable[..., int | None])
 
 
 def end_at_once(*_: Any) -> NoReturn:

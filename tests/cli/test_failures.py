@@ -53,7 +53,7 @@ def test_what_another_rank_says_is_silent_unless_that_one_is_gone(
 
 def test_a_commands_own_exit_code_is_kept(calls: Calls) -> None:
     calls.outcome = 4
-    assert monograph_("check") == 4
+    assert monograph_("sweep") == 4  # the only one that has one
 
 
 def test_interrupted_while_it_starts_or_ends_is_no_traceback() -> None:

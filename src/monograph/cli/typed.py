@@ -101,7 +101,7 @@ def train(
     ] = False,
     trust_code: TrustCode = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Train a model on text. With no arguments: three minutes on Python's own sources."""
     if resume and from_:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
@@ -109,10 +109,10 @@ def train(
     settings = _settings(arguments, minutes, runs_code=not print_config)
     if print_config:
         print(settings.to_toml(origins=True), end="")
-        return 0
+        return
     from monograph.commands.train import run
 
-    return interrupts.working(run)(settings, out=out, resume=resume, from_=from_, json=json)
+    interrupts.working(run)(settings, out=out, resume=resume, from_=from_, json=json)
 
 
 @app.command()
@@ -153,7 +153,7 @@ def plan(
         str | None, typer.Option(metavar="512GiB", help="that a streamed model may lie in; default: what is free here")
     ] = None,
     json: Json = False,
-) -> int:
+) -> None:
     """Say what fits a device and how fast it would go, before anything is trained."""
     from monograph.commands.plan import run
 
@@ -173,7 +173,7 @@ def profile(
     ] = False,
     trust_code: TrustCode = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Say where the time of an update goes, what binds it and the one change that helps most."""
     if ladder:
         from monograph.commands.ladder import run
@@ -181,7 +181,7 @@ def profile(
         from monograph.commands.profile import run
 
     _trust(trust_code)
-    return interrupts.working(run)(_settings(arguments, runs_code=True), out=out, json=json)
+    interrupts.working(run)(_settings(arguments, runs_code=True), out=out, json=json)
 
 
 @app.command()
@@ -210,16 +210,14 @@ def generate(
         Path | None, typer.Option(readable=False, metavar="FILE", help="write JSON that it validates")
     ] = None,
     json: Json = False,
-) -> int:
+) -> None:
     """Continue text, or answer, with a trained model."""
     from monograph.commands.generate import run as command
 
     numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
     how = {"numbers": numbers, "pairs": sampler or [], "constraints": constraints, "chat": chat, "json": json}
-    return interrupts.working(command)(
-        run, prompts or [], file=file, n=n, max_tokens=max_tokens, stop=stop or [], **how
-    )
+    interrupts.working(command)(run, prompts or [], file=file, n=n, max_tokens=max_tokens, stop=stop or [], **how)
 
 
 @app.command()
@@ -235,13 +233,13 @@ def serve(
     rows: Annotated[
         int | None, typer.Option(metavar="N", min=1, max=1024, help="texts at once; default: 8, on a GPU 64")
     ] = None,
-) -> int:
+) -> None:
     """Answer OpenAI's protocol with a model, for chat windows and programs."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
         raise UsageError("monograph serve needs starlette and uvicorn: pip install 'monograph[serve]'")
     from monograph.serve.command import run as command
 
-    return interrupts.working(command)(run, host=host, port=port, api_key_file=api_key_file, rows=rows)
+    interrupts.working(command)(run, host=host, port=port, api_key_file=api_key_file, rows=rows)
 
 
 @app.command()
@@ -254,12 +252,12 @@ def evaluate(
     chat: Annotated[bool, typer.Option("--chat", help="ask each question by the model's chat template")] = False,
     trust_code: TrustCode = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Measure bits per byte on text that was held out, or answer multiple choice."""
     from monograph.commands.evaluate import run as command
 
     _trust(trust_code)
-    return interrupts.working(command)(run, data=data or [], chat=chat, json=json)
+    interrupts.working(command)(run, data=data or [], chat=chat, json=json)
 
 
 @app.command()
@@ -275,12 +273,12 @@ def compare(
     chat: Annotated[bool, typer.Option("--chat", help="ask each question by the models' chat templates")] = False,
     trust_code: TrustCode = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Say whether one model is better than another on the same text or questions, and how sure that is."""
     from monograph.commands.compare import run as command
 
     _trust(trust_code)
-    return interrupts.working(command)(runs, data=data or [], chat=chat, json=json)
+    interrupts.working(command)(runs, data=data or [], chat=chat, json=json)
 
 
 @app.command()
@@ -293,11 +291,11 @@ def export(
     dtype: Annotated[
         str | None, typer.Option(metavar="f32|f16|bf16|q8_0", help="of the weights in a GGUF file; default: their own")
     ] = None,
-) -> int:
+) -> None:
     """Write a run's model for other tools."""
     from monograph.commands.export import run as command
 
-    return interrupts.working(command)(run, to=to, format=format, dtype=dtype)
+    interrupts.working(command)(run, to=to, format=format, dtype=dtype)
 
 
 @data_app.command()
@@ -306,19 +304,19 @@ def show(
     row: Annotated[
         int | None, typer.Option(metavar="N", min=0, help="which packed row; default: a few numbers and row 0")
     ] = None,
-) -> int:
+) -> None:
     """Decode one packed row and mark its trained tokens."""
     from monograph.commands.data import show as command
 
-    return interrupts.working(command)(_settings(arguments), row=row)
+    interrupts.working(command)(_settings(arguments), row=row)
 
 
 @data_app.command()
-def build(arguments: ConfigArguments = None) -> int:
+def build(arguments: ConfigArguments = None) -> None:
     """Tokenise the text once, for all later runs."""
     from monograph.commands.data import build as command
 
-    return interrupts.working(command)(_settings(arguments))
+    interrupts.working(command)(_settings(arguments))
 
 
 @app.command()
@@ -328,11 +326,11 @@ def check(
     ] = None,
     laws: Annotated[bool, typer.Option("--laws", help="compare fast paths with slow ones here, in minutes")] = False,
     json: Json = False,
-) -> int:
+) -> None:
     """Say whether this machine or a run is in order."""
     from monograph.commands.check import run as command
 
-    return interrupts.working(command)(run, laws=laws, json=json)
+    interrupts.working(command)(run, laws=laws, json=json)
 
 
 def _trust(said: bool) -> None:

@@ -30,7 +30,7 @@ from monograph.storage.reading import entries, exists, is_folder
 from monograph.text.tokenizer import Tokenizer
 
 
-def run(run: str | None, *, laws: bool = False, json: bool) -> int:
+def run(run: str | None, *, laws: bool = False, json: bool) -> None:
     """Print one fact a line, then raise the first fault; with `json`, also print one object with units in its keys."""
     if laws:
         if run is not None:
@@ -49,7 +49,6 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> int:
         print(jsonlib.dumps({"schema": "monograph.check/1", **facts}))
     if error:
         raise error
-    return 0
 
 
 def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:

@@ -85,7 +85,7 @@ class _Result:
     accuracies: tuple[Accuracy, ...] = ()
 
 
-def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> int:
+def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> None:
     """Compare every run with the first; see the command line's help."""
     if len(runs) < 2:
         raise UsageError("compare takes two runs or more, the first being what the others are compared with")
@@ -114,7 +114,6 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> int:
         print(_line(first, side, comparison, result.documents))
     if json:
         print(jsonlib.dumps(_json(sides, result)))
-    return 0
 
 
 def _side(name: str) -> _Side:

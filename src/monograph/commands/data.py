@@ -16,7 +16,7 @@ from monograph.session.setup import open_corpus
 from monograph.terminal import own, takes_colour
 
 
-def show(settings: Settings, *, row: int | None) -> int:
+def show(settings: Settings, *, row: int | None) -> None:
     """Print a packed row as text, its trained tokens marked; without a number, print the corpus's size and row 0."""
     require_texts(settings, "data")
     plan = resolve(settings, describe())
@@ -35,7 +35,6 @@ def show(settings: Settings, *, row: int | None) -> int:
     elif row >= len(corpus.train):
         raise UsageError(f"--row {row}: the last row is {len(corpus.train) - 1:,}")
     own(sys.stdout, render_row(corpus, row or 0, colour=takes_colour(sys.stdout)) + "\n")
-    return 0
 
 
 def _texts(corpus: Corpus) -> str:
@@ -51,9 +50,8 @@ def _chats(corpus: Corpus) -> str:
     return f"{chats} in {counted(train.documents, 'sequence')}, {trained}\nanswers end with {answer_ends(corpus)}"
 
 
-def build(settings: Settings) -> int:
+def build(settings: Settings) -> None:
     """Tokenise and cache the text, and print the folder."""
     require_texts(settings, "data")
     corpus = open_corpus(resolve(settings, describe()).reading, Progress())
     print(f"{corpus.folder}: {corpus.stats.tokens:,} tokens, fingerprint {corpus.fingerprint[:16]}")
-    return 0

@@ -22,7 +22,7 @@ TEXT = ("bits_per_byte", "perplexity", "loss", "tokens")
 QUESTIONS = tuple(key for key in Accuracy._fields if key != "cut")
 
 
-def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
+def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
     """Score the held-out rows of the run's data, or all given text or questions; see the command line's help."""
     trained = run_named(run)
     subject = of_run(trained, warn) if trained else of_folder(run, warn)
@@ -40,7 +40,6 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> int:
         scores = {key: measured._asdict().get(key) for key in (*TEXT, *QUESTIONS)}
         weights = "averaged" if subject.averaged else "last"
         print(jsonlib.dumps({"schema": "monograph.evaluate/1", **standard_json(scores), "weights": weights}))
-    return 0
 
 
 def _text(subject: EvaluatedModel, data: list[str], report: Report) -> tuple[Evaluation, str]:

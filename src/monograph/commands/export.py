@@ -11,7 +11,7 @@ from monograph.terminal import shell_words, warn
 ADAPTER = "adapter"  # the folder of the adapters alone, inside the merged model's folder
 
 
-def run(run: str, *, to: Path, format: str, dtype: str | None) -> int:
+def run(run: str, *, to: Path, format: str, dtype: str | None) -> None:
     """Write the newest sound checkpoint's model; see the command line's help."""
     check(format, dtype)
     model, tokenizer, adapters = load_to_export(run, warn)
@@ -19,10 +19,9 @@ def run(run: str, *, to: Path, format: str, dtype: str | None) -> int:
     if format == "gguf":
         modelfile = shell_words(to / "Modelfile")
         print(f"{to}: a GGUF file for llama.cpp, and a Modelfile: ollama create NAME -f {modelfile}")
-        return 0
+        return
     if adapters:
         save_adapter(adapters, to / ADAPTER)
         print(f"{to / ADAPTER}: the adapters alone, for PEFT and for model.init")
     call = f"AutoModelForCausalLM.from_pretrained({str(to)!r})"
     print(f"{to}: a Hugging Face folder; transformers loads it with {call}")
-    return 0

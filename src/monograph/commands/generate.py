@@ -214,7 +214,7 @@ class Model(NamedTuple):
         return chat_ids(self.tokenizer, messages, add_generation_prompt=True)
 
 
-def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) -> int:
+def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) -> None:
     """Print each prompt with its continuation as it is written; see the command line's help and `Options`."""
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     options = Options(**asked_for)
@@ -250,7 +250,6 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     _print_text(written, lambda number: "" if options.chat else str(given[number // options.n][0]), bool(limits))
     speed = f"{counted(written.tokens, 'token')}, {written.tokens / max(clock() - began, 1e-9):.0f} tok/s"
     print(f"{speed}, sampled in the graph; same seed, same text (--seed {sampling.seed})", file=sys.stderr)
-    return 0
 
 
 def _lead(model: Model, given: Sequence[str | list[Message]]) -> bytes:
@@ -294,7 +293,7 @@ def _print_text(written: Generation, head: Callable[[int], str], limited: bool) 
     return done
 
 
-def _print_json(written: Generation) -> int:
+def _print_json(written: Generation) -> None:
     began, done = clock(), list[Completion]()
     with Progress().stage("generate", counted(written.count, "completion")) as stage:
         for piece in written.stream():
@@ -313,7 +312,6 @@ def _print_json(written: Generation) -> int:
         "device_to_host_bytes_per_token": generator.outbox.bytes_out / tokens,
     }
     print(jsonlib.dumps(result))
-    return 0
 
 
 def _shown(completion: Completion) -> dict[str, Any]:
@@ -324,7 +322,7 @@ def _shown(completion: Completion) -> dict[str, Any]:
     return shown
 
 
-def _converse(model: Model) -> int:
+def _converse(model: Model) -> None:
     """Answer every line of standard input as a message, along with the chat so far."""
     if model.options.json or model.options.n > 1:
         raise UsageError("--chat without a prompt is a conversation: it takes neither --json nor --n")
@@ -342,7 +340,6 @@ def _converse(model: Model) -> int:
             )
         [answer] = _print_text(model.write([ids]), lambda number: "", model.constraint is not None)
         messages.append({"role": "assistant", "content": answer.text})
-    return 0
 
 
 def _line(live: bool) -> str | None:

@@ -21,7 +21,7 @@ PICTURE, NUMBERS = "ladder.svg", "ladder.json"
 SHOWN = ("rung", "tokens/s", "speed", "peak memory", "memory", "loss", "compiling, s")  # the columns on a terminal
 
 
-def run(settings: Settings, *, out: Path | None, json: bool) -> int:
+def run(settings: Settings, *, out: Path | None, json: bool) -> None:
     """Train and measure one rung after another, as `train` would, and print the gains; no run is written."""
     began = clock()
     with results_folder(out, DEFAULT_ROOT) as folder:
@@ -36,7 +36,6 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
     _show(result, folder)
     if json:
         print(jsonlib.dumps(result))
-    return 0
 
 
 class Climb(NamedTuple):

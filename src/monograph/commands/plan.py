@@ -39,7 +39,7 @@ _SHADES = {
 
 def run(
     settings: Settings, *, device: str | None, device_memory: str | None, host_memory: str | None, json: bool
-) -> int:
+) -> None:
     """Print the chosen way, its memory by origin and the alternatives; with `json`, print them as one object too."""
     settings = with_records(settings)
     require_one_device(settings, "plan")
@@ -82,7 +82,6 @@ def run(
         more = {"beside": _in_bytes(beside), "drawing_s": drawing, "drawing_calibrated": ratio is not None}
     if json:
         print(jsonlib.dumps(_object(answer, updates) | more))
-    return 0
 
 
 def memory_size(flag: str, text: str) -> int:

@@ -36,7 +36,7 @@ DEFAULT_ROOT = Path("profiles")
 TRACE, PICTURE, REPORT = "trace.json", "profile.svg", "report.html"
 
 
-def run(settings: Settings, *, out: Path | None, json: bool) -> int:
+def run(settings: Settings, *, out: Path | None, json: bool) -> None:
     """Open the session as `train` does, trace a few updates and print the result; no run is written."""
     with results_folder(out, DEFAULT_ROOT) as folder:
         progress = started()
@@ -51,7 +51,6 @@ def run(settings: Settings, *, out: Path | None, json: bool) -> int:
     _show(measured, tokens_per_s, folder)
     if json:
         print(jsonlib.dumps(_object(measured, tokens_per_s, session, folder)))
-    return 0
 
 
 def started() -> Progress:

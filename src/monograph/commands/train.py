@@ -46,7 +46,7 @@ SHOWN = ("reward", "accuracy", "margin")  # what says more than the loss, in run
 SHOWN_S = 1.0  # after so long, the numbers of the last updates are read; this waits for the device
 
 
-def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str | None, json: bool) -> int:
+def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str | None, json: bool) -> None:
     """Train, or resume training; see the command line's help."""
     if resume and out:
         raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
@@ -92,7 +92,6 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
         world.leave()
     if json and world.leads:
         print(jsonlib.dumps(standard_json(summary)))
-    return 0
 
 
 def _warn_of_text(run: Run, settings: Settings, progress: Progress) -> None:

@@ -13,6 +13,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
+from monograph.compat.operators import attributes
+
 
 def captured_graphs() -> int:
     """Return how many graphs Dynamo has captured in this process; the number is constant if nothing recompiles."""
@@ -107,13 +109,10 @@ def as_if_compiling() -> Iterator[None]:
     """Make `torch.compiler.is_compiling()` return True in the block, where flex attention is the operator itself."""
     import torch.nn.attention.flex_attention as flex
 
-    before = torch.compiler._is_compiling_flag, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG
     # Without its flag, flex attention would compile itself, which torch refuses on tensors without numbers.
-    torch.compiler._is_compiling_flag = flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
-    try:
+    alone = attributes(flex, {"_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True})
+    with attributes(torch.compiler, {"_is_compiling_flag": True}), alone:
         yield
-    finally:
-        torch.compiler._is_compiling_flag, flex._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = before
 
 
 def without_numbers() -> bool:

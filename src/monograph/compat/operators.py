@@ -78,11 +78,11 @@ def functional(replaced: dict[str, Callable[..., Any]]) -> AbstractContextManage
 
     A `TorchFunctionMode` would be the public way, but Dynamo (2.13) does not trace `Tensor.unflatten` in one.
     """
-    return _attributes(torch.nn.functional, replaced)
+    return attributes(torch.nn.functional, replaced)
 
 
 @contextmanager
-def _attributes(owner: Any, replaced: dict[str, Any]) -> Iterator[None]:
+def attributes(owner: Any, replaced: dict[str, Any]) -> Iterator[None]:
     """In the block, replace attributes of a module or class; inherited ones are shadowed."""
     before = {name: vars(owner)[name] for name in replaced if name in vars(owner)}
     try:
@@ -129,12 +129,12 @@ def layers(
 
     weights = property(lambda self: [getattr(self, name) for name in self._flat_weights_names])
     with (
-        _attributes(torch._VF, recurrent),
-        _attributes(torch.nn.RNNBase, {"_flat_weights": weights, "_update_flat_weights": lambda self: None}),
-        _attributes(torch, {"_weight_norm": weight_norm}),
-        _attributes(older, {"_weight_norm": weight_norm}),
-        _attributes(norm, {"forward": normed}),
-        _attributes(checkpoint, {"_checkpoint_without_reentrant_generator": told}),
+        attributes(torch._VF, recurrent),
+        attributes(torch.nn.RNNBase, {"_flat_weights": weights, "_update_flat_weights": lambda self: None}),
+        attributes(torch, {"_weight_norm": weight_norm}),
+        attributes(older, {"_weight_norm": weight_norm}),
+        attributes(norm, {"forward": normed}),
+        attributes(checkpoint, {"_checkpoint_without_reentrant_generator": told}),
     ):
         yield
 

@@ -34,7 +34,7 @@ FILES = 1000  # that may be open beside the connections: those that are about to
 BACKLOG = 128  # connections that wait, and that are taken at once
 
 
-def run(run: str, *, host: str, port: int, api_key_file: Path | None, rows: int | None) -> int:
+def run(run: str, *, host: str, port: int, api_key_file: Path | None, rows: int | None) -> None:
     """Serve a run's newest model, or a folder's; see the command line's help."""
     keep_compiled()
     keys = keys_in(api_key_file) if api_key_file else []
@@ -44,7 +44,7 @@ def run(run: str, *, host: str, port: int, api_key_file: Path | None, rows: int 
     source = Source(run, rows or most, warn)
     allow_connections()
     with _listening(host, port) as listening:
-        return asyncio.run(_serve(source, host, keys, listening))
+        asyncio.run(_serve(source, host, keys, listening))
 
 
 def allow_connections() -> None:
@@ -92,7 +92,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         raise InputRefused(f"--host {host} --port {port}: {error.strerror}") from None
 
 
-async def _serve(source: Source, host: str, keys: list[str], listening: socket.socket) -> int:
+async def _serve(source: Source, host: str, keys: list[str], listening: socket.socket) -> None:
     service = Service(source, _say, _report)
     server = _Server(configured(service, host, keys), service)
     serving = asyncio.create_task(server.serve([listening]))
@@ -109,7 +109,6 @@ async def _serve(source: Source, host: str, keys: list[str], listening: socket.s
     answered = counted(sum(service.counted.by_status.values()), "request")
     drawn = service.owner.stock.drawn if service.ready else 0  # it may end before the model is loaded
     _say(f"ended; {answered} answered, {counted(drawn, 'token')} written")
-    return 0
 
 
 def configured(service: Service, host: str, keys: list[str]) -> uvicorn.Config:
