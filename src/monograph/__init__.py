@@ -3,8 +3,6 @@
 The names below are the library. Each is imported on first use, so that `import monograph` costs nothing.
 """
 
-from __future__ import annotations
-
 import importlib
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Describe this machine: accelerator or CPU, memory, datasheet rates, compiler, and the clock that all timing uses."""
 
-from __future__ import annotations
-
 import difflib
 import os
 import re

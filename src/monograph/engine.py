@@ -5,8 +5,6 @@ An engine is a `Step`, whose layout says how engines differ, and this class arou
 Shapes: R rows of a window, M rows of a micro-batch, N members of an ensemble.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import math

@@ -1,7 +1,5 @@
 """Exceptions for errors that are not bugs, and the exit code that the command line returns for each class."""
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

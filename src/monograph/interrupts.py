@@ -3,8 +3,6 @@
 Training has its own handlers, which save a checkpoint first (`monograph.run.signals`).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -11,8 +11,6 @@ loss of a row may depend on all rows of the update.
 Shapes: B rows, T positions, D hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Ranges of numbers, so that settings, optimizers and the sampler refuse the same values with the same messages."""
 
-from __future__ import annotations
-
 import math
 import sys
 from numbers import Integral, Rational, Real

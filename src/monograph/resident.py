@@ -1,7 +1,5 @@
 """The engine whose weights, gradients and optimizer state all live on one device."""
 
-from __future__ import annotations
-
 from typing import final
 
 from torch import nn

@@ -1,7 +1,5 @@
 """Make learning-rate schedules: pure functions from an update's index to a factor of the learning rate."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -3,8 +3,6 @@
 Only Monograph's own display writes escape sequences, through `own`, after it has made its texts visible.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import re

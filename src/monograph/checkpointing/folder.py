@@ -3,8 +3,6 @@
 If a file is too large to be in memory next to its tensors' destination, each tensor is read when it is requested.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import hashlib

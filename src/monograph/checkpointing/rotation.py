@@ -5,8 +5,6 @@ their fsync, the manifest, the folder, its rename, the parent folder. Only then 
 one writer at a time: the caller holds the run's lock.
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import os

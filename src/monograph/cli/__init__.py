@@ -1,7 +1,5 @@
 """Parse the command line, run one command and exit with its code. Only a command imports torch."""
 
-from __future__ import annotations
-
 import difflib
 import errno
 import itertools

@@ -1,7 +1,5 @@
 """`monograph check`: verify this machine, a run or a model's folder."""
 
-from __future__ import annotations
-
 import json as jsonlib
 import platform
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """`monograph compare`: test whether a model is better than another on the same text or questions, and how surely."""
 
-from __future__ import annotations
-
 import json as jsonlib
 import statistics
 from collections.abc import Hashable, Sequence

@@ -1,7 +1,5 @@
 """`monograph data`: show the rows that a model will be trained on, or tokenise the text for later runs."""
 
-from __future__ import annotations
-
 import sys
 
 from monograph.config import Settings

@@ -1,7 +1,5 @@
 """`monograph evaluate`: measure bits per byte of a run's held-out or other text, or the share of questions answered."""
 
-from __future__ import annotations
-
 import json as jsonlib
 
 from monograph.data.corpus import corpus as open_corpus

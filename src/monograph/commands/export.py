@@ -1,7 +1,5 @@
 """`monograph export`: write a run's model as a folder that other tools load."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from monograph.model.adapter import save_adapter

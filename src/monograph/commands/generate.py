@@ -1,7 +1,5 @@
 """`monograph generate`: continue text, or answer, with a trained model."""
 
-from __future__ import annotations
-
 import itertools
 import json as jsonlib
 import re

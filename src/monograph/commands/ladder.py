@@ -1,7 +1,5 @@
 """`monograph profile --ladder`: measure what each usual way to save time or memory is worth, one after another."""
 
-from __future__ import annotations
-
 import json as jsonlib
 from pathlib import Path
 from typing import Any, NamedTuple

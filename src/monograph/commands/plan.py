@@ -1,7 +1,5 @@
 """`monograph plan`: predict which ways to train fit a device, how fast they are and why, without that device."""
 
-from __future__ import annotations
-
 import itertools
 import json as jsonlib
 import re

@@ -1,7 +1,5 @@
 """`monograph profile`: trace a few updates of a run that is not kept; show where time goes and what to change."""
 
-from __future__ import annotations
-
 import json as jsonlib
 import os
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """`monograph sweep`: train runs that differ in a few settings, as many at once as pays, and find the best."""
 
-from __future__ import annotations
-
 import json as jsonlib
 from collections.abc import Sequence
 from contextlib import nullcontext

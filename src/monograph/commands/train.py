@@ -1,7 +1,5 @@
 """`monograph train`: turn text and time into a trained model, its figures and its checkpoints."""
 
-from __future__ import annotations
-
 import json as jsonlib
 from contextlib import closing, nullcontext
 from dataclasses import replace

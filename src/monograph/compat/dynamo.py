@@ -1,7 +1,5 @@
 """Count Dynamo's captures, recognise their errors, set their limits and quiet their warnings."""
 
-from __future__ import annotations
-
 import functools
 import logging
 import warnings

@@ -3,8 +3,6 @@
 Some functions direct or ask the partitioner, which decides what a compiled graph keeps for its backward pass.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 import operator

@@ -1,7 +1,5 @@
 """Inspect torch's operators, autograd and transforms, and replace functions of its layers."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import warnings

@@ -3,8 +3,6 @@
 An axis is a list of values, or a range of numbers to draw samples from.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

@@ -1,7 +1,5 @@
 """Define every key of the configuration: its type, its default, the values it accepts and its meaning."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from decimal import Decimal

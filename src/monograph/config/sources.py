@@ -1,7 +1,5 @@
 """Load settings from arguments, the environment, a TOML file and defaults; each value remembers its origin."""
 
-from __future__ import annotations
-
 import difflib
 import glob
 import os

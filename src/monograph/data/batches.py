@@ -1,7 +1,5 @@
 """Serve windows of rows as torch tensors, made ahead of time by one background thread."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -3,8 +3,6 @@
 A keyed hash decides which documents are held out, so the split needs neither state nor random numbers.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections import Counter, defaultdict

@@ -3,8 +3,6 @@
 One thread reads the parts ahead of their use.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter, deque
 from collections.abc import Generator, Iterable, Iterator, Sequence

@@ -6,8 +6,6 @@ inference. This holds for any template; if it does not, the conversation is refu
 or from lengths.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence

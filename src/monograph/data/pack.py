@@ -3,8 +3,6 @@
 Shape suffixes: D documents, P pieces, R rows, T positions of a row.
 """
 
-from __future__ import annotations
-
 import mmap
 import tempfile
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Report the progress of long work to its caller, as progress(stage, units done, units in all or None)."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

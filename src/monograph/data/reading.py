@@ -3,8 +3,6 @@
 The tokens of the parts are the tokens of the whole text. A file whose name ends in .gz or .zst is decompressed.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 import re

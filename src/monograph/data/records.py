@@ -1,7 +1,5 @@
 """Read records, each of which is a document, from lines of JSON, and describe the faults of bad records."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ Packages of the standard library with near copies in other packages (`near_dupli
 out, since a score on them would measure recall of the training text.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import sys

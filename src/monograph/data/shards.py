@@ -5,8 +5,6 @@ crc32 of these), `count` unsigned integers in little-endian order, then one crc3
 format is our own because numpy reads a damaged or shortened .npy file without a warning.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import struct

@@ -1,7 +1,5 @@
 """Resolve a `source` to its files in a fixed order, with their hashes and weights."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

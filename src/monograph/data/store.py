@@ -3,8 +3,6 @@
 A corpus's `Request` decides its tokens, and so the name of its folder.
 """
 
-from __future__ import annotations
-
 import atexit
 import fcntl
 import hashlib

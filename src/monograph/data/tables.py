@@ -1,7 +1,5 @@
 """Read the columns of a .parquet or .arrow file row by row with pyarrow, and locate folders of saved datasets."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

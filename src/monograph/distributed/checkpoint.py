@@ -6,8 +6,6 @@ The rows of a tensor follow one another in a safetensors file, so no rank assemb
 converted afterwards. All ranks must see the same folder.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path

@@ -7,8 +7,6 @@ the loss would have to be multiplied by the number of ranks: in fp16 that factor
 subnormals differently. So they are set to sum instead. A window's micro-batches go to the ranks in turn.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext

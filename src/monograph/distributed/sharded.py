@@ -4,8 +4,6 @@ Shapes: a parameter [n, ...] has rows 0 .. n - 1; each of W ranks has ceil(n / W
 none.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import math

@@ -1,7 +1,5 @@
 """Connect the processes (ranks) that train one run together: they meet, agree on values and sum tensors."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Check that modules differ only in the numbers in their tensors, so that one graph can compute all of them."""
 
-from __future__ import annotations
-
 import enum
 import functools
 import types

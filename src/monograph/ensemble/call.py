@@ -3,8 +3,6 @@
 Shapes: N members, B batch, H heads, T queries, S keys, D head dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any

@@ -3,8 +3,6 @@
 So a member of an ensemble drops the same elements as when trained alone, and so does a repeated pass.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Tell how the members' layers run, and why where they cannot run as one."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Shapes: T time, B batch, I inputs, H hidden, L layers times directions.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

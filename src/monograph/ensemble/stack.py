@@ -3,8 +3,6 @@
 Shapes: N members.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple

@@ -6,8 +6,6 @@ its choices and the number of the right choice.
 Shapes: B rows, T positions, N scored positions, C of them at once, D hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """Compares two models, two ensembles, or an ensemble's settings on the same held-out text, with error bars."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload

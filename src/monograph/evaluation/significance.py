@@ -1,7 +1,5 @@
 """Decides whether a difference is more than chance: paired differences, their standard error, Student's t."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence

@@ -5,8 +5,6 @@
 Shape suffixes: D documents, U units (whole documents that follow one another), R rows, T positions, N members.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple, Protocol
 

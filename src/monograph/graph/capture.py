@@ -1,7 +1,5 @@
 """Compile a step's functions in place; its modules, their names and checkpoints stay the same."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import types

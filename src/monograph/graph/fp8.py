@@ -3,8 +3,6 @@
 Shapes: M rows (all leading dimensions), K inputs, N outputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

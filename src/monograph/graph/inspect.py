@@ -1,7 +1,5 @@
 """Inspect a module: its state, shared memory, blocks, modes, buffers, and the linear layers that take adapters."""
 
-from __future__ import annotations
-
 import copy
 import re
 from collections.abc import Iterable, Iterator, Mapping

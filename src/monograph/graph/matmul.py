@@ -7,8 +7,6 @@ MKL uses half of the vector width of AMD processors with AVX-512. There, product
 Shapes: B products at once, N rows, K summed, M columns.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from ctypes import c_long, c_void_p

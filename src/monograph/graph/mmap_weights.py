@@ -4,8 +4,6 @@ The operating system can drop pages of a mapped file when memory is short. So a 
 of its own, and converting it tensor by tensor takes the memory of the result and of one tensor.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import TypeVar
 

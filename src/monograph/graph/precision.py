@@ -1,7 +1,5 @@
 """Choose the dtype in which a module computes; parameters, gradients and optimizer state stay fp32 masters."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Record the products and stored bytes of a block by running it; fake tensors do."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ captured graph keeps the decisions that the host made, so the values behind them
 (`HostState`).
 """
 
-from __future__ import annotations
-
 import functools
 import random
 import warnings

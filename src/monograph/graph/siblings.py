@@ -3,8 +3,6 @@
 They are found by watching calls, not by names or classes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise

@@ -6,8 +6,6 @@ writing it needs its row of the head, or one if embedding and head are tied.
 Shapes: V tokens in the vocabulary, D channels, K tokens trained.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The trial shows whether the module runs, whether loss and gradients are finite, and if not, which module is to blame.
 """
 
-from __future__ import annotations
-
 import math
 import traceback
 from collections.abc import Callable, Iterator

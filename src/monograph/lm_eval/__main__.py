@@ -1,7 +1,5 @@
 """Runs the command `lm_eval ...` with the model "monograph" registered: `python -m monograph.lm_eval ...`."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 

@@ -3,8 +3,6 @@
 Shapes: N elements of a plane, K blocks of 256.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """Define the optimizers: they say which parameter is updated in which way, and with which rate and decay."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

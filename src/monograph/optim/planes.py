@@ -5,8 +5,6 @@ gradients are views of it. So an update is a handful of large operations for any
 CPU: compiling AdamW over 110 separate tensors took 48 s, over two flat buffers 3.6 s).
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping

@@ -5,8 +5,6 @@ may be a tensor that broadcasts against the parameters. Where `accepted` is fals
 is; the host reads no value.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

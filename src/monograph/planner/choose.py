@@ -4,8 +4,6 @@ The search uses a closed form (`planner.candidates`). Then the winner's memory i
 it does not fit, that of the next candidate. If nothing fits, the plan shows the candidate that needs least.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Literal

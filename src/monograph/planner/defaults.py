@@ -1,7 +1,5 @@
 """Decide what the settings leave open: a run's length and intervals, its learning rate, optimizer and precision."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from monograph.device import Device

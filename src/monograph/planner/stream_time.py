@@ -1,7 +1,5 @@
 """Predict the time of a streamed model's update: in closed form for a search, by the clock for its best few ways."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace

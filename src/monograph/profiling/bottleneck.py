@@ -8,8 +8,6 @@
 The part with the most recoverable time is the bottleneck. `changes` says how much time each change would save.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

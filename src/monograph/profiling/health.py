@@ -1,7 +1,5 @@
 """Check what a run relies on: torch's compiler, the disk and the system's limits."""
 
-from __future__ import annotations
-
 import os
 import resource
 import shutil

@@ -5,8 +5,6 @@ It may be twice that of the gradient of documents computed alone in the same dty
 all is to be equal, the error is how many tensors or tokens differ.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import warnings

@@ -3,8 +3,6 @@
 The device's rates are measured on its own matrix products and copies.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import json

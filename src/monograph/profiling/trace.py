@@ -11,8 +11,6 @@ The first rule that applies gives a kernel's part:
 7. everything else: "other".
 """
 
-from __future__ import annotations
-
 import math
 import re
 from collections import Counter

@@ -1,7 +1,5 @@
 """Build a report's HTML page, which loads nothing, follows a light or dark theme and has tables that sort."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Iterable, Sequence
 from importlib.resources import files

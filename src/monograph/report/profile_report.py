@@ -4,8 +4,6 @@ A profile shows where an update's time goes, what limits it and what to change. 
 that `monograph profile --ladder --json` prints.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Write quantities for people, each with its unit, in as few characters as carry the information."""
 
-from __future__ import annotations
-
 import math
 
 _PREFIXES = ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"))

@@ -1,7 +1,5 @@
 """Write a run's report: figures as PNG files and one HTML page that needs nothing but itself."""
 
-from __future__ import annotations
-
 import errno
 import math
 from collections.abc import Callable, Mapping, Sequence

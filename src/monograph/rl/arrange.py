@@ -3,8 +3,6 @@
 Shapes: R rows, T positions.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple

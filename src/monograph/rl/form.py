@@ -5,8 +5,6 @@ distribution wherever it is computed: drawn, in the loss, of a reference or a te
 alternative has the log-probability 0, and no gradient.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Collection, Sequence
 

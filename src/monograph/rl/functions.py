@@ -1,7 +1,5 @@
 """Call a user's function that scores answers, in a process of its own."""
 
-from __future__ import annotations
-
 import json
 import socket
 import subprocess

@@ -3,8 +3,6 @@
 Shapes: B rows, T positions, N = B T.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args

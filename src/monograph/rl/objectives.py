@@ -30,8 +30,6 @@ dapo is, up to a factor that all answers of an update share and that depends on 
 the unbiased one. A group whose rewards are all equal has the advantage 0, exactly, except for reinforce.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple, get_args

@@ -7,8 +7,6 @@ another record's answer to another prompt, written after its own, which kto comp
 Shape suffixes: D pairs, R rows, T positions of a row.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import json

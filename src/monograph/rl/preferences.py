@@ -21,8 +21,6 @@ however it is cut into micro-batches, so each update's rows are scored once befo
 Shapes: B rows, T positions, N = B T, S places for answers, P pairs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType

@@ -1,7 +1,5 @@
 """Read the prompts of a run from records, in two parts: one to draw answers to, and one held out to measure on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence

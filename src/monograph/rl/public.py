@@ -8,8 +8,6 @@ The loss is given to the engine, and the answers are its windows:
         print(answers.numbers["reward"])
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path

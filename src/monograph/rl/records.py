@@ -1,7 +1,5 @@
 """Read the records of a run on judged answers, in two parts: one to learn from, and one held out to measure on."""
 
-from __future__ import annotations
-
 import hashlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping

@@ -3,8 +3,6 @@
 A user's function and a model's code run in processes of their own (`functions`, `solutions`), never in this one.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import difflib

@@ -8,8 +8,6 @@ killed while it drew simply draws again.
 Shapes: R rows, T positions.
 """
 
-from __future__ import annotations
-
 import gc
 import math
 import statistics

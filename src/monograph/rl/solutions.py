@@ -16,8 +16,6 @@ that to root, as in some containers. Its children end with its namespace; if the
 its process group, and one that leaves the group survives.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

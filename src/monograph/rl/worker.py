@@ -11,8 +11,6 @@ A message is a line of JSON. The first argument is the role:
         writes for each test whether it passed. The tests see the solution's functions through proxies.
 """
 
-from __future__ import annotations
-
 import ast
 import builtins
 import ctypes

@@ -3,8 +3,6 @@
 Shapes: V rows of the model's embedding.
 """
 
-from __future__ import annotations
-
 import hashlib
 from pathlib import Path
 from typing import Any, NamedTuple

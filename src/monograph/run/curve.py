@@ -3,8 +3,6 @@
 A cell is one character. A dot is a part of a cell; a Braille cell (Unicode block U+2800) has 2 x 4 dots.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Write updates, evaluations and samples as rows of metrics.jsonl, for one run or for many."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

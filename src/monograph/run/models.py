@@ -1,7 +1,5 @@
 """Build a model from settings, or load one by name from a run, a Hugging Face folder or a weight file."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ The digests of a checkpoint show that its bytes are those that were written, but
 digests. So each reader of a run checks the types, the ranges and whether the parts agree, before it uses any of them.
 """
 
-from __future__ import annotations
-
 import json
 import random
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """List the runs of a folder in the order of their creation, and read their run.lock."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import re

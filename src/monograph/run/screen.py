@@ -1,7 +1,5 @@
 """Show progress on a terminal, in a region that is redrawn in place, or as plain lines on any other stream."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence

@@ -10,8 +10,6 @@ moved as a whole keeps a valid mark. If no secret can be stored, this process ma
 and a later command asks the user.
 """
 
-from __future__ import annotations
-
 import errno
 import functools
 import hashlib

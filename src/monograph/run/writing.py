@@ -1,7 +1,5 @@
 """Write files of a run's folder, and folders of results, each whole or not at all."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

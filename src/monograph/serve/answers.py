@@ -3,8 +3,6 @@
 The pieces of a text make the whole: its characters, its log-probabilities and the way it ended.
 """
 
-from __future__ import annotations
-
 import codecs
 import time
 import uuid

@@ -1,7 +1,5 @@
 """The application: which address answers what."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.resources import files

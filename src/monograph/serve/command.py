@@ -1,7 +1,5 @@
 """`monograph serve`: answer OpenAI's protocol with a model, until SIGTERM or Ctrl-C."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import resource

@@ -9,8 +9,6 @@ the pieces; then a line for each job, [[kind, value, lead in hexadecimal], secon
 the child ended and what it wrote: `_HEAD`, the automaton's arrays and a text, which is a refusal if there is no state.
 """
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import json

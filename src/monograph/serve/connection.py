@@ -3,8 +3,6 @@
 A client may send nothing, read nothing or send what is no HTTP: it is left alone, and holds nothing for long.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any

@@ -3,8 +3,6 @@
 A field that would change the answer and is not built is refused, never ignored; a few that change nothing are accepted.
 """
 
-from __future__ import annotations
-
 import math
 import secrets
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Lets texts in: at most so many wait, each client's in turn, and the decoder gets them when it has rows for them."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Iterator

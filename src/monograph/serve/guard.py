@@ -4,8 +4,6 @@ A page that someone else wrote must not reach the model through the user's brows
 foreign page in Origin, and a request that needs no leave of the browser in its Content-Type.
 """
 
-from __future__ import annotations
-
 import hashlib
 import hmac
 import ipaddress

@@ -1,7 +1,5 @@
 """Reads bodies and sends answers, whole or as a stream of events, and counts what was sent."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """What all requests share: the versions of the model, the thread that owns them, the queue before it, and counts."""
 
-from __future__ import annotations
-
 import asyncio
 from bisect import bisect_left
 from collections import Counter

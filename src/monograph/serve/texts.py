@@ -1,7 +1,5 @@
 """Answers requests for texts: reads what is asked, has it written and sends it, unless the client goes before."""
 
-from __future__ import annotations
-
 import asyncio
 from asyncio import FIRST_COMPLETED
 from collections.abc import AsyncIterator, Sequence

@@ -1,7 +1,5 @@
 """The model that is served: a run's newest checkpoint or a folder, loaded again when the run has moved on."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

@@ -1,7 +1,5 @@
 """Decide the adapters of a run from its settings, and the tokens whose rows are trained with them."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

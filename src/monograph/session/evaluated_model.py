@@ -1,7 +1,5 @@
 """Load a model to evaluate, with its precision and tokenizer and, for a run, the text held out of its training."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field

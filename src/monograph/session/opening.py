@@ -1,7 +1,5 @@
 """Choose the prompt of the samples that a run shows."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from monograph.data.corpus import Corpus

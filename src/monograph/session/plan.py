@@ -1,7 +1,5 @@
 """The plan of a run: its settings with every "auto" decided, as plain numbers and names."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple

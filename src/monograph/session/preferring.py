@@ -6,8 +6,6 @@ knows the answers yet, the weights that are trained are kept. Both are stored in
 reads them.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import suppress

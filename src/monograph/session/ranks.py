@@ -4,8 +4,6 @@ Rank 0 decides, prints and writes; the others do the same work and print nothing
 also builds the commands that are printed for the user, so that they work unchanged in the same working folder.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

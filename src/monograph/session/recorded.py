@@ -1,7 +1,5 @@
 """Read the settings in a run's config.toml, check that they are unchanged, and resume or branch from them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import sys

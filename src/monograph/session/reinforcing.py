@@ -1,7 +1,5 @@
 """Decide and open what a run with rewards has in place of text: prompts, the answers that are drawn, their rewards."""
 
-from __future__ import annotations
-
 import hashlib
 import statistics
 from collections.abc import Mapping, Sequence

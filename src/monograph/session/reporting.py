@@ -1,7 +1,5 @@
 """Show a run while it trains and write its results: the held-out curve, samples, figures, summary and last lines."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

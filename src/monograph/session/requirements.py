@@ -1,7 +1,5 @@
 """Refuse settings that exclude one another or do not fit this machine or model."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ A value is decided as soon as its inputs are known: sizes from the settings alon
 refused before any text is read; what fits the device from the model's shape; intervals from the number of updates.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

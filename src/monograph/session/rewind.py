@@ -1,7 +1,5 @@
 """Handle a run whose updates are skipped one after another: go back and pass over the rows, or end it."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Sequence

@@ -1,7 +1,5 @@
 """A training run in memory: its data, engine and schedule, saved to disk and restored bit for bit."""
 
-from __future__ import annotations
-
 import functools
 import platform
 import random

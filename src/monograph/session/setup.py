@@ -1,7 +1,5 @@
 """Turn a plan into a session that is ready to train: text, model and engine."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Prepare the first update: make a trial step, choose a kernel, capture the step, and fix the run's length."""
 
-from __future__ import annotations
-
 import math
 import statistics
 from collections.abc import Callable

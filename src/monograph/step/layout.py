@@ -1,7 +1,5 @@
 """Say what differs between engines, as values given to a step; the defaults are for one module on one device."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -6,8 +6,6 @@ This is the large batch's gradient for any split into micro-batches. The host re
 says what differs where parameters are stacked, streamed or sharded.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

@@ -1,7 +1,5 @@
 """Move whole files between memory and disk in blocks of 64 MiB, and compute each block's SHA-256 digest in threads."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import os

@@ -1,7 +1,5 @@
 """Find the folders for data that can be made again (tokens, compiled code), and for state that must not be lost."""
 
-from __future__ import annotations
-
 import os
 from contextlib import suppress
 from pathlib import Path

@@ -5,8 +5,6 @@ finds no files in a folder that cannot be listed. A decision based on that (that
 is incomplete, that a number starts at 0) costs data. So all access to a user's files goes through this module.
 """
 
-from __future__ import annotations
-
 import errno
 import fnmatch
 import glob

@@ -8,8 +8,6 @@ shared storage (so all of them would have to be copied at once), creates files w
 and because its reader maps the file, so that the bytes may change on the disk after they were verified.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping

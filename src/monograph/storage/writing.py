@@ -1,7 +1,5 @@
 """Write durably: either the data is on the disk, or one clear error says why not."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

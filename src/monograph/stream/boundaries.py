@@ -3,8 +3,6 @@
 A state is the tensor that passes from one stage to the next for one micro-batch; an update has G micro-batches.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -5,8 +5,6 @@ Chunks are updated between the micro-batches of another stage, so that copies ru
 are updated on the host are left to `monograph.stream.host_update`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice

@@ -5,8 +5,6 @@ copy lasts bytes / bandwidth, and computing lasts as long as `Costs` says. Walk,
 lanes and waits are those that train, so the schedule that is timed is the real one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any

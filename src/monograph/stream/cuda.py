@@ -15,8 +15,6 @@ launched only after the caller has waited for the host. So launched work always 
 stage that computes during such a wait was launched before it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Train with weights that live on the host and come to the device stage by stage."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager

@@ -4,8 +4,6 @@ The device computes meanwhile. Only gradients come to the host for this, and wei
 always. The device's decision, whether an update is applied and by which factor, comes as four numbers.
 """
 
-from __future__ import annotations
-
 import functools
 from dataclasses import replace
 from typing import NamedTuple

@@ -10,8 +10,6 @@ to have come when the lane's newest work is done (Mattern 1988, "Virtual Time an
 Systems"). So no wait is missing, none is superfluous, and nobody has to write them down.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Run a stage's passes for one micro-batch: forward, and later forward again with the backward pass."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any

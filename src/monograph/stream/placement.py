@@ -1,7 +1,5 @@
 """Say where the buffers of a streamed model live, and allocate memory there."""
 
-from __future__ import annotations
-
 import math
 import mmap
 import os

@@ -1,7 +1,5 @@
 """Hold stages in slots: device memory that one stage after another is copied to, for the model's parameters to use."""
 
-from __future__ import annotations
-
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace

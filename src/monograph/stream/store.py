@@ -5,8 +5,6 @@ whole. Weights of linear layers that are computed with in bf16 are split into tw
 which one crosses the link for a pass. Other weights (gains, embedding and head) cross it as they are.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, cast

@@ -1,7 +1,5 @@
 """Decide when and where the stages of a walk are updated: on the device between its other work, or on the host."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import replace

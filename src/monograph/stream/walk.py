@@ -5,8 +5,6 @@ of an update, however many micro-batches there are. The forward pass keeps only 
 pass a stage computes again what its gradient needs.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack

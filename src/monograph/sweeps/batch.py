@@ -3,8 +3,6 @@
 Shapes: N members, R rows of a window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace

@@ -6,8 +6,6 @@
 Wider is not always faster: where one member fills the device, T(K) is K · T(1) or worse.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """Track and show a sweep while it runs: the rounds that remain, the progress, and each member's results so far."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

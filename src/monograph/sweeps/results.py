@@ -1,7 +1,5 @@
 """Collect the results of a sweep: read each member's numbers, compare the settings, and make their tables."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

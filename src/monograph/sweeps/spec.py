@@ -1,7 +1,5 @@
 """Define the runs of a sweep: its settings and points, their members, and which members share a graph."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """Turn a chat into token ids, where control tokens come from the template and never from a message; find its stops."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Find the part of a text that a tokenizer would lose: encoded and decoded, it would come back changed."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Collection, Sequence
 from typing import Any

@@ -11,8 +11,6 @@ around what is tagged as an answer]. The reply to a line is a list of one {"text
 A template has the filters, functions and extensions that transformers gives it (`apply_chat_template`, release 5).
 """
 
-from __future__ import annotations
-
 import json
 import resource
 import sys

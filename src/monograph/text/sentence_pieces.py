@@ -4,8 +4,6 @@ Each space is written as the letter ▁, most tokenizers put one ▁ before a te
 lacks is written as one token <0xXX> per byte of its UTF-8. Only known parts, which take linear time, are accepted.
 """
 
-from __future__ import annotations
-
 import re
 from typing import Any, NamedTuple
 

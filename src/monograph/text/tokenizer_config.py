@@ -4,8 +4,6 @@ These files of a Hugging Face folder are all optional: tokenizer_config.json, ch
 generation_config.json or else config.json.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Mapping, Sequence

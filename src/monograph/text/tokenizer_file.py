@@ -8,8 +8,6 @@ The library aborts, hangs or panics on some hostile files (a padding of 4e9 toke
 backtracking, a normaliser that inflates text), which Python cannot catch, so all checks are allow-lists.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

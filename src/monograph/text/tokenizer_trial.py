@@ -5,8 +5,6 @@ The library aborts, panics or loops on some files, which Python cannot catch. Fi
 example of a text that they would lose. This program imports nothing of the package.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
