@@ -7,8 +7,10 @@ import shutil
 import sys
 import sysconfig
 import time
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -27,52 +29,9 @@ class Rates:
     bandwidth_bytes_per_s: float
 
 
-# The first match counts, so longer names precede their prefixes. Source: NVIDIA's datasheets and architecture
-# whitepapers; sparse rates are halved, and GeForce cards' tensor rates are those with fp32 accumulation.
-_CARDS: tuple[tuple[str, Rates], ...] = (
-    (r"\bB200\b", Rates({"fp32": 75e12, "tf32": 1100e12, "bf16": 2250e12, "fp8": 4500e12}, 7.7e12)),
-    (r"\bH200 NVL\b", Rates({"fp32": 60e12, "tf32": 417.5e12, "bf16": 835.5e12, "fp8": 1671e12}, 4.8e12)),
-    (r"\bH200\b", Rates({"fp32": 67e12, "tf32": 494.5e12, "bf16": 989e12, "fp8": 1979e12}, 4.8e12)),
-    (r"\bH100 NVL\b", Rates({"fp32": 60e12, "tf32": 417.5e12, "bf16": 835.5e12, "fp8": 1671e12}, 3.9e12)),
-    (r"\bH100 PCIe\b", Rates({"fp32": 51e12, "tf32": 378e12, "bf16": 756e12, "fp8": 1513e12}, 2.0e12)),
-    (r"\bH100\b", Rates({"fp32": 67e12, "tf32": 494.5e12, "bf16": 989e12, "fp8": 1979e12}, 3.35e12)),
-    (r"\bA100-PCIE-40GB\b", Rates({"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}, 1.555e12)),
-    (r"\bA100-SXM4-40GB\b", Rates({"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}, 1.555e12)),
-    (r"\bA100 80GB PCIe\b", Rates({"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}, 1.935e12)),
-    (r"\bA100\b", Rates({"fp32": 19.5e12, "tf32": 156e12, "bf16": 312e12}, 2.039e12)),
-    (r"\bL40S\b", Rates({"fp32": 91.6e12, "tf32": 183e12, "bf16": 362e12, "fp8": 733e12}, 0.864e12)),
-    (r"\bL4\b", Rates({"fp32": 30.3e12, "tf32": 60e12, "bf16": 121e12, "fp8": 242e12}, 0.3e12)),
-    (r"\bRTX A6000\b", Rates({"fp32": 38.7e12, "tf32": 77.4e12, "bf16": 154.8e12}, 0.768e12)),
-    (r"\bRTX 6000 Ada\b", Rates({"fp32": 91.1e12, "tf32": 182.1e12, "bf16": 364.2e12, "fp8": 728.5e12}, 0.96e12)),
-    (r"\bRTX 5090$", Rates({"fp32": 104.8e12, "tf32": 104.8e12, "bf16": 209.5e12, "fp8": 419e12}, 1.792e12)),
-    (r"\bRTX 4090$", Rates({"fp32": 82.6e12, "tf32": 82.6e12, "bf16": 165.2e12, "fp8": 330.3e12}, 1.008e12)),
-    (r"\bRTX 4080$", Rates({"fp32": 48.7e12, "tf32": 48.7e12, "bf16": 97.5e12, "fp8": 194.9e12}, 0.717e12)),
-    (r"\bRTX 3090$", Rates({"fp32": 35.6e12, "tf32": 35.6e12, "bf16": 71e12}, 0.936e12)),
-    (r"\bT4$", Rates({"fp32": 8.1e12, "fp16": 65e12}, 0.32e12)),
-)
-
-
-# The cards of `named`: the driver's name, memory in GiB, and bytes/s between card and host, one way. Source: as above;
-# the H200's memory is as its driver reports it (143,771 MiB); links are PCIe 3.0, 4.0 or 5.0 with 16 lanes.
-CARDS: dict[str, tuple[str, float, float]] = {
-    "B200": ("NVIDIA B200", 180, 63e9),
-    "H200": ("NVIDIA H200", 140.4, 63e9),
-    "H200-NVL": ("NVIDIA H200 NVL", 140.4, 63e9),
-    "H100": ("NVIDIA H100 80GB HBM3", 80, 63e9),
-    "H100-NVL": ("NVIDIA H100 NVL", 94, 63e9),
-    "H100-PCIe": ("NVIDIA H100 PCIe", 80, 63e9),
-    "A100-80": ("NVIDIA A100-SXM4-80GB", 80, 31.5e9),
-    "A100-40": ("NVIDIA A100-SXM4-40GB", 40, 31.5e9),
-    "L40S": ("NVIDIA L40S", 48, 31.5e9),
-    "L4": ("NVIDIA L4", 24, 31.5e9),
-    "A6000": ("NVIDIA RTX A6000", 48, 31.5e9),
-    "6000-Ada": ("NVIDIA RTX 6000 Ada Generation", 48, 31.5e9),
-    "5090": ("NVIDIA GeForce RTX 5090", 32, 63e9),
-    "4090": ("NVIDIA GeForce RTX 4090", 24, 31.5e9),
-    "4080": ("NVIDIA GeForce RTX 4080", 16, 31.5e9),
-    "3090": ("NVIDIA GeForce RTX 3090", 24, 31.5e9),
-    "T4": ("Tesla T4", 16, 15.8e9),
-}
+_TABLES = tomllib.loads(files(__package__).joinpath("cards.toml").read_text("utf-8"))
+_CARDS = [(pattern, Rates(flops, bandwidth)) for pattern, flops, bandwidth in _TABLES["rates"]]
+CARDS: dict[str, tuple[str, float, float]] = _TABLES["cards"]  # see the file
 
 
 @dataclass(frozen=True)

@@ -14,39 +14,17 @@ if TYPE_CHECKING:
 # Each role has a colour of its own, so that a page can replace it by the page's colour in an SVG.
 INK, MUTED, GRID, ACCENT, WARN, PAPER = "#1c1d21", "#6e7079", "#e4e5ea", "#2457c5", "#c2460e", "#fffffe"
 STYLE: dict[Any, Any] = {
-    "font.family": "DejaVu Sans",
-    "font.size": 9,
-    "text.color": INK,
-    "axes.edgecolor": GRID,
-    "axes.labelcolor": MUTED,
-    "axes.titlecolor": INK,
-    "axes.titlesize": 10,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.titlepad": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.spines.left": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "grid.linewidth": 0.7,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-    "xtick.major.width": 0.7,
-    "lines.solid_capstyle": "round",
-    "lines.solid_joinstyle": "round",
-    "figure.facecolor": PAPER,
-    "axes.facecolor": "none",
-    "savefig.facecolor": PAPER,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "monograph",  # equal runs give equal files
-}
+    "font.family": "DejaVu Sans", "font.size": 9, "text.color": INK,
+    "axes.edgecolor": GRID, "axes.labelcolor": MUTED, "axes.facecolor": "none", "axes.axisbelow": True,
+    "axes.titlecolor": INK, "axes.titlesize": 10, "axes.titleweight": "bold", "axes.titlelocation": "left",
+    "axes.titlepad": 10, "axes.spines.top": False, "axes.spines.right": False, "axes.spines.left": False,
+    "axes.grid": True, "axes.grid.axis": "y", "grid.color": GRID, "grid.linewidth": 0.7,
+    "xtick.color": MUTED, "xtick.labelsize": 8, "xtick.major.size": 3, "xtick.major.width": 0.7,
+    "ytick.color": MUTED, "ytick.labelsize": 8, "ytick.major.size": 0,
+    "lines.solid_capstyle": "round", "lines.solid_joinstyle": "round",
+    "figure.facecolor": PAPER, "savefig.facecolor": PAPER,
+    "svg.fonttype": "none", "svg.hashsalt": "monograph",  # equal runs give equal files
+}  # fmt: skip
 
 
 @contextmanager
