@@ -232,8 +232,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
             if lost:  # leaving this choice out would ask a different question
                 raise InputRefused(f"--choice: {lost}")
         begun = [prompt for prompt, _ in given] or ["." if options.chat else ""]
-        limit = constraint(kind, wanted, tokenizer.pieces, ends, _lead(model, begun))
-        model = model._replace(constraint=limit)
+        model = model._replace(constraint=constraint(kind, wanted, tokenizer.pieces, ends, _lead(model, begun)))
     if file is not None and not given:
         raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
     if options.chat and not given:

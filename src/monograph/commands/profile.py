@@ -93,8 +93,7 @@ def planned(settings: Settings, progress: Progress) -> Plan:
 
 
 def _open(plan: Plan, folder: Path, progress: Progress) -> Session:
-    text = open_corpus(plan.reading, progress)
-    session = open_session(Run(folder), plan, text, default_device(), progress)
+    session = open_session(Run(folder), plan, open_corpus(plan.reading, progress), default_device(), progress)
     if isinstance(session.engine, Streamed):
         raise UsageError("train.memory = stream: profile watches a model that lives on the device")
     session.engine.step.announce = partial(progress.line, "note")

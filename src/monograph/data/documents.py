@@ -292,8 +292,7 @@ class Documents:
 
     @cached_property
     def _train_file_bytes(self) -> int:
-        cuts = zip(self.files, self.split.cuts, strict=True)
-        return sum(cut for file, cut in cuts if not file.has_records)
+        return sum(cut for file, cut in zip(self.files, self.split.cuts, strict=True) if not file.has_records)
 
     def __iter__(self) -> Iterator[Document]:
         """Yield the documents in the order of their files; consume a document's parts before asking for the next."""

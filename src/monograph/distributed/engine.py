@@ -116,8 +116,7 @@ class Replicated(RankEngine):
         """
         self.world = world
         # DDP asks for gradients by hooks, so products must not add them.
-        apart = functools.partial(on_device, fused=False)
-        layout = Layout(planes=apart, accumulate=self._accumulate, complete=total)
+        layout = Layout(planes=functools.partial(on_device, fused=False), accumulate=self._accumulate, complete=total)
         step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
         step.recorder = None  # a replayed micro-step would contain collectives
         compat.one_graph_under_ddp()

@@ -60,8 +60,7 @@ class Lane:
         if self.stream is None:
             return on_host.clone(), None
         with torch.cuda.stream(self.stream):
-            tensor = on_host.to(device, non_blocking=True)
-            return tensor, self.stream.record_event()
+            return on_host.to(device, non_blocking=True), self.stream.record_event()
 
 
 class Parcel:

@@ -195,8 +195,7 @@ def unwatched(watched: Timeline, event_s: float, whole_s: float, optimizer_s: fl
             be timed apart.
     """
     if overlaps:
-        events = Counter(watched.events) + Counter(watched.update_events)
-        return undisturbed(spent(watched), events, event_s, whole_s)
+        return undisturbed(spent(watched), Counter(watched.events) + Counter(watched.update_events), event_s, whole_s)
     optimizer, rest = spent(watched, watched.updates), spent(watched, watched.rest)
     in_updates = undisturbed(optimizer, watched.update_events, event_s, optimizer_s)
     return in_updates + undisturbed(rest, watched.events, event_s, whole_s - optimizer_s)

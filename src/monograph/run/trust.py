@@ -120,8 +120,7 @@ def _code(inits: Collection[str | None]) -> list[tuple[str, str, str]]:
 
 
 def _mark(text: str, inits: Collection[str | None], create: bool = False) -> str:
-    code = _code(inits)
-    return hmac.new(_secret(state_root(), create), json.dumps([text, code]).encode(), "sha256").hexdigest()
+    return hmac.new(_secret(state_root(), create), json.dumps([text, _code(inits)]).encode(), "sha256").hexdigest()
 
 
 def _secret(folder: Path, create: bool) -> bytes:

@@ -118,8 +118,7 @@ def _write(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
     """Store a reference in the run's folder, before the run's first checkpoint."""
     there = {name: tensor.cpu() for name, tensor in tensors.items()}
     content = save(there, {"fingerprint": session.corpus.fingerprint, "sha256": _digest(there)})
-    nothing = "nothing was trained yet: make room there, and start again"
-    write_whole(session.run.folder / REFERENCE, content, nothing)
+    write_whole(session.run.folder / REFERENCE, content, "nothing was trained yet: make room there, and start again")
     sync(session.run.folder)
 
 

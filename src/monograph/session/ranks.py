@@ -158,8 +158,7 @@ def agreed(world: World, settings: Settings) -> Settings:
     if world.alone:
         return settings
     values, origins = world.agreed([settings.pinned(), dict(settings.origins)])
-    checked = {key: check(key, value, origins[key], from_text=False) for key, value in values.items()}
-    return build(checked, origins)
+    return build({key: check(key, value, origins[key], from_text=False) for key, value in values.items()}, origins)
 
 
 @contextmanager

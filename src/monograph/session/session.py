@@ -286,8 +286,7 @@ class Session:
         if self.drawer.options.kl is None or not self.drawer.options.kl.needs_reference:
             del figures["kl"]
         if not self.batches.is_fresh:  # the answers are those of an update before
-            used = {name: figures[name] for name in ("ratio", "clipped")}
-            return {**used, "tokens": self.answer_tokens}
+            return {"ratio": figures["ratio"], "clipped": figures["clipped"], "tokens": self.answer_tokens}
         self.answer_tokens += int(self.batches.numbers["drawn_tokens"])
         return {**self.batches.numbers, "tokens": self.answer_tokens, **figures}
 

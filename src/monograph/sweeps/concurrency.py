@@ -225,8 +225,7 @@ class Timing:
         return batch_of(members, runs, built_runs, self.text, engine)
 
     def _time(self, width: int, progress: Progress) -> Timed:
-        members = self.group.members[:width]
-        built_runs = models_of(members, self.text, self.machine)
+        built_runs = models_of(self.group.members[:width], self.text, self.machine)
         for line in built_runs[0].notes if width == 1 else ():
             progress.line("tokens", line)
         if width == 1 and (plan := built_runs[0].plan.expected):
@@ -257,8 +256,7 @@ def capture(engine: Engine, window: Batch, scope: str, progress: Progress) -> No
     what = "one member" if size == 1 else f"{counted(size, 'member')} in one graph"
     by_block = scope == "blocks" and not isinstance(engine, Ensemble)
     with progress.stage("compile", what) as stage, buffers_kept(engine.model, engine.step.loss):
-        reason = warmup.capture(engine, window, "blocks" if by_block else "whole")
-        stage.result = reason or "0 graph breaks"
+        stage.result = warmup.capture(engine, window, "blocks" if by_block else "whole") or "0 graph breaks"
 
 
 def timed_update(engine: Engine, window: Batch) -> float:

@@ -173,8 +173,7 @@ class SweepProgress:
                     "dtype": session.plan.precision, "params": session.params,
                     "eval_weights": "averaged" if session.plan.averaged else "last",
                 }  # fmt: skip
-                rows = self.outcomes[batch.members[place].index].rows
-                summary = results.summary(rows, session.run, known)
+                summary = results.summary(self.outcomes[batch.members[place].index].rows, session.run, known)
                 session.run.log({"update": summary["update"], "summary": summary})
         self._read(batch)
 
