@@ -1,10 +1,8 @@
 """Read conversations from records in any of the common forms, and describe the faults of bad records."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Container, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from monograph.data.records import KINDS, Fault, Record, Unusable, checked, json_objects, short
 from monograph.data.sources import LINES, SourceFile
@@ -45,7 +43,7 @@ class Conversation(NamedTuple):
         return json.dumps(self, ensure_ascii=False)
 
     @classmethod
-    def of_text(cls, text: str) -> Conversation:
+    def of_text(cls, text: str) -> Self:
         """Return the conversation that `to_text` wrote."""
         return cls(*json.loads(text))
 

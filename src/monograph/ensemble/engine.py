@@ -3,11 +3,9 @@
 Shapes: N members, R rows of a window.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal, Self, final
 
 import torch
 from torch import Tensor, nn
@@ -151,7 +149,7 @@ class Ensemble(Engine):
             out = self._infer(inputs, named, each)
         return out if reduce == "stack" else tree_map(functools.partial(_reduced, reduce), out)
 
-    def compile(self, backend: graph.Backend = "inductor") -> Ensemble:
+    def compile(self, backend: graph.Backend = "inductor") -> Self:
         """Compile what `ensemble(x)` runs, in place, with a graph for each shape and mode, and return the ensemble.
 
         This does not concern training, which `capture` compiles.

@@ -7,13 +7,11 @@ A gram is a run of bytes packed into a uint64, the first byte highest, so that s
 Shape suffixes: H held-out positions, Q distinct held-out grams, G distinct grams of the train text.
 """
 
-from __future__ import annotations
-
 import gzip
 import io
 import lzma
 import tokenize
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -107,7 +105,7 @@ class _Table(NamedTuple):
     discount_sums: NDArray[np.float64]
 
     @classmethod
-    def of(cls, order: int, grams_G: Grams, counts_G: NDArray[np.int64]) -> _Table:
+    def of(cls, order: int, grams_G: Grams, counts_G: NDArray[np.int64]) -> Self:
         discounts_G = _discounts(counts_G)[np.minimum(counts_G, 3)]
         return cls(
             order=order,

@@ -1,7 +1,5 @@
 """Measure peak memory: of the device over a run, and of the CPU allocator over a region of code."""
 
-from __future__ import annotations
-
 import functools
 import json
 import re
@@ -10,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -117,7 +115,7 @@ class LiveBytes:
         self.kept_bytes = 0
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
-    def __enter__(self) -> LiveBytes:
+    def __enter__(self) -> Self:
         compat.quiet_profiler()
         self._profile.__enter__()
         return self

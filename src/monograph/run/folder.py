@@ -5,8 +5,6 @@ holder of the lock. A run has begun once `config.toml` exists; before that it ha
 empty.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import hashlib
@@ -18,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from pydantic import ConfigDict, ValidationError, create_model
 
@@ -87,7 +85,7 @@ class Run:
         self.lock_file = folder / "run.lock"
 
     @classmethod
-    def create(cls, out: str | Path | None = None, root: str | Path = DEFAULT_ROOT) -> Run:
+    def create(cls, out: str | Path | None = None, root: str | Path = DEFAULT_ROOT) -> Self:
         """Make a new run in `out`, or in `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it if that minute has one.
 
         Raises InputRefused if `out` holds something or cannot be written, RunInUse if another process is writing a run
@@ -108,7 +106,7 @@ class Run:
         return run
 
     @classmethod
-    def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT) -> Run:
+    def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT) -> Self:
         """Return the run at path `name`; "last" is the newest begun run in `root`, and "last/..." a path inside it.
 
         The folder of a checkpoint names the run at that update, `Run.at`. The newest run has the highest serial number,

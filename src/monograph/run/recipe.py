@@ -1,7 +1,5 @@
 """Describe what a module is built from (a shape, a folder, a Python file, an adapter), as checkpoints record it."""
 
-from __future__ import annotations
-
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -11,7 +9,7 @@ import types
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from torch import nn
 
@@ -63,7 +61,7 @@ class Recipe(NamedTuple):
     config: Path | None = None
 
     @classmethod
-    def recorded(cls, saved: Mapping[str, Any], run: Run) -> Recipe:
+    def recorded(cls, saved: Mapping[str, Any], run: Run) -> Self:
         """Return the recipe in a run's checkpoint, which `monograph.run.recorded_state` has checked before."""
         return cls(**{name: saved[name] for name in cls._fields if name in saved} | {"config": run.config})
 
@@ -77,7 +75,7 @@ class Recipe(NamedTuple):
         """Return the Python file that builds the module, if there is one."""
         return code_file(self.init)
 
-    def checked(self) -> Recipe:
+    def checked(self) -> Self:
         """Return this recipe with the digest of its file, or with the base of its adapter.
 
         Raises:

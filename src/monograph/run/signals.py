@@ -1,13 +1,11 @@
 """Handle signals: the first asks the loop to finish its update and save, a second Ctrl-C leaves at once."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, Self
 
 from monograph.terminal import takes_escapes
 
@@ -37,7 +35,7 @@ class StopSignal:
         self._on_request = on_request
         self._former: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopSignal:
+    def __enter__(self) -> Self:
         for number in _STOP:
             # A signal that nohup or a shell's & made this process ignore stays ignored.
             if signal.getsignal(number) is not signal.SIG_IGN:

@@ -1,14 +1,12 @@
 """Measure a ladder of ways to train one model on one text, each of which changes one thing in another."""
 
-from __future__ import annotations
-
 import gc
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import process_time
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 
@@ -199,7 +197,7 @@ class Ladder:
     machine: Device = field(default_factory=describe)
 
     @classmethod
-    def of(cls, plan: Plan, folder: Path, progress: Progress) -> Ladder:
+    def of(cls, plan: Plan, folder: Path, progress: Progress) -> Self:
         """Read the text in both forms and let the planner decide the open values.
 
         Raises:

@@ -1,7 +1,5 @@
 """Manage a sweep's folder: a run's folder with sweep.json (task and results), a table, and a run for each member."""
 
-from __future__ import annotations
-
 import csv
 import hashlib
 import io
@@ -9,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
@@ -66,7 +64,7 @@ class Sweep:
         self.run, self.record = run, record
 
     @classmethod
-    def create(cls, out: Path | None, settings: Settings, points: Sequence[Point], target: Settings | None) -> Sweep:
+    def create(cls, out: Path | None, settings: Settings, points: Sequence[Point], target: Settings | None) -> Self:
         """Create a sweep, or return the one in `out` if it has the same settings and points.
 
         Args:
@@ -101,7 +99,7 @@ class Sweep:
         return sweep
 
     @classmethod
-    def open(cls, folder: Path | None = None) -> Sweep:
+    def open(cls, folder: Path | None = None) -> Self:
         """Return the sweep in a folder, or the newest one in runs/.
 
         Raises:

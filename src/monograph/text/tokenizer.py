@@ -1,7 +1,5 @@
 """Train, read and apply BPE tokenizers that lose no text: trained here, from a `tokenizer.json`, or plain bytes."""
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import itertools
@@ -10,7 +8,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import tokenizers
@@ -98,7 +96,7 @@ class Tokenizer:
         self.hash = hashlib.sha256(json.dumps(identity).encode()).hexdigest()
 
     @classmethod
-    def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    def train_bpe(cls, texts: Iterable[str], vocab_size: int) -> Self:
         """Train on `texts` with GPT-2's split pattern; the same texts in the same order give the same tokenizer.
 
         Ids 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, followed by the 256 bytes and the merges, most frequent first. There
@@ -124,7 +122,7 @@ class Tokenizer:
         return cls(json.loads(engine.to_str()) | {"post_processor": _BEGIN_WITH_BOS}, f"bpe:{vocab_size}")
 
     @classmethod
-    def from_file(cls, path: str | Path, trusted: bool = False) -> Tokenizer:
+    def from_file(cls, path: str | Path, trusted: bool = False) -> Self:
         """Read a `tokenizer.json`, or the one in a folder, with its chat template and the other files next to it.
 
         Args:
@@ -142,7 +140,7 @@ class Tokenizer:
         return tokenizer
 
     @classmethod
-    def bytes(cls) -> Tokenizer:
+    def bytes(cls) -> Self:
         """Return the tokenizer with an id per byte: 0, 1, 2 are <|bos|>, <|eos|>, <|pad|>, then by sorted character."""
         specials = {name: index for index, name in enumerate((BOS, EOS, PAD))}
         vocab = specials | {letter: 3 + index for index, letter in enumerate(sorted(tokenizer_file.byte_alphabet()))}
