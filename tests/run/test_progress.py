@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from monograph.run import screen
-from monograph.run.progress import Progress, SweepDisplay
+from monograph.run.progress import Progress, SweepDisplay, TrainingBlock
 
 YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97}
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -29,7 +29,7 @@ def speak(progress: Progress, pause_s: float = 0.0) -> None:
         stage.report("files", 100, 612)
         time.sleep(pause_s)
         stage.result = "2.9 bytes/token"
-    with progress.training(updates=40, tokens=80_000, yardsticks=YARDSTICKS) as block:
+    with TrainingBlock(progress.screen, updates=40, tokens=80_000, yardsticks=YARDSTICKS) as block:
         for index in range(1, 41):
             block.update(index, loss=5.0 - index / 20, tokens_per_s=15_800, memory_bytes=2**28, skipped=index // 40)
             if index % 10 == 0:
@@ -182,7 +182,7 @@ def test_what_is_redrawn_never_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
         progress = Progress(stream)
         with progress.stage("compile", "whole step " * 20):
             pass
-        with progress.training(10**9, 10**12, YARDSTICKS) as block:
+        with TrainingBlock(progress.screen, 10**9, 10**12, YARDSTICKS) as block:
             block.update(10**8, loss=3.0, tokens_per_s=1e9, memory_bytes=2**40, skipped=10**6)
             block.note("a note " * 20)
             block.held_out(10**11, 2.0)
@@ -238,7 +238,7 @@ def test_a_terminal_of_any_size_is_drawn_on(term: str, monkeypatch: pytest.Monke
             progress.line("data", "many words " * 9, "")
             with progress.stage("tokens", "many words " * 9) as stage:
                 stage.result = "result " * 20
-            with progress.training(40, 80_000, YARDSTICKS if width % 2 else {}) as block:
+            with TrainingBlock(progress.screen, 40, 80_000, YARDSTICKS if width % 2 else {}) as block:
                 block.update(7, loss=1.0, tokens_per_s=1.0, memory_bytes=1)
                 block.held_out(1_000, 3.0)
                 block.held_out(70_000, 2.0)

@@ -7,7 +7,7 @@ CPU: compiling AdamW over 110 separate tensors took 48 s, over two flat buffers 
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -116,6 +116,19 @@ class Plane:
         """Bring `rounded` up to date."""
         if self.rounded is not None:
             self.rounded.copy_(self.param)
+
+
+@contextmanager
+def holding(planes: Sequence[Plane], params: Sequence[Tensor]) -> Iterator[None]:
+    """Let the planes hold these numbers in the block, a tensor for each plane, in place of their own."""
+    own = [plane.param.clone() for plane in planes]
+    try:
+        for plane, param in zip(planes, params, strict=True):
+            plane.param.copy_(param)
+        yield
+    finally:
+        for plane, param in zip(planes, own, strict=True):
+            plane.param.copy_(param)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from monograph.graph.inspect import modes_kept
 from monograph.loss import Batch
 from monograph.model.llama import Llama
 from monograph.ops.attention import SAME_ROWS, block_of
+from monograph.optim import holding
 from monograph.rl.arrange import Options, Rollout, arranged, by_answer, judged, weighted
 from monograph.rl.form import Form
 from monograph.rl.loss import PolicyLoss
@@ -180,7 +181,7 @@ class Drawer:
             return made
         if not self.options.kl.needs_reference:
             return [rollout._replace(reference=[0.0] * len(rollout.token_ids)) for rollout in made]
-        with self._as_reference():
+        with holding(self.engine.step.planes, self.reference or ()):
             near = self.scored(made, self.model)
         return [rollout._replace(reference=own) for rollout, own in zip(made, near, strict=True)]
 
@@ -192,20 +193,6 @@ class Drawer:
                 lambda part: loss.log_probabilities(model, {name: each.to(device) for name, each in part.items()}),
                 rollouts, self.arrangement, self.engine.micro_batch or len(rollouts),
             )  # fmt: skip
-
-    @contextmanager
-    def _as_reference(self) -> Iterator[None]:
-        """Let the model have the reference's weights in the block."""
-        planes = self.engine.step.planes
-        assert self.reference
-        trained = [plane.param.clone() for plane in planes]
-        try:
-            for plane, param in zip(planes, self.reference, strict=True):
-                plane.param.copy_(param)
-            yield
-        finally:
-            for plane, param in zip(planes, trained, strict=True):
-                plane.param.copy_(param)
 
     def advantages(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[list[float]] | None:
         """Return log-probability of the teacher - of the student for each answer's tokens; None without a teacher."""

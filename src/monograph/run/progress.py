@@ -27,7 +27,7 @@ class Progress:
         progress = Progress()
         progress.line("data", "Python's standard library, 612 files, 10.1 MB")
         with progress.stage("compile", "whole step") as stage: ...; stage.result = "0 graph breaks"
-        with progress.training(updates=1465, tokens=3_000_000, yardsticks={...}) as block:
+        with TrainingBlock(progress.screen, updates=1465, tokens=3_000_000, yardsticks={...}) as block:
             block.update(index, loss=4.9, tokens=450_000, tokens_per_s=15_800, memory_bytes=236_000_000)
 
     On a terminal the current stage or block is redrawn in place twice a second. Elsewhere a plain line is printed at
@@ -63,15 +63,6 @@ class Progress:
             raise
         finally:
             self.screen.print(*stage.ended(self.screen.width))
-
-    def training(
-        self, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int = 0, measure: str = "bits per byte"
-    ) -> TrainingBlock:
-        """Return the block for a run of `updates` updates and `tokens` tokens that goes on from update `start`.
-
-        `measure` names what is measured on held-out text.
-        """
-        return TrainingBlock(self.screen, updates, tokens, yardsticks, start, measure)
 
 
 class Stage:
@@ -167,11 +158,20 @@ class TrainingBlock(_Display):
 
     On a terminal it is redrawn in place, and its last state stays. Elsewhere it prints a line of figures every SPEAK_S,
     samples as they come, and the curve at the end.
+
+    Args:
+        screen: where it is shown.
+        updates: of the whole run.
+        tokens: of the whole run.
+        yardsticks: values among which the curve is drawn, by name.
+        start: the update from which the run goes on.
+        measure: what is measured on held-out text.
     """
 
     def __init__(
-        self, screen: Screen, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int, measure: str
-    ) -> None:
+        self, screen: Screen, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int = 0,
+        measure: str = "bits per byte",
+    ) -> None:  # fmt: skip
         super().__init__(screen, updates, start)
         self._tokens, self._yardsticks, self._measure = tokens, yardsticks, measure
         self._held_out: list[tuple[float, float]] = []

@@ -32,7 +32,7 @@ class Guard:
         self._app, self._counted = app, counted
         self._keys = [hashlib.sha256(key.encode()).digest() for key in keys]
         # Whoever listens everywhere has no one name, but then there is a key, which a rebound page does not have.
-        self._hosts = None if _is_everywhere(host) else {*LOCAL, host.lower()}
+        self._hosts = None if host in ("0.0.0.0", "::", "") else {*LOCAL, host.lower()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on, or answer it with an error."""
@@ -83,10 +83,6 @@ def is_local(host: str) -> bool:
         return host.lower() == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _is_everywhere(host: str) -> bool:
-    return host in ("0.0.0.0", "::", "")
 
 
 def _name(host: str) -> str:

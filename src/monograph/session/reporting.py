@@ -93,7 +93,8 @@ class Reporter:
             tokens = updates * drawing.prompts * drawing.group * drawing.max_new_tokens
         if self.session.plan.preference:
             name, key = "answers ahead", "eval_accuracy"
-        block = self.progress.training(updates, tokens, self.yardsticks, self.session.engine.index, name)
+        start = self.session.engine.index
+        block = TrainingBlock(self.progress.screen, updates, tokens, self.yardsticks, start, name)
         for row in self.rows:
             if row.get(key) is not None:
                 block.held_out(row["tokens"], row[key])

@@ -21,7 +21,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import CudaGraphs, Recorder
 from monograph.loss import Loss, counts, token_loss
-from monograph.optim import AdamW, Optimizer, Plane, checked, hidden_matrices, initialise, unlinked
+from monograph.optim import AdamW, Optimizer, Plane, checked, hidden_matrices, holding, initialise, unlinked
 from monograph.schedule import Schedule, constant
 from monograph.step.clip import (
     WINDOW,
@@ -176,17 +176,13 @@ class Step:
             yield
             return
         self.layout.at_rest(self, True)
-        trained = [plane.param.clone() for plane in self.planes]
-        try:
+        with holding(self.planes, [plane.state["ema"] for plane in self.planes]):
             self.holds_average = True
-            for plane in self.planes:
-                plane.param.copy_(plane.state["ema"])
-            yield
-        finally:
-            self.layout.at_rest(self, True)  # a copy of the average may still be under way
-            for plane, param in zip(self.planes, trained, strict=True):
-                plane.param.copy_(param)
-            self.holds_average = False
+            try:
+                yield
+            finally:
+                self.layout.at_rest(self, True)  # a copy of the average may still be under way
+                self.holds_average = False
 
     def assembled(self) -> AbstractContextManager[nn.Module]:
         """In the block give a module that can be called on its own, all of its weights in one place; only to read."""
