@@ -1,6 +1,7 @@
 """Turn a TOML file, the environment and `key=value` pairs into one checked and frozen `Settings`."""
 
-from monograph.config.settings import KEYS, Settings
+from monograph.config.keys import DEFAULT_MINUTES, KEYS
+from monograph.config.settings import EXCLUSIVE, Settings, build, check
 from monograph.config.sources import Arguments, classify, load
 
-__all__ = ["KEYS", "Arguments", "Settings", "classify", "load"]
+__all__ = ["DEFAULT_MINUTES", "EXCLUSIVE", "KEYS", "Arguments", "Settings", "build", "check", "classify", "load"]

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph import __version__
-from monograph.config import Settings
-from monograph.config.settings import build, check
+from monograph.config import Settings, build, check
 from monograph.device import describe
 from monograph.distributed.world import Place, World, lost, place
 from monograph.errors import Ended, InputRefused, MonographError, PeerLost, Stopped, UsageError

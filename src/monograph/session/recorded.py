@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from monograph.config import Settings, load
-from monograph.config.settings import EXCLUSIVE
+from monograph.config import EXCLUSIVE, Settings, load
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
 from monograph.planner import defaults

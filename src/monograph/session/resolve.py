@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph import planner
-from monograph.config import Settings
-from monograph.config.keys import DEFAULT_MINUTES
+from monograph.config import DEFAULT_MINUTES, Settings
 from monograph.device import Device, compiler_obstacle, default_device
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model import hub

@@ -11,10 +11,9 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field
 
-from monograph.config import Settings
+from monograph.config import KEYS, Settings
 from monograph.config import load as load_settings
 from monograph.config.axes import SEED, Point
-from monograph.config.settings import KEYS
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.recorded_state import Natural, Seconds, Strict

@@ -7,10 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from monograph.config import Settings, classify, load
+from monograph.config import EXCLUSIVE, Settings, classify, load
 from monograph.config.axes import IN_ONE_GRAPH, SEED, Axis, Point, axes_of, points
 from monograph.config.keys import DEFAULT_MINUTES as DEFAULT_RUN_MINUTES
-from monograph.config.settings import EXCLUSIVE
 from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
