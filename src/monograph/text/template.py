@@ -6,15 +6,15 @@ Templates are programs by strangers, so a separate process renders them (`sandbo
 from __future__ import annotations
 
 import json
-import os
 import re
-import selectors
+import socket
 import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from io import BufferedRWPair
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ class ChatTemplate:
         if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
             raise InputRefused(f"{where}: the chat template is larger than {MAX_SOURCE_BYTES >> 10} KiB")
         self.source, self.tokens, self.day, self._where = source, dict(tokens or {}), day, where
-        self._process: subprocess.Popen[bytes] | None = None
+        self._end: Callable[[], object] | None = None  # ends the process that renders, if there is one
         self._turn = threading.Lock()  # one thread at a time asks the process, or it would read another's chat
         self._ready: dict[str, dict[str, str]] = {}
 
@@ -137,52 +137,36 @@ class ChatTemplate:
             return self._answers_in_turn(json.dumps(requests))
 
     def _answers_in_turn(self, line: str) -> list[dict[str, str]] | None:
-        if self._process is None:
-            # In a session of its own, so that Ctrl-C does not end it: the run still has to save.
-            self._process = process = subprocess.Popen(
-                [sys.executable, "-P", sandbox.__file__],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
-            weakref.finalize(self, _end, process)
+        if self._end is None:
+            ours, theirs = socket.socketpair()
+            with ours, theirs:
+                ours.settimeout(PATIENCE_S)
+                self._pipe = ours.makefile("rwb")
+                # In a session of its own, so that Ctrl-C does not end it: the run still has to save.
+                process = subprocess.Popen(
+                    [sys.executable, "-P", sandbox.__file__], stdin=theirs.fileno(), stdout=theirs.fileno(),
+                    stderr=subprocess.DEVNULL, start_new_session=True,
+                )  # fmt: skip
+            self._end = weakref.finalize(self, _end, process, self._pipe)
             line = json.dumps([self.source, self.day]) + "\n" + line
-        answers = _asked(self._process, line)
-        if answers is None:
-            _end(self._process)
-            self._process = None
-        return answers
-
-
-def _asked(process: subprocess.Popen[bytes], line: str) -> list[dict[str, str]] | None:
-    """Return the process's answers; None if it ended instead."""
-    assert process.stdin and process.stdout
-    try:
-        process.stdin.write(line.encode() + b"\n")
-        process.stdin.flush()
-    except BrokenPipeError:
+        try:
+            self._pipe.write(line.encode() + b"\n")
+            self._pipe.flush()
+            reply = self._pipe.readline()
+        except OSError:  # it is gone, or has not answered in time
+            reply = b""
+        if reply.endswith(b"\n"):
+            return json.loads(reply)
+        self._end()
+        self._end = None
         return None
-    received = bytearray()
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        while not received.endswith(b"\n"):
-            if not selector.select(PATIENCE_S):
-                return None
-            piece = os.read(process.stdout.fileno(), 1 << 16)
-            if not piece:
-                return None
-            received += piece
-    return json.loads(received)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end(process: subprocess.Popen[bytes], pipe: BufferedRWPair) -> None:
     process.kill()
     process.wait()
-    for pipe in (process.stdin, process.stdout):
-        if pipe:
-            with suppress(BrokenPipeError):  # the process ended before it read everything
-                pipe.close()
+    with suppress(OSError):  # the process ended before it read everything
+        pipe.close()
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
