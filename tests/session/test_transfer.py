@@ -158,14 +158,14 @@ def test_from_training_to_transformers(name: str, tmp_path: Path, monkeypatch: p
         "train.updates": 3, "train.tokens_per_update": 128, "train.compile": "none", "train.precision": "fp32",
         "train.save_every": 3, "optim.transfer": "width", "optim.name": name, "optim.warmup_updates": 0,
     }  # fmt: skip
-    assert train(load(None, given, {}), out=Path("run"), resume=None, from_=None, json=False) == 0
+    train(load(None, given, {}), out=Path("run"), resume=None, from_=None, json=False)
     torch.use_deterministic_algorithms(False)
     assert 'transfer = "width:64"' in Path("run/config.toml").read_text()
     first = checkpointing.load(Path("run/checkpoints/step-00000000")).model
     config = json.loads((Path("run/checkpoints/step-00000003/state.json")).read_text())["model_config"]
     assert torch.equal(first["model.norm.weight"], torch.full((256,), 0.25))
     assert "transfer" not in json.dumps(config) and config["tie_word_embeddings"]
-    assert export("run", to=Path("out"), format="hf", dtype=None) == 0
+    export("run", to=Path("out"), format="hf", dtype=None)
     theirs, report = AutoModelForCausalLM.from_pretrained("out", output_loading_info=True)
     assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     mine = hub.load_model("out")
