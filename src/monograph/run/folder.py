@@ -22,17 +22,8 @@ from pydantic import ConfigDict, ValidationError, create_model
 
 from monograph.errors import DiskFull, InputRefused, RunInUse, Unreadable
 from monograph.run.run_index import SWEEP, checkpoint_named, locked_in, parsed, placed, record, runs_in, serial
-from monograph.storage.reading import (
-    contents,
-    entries,
-    exists,
-    is_file,
-    is_folder,
-    open_input,
-    read_input,
-    status,
-    without_links,
-)
+from monograph.storage.reading import contents, entries, exists, is_file, is_folder, read_input, status, without_links
+from monograph.storage.writing import sync
 from monograph.terminal import shell_words
 
 DEFAULT_ROOT = Path("runs")
@@ -235,8 +226,8 @@ class Run:
     def sync_metrics(self) -> int:
         """Flush the rows to disk, so that a power cut keeps them, before a checkpoint; return `metrics_offset`."""
         if exists(self.metrics):
-            with explained(self.metrics), open_input(self.metrics) as file:
-                os.fsync(file.fileno())
+            with explained(self.metrics):
+                sync(self.metrics)
         return self.metrics_offset
 
     def metrics_digest(self, offset: int | None = None) -> str:

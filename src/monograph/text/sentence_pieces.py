@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 MARK = "▁"
 PREPEND = {"type": "Prepend", "prepend": MARK}
 _REPLACE = {"type": "Replace", "pattern": {"String": " "}, "content": MARK}
+KNOWN_NORMALIZERS = (PREPEND, _REPLACE)
 # Gemma has this step after spaces are replaced, so that it splits nothing.
 _SPLIT = {"type": "Split", "pattern": {"String": " "}, "behavior": "MergedWithPrevious", "invert": False}
 _BACK = [{"type": "Replace", "pattern": {"String": MARK}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}]
@@ -90,11 +91,6 @@ def _decoded(decoders: list[Any], scheme: str, metaspaces: list[Any], byte_fallb
     if not metaspaces or any(step.get("split", True) is not True for step in metaspaces):
         raise ValueError("decoder Metaspace leaves out all spaces of the first token: '   a' would come back as 'a'")
     return Marks(scheme, scheme_of(decoders[0]) != "never", byte_tokens=False)
-
-
-def normalizer_is_known(step: Any) -> bool:
-    """Return whether a normalizer is one of the two in SentencePiece's way."""
-    return step in (PREPEND, _REPLACE)
 
 
 def pre_tokenizer(step: Any) -> dict[str, Any] | None:

@@ -259,7 +259,7 @@ class Checked:
     def _normalizer(self, part: Any) -> Any:
         for step in _steps(part, "normalizers"):
             known = step in [{"type": form} for form in NORMAL_FORMS]
-            if not known and not (self.marks and sentence_pieces.normalizer_is_known(step)):
+            if not known and not (self.marks and step in sentence_pieces.KNOWN_NORMALIZERS):
                 raise self._refuse(
                     f"normalizer {_kind(step)} is not supported (only {', '.join(NORMAL_FORMS)} are, and ▁ for spaces)"
                 )
