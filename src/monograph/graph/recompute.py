@@ -7,8 +7,6 @@ Under `Offload` a block's input, the one stored tensor, waits unchanged in the h
 the block computes, and back while the next block is recomputed, in both directions on a separate stream.
 """
 
-from __future__ import annotations
-
 import copy
 import functools
 import weakref
@@ -235,6 +233,9 @@ def _eager_contexts(block: nn.Module, contexts: Contexts | None) -> tuple[Any, A
     return first, _replayed(block, before, again) if before else again
 
 
+_Buffer = tuple[nn.Module, str, Tensor, Tensor]  # owner, name, tensor and a copy of its value
+
+
 @contextmanager
 def _replayed(block: nn.Module, before: list[_Buffer], again: Any) -> Iterator[None]:
     now = _buffers(block)
@@ -244,9 +245,6 @@ def _replayed(block: nn.Module, before: list[_Buffer], again: Any) -> Iterator[N
             yield
     finally:
         _put(now)
-
-
-_Buffer = tuple[nn.Module, str, Tensor, Tensor]  # owner, name, tensor and a copy of its value
 
 
 def _buffers(block: nn.Module) -> list[_Buffer]:
