@@ -48,6 +48,10 @@ def shape(layers: int, width: int, vocabulary: int, **sizes: Any) -> LlamaConfig
 
 
 SMALL = shape(6, 384, 32_000)
+HYBRID = shape(
+    8, 384, 32_000, model_type="qwen3_5_text", layer_types=(("linear_attention",) * 3 + ("full_attention",)) * 2,
+    partial_rotary_factor=0.25,
+)  # fmt: skip
 ONE_B, EIGHT_B = (
     LlamaConfig.preset(name, max_position_embeddings=1024, tie_word_embeddings=False) for name in ("1b", "8b")
 )
@@ -55,6 +59,7 @@ STATIC = "transformers, static"
 ON_CPU = {
     "small, 1 row": Case(SMALL, 1, goals={STATIC: 1.15}),
     "small, 8 rows": Case(SMALL, 8, goals={STATIC: 1.0}),
+    "hybrid, 8 rows": Case(HYBRID, 8, goals=dict.fromkeys((STATIC, "transformers, dynamic"), 1.5)),
 }
 ON_GPU = {
     "1b, 1 row": Case(ONE_B, 1, 256, "bfloat16", {STATIC: 4.0}),

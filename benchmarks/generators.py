@@ -145,6 +145,7 @@ def host_sampler(task: Task) -> Write:
     @torch.no_grad()
     def write(tokens: int, greedy: bool) -> list[str]:
         random = np.random.default_rng(0)
+        cache.begin([])
         tokens_BT = torch.tensor([ids] * rows, device=weight.device)
         positions_BT = torch.arange(len(ids), device=weight.device).expand(rows, -1)
         found, forward = [], logits
@@ -193,9 +194,9 @@ def _transformers(task: Task, options: dict[str, Any]) -> Write:
     import transformers
 
     weight = task.model.lm_head.weight
-    config = transformers.LlamaConfig.from_dict(task.model.config.to_hf())
+    config = transformers.AutoConfig.for_model(**task.model.config.to_hf())
     with torch.device("meta"):
-        theirs = transformers.LlamaForCausalLM(config).eval()
+        theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     theirs.load_state_dict(task.model.state_dict(), assign=True)  # shared: a GPU has no room for a second copy
     with weight.device:  # buffers that are computed, not loaded
         theirs.model.rotary_emb = type(theirs.model.rotary_emb)(config)

@@ -76,10 +76,11 @@ def drawer(
     reward: Callable[[str], float] = spaces,
     device: str = "cpu",
     layers: int = 2,
+    shape: dict[str, Any] | None = None,
     **engine: Any,
 ) -> Drawer:
     """An engine of a model whose distributions are far from even, with a drawer of its answers."""
-    model = tiny_llama(dtype, vocab_size=259, num_hidden_layers=layers).to(device)
+    model = tiny_llama(dtype, vocab_size=259, num_hidden_layers=layers, **shape or {}).to(device)
     if options.exact:
         model.use_attention("cached")
     with torch.no_grad():

@@ -161,14 +161,18 @@ def test_what_does_not_fit_is_refused() -> None:
 
 
 def keys_of(machine: Generator, row: int, slots: int) -> list[torch.Tensor]:
-    """The keys and values of a row's first slots."""
+    """The keys and values of a row's first slots, and its recurrences."""
     tensors = (*machine.cache.keys, *machine.cache.values)
-    return [tensor[:, row].transpose(1, 2).flatten(0, 1)[:slots].clone() for tensor in tensors]
+    keys = [tensor[:, row].transpose(1, 2).flatten(0, 1)[:slots].clone() for tensor in tensors]
+    return [*keys, *(tensor[row].clone() for tensor in machine.cache.carried())]
 
 
-def test_chunks_that_two_prompts_have_in_common_are_read_once_in_the_same_bits() -> None:
+@pytest.mark.parametrize(
+    "shape", [{}, {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")}]
+)
+def test_chunks_that_two_prompts_have_in_common_are_read_once_in_the_same_bits(shape: dict[str, Any]) -> None:
     def fresh() -> Generator:
-        return generator(tiny_llama(max_position_embeddings=256), rows=3, slots=256)
+        return generator(tiny_llama(max_position_embeddings=256, **shape), rows=3, slots=256)
 
     known = tuple(range(3, 60)) * 3
     prompt = (*known[:140], *range(20, 40))
@@ -182,6 +186,27 @@ def test_chunks_that_two_prompts_have_in_common_are_read_once_in_the_same_bits()
     assert machine.reused - before == 2 * machine.reader.chunk == 128
     ours, expected = keys_of(machine, machine._free[-1], len(prompt) - 1), keys_of(alone, 0, len(prompt) - 1)
     assert all(torch.equal(one, other) for one, other in zip(ours, expected, strict=True))
+
+
+def test_a_pass_over_a_prompt_that_was_interrupted_is_begun_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some layers' recurrences have taken the chunk by then, others have not."""
+    shape = {"model_type": "qwen3_5_text", "layer_types": ("linear_attention",) * 2}
+    model, prompt = tiny_llama(max_position_embeddings=256, **shape), [*range(3, 60)] * 3
+    (sound, machine), passes = [generator(model, slots=256, rows=1) for _ in range(2)], [0]
+
+    def interrupted(*_: Any) -> None:
+        passes[0] += 1
+        if passes[0] == 2:
+            raise KeyboardInterrupt
+
+    hook = model.model.layers[1].register_forward_pre_hook(interrupted)
+    machine.submit(request(*prompt))
+    with pytest.raises(KeyboardInterrupt):
+        machine.advance()
+    hook.remove()
+    machine.cancel(0)
+    assert outcome(machine, request(*prompt)) == outcome(sound, request(*prompt))
+    assert all(torch.equal(*pair) for pair in zip(machine.cache.carried(), sound.cache.carried(), strict=True))
 
 
 def test_a_cancelled_request_frees_its_row_before_the_next_block() -> None:

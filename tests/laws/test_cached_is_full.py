@@ -68,6 +68,8 @@ def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> 
         for row, logits_V in enumerate(model.logits(hidden_B1D[:, 0])):
             if firsts[row] - 1 + step < LENGTH:
                 found[row].append(logits_V)
+            else:
+                assert torch.equal(logits_V, found[row][-1])
     return [torch.stack(each) for each in found]
 
 

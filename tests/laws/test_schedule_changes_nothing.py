@@ -55,6 +55,9 @@ def chain(kinds: list[dict[str, Any]]) -> Chain:
     return chain_of([Sampling(**kind) for kind in kinds], stop_ids=2)
 
 
+HYBRID = {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")}
+
+
 def some_requests(count: int, kinds: list[dict[str, Any]] = KINDS) -> list[Request]:
     """Requests with every kind of sampling, prompts on both sides of a chunk's border, some with automata."""
     choice = random.Random(1)
@@ -75,7 +78,8 @@ def some_requests(count: int, kinds: list[dict[str, Any]] = KINDS) -> list[Reque
 
 def machine(rows: int, kinds: list[dict[str, Any]] = KINDS, layers: int = 2, **options: Any) -> Generator:
     """A generator for all of them."""
-    model = tiny_llama(vocab_size=259, max_position_embeddings=256, num_hidden_layers=layers)
+    shape = options.pop("shape", {})
+    model = tiny_llama(vocab_size=259, max_position_embeddings=256, num_hidden_layers=layers, **shape)
     several = [chain_of([Sampling(0.5)]), chain(FEW[:3]), chain(kinds)]
     if options.get("mode"):  # to compile one takes seconds
         several = several[-1:]
@@ -119,8 +123,9 @@ def schedules(generator: Generator, count: int, seed: int, kinds: list[dict[str,
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(1000, marks=pytest.mark.slow)])
-def test_eager(count: int) -> None:
-    schedules(machine(rows=4), count, seed=0)
+@pytest.mark.parametrize("shape", [{}, HYBRID], ids=["attention", "hybrid"])
+def test_eager(count: int, shape: dict[str, Any]) -> None:
+    schedules(machine(rows=4, shape=shape), count, seed=0)
 
 
 @pytest.mark.parametrize(

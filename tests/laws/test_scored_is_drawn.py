@@ -16,6 +16,7 @@ from monograph.rl import rollouts as room
 from monograph.rl.rollouts import Drawer, Rollouts
 from rewarded import OPTIONS, apart, windows
 
+HYBRID = {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")}
 BATCHED = replace(OPTIONS, packed=True, exact=False)
 
 
@@ -32,9 +33,11 @@ def products_have_rows_of_their_own(dtype: torch.dtype) -> bool:
     return True
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_an_answer_is_scored_in_the_bits_in_which_it_was_drawn(precision: str) -> None:
-    rollouts = windows(precision=Precision(precision))
+@pytest.mark.parametrize(
+    ("precision", "shape"), [("fp32", {}), ("bf16", {}), ("fp32", HYBRID)], ids=["fp32", "bf16", "hybrid"]
+)
+def test_an_answer_is_scored_in_the_bits_in_which_it_was_drawn(precision: str, shape: dict[str, Any]) -> None:
+    rollouts = windows(precision=Precision(precision), shape=shape)
     engine, found = rollouts.drawer.engine, 0.0
     for _ in range(3):
         engine.accumulate(next(rollouts))

@@ -157,7 +157,7 @@ def test_a_folder_goes_out_and_comes_back_as_its_family(tmp_path, family, shard)
     assert back.config == config
     assert all(torch.equal(one, other) for one, other in zip(model.parameters(), back.parameters(), strict=True))
     with torch.no_grad():
-        assert relative_error(back.logits(back(tokens)), theirs(tokens).logits) < 1e-6
+        assert relative_error(back.logits(back(tokens)), theirs(tokens).logits) < 1e-5
 
 
 @pytest.mark.parametrize("family", FAMILIES)

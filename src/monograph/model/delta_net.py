@@ -7,6 +7,7 @@ heads, E key dimension, V value dimension, X a head's channels.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -17,7 +18,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.layers import LayerCache, Linear, RMSNorm
 from monograph.model.rope import CosSin
 from monograph.ops import delta_rule
-from monograph.ops.attention import Mask
+from monograph.ops.attention import Impl, Mask
 
 _SMALL = 1e-6  # added to the square of a key's length, as in transformers
 
@@ -30,8 +31,9 @@ class GatedDeltaNet(nn.Module):
 
     siblings = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
+        self.impl = impl
         self.key_dim, self.value_dim = config.linear_key_head_dim, config.linear_value_head_dim
         keys, values = config.linear_num_key_heads * self.key_dim, config.linear_num_value_heads * self.value_dim
         self.sizes = keys, keys, values
@@ -54,23 +56,30 @@ class GatedDeltaNet(nn.Module):
 
         beta = sigmoid(in_proj_b x) and g = -exp(A_log) softplus(in_proj_a x + dt_bias). Queries and keys of a head have
         length 1, and queries are divided by sqrt(E). The mask are the document numbers of positions, [B, T], or None.
+        With `impl` "cached" the rule is computed token by token, in the bits of decoding.
         """
         segments_BT = cast(Tensor | None, mask)
         channels_BTC = self.in_proj_qkv(hidden_BTD)
         wide = torch.float64 if hidden_BTD.dtype == torch.float64 else torch.float32
-        beta_BTH = self.in_proj_b(hidden_BTD).sigmoid().to(wide)
-        rate_BTH = F.softplus(self.in_proj_a(hidden_BTD).to(wide) + self.dt_bias)
-        decay_BTH = -self.A_log.to(wide).exp() * rate_BTH
+        # In float64, since sums of decays are subtracted from each other, and since torch's functions in fp32 may have
+        # other bits for the last numbers of a tensor than for its others.
+        beta_BTH = self.in_proj_b(hidden_BTD).double().sigmoid().to(hidden_BTD.dtype).to(wide)
+        rate_BTH = F.softplus(self.in_proj_a(hidden_BTD).double() + self.dt_bias)
+        decay_BTH = -self.A_log.double().exp() * rate_BTH
         if cache is None:
             mixed_BTC, starts_BT = self.conv1d(channels_BTC, segments_BT), starts(segments_BT)
             # Products in 16 bits would be carried from chunk to chunk.
             with torch.autocast(hidden_BTD.device.type, enabled=False):
-                out_BHTV, _ = delta_rule.chunked(*self._heads(mixed_BTC, wide), _t(decay_BTH), _t(beta_BTH), starts_BT)
+                out_BHTV, _ = self._rule(*self._heads(mixed_BTC, wide), _t(decay_BTH), _t(beta_BTH), starts_BT)
         else:
             out_BHTV = self._cached(channels_BTC, decay_BTH, beta_BTH, cache)
         out_BTHV = self.norm(out_BHTV.transpose(1, 2).to(hidden_BTD.dtype))
         gate_BTHV = F.silu(self.in_proj_z(hidden_BTD).to(wide)).unflatten(-1, (-1, self.value_dim))
         return self.out_proj((out_BTHV * gate_BTHV).to(hidden_BTD.dtype).flatten(2))
+
+    @property
+    def _rule(self) -> Callable[..., tuple[Tensor, Tensor]]:
+        return delta_rule.recurrent if self.impl == "cached" else delta_rule.chunked
 
     def _heads(self, mixed_BTC: Tensor, wide: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return queries and keys [B, H, T, E], each key head once for each of its value heads, and values."""
@@ -98,11 +107,11 @@ class GatedDeltaNet(nn.Module):
         query_BHTE, key_BHTE, value_BHTV = self._heads(mixed_BTC, taken.state_BHEV.dtype)
         decay_BHT, beta_BHT = (_t(torch.where(fresh_BT[..., None], each, 0.0)) for each in (decay_BTH, beta_BTH))
         if one:
-            key_BHE, value_BHV, kept_BH = key_BHTE[:, :, 0], value_BHTV[:, :, 0], decay_BHT[..., 0].exp()
-            state_BHEV = delta_rule.step(key_BHE, value_BHV, kept_BH, beta_BHT[..., 0], taken.state_BHEV)
+            token = key_BHTE[:, :, 0], value_BHTV[:, :, 0], decay_BHT[..., 0], beta_BHT[..., 0]
+            state_BHEV = delta_rule.step(*token, taken.state_BHEV)
             out_BHTV = delta_rule.read(query_BHTE[:, :, 0], state_BHEV)[:, :, None]
         else:
-            out_BHTV, state_BHEV = delta_rule.chunked(
+            out_BHTV, state_BHEV = self._rule(
                 query_BHTE, key_BHTE, value_BHTV, decay_BHT, beta_BHT, None, taken.state_BHEV
             )
         taken.inputs_BKC.copy_(inputs_BKC)
@@ -120,14 +129,15 @@ class Taps(nn.Module):
 
     def forward(self, channels_BTC: Tensor, segments_BT: Tensor | None) -> Tensor:
         """Return silu(sum_j w[j] x[t - K + 1 + j]) over the positions of t's document, [B, T, C]."""
-        taps = self.weight.shape[-1]
-        if segments_BT is None:
-            return self.of_inputs(F.pad(channels_BTC, (0, 0, taps - 1, 0)))
         total_BTC = channels_BTC * self.weight[:, 0, -1]
-        for back in range(1, min(taps, channels_BTC.shape[1])):
-            same_BT = segments_BT[:, back:] == segments_BT[:, :-back]
-            earlier_BTC = torch.where(same_BT[..., None], channels_BTC[:, :-back], 0.0)
-            total_BTC = total_BTC + F.pad(earlier_BTC, (0, 0, back, 0)) * self.weight[:, 0, -1 - back]
+        places_T = torch.arange(channels_BTC.shape[1], device=channels_BTC.device)
+        for back in range(1, self.weight.shape[-1]):
+            same_BT = (places_T >= back)[None]
+            if segments_BT is not None:
+                same_BT = same_BT & (segments_BT.roll(back, dims=1) == segments_BT)
+            # Rolled rather than padded, which a compiler fuses into loops without branches, forward and backward.
+            earlier_BTC = torch.where(same_BT[..., None], channels_BTC.roll(back, dims=1), 0.0)
+            total_BTC = total_BTC + earlier_BTC * self.weight[:, 0, -1 - back]
         return F.silu(total_BTC)
 
     def of_inputs(self, inputs_BSC: Tensor) -> Tensor:

@@ -38,8 +38,8 @@ class Block(nn.Module):
         self.norms = config.family.norms
         # The order of parameters is that of the computation.
         self._add_norms(config, self.norms[:1])
-        self.mixes_by = "linear_attn" if config.is_linear(layer) else "self_attn"
-        self.add_module(self.mixes_by, GatedDeltaNet(config) if config.is_linear(layer) else Attention(config, impl))
+        kind, self.mixes_by = (GatedDeltaNet, "linear_attn") if config.is_linear(layer) else (Attention, "self_attn")
+        self.add_module(self.mixes_by, kind(config, impl))
         self._add_norms(config, self.norms[1:3])
         self.mlp = MLP(config)
         self._add_norms(config, self.norms[3:])
@@ -215,8 +215,10 @@ class Llama(nn.Module):
         """Set the attention implementation, as the argument `attention` does, its torch kernel, `rotate`'s device."""
         self.attention = impl
         for block in self.model.layers:
-            if isinstance(mixer := getattr(block, cast(Block, block).mixes_by), Attention):
-                mixer.impl, mixer.kernel, mixer.device_type = impl, kernel, device_type
+            mixer = getattr(block, cast(Block, block).mixes_by)
+            mixer.impl = impl
+            if isinstance(mixer, Attention):
+                mixer.kernel, mixer.device_type = kernel, device_type
 
     def tie_weights(self) -> None:
         """Share the embedding matrix with the head if the configuration ties them; repeat it after replacing either."""

@@ -38,7 +38,7 @@ def recurrent(
         query_BHTE: q, scaled by the caller.
         key_BHTE: k, of length 1 or shorter.
         value_BHTV: v.
-        decay_BHT: g, at most 0.
+        decay_BHT: g, at most 0, best in float64.
         beta_BHT: how much of a correction is written, from 0 to 1. A token with g = 0 and beta = 0 leaves the state.
         starts_BT: whether a token is the first of its document; None: the row is one document.
         state_BHEV: the state before the first token; None: 0.
@@ -46,17 +46,17 @@ def recurrent(
     state = _zero_state(key_BHTE, value_BHTV) if state_BHEV is None else state_BHEV
     outs = []
     for t in range(key_BHTE.shape[2]):
-        kept_BH = decay_BHT[..., t].exp()
+        decay_BH = decay_BHT[..., t]
         if starts_BT is not None:
-            kept_BH = torch.where(starts_BT[:, None, t], 0.0, kept_BH)
-        state = step(key_BHTE[:, :, t], value_BHTV[:, :, t], kept_BH, beta_BHT[..., t], state)
+            decay_BH = torch.where(starts_BT[:, None, t], float("-inf"), decay_BH)
+        state = step(key_BHTE[:, :, t], value_BHTV[:, :, t], decay_BH, beta_BHT[..., t], state)
         outs.append(read(query_BHTE[:, :, t], state))
     return torch.stack(outs, dim=2), state
 
 
-def step(key_BHE: Tensor, value_BHV: Tensor, kept_BH: Tensor, beta_BH: Tensor, state_BHEV: Tensor) -> Tensor:
-    """Return the state after one more token; kept = exp(g)."""
-    state_BHEV = state_BHEV * kept_BH[..., None, None]
+def step(key_BHE: Tensor, value_BHV: Tensor, decay_BH: Tensor, beta_BH: Tensor, state_BHEV: Tensor) -> Tensor:
+    """Return the state after one more token."""
+    state_BHEV = state_BHEV * decay_BH.exp().to(state_BHEV.dtype)[..., None, None]
     known_BHV = (state_BHEV * key_BHE[..., None]).sum(dim=-2)
     correction_BHV = (value_BHV - known_BHV) * beta_BH[..., None]
     return state_BHEV + key_BHE[..., None] * correction_BHV[..., None, :]
@@ -94,11 +94,13 @@ def chunked(
     sum_NMC = decay_NMC.double().cumsum(dim=-1)
     # How much of what position j writes is left at position i: nothing of a later one or of another document.
     seen_NMCC = (begun_NMC[..., :, None] == begun_NMC[..., None, :]).tril()
-    between_NMCC = (sum_NMC[..., :, None] - sum_NMC[..., None, :]).to(decay_BHT.dtype)
+    between_NMCC = (sum_NMC[..., :, None] - sum_NMC[..., None, :]).to(key.dtype)
     left_NMCC = between_NMCC.masked_fill(~seen_NMCC, float("-inf")).exp()
     written_NMCE = key * beta_NMC[..., None]
     inverse_NMCC = unit_inverse((written_NMCE @ key.mT * left_NMCC).tril(-1))
-    of_state_NMC1 = (sum_NMC.to(decay_BHT.dtype).exp() * (begun_NMC == 0))[..., None]  # what is left of the state before the chunk
+    of_state_NMC1 = (sum_NMC.to(key.dtype).exp() * (begun_NMC == 0))[
+        ..., None
+    ]  # what is left of the state before the chunk
     states_NMEV, correction_NMCV, last_MEV = scan(
         inverse_NMCC @ (value * beta_NMC[..., None]),
         inverse_NMCC @ (written_NMCE * of_state_NMC1),
