@@ -1,20 +1,21 @@
 """Compare the model with transformers' in every family: logits, gradients, and exported folders.
 
 Random configurations of each family with large random weights (standard deviation 0.3, so that every part of the model
-matters) and two rows of random tokens. An error is the distance of two tensors over the norm of transformers'. The
-table has the largest error of logits over configurations, and the largest error of gradients over configurations and
-parameters. Goal: 1e-5 in fp32. In float64 transformers would still compute norms, rotary angles and recurrences in
-fp32, so there whatever asks for fp32 gets float64. "Out and back" says whether transformers loads an exported folder
-with no missing and no unexpected key, and whether the folder that it then saves is the same model, to the bit and to
-the last key of the configuration.
+matters, and no expert chosen by rounding) and two rows of random tokens. An error is the distance of two tensors over
+the norm of transformers'. The table has the largest error of logits over configurations, and the largest error of
+gradients over configurations and parameters. Goal: 1e-5 in fp32. In float64 transformers would still compute norms,
+rotary angles and recurrences in fp32, so there whatever asks for fp32 gets float64. "Out and back" says whether
+transformers loads an exported folder with no missing and no unexpected key, and whether the folder that it then saves
+is the same model, to the bit and to the last key of the configuration.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 import monograph as mono
+from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
 from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
@@ -33,6 +35,7 @@ from monograph.model.rope import cos_sin
 from monograph.model.scaling import FULL, SLIDING, LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
 ROWS, LENGTH, CONFIGS, GOAL = 2, 48, 40, 1e-5
+MARGIN = 1e-5  # of probabilities, so that rounding chooses no other expert
 # As in published Granites: with much larger scores fp32 itself would be worse than the goal.
 NUMBERS = {
     "embedding_multiplier": [1.0, 12.0], "residual_multiplier": [1.0, 0.22], "attention_multiplier": [None, 0.0625],
@@ -97,6 +100,13 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         sizes = {"linear_conv_kernel_dim": [1, 2, 4], "linear_key_head_dim": [8, 17], "linear_value_head_dim": [8, 12]}
         numbers |= {name: draw.choice(values) for name, values in sizes.items()}
         numbers |= {"linear_num_key_heads": key_value, "linear_num_value_heads": key_value * group}
+    experts, whole = draw.randint(1, 9), FAMILIES[family].whole_heads
+    of_experts = {
+        "num_experts": experts, "num_experts_per_tok": draw.randint(1, experts), "norm_topk_prob": draw.random() < 0.5,
+        "moe_intermediate_size": draw.randint(3, 40), "mlp_only_layers": draw.choice([(), (0,), (1, 2)]),
+        "clip_qkv": draw.choice([None, 0.5, 2.0]),
+    }  # fmt: skip
+    numbers |= {name: value for name, value in of_experts.items() if name in keys}
     if "rope_local_theta" in keys and windowed:
         numbers["rope_local_theta"] = draw.choice([1e2, 5e5])
     return mono.LlamaConfig(
@@ -107,7 +117,7 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         num_hidden_layers=layers,
         num_attention_heads=key_value * group,
         num_key_value_heads=key_value,
-        head_dim=head,
+        head_dim=0 if whole else head,
         max_position_embeddings=64,
         rms_norm_eps=draw.choice([1e-6, 1e-5]),
         rope_theta=draw.choice([1e4, 5e5]),
@@ -128,12 +138,12 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
 
 def compared(config: mono.LlamaConfig, seed: int) -> dict[str, Any]:
     """Return one configuration's errors, and whether it comes back from transformers unchanged."""
-    model, tokens = mono.Llama(config, seed), random_tokens(config, seed)
-    unsettled(model, seed)
+    tokens = random_tokens(config, seed)
+    model = next(model for model in models(config, seed) if margin(model, tokens) > MARGIN)
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, Path(folder, "ours"))
         theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
-            Path(folder, "ours"), output_loading_info=True, dtype=torch.float32
+            Path(folder, "ours"), output_loading_info=True, dtype=torch.float32, experts_implementation="eager"
         )
         theirs.save_pretrained(Path(folder, "theirs"))
         back = load_model(Path(folder, "theirs"))
@@ -151,14 +161,48 @@ def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, fl
         # Without a cache, as theirs has none for models of delta nets alone.
         their_logits = theirs(tokens, use_cache=False).logits
     named, their_named = dict(model.named_parameters()), dict(theirs.named_parameters())
-    found = zip(named, gradients_of(logits, list(named.values())), strict=True)
-    plain = (Plain(name, gradient.to("meta"), gradient.clone) for name, gradient in found)
+    found = in_memory(dict(zip(named, gradients_of(logits, list(named.values())), strict=True)))
+    plain = (Plain(name, gradient.to("meta"), gradient.clone) for name, gradient in found.items())
     mine = {tensor.name: tensor.read() for tensor in joined(plain, model.config)}
     gradients, expected = mine.values(), gradients_of(their_logits, [their_named[name] for name in mine])
     # Where every query sees one key only, the gradients of scores are zero, rounded by fp32's eps of all gradients.
     least = 1e-2 * float(torch.stack([gradient.norm() for gradient in expected]).norm())
     worst = max(distance(one, other, least) for one, other in zip(gradients, expected, strict=True))
     return distance(logits, their_logits), worst
+
+
+def models(config: mono.LlamaConfig, seed: int) -> Iterator[mono.Llama]:
+    """Yield models with random weights, without end."""
+    for again in itertools.count():
+        model = mono.Llama(config, seed + 1000 * again)
+        unsettled(model, seed)
+        yield model
+
+
+def margin(model: mono.Llama, tokens: Tensor) -> float:
+    """Return the least distance between the last probability that chose an expert and the first that did not."""
+    found = [1.0]
+
+    def note(router: Any, inputs: tuple[Tensor], _: Any) -> None:
+        shares = torch.nn.functional.linear(inputs[0], router.weight).softmax(-1).sort(-1, descending=True).values
+        if router.count < shares.shape[1]:
+            found.append(float((shares[:, router.count - 1] - shares[:, router.count]).min()))
+
+    hooks = [module.register_forward_hook(note) for module in model.modules() if isinstance(module, Router)]
+    with torch.no_grad():
+        model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return min(found)
+
+
+def in_memory(named: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by the names of this decoder with experts' matrices as transformers has them in memory."""
+    renamed = {name.replace("experts.down_proj.weight", "experts.down_proj"): named[name] for name in named}
+    for name in [name for name in renamed if name.endswith("experts.gate_proj.weight")]:
+        both = [renamed.pop(name), renamed.pop(name.replace("gate_proj", "up_proj"))]
+        renamed[name.replace("gate_proj.weight", "gate_up_proj")] = torch.cat(both, 1)
+    return renamed
 
 
 def widened(theirs: nn.Module, config: mono.LlamaConfig) -> nn.Module:

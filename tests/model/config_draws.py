@@ -32,7 +32,7 @@ IDLE = {
     "attention_chunk_size": [None, 4], "kv_sharing_modes": [None], "number_of_conv_states": [3],
     "distributed_config": [None], "fusion_config": [None], "mtp_hidden_states_first": _FLAG,
     "logits_mup_width_multiplier": [2.0], "unpadded_vocab_size": [9], "mlp_layer_types": [None],
-    "use_mrope": [False], "quantization_config": [None], "num_experts": [4],
+    "use_mrope": [False], "quantization_config": [None], "router_aux_loss_coef": [0.0, 0.5],
 }  # fmt: skip
 
 
@@ -88,6 +88,15 @@ def keys_that_count(draw, vocabulary: int, family: str = "") -> dict[str, list]:
         "embd_pdrop": [0.0, 0.1],
         "is_causal": [True, True, True, False],
         "per_layer_config": [None, None, {}, {"0": {"rms_norm_eps": 0.5}}],
+        "num_experts": [4, 4, 5, 5, 6, 0],
+        "num_local_experts": [4, 6],
+        "num_experts_per_tok": [1, 2, 2, 3, 3, 9],
+        "norm_topk_prob": _FLAG,
+        "moe_intermediate_size": [12, 20],
+        "decoder_sparse_step": [1, 1, 2, 0],
+        "mlp_only_layers": [None, [], [0], [1, 7]],
+        "output_router_logits": [False, False, True],
+        "clip_qkv": [None, 0.5, 8.0],
         "transformers_weights": [None, None, "other.safetensors"],
     }
 
@@ -118,6 +127,8 @@ def drawn(family: str, draw) -> dict:
     always = {*counted, "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
     if family in ("smollm3", "phi3"):  # their defaults are above these vocabularies
         always.add("pad_token_id")
+    if family in ("qwen3_moe", "olmoe"):  # their defaults are large, and choose 8 experts
+        always |= {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
     if family == "granite":  # with its default, 1, scores are so large that fp32 is off by 1e-5 in both
         always.add("attention_multiplier")
     # A file that says one thing which nothing here computes is refused, and tells nothing of its other keys.
@@ -135,10 +146,15 @@ def _is_odd(family: str, key: str, value) -> bool:
         kind = value.get("rope_type", value.get("type"))
         return kind == "dynamic" or value.get("partial_rotary_factor", 1.0) != 1.0
     return (
-        value in ("gelu", "other.safetensors", 0.5)
+        (value in ("gelu", "other.safetensors", 0.5) and key != "clip_qkv")
+        or (key == "decoder_sparse_step" and value == 0)
+        or (key == "output_router_logits" and value)
         or (key in ("mlp_bias", "is_causal") and value is (key == "mlp_bias"))
         or (key == "pad_token_id" and value in (30, 37))
         or (key == "per_layer_config" and bool(value))
         or (key == "layer_types" and value is not None)
-        and (family in ("llama", "mistral", "olmo2", "granite", "phi3") or "chunked_attention" in value)
+        and (
+            family in ("llama", "mistral", "olmo2", "granite", "phi3", "qwen3_moe", "olmoe")
+            or "chunked_attention" in value
+        )
     )

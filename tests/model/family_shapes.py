@@ -2,15 +2,39 @@
 
 from __future__ import annotations
 
+import torch
+
+from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
 from monograph.model.joined import joined
 from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, YarnScaling
 
 
 def in_files(named, config):
-    """Tensors by the decoder's names as the family's files have them."""
+    """Tensors by the decoder's names as transformers has them in memory."""
+    named = {name.replace("experts.down_proj.weight", "experts.down_proj"): named[name] for name in named}
+    for name in [name for name in named if name.endswith("experts.gate_proj.weight")]:
+        both = named.pop(name), named.pop(name.replace("gate_proj", "up_proj"))
+        named[name.replace("gate_proj.weight", "gate_up_proj")] = torch.cat(both, 1)
     plain = (Plain(name, tensor.detach().to("meta"), tensor.detach) for name, tensor in named.items())
     return {tensor.name: tensor.read() for tensor in joined(plain, config)}
+
+
+def margin(model, *inputs):
+    """The smallest distance of an expert's probability that was just enough to one that was not, over all tokens."""
+    found = [torch.tensor(1.0)]
+
+    def note(router, inputs, chosen):
+        shares = (inputs[0] @ router.weight.T).softmax(-1).sort(-1, descending=True).values
+        if router.count < shares.shape[1]:
+            found.append((shares[:, router.count - 1] - shares[:, router.count]).min())
+
+    hooks = [m.register_forward_hook(note) for m in model.modules() if isinstance(m, Router)]
+    with torch.no_grad():
+        model(*inputs)
+    for hook in hooks:
+        hook.remove()
+    return min(gap.item() for gap in found)
 
 
 SCALINGS = [None, LinearScaling(2.5), Llama3Scaling(4.0, 1.0, 4.0, 16), YarnScaling(4.0, 1.3, 16, 4.0, 0.5)]
@@ -49,5 +73,10 @@ MIXED = {
         "layer_types": (LINEAR, FULL, LINEAR), "linear_num_key_heads": 2, "linear_num_value_heads": 6,
         "linear_key_head_dim": 5, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.67,
     },
+    "qwen3_moe": {
+        "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True, "moe_intermediate_size": 20,
+        "mlp_only_layers": (1,), "sliding_window": 5,
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "clip_qkv": 0.7},
     "qwen3": {"sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "attention_bias": True},
 }  # fmt: skip

@@ -6,6 +6,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import itertools
 import json
 import random
 import re
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from model import config_draws
-from model.family_shapes import in_files
+from model.family_shapes import in_files, margin
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
@@ -50,8 +51,8 @@ def test_the_draws_have_every_key_that_transformers_reads():
 
 
 def test_random_files_are_computed_as_transformers_does_or_refused_by_name(tmp_path):
-    counts = _compared(range(24), tmp_path)
-    assert counts["equal"] >= 10 and counts["refused here"] >= 3
+    counts = _compared(range(36), tmp_path)
+    assert counts["equal"] >= 13 and counts["refused here"] >= 3
 
 
 @pytest.mark.slow
@@ -110,14 +111,16 @@ def _theirs(folder):
 def _assert_equal(config: LlamaConfig, theirs, drawn) -> None:
     # Where a state is corrected again and again, fp32's own error (of both, compared with float64) is larger.
     spread, bound = (0.1, 5 * BOUND) if config.family.others == LINEAR else (0.3, BOUND)
-    model, generator = Llama(dataclasses.replace(config, initializer_range=spread)), torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randperm(2 * config_draws.LENGTH, generator=generator).view(2, -1) % config.vocab_size
+    models = (Llama(dataclasses.replace(config, initializer_range=spread), seed) for seed in itertools.count())
+    model = next(model for model in models if margin(model, tokens) > 1e-5)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     theirs.load_state_dict(in_files(model.state_dict(), config))
     # Every row of the vocabulary is looked up, the padding's too.
-    tokens = torch.randperm(2 * config_draws.LENGTH, generator=generator).view(2, -1) % config.vocab_size
     ours, logits = model.logits(model(tokens)), theirs(tokens, use_cache=False).logits
     assert relative_error(ours, logits) < BOUND, drawn
     weights = torch.linspace(-1, 1, logits.numel()).view_as(logits)

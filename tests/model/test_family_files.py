@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from clocks import least_s
 from model.family_shapes import MIXED, SMALL
@@ -94,8 +95,8 @@ def test_what_the_file_leaves_open_is_what_transformers_takes(family):
 def test_config_json_goes_both_ways(family):
     config = LlamaConfig(model_type=family, **SMALL | MIXED[family])
     assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
-    same = LlamaConfig(model_type=family, **SMALL)
     if "sliding_window" in FAMILIES[family].keys and "layer_types" in FAMILIES[family].keys:
+        same = LlamaConfig(model_type=family, **SMALL)
         assert LlamaConfig(model_type=family, **SMALL, sliding_window=9, layer_types=(FULL,) * 3) == same
 
 
@@ -189,3 +190,64 @@ def test_weights_that_are_not_the_configurations_are_refused_before_anything_is_
             load_model(tmp_path / "model")
 
     assert least_s(refused, 0.5) < 0.5
+
+
+def _without(name, tensors):
+    return {key: value for key, value in tensors.items() if key != name}
+
+
+FIFTH = "model.layers.0.mlp.experts.4.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "spoil", "said"),
+    [
+        (
+            {"num_experts": 4},
+            dict,
+            r"5 tensors such as .*experts.0.down_proj.weight', the last of expert 4, but num_e.* 4",
+        ),
+        ({"num_experts": 10**9}, dict, r"there are 5 tensors such as .* but num_experts = 1000000000"),
+        ({}, lambda t: _without(FIFTH, t), r"there are 4 tensors such as .*0.up_proj.weight', the last of expert 3"),
+        ({}, lambda t: t | {FIFTH: t[FIFTH][1:].clone()}, rf"{FIFTH} has shape \[19, 32\] and .* \[20, 32\] and F32"),
+        ({}, lambda t: t | {FIFTH: t[FIFTH].bfloat16()}, rf"{FIFTH} has shape \[20, 32\] and dtype BF16, but"),
+        (
+            {"moe_intermediate_size": 12},
+            dict,
+            r"down_proj.weight has shape \[5, 32, 20\], expected \[5, 32, 12\] by",
+        ),
+        ({"mlp_only_layers": [0, 1]}, dict, r"3 missing in the weights of a qwen3_moe, the first is .*mlp.down_proj"),
+    ],
+)
+def test_experts_that_are_not_the_configurations_are_refused_by_name(tmp_path, change, spoil, said):
+    save_model(Llama(LlamaConfig(model_type="qwen3_moe", **SMALL | MIXED["qwen3_moe"])), tmp_path / "model")
+    tensors = load_file(tmp_path / "model" / "model.safetensors")
+    save_file(spoil(tensors), tmp_path / "model" / "model.safetensors")
+    path = tmp_path / "model" / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    with pytest.raises(InputRefused, match=said):
+        load_model(tmp_path / "model")
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok = 9: expected at most num_experts = 8"),
+        ({"num_local_experts": None}, r"num_local_experts = None: expected a whole number"),
+        ({"mlp_only_layers": "all"}, r"mlp_only_layers = 'all': expected a list"),
+        ({"decoder_sparse_step": 0}, r"decoder_sparse_step = 0: expected a whole number"),
+        ({"norm_topk_prob": 1}, r"norm_topk_prob = 1: expected true or false"),
+        ({"output_router_logits": True}, r"output_router_logits = True is not supported: only False is"),
+        ({"model_type": "olmoe", "head_dim": 16}, r"head_dim = 16: expected hidden_size / num_attention_heads"),
+        ({"model_type": "olmoe", "clip_qkv": 0}, r"clip_qkv = 0: expected a positive number"),
+    ],
+)
+def test_a_wrong_key_of_a_mixture_is_refused_by_name(values, said):
+    with pytest.raises(InputRefused, match=said):
+        _read(**{"model_type": "qwen3_moe", "num_experts": 8} | values)
+
+
+def test_every_second_layer_may_be_a_mixture():
+    config = _read(model_type="qwen3_moe", num_experts=8, decoder_sparse_step=2, mlp_only_layers=[3, 7])
+    assert [config.is_mixture(layer) for layer in range(4)] == [False, True, False, False]
+    assert config.shortened(2).mlp_only_layers == (0,)

@@ -21,7 +21,7 @@ from adapted import trained
 from batches import tiny_llama
 from monograph.graph.inspect import unique_state
 from monograph.graph.lora import Lora, merge
-from monograph.graph.mmap_weights import MappedWeight, materialize_
+from monograph.graph.mmap_weights import MappedStack, MappedWeight, materialize_
 from monograph.graph.precision import Precision
 from monograph.model.adapter import packed, put, read_adapter, save_adapter
 from monograph.model.files import read_headers
@@ -43,12 +43,19 @@ STORED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 def read_whole(folder: Path, dtype: torch.dtype | None) -> Llama:
     """The slow reference: all tensors of all files in memory, then cast."""
     state = {n: t.clone() for path in sorted(folder.glob("*.safetensors")) for n, t in load_file(path).items()}
-    return assembled(read_config(folder), {n: t.to(dtype or t.dtype) for n, t in state.items()}, folder)
+    config = read_config(folder)
+    for name in [name for name in state if ".experts.0." in name]:
+        names = [name.replace(".experts.0.", f".experts.{number}.") for number in range(config.num_experts)]
+        state[name.replace(".experts.0.", ".experts.")] = torch.stack([state.pop(each) for each in names])
+    return assembled(config, {n: t.to(dtype or t.dtype) for n, t in state.items()}, folder)
 
 
-def write(folder: Path, stored: str, tied: bool = False) -> Path:
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+
+
+def write(folder: Path, stored: str, tied: bool = False, **sizes: Any) -> Path:
     """A base in shards; of "mixed" the vectors in fp32 and every other matrix in fp16, the rest in bf16."""
-    model = tiny_llama(tie_word_embeddings=tied, vocab_size=259, intermediate_size=64)
+    model = tiny_llama(tie_word_embeddings=tied, vocab_size=259, intermediate_size=64, **sizes)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.add_(0.3 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))))
@@ -211,3 +218,28 @@ def test_merged_for_llama_cpp(tmp_path: Path, stored: str, dtype: str | None) ->
     for name, model in (("at once", merged_at_once(adapter, base)), ("one by one", load_to_export(adapter)[0])):
         save_gguf(model, tmp_path / name, Tokenizer.bytes(), dtype, lambda line: None)
     assert exported(tmp_path / "one by one") == exported(tmp_path / "at once")
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("stored", ["fp32", "bf16", "fp64"])
+def test_experts_of_all_shards_become_one_tensor(tmp_path: Path, stored: str, dtype: torch.dtype | None) -> None:
+    folder = write(tmp_path / "base", stored, **MIXTURE)
+    found, expected = mapped_model(folder, dtype), read_whole(folder, dtype)
+    rounded = torch.promote_types(STORED[stored], dtype or STORED[stored]) != (dtype or STORED[stored])
+    assert sum(isinstance(p, MappedStack) for p in found.parameters()) == (0 if rounded else 6)
+    assert digest(found) == digest(expected)
+    for name, each in (("at once", expected), ("one by one", found)):
+        save_model(each, tmp_path / name, None, SHARD_BYTES)
+    assert exported(tmp_path / "one by one") == exported(tmp_path / "at once")
+    assert same(materialize_(found), expected) and not any(isinstance(p, MappedWeight) for p in found.parameters())
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"all-bf16"}))  # which is for a resident engine alone
+def test_experts_in_planes_and_stages(tmp_path: Path, name: str) -> None:
+    folder = write(tmp_path / "base", "bf16", **MIXTURE)
+    masters = [build(Recipe(str(folder), "auto", {}, 0))[0] for _ in range(2)]
+    whole, options = read_whole(folder, torch.float32), {"optim": OPTIMIZERS[name], "precision": Precision("bf16")}
+    resident = Resident(materialize_(masters[0], trained=False), **options)
+    streamed = Streamed(masters[1], placement=Placement(), **options)
+    states = [engine.state().model for engine in (resident, streamed, Resident(whole, **options))]
+    assert all(torch.equal(state[key], states[2][key]) for state in states for key in states[2])

@@ -86,9 +86,25 @@ def _norm(x, weight, config):
 
 
 def _mlp(own, x, config):
-    gate, up = own["mlp.gate_proj.weight"] @ x, own["mlp.up_proj.weight"] @ x
+    if "mlp.gate.weight" in own:
+        return _mixture(own, x, config)
+    return _gated(x, own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"], own["mlp.down_proj.weight"], config)
+
+
+def _mixture(own, x, config):
+    scores = own["mlp.gate.weight"] @ x
+    shares = torch.exp(scores - scores.max())
+    shares = shares / shares.sum()
+    chosen = sorted(range(len(shares)), key=lambda expert: -shares[expert])[: config.num_experts_per_tok]
+    whole = sum(shares[expert] for expert in chosen) if config.norm_topk_prob else 1
+    matrices = [own[f"mlp.experts.{name}_proj.weight"] for name in ("gate", "up", "down")]
+    return sum(shares[expert] / whole * _gated(x, *(m[expert] for m in matrices), config) for expert in chosen)
+
+
+def _gated(x, gate_matrix, up_matrix, down_matrix, config):
+    gate, up = gate_matrix @ x, up_matrix @ x
     turns = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3) if config.model_type == "gemma3_text" else gate
-    return own["mlp.down_proj.weight"] @ (gate / (1 + torch.exp(-turns)) * up)
+    return down_matrix @ (gate / (1 + torch.exp(-turns)) * up)
 
 
 def _attention(own, config, xs, documents, places, window, theta, scaling):
@@ -104,6 +120,8 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
         gain = own.get(f"self_attn.{name}_norm.weight")
         if gain is not None and len(gain) == len(whole[0]):
             whole = [_norm(v, gain, config) for v in whole]
+        if config.clip_qkv:
+            whole = [v.clamp(-config.clip_qkv, config.clip_qkv) for v in whole]
         vectors = [v.split(size) for v in whole]
         if gain is not None and len(gain) != len(whole[0]):
             vectors = [[_norm(v, gain, config) for v in vs] for vs in vectors]

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.graph.experts import MULTIPLYING
 from monograph.graph.frozen import Int8Linear, NF4Linear
 from monograph.graph.inspect import (
     ALL_LINEAR,
@@ -280,7 +281,7 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
             continue
         holder, _, last = name.rpartition(".")
         layer, table = (adapted.get(holder), with_rows.get(holder)) if last == "weight" else (None, None)
-        like = parameter.detach().to("meta", kept_dtype(parameter))
+        like = torch.empty(parameter.shape, dtype=kept_dtype(parameter), device="meta")
         yield Plain(name, like, functools.partial(_read, name, parameter, layer, table))
 
 
@@ -304,7 +305,7 @@ def narrow(
         more: other modules whose weights are read in that dtype only.
         device: where these weights are moved, one after another; None: they stay.
     """
-    readers = {m for m in module.modules() if isinstance(m, nn.Linear) and not isinstance(m, Factor)} | set(more)
+    readers = {m for m in module.modules() if isinstance(m, MULTIPLYING) and not isinstance(m, Factor)} | set(more)
     # A weight that another module reads as well, such as a tied embedding, keeps its precision.
     elsewhere = {id(p) for m in module.modules() if m not in readers for p in m.parameters(recurse=False)}
     parameters = {id(p): p for m in readers for p in map(m._parameters.get, ("weight", "bias")) if p is not None}

@@ -5,10 +5,11 @@ of its own, and converting it tensor by tensor takes the memory of the result an
 """
 
 from collections.abc import Iterable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from monograph.errors import InputRefused
 
@@ -25,14 +26,66 @@ class MappedWeight(nn.Parameter):
     becomes: torch.dtype
 
 
-def mapped(stored: Tensor, becomes: torch.dtype) -> Tensor:
-    """Return a parameter over a tensor in a mapped file; if `becomes` cannot hold its numbers it is rounded now."""
-    # Rounding cannot wait, because readers must see the numbers that will be kept.
-    if torch.promote_types(stored.dtype, becomes) != becomes:
-        return stored.to(becomes)
+class MappedStack(MappedWeight):
+    """Several mapped tensors of one shape as one parameter, which are put together at each reading.
+
+    Its own data is one number, expanded to the stack's shape, which no function reads: shape, dtype and place are this
+    number's, `detach` keeps the tensors apart, and every other function of torch gets the stack.
+
+    Attributes:
+        parts: the tensors.
+    """
+
+    parts: tuple[Tensor, ...]
+
+    def read(self) -> Tensor:
+        """Return the stack in memory."""
+        return torch.stack(self.parts)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call a function with stacks in memory, unless it reads no numbers."""
+        if function is Tensor.detach:
+            with torch._C.DisableTorchFunctionSubclass():
+                return _stack(args[0].parts, args[0].becomes, args[0].detach())
+        if function not in _READ_NOTHING:
+            args, kwargs = tree_map_only(MappedStack, MappedStack.read, (args, kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs or {})
+
+
+_READ_NOTHING = {
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "requires_grad_", "element_size", "is_complex")),
+    *(
+        getattr(Tensor, name)
+        for name in ("data_ptr", "stride", "untyped_storage", "is_floating_point", "is_contiguous")
+    ),
+    *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "nbytes", "grad")),
+    *(getattr(Tensor, name).__get__ for name in ("is_meta", "is_sparse", "requires_grad", "is_leaf", "is_cuda")),
+    *(getattr(Tensor, name).__set__ for name in ("data", "grad", "requires_grad")),
+}
+
+
+def mapped(stored: Tensor | tuple[Tensor, ...], becomes: torch.dtype) -> Tensor:
+    """Return a parameter over a tensor in a mapped file, or over a stack of several.
+
+    If `becomes` cannot hold its numbers it is rounded now, because readers must see the numbers that will be kept.
+    """
+    first = stored[0] if isinstance(stored, tuple) else stored
+    if torch.promote_types(first.dtype, becomes) != becomes:
+        return (torch.stack(stored) if isinstance(stored, tuple) else stored).to(becomes)
+    if isinstance(stored, tuple):
+        number = torch.zeros(1, dtype=first.dtype).expand(len(stored), *first.shape)
+        return _stack(stored, becomes, number)
     parameter = MappedWeight(stored)
     parameter.becomes = becomes
     return parameter
+
+
+def _stack(parts: tuple[Tensor, ...], becomes: torch.dtype, number: Tensor) -> MappedStack:
+    stack = MappedStack(number)
+    stack.parts, stack.becomes = parts, becomes
+    return stack
 
 
 def require_finite(tensor: Tensor, name: str) -> Tensor:
@@ -56,14 +109,19 @@ def keep(parameter: Tensor, data: Tensor) -> None:
     """Replace a parameter's data; a mapped parameter becomes an ordinary one."""
     parameter.data = data
     if isinstance(parameter, MappedWeight):
-        del parameter.becomes
+        vars(parameter).clear()  # what it becomes, and a stack's parts
         # The object stays the same, so that tied layers and other holders see the new numbers.
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def in_file_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     """Sort mapped parameters by their place in the file, so that it is read from beginning to end."""
-    return sorted(parameters, key=lambda parameter: parameter.data_ptr() if isinstance(parameter, MappedWeight) else 0)
+    return sorted(parameters, key=_place)
+
+
+def _place(parameter: nn.Parameter) -> int:
+    first = parameter.parts[0] if isinstance(parameter, MappedStack) else parameter
+    return first.data_ptr() if isinstance(parameter, MappedWeight) else 0
 
 
 def materialize_(module: M, device: torch.device | None = None, trained: bool = True) -> M:

@@ -12,6 +12,7 @@ from monograph.model.families import (
     LINEAR_SIZES,
     Family,
     check_computed,
+    experts_from_hf,
     family,
     fresh,
     rotations_from_hf,
@@ -26,7 +27,8 @@ _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embedding
 _MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 _OF_SOME = {  # fields that only some families have
     "attention_bias", "sliding_window", "layer_types", "no_rope_layers", "rope_local_theta", "partial_rotary_factor",
-    "query_pre_attn_scalar", *_MULTIPLIERS, *LINEAR_SIZES,
+    "query_pre_attn_scalar", *_MULTIPLIERS, *LINEAR_SIZES, "num_experts", "num_experts_per_tok", "norm_topk_prob",
+    "moe_intermediate_size", "mlp_only_layers", "clip_qkv",
 }  # fmt: skip
 # Keys that must not be null in a file.
 _NEVER_NULL = (
@@ -71,6 +73,13 @@ class LlamaConfig:
         attention_multiplier: factor of attention's scores. None: 1 / sqrt(head_dim).
         query_pre_attn_scalar: scores are divided by its root. 0: head_dim.
         logits_scaling: divisor of the logits; here of the final hidden states.
+        num_experts: experts of a mixture, which is the feed-forward layer of families that have one.
+        num_experts_per_tok: experts that compute a token, those of the highest probabilities.
+        norm_topk_prob: whether a token's weights, the probabilities of its experts, are divided by their sum.
+        moe_intermediate_size: width of an expert. 0: intermediate_size / num_experts_per_tok. Without this key experts
+            have the intermediate_size.
+        mlp_only_layers: layers whose feed-forward layer is an ordinary one.
+        clip_qkv: largest absolute value of queries, keys and values before the rotation, or None.
         initializer_range: standard deviation of the initial weights, see `Llama`.
         attention_dropout: transformers' dropout rate of attention weights in training; it is kept for exports and not
             applied here.
@@ -112,6 +121,12 @@ class LlamaConfig:
     attention_multiplier: float | None = None
     query_pre_attn_scalar: int = 0
     logits_scaling: float = 1.0
+    num_experts: int = 0
+    num_experts_per_tok: int = 0
+    norm_topk_prob: bool = False
+    moe_intermediate_size: int = 0
+    mlp_only_layers: tuple[int, ...] = ()
+    clip_qkv: float | None = None
     initializer_range: float = 0.02
     attention_dropout: float = 0.0
     pad_token_id: int | None = None
@@ -141,6 +156,7 @@ class LlamaConfig:
         self._check_heads()
         self._check_windows()
         self._check_linear()
+        self._check_experts()
         self._check_ids()
 
     def _check_multiple(self, whole: str, part: str) -> None:
@@ -149,7 +165,7 @@ class LlamaConfig:
             raise InputRefused(f"{whole} = {size} is not a multiple of {part} = {unit}; change one")
 
     def _check_heads(self) -> None:
-        for name in ("tie_word_embeddings", "attention_bias"):
+        for name in ("tie_word_embeddings", "attention_bias", "norm_topk_prob"):
             if not isinstance(getattr(self, name), bool):
                 raise InputRefused(f"{name} = {getattr(self, name)!r}: expected true or false")
         self._check_multiple("num_attention_heads", "num_key_value_heads")
@@ -159,6 +175,11 @@ class LlamaConfig:
             raise InputRefused(
                 f"head_dim = {self.head_dim} is odd, and rotary embedding turns pairs; change it, or hidden_size = "
                 f"{self.hidden_size} and num_attention_heads = {self.num_attention_heads} that it comes from"
+            )
+        if self.family.whole_heads and self.num_attention_heads * self.head_dim != self.hidden_size:
+            raise InputRefused(
+                f"head_dim = {self.head_dim}: expected hidden_size / num_attention_heads with model_type = "
+                f"{self.model_type!r}"
             )
         check_number("partial_rotary_factor", self.partial_rotary_factor)
         if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or self.rotary_dim == 0:
@@ -221,6 +242,23 @@ class LlamaConfig:
             check_whole(name, getattr(self, name))
         self._check_multiple("linear_num_value_heads", "linear_num_key_heads")
 
+    def _check_experts(self) -> None:
+        if self.clip_qkv is not None:
+            check_number("clip_qkv", self.clip_qkv)
+        if not self.family.experts:
+            return
+        for name in ("num_experts", "num_experts_per_tok"):
+            check_whole(name, getattr(self, name))
+        if self.num_experts_per_tok > self.num_experts:
+            raise InputRefused(
+                f"num_experts_per_tok = {self.num_experts_per_tok}: expected at most num_experts = {self.num_experts}"
+            )
+        if self.moe_intermediate_size == 0 and "moe_intermediate_size" in self.family.keys:
+            object.__setattr__(self, "moe_intermediate_size", -(-self.intermediate_size // self.num_experts_per_tok))
+        check_whole(self.family.experts, getattr(self, self.family.experts))
+        layers = {layer for layer in self.mlp_only_layers if layer in range(self.num_hidden_layers)}
+        object.__setattr__(self, "mlp_only_layers", tuple(sorted(layers)))
+
     @property
     def ends(self) -> tuple[int, ...]:
         """Return the ids that end a document."""
@@ -259,7 +297,8 @@ class LlamaConfig:
         nano and micro is sqrt(2 / (5 hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their
         width, and with it micro was 0.1 bits per byte worse after 200 updates. A preset's initializer_range is for its
         own width; at another hidden_size it changes as 1 / sqrt(hidden_size). FAMILY:NAME, such as "olmo2:nano", is a
-        model of another family with these sizes, and with its windows and layers that do not rotate.
+        model of another family with these sizes, and with its windows and layers that do not rotate. A mixture has 8
+        experts, of which a token's two are together as wide as the ffn.
 
         Raises:
             InputRefused: no such preset or key, or values that do not fit together.
@@ -269,6 +308,8 @@ class LlamaConfig:
             raise InputRefused(f"preset = {name!r}: expected one of {', '.join(PRESETS)}")
         if of:
             overrides = fresh(of, overrides.get("num_hidden_layers", PRESETS[name][3])) | overrides
+            if family(of).experts == "intermediate_size":
+                overrides.setdefault("intermediate_size", PRESETS[name][2] // overrides["num_experts_per_tok"])
         unknown = sorted(set(overrides) - {field.name for field in fields(cls)})
         if unknown:
             raise InputRefused(f"unknown key {unknown[0]!r}: the sizes of a Llama are {', '.join(_SIZES)}")
@@ -307,6 +348,7 @@ class LlamaConfig:
         sizes["rope_theta"], sizes["rope_scaling"], sizes["rope_local_theta"], sizes["partial_rotary_factor"] = rope
         sizes["sliding_window"], sizes["layer_types"] = windows_from_hf(values)
         sizes["no_rope_layers"] = rotations_from_hf(values)
+        sizes |= experts_from_hf(values)
         return cls(**sizes)
 
     def to_hf(self) -> dict[str, Any]:
@@ -333,6 +375,10 @@ class LlamaConfig:
             # For programs that do not know layer_types.
             values["use_sliding_window"] = self.sliding_window is not None
             values["max_window_layers"] = slides.index(True) if any(slides) else self.num_hidden_layers
+        if "use_sliding_window" in self.family.keys:
+            values["use_sliding_window"] = self.sliding_window is not None
+        if "mlp_only_layers" in self.family.keys:
+            values |= {"mlp_only_layers": list(self.mlp_only_layers), "decoder_sparse_step": 1}
         if "no_rope_layers" in self.family.keys:
             values["no_rope_layers"] = [int(self.rotates(layer)) for layer in range(self.num_hidden_layers)]
         key, activation = self.family.activation
@@ -356,6 +402,10 @@ class LlamaConfig:
         """Return the same model with its first so many layers."""
         kinds, rotations = self.layer_types[:layers], self.no_rope_layers[:layers]
         return replace(self, num_hidden_layers=layers, layer_types=kinds, no_rope_layers=rotations)
+
+    def is_mixture(self, layer: int) -> bool:
+        """Return whether a layer's feed-forward layer is a mixture of experts."""
+        return bool(self.family.experts) and layer not in self.mlp_only_layers
 
     def rotates(self, layer: int) -> bool:
         """Return whether a layer rotates queries and keys by their positions."""

@@ -47,6 +47,8 @@ class Family(NamedTuple):
         centred: whether a norm multiplies by 1 + weight.
         embedding_scaled: whether embedded tokens are multiplied by the root of hidden_size.
         activation: transformers' key for the activation of the feed-forward layer, and its name there.
+        whole_heads: whether its heads together are as wide as hidden_size.
+        experts: the key for the width of a mixture's experts; "": it has no mixtures.
     """
 
     architecture: str
@@ -64,12 +66,15 @@ class Family(NamedTuple):
     centred: bool = False
     embedding_scaled: bool = False
     activation: tuple[str, str] = "hidden_act", "silu"
+    whole_heads: bool = False
+    experts: str = ""
 
 
 LINEAR_SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )  # fmt: skip
+_EXPERTS = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _AFTER_BRANCHES = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
@@ -171,6 +176,30 @@ FAMILIES: dict[str, Family] = {
         gated=True,
         centred=True,
     ),
+    "qwen3_moe": Family(
+        "Qwen3MoeForCausalLM",
+        (
+            "attention_bias", "sliding_window", "use_sliding_window", *_EXPERTS, "moe_intermediate_size",
+            "mlp_only_layers",
+        ),
+        {
+            "num_key_value_heads": 4, "max_position_embeddings": 32_768, "sliding_window": 4096, "num_experts": 128,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        },
+        qk_norm="heads",
+        experts="moe_intermediate_size",
+    ),
+    "olmoe": Family(
+        "OlmoeForCausalLM",
+        ("attention_bias", "clip_qkv", *_EXPERTS),
+        {
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "pad_token_id": 1, "eos_token_id": 50_279,
+            "num_experts": 64, "num_experts_per_tok": 8,
+        },
+        qk_norm="all",
+        whole_heads=True,
+        experts="intermediate_size",
+    ),
 }  # fmt: skip
 # Keys of config.json that change what transformers computes or loads, with the values that match `Llama`; transformers'
 # default is one of them.
@@ -186,11 +215,13 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "per_layer_config": (None, {}),
     "transformers_weights": (None,),
+    "output_router_logits": (False,),
 }
 # Keys that only some families read.
 _OF_GEMMA = ("hidden_activation", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _READ_BY: dict[str, tuple[str, ...]] = {
-    "mlp_bias": ("llama", "smollm3", "granite"), "resid_pdrop": ("phi3",), **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
+    "mlp_bias": ("llama", "smollm3", "granite"), "resid_pdrop": ("phi3",),
+    "output_router_logits": ("qwen3_moe", "olmoe"), **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
     "hidden_act": tuple(name for name, its in FAMILIES.items() if its.activation[0] == "hidden_act"),
 }  # fmt: skip
 
@@ -237,15 +268,21 @@ def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     if "layer_types" not in its.keys:
         if types is not None:
             raise InputRefused(f"layer_types is not supported with model_type = {values['model_type']!r}")
-        return window if "sliding_window" in its.keys else None, ()
-    slides = values.get("use_sliding_window", False)
-    if not isinstance(slides, bool):
-        raise InputRefused(f"use_sliding_window = {slides!r}: expected true or false")
+        kept = "sliding_window" in its.keys and ("use_sliding_window" not in its.keys or _slides(values))
+        return window if kept else None, ()
+    slides = _slides(values)
     if not slides and not its.full_every and (types is None or "no_rope_layers" not in its.keys):
         window = None
     if types is not None or (window is None and not its.full_every):
         return window, tuple(types or ())
     return window, _usual_types(values, its)
+
+
+def _slides(values: Mapping[str, Any]) -> bool:
+    slides = values.get("use_sliding_window", False)
+    if not isinstance(slides, bool):
+        raise InputRefused(f"use_sliding_window = {slides!r}: expected true or false")
+    return slides
 
 
 def _usual_types(values: Mapping[str, Any], its: Family) -> tuple[str, ...]:
@@ -284,6 +321,29 @@ def rotations_from_hf(values: Mapping[str, Any]) -> tuple[int, ...]:
     return () if all(each == 1 for each in listed[:layers]) else tuple(listed[:layers])
 
 
+def experts_from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config.json on its mixtures of experts, as a `LlamaConfig` has them.
+
+    Raises:
+        InputRefused: a wrong value.
+    """
+    its, found = family(values["model_type"]), dict[str, Any]()
+    if its.experts:
+        number = "num_local_experts" if "num_local_experts" in values else "num_experts"
+        for key in (number, "num_experts_per_tok", its.experts):
+            check_whole(key, values[key])
+            found[key] = values[key]
+        found["num_experts"] = found.pop(number)
+    if "mlp_only_layers" in its.keys:
+        step, listed = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or []
+        check_whole("decoder_sparse_step", step)
+        if not isinstance(listed, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in listed):
+            raise InputRefused(f"mlp_only_layers = {listed!r}: expected a list of the numbers of layers")
+        plain = (layer for layer in range(_layers(values)) if layer in listed or (layer + 1) % step)
+        found["mlp_only_layers"] = tuple(plain)
+    return found
+
+
 def fresh(model_type: str, layers: int) -> dict[str, Any]:
     """Return what a new model of a family has beyond its sizes: the family itself, its windows and rotary positions.
 
@@ -303,6 +363,8 @@ def fresh(model_type: str, layers: int) -> dict[str, Any]:
         "rope_local_theta": its.local_theta if "rope_local_base_freq" in its.keys else None,
         "partial_rotary_factor": its.defaults.get("partial_rotary_factor", 1.0),
     }  # fmt: skip
+    if its.experts:
+        found |= {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": model_type == "qwen3_moe"}
     return found if its.scales else found | {"rope_scaling": None}
 
 

@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -39,13 +40,15 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 class Stored(NamedTuple):
     """The description of a tensor in a file's header; `dtype` is safetensors' name.
 
-    With `part` it is rows `part[1]` to `part[2]` of the file's tensor `part[0]`.
+    With `part` it is rows `part[1]` to `part[2]` of the file's tensor `part[0]`; with `stack` it is these tensors, by
+    their names, in one.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
     part: tuple[str, int, int] | None = None
+    stack: Mapping[str, Stored] = MappingProxyType({})
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
@@ -95,8 +98,8 @@ def read_tensors(stored: dict[str, Stored], dtype: torch.dtype | None) -> dict[s
     return {name: tensor.to(dtype, copy=True) for name, tensor in mapped_tensors(stored)}
 
 
-def mapped_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors as stored and not copied: they are mapped, and read on first access.
+def mapped_tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors as stored and not copied: they are mapped, and read on first access. None is a stack.
 
     Raises:
         InputRefused: a damaged file.
@@ -105,6 +108,15 @@ def mapped_tensors(stored: dict[str, Stored]) -> Iterator[tuple[str, Tensor]]:
         with _opened(path) as file:
             for name, part in ((name, tensor.part) for name, tensor in stored.items() if tensor.path == path):
                 yield name, file.get_tensor(part[0])[part[1] : part[2]] if part else file.get_tensor(name)
+
+
+def mapped_stacks(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor | tuple[Tensor, ...]]]:
+    """Yield the tensors as `mapped_tensors`, and of each stack its parts."""
+    yield from mapped_tensors({name: tensor for name, tensor in stored.items() if not tensor.stack})
+    stacks = {name: tensor.stack for name, tensor in stored.items() if tensor.stack}
+    parts = dict(mapped_tensors({name: part for stack in stacks.values() for name, part in stack.items()}))
+    for name, stack in stacks.items():
+        yield name, tuple(parts[each] for each in stack)
 
 
 @contextmanager

@@ -19,9 +19,10 @@ from monograph.graph.lora import plain_parameters
 from monograph.graph.mmap_weights import kept_dtype, mapped, materialize_
 from monograph.model import parameters
 from monograph.model.config import LlamaConfig
-from monograph.model.files import DTYPES, Stored, mapped_tensors, new_folder, read_headers, write_json, write_tensors
+from monograph.model.files import DTYPES, Stored, mapped_stacks, new_folder, read_headers, write_json, write_tensors
 from monograph.model.joined import joined, parted
 from monograph.model.llama import Llama
+from monograph.model.stacked import apart, stacked
 from monograph.storage.reading import exists, inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
 
@@ -61,7 +62,7 @@ def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]
     """
     config = read_config(folder)
     stored = {name: tensor for name, tensor in read_headers(Path(folder)).items() if not _DERIVED.fullmatch(name)}
-    stored = parted(stored, config)
+    stored = stacked(parted(stored, config), config)
     check_headers(stored, config, Path(folder))
     return config, stored
 
@@ -92,7 +93,7 @@ def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
     if dtype is None and len(kinds) > 1:
         raise InputRefused(f"{folder}: the weights are stored as {' and '.join(kinds)}; say which dtype to load")
     becomes = dtype or DTYPES[kinds[0]]
-    return assembled(config, {name: mapped(tensor, becomes) for name, tensor in mapped_tensors(stored)}, folder)
+    return assembled(config, {name: mapped(tensor, becomes) for name, tensor in mapped_stacks(stored)}, folder)
 
 
 def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Llama:
@@ -156,7 +157,7 @@ def save_model(
             write_json(new / "tokenizer_config.json", _tokenizer_config(new, tokenizer, model.config))
             if template := tokenizer.config.template:
                 (new / "chat_template.jinja").write_text(template.source, encoding="utf-8")
-        write_tensors(new, joined(plain_parameters(model), model.config), max_shard_bytes)
+        write_tensors(new, apart(joined(plain_parameters(model), model.config)), max_shard_bytes)
 
 
 def _generation_config(config: dict[str, Any], own: Collection[int], tokenizer: Tokenizer | None) -> dict[str, Any]:

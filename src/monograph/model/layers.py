@@ -136,6 +136,7 @@ class Attention(nn.Module):
             norm_of(config, width if self.norms_all else config.head_dim) if config.family.qk_norm else nn.Identity()
             for width in (query, key_value)
         )
+        self.clip = config.clip_qkv
         self.scale = scale(config.query_scale)
         self.head_dim = config.head_dim
         self.impl = impl
@@ -156,6 +157,10 @@ class Attention(nn.Module):
             query_BTX, gate_BTX = (each_BTHE.flatten(2) for each_BTHE in pair_BTH2E.unbind(-2))
         if self.norms_all:
             query_BTX, key_BTX = self.q_norm(query_BTX), self.k_norm(key_BTX)
+        if self.clip is not None:
+            query_BTX, key_BTX, value_BTX = (
+                each_BTX.clamp(-self.clip, self.clip) for each_BTX in (query_BTX, key_BTX, value_BTX)
+            )
         query_BHTE, key_BKTE, value_BKTE = (
             each_BTX.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for each_BTX in (query_BTX, key_BTX, value_BTX)
         )
@@ -175,7 +180,7 @@ class Attention(nn.Module):
         return self.o_proj(mixed_BTX * gate_BTX.sigmoid() if self.gated else mixed_BTX)
 
 
-_ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh")}
+ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh")}
 
 
 class MLP(nn.Module):
@@ -188,7 +193,7 @@ class MLP(nn.Module):
         self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
-        self.act = _ACTIVATIONS[config.family.activation[1]]
+        self.act = ACTIVATIONS[config.family.activation[1]]
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""

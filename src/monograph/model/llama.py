@@ -18,6 +18,7 @@ from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.model.delta_net import GatedDeltaNet, drawn
 from monograph.model.layers import MLP, Attention, Cache, LayerCache, Linear, norm_of, scale
+from monograph.model.experts import Mixture
 from monograph.model.masks import attention_mask
 from monograph.model.rope import CosSin, cos_sin
 from monograph.ops.attention import Impl, Kernel, Mask
@@ -41,7 +42,8 @@ class Block(nn.Module):
         kind, self.mixes_by = (GatedDeltaNet, "linear_attn") if config.is_linear(layer) else (Attention, "self_attn")
         self.add_module(self.mixes_by, kind(config, impl))
         self._add_norms(config, self.norms[1:3])
-        self.mlp = MLP(config)
+        mixture = config.is_mixture(layer)
+        self.mlp = Mixture(config) if mixture else MLP(config)
         self._add_norms(config, self.norms[3:])
         self.scale = scale(config.residual_multiplier)
 

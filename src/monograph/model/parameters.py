@@ -25,16 +25,29 @@ class Config(Protocol):
     @property
     def attention_bias(self) -> bool: ...  # noqa: D102
     def is_linear(self, layer: int) -> bool: ...  # noqa: D102
+    def is_mixture(self, layer: int) -> bool: ...  # noqa: D102
 
 
 def layer_axes(config: Config, layer: int) -> Axes:
     """Return the axes of a block's parameters, by the parameters' names in the block."""
     axes: Axes = {f"{name}.weight": ("hidden_size",) for name in config.family.norms if name}
-    return axes | (_delta_net() if config.is_linear(layer) else _attention(config)) | {
+    axes |= _delta_net() if config.is_linear(layer) else _attention(config)
+    if config.is_mixture(layer):
+        return axes | _mixture(config.family.experts)
+    return axes | {
         "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
         "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
         "mlp.down_proj.weight": ("hidden_size", "intermediate_size"),
     }  # fmt: skip
+
+
+def _mixture(width: str) -> Axes:
+    return {
+        "mlp.gate.weight": ("num_experts", "hidden_size"),
+        "mlp.experts.gate_proj.weight": ("num_experts", width, "hidden_size"),
+        "mlp.experts.up_proj.weight": ("num_experts", width, "hidden_size"),
+        "mlp.experts.down_proj.weight": ("num_experts", "hidden_size", width),
+    }
 
 
 def _attention(config: Config) -> Axes:

@@ -1,6 +1,7 @@
 """Define the optimizers: they say which parameter is updated in which way, and with which rate and decay."""
 
 import functools
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.graph.experts import ExpertLinear
 from monograph.graph.inspect import blocks
 from monograph.optim.narrow import STATES, noise, pack_, stochastic, unpacked, zeros
 from monograph.optim.planes import Kind, Plane, trainable
@@ -130,7 +132,7 @@ class Muon:
                 'nn.Sequential: name the matrices, Muon(matrices=["*.weight"]), or use adamw'
             )
         kinds = _kinds(parameters, self.weight_decay, self.groups)
-        shapes = {name: (parameters[name].shape[0], parameters[name].shape[1]) for name in names}
+        shapes = {name: tuple(parameters[name].shape) for name in names}
         return kinds | {
             name: kinds[name]._replace(matrix=shape, momentum=self.momentum, eps=1.0) for name, shape in shapes.items()
         }
@@ -225,9 +227,9 @@ def _moments(plane: Plane) -> tuple[str, ...]:
 
 
 def _matrices(flat: Tensor, plane: Plane) -> Tensor:
-    """Return a plane of matrices of one shape as [..., matrices, rows, cols], without the zeros between them."""
-    rows, cols = plane.kind.matrix  # type: ignore[misc]
-    return flat.unflatten(-1, (len(plane.slots), -1))[..., : rows * cols].unflatten(-1, (rows, cols))
+    """Return a plane of matrices or stacks of one shape as [..., slots, *shape], without the zeros between them."""
+    shape = plane.kind.matrix or ()
+    return flat.unflatten(-1, (len(plane.slots), -1))[..., : math.prod(shape)].unflatten(-1, shape)
 
 
 def _over(stack: Tensor, knob: Any) -> Any:
@@ -236,13 +238,15 @@ def _over(stack: Tensor, knob: Any) -> Any:
 
 
 def hidden_matrices(module: nn.Module) -> list[str]:
-    """Return the names of trainable parameters with two dimensions in a module's `blocks`, except embeddings."""
+    """Return the names of trainable matrices and stacks of experts' matrices in a module's `blocks`, not embeddings."""
     # An embedding's rows are looked up, not multiplied, and orthogonalising its gradient would mix rows of different
     # tokens.
     inside = {id(p) for block in blocks(module).values() for p in block.parameters()}
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     hidden = inside - embeddings
-    return [name for name, p in module.named_parameters() if id(p) in hidden and p.ndim == 2 and p.requires_grad]
+    stacks = {id(m.weight) for m in module.modules() if isinstance(m, ExpertLinear)}
+    hidden = {id(p) for p in module.parameters() if id(p) in hidden and (p.ndim == 2 or id(p) in stacks)}
+    return [name for name, p in module.named_parameters() if id(p) in hidden and p.requires_grad]
 
 
 def _named(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> list[str]:

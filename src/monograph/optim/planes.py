@@ -31,7 +31,7 @@ class Kind(NamedTuple):
     Attributes:
         lr: factor of the optimizer's learning rate.
         weight_decay: decoupled decay.
-        matrix: (rows, cols) of a matrix that Muon updates; None: AdamW.
+        matrix: (rows, cols) of a matrix that Muon updates, or (matrices, rows, cols) of a stack; None: AdamW.
         momentum: Muon's.
         eps: factor of the optimizer's eps.
         vector: whether it has one dimension or none, as gains and biases have.
@@ -39,7 +39,7 @@ class Kind(NamedTuple):
 
     lr: Knob
     weight_decay: Knob
-    matrix: tuple[int, int] | None = None
+    matrix: tuple[int, ...] | None = None
     momentum: Knob = 0.0
     eps: Knob = 1.0
     vector: bool = False

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.graph.experts import MULTIPLYING
 from monograph.graph.family import Family
 from monograph.graph.inspect import blocks
 from monograph.graph.siblings import families
@@ -178,7 +179,7 @@ def stored(  # noqa: PLR0913 - a store is made of all these
     parts = staged(module)
     # Parameters are told apart by identity: a tied parameter is one, and belongs to the first stage that has it.
     names = {id(p): name for name, p in trainable(module).items()}
-    linear = {id(m.weight) for block in blocks(module).values() for m in block.modules() if isinstance(m, nn.Linear)}
+    linear = {id(m.weight) for block in blocks(module).values() for m in block.modules() if isinstance(m, MULTIPLYING)}
     # Planes have the numbers and starts of the resident engine's, on which stochastic rounding depends.
     numbers = {kind: number for number, kind in enumerate(dict.fromkeys(kinds[name] for name in names.values()))}
     reached = dict.fromkeys(kinds.values(), 0)

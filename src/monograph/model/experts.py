@@ -1,0 +1,87 @@
+"""Mixtures of experts: a router chooses for each token the few experts that compute it.
+
+Shapes: B batch, T positions, N = B T tokens, D hidden size, E experts, k of them for each token, P = N k pairs of a
+token and an expert, I an expert's width.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from monograph.graph.experts import ExpertLinear, Router
+from monograph.model.config import LlamaConfig
+from monograph.model.layers import ACTIVATIONS
+from monograph.ops.grouped import exists, product_dtype, rearranged
+
+Way = Literal["auto", "dense", "grouped"]
+
+
+class Experts(nn.Module):
+    """E gated layers, and the weighted sum of those that a token's router chose.
+
+    y = sum over a token's experts e of w_e down_e(act(gate_e x) * up_e x)
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        width, experts = getattr(config, config.family.experts), config.num_experts
+        self.gate_proj = ExpertLinear(experts, config.hidden_size, width)
+        self.up_proj = ExpertLinear(experts, config.hidden_size, width)
+        self.down_proj = ExpertLinear(experts, width, config.hidden_size)
+        self.act = ACTIVATIONS[config.family.activation[1]]
+
+    def _gated(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
+        return self.down_proj(self.act(self.gate_proj(input, ends_E)) * self.up_proj(input, ends_E), ends_E)
+
+    def dense(self, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+        """Return y, [N, D]: every expert computes every token, with the weight 0 unless it was chosen."""
+        weights_NE = weights_Nk.new_zeros(len(hidden_ND), self.gate_proj.experts).scatter(1, experts_Nk, weights_Nk)
+        return (self._gated(hidden_ND, None) * weights_NE.T[..., None]).sum(0).to(hidden_ND.dtype)
+
+    def grouped(self, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
+        """Return y, [N, D], from products of the pairs of a token and an expert, sorted by expert.
+
+        All shapes are those of N k pairs, however they are shared out, and the host reads nothing.
+        """
+        expert_P, count = experts_Nk.flatten(), experts_Nk.shape[1]
+        order_P = expert_P.argsort(stable=True)
+        inverse_P = order_P.argsort()
+        numbers_E1 = torch.arange(self.gate_proj.experts, device=expert_P.device)[:, None]
+        ends_E = (expert_P <= numbers_E1).sum(-1, dtype=torch.int32)
+        pairs_PD = hidden_ND[:, None].expand(-1, count, -1).flatten(0, 1)
+        out_PD = self._gated(rearranged(pairs_PD, order_P, inverse_P), ends_E)
+        out_NkD = rearranged(out_PD, inverse_P, order_P).unflatten(0, (-1, count))
+        return (out_NkD * weights_Nk[..., None]).sum(1).to(hidden_ND.dtype)
+
+
+class Mixture(nn.Module):
+    """A feed-forward layer of experts, as in Shazeer et al. 2017, arXiv 1701.06538.
+
+    Attributes:
+        way: "dense" is the equation; "grouped" computes only the chosen experts; "auto" is grouped wherever a grouped
+            product neither waits for the host nor is missing: on a CPU, and in bf16 on GPUs with compute capability 9
+            or 10. Elsewhere every expert computes every token, which takes E / k times as long.
+        device_type: the device that a plan is made for, if the tensors are elsewhere.
+    """
+
+    def __init__(self, config: LlamaConfig) -> None:
+        super().__init__()
+        self.gate = Router(config.num_experts, config.hidden_size, config.num_experts_per_tok, config.norm_topk_prob)
+        self.experts = Experts(config)
+        self.way: Way = "auto"
+
+    def forward(self, hidden_BTD: Tensor) -> Tensor:
+        """Map [B, T, D] to [B, T, D]."""
+        hidden_ND = hidden_BTD.flatten(0, -2)
+        chosen = self.gate(hidden_ND)
+        way = self.experts.grouped if self._groups(hidden_ND) else self.experts.dense
+        return way(hidden_ND, *chosen).view(hidden_BTD.shape)
+
+    def _groups(self, hidden_ND: Tensor) -> bool:
+        if self.way != "auto":
+            return self.way == "grouped"
+        layer = self.experts.gate_proj
+        return exists(hidden_ND.device, product_dtype(hidden_ND), layer.in_features, layer.out_features)

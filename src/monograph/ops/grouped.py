@@ -1,0 +1,166 @@
+"""Compute products whose rows are sorted into groups, each with a matrix of its own, as experts are applied.
+
+        y[p] = W[e] x[p]    for the rows  ends[e - 1] <= p < ends[e]
+
+The two operators are opaque to a compiler, and no shape depends on the groups. On a CPU they loop over groups. On a GPU
+they are torch's grouped products, which read nothing back to the host only in bf16, on compute capability 9 and 10, and
+with rows of whole 16 bytes: `exists` says where. Members under vmap become further groups.
+
+Shapes: P rows, E groups, N outputs, K inputs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from monograph.ops.fused_gradients import fused_of
+
+_WITHOUT_HOST = (9, 10)  # major compute capabilities, see aten/src/ATen/native/cuda/GroupedBlas.cpp
+
+
+def exists(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
+    """Return whether grouped products of these widths exist on a device, without a wait for the host."""
+    if device.type == "cpu":
+        return True
+    fits = dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
+    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _WITHOUT_HOST
+
+
+def product_dtype(input: Tensor) -> torch.dtype:
+    """Return the dtype of an input's products: its own, or autocast's."""
+    kind = input.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else input.dtype
+
+
+def grouped_linear(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """Return the products of each group's rows with its matrix, [P, N], in the dtype of products.
+
+    Args:
+        input_PK: rows, sorted by group.
+        weight_ENK: the groups' matrices; if they are fused (`monograph.ops.fused_gradients`), their gradients are added
+            to the total.
+        ends_E: the row after each group's last one, int32, ascending; the last is P.
+    """
+    dtype = product_dtype(input_PK)
+    if (fused := fused_of(weight_ENK)) is None:
+        product: Tensor = _product(input_PK.to(dtype), weight_ENK.to(dtype), ends_E)
+        return product
+    added: Tensor = _Fused.apply(input_PK.to(dtype), weight_ENK, fused.weight.to(dtype), fused.total, ends_E)
+    return added
+
+
+def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
+    begin = 0
+    for group, end in enumerate(ends_E.tolist()):
+        if end > begin:
+            yield group, slice(begin, end)
+        begin = end
+
+
+@torch.library.custom_op("monograph::grouped_linear", mutates_args=())
+def _product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    if input_PK.is_cuda:
+        return torch._grouped_mm(input_PK.contiguous(), weight_ENK.mT, offs=ends_E)
+    product_PN = input_PK.new_empty(len(input_PK), weight_ENK.shape[1])
+    for group, rows in _groups(ends_E):
+        torch.mm(input_PK[rows], weight_ENK[group].mT, out=product_PN[rows])
+    return product_PN
+
+
+@torch.library.custom_op("monograph::grouped_outer", mutates_args=())
+def _outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
+    """Return sum over a group's rows of left[p] right[p]^T, [E, N, K]."""
+    if left_PN.is_cuda:
+        return torch._grouped_mm(left_PN.contiguous().mT, right_PK.contiguous(), offs=ends_E)
+    sum_ENK = left_PN.new_zeros(len(ends_E), left_PN.shape[1], right_PK.shape[1])
+    for group, rows in _groups(ends_E):
+        torch.mm(left_PN[rows].mT, right_PK[rows], out=sum_ENK[group])
+    return sum_ENK
+
+
+@_product.register_fake
+def _(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    return input_PK.new_empty(input_PK.shape[0], weight_ENK.shape[1])
+
+
+@_outer.register_fake
+def _(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
+    return left_PN.new_empty(ends_E.shape[0], left_PN.shape[1], right_PK.shape[1])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
+    input_PK, weight_ENK, ends_E = ctx.saved_tensors
+    of_input, of_weight, _ = ctx.needs_input_grad
+    return (
+        _product(grad_PN, weight_ENK.mT, ends_E) if of_input else None,
+        _outer(grad_PN, input_PK, ends_E) if of_weight else None,
+        None,
+    )
+
+
+_product.register_autograd(_backward, setup_context=_save)
+
+
+def _of_members(operator: Any) -> Any:
+    def batched(info: Any, in_dims: tuple[int | None, ...], *tensors: Tensor) -> tuple[Tensor, int]:
+        members = info.batch_size
+        one, other, ends = (
+            tensor.expand(members, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
+            for tensor, dim in zip(tensors, in_dims, strict=True)
+        )
+        before = torch.arange(members, dtype=ends.dtype, device=ends.device)[:, None] * one.shape[1]
+        found = operator(one.flatten(0, 1), other.flatten(0, 1), (ends + before).flatten())
+        return found.unflatten(0, (members, -1)), 0
+
+    return batched
+
+
+_product.register_vmap(_of_members(_product))
+_outer.register_vmap(_of_members(_outer))
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, input_PK: Tensor, weight_ENK: Tensor, rounded_ENK: Tensor, total_ENK: Tensor, ends_E: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(input_PK, rounded_ENK, ends_E)
+        ctx.total = total_ENK  # not saved, as other layers' backward passes may change it before
+        product: Tensor = _product(input_PK, rounded_ENK, ends_E)
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        input_PK, rounded_ENK, ends_E = ctx.saved_tensors
+        ctx.total.add_(_outer(grad_PN, input_PK, ends_E))
+        return _product(grad_PN, rounded_ENK.mT, ends_E), None, None, None, None
+
+
+class _Rearranged(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows_PD: Tensor, order_P: Tensor, inverse_P: Tensor) -> Tensor:
+        return rows_PD[order_P]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad_PD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad_PD[ctx.saved_tensors[0]], None, None
+
+
+def rearranged(rows_PD: Tensor, order_P: Tensor, inverse_P: Tensor) -> Tensor:
+    """Return `rows[order]`; `inverse` is the inverse permutation, by which the gradient needs no sum over indices."""
+    moved: Tensor = _Rearranged.apply(rows_PD, order_P, inverse_P)
+    return moved

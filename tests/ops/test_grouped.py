@@ -1,0 +1,94 @@
+"""Run: pytest tests/ops/test_grouped.py    Grouped products are each row's product with its group's matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from monograph.ops.fused_gradients import Fused, fusing
+from monograph.ops.grouped import grouped_linear
+
+SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=6)  # of groups, some of them empty
+
+
+def drawn(sizes, seed=0, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((sum(sizes), 5), (len(sizes), 3, 5), (sum(sizes), 3))
+    rows, weight, grad = (torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes)
+    return rows.requires_grad_(), weight.requires_grad_(), grad, torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+
+
+def row_by_row(rows, weight, ends):
+    groups = (ends <= torch.arange(len(rows))[:, None]).sum(1)
+    return torch.stack([weight[group] @ row for row, group in zip(rows, groups.tolist(), strict=True)])
+
+
+@settings(max_examples=20)
+@given(sizes=SIZES.filter(any), seed=st.integers(0, 99))
+def test_values_and_gradients_are_those_of_each_row_alone(sizes, seed):
+    rows, weight, grad, ends = drawn(sizes, seed)
+    ours, plain = grouped_linear(rows, weight, ends), row_by_row(rows, weight, ends)
+    found, expected = (torch.autograd.grad(out, (rows, weight), grad) for out in (ours, plain))
+    for mine, its in zip((ours, *found), (plain, *expected), strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+
+
+def test_a_frozen_matrix_gets_no_gradient_and_no_rows_are_allowed():
+    rows, weight, grad, ends = drawn([2, 0, 3])
+    grouped_linear(rows, weight.requires_grad_(False), ends).backward(grad)
+    assert weight.grad is None and rows.grad is not None
+    nothing = drawn([0, 0])
+    assert grouped_linear(nothing[0], nothing[1], nothing[3]).shape == (0, 3)
+
+
+def test_one_graph_serves_however_rows_are_grouped():
+    compiled = torch.compile(grouped_linear, fullgraph=True, backend="aot_eager")
+    for sizes in ([2, 0, 3], [5, 0, 0], [0, 1, 4]):
+        rows, weight, grad, ends = drawn(sizes)
+        out = compiled(rows, weight, ends)
+        assert torch.equal(out, grouped_linear(rows, weight, ends))
+        found, expected = (
+            torch.autograd.grad(each, (rows, weight), grad) for each in (out, grouped_linear(rows, weight, ends))
+        )
+        assert all(map(torch.equal, found, expected))
+
+
+@pytest.mark.parametrize("shared", [None, 0, 1])
+def test_members_under_vmap_have_the_bits_that_they_have_alone(shared):
+    members = [drawn(sizes, seed) for seed, sizes in enumerate(([2, 0, 3], [1, 4, 0], [0, 0, 5]))]
+    stacks = [
+        torch.stack(tensors).detach().requires_grad_(number < 2)
+        for number, tensors in enumerate(zip(*members, strict=True))
+    ]
+    stacks = [stack[0].detach().requires_grad_() if number == shared else stack for number, stack in enumerate(stacks)]
+    rows, weight, grad, ends = stacks
+    dims = tuple(None if number == shared else 0 for number in (0, 1, 3))
+    out = torch.vmap(grouped_linear, in_dims=dims)(rows, weight, ends)
+    found = torch.autograd.grad(out, (rows, weight), grad)
+    sums = [torch.zeros_like(rows), torch.zeros_like(weight)]
+    for number, (own_rows, own_weight, _, own_ends) in enumerate(members):
+        own = [members[0][0] if shared == 0 else own_rows, members[0][1] if shared == 1 else own_weight]
+        alone = grouped_linear(*own, own_ends)
+        assert torch.equal(out[number], alone)
+        for at, gradient in enumerate(torch.autograd.grad(alone, own, grad[number])):
+            (sums[at] if at == shared else sums[at][number]).add_(gradient)
+    assert all(torch.allclose(mine, its, rtol=1e-12) for mine, its in zip(found, sums, strict=True))
+
+
+def test_fused_matrices_add_their_gradients_to_the_total():
+    rows, weight, grad, ends = drawn([2, 0, 3], dtype=torch.float32)
+    expected = torch.autograd.grad(grouped_linear(rows, weight, ends), (rows, weight), grad)
+    weight.fused = Fused(weight.detach(), torch.ones_like(weight))
+    with fusing():
+        found = torch.autograd.grad(grouped_linear(rows, weight, ends), (rows,), grad)
+    assert torch.equal(found[0], expected[0]) and torch.equal(weight.fused.total, 1 + expected[1])
+
+
+def test_autocast_rounds_rows_and_matrices():
+    rows, weight, grad, ends = drawn([2, 0, 3], dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = grouped_linear(rows, weight, ends)
+    assert torch.equal(out, grouped_linear(rows.bfloat16(), weight.bfloat16(), ends))
+    assert [g.dtype for g in torch.autograd.grad(out, (rows, weight), grad.bfloat16())] == [torch.float32] * 2
