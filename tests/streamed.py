@@ -29,6 +29,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "mistral": {"model_type": "mistral", "sliding_window": 5, "pad_token_id": 5},
     "qwen2": {"model_type": "qwen2", "sliding_window": 7, "layer_types": (FULL, SLIDING) * 2},
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": (1,),
+        "moe_intermediate_size": 24,
+    },
     "smollm3": {"model_type": "smollm3", "no_rope_layers": (1, 0, 1, 0)},
     "gemma3": {
         "model_type": "gemma3_text", "sliding_window": 5, "layer_types": (SLIDING, FULL) * 2, "rope_local_theta": 1e2,

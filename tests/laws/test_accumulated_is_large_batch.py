@@ -26,6 +26,7 @@ from monograph.step import Step, accumulate
 from numerics import relative_error
 
 ROWS = 16
+MIXTURE = {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2}
 BOUND = {torch.float32: 1e-6, torch.float64: 1e-12}
 
 
@@ -41,9 +42,11 @@ def accumulated(step, micro_batches):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("size", [1, 2, 4, 8, 16])
-def test_equal_splits(dtype, size):
-    batch, step = ragged(ROWS), Step(tiny_llama(dtype))
+@pytest.mark.parametrize(
+    ("size", "sizes"), [*((size, {}) for size in (1, 2, 4, 8, 16)), *((size, MIXTURE) for size in (1, 8))]
+)
+def test_equal_splits(dtype, size, sizes):
+    batch, step = ragged(ROWS), Step(tiny_llama(dtype, **sizes))
     exact = large_batch_gradient(step.model, batch)
     assert relative_error(accumulated(step, split(batch, range(size, ROWS, size))), exact) <= BOUND[dtype]
 

@@ -31,6 +31,11 @@ SHAPES = {
     "qwen2": {"model_type": "qwen2", "sliding_window": 3, "layer_types": (FULL, SLIDING)},
     "qwen3": {"model_type": "qwen3", "sliding_window": 6, "layer_types": (SLIDING, FULL), "head_dim": 16},
     "olmo2": {"model_type": "olmo2"},
+    "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 0.5},
+    "qwen3_moe": {
+        "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True,
+        "sliding_window": 5,
+    },
     "gemma3": {
         "model_type": "gemma3_text", "sliding_window": 5, "layer_types": (SLIDING, FULL), "rope_local_theta": 1e2,
         "query_pre_attn_scalar": 9,

@@ -41,9 +41,12 @@ def test_grouped_is_dense(count, normalised, seed):
     config = replace(CONFIG, num_experts_per_tok=count, norm_topk_prob=normalised)
     for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-5)):
         made, hidden = mixture(config, seed, dtype)
-        for mine, its in zip(outputs(made, hidden, "grouped"), outputs(made, hidden, "dense"), strict=True):
-            # With one expert of weight 1 the router has no gradient but rounding.
-            assert (mine - its).norm() <= bound * max(its.norm(), 1e-3)
+        grouped, dense = (outputs(made, hidden, way) for way in ("grouped", "dense"))
+        # With one expert of weight 1 the router has no gradient but rounding.
+        least = 1e-2 * max(its.norm() for its in dense)
+        assert all(
+            (mine - its).norm() <= bound * max(its.norm(), least) for mine, its in zip(grouped, dense, strict=True)
+        )
 
 
 @pytest.mark.parametrize("way", ["grouped", "dense"])
@@ -58,7 +61,7 @@ def test_a_token_depends_on_no_other_token(way):
 
 def test_an_expert_that_no_token_chose_has_a_gradient_of_zeros_in_a_step_that_changes_others():
     made, hidden = mixture(replace(CONFIG, num_experts_per_tok=1))
-    gradient = outputs(made, hidden[:1, :2], "grouped")[2]
+    gradient = outputs(made, hidden[:1, :2], "grouped")[3]
     idle = (gradient == 0).all((-1, -2))
     assert 5 <= idle.sum() <= 6
 
