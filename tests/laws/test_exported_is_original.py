@@ -62,6 +62,10 @@ SHAPES = {
         "num_hidden_layers": 3, "layer_types": (LINEAR, FULL, LINEAR), "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "partial_rotary_factor": 0.5, "head_dim": 32, "tie_word_embeddings": True,
     },
+    "qwen3_moe": {
+        "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "moe_intermediate_size": 32, "head_dim": 32,
+    },
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0), "head_dim": 32, "rope_theta": 2e6},
 }  # fmt: skip
 PROMPT = "the user said that the answer is"

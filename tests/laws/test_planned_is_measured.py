@@ -62,6 +62,14 @@ EAGER = {
         ),
         8, 48, AdamW(), compile="none",
     ),
+    "a mixture of experts": Work(
+        shape(model_type="olmoe", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5), 8, 48, AdamW(),
+        compile="none", window_rows=16,
+    ),
+    "a mixture in every second layer, bf16, muon": Work(
+        shape(model_type="qwen3_moe", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5,
+              mlp_only_layers=(0, 2, 4)), 8, 48, Muon(), "bf16", "none",
+    ),
     "layers that do not rotate": Work(
         shape(model_type="smollm3", num_hidden_layers=5, no_rope_layers=(1, 1, 1, 0, 1)), 8, 48, AdamW(), compile="none"
     ),

@@ -46,12 +46,15 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # llama.h, llama_ftyp
 _OWN = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 # llama.cpp loads a Mistral as a "llama" and an OLMo 3 as an "olmo2"; the others keep their names.
-_ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", **gguf_linear.ARCHITECTURES}
+_ARCHITECTURES = {
+    "mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", **gguf_linear.ARCHITECTURES, "qwen3_moe": "qwen3moe",
+}  # fmt: skip
 # There the rotary pairs of these are neighbouring channels; here they are halves of a head.
 _NEIGHBOURING = ("llama", "smollm3", "granite")
 _EVERY = 4  # It rotates all layers of a SmolLM3 but each fourth one.
 # Bases of rotary positions in layers with a window; other architectures have one base for all layers.
 _LOCAL_BASES = {"gemma3": 10_000.0}
+_ROUTER = "ffn_gate_inp"
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INNER = {
     "self_attn.q_proj": "attn_q",
@@ -65,6 +68,10 @@ _INNER = {
     "mlp.down_proj": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": _ROUTER,
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
 }
 _NORMS = Norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
 
@@ -74,7 +81,7 @@ def save_gguf(
 ) -> None:
     """Write a folder with model.gguf and a Modelfile for `ollama create`, whole or not at all.
 
-    Matrices are stored as `dtype`, vectors (norms, biases) as f32, as llama.cpp requires. q8_0 stores 32 neighbours w
+    Matrices are stored as `dtype`, vectors (norms, biases) and routers as f32, as llama.cpp requires. q8_0 stores 32 neighbours w
     of a row as a float16 scale d and integers q with w = d q and d = max|w| / 127, so that no weight is off by more
     than d / 2 and the rounding of d. Besides the model, one tensor at a time is in memory.
 
@@ -138,10 +145,13 @@ def _check(config: LlamaConfig, dtype: str) -> None:
     if isinstance(config.rope_scaling, Llama3Scaling) and _architecture(config) not in _NEIGHBOURING:
         raise InputRefused(f"rope_scaling = 'llama3' is not computed by llama.cpp for a {family}{instead}")
     _check_scores(config, instead)
+    _check_experts(config, instead)
     if config.attention_bias and family not in ("llama", "granite"):
         raise InputRefused(f"attention_bias = true is not computed by llama.cpp for a {family}{instead}")
     if dtype == "q8_0":
         widths = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
+        if config.family.experts:
+            widths[config.family.experts] = getattr(config, config.family.experts)
         widths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
         if config.family.others == LINEAR:
             inner = config.linear_num_value_heads * config.linear_value_head_dim
@@ -165,6 +175,19 @@ def _check_scores(config: LlamaConfig, instead: str) -> None:
                 f"{scaling.beta_fast}, beta_slow = {scaling.beta_slow}, truncate = {scaling.truncate}: llama.cpp "
                 f"computes it with {usual:.4g}, 32, 1 and true{instead}"
             )
+
+
+def _check_experts(config: LlamaConfig, instead: str) -> None:
+    if not config.family.experts:
+        return
+    divided = config.model_type == "qwen3_moe"
+    if config.norm_topk_prob != divided:
+        raise InputRefused(
+            f"norm_topk_prob = {config.norm_topk_prob}: llama.cpp computes a {config.model_type} with {divided}{instead}"
+        )
+    if config.mlp_only_layers or config.clip_qkv is not None:
+        key = "mlp_only_layers" if config.mlp_only_layers else "clip_qkv"
+        raise InputRefused(f"{key} is not computed by llama.cpp for a {config.model_type}{instead}")
 
 
 def _check_windows(config: LlamaConfig, instead: str) -> None:
@@ -210,6 +233,10 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
         writer.add_sliding_window(config.sliding_window)
     if config.family.others == LINEAR:
         gguf_linear.add_sizes(writer, config)
+    if config.family.experts:
+        writer.add_expert_count(config.num_experts)
+        writer.add_expert_used_count(config.num_experts_per_tok)
+        writer.add_expert_feed_forward_length(getattr(config, config.family.experts))
     if "logits_scaling" in config.family.keys:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 from monograph.model.delta_net import GatedDeltaNet, drawn
-from monograph.model.layers import MLP, Attention, Cache, LayerCache, Linear, norm_of, scale
 from monograph.model.experts import Mixture
+from monograph.model.layers import MLP, Attention, Cache, LayerCache, Linear, norm_of, scale
 from monograph.model.masks import attention_mask
 from monograph.model.rope import CosSin, cos_sin
 from monograph.ops.attention import Impl, Kernel, Mask

@@ -25,6 +25,8 @@ class Config(Protocol):
     @property
     def attention_bias(self) -> bool: ...  # noqa: D102
     def is_linear(self, layer: int) -> bool: ...  # noqa: D102
+    @property
+    def num_experts_per_tok(self) -> int: ...  # noqa: D102
     def is_mixture(self, layer: int) -> bool: ...  # noqa: D102
 
 
@@ -111,13 +113,27 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
 
 
 def block_matrices(config: Config, layer: int) -> list[tuple[int, ...]]:
-    """Return the shapes of a block's matrices."""
-    return [shape for shape in layer_shapes(config, layer).values() if len(shape) == 2]
+    """Return the shapes of a block's matrices, those of each expert included."""
+    return _matrices(config, layer, None)
 
 
 def matrices(config: Config) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices of all blocks."""
     return [shape for layer in range(config.num_hidden_layers) for shape in block_matrices(config, layer)]
+
+
+def multiplied(config: Config) -> list[tuple[int, ...]]:
+    """Return the shapes of the matrices of all blocks that a token is multiplied with: of experts, those of its own."""
+    layers = range(config.num_hidden_layers)
+    return [shape for layer in layers for shape in _matrices(config, layer, config.num_experts_per_tok)]
+
+
+def _matrices(config: Config, layer: int, most: int | None) -> list[tuple[int, ...]]:
+    found = list[tuple[int, ...]]()
+    for shape in layer_shapes(config, layer).values():
+        stacks = 1 if len(shape) == 2 else most or shape[0]
+        found += [shape[-2:]] * stacks if len(shape) > 1 else []
+    return found
 
 
 def shape_of(config: Config, axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from monograph.ops.fused_gradients import fused_of
 
@@ -80,6 +81,12 @@ def _outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
     for group, rows in _groups(ends_E):
         torch.mm(left_PN[rows].mT, right_PK[rows], out=sum_ENK[group])
     return sum_ENK
+
+
+@register_flop_formula([torch.ops.monograph.grouped_linear, torch.ops.monograph.grouped_outer])
+def _flops(left: tuple[int, ...], right: tuple[int, ...], *_: Any, out_shape: tuple[int, ...], **__: Any) -> int:
+    """Return the FLOPs of an operator by its shapes: two for each row, input and output."""
+    return 2 * left[0] * left[1] * right[1]
 
 
 @_product.register_fake

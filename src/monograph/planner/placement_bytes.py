@@ -283,7 +283,7 @@ class Way:
         eager, rounded, added = work.compile == "none", number % 4, 0 if work.fused else 4
         weights = sum(plane.numbers for plane in self.stages.middle) / self.blocks_per_stage
         again = stored_numbers(work, "none") - stored_numbers(work, work.remat)  # in the block that is recomputed
-        block = (again + (3 if eager else 2) * config.intermediate_size) * number * tokens + added * weights
+        block = (again + (3 if eager else 2) * work.inner_numbers) * number * tokens + added * weights
         loss = tokens / chunks * config.vocab_size * ((8 if eager else number) + (rounded or 4 * (not eager)))
         # The head's gradient adds up over chunks; that of one chunk follows its logits.
         loss += head * (rounded + (4 if eager or chunks > 1 else added)) + 2 * work.input_bytes

@@ -60,8 +60,8 @@ def stored_numbers(work: Work, remat: str | float) -> float:
         a share                          that share of what is kept beyond the input
         full, offload                    d, the input; 0 if the input is on the host
 
-    Where attention is computed by matrix products (`monograph.ops.attention`), its probabilities are added in fp32 and
-    in bf16.
+    A mixture's d_ff is that of all experts of a token together, and `Work.routed_numbers` are added. Where attention is
+    computed by matrix products (`monograph.ops.attention`), its probabilities are added in fp32 and in bf16.
     """
     config = work.config
     width, query, key_value = _widths(config)
@@ -73,9 +73,9 @@ def stored_numbers(work: Work, remat: str | float) -> float:
     if work.compile != "none":
         scores = SCORE_NUMBERS * score_numbers(work)
         joined = query + key_value if work.fused and not work.lora else 0
-        return 4 * width + 2 * query + 2 * key_value + joined + 3 * config.intermediate_size + scores
+        return 4 * width + 2 * query + 2 * key_value + joined + 3 * work.inner_numbers + work.routed_numbers + scores
     fp32_copies = 4 * width if work.precision != "fp32" else 0
-    return 7 * width + 2 * query + 2 * key_value + 4 * config.intermediate_size + fp32_copies
+    return 7 * width + 2 * query + 2 * key_value + 4 * work.inner_numbers + work.routed_numbers + fp32_copies
 
 
 def score_numbers(work: Work) -> int:
@@ -99,7 +99,7 @@ def recomputed_flops(work: Work) -> tuple[int, int]:
     kept = _kept(work, work.remat).what if work.remat not in ("full", "offload") else ()
     repeated = [product for product in products if product.name not in kept]
     # A block that is recomputed as a whole also repeats its last product (down), whose result nothing reads.
-    last = 2 * work.config.hidden_size * work.config.intermediate_size if not kept else 0
+    last = 2 * work.config.hidden_size * work.inner_numbers if not kept else 0
     attention = sum(product.flops for product in repeated if product.name in (_SCORES, _ATTENTION))
     return sum(product.flops for product in repeated) - attention + last, attention
 
@@ -117,7 +117,7 @@ def _products(work: Work) -> tuple[Product, ...]:
 
     `stored_bytes` of a `Product` holds numbers here.
     """
-    (width, query, key_value), inner = _widths(work.config), work.config.intermediate_size
+    (width, query, key_value), inner = _widths(work.config), work.inner_numbers
     products = [("query", query), ("key", key_value), ("value", key_value), ("gate", inner), ("up", inner)]
     linear = [Product((name, 0), numbers, 2 * width * numbers) for name, numbers in products]
     # FLOPs of the scores, and as many of mixing the values: 2 per pair and number, for the half of the pairs that

@@ -90,6 +90,28 @@ class Work:
         return self.device_type == "cuda" and self.precision in ("bf16", "fp16")
 
     @property
+    def inner_numbers(self) -> int:
+        """Return the width of a token's feed-forward layer; of a mixture, the sum over the experts that compute it."""
+        config = self.config
+        return self._experts * getattr(config, config.family.experts) if self._experts else config.intermediate_size
+
+    @property
+    def routed_numbers(self) -> int:
+        """Return the numbers per token that a mixture keeps beside its experts' inner ones.
+
+        They are the inputs and the outputs of the pairs of a token and an expert, and the router's probabilities.
+        """
+        return 2 * self._experts * self.config.hidden_size + self.config.num_experts * 4 // self.number_bytes
+
+    @property
+    def _experts(self) -> int:
+        """Return how many experts compute a token: all where there are no grouped products; 0 without a mixture."""
+        config, grouped = self.config, self.device_type == "cpu" or self.precision in ("bf16", "fp8")
+        if not any(map(config.is_mixture, range(config.num_hidden_layers))):
+            return 0
+        return config.num_experts_per_tok if grouped else config.num_experts
+
+    @property
     def masked(self) -> bool:
         """Return whether attention reads dense masks, as for all borders but those in a CUDA graph's flex attention."""
         config, layers = self.config, range(self.config.num_hidden_layers)
@@ -162,7 +184,8 @@ def _apart(work: Work) -> Work:
     """
     config, tokens = work.config, work.tokens
     heads = config.num_attention_heads, config.num_key_value_heads
-    taken = {config.hidden_size, config.intermediate_size, config.head_dim, *heads}
+    taken = {config.hidden_size, config.intermediate_size, config.moe_intermediate_size, config.head_dim, *heads}
+    taken |= {config.num_experts, tokens * config.num_experts_per_tok}
     taken |= {number * config.head_dim for number in heads}
     taken |= {work.length, tokens, work.window_rows * work.length, *range(QUERIES, work.length, QUERIES)}
     vocabulary = config.vocab_size
@@ -195,8 +218,8 @@ def _deep(work: Work) -> list[Curve]:
 
 
 def _turn(config: LlamaConfig) -> int:
-    """Return after how many blocks the kinds of blocks, by how they mix positions, come again in the same order."""
-    kinds = [*map(config.is_linear, range(config.num_hidden_layers))]
+    """Return after how many blocks the kinds of blocks, by their parts, come again in the same order."""
+    kinds = [(config.is_linear(layer), config.is_mixture(layer)) for layer in range(config.num_hidden_layers)]
     return next(turn for turn in itertools.count(1) if kinds[turn:] == kinds[:-turn])
 
 

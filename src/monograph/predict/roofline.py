@@ -22,7 +22,7 @@ from monograph.device import Device, clock, default_device, measured_matmul_flop
 from monograph.errors import InputRefused, Unreadable
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
-from monograph.model.parameters import matrices
+from monograph.model.parameters import multiplied
 from monograph.predict import estimate
 from monograph.predict.fake_memory import PASSING
 from monograph.predict.footprint import Work
@@ -35,9 +35,10 @@ def matmul_parameters(config: LlamaConfig) -> int:
 
         N_matmul = L · (2·d·d_q + 2·d·d_kv + 3·d·d_ff) + V·d,     d_q = heads · head_dim,   d_kv = kv_heads · head_dim
 
-    The input embedding is a lookup, norms and biases are elementwise, so none is counted. Unit: parameters.
+    A mixture of E experts counts with the k that compute a token, E·d + 3·k·d·d_expert in place of 3·d·d_ff. The input
+    embedding is a lookup, norms and biases are elementwise, so none is counted. Unit: parameters.
     """
-    return sum(map(math.prod, matrices(config))) + config.vocab_size * config.hidden_size
+    return sum(map(math.prod, multiplied(config))) + config.vocab_size * config.hidden_size
 
 
 def training_flops(matmul_parameters: int, layers: int, attention_width: int, sequence_length: int) -> int:
