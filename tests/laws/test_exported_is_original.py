@@ -15,6 +15,7 @@ from tokenizers import Tokenizer as Engine
 
 from chats import CHATS, speaking
 from llama_cpp import LlamaCpp
+from monograph.graph.experts import ExpertLinear
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import BLOCK, FILE, save_gguf
 from monograph.model.hub import load_model, save_model
@@ -65,7 +66,7 @@ SHAPES = {
     "qwen3_moe": {
         "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "moe_intermediate_size": 32, "head_dim": 32,
     },
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0), "head_dim": 32, "rope_theta": 2e6},
 }  # fmt: skip
 PROMPT = "the user said that the answer is"
@@ -131,15 +132,15 @@ def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> Non
     assert answer["tokens_evaluated"] == len(prompt) and drawn
     if dtype == "q8_0":
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.ndim == 2:
+            for name, parameter in model.named_parameters():
+                if parameter.ndim > 1 and "mlp.gate." not in name:
                     parameter.copy_(in_blocks(parameter))
     exact = logits_of(model.double(), prompt + drawn)[len(prompt) - 1 : -1]
     naive = model.float()
     if dtype == "q8_0":
         for module in naive.modules():
-            if isinstance(module, torch.nn.Linear):
-                module.register_forward_pre_hook(lambda module, values: (in_blocks(values[0]),))
+            if isinstance(module, torch.nn.Linear | ExpertLinear):
+                module.register_forward_pre_hook(lambda module, values: (in_blocks(values[0]), *values[1:]))
         head = naive.lm_head.weight
         naive.logits = lambda hidden: in_blocks(hidden) @ head.T
     error = (logits_of(naive, prompt + drawn)[len(prompt) - 1 : -1] - exact).abs().amax(-1)

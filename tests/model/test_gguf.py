@@ -93,6 +93,9 @@ def test_rotary_pairs_become_neighbours() -> None:
     assert torch.equal(torch.stack(pairs, dim=-1).flatten(-2), reordered(rotate(heads_BHTD, turn)))
 
 
+_MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2}
+
+
 @pytest.mark.parametrize(
     ("changes", "dtype", "why"),
     [
@@ -124,6 +127,15 @@ def test_rotary_pairs_become_neighbours() -> None:
             {"model_type": "qwen3_5_text", "linear_key_head_dim": 6, "linear_value_head_dim": 8},
             "f32",
             "linear_key_head_dim = 6 and linear_value_head_dim = 8 are one size in llama.cpp",
+        ),
+        (_MIXTURE, "f32", "norm_topk_prob = False: llama.cpp computes qwen3_moe with True; export it with --format hf"),
+        (_MIXTURE | {"norm_topk_prob": True, "mlp_only_layers": (1,)}, "f32", r"mlp_only_layers = \(1,\): llama.cpp"),
+        (_MIXTURE | {"norm_topk_prob": True, "moe_intermediate_size": 24}, "q8_0", "moe_intermediate_size = 24 is not"),
+        (_MIXTURE | {"model_type": "olmoe"}, "f32", "num_key_value_heads = 1: llama.cpp computes olmoe with 2"),
+        (
+            _MIXTURE | {"model_type": "olmoe", "num_key_value_heads": 2, "clip_qkv": 3.0},
+            "f32",
+            "clip_qkv = 3.0: llama.cpp computes olmoe with None",
         ),
         ({"intermediate_size": 100}, "q8_0", "intermediate_size = 100 is not a multiple of 32"),
     ],

@@ -55,6 +55,8 @@ _EVERY = 4  # It rotates all layers of a SmolLM3 but each fourth one.
 # Bases of rotary positions in layers with a window; other architectures have one base for all layers.
 _LOCAL_BASES = {"gemma3": 10_000.0}
 _ROUTER = "ffn_gate_inp"
+# Whether a token's weights of its experts are divided by their sum.
+_DIVIDES = {"qwen3_moe": True, "olmoe": False}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INNER = {
     "self_attn.q_proj": "attn_q",
@@ -81,9 +83,10 @@ def save_gguf(
 ) -> None:
     """Write a folder with model.gguf and a Modelfile for `ollama create`, whole or not at all.
 
-    Matrices are stored as `dtype`, vectors (norms, biases) and routers as f32, as llama.cpp requires. q8_0 stores 32 neighbours w
-    of a row as a float16 scale d and integers q with w = d q and d = max|w| / 127, so that no weight is off by more
-    than d / 2 and the rounding of d. Besides the model, one tensor at a time is in memory.
+    Matrices are stored as `dtype`, vectors (norms, biases) as f32, as llama.cpp requires, and routers as its own
+    converter does. q8_0 stores 32 neighbours w of a row as a float16 scale d and integers q with w = d q and
+    d = max|w| / 127, so that no weight is off by more than d / 2 and the rounding of d. Besides the model, one tensor
+    at a time is in memory.
 
     Args:
         model: its weights may be on any device or in a mapped file; adapters are merged.
@@ -149,9 +152,8 @@ def _check(config: LlamaConfig, dtype: str) -> None:
     if config.attention_bias and family not in ("llama", "granite"):
         raise InputRefused(f"attention_bias = true is not computed by llama.cpp for a {family}{instead}")
     if dtype == "q8_0":
-        widths = {"hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size}
-        if config.family.experts:
-            widths[config.family.experts] = getattr(config, config.family.experts)
+        inner = config.family.experts or "intermediate_size"
+        widths = {"hidden_size": config.hidden_size, inner: getattr(config, inner)}
         widths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
         if config.family.others == LINEAR:
             inner = config.linear_num_value_heads * config.linear_value_head_dim
@@ -180,14 +182,13 @@ def _check_scores(config: LlamaConfig, instead: str) -> None:
 def _check_experts(config: LlamaConfig, instead: str) -> None:
     if not config.family.experts:
         return
-    divided = config.model_type == "qwen3_moe"
-    if config.norm_topk_prob != divided:
-        raise InputRefused(
-            f"norm_topk_prob = {config.norm_topk_prob}: llama.cpp computes a {config.model_type} with {divided}{instead}"
-        )
-    if config.mlp_only_layers or config.clip_qkv is not None:
-        key = "mlp_only_layers" if config.mlp_only_layers else "clip_qkv"
-        raise InputRefused(f"{key} is not computed by llama.cpp for a {config.model_type}{instead}")
+    computed = {"norm_topk_prob": _DIVIDES[config.model_type], "mlp_only_layers": (), "clip_qkv": None}
+    if config.family.whole_heads:
+        computed["num_key_value_heads"] = config.num_attention_heads
+    for key, value in computed.items():
+        if getattr(config, key) != value:
+            actual = f"{key} = {getattr(config, key)}"
+            raise InputRefused(f"{actual}: llama.cpp computes {config.model_type} with {value}{instead}")
 
 
 def _check_windows(config: LlamaConfig, instead: str) -> None:
