@@ -131,7 +131,11 @@ _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 
         (_MIXTURE, "f32", "norm_topk_prob = False: llama.cpp computes qwen3_moe with True; export it with --format hf"),
         (_MIXTURE | {"norm_topk_prob": True, "mlp_only_layers": (1,)}, "f32", r"mlp_only_layers = \(1,\): llama.cpp"),
         (_MIXTURE | {"norm_topk_prob": True, "moe_intermediate_size": 24}, "q8_0", "moe_intermediate_size = 24 is not"),
-        (_MIXTURE | {"model_type": "olmoe"}, "f32", "num_key_value_heads = 1: llama.cpp computes olmoe with 2"),
+        (
+            _MIXTURE | {"model_type": "olmoe", "num_key_value_heads": 1},
+            "f32",
+            "num_key_value_heads = 1: llama.cpp computes olmoe with 2",
+        ),
         (
             _MIXTURE | {"model_type": "olmoe", "num_key_value_heads": 2, "clip_qkv": 3.0},
             "f32",
