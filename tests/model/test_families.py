@@ -34,23 +34,22 @@ def configs(draw, family, least=2):
     kinds = st.lists(st.sampled_from([FULL, LINEAR if linear else SLIDING]), min_size=layers, max_size=layers)
     sizes = {"linear_conv_kernel_dim": draw(st.integers(1, 5)), "linear_key_head_dim": draw(st.sampled_from([4, 7]))}
     sizes |= {"linear_num_key_heads": key_value, "linear_num_value_heads": key_value * group}
-    width, experts = max(draw(st.integers(2, 6)), -(-least // (key_value * group))), draw(st.integers(1, 6))
+    experts, whole = draw(st.integers(1, 6)) if "num_experts" in keys else 0, FAMILIES[family].whole_heads
     mixed = {
-        "num_experts": st.just(experts), "num_experts_per_tok": st.integers(1, experts),
+        "num_experts": st.just(experts), "num_experts_per_tok": st.integers(1, max(experts, 1)),
         "norm_topk_prob": st.booleans(), "moe_intermediate_size": st.integers(1, 20),
         "mlp_only_layers": st.sampled_from([(), (0,), (1, 2)]), "clip_qkv": st.sampled_from([None, 0.5]),
     }  # fmt: skip
-    heads = st.just(2 * (width // 2 + 1)) if FAMILIES[family].whole_heads else st.sampled_from([4, 6, 16])
-    head = draw(heads)
+    unit = key_value * group * (1 + whole)  # heads that fill the width must be even
     return LlamaConfig(
         model_type=family,
         vocab_size=draw(st.integers(3, 50)),
-        hidden_size=key_value * group * (head if FAMILIES[family].whole_heads else width),
+        hidden_size=unit * max(draw(st.integers(2, 6)), -(-least // unit)),
         intermediate_size=draw(st.integers(5, 40)),
         num_hidden_layers=layers,
         num_attention_heads=key_value * group,
         num_key_value_heads=key_value,
-        head_dim=head,
+        head_dim=0 if whole else draw(st.sampled_from([4, 6, 16])),
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
         rope_theta=draw(st.sampled_from([1e4, 5e5])),
         rope_scaling=draw(st.sampled_from(SCALINGS)) if FAMILIES[family].scales else None,

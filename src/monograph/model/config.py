@@ -7,33 +7,14 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from monograph.errors import InputRefused
-from monograph.model import parameters, scaling
-from monograph.model.families import (
-    LINEAR_SIZES,
-    Family,
-    check_computed,
-    experts_from_hf,
-    family,
-    fresh,
-    rotations_from_hf,
-    windows_from_hf,
-)
+from monograph.model import families, mixture_keys, parameters, scaling
+from monograph.model.families import Family, family
 from monograph.model.presets import BEYOND_SHAPE, PRESETS
-from monograph.model.scaling import FULL, LARGEST_SIZE, LINEAR, SLIDING, Scaling, check_number, check_whole
+from monograph.model.scaling import FULL, LINEAR, SLIDING, Scaling, check_id, check_number, check_whole
 
 WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
 _SIZES = (*_REQUIRED, "num_key_value_heads", "head_dim", "max_position_embeddings")
-_MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
-_OF_SOME = {  # fields that only some families have
-    "attention_bias", "sliding_window", "layer_types", "no_rope_layers", "rope_local_theta", "partial_rotary_factor",
-    "query_pre_attn_scalar", *_MULTIPLIERS, *LINEAR_SIZES, "num_experts", "num_experts_per_tok", "norm_topk_prob",
-    "moe_intermediate_size", "mlp_only_layers", "clip_qkv",
-}  # fmt: skip
-# Keys that must not be null in a file.
-_NEVER_NULL = (
-    "rms_norm_eps", "max_position_embeddings", "attention_dropout", "attention_multiplier", "rope_local_base_freq",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,7 +127,7 @@ class LlamaConfig:
             object.__setattr__(self, "head_dim", self.hidden_size // self.num_attention_heads)
         for name in _SIZES:
             check_whole(name, getattr(self, name))
-        for name in ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_theta", *_MULTIPLIERS):
+        for name in ("rms_norm_eps", "rope_theta", "initializer_range", "rope_local_theta", *families.MULTIPLIERS):
             if getattr(self, name) is not None or getattr(LlamaConfig, name) is not None:
                 check_number(name, getattr(self, name))
         if self.query_pre_attn_scalar != 0:
@@ -155,8 +136,7 @@ class LlamaConfig:
             raise InputRefused(f"initializer_range = {self.initializer_range}: expected at most 1, transformers' limit")
         self._check_heads()
         self._check_windows()
-        self._check_linear()
-        self._check_experts()
+        self._check_parts()
         self._check_ids()
 
     def _check_multiple(self, whole: str, part: str) -> None:
@@ -176,11 +156,6 @@ class LlamaConfig:
                 f"head_dim = {self.head_dim} is odd, and rotary embedding turns pairs; change it, or hidden_size = "
                 f"{self.hidden_size} and num_attention_heads = {self.num_attention_heads} that it comes from"
             )
-        if self.family.whole_heads and self.num_attention_heads * self.head_dim != self.hidden_size:
-            raise InputRefused(
-                f"head_dim = {self.head_dim}: expected hidden_size / num_attention_heads with model_type = "
-                f"{self.model_type!r}"
-            )
         check_number("partial_rotary_factor", self.partial_rotary_factor)
         if self.partial_rotary_factor > 1 or self.rotary_dim % 2 or self.rotary_dim == 0:
             raise InputRefused(
@@ -196,7 +171,7 @@ class LlamaConfig:
             raise InputRefused(f"rope_theta = {self.rope_theta}: expected a number above 1 with yarn's rope_scaling")
 
     def _check_windows(self) -> None:
-        for name in sorted(_OF_SOME):
+        for name in sorted(families.OF_SOME):
             if getattr(self, name) != getattr(type(self), name) and name not in self.family.keys:
                 raise InputRefused(f"{name} is not supported with model_type = {self.model_type!r}")
         if self.sliding_window is not None:
@@ -232,32 +207,17 @@ class LlamaConfig:
         if self.query_pre_attn_scalar == self.head_dim:
             object.__setattr__(self, "query_pre_attn_scalar", 0)
 
-    def _check_linear(self) -> None:
+    def _check_parts(self) -> None:
+        for name, value in mixture_keys.checked(self).items():
+            object.__setattr__(self, name, value)
         if self.family.others != LINEAR:
             return
         values = self.linear_num_value_heads or max(1, self.hidden_size // self.head_dim)
         derived = values // (2 - values % 2), values, self.head_dim, self.head_dim, 4
-        for name, usual in zip(LINEAR_SIZES, derived, strict=True):
+        for name, usual in zip(families.LINEAR_SIZES, derived, strict=True):
             object.__setattr__(self, name, getattr(self, name) or usual)
             check_whole(name, getattr(self, name))
         self._check_multiple("linear_num_value_heads", "linear_num_key_heads")
-
-    def _check_experts(self) -> None:
-        if self.clip_qkv is not None:
-            check_number("clip_qkv", self.clip_qkv)
-        if not self.family.experts:
-            return
-        for name in ("num_experts", "num_experts_per_tok"):
-            check_whole(name, getattr(self, name))
-        if self.num_experts_per_tok > self.num_experts:
-            raise InputRefused(
-                f"num_experts_per_tok = {self.num_experts_per_tok}: expected at most num_experts = {self.num_experts}"
-            )
-        if self.moe_intermediate_size == 0 and "moe_intermediate_size" in self.family.keys:
-            object.__setattr__(self, "moe_intermediate_size", -(-self.intermediate_size // self.num_experts_per_tok))
-        check_whole(self.family.experts, getattr(self, self.family.experts))
-        layers = {layer for layer in self.mlp_only_layers if layer in range(self.num_hidden_layers)}
-        object.__setattr__(self, "mlp_only_layers", tuple(sorted(layers)))
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -267,10 +227,8 @@ class LlamaConfig:
 
     def _check_ids(self) -> None:
         for name, value in (("bos_token_id", self.bos_token_id), *(("eos_token_id", item) for item in self.ends)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-                raise InputRefused(f"{name} = {value!r}: expected a token id, a whole number of at least 0")
-            if value is not None and value > LARGEST_SIZE:
-                raise InputRefused(f"{name} = {value}: expected a token id, at most {LARGEST_SIZE}")
+            if value is not None:
+                check_id(name, value)
         pad, size = self.pad_token_id, self.vocab_size
         if pad is None:
             return
@@ -307,9 +265,8 @@ class LlamaConfig:
         if name not in PRESETS:
             raise InputRefused(f"preset = {name!r}: expected one of {', '.join(PRESETS)}")
         if of:
-            overrides = fresh(of, overrides.get("num_hidden_layers", PRESETS[name][3])) | overrides
-            if family(of).experts == "intermediate_size":
-                overrides.setdefault("intermediate_size", PRESETS[name][2] // overrides["num_experts_per_tok"])
+            layers, ffn = overrides.get("num_hidden_layers", PRESETS[name][3]), PRESETS[name][2]
+            overrides = families.fresh(of, layers) | mixture_keys.fresh(of, ffn) | overrides
         unknown = sorted(set(overrides) - {field.name for field in fields(cls)})
         if unknown:
             raise InputRefused(f"unknown key {unknown[0]!r}: the sizes of a Llama are {', '.join(_SIZES)}")
@@ -331,14 +288,14 @@ class LlamaConfig:
         for key in ("model_type", *_REQUIRED):
             if values.get(key) is None:
                 raise InputRefused(f"the key {key} is missing")
-        for key in _NEVER_NULL:
+        for key in families.NEVER_NULL:
             if key in values and values[key] is None:
                 raise InputRefused(f"{key} = null: expected a number; leave the key out for transformers' default")
         model_family = family(values["model_type"])
-        check_computed(values)
+        families.check_computed(values)
         # transformers' default epsilon differs from this class's.
         values = {"rms_norm_eps": 1e-6, **model_family.defaults, **values}
-        names = {field.name for field in fields(cls)} - (_OF_SOME - {*model_family.keys})
+        names = {field.name for field in fields(cls)} - (families.OF_SOME - {*model_family.keys})
         sizes: dict[str, Any] = {name: values[name] for name in names if values.get(name) is not None}
         for key in sorted(sizes.keys() & _SIZES):  # 0 means "derived" in this class only, not in the file
             check_whole(key, sizes[key])
@@ -346,14 +303,16 @@ class LlamaConfig:
             sizes["eos_token_id"] = tuple(values["eos_token_id"])
         rope = scaling.from_hf(values, model_family.local_theta, model_family.keys)
         sizes["rope_theta"], sizes["rope_scaling"], sizes["rope_local_theta"], sizes["partial_rotary_factor"] = rope
-        sizes["sliding_window"], sizes["layer_types"] = windows_from_hf(values)
-        sizes["no_rope_layers"] = rotations_from_hf(values)
-        sizes |= experts_from_hf(values)
+        sizes["sliding_window"], sizes["layer_types"] = families.windows_from_hf(values)
+        sizes["no_rope_layers"] = families.rotations_from_hf(values)
+        sizes |= mixture_keys.from_hf(values)
         return cls(**sizes)
 
     def to_hf(self) -> dict[str, Any]:
         """Return the content of a config.json that transformers 4 and 5 and other programs can read."""
-        values = {key: value for key, value in asdict(self).items() if key not in _OF_SOME - {*self.family.keys}}
+        values = {
+            key: value for key, value in asdict(self).items() if key not in families.OF_SOME - {*self.family.keys}
+        }
         if self.rope_scaling is not None:
             values["rope_scaling"] = scaling.to_hf(self.rope_scaling)
         if "rope_local_theta" in self.family.keys:
@@ -375,10 +334,7 @@ class LlamaConfig:
             # For programs that do not know layer_types.
             values["use_sliding_window"] = self.sliding_window is not None
             values["max_window_layers"] = slides.index(True) if any(slides) else self.num_hidden_layers
-        if "use_sliding_window" in self.family.keys:
-            values["use_sliding_window"] = self.sliding_window is not None
-        if "mlp_only_layers" in self.family.keys:
-            values |= {"mlp_only_layers": list(self.mlp_only_layers), "decoder_sparse_step": 1}
+        values |= mixture_keys.to_hf(self)
         if "no_rope_layers" in self.family.keys:
             values["no_rope_layers"] = [int(self.rotates(layer)) for layer in range(self.num_hidden_layers)]
         key, activation = self.family.activation

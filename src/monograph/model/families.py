@@ -75,6 +75,16 @@ LINEAR_SIZES = (
     "linear_conv_kernel_dim",
 )  # fmt: skip
 _EXPERTS = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
+OF_SOME = {  # fields that only some families have
+    "attention_bias", "sliding_window", "layer_types", "no_rope_layers", "rope_local_theta", "partial_rotary_factor",
+    "query_pre_attn_scalar", *MULTIPLIERS, *LINEAR_SIZES, "num_experts", "num_experts_per_tok", "norm_topk_prob",
+    "moe_intermediate_size", "mlp_only_layers", "clip_qkv",
+}  # fmt: skip
+# Keys that must not be null in a file.
+NEVER_NULL = (
+    "rms_norm_eps", "max_position_embeddings", "attention_dropout", "attention_multiplier", "rope_local_base_freq",
+)  # fmt: skip
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _AFTER_BRANCHES = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
@@ -287,7 +297,7 @@ def _slides(values: Mapping[str, Any]) -> bool:
 
 def _usual_types(values: Mapping[str, Any], its: Family) -> tuple[str, ...]:
     """Return the layer_types of a model whose layers are not alike and whose file has none."""
-    layers, every, first = range(_layers(values)), its.full_every, values.get("max_window_layers", 28)
+    layers, every, first = range(layer_count(values)), its.full_every, values.get("max_window_layers", 28)
     if "sliding_window_pattern" in its.keys:
         every = values.get("sliding_window_pattern", every)
         check_whole("sliding_window_pattern", every)
@@ -312,36 +322,13 @@ def rotations_from_hf(values: Mapping[str, Any]) -> tuple[int, ...]:
     """
     if "no_rope_layers" not in family(values["model_type"]).keys:
         return ()
-    layers, listed, every = _layers(values), values.get("no_rope_layers"), values.get("no_rope_layer_interval", 4)
+    layers, listed, every = layer_count(values), values.get("no_rope_layers"), values.get("no_rope_layer_interval", 4)
     if listed is None:
         check_whole("no_rope_layer_interval", every)
         listed = [int((layer + 1) % every != 0) for layer in range(layers)]
     if not isinstance(listed, list) or len(listed) < layers:
         raise InputRefused(f"no_rope_layers = {listed!r}: expected a list of 0 or 1 for each of {layers} layers")
     return () if all(each == 1 for each in listed[:layers]) else tuple(listed[:layers])
-
-
-def experts_from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of a config.json on its mixtures of experts, as a `LlamaConfig` has them.
-
-    Raises:
-        InputRefused: a wrong value.
-    """
-    its, found = family(values["model_type"]), dict[str, Any]()
-    if its.experts:
-        number = "num_local_experts" if "num_local_experts" in values else "num_experts"
-        for key in (number, "num_experts_per_tok", its.experts):
-            check_whole(key, values[key])
-            found[key] = values[key]
-        found["num_experts"] = found.pop(number)
-    if "mlp_only_layers" in its.keys:
-        step, listed = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or []
-        check_whole("decoder_sparse_step", step)
-        if not isinstance(listed, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in listed):
-            raise InputRefused(f"mlp_only_layers = {listed!r}: expected a list of the numbers of layers")
-        plain = (layer for layer in range(_layers(values)) if layer in listed or (layer + 1) % step)
-        found["mlp_only_layers"] = tuple(plain)
-    return found
 
 
 def fresh(model_type: str, layers: int) -> dict[str, Any]:
@@ -363,12 +350,10 @@ def fresh(model_type: str, layers: int) -> dict[str, Any]:
         "rope_local_theta": its.local_theta if "rope_local_base_freq" in its.keys else None,
         "partial_rotary_factor": its.defaults.get("partial_rotary_factor", 1.0),
     }  # fmt: skip
-    if its.experts:
-        found |= {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": model_type == "qwen3_moe"}
     return found if its.scales else found | {"rope_scaling": None}
 
 
-def _layers(values: Mapping[str, Any]) -> int:
+def layer_count(values: Mapping[str, Any]) -> int:
     """Return num_hidden_layers, small enough for a list of them."""
     layers: int = values["num_hidden_layers"]
     check_whole("num_hidden_layers", layers)

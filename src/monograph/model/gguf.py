@@ -21,7 +21,7 @@ from torch import Tensor
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Plain, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
-from monograph.model import gguf_linear
+from monograph.model import gguf_experts, gguf_linear
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Norms
 from monograph.model.files import new_folder
@@ -46,17 +46,13 @@ _FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # llama.h, llama_ftyp
 _OWN = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 # llama.cpp loads a Mistral as a "llama" and an OLMo 3 as an "olmo2"; the others keep their names.
-_ARCHITECTURES = {
-    "mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3", **gguf_linear.ARCHITECTURES, "qwen3_moe": "qwen3moe",
-}  # fmt: skip
+_ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3"}
+_ARCHITECTURES |= gguf_linear.ARCHITECTURES | gguf_experts.ARCHITECTURES
 # There the rotary pairs of these are neighbouring channels; here they are halves of a head.
 _NEIGHBOURING = ("llama", "smollm3", "granite")
 _EVERY = 4  # It rotates all layers of a SmolLM3 but each fourth one.
 # Bases of rotary positions in layers with a window; other architectures have one base for all layers.
 _LOCAL_BASES = {"gemma3": 10_000.0}
-_ROUTER = "ffn_gate_inp"
-# Whether a token's weights of its experts are divided by their sum.
-_DIVIDES = {"qwen3_moe": True, "olmoe": False}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 _INNER = {
     "self_attn.q_proj": "attn_q",
@@ -70,10 +66,7 @@ _INNER = {
     "mlp.down_proj": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
-    "mlp.gate": _ROUTER,
-    "mlp.experts.gate_proj": "ffn_gate_exps",
-    "mlp.experts.up_proj": "ffn_up_exps",
-    "mlp.experts.down_proj": "ffn_down_exps",
+    **gguf_experts.NAMES,
 }
 _NORMS = Norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
 
@@ -148,7 +141,7 @@ def _check(config: LlamaConfig, dtype: str) -> None:
     if isinstance(config.rope_scaling, Llama3Scaling) and _architecture(config) not in _NEIGHBOURING:
         raise InputRefused(f"rope_scaling = 'llama3' is not computed by llama.cpp for a {family}{instead}")
     _check_scores(config, instead)
-    _check_experts(config, instead)
+    gguf_experts.check(config, instead)
     if config.attention_bias and family not in ("llama", "granite"):
         raise InputRefused(f"attention_bias = true is not computed by llama.cpp for a {family}{instead}")
     if dtype == "q8_0":
@@ -156,8 +149,8 @@ def _check(config: LlamaConfig, dtype: str) -> None:
         widths = {"hidden_size": config.hidden_size, inner: getattr(config, inner)}
         widths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
         if config.family.others == LINEAR:
-            inner = config.linear_num_value_heads * config.linear_value_head_dim
-            widths["linear_num_value_heads * linear_value_head_dim"] = inner
+            values = config.linear_num_value_heads * config.linear_value_head_dim
+            widths["linear_num_value_heads * linear_value_head_dim"] = values
         for key, width in widths.items():
             if width % BLOCK:
                 raise InputRefused(f"{key} = {width} is not a multiple of {BLOCK}, the block of q8_0: use --dtype f16")
@@ -177,18 +170,6 @@ def _check_scores(config: LlamaConfig, instead: str) -> None:
                 f"{scaling.beta_fast}, beta_slow = {scaling.beta_slow}, truncate = {scaling.truncate}: llama.cpp "
                 f"computes it with {usual:.4g}, 32, 1 and true{instead}"
             )
-
-
-def _check_experts(config: LlamaConfig, instead: str) -> None:
-    if not config.family.experts:
-        return
-    computed = {"norm_topk_prob": _DIVIDES[config.model_type], "mlp_only_layers": (), "clip_qkv": None}
-    if config.family.whole_heads:
-        computed["num_key_value_heads"] = config.num_attention_heads
-    for key, value in computed.items():
-        if getattr(config, key) != value:
-            actual = f"{key} = {getattr(config, key)}"
-            raise InputRefused(f"{actual}: llama.cpp computes {config.model_type} with {value}{instead}")
 
 
 def _check_windows(config: LlamaConfig, instead: str) -> None:
@@ -235,9 +216,7 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
     if config.family.others == LINEAR:
         gguf_linear.add_sizes(writer, config)
     if config.family.experts:
-        writer.add_expert_count(config.num_experts)
-        writer.add_expert_used_count(config.num_experts_per_tok)
-        writer.add_expert_feed_forward_length(getattr(config, config.family.experts))
+        gguf_experts.add_sizes(writer, config)
     if "logits_scaling" in config.family.keys:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -271,8 +250,8 @@ def _tensors(model: Llama) -> Iterator[Plain]:
 
 
 def _is_matrix(name: str, tensor: Tensor) -> bool:
-    """Return whether llama.cpp reads a tensor in the file's dtype, by its name there; a convolution it does not."""
-    return tensor.ndim == 2 and not name.endswith("ssm_conv1d.weight")
+    """Return whether llama.cpp reads a tensor in the file's dtype, by its name there; not a convolution or a router."""
+    return tensor.ndim > 1 and not name.endswith(("ssm_conv1d.weight", f"{gguf_experts.ROUTER}.weight"))
 
 
 def _uncentred(read: Callable[[], Tensor]) -> Tensor:

@@ -21,6 +21,14 @@ def check_whole(name: str, value: object) -> None:
         raise InputRefused(f"{name} = {value}: expected at most {LARGEST_SIZE}")
 
 
+def check_id(name: str, value: object) -> None:
+    """Raise InputRefused unless the value is a whole number from 0 to 2^31 - 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise InputRefused(f"{name} = {value!r}: expected a token id, a whole number of at least 0")
+    if value > LARGEST_SIZE:
+        raise InputRefused(f"{name} = {value}: expected a token id, at most {LARGEST_SIZE}")
+
+
 def check_number(name: str, value: object) -> None:
     """Raise InputRefused unless the value is a positive number that torch takes: an int64 or a finite float."""
     most = 2**63 if isinstance(value, int) else 1e300

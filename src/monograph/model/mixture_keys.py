@@ -1,0 +1,88 @@
+"""Read, check and write the keys of mixtures of experts in a config.json. Needs no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from monograph.errors import InputRefused
+from monograph.model.families import family, layer_count
+from monograph.model.scaling import check_number, check_whole
+
+if TYPE_CHECKING:
+    from monograph.model.config import LlamaConfig
+
+
+def checked(config: LlamaConfig) -> dict[str, Any]:
+    """Return the values of fields that follow from others, or have more than one spelling.
+
+    Raises:
+        InputRefused: a value of the wrong type or out of range; the message names the key.
+    """
+    its = config.family
+    if its.whole_heads and config.num_attention_heads * config.head_dim != config.hidden_size:
+        raise InputRefused(
+            f"head_dim = {config.head_dim}: expected hidden_size / num_attention_heads with model_type = "
+            f"{config.model_type!r}"
+        )
+    if config.clip_qkv is not None:
+        check_number("clip_qkv", config.clip_qkv)
+    if not its.experts:
+        return {}
+    for name in ("num_experts", "num_experts_per_tok"):
+        check_whole(name, getattr(config, name))
+    if config.num_experts_per_tok > config.num_experts:
+        raise InputRefused(
+            f"num_experts_per_tok = {config.num_experts_per_tok}: expected at most num_experts = {config.num_experts}"
+        )
+    found: dict[str, Any] = {
+        "mlp_only_layers": tuple(sorted({*config.mlp_only_layers} & {*range(config.num_hidden_layers)}))
+    }
+    if its.experts == "moe_intermediate_size":
+        usual = -(-config.intermediate_size // config.num_experts_per_tok)
+        found["moe_intermediate_size"] = config.moe_intermediate_size or usual
+        check_whole("moe_intermediate_size", found["moe_intermediate_size"])
+    return found
+
+
+def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a config.json with its family's defaults filled in, as a `LlamaConfig` has them.
+
+    Raises:
+        InputRefused: a wrong value.
+    """
+    its, found = family(values["model_type"]), dict[str, Any]()
+    if its.experts:
+        # transformers reads the first of these, if a file has both.
+        number = "num_local_experts" if "num_local_experts" in values else "num_experts"
+        for key in (number, "num_experts_per_tok", its.experts):
+            check_whole(key, values[key])
+            found[key] = values[key]
+        found["num_experts"] = found.pop(number)
+    if "mlp_only_layers" in its.keys:
+        step, listed = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or []
+        check_whole("decoder_sparse_step", step)
+        if not isinstance(listed, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in listed):
+            raise InputRefused(f"mlp_only_layers = {listed!r}: expected a list of the numbers of layers")
+        plain = (layer for layer in range(layer_count(values)) if layer in listed or (layer + 1) % step)
+        found["mlp_only_layers"] = tuple(plain)
+    return found
+
+
+def to_hf(config: LlamaConfig) -> dict[str, Any]:
+    """Return the values of keys that a config.json spells otherwise than a `LlamaConfig`."""
+    keys, found = config.family.keys, dict[str, Any]()
+    if "use_sliding_window" in keys:
+        found["use_sliding_window"] = config.sliding_window is not None
+    if "mlp_only_layers" in keys:
+        found |= {"mlp_only_layers": list(config.mlp_only_layers), "decoder_sparse_step": 1}
+    return found
+
+
+def fresh(model_type: str, ffn: int) -> dict[str, Any]:
+    """Return what a new model of a family has: 8 experts, of which a token's two are together as wide as `ffn`."""
+    its = family(model_type)
+    if not its.experts:
+        return {}
+    width = {} if its.experts == "moe_intermediate_size" else {its.experts: ffn // 2}
+    return {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": model_type == "qwen3_moe", **width}
