@@ -5,11 +5,14 @@ Shapes: P rows, E experts, C of them for each row, N outputs, K inputs.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from monograph.ops.grouped import grouped_linear
+from monograph.graph.frozen import FrozenWeight, Int8Weight, NF4Weight, dense_of
+from monograph.ops.grouped import grouped_linear, product, product_dtype
 
 
 class ExpertLinear(nn.Module):
@@ -32,6 +35,55 @@ class ExpertLinear(nn.Module):
         if ends_E is None:
             return input @ self.weight.mT
         return grouped_linear(input, self.weight, ends_E)
+
+
+class _Dequantised(torch.autograd.Function):
+    """Compute y = W x and dx = W^T dy of `ExpertLinear`; both make W from its codes, and none is kept in between."""
+
+    generate_vmap_rule = True
+
+    # Dynamo counts a forward pass's arguments, so there can be no *held.
+    @staticmethod
+    def forward(
+        input: Tensor, ends_E: Tensor | None, shape: tuple[int, ...],
+        codes: Tensor, scales: Tensor, steps: Tensor | None, mean: Tensor | None, table: Tensor | None,
+    ) -> Tensor:  # fmt: skip
+        weight_ENK = dense_of(shape, codes, scales, steps, mean, table).to(input.dtype)
+        out: Tensor = input @ weight_ENK.mT if ends_E is None else product(input, weight_ENK, ends_E)
+        return out
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[1], *inputs[3:])
+        ctx.shape, ctx.shared = inputs[2], inputs[0].ndim < output.ndim
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ends_E, *held = ctx.saved_tensors
+        weight_ENK = dense_of(ctx.shape, *held).to(grad.dtype)
+        if ends_E is not None:
+            of_input = product(grad, weight_ENK.mT, ends_E)
+        else:
+            of_input = (grad @ weight_ENK).sum(0) if ctx.shared else grad @ weight_ENK
+        return of_input, *[None] * 7
+
+
+class FrozenExperts(FrozenWeight, ExpertLinear):
+    """An `ExpertLinear` whose weight is kept in few bits."""
+
+    def forward(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
+        """Map rows as `ExpertLinear` does, in the dtype of products."""
+        held = (*self.held(), None, None, None)[:5]
+        output: Tensor = _Dequantised.apply(input.to(product_dtype(input)), ends_E, self.shape, *held)
+        return output
+
+
+class Int8Experts(Int8Weight, FrozenExperts):
+    """Experts with weights of 8-bit integers, and a scale for each expert's output."""
+
+
+class NF4Experts(NF4Weight, FrozenExperts):
+    """Experts with weights of 4 bits."""
 
 
 class Router(nn.Module):

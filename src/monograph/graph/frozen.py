@@ -5,6 +5,7 @@ Shapes: N outputs, K inputs, C = ceil(N K / 64) blocks of S = 64 numbers, G = ce
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -21,8 +22,40 @@ NF4 = (
 SMALLEST = torch.finfo(torch.float32).eps  # smallest scale of a row, for rows of zeros
 
 
-class Int8Linear(nn.Linear):
-    """A linear layer whose weight is 8-bit integers with a scale for each output: 1 byte a weight.
+class FrozenWeight(nn.Module):
+    """A layer whose weight, [N, K] or [E, N, K] of E experts, is kept in few bits."""
+
+    out_features: int
+    in_features: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Return the weight's shape."""
+        experts = (self.experts,) if hasattr(self, "experts") else ()
+        return (*experts, self.out_features, self.in_features)  # type: ignore[return-value]
+
+    def freeze(self, weight: Tensor) -> None:
+        """Round a weight to codes and scales, which take its place."""
+        raise NotImplementedError
+
+    def held(self) -> tuple[Tensor, ...]:
+        """Return the codes and scales, as `dense_of` takes them."""
+        raise NotImplementedError
+
+    def dense(self) -> Tensor:
+        """Return the dequantised weight, fp32."""
+        return dense_of(self.shape, *self.held())
+
+
+def dense_of(shape: tuple[int, ...], codes: Tensor, scales: Tensor, *of_nf4: Tensor | None) -> Tensor:
+    """Return the weight of this shape that an `NF4Weight` holds, or an `Int8Weight`, which has no more; fp32."""
+    if any(each is not None for each in of_nf4):
+        return _dense(codes, scales, *of_nf4, *shape)  # type: ignore[arg-type]
+    return codes.float() * scales[..., None]
+
+
+class Int8Weight(FrozenWeight):
+    """A layer whose weight is 8-bit integers with a scale for each output: 1 byte a weight.
 
         W[n, k] = codes[n, k] scales[n],   scales = max |W[n]| / 127.5,   codes = round(W / scales) in -128 .. 127
 
@@ -30,16 +63,20 @@ class Int8Linear(nn.Linear):
     """
 
     @torch.no_grad()
-    def freeze(self, weight_NK: Tensor) -> None:
+    def freeze(self, weight: Tensor) -> None:
         """Round a weight to codes and scales, which take its place."""
-        weight_NK = weight_NK.float()
-        scale_N = (weight_NK.abs().amax(1) / 127.5).clamp_min(SMALLEST)
-        codes_NK = (weight_NK * scale_N.reciprocal()[:, None]).round().clamp(-128, 127).to(torch.int8)
-        _keep(self, codes=codes_NK, scales=scale_N)
+        weight = weight.float()
+        scale_N = (weight.abs().amax(-1) / 127.5).clamp_min(SMALLEST)
+        codes = (weight * scale_N.reciprocal()[..., None]).round().clamp(-128, 127).to(torch.int8)
+        _keep(self, codes=codes, scales=scale_N)
 
-    def dense(self) -> Tensor:
-        """Return the dequantised weight, [N, K] fp32."""
-        return self.codes.float() * self.scales[:, None]  # type: ignore[operator, index]
+    def held(self) -> tuple[Tensor, ...]:
+        """Return the codes and scales."""
+        return self.codes, self.scales  # type: ignore[return-value]
+
+
+class Int8Linear(Int8Weight, nn.Linear):
+    """A linear layer with a weight of 8-bit integers."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N] in the input's dtype, or in autocast's."""
@@ -47,8 +84,8 @@ class Int8Linear(nn.Linear):
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
-class NF4Linear(nn.Linear):
-    """A linear layer whose weight is 4-bit codes with a scale for each block of 64: 0.516 bytes a weight.
+class NF4Weight(FrozenWeight):
+    """A layer whose weight is 4-bit codes with a scale for each block of 64: 0.516 bytes a weight.
 
         W[i] = NF4[code[i]] scale[c],   scale[c] = max |W of block c| = mean + levels[c] / steps[g]
 
@@ -58,9 +95,9 @@ class NF4Linear(nn.Linear):
     """
 
     @torch.no_grad()
-    def freeze(self, weight_NK: Tensor) -> None:
+    def freeze(self, weight: Tensor) -> None:
         """Round a weight to codes and scales, which take its place."""
-        flat = weight_NK.float().flatten()
+        flat = weight.float().flatten()
         short = -flat.numel() % BLOCK
         blocks_CS = (F.pad(flat, (0, short)) if short else flat).view(-1, BLOCK)
         scale_C = blocks_CS.abs().amax(1)
@@ -79,30 +116,29 @@ class NF4Linear(nn.Linear):
         _keep(self, codes=packed.clone(), levels=levels.to(torch.int8), steps=steps_G, mean=mean)
         self.register_buffer("table", table, persistent=False)  # a constant, not part of a checkpoint
 
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return self.out_features, self.in_features
+    def held(self) -> tuple[Tensor, ...]:
+        """Return the codes, scales and the table."""
+        return self.codes, self.levels, self.steps, self.mean, self.table  # type: ignore[return-value]
 
-    def dense(self) -> Tensor:
-        """Return the dequantised weight, [N, K] fp32."""
-        return _dense(self.codes, self.levels, self.steps, self.mean, self.table, *self._shape)  # type: ignore[arg-type]
+
+class NF4Linear(NF4Weight, nn.Linear):
+    """A linear layer with a weight of 4 bits."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N] in the input's dtype, or in autocast's."""
-        held = self.codes, self.levels, self.steps, self.mean, self.table
-        output: Tensor = _NF4Product.apply(_cast(input), *held, *self._shape)
+        output: Tensor = _NF4Product.apply(_cast(input), *self.held(), *self.shape)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
 def parameter_count(module: nn.Module) -> int:
     """Count parameters, tied ones once; a quantised layer counts as many as its dense weight has."""
-    layers = [layer for layer in module.modules() if isinstance(layer, Int8Linear | NF4Linear)]
+    layers = [layer for layer in module.modules() if isinstance(layer, FrozenWeight)]
     quantised = {id(param) for layer in layers for name, param in layer._parameters.items() if name != "bias"}
     others = sum(param.numel() for param in module.parameters() if id(param) not in quantised)
-    return others + sum(layer.in_features * layer.out_features for layer in layers)
+    return others + sum(math.prod(layer.shape) for layer in layers)
 
 
-def _keep(layer: nn.Linear, **tensors: Tensor) -> None:
+def _keep(layer: nn.Module, **tensors: Tensor) -> None:
     if "weight" in layer._parameters:
         del layer.weight
     for name, tensor in tensors.items():
@@ -155,10 +191,10 @@ class _NF4Product(torch.autograd.Function):
         return dy @ _dense(codes, levels_C, steps_G, mean, table, *ctx.shape).to(dy.dtype), *[None] * 7
 
 
-def _dense(codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, N: int, K: int) -> Tensor:
+def _dense(codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, *shape: int) -> Tensor:
     steps_C = steps_G.repeat_interleave(GROUP, output_size=len(steps_G) * GROUP)[: len(levels_C)]
     scale_C = levels_C / steps_C + mean
     pairs = torch.stack([codes >> 4, codes & 15], -1).flatten().int()
     numbers = table[pairs]
     blocks = F.pad(numbers, (0, -len(numbers) % BLOCK)).view(-1, BLOCK) * scale_C[:, None]
-    return blocks.flatten()[: N * K].view(N, K)
+    return blocks.flatten()[: math.prod(shape)].view(shape)

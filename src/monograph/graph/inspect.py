@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from monograph.errors import UsageError
+from monograph.graph.experts import ExpertLinear
 from monograph.graph.frozen import Int8Linear, NF4Linear
 
 M = TypeVar("M", bound=nn.Module)
@@ -279,19 +280,26 @@ def linear_layers(module: nn.Module) -> dict[str, nn.Linear]:
     }
 
 
+def expert_layers(module: nn.Module) -> dict[str, ExpertLinear]:
+    """Return the layers of experts of a module's mixtures, by name."""
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, ExpertLinear)}
+
+
 def head_of(module: nn.Module) -> Any:
     """Return the layer that computes logits over the vocabulary, if it has transformers' usual name, or None."""
     head = getattr(module, "get_output_embeddings", lambda: None)()
     return head if head is not None else getattr(module, "lm_head", None)
 
 
-def targeted(module: nn.Module, targets: str | Iterable[str]) -> dict[str, nn.Linear]:
-    """Return the linear layers that `targets` chooses, by name; see `monograph.graph.lora.Lora.targets`.
+def targeted(module: nn.Module, targets: str | Iterable[str]) -> dict[str, nn.Linear | ExpertLinear]:
+    """Return the layers that `targets` chooses, by name; see `monograph.graph.lora.Lora.targets`.
 
     Raises:
         UsageError: see `monograph.graph.lora.adapt`.
     """
-    linear = linear_layers(module)
+    linear: dict[str, nn.Linear | ExpertLinear] = {**linear_layers(module)}
+    if targets != ALL_LINEAR:
+        linear |= expert_layers(module)
     if targets == ALL_LINEAR:
         chosen = set(linear)
     elif isinstance(targets, str):

@@ -20,10 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
-from monograph.graph.experts import MULTIPLYING
-from monograph.graph.frozen import Int8Linear, NF4Linear
+from monograph.graph.experts import MULTIPLYING, ExpertLinear, Int8Experts, NF4Experts
+from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
 from monograph.graph.inspect import (
     ALL_LINEAR,
+    expert_layers,
     linear_layers,
     shared_parameters,
     targeted,
@@ -38,7 +39,7 @@ from monograph.ops.token_rows import replaced
 from monograph.ranges import ABOVE_0, COUNT, DECAY
 
 Base = Literal["auto", "int8", "nf4"]
-BASES: dict[str, Any] = {"int8": Int8Linear, "nf4": NF4Linear}
+BASES: dict[str, tuple[Any, Any]] = {"int8": (Int8Linear, Int8Experts), "nf4": (NF4Linear, NF4Experts)}
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,11 @@ class Lora:
     Attributes:
         rank: R.
         alpha: the adapter's output is multiplied by alpha / rank.
-        targets: "all-linear": every linear layer but the head; another string: a regular expression that matches whole
-            names; a tuple: the last parts of names.
+        targets: "all-linear": every linear layer but the head and the experts of mixtures, as in PEFT; another string:
+            a regular expression that matches whole names; a tuple: the last parts of names, also of experts'.
         dropout: probability with which elements of an adapter's input are dropped in training.
-        base: how the weights of all linear layers but the head are kept: "auto" (as they are), "int8" or "nf4".
+        base: how the weights of all linear layers but the head, and of experts, are kept: "auto" (as they are), "int8"
+            or "nf4".
         tokens: ids of tokens whose rows of embedding and head are trained as well, in ascending order.
     """
 
@@ -106,6 +108,33 @@ class Adapted(nn.Linear):
         return (output + self.lora_B(inner) * self.scale).to(output.dtype)
 
 
+class ExpertFactor(ExpertLinear):
+    """One of the two stacks of matrices that adapt experts."""
+
+
+class AdaptedExperts(ExpertLinear):
+    """Experts with an adapter for each: y = W_e x + s B_e A_e D(x), A [E, R, K], B [E, N, R]."""
+
+    lora_A: ExpertFactor
+    lora_B: ExpertFactor
+    lora_dropout: nn.Module
+    scale: float
+
+    def forward(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
+        """Map rows as `ExpertLinear` does."""
+        output = super().forward(input, ends_E)
+        inner = self.lora_A(self.lora_dropout(input), ends_E)
+        return (output + self.lora_B(inner * self.scale, ends_E)).to(output.dtype)
+
+
+class LoraInt8Experts(AdaptedExperts, Int8Experts):
+    """`Int8Experts` with adapters."""
+
+
+class LoraNF4Experts(AdaptedExperts, NF4Experts):
+    """`NF4Experts` with adapters."""
+
+
 class LoraLinear(Adapted):
     """A linear layer with an adapter; `adapt` gives layers this class."""
 
@@ -118,7 +147,11 @@ class LoraNF4Linear(Adapted, NF4Linear):
     """An `NF4Linear` with an adapter."""
 
 
-ADAPTED: dict[type[nn.Linear], type[Adapted]] = {Int8Linear: LoraInt8Linear, NF4Linear: LoraNF4Linear}
+AnyAdapted = Adapted | AdaptedExperts
+ADAPTED: dict[type[nn.Module], type[AnyAdapted]] = {
+    Int8Linear: LoraInt8Linear, NF4Linear: LoraNF4Linear, ExpertLinear: AdaptedExperts, Int8Experts: LoraInt8Experts,
+    NF4Experts: LoraNF4Experts,
+}  # fmt: skip
 
 
 def adapt(
@@ -128,7 +161,7 @@ def adapt(
     seed: int = 0,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
-) -> dict[str, Adapted]:
+) -> dict[str, AnyAdapted]:
     """Freeze a module and give its linear layers adapters; only these, and rows of tokens, are trained then.
 
     The layers stay the same objects and keep their names: `q_proj.weight` gets `q_proj.lora_A.weight`, uniform in
@@ -161,11 +194,11 @@ def adapt(
         parameter.requires_grad_(id(parameter) in rows)
     if lora.base != "auto":
         shared = shared_parameters(module)
-        for layer in linear_layers(module).values():
+        for layer in (*linear_layers(module).values(), *expert_layers(module).values()):
             weight = layer.weight
             if id(weight) in shared:  # another layer reads it, and needs a dense weight
                 continue
-            layer.__class__ = BASES[lora.base]
+            layer.__class__ = BASES[lora.base][isinstance(layer, ExpertLinear)]
             layer.freeze(weight)  # type: ignore[operator]
             # Layer by layer, so that the device never holds the base before it is quantised.
             if device is not None:
@@ -175,29 +208,32 @@ def adapt(
     return adapters(module)
 
 
-def adapters(module: nn.Module) -> dict[str, Adapted]:
+def adapters(module: nn.Module) -> dict[str, AnyAdapted]:
     """Return the layers of a module that have an adapter, by name."""
-    return {name: layer for name, layer in module.named_modules() if isinstance(layer, Adapted)}
+    return {name: layer for name, layer in module.named_modules() if isinstance(layer, AnyAdapted)}
 
 
 @torch.no_grad()
-def _adapt(layer: nn.Linear, lora: Lora, key: str, device: torch.device | None, dtype: torch.dtype | None) -> None:
+def _adapt(layer: Any, lora: Lora, key: str, device: torch.device | None, dtype: torch.dtype | None) -> None:
     weight = next(p for name, p in layer.named_parameters() if name != "bias")
     wide = kept_dtype(weight) if kept_dtype(weight) in (torch.float32, torch.float64) else torch.float32
     like: dict[str, Any] = {"device": device or weight.device, "dtype": dtype or wide}
     layer.__class__ = ADAPTED.get(type(layer), LoraLinear)
-    layer.lora_A = Factor(layer.in_features, lora.rank, bias=False, **like)
-    layer.lora_B = Factor(lora.rank, layer.out_features, bias=False, **like)
+    for name, inputs, outputs in (("lora_A", layer.in_features, lora.rank), ("lora_B", lora.rank, layer.out_features)):
+        factor: nn.Module = Factor(inputs, outputs, bias=False, **like)
+        if isinstance(layer, ExpertLinear):
+            factor = ExpertFactor(layer.experts, inputs, outputs).to(**like)
+        setattr(layer, name, factor)
     layer.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
-    layer.scale = lora.alpha / lora.rank  # type: ignore[assignment]
-    layer.lora_B.weight.zero_()  # type: ignore[union-attr, operator]
+    layer.scale = lora.alpha / lora.rank
+    layer.lora_B.weight.zero_()
     if not weight.is_meta:
         # A is seeded by its name and drawn on the CPU, so that it depends neither on other layers nor on the device.
         seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "little")
         generator = torch.Generator().manual_seed(seed)
         bound = 1 / math.sqrt(layer.in_features)
-        noise = torch.rand(lora.rank, layer.in_features, generator=generator, dtype=torch.float32, device="cpu")
-        layer.lora_A.weight.copy_((2 * noise - 1) * bound)  # type: ignore[union-attr, operator]
+        noise = torch.rand(layer.lora_A.weight.shape, generator=generator, dtype=torch.float32, device="cpu")
+        layer.lora_A.weight.copy_((2 * noise - 1) * bound)
 
 
 @torch.no_grad()
@@ -207,31 +243,31 @@ def merge(module: nn.Module) -> None:
     A quantised weight becomes dense, in the dtype of all other weights if they have one in common, else in fp32. The
     rows of tokens are written into their tables. Frozen weights stay frozen.
     """
-    plain = [m for m in module.modules() if not isinstance(m, (Factor, Int8Linear, NF4Linear))]
+    plain = [m for m in module.modules() if not isinstance(m, (Factor, ExpertFactor, FrozenWeight))]
     dtypes = {kept_dtype(p) for m in plain for p in m.parameters(recurse=False)}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     for layer in adapters(module).values():
         weight = merged(layer)
         for name in ("lora_A", "lora_B", "lora_dropout"):
             delattr(layer, name)
-        if isinstance(layer, (Int8Linear, NF4Linear)):
+        if isinstance(layer, FrozenWeight):
             for name in [name for name in layer._parameters if name != "bias"]:
                 del layer._parameters[name]
             layer._buffers.clear()  # NF4's table
             layer.register_parameter("weight", nn.Parameter(weight.to(dtype), requires_grad=False))
         else:
             keep(layer.weight, weight)
-        layer.__class__ = nn.Linear  # type: ignore[assignment]
+        layer.__class__ = ExpertLinear if isinstance(layer, ExpertLinear) else nn.Linear  # type: ignore[assignment]
     merge_rows(module)
 
 
 @torch.no_grad()
-def merged(layer: Adapted) -> Tensor:
-    """Return a layer's weight with its adapter merged in, a new tensor [N, K].
+def merged(layer: AnyAdapted) -> Tensor:
+    """Return a layer's weight with its adapter merged in, a new tensor [N, K], or [E, N, K] of experts.
 
     round(W + s B A),   the sum in fp32 (fp64 if W or B is), rounded once to W's dtype
     """
-    weight = layer.dense() if isinstance(layer, (Int8Linear, NF4Linear)) else layer.weight
+    weight = layer.dense() if isinstance(layer, FrozenWeight) else layer.weight
     kept = kept_dtype(weight)
     wide = torch.promote_types(torch.promote_types(kept, layer.lora_B.weight.dtype), torch.float32)
     change = layer.lora_B.weight.to(wide) @ layer.lora_A.weight.to(wide)
@@ -274,7 +310,9 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
     """
     module = unwrapped(module)
     adapted, with_rows = adapters(module), tables(module)
-    trained = {id(p) for child in module.modules() if isinstance(child, Factor) for p in child.parameters()}
+    trained = {
+        id(p) for child in module.modules() if isinstance(child, Factor | ExpertFactor) for p in child.parameters()
+    }
     trained |= {id(table.token_rows) for table in with_rows.values()}
     for name, parameter in module.named_parameters():  # not the state dict: a tied head appears once
         if id(parameter) in trained:
@@ -285,7 +323,7 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
         yield Plain(name, like, functools.partial(_read, name, parameter, layer, table))
 
 
-def _read(name: str, parameter: nn.Parameter, layer: Adapted | None, table: Table | None) -> Tensor:
+def _read(name: str, parameter: nn.Parameter, layer: AnyAdapted | None, table: Table | None) -> Tensor:
     if layer is not None:
         return require_finite(merged(layer), name)
     value = parameter.detach().to(kept_dtype(parameter))
@@ -305,7 +343,10 @@ def narrow(
         more: other modules whose weights are read in that dtype only.
         device: where these weights are moved, one after another; None: they stay.
     """
-    readers = {m for m in module.modules() if isinstance(m, MULTIPLYING) and not isinstance(m, Factor)} | set(more)
+    readers: set[nn.Module] = {
+        m for m in module.modules() if isinstance(m, MULTIPLYING) and not isinstance(m, Factor | ExpertFactor)
+    }
+    readers |= set(more)
     # A weight that another module reads as well, such as a tied embedding, keeps its precision.
     elsewhere = {id(p) for m in module.modules() if m not in readers for p in m.parameters(recurse=False)}
     parameters = {id(p): p for m in readers for p in map(m._parameters.get, ("weight", "bias")) if p is not None}

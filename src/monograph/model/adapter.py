@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.inspect import ALL_LINEAR
-from monograph.graph.lora import Adapted, Lora, adapt, adapters, narrow
+from monograph.graph.lora import AdaptedExperts, AnyAdapted, Lora, adapt, adapters, narrow
 from monograph.graph.precision import Precision
 from monograph.graph.token_rows import ROWS, tables
 from monograph.model.config import LlamaConfig
@@ -236,11 +236,13 @@ def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None 
         config: the shape of the stored base; None: the module's.
 
     Raises:
-        InputRefused: an adapter is on one of several layers that are one in the family's files.
+        InputRefused: an adapter is on one of several layers that are one in the family's files, or on experts.
     """
     config = config or (module.config if isinstance(module, Llama) else None)
     adapted = adapters(module)
     parts = tuple(itertools.chain.from_iterable(config.family.joined.values())) if config else ()
+    if experts := [name for name, layer in adapted.items() if isinstance(layer, AdaptedExperts)]:
+        raise InputRefused(f"{experts[0]} has an adapter for each expert, for which PEFT has no form")
     if names := [name for name in adapted if name.endswith(parts)]:
         raise InputRefused(
             f"{names[0]} has an adapter, and PEFT has one layer for it and others in a {config and config.model_type}"
@@ -276,12 +278,14 @@ def save_adapter(stored: Packed, folder: str | Path) -> None:
         (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode & 0o777)
 
 
-def _targets(module: nn.Module, adapted: Mapping[str, Adapted], lora: Lora) -> list[str] | str:
+def _targets(module: nn.Module, adapted: Mapping[str, AnyAdapted], lora: Lora) -> list[str] | str:
     """Return `target_modules` that select the same layers in PEFT, where "all-linear" depends on the model's class."""
     if lora.targets != ALL_LINEAR:
         return lora.targets if isinstance(lora.targets, str) else sorted(lora.targets)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
-    others = {name for name, child in module.named_modules() if name not in adapted and not isinstance(child, Adapted)}
+    others = {
+        name for name, child in module.named_modules() if name not in adapted and not isinstance(child, AnyAdapted)
+    }
     matched = {name for name in others if any(name == end or name.endswith(f".{end}") for end in ends)}
     return sorted(adapted) if matched else ends
 

@@ -48,8 +48,8 @@ def grouped_linear(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tens
     """
     dtype = product_dtype(input_PK)
     if (fused := fused_of(weight_ENK)) is None:
-        product: Tensor = _product(input_PK.to(dtype), weight_ENK.to(dtype), ends_E)
-        return product
+        plain: Tensor = product(input_PK.to(dtype), weight_ENK.to(dtype), ends_E)
+        return plain
     added: Tensor = _Fused.apply(input_PK.to(dtype), weight_ENK, fused.weight.to(dtype), fused.total, ends_E)
     return added
 
@@ -63,7 +63,8 @@ def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
 
 
 @torch.library.custom_op("monograph::grouped_linear", mutates_args=())
-def _product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    """Return `grouped_linear` of tensors of one dtype."""
     if input_PK.is_cuda:
         return torch._grouped_mm(input_PK.contiguous(), weight_ENK.mT, offs=ends_E)
     product_PN = input_PK.new_empty(len(input_PK), weight_ENK.shape[1])
@@ -89,7 +90,7 @@ def _flops(left: tuple[int, ...], right: tuple[int, ...], *_: Any, out_shape: tu
     return 2 * left[0] * left[1] * right[1]
 
 
-@_product.register_fake
+@product.register_fake
 def _(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     return input_PK.new_empty(input_PK.shape[0], weight_ENK.shape[1])
 
@@ -107,13 +108,13 @@ def _backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, ...]:
     input_PK, weight_ENK, ends_E = ctx.saved_tensors
     of_input, of_weight, _ = ctx.needs_input_grad
     return (
-        _product(grad_PN, weight_ENK.mT, ends_E) if of_input else None,
+        product(grad_PN, weight_ENK.mT, ends_E) if of_input else None,
         _outer(grad_PN, input_PK, ends_E) if of_weight else None,
         None,
     )
 
 
-_product.register_autograd(_backward, setup_context=_save)
+product.register_autograd(_backward, setup_context=_save)
 
 
 def _of_members(operator: Any) -> Any:
@@ -130,7 +131,7 @@ def _of_members(operator: Any) -> Any:
     return batched
 
 
-_product.register_vmap(_of_members(_product))
+product.register_vmap(_of_members(product))
 _outer.register_vmap(_of_members(_outer))
 
 
@@ -141,14 +142,14 @@ class _Fused(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(input_PK, rounded_ENK, ends_E)
         ctx.total = total_ENK  # not saved, as other layers' backward passes may change it before
-        product: Tensor = _product(input_PK, rounded_ENK, ends_E)
-        return product
+        plain: Tensor = product(input_PK, rounded_ENK, ends_E)
+        return plain
 
     @staticmethod
     def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         input_PK, rounded_ENK, ends_E = ctx.saved_tensors
         ctx.total.add_(_outer(grad_PN, input_PK, ends_E))
-        return _product(grad_PN, rounded_ENK.mT, ends_E), None, None, None, None
+        return product(grad_PN, rounded_ENK.mT, ends_E), None, None, None, None
 
 
 class _Rearranged(torch.autograd.Function):

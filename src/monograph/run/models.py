@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from monograph.checkpointing import Checkpoint
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.frozen import Int8Linear, NF4Linear
+from monograph.graph.frozen import FrozenWeight
 from monograph.graph.inspect import unwrapped, write
 from monograph.graph.lora import adapt, kept_state, merge
 from monograph.graph.mmap_weights import mapped, materialize_, require_finite
@@ -304,7 +304,7 @@ def save(
     """
     check(format, dtype)
     model = unwrapped(model)
-    if any(isinstance(part, (Int8Linear, NF4Linear)) for part in model.modules()):
+    if any(isinstance(part, FrozenWeight) for part in model.modules()):
         raise UsageError("the model has weights in 8 or 4 bits: monograph.graph.lora.merge(model) first")
     if not isinstance(model, Llama):
         raise UsageError(f"save writes a language model of this package, not a {type(model).__name__}")

@@ -227,7 +227,7 @@ def require_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
         return
     with torch.device("meta"):
         layers = targeted(Llama(config), lora.targets)
-    most = max(min(layer.weight.shape) for layer in layers.values())
+    most = max(min(layer.weight.shape[-2:]) for layer in layers.values())
     if lora.rank > most:
         raise UsageError(f"lora.rank = {lora.rank}: these layers' weights have rank {most} at most; lower it")
 
