@@ -87,6 +87,10 @@ EAGER = {
     "adapters beside 4 bits": Work(
         shape(num_hidden_layers=5), 8, 48, AdamW(), compile="none", packed=False, lora=Lora(8, base="nf4")
     ),
+    "adapters of experts beside 4 bits": Work(
+        shape(model_type="qwen3_moe", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5), 8, 48, AdamW(),
+        compile="none", lora=Lora(8, targets=("q_proj", "up_proj", "down_proj"), base="nf4"),
+    ),
     "adapters and rows of tokens, a large vocabulary": Work(
         shape(vocab_size=3000, num_hidden_layers=3), 4, 48, AdamW(), compile="none", lora=Lora(4, tokens=(3, 2999))
     ),

@@ -40,6 +40,13 @@ def test_matmul_parameters_are_all_but_the_input_embedding_and_the_norms() -> No
     assert matmul_parameters(tied) == matmul_parameters(untied)
 
 
+def test_of_a_mixture_the_experts_of_a_token_count() -> None:
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    mixed = config(model_type="qwen3_moe", mlp_only_layers=(1,), **experts)
+    layers = 2 * (8 * 32 + 3 * 2 * 32 * 24) + 3 * 32 * 80
+    assert matmul_parameters(mixed) == matmul_parameters(config()) - 3 * 3 * 32 * 80 + layers
+
+
 def test_count_is_what_torch_counts_for_the_same_products() -> None:
     """Forward and backward of every product of one row, run on tensors without data; attention is counted in full.
 

@@ -87,8 +87,10 @@ def test_operators_of_our_own() -> None:
     made.event("monograph::batched_matmul", 10, 15, **product([2, 8, 8], [2, 8, 8]))
     made.event("monograph::add_product_", 20, 40, **shaped([97, 16], [8, 97], [8, 16]))  # some rows at a time
     made.event("aten::mm", 22, 30, **product([40, 8], [8, 16])).event("aten::add_", 30, 38, **shaped([40, 16]))
+    made.event("monograph::grouped_linear", 40, 50, **shaped([6, 8], [3, 16, 8], [3]))
     timeline, parts = made.read()
-    assert parts == pytest.approx({"matmul": 10, "attention": 5, "loss head": 16, "host gaps": 69})
+    assert timeline.kernels[-1].flops == 2 * 6 * 8 * 16
+    assert parts == pytest.approx({"matmul": 20, "attention": 5, "loss head": 16, "host gaps": 59})
     assert [kernel.flops for kernel in timeline.kernels if kernel.part == "loss head"] == [2 * 40 * 8 * 16, 0]
 
 

@@ -14,7 +14,7 @@ from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
 from monograph.planner import Candidate, Limits, Plan, StreamCandidate, budget, streamed_or_resident
 from monograph.planner.streaming import HOST_SHARE, describe_tiers, describe_way
-from monograph.predict.estimate import trained_adapters
+from monograph.predict.estimate import trained_numbers
 from monograph.predict.roofline import EFFICIENCIES, Calibration, peak_flops
 from monograph.report.quantities import count, duration, gibibytes
 from monograph.session.adapting import planned_tokens, token_notes
@@ -108,7 +108,8 @@ def _show(plan: Plan, config: LlamaConfig, tokens_per_update: int, updates: int 
     device = plan.device
     usable = f"{gibibytes(plan.budget_bytes)} usable{_source_of_times(plan)}"
     print(f"device   {device.name}, {gibibytes(device.free_memory_bytes)}, {usable}")
-    adapters = trained_adapters(plan.nearest.work) if plan.candidates else 0
+    work = plan.nearest.work if plan.candidates else None
+    adapters = trained_numbers(work.config, work.lora, work.precision) if work and work.lora else 0
     more = f", {count(adapters)} more in adapters" if adapters else ""
     print(f"model    {count(config.parameter_count())} parameters{more}, updates of {tokens_per_update:,} tokens")
     if plan.chosen is None:

@@ -122,10 +122,14 @@ def matrices(config: Config) -> list[tuple[int, ...]]:
     return [shape for layer in range(config.num_hidden_layers) for shape in block_matrices(config, layer)]
 
 
+def block_multiplied(config: Config, layer: int) -> list[tuple[int, ...]]:
+    """Return the shapes of a block's matrices that a token is multiplied with: of experts, those of its own."""
+    return _matrices(config, layer, config.num_experts_per_tok)
+
+
 def multiplied(config: Config) -> list[tuple[int, ...]]:
-    """Return the shapes of the matrices of all blocks that a token is multiplied with: of experts, those of its own."""
-    layers = range(config.num_hidden_layers)
-    return [shape for layer in layers for shape in _matrices(config, layer, config.num_experts_per_tok)]
+    """Return the shapes of `block_multiplied` of all blocks."""
+    return [shape for layer in range(config.num_hidden_layers) for shape in block_multiplied(config, layer)]
 
 
 def _matrices(config: Config, layer: int, most: int | None) -> list[tuple[int, ...]]:

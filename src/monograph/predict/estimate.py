@@ -30,7 +30,7 @@ from monograph.graph.remat import Choice, within
 from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.model.parameters import block_matrices, matrices
+from monograph.model.parameters import block_matrices, block_multiplied, layer_shapes, matrices
 from monograph.ops.attention import MOST_KEYS, QUERIES
 from monograph.ops.cross_entropy import chunk_count
 from monograph.predict.footprint import ON_THEIR_WAY, Work
@@ -147,10 +147,11 @@ def _rounded(work: Work) -> int:
 
 
 class _Frozen(NamedTuple):
-    """A model with adapters: the number of their parameters, and the bytes of the frozen ones."""
+    """A model with adapters: the number of their parameters, and those a token is multiplied with; the frozen bytes."""
 
     adapters: int
     base_bytes: int
+    multiplied: int
 
 
 @functools.lru_cache(maxsize=64)
@@ -161,7 +162,10 @@ def _frozen(config: LlamaConfig, lora: Lora, precision: str) -> _Frozen:
     sizes = {True: 0, False: 0}
     for tensor in model.parameters():
         sizes[tensor.requires_grad] += tensor.numel() if tensor.requires_grad else tensor.nbytes
-    return _Frozen(sizes[True], sizes[False])
+    trained = [tensor for tensor in model.parameters() if tensor.requires_grad]
+    share = config.num_experts_per_tok / max(config.num_experts, 1)
+    multiplied = sum(tensor.numel() * (share if tensor.ndim == 3 else 1) for tensor in trained)
+    return _Frozen(sizes[True], sizes[False], round(multiplied))
 
 
 def trained_numbers(config: LlamaConfig, lora: Lora | None, precision: str) -> int:
@@ -170,8 +174,8 @@ def trained_numbers(config: LlamaConfig, lora: Lora | None, precision: str) -> i
 
 
 def trained_adapters(work: Work) -> int:
-    """Return the number of the adapters' parameters; 0 if the model itself is trained."""
-    return _frozen(work.config, work.lora, work.precision).adapters if work.lora else 0
+    """Return the adapters' parameters that a token is multiplied with; 0 if the model itself is trained."""
+    return _frozen(work.config, work.lora, work.precision).multiplied if work.lora else 0
 
 
 def dense_bytes(work: Work) -> float:
@@ -189,14 +193,14 @@ def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
     config, lora, number, tokens = work.config, work.lora, work.number_bytes, work.tokens
     rule, _, state = optimizer.partition(":")
     weight, whole_blocks = 2 if state == "all-bf16" else 4, work.remat in ("full", "offload")
-    trained, frozen_bytes = _frozen(config, lora, work.precision) if lora else (config.parameter_count(), 0)
+    trained, frozen_bytes, _ = _frozen(config, lora, work.precision) if lora else (config.parameter_count(), 0, 0)
     moments = 1 if lora and rule == "muon" else MOMENTS[rule]
     rounded = 2 if work.fused and work.remat == "none" and weight == 4 else 0
     static = frozen_bytes + trained * (weight + rounded + 4 + moments * STATE_BYTES[state or "fp32"] + weight * ema)
-    inner = lora.rank * len(_largest_block(config)) if lora and not whole_blocks else 0
+    inner = lora.rank * len(block_multiplied(config, config.num_hidden_layers - 1)) if lora and not whole_blocks else 0
     kept = (stored_numbers(work, work.remat) + inner) * tokens + _rounded(work) * (work.remat == "none")
     stored = ON_THEIR_WAY * work.input_bytes if work.remat == "offload" else config.num_hidden_layers * kept * number
-    dense = (4 + number) * max(map(math.prod, _largest_block(config))) if lora and lora.base != "auto" else 0
+    dense = (4 + number) * _largest_weight(config) if lora and lora.base != "auto" else 0
     block = stored_numbers(work, "none") * number * tokens + dense
     head = 0 if lora else config.vocab_size * config.hidden_size
     logits = tokens / chunk_count(tokens, config.vocab_size, work.device_type) * config.vocab_size
@@ -228,6 +232,12 @@ def _matrices(config: LlamaConfig) -> int:
 def _largest_block(config: LlamaConfig) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices of the block that has the most numbers."""
     return max(map(functools.partial(block_matrices, config), range(config.num_hidden_layers)), key=_numbers)
+
+
+def _largest_weight(config: LlamaConfig) -> int:
+    """Return the numbers of the largest weight in a block, which may be all experts' matrices in one."""
+    layers = range(config.num_hidden_layers)
+    return max(math.prod(shape) for layer in layers for shape in layer_shapes(config, layer).values())
 
 
 def _numbers(shapes: list[tuple[int, ...]]) -> int:

@@ -181,9 +181,8 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     again, attended_again = estimate.recomputed_flops(work)
     rate, bandwidth = reached(device)
     tokens, micro = work.window_rows * work.length, work.tokens
-    adapters = estimate.trained_adapters(
-        work
-    )  # with adapters, the other weights have no gradients: 4 FLOPs instead of 6
+    # With adapters, the other weights have no gradients: 4 FLOPs instead of 6.
+    adapters = estimate.trained_adapters(work)
     flops = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters + layers * again
     width = config.num_attention_heads * config.head_dim
     attended = layers * (6 * width * work.length + attended_again)
@@ -202,7 +201,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
         attention_s=attended * tokens / (peak_flops * rate.attention),
         traffic_s=(traffic * tokens + passes * steps * estimate.dense_bytes(work)) / bandwidth,
         launch_s=KERNELS[captured] * layers * steps * rate.launch_s * (1 if captured else 2) + calls_s,
-        update_s=(adapters or config.parameter_count()) * UPDATE_BYTES[captured] / bandwidth,
+        update_s=estimate.trained_numbers(config, work.lora, work.precision) * UPDATE_BYTES[captured] / bandwidth,
         transfer_s=tokens * crossing / (LINK_SHARE * link) if work.remat == "offload" else 0.0,
         launches_ahead=device.type != "cpu",
     )

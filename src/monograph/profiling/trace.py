@@ -31,6 +31,7 @@ _PRODUCTS = {
     "mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_linear_pointwise": 0, "_scaled_mm": 0,
     "onednn_matmul": 0, "small_matmul": 0, "batched_matmul": 0,
 }  # fmt: skip
+_GROUPED = {"grouped_linear", "grouped_outer"}  # `monograph.ops.grouped`'s, rows of experts and their matrices
 _BATCHED = {"bmm", "baddbmm", "batched_matmul"}
 _ATTENTION = re.compile(r"(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|flex_attention)")
 # Names that Inductor gives to the kernels it generates, and to those from its templates for products.
@@ -188,6 +189,8 @@ class _Reader:
             if self.vocabulary is not None and self.vocabulary in sides:
                 return "loss head"
             return "attention" if self.heads_are_batched and name in _BATCHED else "matmul"
+        if name in _GROUPED:
+            return "matmul"
         known = event["name"].startswith("aten::") or _GENERATED.search(event["name"])
         return "elementwise" if known else "other"
 
@@ -233,6 +236,7 @@ def work(event: Event) -> tuple[float | None, float | None]:
     """Return (FLOPs, bytes) of an operator's call, from its inputs' shapes; None where the shapes do not tell.
 
         product of [N, K] and [K, M]                            2 N K M FLOPs
+        grouped product of [P, K] and [E, N, K]                 2 P K N FLOPs
         causal attention, T queries and S keys of E numbers     2 B H T S E FLOPs; backward 2.5 times as many
 
     Bytes are those of each input, read once, and of the output, written once: as many as a product's result has, or
@@ -256,6 +260,8 @@ def work(event: Event) -> tuple[float | None, float | None]:
         columns = math.prod(right) // max(1, left[-1] * (math.prod(left[:-2]) if len(right) > 2 else 1))
         number = max(_BYTES.get(kind, 1) for kind in types)
         return 2.0 * math.prod(left) * columns, float(sum(sizes) + math.prod(left[:-1]) * columns * number)
+    if name in _GROUPED:
+        return 2.0 * math.prod(shapes[0]) * shapes[1][1], moved
     if _ATTENTION.search(name) and len(shapes) >= 3:
         backward = "backward" in name
         query, key = shapes[1 if backward else 0], shapes[2 if backward else 1]
