@@ -22,10 +22,10 @@ class ExpertLinear(nn.Module):
         weight: [E, N, K], each expert's matrix.
     """
 
-    def __init__(self, experts: int, in_features: int, out_features: int) -> None:
+    def __init__(self, experts: int, in_features: int, out_features: int, **like: Any) -> None:
         super().__init__()
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
-        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features))
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, **like))
 
     def forward(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
         """Map rows [P, K] that are sorted by expert to [P, N]; without `ends`, all rows [..., P, K] to [E, P, N].

@@ -222,7 +222,7 @@ def _adapt(layer: Any, lora: Lora, key: str, device: torch.device | None, dtype:
     for name, inputs, outputs in (("lora_A", layer.in_features, lora.rank), ("lora_B", lora.rank, layer.out_features)):
         factor: nn.Module = Factor(inputs, outputs, bias=False, **like)
         if isinstance(layer, ExpertLinear):
-            factor = ExpertFactor(layer.experts, inputs, outputs).to(**like)
+            factor = ExpertFactor(layer.experts, inputs, outputs, **like)
         setattr(layer, name, factor)
     layer.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
     layer.scale = lora.alpha / lora.rank
