@@ -113,6 +113,13 @@ def test_same_speed(script, monkeypatch, tmp_path):
     assert len(found["cases"]) == 2 * 2 + 2 and all(case["ratio"]["low"] > 0 for case in found["cases"])
 
 
+def test_mixture_peers(script, uncompiled, monkeypatch, tmp_path):
+    [case] = smoke(script("mixture_peers"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert case["times_as_fast"].keys() == {"loop", "grouped_mm"}
+    ours, theirs = (case["first_losses"][way] for way in ("monograph", "loop"))
+    assert ours == pytest.approx(theirs, rel=1e-4) and ours[1] < ours[0], "the second loss is that of an updated model"
+
+
 def test_siblings(script, uncompiled, monkeypatch, tmp_path):
     cases = smoke(script("siblings"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [(case["width"], case["mode"]) for case in cases] == [(32, "eager"), (32, "captured")]

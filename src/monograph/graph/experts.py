@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.graph.frozen import FrozenWeight, Int8Weight, NF4Weight, dense_of
-from monograph.ops.grouped import grouped_linear, product, product_dtype
+from monograph.graph.grouped import grouped_linear, product, product_dtype
 
 
 class ExpertLinear(nn.Module):
@@ -30,7 +30,7 @@ class ExpertLinear(nn.Module):
     def forward(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
         """Map rows [P, K] that are sorted by expert to [P, N]; without `ends`, all rows [..., P, K] to [E, P, N].
 
-        `ends` has the row after each expert's last one, see `monograph.ops.grouped`.
+        `ends` has the row after each expert's last one, see `monograph.graph.grouped`.
         """
         if ends_E is None:
             return input @ self.weight.mT

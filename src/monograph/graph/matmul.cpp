@@ -5,6 +5,7 @@
 #include <omp.h>
 
 #include <algorithm>
+#include <vector>
 
 namespace {
 
@@ -15,6 +16,8 @@ constexpr long DEPTH = 128;
 constexpr long FAR = 512;
 // Number of multiplications from which waking other threads pays.
 constexpr long SHARED = 1 << 21;
+// Rows that one thread multiplies at a time with a group's matrix, whose panels it copies first.
+constexpr long CHUNK = 192;
 
 struct Matrix {
     const float* data;
@@ -111,4 +114,37 @@ extern "C" void matmul(long rows, long depth, long columns, const float* left, l
     for (long i = 0; i < rows; i += share)
         multiply(std::min(share, rows - i), depth, columns, {left + i * left_row, left_row, left_column},
                  {right, right_row, right_column}, out + i * columns);
+}
+
+// out[P, M], contiguous: rows ends[e - 1] to ends[e] of left[P, K] @ right[e] of right[E, K, M], with any strides.
+extern "C" void grouped(long groups, const int* ends, long depth, long columns, const float* left, long left_row,
+                        long left_column, const float* right, long right_group, long right_row, long right_column,
+                        float* out) {
+    struct Task {
+        long group, begin, rows;
+    };
+    std::vector<Task> tasks;
+    for (long e = 0, begin = 0; e < groups; begin = ends[e++])
+        for (long i = begin; i < ends[e]; i += CHUNK) tasks.push_back({e, i, std::min(CHUNK, ends[e] - i)});
+    const long threads = ends[groups - 1] * depth * columns < SHARED ? 1 : omp_get_max_threads();
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (const Task& task : tasks)
+        multiply(task.rows, depth, columns, {left + task.begin * left_row, left_row, left_column},
+                 {right + task.group * right_group, right_row, right_column}, out + task.begin * columns);
+}
+
+// out[E, N, M], contiguous: left[rows].T @ right[rows] for each group's rows of left[P, N] and right[P, M].
+extern "C" void grouped_outer(long groups, const int* ends, long rows, long columns, const float* left, long left_row,
+                              long left_column, const float* right, long right_row, long right_column, float* out) {
+    const long threads = ends[groups - 1] * rows * columns < SHARED ? 1 : omp_get_max_threads();
+    const long share = (rows + threads - 1) / threads, shares = (rows + share - 1) / share;
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (long task = 0; task < groups * shares; ++task) {
+        const long e = task / shares, i = task % shares * share, begin = e ? ends[e - 1] : 0;
+        const long some = std::min(share, rows - i);
+        float* at = out + (e * rows + i) * columns;
+        if (ends[e] == begin) std::fill_n(at, some * columns, 0.0f);
+        multiply(some, ends[e] - begin, columns, {left + begin * left_row + i * left_column, left_column, left_row},
+                 {right + begin * right_row, right_row, right_column}, at);
+    }
 }

@@ -44,16 +44,29 @@ def native(left: Tensor, right: Tensor) -> Tensor:
 def native_out(left: Tensor, right: Tensor, *, out: Tensor) -> None:
     """Write left @ right to `out`, contiguous; see `native`."""
     operands = left.data_ptr(), *left.stride(), right.data_ptr(), *right.stride()
-    _native(out.ndim)(*left.shape, out.shape[-1], *operands, out.data_ptr())
+    name = {2: "matmul", 3: "batched"}[out.ndim]
+    _native(name, (out.ndim, out.ndim))(*left.shape, out.shape[-1], *operands, out.data_ptr())
+
+
+def grouped_out(left_PK: Tensor, right_EKM: Tensor, ends_E: Tensor, *, out: Tensor) -> None:
+    """Write the product of each group's rows with its matrix to `out` [P, M], contiguous, fp32, by `matmul.cpp`."""
+    operands = left_PK.data_ptr(), *left_PK.stride(), right_EKM.data_ptr(), *right_EKM.stride()
+    _native("grouped", (2, 3))(len(ends_E), ends_E.data_ptr(), *right_EKM.shape[1:], *operands, out.data_ptr())
+
+
+def grouped_outer_out(left_PN: Tensor, right_PM: Tensor, ends_E: Tensor, *, out: Tensor) -> None:
+    """Write left[rows].T @ right[rows] of each group's rows to `out` [E, N, M], contiguous, fp32, by `matmul.cpp`."""
+    operands = left_PN.data_ptr(), *left_PN.stride(), right_PM.data_ptr(), *right_PM.stride()
+    _native("grouped_outer", (2, 2))(len(ends_E), ends_E.data_ptr(), *out.shape[1:], *operands, out.data_ptr())
 
 
 @functools.cache
-def _native(dimensions: int) -> Callable[..., None]:
-    """Return a function of `matmul.cpp`; the first call compiles the file in a second or two."""
-    name = {2: "matmul", 3: "batched"}[dimensions]
+def _native(name: str, dimensions: tuple[int, int]) -> Callable[..., None]:
+    """Return a function of `matmul.cpp` by its operands' dimensions; the first call compiles the file in a second."""
     function: Callable[..., None] = getattr(compat.native(SOURCE.read_text()), name)
-    operand = [c_void_p, *[c_long] * dimensions]
-    function.argtypes = [*[c_long] * (dimensions + 1), *operand, *operand, c_void_p]  # type: ignore[attr-defined]
+    left, right = ([c_void_p, *[c_long] * number] for number in dimensions)
+    sizes = [c_long, c_void_p, c_long, c_long] if name.startswith("grouped") else [c_long] * (dimensions[0] + 1)
+    function.argtypes = [*sizes, *left, *right, c_void_p]  # type: ignore[attr-defined]
     function.restype = None  # type: ignore[attr-defined]
     return function
 

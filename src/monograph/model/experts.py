@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from monograph.graph.experts import ExpertLinear, Router
+from monograph.graph.grouped import exists, product_dtype, rearranged
 from monograph.model.config import LlamaConfig
 from monograph.model.layers import ACTIVATIONS
-from monograph.ops.grouped import exists, product_dtype, rearranged
 
 Way = Literal["auto", "dense", "grouped"]
 

@@ -31,7 +31,7 @@ _PRODUCTS = {
     "mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1, "_linear_pointwise": 0, "_scaled_mm": 0,
     "onednn_matmul": 0, "small_matmul": 0, "batched_matmul": 0,
 }  # fmt: skip
-_GROUPED = {"grouped_linear", "grouped_outer"}  # `monograph.ops.grouped`'s, rows of experts and their matrices
+_GROUPED = {"grouped_linear", "grouped_outer"}  # `monograph.graph.grouped`'s, rows of experts and their matrices
 _BATCHED = {"bmm", "baddbmm", "batched_matmul"}
 _ATTENTION = re.compile(r"(scaled_dot_product|flash_attention|efficient_attention|cudnn_attention|flex_attention)")
 # Names that Inductor gives to the kernels it generates, and to those from its templates for products.

@@ -2,7 +2,8 @@
 
         y[p] = W[e] x[p]    for the rows  ends[e - 1] <= p < ends[e]
 
-The two operators are opaque to a compiler, and no shape depends on the groups. On a CPU they loop over groups. On a GPU
+The two operators are opaque to a compiler, and no shape depends on the groups. On a CPU they loop over groups, in fp32
+on AMD processors in our own code. On a GPU
 they are torch's grouped products, which read nothing back to the host only in bf16, on compute capability 9 and 10, and
 with rows of whole 16 bytes: `exists` says where. Members under vmap become further groups.
 
@@ -18,6 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from monograph.device import mkl_is_slow
+from monograph.graph.matmul import grouped_out, grouped_outer_out
 from monograph.ops.fused_gradients import fused_of
 
 _WITHOUT_HOST = (9, 10)  # major compute capabilities, see aten/src/ATen/native/cuda/GroupedBlas.cpp
@@ -62,12 +65,20 @@ def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
         begin = end
 
 
+def _by_own_code(rows: Tensor) -> bool:
+    """Return whether products are those of `matmul.cpp`, whose threads share all groups."""
+    return rows.dtype == torch.float32 and mkl_is_slow()
+
+
 @torch.library.custom_op("monograph::grouped_linear", mutates_args=())
 def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return `grouped_linear` of tensors of one dtype."""
     if input_PK.is_cuda:
         return torch._grouped_mm(input_PK.contiguous(), weight_ENK.mT, offs=ends_E)
     product_PN = input_PK.new_empty(len(input_PK), weight_ENK.shape[1])
+    if _by_own_code(input_PK):
+        grouped_out(input_PK, weight_ENK.mT, ends_E, out=product_PN)
+        return product_PN
     for group, rows in _groups(ends_E):
         torch.mm(input_PK[rows], weight_ENK[group].mT, out=product_PN[rows])
     return product_PN
@@ -78,6 +89,10 @@ def _outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
     """Return sum over a group's rows of left[p] right[p]^T, [E, N, K]."""
     if left_PN.is_cuda:
         return torch._grouped_mm(left_PN.contiguous().mT, right_PK.contiguous(), offs=ends_E)
+    if _by_own_code(left_PN):
+        sum_ENK = left_PN.new_empty(len(ends_E), left_PN.shape[1], right_PK.shape[1])
+        grouped_outer_out(left_PN, right_PK, ends_E, out=sum_ENK)
+        return sum_ENK
     sum_ENK = left_PN.new_zeros(len(ends_E), left_PN.shape[1], right_PK.shape[1])
     for group, rows in _groups(ends_E):
         torch.mm(left_PN[rows].mT, right_PK[rows], out=sum_ENK[group])

@@ -1,4 +1,4 @@
-"""Run: pytest tests/ops/test_grouped.py    Grouped products are each row's product with its group's matrix."""
+"""Run: pytest tests/graph/test_grouped.py    Grouped products are each row's product with its group's matrix."""
 
 from __future__ import annotations
 
@@ -7,8 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from monograph import device
+from monograph.graph import grouped
+from monograph.graph.grouped import grouped_linear
 from monograph.ops.fused_gradients import Fused, fusing
-from monograph.ops.grouped import grouped_linear
+from numerics import error_within
 
 SIZES = st.lists(st.integers(0, 7), min_size=1, max_size=6)  # of groups, some of them empty
 
@@ -92,3 +95,31 @@ def test_autocast_rounds_rows_and_matrices():
         out = grouped_linear(rows, weight, ends)
     assert torch.equal(out, grouped_linear(rows.bfloat16(), weight.bfloat16(), ends))
     assert [g.dtype for g in torch.autograd.grad(out, (rows, weight), grad.bfloat16())] == [torch.float32] * 2
+
+
+@pytest.mark.skipif("avx512f" not in device._cpu_model()[1], reason="no AVX-512, for which the products are written")
+@pytest.mark.parametrize("threads", [1, 3])
+def test_our_own_products_are_as_exact_as_the_librarys_and_a_row_has_the_same_bits_in_any_group(threads, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    ends = torch.tensor([1, 1, 402, 430], dtype=torch.int32)
+    rows, weight = torch.randn(430, 131, generator=generator), torch.randn(4, 45, 131, generator=generator)
+    grad = torch.randn(430, 45, generator=generator)
+    before, found = torch.get_num_threads(), {}
+    try:
+        torch.set_num_threads(threads)
+        for own in (True, False):
+            monkeypatch.setattr(grouped, "_by_own_code", lambda _, own=own: own)
+            found[own] = (
+                grouped.product(rows, weight, ends), grouped.product(grad, weight.mT, ends),
+                grouped._outer(grad, rows, ends),
+            )  # fmt: skip
+    finally:
+        torch.set_num_threads(before)
+    exact = row_by_row(rows.double(), weight.double(), ends), row_by_row(grad.double(), weight.double().mT, ends)
+    parts = [each.double().tensor_split(ends[:-1].long()) for each in (grad, rows)]
+    outer = torch.stack([one.T @ other for one, other in zip(*parts, strict=True)])
+    for mine, naive, true in zip(found[True], found[False], (*exact, outer), strict=True):
+        assert error_within(mine, naive, true)
+    monkeypatch.setattr(grouped, "_by_own_code", lambda _: True)
+    alone = grouped.product(rows[[77]], weight[[2]], torch.tensor([1], dtype=torch.int32))
+    assert torch.equal(alone[0], found[True][0][77])
