@@ -123,6 +123,18 @@ def measure(args: Namespace, experts: int, precision: str) -> dict[str, Any]:
     }
 
 
+def table(cases: list[dict[str, Any]]) -> str:
+    """Return Monograph's times and the ratios as a Markdown table."""
+    ways = list(cases[0]["times_as_fast"])
+    lines = [f"| experts, precision | ms | {' | '.join(ways)} |", f"|---|{'---:|' * (1 + len(ways))}"]
+    for case in cases:
+        ratios = [harness.shown(case["times_as_fast"][way]["wall"], 1) for way in ways]
+        lines.append(
+            f"| {case['experts']}, {case['precision']} | {case['ms'][OURS]['median']:.0f} | {' | '.join(ratios)} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure and print; see `--help`."""
     parser = harness.arguments(__doc__)
@@ -137,15 +149,11 @@ def main() -> None:
     settings = {"rows": args.rows, "length": LENGTH, "vocabulary": VOCABULARY, "rounds": args.rounds, "goal": GOAL}
     found = harness.result("mixture_peers", settings | {"transformers": transformers.__version__})
     harness.print_machine(found)
-    rows = []
     for experts in args.experts:
         for precision in args.precisions:
-            case = measure(args, experts, precision)
-            found["cases"].append(case)
+            found["cases"].append(measure(args, experts, precision))
             harness.write(args.out, found)
-            ratios = [harness.shown(case["times_as_fast"][way]["wall"], 1) for way in case["times_as_fast"]]
-            rows.append([f"{experts} experts, {precision}", f"{case['ms'][OURS]['median']:.1f}", *ratios])
-    harness.print_table(["", "ms", *found["cases"][0]["times_as_fast"]], rows)
+    print(table(found["cases"]))
 
 
 if __name__ == "__main__":

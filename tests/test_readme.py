@@ -322,6 +322,14 @@ def test_the_accumulation_table_is_the_scripts(monkeypatch: pytest.MonkeyPatch) 
     assert again["mean_of_means"] == pytest.approx(kept["cases"][2]["mean_of_means"], rel=1e-6)
 
 
+def test_the_table_of_mixtures_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kept = json.loads((ROOT / "benchmarks/results/mixture_peers.json").read_text())
+    page = (ROOT / "docs/model.md").read_text()
+    shown = page.split("<!-- printed by benchmarks/mixture_peers.py -->")[1].split("<!-- end -->")[0].strip()
+    assert shown == script("benchmarks/mixture_peers.py").table(kept["cases"])
+
+
 def test_the_table_of_families_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     families = script("benchmarks/families.py")

@@ -1,19 +1,19 @@
-"""Read, check and write the keys of mixtures of experts in a config.json. Needs no torch."""
+"""Read, check and write the keys of mixtures of experts in a config.json. Needs no torch.
+
+A `config` is a LlamaConfig, whose module imports this one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from monograph.errors import InputRefused
 from monograph.model.families import family, layer_count
 from monograph.model.scaling import check_number, check_whole
 
-if TYPE_CHECKING:
-    from monograph.model.config import LlamaConfig
 
-
-def checked(config: LlamaConfig) -> dict[str, Any]:
+def checked(config: Any) -> dict[str, Any]:
     """Return the values of fields that follow from others, or have more than one spelling.
 
     Raises:
@@ -69,7 +69,7 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def to_hf(config: LlamaConfig) -> dict[str, Any]:
+def to_hf(config: Any) -> dict[str, Any]:
     """Return the values of keys that a config.json spells otherwise than a `LlamaConfig`."""
     keys, found = config.family.keys, dict[str, Any]()
     if "use_sliding_window" in keys:
