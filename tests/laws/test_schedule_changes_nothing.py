@@ -55,6 +55,7 @@ def chain(kinds: list[dict[str, Any]]) -> Chain:
     return chain_of([Sampling(**kind) for kind in kinds], stop_ids=2)
 
 
+MIXTURE = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2}
 HYBRID = {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")}
 
 
@@ -123,7 +124,7 @@ def schedules(generator: Generator, count: int, seed: int, kinds: list[dict[str,
 
 
 @pytest.mark.parametrize("count", [12, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("shape", [{}, HYBRID], ids=["attention", "hybrid"])
+@pytest.mark.parametrize("shape", [{}, HYBRID, MIXTURE], ids=["attention", "hybrid", "mixture"])
 def test_eager(count: int, shape: dict[str, Any]) -> None:
     schedules(machine(rows=4, shape=shape), count, seed=0)
 

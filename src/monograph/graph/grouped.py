@@ -3,9 +3,9 @@
         y[p] = W[e] x[p]    for the rows  ends[e - 1] <= p < ends[e]
 
 The two operators are opaque to a compiler, and no shape depends on the groups. On a CPU they loop over groups, in fp32
-on AMD processors in our own code. On a GPU
-they are torch's grouped products, which read nothing back to the host only in bf16, on compute capability 9 and 10, and
-with rows of whole 16 bytes: `exists` says where. Members under vmap become further groups.
+on AMD processors in our own code. On a GPU they are torch's grouped products, which read nothing back to the host only
+in bf16, on compute capability 9 and 10, and with rows of whole 16 bytes: `exists` says where. Members under vmap become
+further groups.
 
 Shapes: P rows, E groups, N outputs, K inputs.
 """
@@ -23,6 +23,9 @@ from monograph.device import mkl_is_slow
 from monograph.graph.matmul import grouped_out, grouped_outer_out
 from monograph.ops.fused_gradients import fused_of
 
+# On a CPU, so few rows are multiplied one by one, as in a step of decoding: a product of several rows may give a row
+# other bits than it has alone, and which rows have the same matrix depends on other texts.
+FEW = 256
 _WITHOUT_HOST = (9, 10)  # major compute capabilities, see aten/src/ATen/native/cuda/GroupedBlas.cpp
 
 
@@ -80,7 +83,11 @@ def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
         grouped_out(input_PK, weight_ENK.mT, ends_E, out=product_PN)
         return product_PN
     for group, rows in _groups(ends_E):
-        torch.mm(input_PK[rows], weight_ENK[group].mT, out=product_PN[rows])
+        if len(input_PK) > FEW:
+            torch.mm(input_PK[rows], weight_ENK[group].mT, out=product_PN[rows])
+        else:
+            for row in range(rows.start, rows.stop):
+                torch.mv(weight_ENK[group], input_PK[row], out=product_PN[row])
     return product_PN
 
 

@@ -64,7 +64,6 @@ class Mixture(nn.Module):
         way: "dense" is the equation; "grouped" computes only the chosen experts; "auto" is grouped wherever a grouped
             product neither waits for the host nor is missing: on a CPU, and in bf16 on GPUs with compute capability 9
             or 10. Elsewhere every expert computes every token, which takes E / k times as long.
-        device_type: the device that a plan is made for, if the tensors are elsewhere.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
