@@ -261,3 +261,22 @@ def test_the_matrices_can_be_named():
         Muon(matrices=["0.weight", "first.*"]).kinds(model)
     with pytest.raises(UsageError, match=r"0.bias has 1 dimensions, not 2"):
         Muon(matrices=["0.*"]).kinds(model)
+
+
+@pytest.mark.parametrize("state", ["fp32", "8bit"])
+def test_each_expert_is_updated_as_a_matrix_of_its_own(state):
+    sizes = {"model_type": "qwen3_moe", "num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    model = tiny_llama(torch.float64, **sizes)
+    names = [name for name in hidden_matrices(model) if "experts" in name]
+    assert len(names) == 2 * 3 and "model.layers.0.mlp.gate.weight" in hidden_matrices(model)
+    before, grads = {n: p.detach().clone() for n, p in model.named_parameters()}, gradients(model, 0)
+    step = Step(model, loss=given_gradient, optim=Muon(lr=0.1, state=state), clip=None)
+    step([grads])
+    for name in names:
+        for expert, (weight, grad) in enumerate(zip(before[name], grads[name], strict=True)):
+            lr, yes = torch.tensor(0.1, dtype=torch.float64), torch.tensor(True)
+            muon_(
+                weight[None], grad[None], torch.zeros_like(grad)[None],
+                lr=lr, accepted=yes, momentum=0.95, weight_decay=0.1, compute=torch.float64,
+            )  # fmt: skip
+            assert relative_error(model.get_parameter(name)[expert], weight) < 1e-12
