@@ -244,7 +244,7 @@ def kept_bytes(held: Any) -> int:
         return 0
     if hasattr(held, "ledger"):
         ledger = held.ledger()
-        return int(ledger["homes"]["host"] + ledger["homes"]["device"] + ledger["device"]["slots and desks"])
+        return int(ledger["homes"]["host"] + ledger["homes"]["device"] + ledger["device"]["slots and staging buffers"])
     model = held if isinstance(held, nn.Module) else held.model
     tensors = [*model.parameters(), *model.buffers()]
     for plane in [] if model is held else held.step.planes:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,14 +18,27 @@ loading = script("benchmarks/loading.py")
 
 # 37 million parameters in tensors of a million at most: a second copy, even in bf16, is more than the bound allows.
 SHAPE = loading.SHAPE | {"vocab_size": 1_000, "hidden_size": 1024, "intermediate_size": 1024, "num_hidden_layers": 6}
+# A tensor that is one in memory is one for each expert in the folder.
+MIXTURE = {
+    "model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 320,
+    "norm_topk_prob": True,
+}  # fmt: skip
 FAST = "lora, base in nf4", "export gguf bf16, merged"
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("loading")
-    loading.make(folder, SHAPE)
-    loading.make(folder / "tiny", loading.TINY)
+    return made(tmp_path_factory.mktemp("loading"), {})
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return made(tmp_path_factory.mktemp("mixture"), MIXTURE | {"hidden_size": 512})
+
+
+def made(folder: Path, sizes: dict[str, Any]) -> Path:
+    loading.make(folder, SHAPE | sizes)
+    loading.make(folder / "tiny", loading.TINY | sizes | {"hidden_size": 64})
     return folder
 
 
@@ -44,6 +58,19 @@ def test_the_peak_is_what_is_kept_and_three_tensors(folder: Path, case: str) -> 
     if "gguf" in case:
         pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")
     check(folder, case)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case in FAST else pytest.mark.slow)
+        for case in (*loading.TRAINED, *loading.OTHERS)
+    ],
+)
+def test_experts_of_a_mixture_are_put_together_one_stack_after_another(mixture: Path, case: str) -> None:
+    if "gguf" in case:
+        pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")
+    check(mixture, case)
 
 
 @pytest.mark.slow
