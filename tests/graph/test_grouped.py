@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from batches import tiny_llama
 from monograph import device
 from monograph.graph import grouped
 from monograph.graph.grouped import grouped_linear
@@ -123,3 +126,37 @@ def test_our_own_products_are_as_exact_as_the_librarys_and_a_row_has_the_same_bi
     monkeypatch.setattr(grouped, "_by_own_code", lambda _: True)
     alone = grouped.product(rows[[77]], weight[[2]], torch.tensor([1], dtype=torch.int32))
     assert torch.equal(alone[0], found[True][0][77])
+
+
+def test_torchs_grouped_products_are_called_as_a_gpu_calls_them():
+    sizes = [3, 0, 1, 5]
+    ends = torch.tensor(sizes).cumsum(0, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+    rows, weight, grad = (
+        torch.randn(shape, generator=generator).bfloat16() for shape in ((9, 16), (4, 24, 16), (9, 24))
+    )
+    assert torch.equal(grouped._product_by_torch(rows, weight, ends), grouped.product(rows, weight, ends))
+    assert torch.equal(grouped._product_by_torch(grad, weight.mT, ends), grouped.product(grad, weight.mT, ends))
+    assert torch.equal(grouped._outer_by_torch(grad, rows, ends), grouped._outer(grad, rows, ends))
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_a_mixture_waits_for_nothing_and_is_as_exact_as_its_dense_way():
+    if not grouped.exists(torch.device("cuda"), torch.bfloat16, 64):
+        pytest.skip("torch's grouped products wait for the host on this card, so the dense way is taken")
+    sizes = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+    made = tiny_llama(hidden_size=64, **sizes).model.layers[0].mlp
+    hidden, found = torch.randn(2, 40, 64), {}
+    for way, dtype in (("grouped", torch.bfloat16), ("dense", torch.bfloat16), ("dense", torch.float64)):
+        each, leaf = copy.deepcopy(made).to("cuda", dtype), hidden.to("cuda", dtype).requires_grad_()
+        each.way = way
+        each(leaf).sum().backward()  # so that lazy initialisation is over
+        torch.cuda.set_sync_debug_mode("error" if way == "grouped" else "default")
+        try:
+            out = each(leaf)
+            gradients = torch.autograd.grad(out, (leaf, *each.experts.parameters()), torch.ones_like(out))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        found[way, dtype] = [tensor.cpu() for tensor in (out, *gradients)]
+    ours, naive, exact = found.values()
+    assert all(error_within(*three, k=4) for three in zip(ours, naive, exact, strict=True))

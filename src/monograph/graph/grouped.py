@@ -68,6 +68,14 @@ def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
         begin = end
 
 
+def _product_by_torch(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
+    return torch._grouped_mm(input_PK.contiguous(), weight_ENK.mT, offs=ends_E)
+
+
+def _outer_by_torch(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
+    return torch._grouped_mm(left_PN.contiguous().mT, right_PK.contiguous(), offs=ends_E)
+
+
 def _by_own_code(rows: Tensor) -> bool:
     """Return whether products are those of `matmul.cpp`, whose threads share all groups."""
     return rows.dtype == torch.float32 and mkl_is_slow()
@@ -77,7 +85,7 @@ def _by_own_code(rows: Tensor) -> bool:
 def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return `grouped_linear` of tensors of one dtype."""
     if input_PK.is_cuda:
-        return torch._grouped_mm(input_PK.contiguous(), weight_ENK.mT, offs=ends_E)
+        return _product_by_torch(input_PK, weight_ENK, ends_E)
     product_PN = input_PK.new_empty(len(input_PK), weight_ENK.shape[1])
     if _by_own_code(input_PK):
         grouped_out(input_PK, weight_ENK.mT, ends_E, out=product_PN)
@@ -95,7 +103,7 @@ def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 def _outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
     """Return sum over a group's rows of left[p] right[p]^T, [E, N, K]."""
     if left_PN.is_cuda:
-        return torch._grouped_mm(left_PN.contiguous().mT, right_PK.contiguous(), offs=ends_E)
+        return _outer_by_torch(left_PN, right_PK, ends_E)
     if _by_own_code(left_PN):
         sum_ENK = left_PN.new_empty(len(ends_E), left_PN.shape[1], right_PK.shape[1])
         grouped_outer_out(left_PN, right_PK, ends_E, out=sum_ENK)
