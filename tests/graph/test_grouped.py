@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batches import tiny_llama
 from monograph import device
-from monograph.graph import grouped
+from monograph.graph import grouped, grouped_blocks
 from monograph.graph.grouped import grouped_linear
 from monograph.ops.fused_gradients import Fused, fusing
 from numerics import error_within
@@ -140,14 +140,33 @@ def test_torchs_grouped_products_are_called_as_a_gpu_calls_them():
     assert torch.equal(grouped._outer_by_torch(grad, rows, ends), grouped._outer(grad, rows, ends))
 
 
+@settings(max_examples=20)
+@given(sizes=SIZES.filter(any), seed=st.integers(0, 99), most=st.sampled_from([1, 40, 2**27]))
+def test_products_in_blocks_are_those_of_a_loop(sizes, seed, most):
+    rows, weight, grad, ends = drawn(sizes, seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(grouped_blocks, "MOST", most)
+        patch.setattr(grouped_blocks, "LEAST_ROWS", 2)
+        found = grouped_blocks.product(rows, weight, ends), grouped_blocks.outer(grad, rows, ends)
+    expected = grouped.product(rows, weight, ends), grouped._outer(grad, rows, ends)
+    for mine, its in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("rows", "blocks"), [(8, 8), (4096, 4096 // 32 + 64), (2**16, 2**16 // 128 + 64)])
+def test_there_are_few_blocks_and_their_number_does_not_depend_on_the_groups(rows, blocks):
+    for ends in (torch.full((64,), rows), torch.arange(1, 65) * rows // 64):
+        made = grouped_blocks._blocks(ends, rows)
+        assert len(made.group_B) <= blocks and made.filled_BC.sum() == rows
+
+
 @pytest.mark.gpu
-def test_on_a_gpu_a_mixture_waits_for_nothing_and_is_as_exact_as_its_dense_way():
-    if not grouped.exists(torch.device("cuda"), torch.bfloat16, 64):
-        pytest.skip("torch's grouped products wait for the host on this card, so the dense way is taken")
+@pytest.mark.parametrize("narrow", [torch.bfloat16, torch.float32])
+def test_on_a_gpu_a_mixture_waits_for_nothing_and_is_as_exact_as_its_dense_way(narrow):
     sizes = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
     made = tiny_llama(hidden_size=64, **sizes).model.layers[0].mlp
     hidden, found = torch.randn(2, 40, 64), {}
-    for way, dtype in (("grouped", torch.bfloat16), ("dense", torch.bfloat16), ("dense", torch.float64)):
+    for way, dtype in (("grouped", narrow), ("dense", narrow), ("dense", torch.float64)):
         each, leaf = copy.deepcopy(made).to("cuda", dtype), hidden.to("cuda", dtype).requires_grad_()
         each.way = way
         each(leaf).sum().backward()  # so that lazy initialisation is over

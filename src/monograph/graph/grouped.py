@@ -2,10 +2,10 @@
 
         y[p] = W[e] x[p]    for the rows  ends[e - 1] <= p < ends[e]
 
-The two operators are opaque to a compiler, and no shape depends on the groups. On a CPU they loop over groups, in fp32
-on AMD processors in our own code. On a GPU they are torch's grouped products, which read nothing back to the host only
-in bf16, on compute capability 9 and 10, and with rows of whole 16 bytes: `exists` says where. Members under vmap become
-further groups.
+The two operators are opaque to a compiler, no shape depends on the groups, and on a GPU the host reads nothing. On a
+CPU they loop over groups, in fp32 on AMD processors in our own code. On a GPU they are torch's grouped products where
+these leave the host alone: in bf16, on compute capability 9 and 10, with rows of whole 16 bytes; elsewhere batched
+products of blocks of rows (`monograph.graph.grouped_blocks`). Members under vmap become further groups.
 
 Shapes: P rows, E groups, N outputs, K inputs.
 """
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from monograph.device import mkl_is_slow
+from monograph.graph import grouped_blocks
 from monograph.graph.matmul import grouped_out, grouped_outer_out
 from monograph.ops.fused_gradients import fused_of
 
@@ -27,14 +28,6 @@ from monograph.ops.fused_gradients import fused_of
 # other bits than it has alone, and which rows have the same matrix depends on other texts.
 FEW = 256
 _WITHOUT_HOST = (9, 10)  # major compute capabilities, see aten/src/ATen/native/cuda/GroupedBlas.cpp
-
-
-def exists(device: torch.device, dtype: torch.dtype, *widths: int) -> bool:
-    """Return whether grouped products of these widths exist on a device, without a wait for the host."""
-    if device.type == "cpu":
-        return True
-    fits = dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
-    return fits and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] in _WITHOUT_HOST
 
 
 def product_dtype(input: Tensor) -> torch.dtype:
@@ -68,6 +61,12 @@ def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
         begin = end
 
 
+def _by_torch(rows: Tensor, *widths: int) -> bool:
+    """Return whether torch's grouped products of these widths leave the host alone."""
+    fits = rows.dtype == torch.bfloat16 and all(width % 8 == 0 for width in widths)
+    return fits and torch.cuda.get_device_capability(rows.device)[0] in _WITHOUT_HOST
+
+
 def _product_by_torch(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     return torch._grouped_mm(input_PK.contiguous(), weight_ENK.mT, offs=ends_E)
 
@@ -85,7 +84,8 @@ def _by_own_code(rows: Tensor) -> bool:
 def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return `grouped_linear` of tensors of one dtype."""
     if input_PK.is_cuda:
-        return _product_by_torch(input_PK, weight_ENK, ends_E)
+        multiply = _product_by_torch if _by_torch(input_PK, *weight_ENK.shape[1:]) else grouped_blocks.product
+        return multiply(input_PK, weight_ENK, ends_E)
     product_PN = input_PK.new_empty(len(input_PK), weight_ENK.shape[1])
     if _by_own_code(input_PK):
         grouped_out(input_PK, weight_ENK.mT, ends_E, out=product_PN)
@@ -103,7 +103,8 @@ def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
 def _outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
     """Return sum over a group's rows of left[p] right[p]^T, [E, N, K]."""
     if left_PN.is_cuda:
-        return _outer_by_torch(left_PN, right_PK, ends_E)
+        by_torch = _by_torch(left_PN, left_PN.shape[1], right_PK.shape[1])
+        return (_outer_by_torch if by_torch else grouped_blocks.outer)(left_PN, right_PK, ends_E)
     if _by_own_code(left_PN):
         sum_ENK = left_PN.new_empty(len(ends_E), left_PN.shape[1], right_PK.shape[1])
         grouped_outer_out(left_PN, right_PK, ends_E, out=sum_ENK)

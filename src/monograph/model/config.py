@@ -59,6 +59,8 @@ class LlamaConfig:
         norm_topk_prob: whether a token's weights, the probabilities of its experts, are divided by their sum.
         moe_intermediate_size: width of an expert. 0: intermediate_size / num_experts_per_tok. Without this key experts
             have the intermediate_size.
+        shared_expert_intermediate_size: width of the expert that computes every token, beside those of a mixture. 0: that
+            of an expert, in families that have one.
         mlp_only_layers: layers whose feed-forward layer is an ordinary one.
         clip_qkv: largest absolute value of queries, keys and values before the rotation, or None.
         initializer_range: standard deviation of the initial weights, see `Llama`.
@@ -106,6 +108,7 @@ class LlamaConfig:
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = False
     moe_intermediate_size: int = 0
+    shared_expert_intermediate_size: int = 0
     mlp_only_layers: tuple[int, ...] = ()
     clip_qkv: float | None = None
     initializer_range: float = 0.02

@@ -29,7 +29,7 @@ class GatedDeltaNet(nn.Module):
     Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464.
     """
 
-    siblings = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
+    siblings = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba")
 
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
@@ -39,32 +39,36 @@ class GatedDeltaNet(nn.Module):
         self.sizes = keys, keys, values
         self.groups = config.linear_num_value_heads // config.linear_num_key_heads
         # The order of parameters is that of the computation.
-        self.in_proj_qkv = Linear(config.hidden_size, sum(self.sizes), bias=False)
+        self.by_key_head = config.family.by_key_head
+        if self.by_key_head:
+            self.in_proj_qkvz = Linear(config.hidden_size, sum(self.sizes) + values, bias=False)
+            self.in_proj_ba = Linear(config.hidden_size, 2 * config.linear_num_value_heads, bias=False)
+        else:
+            self.in_proj_qkv = Linear(config.hidden_size, sum(self.sizes), bias=False)
+            self.in_proj_z = Linear(config.hidden_size, values, bias=False)
+            self.in_proj_b = Linear(config.hidden_size, config.linear_num_value_heads, bias=False)
+            self.in_proj_a = Linear(config.hidden_size, config.linear_num_value_heads, bias=False)
         self.conv1d = Taps(sum(self.sizes), config.linear_conv_kernel_dim)
-        self.in_proj_b = Linear(config.hidden_size, config.linear_num_value_heads, bias=False)
-        self.in_proj_a = Linear(config.hidden_size, config.linear_num_value_heads, bias=False)
         self.dt_bias = nn.Parameter(torch.empty(config.linear_num_value_heads))
         self.A_log = nn.Parameter(torch.empty(config.linear_num_value_heads))
-        self.in_proj_z = Linear(config.hidden_size, values, bias=False)
         self.norm = RMSNorm(self.value_dim, config.rms_norm_eps)
         self.out_proj = Linear(values, config.hidden_size, bias=False)
 
     def forward(
         self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin | None, mask: Mask, cache: LayerCache | None = None
     ) -> Tensor:
-        """Return out_proj(norm(delta_rule(conv(in_proj_qkv x), beta, g)) * silu(in_proj_z x)).
+        """Return out_proj(norm(delta_rule(conv(qkv), beta, g)) * silu(z)).
 
-        beta = sigmoid(in_proj_b x) and g = -exp(A_log) softplus(in_proj_a x + dt_bias). Queries and keys of a head have
-        length 1, and queries are divided by sqrt(E). The mask are the document numbers of positions, [B, T], or None.
+        beta = sigmoid(b) and g = -exp(A_log) softplus(a + dt_bias). Queries and keys of a head have length 1, and queries are divided by sqrt(E). The mask are the document numbers of positions, [B, T], or None.
         With `impl` "cached" the rule is computed token by token, in the bits of decoding.
         """
         segments_BT = cast(Tensor | None, mask)
-        channels_BTC = self.in_proj_qkv(hidden_BTD)
+        channels_BTC, gate_BTX, b_BTH, a_BTH = self._projected(hidden_BTD)
         wide = torch.float64 if hidden_BTD.dtype == torch.float64 else torch.float32
         # In float64, since sums of decays are subtracted from each other, and since torch's functions in fp32 may have
         # other bits for the last numbers of a tensor than for its others.
-        beta_BTH = self.in_proj_b(hidden_BTD).double().sigmoid().to(hidden_BTD.dtype).to(wide)
-        rate_BTH = F.softplus(self.in_proj_a(hidden_BTD).double() + self.dt_bias)
+        beta_BTH = b_BTH.double().sigmoid().to(hidden_BTD.dtype).to(wide)
+        rate_BTH = F.softplus(a_BTH.double() + self.dt_bias)
         decay_BTH = -self.A_log.double().exp() * rate_BTH
         if cache is None:
             mixed_BTC, starts_BT = self.conv1d(channels_BTC, segments_BT), starts(segments_BT)
@@ -74,8 +78,21 @@ class GatedDeltaNet(nn.Module):
         else:
             out_BHTV = self._cached(channels_BTC, decay_BTH, beta_BTH, cache)
         out_BTHV = self.norm(out_BHTV.transpose(1, 2).to(hidden_BTD.dtype))
-        gate_BTHV = F.silu(self.in_proj_z(hidden_BTD).to(wide)).unflatten(-1, (-1, self.value_dim))
+        gate_BTHV = F.silu(gate_BTX.to(wide)).unflatten(-1, (-1, self.value_dim))
         return self.out_proj((out_BTHV * gate_BTHV).to(hidden_BTD.dtype).flatten(2))
+
+    def _projected(self, hidden_BTD: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return q, k and v for the convolution, z, b and a."""
+        if not self.by_key_head:
+            projections = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+            return projections[0](hidden_BTD), *(each(hidden_BTD) for each in projections[1:])
+        wide, keys = self.groups * self.value_dim, self.sizes[0] // self.key_dim
+        heads_BTGX = self.in_proj_qkvz(hidden_BTD).unflatten(-1, (keys, -1))
+        *mixed, z_BTX = (
+            each.flatten(2) for each in heads_BTGX.split([self.key_dim, self.key_dim, wide, wide], dim=-1)
+        )
+        b_BTH, a_BTH = (each.flatten(2) for each in self.in_proj_ba(hidden_BTD).unflatten(-1, (keys, 2, -1)).unbind(-2))
+        return torch.cat(mixed, dim=-1), z_BTX, b_BTH, a_BTH
 
     @property
     def _rule(self) -> Callable[..., tuple[Tensor, Tensor]]:

@@ -12,11 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from monograph.graph.experts import ExpertLinear, Router
-from monograph.graph.grouped import exists, product_dtype, rearranged
+from monograph.graph.grouped import rearranged
 from monograph.model.config import LlamaConfig
-from monograph.model.layers import ACTIVATIONS
+from monograph.model.layers import ACTIVATIONS, MLP, Linear
 
-Way = Literal["auto", "dense", "grouped"]
+Way = Literal["dense", "grouped"]
+SHARED = "shared_expert_intermediate_size"
 
 
 class Experts(nn.Module):
@@ -60,27 +61,31 @@ class Experts(nn.Module):
 class Mixture(nn.Module):
     """A feed-forward layer of experts, as in Shazeer et al. 2017, arXiv 1701.06538.
 
+    Some families add a shared expert, which computes every token and is multiplied by a gate of its own.
+
     Attributes:
-        way: "dense" is the equation; "grouped" computes only the chosen experts; "auto" is grouped wherever a grouped
-            product neither waits for the host nor is missing: on a CPU, and in bf16 on GPUs with compute capability 9
-            or 10. Elsewhere every expert computes every token, which takes E / k times as long.
+        way: "grouped" computes only the chosen experts; "dense" is the equation, in which every expert computes every
+            token.
     """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate = Router(config.num_experts, config.hidden_size, config.num_experts_per_tok, config.norm_topk_prob)
+        self.gate = Router(
+            config.num_experts, config.hidden_size, config.num_experts_per_tok, config.norm_topk_prob
+        )  # fmt: skip
         self.experts = Experts(config)
-        self.way: Way = "auto"
+        self.shares = SHARED in config.family.keys
+        if self.shares:
+            self.shared_expert = MLP(config, SHARED)
+            self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
+        self.way: Way = "grouped"
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
         hidden_ND = hidden_BTD.flatten(0, -2)
-        chosen = self.gate(hidden_ND)
-        way = self.experts.grouped if self._groups(hidden_ND) else self.experts.dense
-        return way(hidden_ND, *chosen).view(hidden_BTD.shape)
-
-    def _groups(self, hidden_ND: Tensor) -> bool:
-        if self.way != "auto":
-            return self.way == "grouped"
-        layer = self.experts.gate_proj
-        return exists(hidden_ND.device, product_dtype(hidden_ND), layer.in_features, layer.out_features)
+        experts_Nk, weights_Nk = self.gate(hidden_ND)
+        way = self.experts.grouped if self.way == "grouped" else self.experts.dense
+        mixed_BTD = way(hidden_ND, experts_Nk, weights_Nk).view(hidden_BTD.shape)
+        if not self.shares:
+            return mixed_BTD
+        return mixed_BTD + self.shared_expert_gate(hidden_BTD).sigmoid() * self.shared_expert(hidden_BTD)

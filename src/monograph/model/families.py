@@ -49,6 +49,8 @@ class Family(NamedTuple):
         activation: transformers' key for the activation of the feed-forward layer, and its name there.
         whole_heads: whether its heads together are as wide as hidden_size.
         experts: the key for the width of a mixture's experts; "": it has no mixtures.
+        by_key_head: whether a delta net has one projection for queries, keys, values and gates, and one for the two
+            numbers of each value head, each ordered by key heads.
     """
 
     architecture: str
@@ -68,6 +70,7 @@ class Family(NamedTuple):
     activation: tuple[str, str] = "hidden_act", "silu"
     whole_heads: bool = False
     experts: str = ""
+    by_key_head: bool = False
 
 
 LINEAR_SIZES = (
@@ -79,7 +82,7 @@ MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multipl
 OF_SOME = {  # fields that only some families have
     "attention_bias", "sliding_window", "layer_types", "no_rope_layers", "rope_local_theta", "partial_rotary_factor",
     "query_pre_attn_scalar", *MULTIPLIERS, *LINEAR_SIZES, "num_experts", "num_experts_per_tok", "norm_topk_prob",
-    "moe_intermediate_size", "mlp_only_layers", "clip_qkv",
+    "moe_intermediate_size", "shared_expert_intermediate_size", "mlp_only_layers", "clip_qkv",
 }  # fmt: skip
 # Keys that must not be null in a file.
 NEVER_NULL = (
@@ -186,6 +189,26 @@ FAMILIES: dict[str, Family] = {
         gated=True,
         centred=True,
     ),
+    "qwen3_next": Family(
+        "Qwen3NextForCausalLM",
+        (
+            "attention_bias", "layer_types", "partial_rotary_factor", *LINEAR_SIZES, *_EXPERTS, "moe_intermediate_size",
+            "shared_expert_intermediate_size", "mlp_only_layers",
+        ),
+        {
+            "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768, "num_experts": 512,
+            "partial_rotary_factor": 0.25, **dict(zip(LINEAR_SIZES, (16, 32, 128, 128, 4), strict=True)),
+            "num_experts_per_tok": 10, "norm_topk_prob": True, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        qk_norm="heads",
+        others=LINEAR,
+        full_every=4,
+        gated=True,
+        centred=True,
+        experts="moe_intermediate_size",
+        by_key_head=True,
+    ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         (
@@ -231,7 +254,7 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 _OF_GEMMA = ("hidden_activation", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _READ_BY: dict[str, tuple[str, ...]] = {
     "mlp_bias": ("llama", "smollm3", "granite"), "resid_pdrop": ("phi3",),
-    "output_router_logits": ("qwen3_moe", "olmoe"), **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
+    "output_router_logits": ("qwen3_next", "qwen3_moe", "olmoe"), **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
     "hidden_act": tuple(name for name, its in FAMILIES.items() if its.activation[0] == "hidden_act"),
 }  # fmt: skip
 

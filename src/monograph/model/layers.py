@@ -188,11 +188,12 @@ class MLP(nn.Module):
 
     siblings = ("gate_proj", "up_proj")
 
-    def __init__(self, config: LlamaConfig) -> None:
+    def __init__(self, config: LlamaConfig, inner: str = "intermediate_size") -> None:
         super().__init__()
-        self.gate_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = Linear(config.intermediate_size, config.hidden_size, bias=False)
+        width = getattr(config, inner)
+        self.gate_proj = Linear(config.hidden_size, width, bias=False)
+        self.up_proj = Linear(config.hidden_size, width, bias=False)
+        self.down_proj = Linear(width, config.hidden_size, bias=False)
         self.act = ACTIVATIONS[config.family.activation[1]]
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:

@@ -42,6 +42,10 @@ def checked(config: Any) -> dict[str, Any]:
         usual = -(-config.intermediate_size // config.num_experts_per_tok)
         found["moe_intermediate_size"] = config.moe_intermediate_size or usual
         check_whole("moe_intermediate_size", found["moe_intermediate_size"])
+    if "shared_expert_intermediate_size" in its.keys:
+        width = config.shared_expert_intermediate_size or found["moe_intermediate_size"]
+        found["shared_expert_intermediate_size"] = width
+        check_whole("shared_expert_intermediate_size", width)
     return found
 
 
@@ -85,4 +89,4 @@ def fresh(model_type: str, ffn: int) -> dict[str, Any]:
     if not its.experts:
         return {}
     width = {} if its.experts == "moe_intermediate_size" else {its.experts: ffn // 2}
-    return {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": model_type == "qwen3_moe", **width}
+    return {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": model_type != "olmoe", **width}

@@ -33,9 +33,9 @@ class Config(Protocol):
 def layer_axes(config: Config, layer: int) -> Axes:
     """Return the axes of a block's parameters, by the parameters' names in the block."""
     axes: Axes = {f"{name}.weight": ("hidden_size",) for name in config.family.norms if name}
-    axes |= _delta_net() if config.is_linear(layer) else _attention(config)
+    axes |= _delta_net(config.family.by_key_head) if config.is_linear(layer) else _attention(config)
     if config.is_mixture(layer):
-        return axes | _mixture(config.family.experts)
+        return axes | _mixture(config.family.experts, "shared_expert_intermediate_size" in config.family.keys)
     return axes | {
         "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
         "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
@@ -43,13 +43,22 @@ def layer_axes(config: Config, layer: int) -> Axes:
     }  # fmt: skip
 
 
-def _mixture(width: str) -> Axes:
-    return {
+def _mixture(width: str, shared: bool) -> Axes:
+    axes: Axes = {
         "mlp.gate.weight": ("num_experts", "hidden_size"),
         "mlp.experts.gate_proj.weight": ("num_experts", width, "hidden_size"),
         "mlp.experts.up_proj.weight": ("num_experts", width, "hidden_size"),
         "mlp.experts.down_proj.weight": ("num_experts", "hidden_size", width),
     }
+    if shared:
+        inner = "shared_expert_intermediate_size"
+        axes |= {
+            "mlp.shared_expert.gate_proj.weight": (inner, "hidden_size"),
+            "mlp.shared_expert.up_proj.weight": (inner, "hidden_size"),
+            "mlp.shared_expert.down_proj.weight": ("hidden_size", inner),
+            "mlp.shared_expert_gate.weight": ("1", "hidden_size"),
+        }
+    return axes
 
 
 def _attention(config: Config) -> Axes:
@@ -71,17 +80,24 @@ def _attention(config: Config) -> Axes:
     return axes
 
 
-def _delta_net() -> Axes:
+def _delta_net(by_key_head: bool) -> Axes:
     keys, values = "linear_num_key_heads * linear_key_head_dim", "linear_num_value_heads * linear_value_head_dim"
     mixed, heads = f"2 * {keys} + {values}", "linear_num_value_heads"
-    return {
+    projections = {
         "linear_attn.in_proj_qkv.weight": (mixed, "hidden_size"),
-        "linear_attn.conv1d.weight": (mixed, "1", "linear_conv_kernel_dim"),
+        "linear_attn.in_proj_z.weight": (values, "hidden_size"),
         "linear_attn.in_proj_b.weight": (heads, "hidden_size"),
         "linear_attn.in_proj_a.weight": (heads, "hidden_size"),
+    }
+    if by_key_head:
+        projections = {
+            "linear_attn.in_proj_qkvz.weight": (f"{mixed} + {values}", "hidden_size"),
+            "linear_attn.in_proj_ba.weight": (f"2 * {heads}", "hidden_size"),
+        }
+    return projections | {
+        "linear_attn.conv1d.weight": (mixed, "1", "linear_conv_kernel_dim"),
         "linear_attn.dt_bias": (heads,),
         "linear_attn.A_log": (heads,),
-        "linear_attn.in_proj_z.weight": (values, "hidden_size"),
         "linear_attn.norm.weight": ("linear_value_head_dim",),
         "linear_attn.out_proj.weight": ("hidden_size", values),
     }

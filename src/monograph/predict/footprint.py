@@ -105,11 +105,9 @@ class Work:
 
     @property
     def _experts(self) -> int:
-        """Return how many experts compute a token: all where there are no grouped products; 0 without a mixture."""
-        config, grouped = self.config, self.device_type == "cpu" or self.precision in ("bf16", "fp8")
-        if not any(map(config.is_mixture, range(config.num_hidden_layers))):
-            return 0
-        return config.num_experts_per_tok if grouped else config.num_experts
+        """Return how many experts compute a token; 0 without a mixture."""
+        config = self.config
+        return config.num_experts_per_tok if any(map(config.is_mixture, range(config.num_hidden_layers))) else 0
 
     @property
     def masked(self) -> bool:
