@@ -103,7 +103,8 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
     experts, whole = draw.randint(1, 9), FAMILIES[family].whole_heads
     of_experts = {
         "num_experts": experts, "num_experts_per_tok": draw.randint(1, experts), "norm_topk_prob": draw.random() < 0.5,
-        "moe_intermediate_size": draw.randint(3, 40), "mlp_only_layers": draw.choice([(), (0,), (1, 2)]),
+        "moe_intermediate_size": draw.randint(3, 40), "shared_expert_intermediate_size": draw.randint(3, 40),
+        "mlp_only_layers": draw.choice([(), (0,), (1, 2)]),
         "clip_qkv": draw.choice([None, 0.5, 2.0]),
     }  # fmt: skip
     numbers |= {name: value for name, value in of_experts.items() if name in keys}

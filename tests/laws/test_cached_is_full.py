@@ -42,6 +42,10 @@ SHAPES = {
     },
     "phi3": {"model_type": "phi3", "partial_rotary_factor": 0.75},
     "smollm3": {"model_type": "smollm3", "sliding_window": 5, "layer_types": (FULL, SLIDING), "no_rope_layers": (0, 1)},
+    "qwen3_next": {
+        "model_type": "qwen3_next", "layer_types": (LINEAR, FULL), "linear_num_value_heads": 6,
+        "linear_num_key_heads": 3, "num_experts": 4, "num_experts_per_tok": 2,
+    },
     "qwen3_5": {
         "model_type": "qwen3_5_text", "layer_types": (LINEAR, FULL), "linear_num_value_heads": 6,
         "linear_num_key_heads": 3, "linear_conv_kernel_dim": 3,

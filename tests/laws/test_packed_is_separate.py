@@ -51,6 +51,10 @@ FAMILIES = {
         CONFIG, model_type="qwen3_5_text", layer_types=("linear_attention", "full_attention"), linear_num_key_heads=1,
         linear_num_value_heads=2, linear_conv_kernel_dim=4,
     ),
+    "qwen3_next": replace(
+        CONFIG, model_type="qwen3_next", layer_types=("linear_attention", "full_attention"), num_experts=4,
+        num_experts_per_tok=2,
+    ),
     "wide": replace(CONFIG, model_type="mistral", sliding_window=100),
 }  # fmt: skip
 ROW = 48

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from monograph.model.scaling import FULL, LINEAR, SLIDING
 
-HYBRID = ("qwen3_5_text",)
+HYBRID = ("qwen3_5_text", "qwen3_next")
 LENGTH = 24  # tokens of a row; windows are drawn shorter and longer
 _FLAG, _OPTIONAL_FLAG = [False, True], [None, False, True]
 
@@ -93,6 +93,7 @@ def keys_that_count(draw, vocabulary: int, family: str = "") -> dict[str, list]:
         "num_experts_per_tok": [1, 2, 2, 3, 3, 9],
         "norm_topk_prob": _FLAG,
         "moe_intermediate_size": [12, 20],
+        "shared_expert_intermediate_size": [8, 20],
         "decoder_sparse_step": [1, 1, 2, 0],
         "mlp_only_layers": [None, [], [0], [1, 7]],
         "output_router_logits": [False, False, True],
@@ -127,8 +128,8 @@ def drawn(family: str, draw) -> dict:
     always = {*counted, "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
     if family in ("smollm3", "phi3"):  # their defaults are above these vocabularies
         always.add("pad_token_id")
-    if family in ("qwen3_moe", "olmoe"):  # their defaults are large, and choose 8 experts
-        always |= {"num_experts", "num_experts_per_tok", "moe_intermediate_size"}
+    if family in ("qwen3_moe", "qwen3_next", "olmoe"):  # their defaults are large, and choose 8 experts
+        always |= {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"}
     if family == "granite":  # with its default, 1, scores are so large that fp32 is off by 1e-5 in both
         always.add("attention_multiplier")
     # A file that says one thing which nothing here computes is refused, and tells nothing of its other keys.

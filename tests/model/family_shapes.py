@@ -73,6 +73,12 @@ MIXED = {
         "layer_types": (LINEAR, FULL, LINEAR), "linear_num_key_heads": 2, "linear_num_value_heads": 6,
         "linear_key_head_dim": 5, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.67,
     },
+    "qwen3_next": {
+        "layer_types": (LINEAR, FULL, LINEAR), "linear_num_key_heads": 2, "linear_num_value_heads": 6,
+        "linear_key_head_dim": 5, "linear_conv_kernel_dim": 3, "partial_rotary_factor": 0.67, "num_experts": 5,
+        "num_experts_per_tok": 3, "norm_topk_prob": True, "moe_intermediate_size": 20, "mlp_only_layers": (1,),
+        "shared_expert_intermediate_size": 12,
+    },
     "qwen3_moe": {
         "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True, "moe_intermediate_size": 20,
         "mlp_only_layers": (1,), "sliding_window": 5,

@@ -38,6 +38,7 @@ def configs(draw, family, least=2):
     mixed = {
         "num_experts": st.just(experts), "num_experts_per_tok": st.integers(1, max(experts, 1)),
         "norm_topk_prob": st.booleans(), "moe_intermediate_size": st.integers(1, 20),
+        "shared_expert_intermediate_size": st.integers(1, 20),
         "mlp_only_layers": st.sampled_from([(), (0,), (1, 2)]), "clip_qkv": st.sampled_from([None, 0.5]),
     }  # fmt: skip
     unit = key_value * group * (1 + whole)  # heads that fill the width must be even

@@ -11,6 +11,8 @@ def mixed(own, config, xs, documents):
     own = {name.removeprefix("linear_attn."): value for name, value in own.items() if name.startswith("linear_attn.")}
     size, wide = config.linear_key_head_dim, config.linear_value_head_dim
     keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if "in_proj_qkvz.weight" in own:
+        own |= _parted(own, keys, values, size, wide)
     inputs = [own["in_proj_qkv.weight"] @ x for x in xs]
     taps = own["conv1d.weight"][:, 0]
     states, out = None, []
@@ -34,6 +36,18 @@ def mixed(own, config, xs, documents):
             heads.append(read / (read.dot(read) / wide + config.rms_norm_eps).sqrt() * own["norm.weight"] * gates[head])
         out.append(own["out_proj.weight"] @ torch.cat(heads))
     return out
+
+
+def _parted(own, keys, values, size, wide):
+    """Projections that are ordered by key heads as if they were four."""
+    group = values // keys
+    heads = own["in_proj_qkvz.weight"].split(2 * size + 2 * group * wide)
+    rows = [head.split([size, size, group * wide, group * wide]) for head in heads]
+    parts = [torch.cat(part) for part in zip(*rows, strict=True)]
+    numbers = [head.split(group) for head in own["in_proj_ba.weight"].split(2 * group)]
+    pairs = [torch.cat(part) for part in zip(*numbers, strict=True)]
+    names = ("in_proj_z.weight", "in_proj_b.weight", "in_proj_a.weight")
+    return {"in_proj_qkv.weight": torch.cat(parts[:3])} | dict(zip(names, (parts[3], *pairs), strict=True))
 
 
 def _silu(x):

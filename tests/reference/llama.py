@@ -14,7 +14,8 @@ import torch
 
 from reference import delta_net
 
-CENTRED = ("gemma3_text", "qwen3_5_text")
+GATED = ("qwen3_5_text", "qwen3_next")
+CENTRED = ("gemma3_text", *GATED)
 
 
 def hidden_states(weights, config, tokens, segments=None, positions=None):
@@ -98,7 +99,12 @@ def _mixture(own, x, config):
     chosen = sorted(range(len(shares)), key=lambda expert: -shares[expert])[: config.num_experts_per_tok]
     whole = sum(shares[expert] for expert in chosen) if config.norm_topk_prob else 1
     matrices = [own[f"mlp.experts.{name}_proj.weight"] for name in ("gate", "up", "down")]
-    return sum(shares[expert] / whole * _gated(x, *(m[expert] for m in matrices), config) for expert in chosen)
+    mixed = sum(shares[expert] / whole * _gated(x, *(m[expert] for m in matrices), config) for expert in chosen)
+    if "mlp.shared_expert_gate.weight" not in own:
+        return mixed
+    share = 1 / (1 + torch.exp(-(own["mlp.shared_expert_gate.weight"] @ x)))
+    shared = [own[f"mlp.shared_expert.{name}_proj.weight"] for name in ("gate", "up", "down")]
+    return mixed + share * _gated(x, *shared, config)
 
 
 def _gated(x, gate_matrix, up_matrix, down_matrix, config):
@@ -133,7 +139,7 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
         ]
 
     gates = None
-    if config.model_type == "qwen3_5_text":  # each head's gate is below it in the projection
+    if config.model_type in GATED:  # each head's gate is below it in the projection
         pairs = own["self_attn.q_proj.weight"].unflatten(0, (-1, 2, size))
         biases = own.get("self_attn.q_proj.bias", torch.zeros(pairs.shape[:3].numel())).unflatten(0, (-1, 2, size))
         weight, bias = pairs[:, 1].flatten(0, 1), biases[:, 1].flatten()

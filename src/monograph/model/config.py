@@ -59,8 +59,8 @@ class LlamaConfig:
         norm_topk_prob: whether a token's weights, the probabilities of its experts, are divided by their sum.
         moe_intermediate_size: width of an expert. 0: intermediate_size / num_experts_per_tok. Without this key experts
             have the intermediate_size.
-        shared_expert_intermediate_size: width of the expert that computes every token, beside those of a mixture. 0: that
-            of an expert, in families that have one.
+        shared_expert_intermediate_size: width of the expert that computes every token, beside those of a mixture. 0:
+            that of an expert, in families that have one.
         mlp_only_layers: layers whose feed-forward layer is an ordinary one.
         clip_qkv: largest absolute value of queries, keys and values before the rotation, or None.
         initializer_range: standard deviation of the initial weights, see `Llama`.

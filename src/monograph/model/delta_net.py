@@ -57,10 +57,11 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin | None, mask: Mask, cache: LayerCache | None = None
     ) -> Tensor:
-        """Return out_proj(norm(delta_rule(conv(qkv), beta, g)) * silu(z)).
+        """Return out_proj(norm(delta_rule(conv(qkv), beta, g)) * silu(z)), where qkv, z, a and b are projections of x.
 
-        beta = sigmoid(b) and g = -exp(A_log) softplus(a + dt_bias). Queries and keys of a head have length 1, and queries are divided by sqrt(E). The mask are the document numbers of positions, [B, T], or None.
-        With `impl` "cached" the rule is computed token by token, in the bits of decoding.
+        beta = sigmoid(b) and g = -exp(A_log) softplus(a + dt_bias). Queries and keys of a head have length 1, and
+        queries are divided by sqrt(E). The mask are the document numbers of positions, [B, T], or None. With `impl`
+        "cached" the rule is computed token by token, in the bits of decoding.
         """
         segments_BT = cast(Tensor | None, mask)
         channels_BTC, gate_BTX, b_BTH, a_BTH = self._projected(hidden_BTD)
@@ -88,9 +89,7 @@ class GatedDeltaNet(nn.Module):
             return projections[0](hidden_BTD), *(each(hidden_BTD) for each in projections[1:])
         wide, keys = self.groups * self.value_dim, self.sizes[0] // self.key_dim
         heads_BTGX = self.in_proj_qkvz(hidden_BTD).unflatten(-1, (keys, -1))
-        *mixed, z_BTX = (
-            each.flatten(2) for each in heads_BTGX.split([self.key_dim, self.key_dim, wide, wide], dim=-1)
-        )
+        *mixed, z_BTX = (each.flatten(2) for each in heads_BTGX.split([self.key_dim, self.key_dim, wide, wide], dim=-1))
         b_BTH, a_BTH = (each.flatten(2) for each in self.in_proj_ba(hidden_BTD).unflatten(-1, (keys, 2, -1)).unbind(-2))
         return torch.cat(mixed, dim=-1), z_BTX, b_BTH, a_BTH
 

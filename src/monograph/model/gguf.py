@@ -246,12 +246,18 @@ def _tensors(model: Llama) -> Iterator[Plain]:
             continue
         if inner in ("self_attn.q_proj", "self_attn.k_proj") and _architecture(config) in _NEIGHBOURING:
             read = functools.partial(_turned, read, config.head_dim)
+        if inner_names[inner] == gguf_experts.SHARED_GATE:  # one row there
+            like, read = like[0], functools.partial(_first, read)
         yield Plain(f"blk.{layer}.{inner_names[inner]}.{suffix}", like, read)
 
 
 def _is_matrix(name: str, tensor: Tensor) -> bool:
     """Return whether llama.cpp reads a tensor in the file's dtype, by its name there; not a convolution or a router."""
     return tensor.ndim > 1 and not name.endswith(("ssm_conv1d.weight", f"{gguf_experts.ROUTER}.weight"))
+
+
+def _first(read: Callable[[], Tensor]) -> Tensor:
+    return read()[0]
 
 
 def _uncentred(read: Callable[[], Tensor]) -> Tensor:

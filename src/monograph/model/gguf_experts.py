@@ -8,15 +8,19 @@ from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 
 ARCHITECTURES = {"qwen3_moe": "qwen3moe"}
-ROUTER = "ffn_gate_inp"
+ROUTER, SHARED_GATE = "ffn_gate_inp", "ffn_gate_inp_shexp"
 NAMES = {
     "mlp.gate": ROUTER,
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": SHARED_GATE,
 }
 # Whether a token's weights of its experts are divided by their sum.
-_DIVIDES = {"qwen3_moe": True, "olmoe": False}
+_DIVIDES = {"qwen3_moe": True, "qwen3_next": True, "olmoe": False}
 
 
 def check(config: LlamaConfig, instead: str) -> None:
@@ -37,3 +41,5 @@ def add_sizes(writer: Any, config: LlamaConfig) -> None:
     writer.add_expert_count(config.num_experts)
     writer.add_expert_used_count(config.num_experts_per_tok)
     writer.add_expert_feed_forward_length(getattr(config, config.family.experts))
+    if config.shared_expert_intermediate_size:
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
