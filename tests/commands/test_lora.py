@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -36,10 +37,10 @@ def folder(tmp_path_factory, server: CommandServer) -> Path:
     return here
 
 
-def write_base(folder: Path, seed: int = 0) -> None:
+def write_base(folder: Path, seed: int = 0, **sizes: Any) -> None:
     config = LlamaConfig(
         vocab_size=259, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True,
+        num_key_value_heads=1, max_position_embeddings=64, tie_word_embeddings=True, **sizes,
     )  # fmt: skip
     save_model(Llama(config, seed=seed).bfloat16(), folder, Tokenizer.bytes())
 
@@ -218,3 +219,22 @@ def test_a_module_of_ones_own(here: Path, server: CommandServer) -> None:
     scored = server.run(here, "evaluate", "run", "--json")
     loss = json.loads(done.out.splitlines()[-1])["eval_loss"]
     assert json.loads(scored.out.splitlines()[-1])["loss"] == pytest.approx(loss, rel=1e-6), scored.err
+
+
+def test_experts_in_four_bits_with_adapters_are_trained_and_exported_merged_alone(
+    folder: Path, server: CommandServer
+) -> None:
+    write_base(folder / "experts", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2)
+    targets = 'lora.targets=["q_proj", "gate_proj", "up_proj", "down_proj"]'
+    wanted = over(LORA, "model.init=experts", "lora.base=nf4", targets, "train.save_every=3")
+    done = server.run(folder, "train", *wanted, "--out", "mixed", "--json", figures=0)
+    assert done.code == 0, done.err
+    saved = load_file(newest(folder / "mixed") / "model.safetensors")
+    assert saved["model.layers.0.mlp.experts.up_proj.lora_A.weight"].shape == (4, 4, 16)
+    done = server.run(folder, "export", "mixed", "--to", "mixed-out")
+    assert done.code == 0 and "has an adapter for each expert, for which PEFT has no form" in done.err
+    merged, base = (load_model(folder / name).state_dict() for name in ("mixed-out", "experts"))
+    changed = {name for name in base if not torch.equal(merged[name], base[name])}
+    assert {name.split(".")[-2] for name in changed} == {"q_proj", "gate_proj", "up_proj", "down_proj"}
+    for name in ("mixed", "mixed-out"):
+        assert server.run(folder, "generate", name, "alpha", "--max-tokens", "3").code == 0
