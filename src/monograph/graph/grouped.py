@@ -16,17 +16,16 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from monograph.device import mkl_is_slow
 from monograph.graph import grouped_blocks
 from monograph.graph.matmul import grouped_out, grouped_outer_out
+from monograph.ops.attention import SAME_ROWS
 from monograph.ops.fused_gradients import fused_of
 
-# On a CPU, so few rows are multiplied one by one, as in a step of decoding: a product of several rows may give a row
-# other bits than it has alone, and which rows have the same matrix depends on other texts.
-FEW = 256
 _WITHOUT_HOST = (9, 10)  # major compute capabilities, see aten/src/ATen/native/cuda/GroupedBlas.cpp
 
 
@@ -91,11 +90,12 @@ def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
         grouped_out(input_PK, weight_ENK.mT, ends_E, out=product_PN)
         return product_PN
     for group, rows in _groups(ends_E):
-        if len(input_PK) > FEW:
+        if rows.stop - rows.start >= SAME_ROWS:
             torch.mm(input_PK[rows], weight_ENK[group].mT, out=product_PN[rows])
-        else:
-            for row in range(rows.start, rows.stop):
-                torch.mv(weight_ENK[group], input_PK[row], out=product_PN[row])
+            continue
+        # With fewer rows MKL rounds otherwise, and a row's bits would depend on the size of its group.
+        some_PK = F.pad(input_PK[rows], (0, 0, 0, SAME_ROWS - (rows.stop - rows.start)))
+        product_PN[rows] = (some_PK @ weight_ENK[group].mT)[: rows.stop - rows.start]
     return product_PN
 
 
