@@ -212,8 +212,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         (
-            "attention_bias", "sliding_window", "use_sliding_window", *_EXPERTS, "moe_intermediate_size",
-            "mlp_only_layers",
+            "attention_bias", "sliding_window", "use_sliding_window", *_EXPERTS, "num_local_experts",
+            "moe_intermediate_size", "mlp_only_layers",
         ),
         {
             "num_key_value_heads": 4, "max_position_embeddings": 32_768, "sliding_window": 4096, "num_experts": 128,
@@ -224,7 +224,7 @@ FAMILIES: dict[str, Family] = {
     ),
     "olmoe": Family(
         "OlmoeForCausalLM",
-        ("attention_bias", "clip_qkv", *_EXPERTS),
+        ("attention_bias", "clip_qkv", *_EXPERTS, "num_local_experts"),
         {
             "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "pad_token_id": 1, "eos_token_id": 50_279,
             "num_experts": 64, "num_experts_per_tok": 8,

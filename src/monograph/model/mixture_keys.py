@@ -57,8 +57,9 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     its, found = family(values["model_type"]), dict[str, Any]()
     if its.experts:
-        # transformers reads the first of these, if a file has both.
-        number = "num_local_experts" if "num_local_experts" in values else "num_experts"
+        # transformers reads the first of these, if a file has both and the family knows both.
+        other = "num_local_experts"
+        number = other if other in its.keys and other in values else "num_experts"
         for key in (number, "num_experts_per_tok", its.experts):
             check_whole(key, values[key])
             found[key] = values[key]
