@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from monograph.model.scaling import FULL, LINEAR, SLIDING
 
-HYBRID = ("qwen3_5_text", "qwen3_next")
+HYBRID = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 LENGTH = 24  # tokens of a row; windows are drawn shorter and longer
 _FLAG, _OPTIONAL_FLAG = [False, True], [None, False, True]
 
@@ -128,7 +128,12 @@ def drawn(family: str, draw) -> dict:
     always = {*counted, "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads"}
     if family in ("smollm3", "phi3"):  # their defaults are above these vocabularies
         always.add("pad_token_id")
-    if family in ("qwen3_moe", "qwen3_next", "olmoe"):  # their defaults are large, and choose 8 experts
+    if family in (
+        "qwen3_moe",
+        "qwen3_next",
+        "qwen3_5_moe_text",
+        "olmoe",
+    ):  # their defaults are large, and choose 8 experts
         always |= {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"}
     if family == "granite":  # with its default, 1, scores are so large that fp32 is off by 1e-5 in both
         always.add("attention_multiplier")

@@ -79,6 +79,10 @@ MIXED = {
         "num_experts_per_tok": 3, "norm_topk_prob": True, "moe_intermediate_size": 20, "mlp_only_layers": (1,),
         "shared_expert_intermediate_size": 12,
     },
+    "qwen3_5_moe_text": {
+        "layer_types": (LINEAR, FULL, LINEAR), "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "num_experts": 4, "num_experts_per_tok": 3, "moe_intermediate_size": 20, "shared_expert_intermediate_size": 12,
+    },
     "qwen3_moe": {
         "num_experts": 5, "num_experts_per_tok": 3, "norm_topk_prob": True, "moe_intermediate_size": 20,
         "mlp_only_layers": (1,), "sliding_window": 5,

@@ -65,7 +65,7 @@ def configs(draw, family, least=2):
         query_pre_attn_scalar=draw(st.sampled_from([0, 5])) if "query_pre_attn_scalar" in keys else 0,
         partial_rotary_factor=draw(st.sampled_from([1.0, 0.67])) if "partial_rotary_factor" in keys else 1.0,
         rope_local_theta=draw(st.sampled_from([1e2, 5e5])) if windowed and "rope_local_theta" in keys else None,
-        initializer_range=0.3,
+        initializer_range=0.1 if linear else 0.3,  # as in benchmarks/families.py
         attention_dropout=draw(st.sampled_from([0.0, 0.1])),
         pad_token_id=draw(st.sampled_from([None, 0, 2, -1])),
     )

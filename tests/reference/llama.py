@@ -14,7 +14,7 @@ import torch
 
 from reference import delta_net
 
-GATED = ("qwen3_5_text", "qwen3_next")
+GATED = ("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text")
 CENTRED = ("gemma3_text", *GATED)
 
 

@@ -288,8 +288,9 @@ class LlamaConfig:
         Raises:
             InputRefused: another architecture, a variant that `Llama` does not compute, or a wrong or missing value.
         """
+        usual = family(values["model_type"]).defaults if values.get("model_type") else {}
         for key in ("model_type", *_REQUIRED):
-            if values.get(key) is None:
+            if values.get(key, usual.get(key)) is None:
                 raise InputRefused(f"the key {key} is missing")
         for key in families.NEVER_NULL:
             if key in values and values[key] is None:

@@ -49,6 +49,8 @@ class Family(NamedTuple):
         activation: transformers' key for the activation of the feed-forward layer, and its name there.
         whole_heads: whether its heads together are as wide as hidden_size.
         experts: the key for the width of a mixture's experts; "": it has no mixtures.
+        divides: whether a token's weights of its experts are always divided by their sum.
+        fused_experts: whether files hold all experts' matrices of a layer in two tensors, gate and up in one.
         by_key_head: whether a delta net has one projection for queries, keys, values and gates, and one for the two
             numbers of each value head, each ordered by key heads.
     """
@@ -70,6 +72,8 @@ class Family(NamedTuple):
     activation: tuple[str, str] = "hidden_act", "silu"
     whole_heads: bool = False
     experts: str = ""
+    divides: bool = False
+    fused_experts: bool = False
     by_key_head: bool = False
 
 
@@ -209,6 +213,27 @@ FAMILIES: dict[str, Family] = {
         experts="moe_intermediate_size",
         by_key_head=True,
     ),
+    "qwen3_5_moe_text": Family(
+        "Qwen3_5MoeForCausalLM",
+        (
+            "attention_bias", "layer_types", "partial_rotary_factor", *LINEAR_SIZES, *_EXPERTS, "moe_intermediate_size",
+            "shared_expert_intermediate_size",
+        ),
+        {
+            "intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768,
+            "partial_rotary_factor": 0.25, **dict(zip(LINEAR_SIZES, (16, 32, 128, 128, 4), strict=True)),
+            "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
+            "shared_expert_intermediate_size": 512,
+        },
+        qk_norm="heads",
+        others=LINEAR,
+        full_every=4,
+        gated=True,
+        centred=True,
+        experts="moe_intermediate_size",
+        divides=True,
+        fused_experts=True,
+    ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
         (
@@ -253,8 +278,8 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 # Keys that only some families read.
 _OF_GEMMA = ("hidden_activation", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _READ_BY: dict[str, tuple[str, ...]] = {
-    "mlp_bias": ("llama", "smollm3", "granite"), "resid_pdrop": ("phi3",),
-    "output_router_logits": ("qwen3_next", "qwen3_moe", "olmoe"), **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
+    "mlp_bias": ("llama", "smollm3", "granite"), "resid_pdrop": ("phi3",), **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
+    "output_router_logits": tuple(name for name, its in FAMILIES.items() if its.experts),
     "hidden_act": tuple(name for name, its in FAMILIES.items() if its.activation[0] == "hidden_act"),
 }  # fmt: skip
 

@@ -40,14 +40,14 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 class Stored(NamedTuple):
     """The description of a tensor in a file's header; `dtype` is safetensors' name.
 
-    With `part` it is rows `part[1]` to `part[2]` of the file's tensor `part[0]`; with `stack` it is these tensors, by
-    their names, in one.
+    With `part` it is places `part[1]` to `part[2]` of axis `part[3]` of the file's tensor `part[0]`; with `stack` it is
+    these tensors, by their names, in one.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    part: tuple[str, int, int] | None = None
+    part: tuple[str, int, int, int] | None = None
     stack: Mapping[str, Stored] = MappingProxyType({})
 
 
@@ -107,7 +107,8 @@ def mapped_tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]
     for path in sorted({tensor.path for tensor in stored.values()}):
         with _opened(path) as file:
             for name, part in ((name, tensor.part) for name, tensor in stored.items() if tensor.path == path):
-                yield name, file.get_tensor(part[0])[part[1] : part[2]] if part else file.get_tensor(name)
+                tensor = file.get_tensor(part[0] if part else name)
+                yield name, tensor.narrow(part[3], part[1], part[2] - part[1]) if part else tensor
 
 
 def mapped_stacks(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor | tuple[Tensor, ...]]]:

@@ -20,7 +20,7 @@ NAMES = {
     "mlp.shared_expert_gate": SHARED_GATE,
 }
 # Whether a token's weights of its experts are divided by their sum.
-_DIVIDES = {"qwen3_moe": True, "qwen3_next": True, "olmoe": False}
+_DIVIDES = {"qwen3_moe": True, "qwen3_5_moe_text": True, "qwen3_next": True, "olmoe": False}
 
 
 def check(config: LlamaConfig, instead: str) -> None:

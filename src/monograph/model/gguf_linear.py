@@ -12,7 +12,7 @@ from monograph.errors import InputRefused
 from monograph.graph.lora import Plain
 from monograph.model.config import LlamaConfig
 
-ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_next": "qwen3next"}
+ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
 POST_NORM = "post_attention_norm"  # there the name of the norm before the feed-forward layer
 _NAMES = {
     "in_proj_qkv.weight": "attn_qkv.weight",

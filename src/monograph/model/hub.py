@@ -157,7 +157,7 @@ def save_model(
             write_json(new / "tokenizer_config.json", _tokenizer_config(new, tokenizer, model.config))
             if template := tokenizer.config.template:
                 (new / "chat_template.jinja").write_text(template.source, encoding="utf-8")
-        write_tensors(new, apart(joined(plain_parameters(model), model.config)), max_shard_bytes)
+        write_tensors(new, apart(joined(plain_parameters(model), model.config), model.config), max_shard_bytes)
 
 
 def _generation_config(config: dict[str, Any], own: Collection[int], tokenizer: Tokenizer | None) -> dict[str, Any]:

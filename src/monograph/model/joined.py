@@ -59,7 +59,7 @@ def parted(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]:
         begin = 0
         for part, rows in zip(parts, sizes, strict=True):
             shape = (rows, *tensor.shape[1:])
-            found[f"{block}{part}{kind}"] = tensor._replace(shape=shape, part=(name, begin, begin + rows))
+            found[f"{block}{part}{kind}"] = tensor._replace(shape=shape, part=(name, begin, begin + rows, 0))
             begin += rows
     return found
 

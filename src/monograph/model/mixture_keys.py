@@ -42,6 +42,10 @@ def checked(config: Any) -> dict[str, Any]:
         usual = -(-config.intermediate_size // config.num_experts_per_tok)
         found["moe_intermediate_size"] = config.moe_intermediate_size or usual
         check_whole("moe_intermediate_size", found["moe_intermediate_size"])
+    if its.divides:
+        found["norm_topk_prob"] = True
+    if its.experts == "moe_intermediate_size" and "mlp_only_layers" not in its.keys:
+        found["intermediate_size"] = found["moe_intermediate_size"]  # no layer has the other
     if "shared_expert_intermediate_size" in its.keys:
         width = config.shared_expert_intermediate_size or found["moe_intermediate_size"]
         found["shared_expert_intermediate_size"] = width

@@ -1,4 +1,4 @@
-"""Tensors that hold all experts' matrices in the decoder and are one for each expert in files."""
+"""Tensors that hold all experts' matrices in the decoder, and are one for each expert, or fewer, in files."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import functools
 import re
 from collections.abc import Iterable, Iterator
 
+import torch
 from torch import Tensor
 
 from monograph.errors import InputRefused
@@ -17,11 +18,17 @@ _STACK = re.compile(r"(.+\.mlp\.experts\.)(\w+_proj\.weight)")
 _EXPERT = re.compile(r"(.+\.mlp\.experts\.)(0|[1-9]\d{0,8})\.(\w+_proj\.weight)")
 
 
-def apart(named: Iterable[Plain]) -> Iterator[Plain]:
-    """Yield a model's tensors with each expert's matrices as tensors of their own, as files have them.
+_FUSED = re.compile(r"(.+\.mlp\.experts\.)(gate_up_proj|down_proj)")
+
+
+def apart(named: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
+    """Yield a model's tensors with each expert's matrices as tensors of their own, or fused, as its files have them.
 
     A stack that is read stays in memory until another one is.
     """
+    if config.family.fused_experts:
+        yield from _fused(named)
+        return
     last = dict[str, Tensor]()
     for tensor in named:
         if (match := _STACK.fullmatch(tensor.name)) is None:
@@ -30,6 +37,24 @@ def apart(named: Iterable[Plain]) -> Iterator[Plain]:
         for expert in range(len(tensor.like)):
             read = functools.partial(_expert, tensor, expert, last)
             yield Plain(f"{match[1]}{expert}.{match[2]}", tensor.like[expert], read)
+
+
+def _fused(named: Iterable[Plain]) -> Iterator[Plain]:
+    for tensor in named:
+        match = _STACK.fullmatch(tensor.name)
+        if match is None:
+            yield tensor
+        elif match[2] == "gate_proj.weight":
+            gate = tensor
+        elif match[2] == "up_proj.weight":
+            like = torch.cat([gate.like, tensor.like], dim=1)
+            yield Plain(f"{match[1]}gate_up_proj", like, functools.partial(_both, gate, tensor))
+        else:
+            yield tensor._replace(name=tensor.name.removesuffix(".weight"))
+
+
+def _both(gate: Plain, up: Plain) -> Tensor:
+    return torch.cat([gate.read(), up.read()], dim=1)
 
 
 def _expert(stack: Plain, expert: int, last: dict[str, Tensor]) -> Tensor:
@@ -45,6 +70,8 @@ def stacked(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]
     Raises:
         InputRefused: an expert's matrix is missing, or differs from the first one's in shape or dtype.
     """
+    if config.family.fused_experts:
+        return _split(stored)
     found, stacks = dict[str, Stored](), dict[str, dict[int, tuple[str, Stored]]]()
     for name, tensor in stored.items():
         if config.family.experts and (match := _EXPERT.fullmatch(name)):
@@ -66,4 +93,24 @@ def stacked(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]
                 )
         of_stack = dict(experts[expert] for expert in range(config.num_experts))
         found[name] = Stored(first.path, (config.num_experts, *first.shape), first.dtype, stack=of_stack)
+    return found
+
+
+def _split(stored: dict[str, Stored]) -> dict[str, Stored]:
+    found = dict[str, Stored]()
+    for name, tensor in stored.items():
+        match = _FUSED.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+        elif match[2] == "down_proj":
+            found[f"{name}.weight"] = tensor._replace(part=(name, 0, tensor.shape[0], 0))
+        elif len(tensor.shape) != 3 or tensor.shape[1] % 2:
+            raise InputRefused(
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected three axes, the second an even one"
+            )
+        else:
+            half = tensor.shape[1] // 2
+            for part, begin in (("gate", 0), ("up", half)):
+                shape, place = (tensor.shape[0], half, tensor.shape[2]), (name, begin, begin + half, 1)
+                found[f"{match[1]}{part}_proj.weight"] = tensor._replace(shape=shape, part=place)
     return found
