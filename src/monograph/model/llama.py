@@ -221,8 +221,6 @@ class Llama(nn.Module):
             mixer.impl = impl
             if isinstance(mixer, Attention):
                 mixer.kernel, mixer.device_type = kernel, device_type
-            if isinstance(block.mlp, Mixture):
-                block.mlp.way = "dense" if impl == "cached" else "grouped"  # grouped, a row's bits may depend on others
 
     def tie_weights(self) -> None:
         """Share the embedding matrix with the head if the configuration ties them; repeat it after replacing either."""
