@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -282,7 +283,7 @@ class LlamaConfig:
         return replace(given, initializer_range=spread)
 
     @classmethod
-    def from_hf(cls, values: dict[str, Any]) -> LlamaConfig:
+    def from_hf(cls, values: Mapping[str, Any]) -> LlamaConfig:
         """Return the configuration in the content of a config.json that transformers 4 or 5 wrote for a known family.
 
         Raises:

@@ -38,16 +38,22 @@ _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 
 
 class Stored(NamedTuple):
-    """The description of a tensor in a file's header; `dtype` is safetensors' name.
+    """The description of a tensor in a file's header.
 
-    With `part` it is places `part[1]` to `part[2]` of axis `part[3]` of the file's tensor `part[0]`; with `stack` it is
-    these tensors, by their names, in one.
+    Attributes:
+        path: the file.
+        shape: its shape.
+        dtype: safetensors' name.
+        known_as: its name in the file if that is another.
+        part: it is the places from the first to the second number of an axis, the third, of the file's tensor.
+        stack: it is these tensors, by their names, in one.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
-    part: tuple[str, int, int, int] | None = None
+    known_as: str = ""
+    part: tuple[int, int, int] | None = None
     stack: Mapping[str, Stored] = MappingProxyType({})
 
 
@@ -106,9 +112,14 @@ def mapped_tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]
     """
     for path in sorted({tensor.path for tensor in stored.values()}):
         with _opened(path) as file:
-            for name, part in ((name, tensor.part) for name, tensor in stored.items() if tensor.path == path):
-                tensor = file.get_tensor(part[0] if part else name)
-                yield name, tensor.narrow(part[3], part[1], part[2] - part[1]) if part else tensor
+            for name, header in stored.items():
+                if header.path != path:
+                    continue
+                tensor = file.get_tensor(header.known_as or name)
+                if header.part:
+                    begin, end, axis = header.part
+                    tensor = tensor.narrow(axis, begin, end - begin)
+                yield name, tensor
 
 
 def mapped_stacks(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor | tuple[Tensor, ...]]]:

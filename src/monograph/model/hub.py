@@ -23,6 +23,7 @@ from monograph.model.files import DTYPES, Stored, mapped_stacks, new_folder, rea
 from monograph.model.joined import joined, parted
 from monograph.model.llama import Llama
 from monograph.model.stacked import apart, stacked
+from monograph.model.wrapped import text_tensors, text_values
 from monograph.storage.reading import exists, inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
 
@@ -41,17 +42,25 @@ def read_config(folder: str | Path) -> LlamaConfig:
         InputRefused: no such folder or file, no JSON, or a model that `Llama` does not compute; the message names file
             and key.
     """
-    folder = Path(folder)
-    if not is_folder(folder):
-        raise InputRefused(f"{folder}: no such folder; expected a Hugging Face model folder with config.json")
-    path = inside(folder, "config.json")
-    values = read_json(path)
+    path, values = _config_json(Path(folder))
     try:
-        return LlamaConfig.from_hf(values)
+        return LlamaConfig.from_hf(text_values(values))
     except InputRefused as error:
         fault = str(error)
         shown = fault if len(fault) <= LONGEST_FAULT else f"{fault[: LONGEST_FAULT // 2]} ... {fault[-100:]}"
         raise InputRefused(f"{path}: {shown}") from None
+
+
+def _config_json(folder: Path) -> tuple[Path, dict[str, Any]]:
+    if not is_folder(folder):
+        raise InputRefused(f"{folder}: no such folder; expected a Hugging Face model folder with config.json")
+    path = inside(folder, "config.json")
+    return path, read_json(path)
+
+
+def left_out(folder: str | Path) -> list[str]:
+    """Return how the names of those tensors of a folder begin that are no part of its text model."""
+    return text_tensors(read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type"))[1]
 
 
 def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]:
@@ -61,7 +70,8 @@ def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]
         InputRefused: as `mapped_model`.
     """
     config = read_config(folder)
-    stored = {name: tensor for name, tensor in read_headers(Path(folder)).items() if not _DERIVED.fullmatch(name)}
+    stored, _ = text_tensors(read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type"))
+    stored = {name: tensor for name, tensor in stored.items() if not _DERIVED.fullmatch(name)}
     stored = stacked(parted(stored, config), config)
     check_headers(stored, config, Path(folder))
     return config, stored

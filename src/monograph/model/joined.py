@@ -56,10 +56,10 @@ def parted(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]:
                 f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {' + '.join(map(str, sizes))} rows, "
                 f"those of {', '.join(parts)} by config.json"
             )
-        begin = 0
+        begin, tensor = 0, tensor._replace(known_as=tensor.known_as or name)
         for part, rows in zip(parts, sizes, strict=True):
             shape = (rows, *tensor.shape[1:])
-            found[f"{block}{part}{kind}"] = tensor._replace(shape=shape, part=(name, begin, begin + rows, 0))
+            found[f"{block}{part}{kind}"] = tensor._replace(shape=shape, part=(begin, begin + rows, 0))
             begin += rows
     return found
 

@@ -70,8 +70,8 @@ def stacked(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]
     Raises:
         InputRefused: an expert's matrix is missing, or differs from the first one's in shape or dtype.
     """
-    if config.family.fused_experts:
-        return _split(stored)
+    if config.family.fused_experts:  # transformers 5 writes these, too, apart if the model sees
+        stored = _split(stored)
     found, stacks = dict[str, Stored](), dict[str, dict[int, tuple[str, Stored]]]()
     for name, tensor in stored.items():
         if config.family.experts and (match := _EXPERT.fullmatch(name)):
@@ -102,8 +102,10 @@ def _split(stored: dict[str, Stored]) -> dict[str, Stored]:
         match = _FUSED.fullmatch(name)
         if match is None:
             found[name] = tensor
-        elif match[2] == "down_proj":
-            found[f"{name}.weight"] = tensor._replace(part=(name, 0, tensor.shape[0], 0))
+            continue
+        tensor = tensor._replace(known_as=tensor.known_as or name)
+        if match[2] == "down_proj":
+            found[f"{name}.weight"] = tensor
         elif len(tensor.shape) != 3 or tensor.shape[1] % 2:
             raise InputRefused(
                 f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected three axes, the second an even one"
@@ -111,6 +113,6 @@ def _split(stored: dict[str, Stored]) -> dict[str, Stored]:
         else:
             half = tensor.shape[1] // 2
             for part, begin in (("gate", 0), ("up", half)):
-                shape, place = (tensor.shape[0], half, tensor.shape[2]), (name, begin, begin + half, 1)
-                found[f"{match[1]}{part}_proj.weight"] = tensor._replace(shape=shape, part=place)
+                shape = (tensor.shape[0], half, tensor.shape[2])
+                found[f"{match[1]}{part}_proj.weight"] = tensor._replace(shape=shape, part=(begin, begin + half, 1))
     return found

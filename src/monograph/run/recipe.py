@@ -142,9 +142,17 @@ def names_run(folder: str | Path) -> bool:
 
 def shape_in(folder: str) -> LlamaConfig | None:
     """Return the shape in a Hugging Face folder's config.json; None for a model whose shape only loading tells."""
-    if folder.endswith(".py") or ".py:" in folder or is_weight_file(folder) or run_named(folder):
-        return None
-    return hub.read_config(folder) if is_folder(folder) else None
+    return hub.read_config(folder) if _is_model_folder(folder) else None
+
+
+def left_out_of(folder: str) -> list[str]:
+    """Return how the names of those tensors of a Hugging Face folder begin that no text model has."""
+    return hub.left_out(folder) if _is_model_folder(folder) else []
+
+
+def _is_model_folder(name: str) -> bool:
+    other = name.endswith(".py") or ".py:" in name or is_weight_file(name) or run_named(name)
+    return not other and is_folder(name)
 
 
 def is_weight_file(name: str | Path) -> bool:

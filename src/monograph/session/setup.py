@@ -28,7 +28,7 @@ from monograph.run.base import digest, extended, recorded, require_base_of
 from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
-from monograph.run.recipe import is_weight_file, shape_in
+from monograph.run.recipe import is_weight_file, left_out_of, shape_in
 from monograph.run.trust import code_digest
 from monograph.session.adapting import lora_of, new_tokens_of, token_notes
 from monograph.session.plan import Plan, Shape
@@ -132,6 +132,8 @@ def open_session(
         progress.line("tokens", line)
     if rate := getattr(_shape(built.model), "attention_dropout", 0):
         progress.line("note", f"attention_dropout = {rate} stays in config.json; nothing is dropped in training here")
+    if built.plan.recipe.init and (names := left_out_of(built.plan.recipe.init)):
+        progress.line("note", f"only the text model is trained: {', '.join(f'{name}*' for name in names)} are left out")
     engine = make_engine(built, device, world)
     seed_all(built.plan.seed)
     return Session(run, built.plan, text, engine, reward=reward, world=world)

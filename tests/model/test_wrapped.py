@@ -1,0 +1,70 @@
+# Run: pytest tests/model/test_wrapped.py
+"""The text model in the folder of a model that sees: its logits, its own export, and what is refused."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from monograph.errors import InputRefused
+from monograph.model.hub import left_out, load_model, read_config, save_model
+from numerics import relative_error
+
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8,
+}  # fmt: skip
+HYBRID = SMALL | {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}  # fmt: skip
+EXPERTS = {
+    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16,
+}  # fmt: skip
+SEEING = {
+    "depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4,
+    "num_position_embeddings": 16,
+}  # fmt: skip
+SIGLIP = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+MODELS = {
+    "qwen3_5": (HYBRID, SEEING, ["model.visual."]),
+    "qwen3_5_moe": (HYBRID | EXPERTS, SEEING, ["model.visual."]),
+    "gemma3": (
+        SMALL | {"sliding_window": 8}, SIGLIP | {"image_size": 16, "patch_size": 4},
+        ["multi_modal_projector.", "vision_tower."],
+    ),
+}  # fmt: skip
+
+
+def seeing(kind):
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text, vision, _ = MODELS[kind]
+    config = AutoConfig.for_model(kind, text_config=text, vision_config=vision)
+    return AutoModelForImageTextToText.from_config(config).eval()
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_its_text_model_is_loaded_and_exported_alone(tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    theirs = seeing(kind)
+    theirs.save_pretrained(tmp_path / "seeing")
+    ours = load_model(tmp_path / "seeing")
+    tokens = torch.randint(64, (2, 20), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = theirs(input_ids=tokens).logits
+        assert relative_error(ours.logits(ours(tokens)), expected) < 1e-5
+        save_model(ours, tmp_path / "text")
+        alone = AutoModelForCausalLM.from_pretrained(tmp_path / "text")
+        assert relative_error(alone(tokens).logits, expected) < 1e-5
+    assert left_out(tmp_path / "seeing") == MODELS[kind][2] and left_out(tmp_path / "text") == []
+
+
+@pytest.mark.parametrize("text", [None, "words", {"model_type": "qwen3"}])
+def test_a_folder_without_its_text_model_is_refused(tmp_path, text):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
+    with pytest.raises(InputRefused, match=r"text_config: expected a table with model_type = 'qwen3_5_text'"):
+        read_config(tmp_path)
