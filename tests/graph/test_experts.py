@@ -14,7 +14,7 @@ from monograph.graph.frozen import Int8Linear, NF4Linear, parameter_count
 from monograph.graph.lora import Lora, adapt, adapters, merge, merged
 from monograph.graph.precision import Precision
 from monograph.model.adapter import packed, put
-from monograph.optim import AdamW
+from monograph.optim import AdamW, Muon, hidden_matrices
 from monograph.resident import Resident
 from numerics import relative_error
 
@@ -107,6 +107,17 @@ def test_peft_has_no_form_of_them():
     adapt(model, lora)
     with pytest.raises(InputRefused, match=r"gate_proj has an adapter for each expert, for which PEFT has no form"):
         packed(model, lora, "base")
+
+
+@pytest.mark.parametrize("base", ["auto", "nf4"])
+def test_muon_takes_the_adapters_of_experts(base):
+    model = tiny_llama(**MIXTURE)
+    adapt(model, Lora(4, targets=TARGETS, base=base))
+    names = hidden_matrices(model)
+    assert names == [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    engine = Resident(model, optim=Muon())
+    engine.accumulate(ragged(3))
+    assert float(engine.update().grad_norm) > 0
 
 
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])

@@ -244,7 +244,8 @@ def hidden_matrices(module: nn.Module) -> list[str]:
     inside = {id(p) for block in blocks(module).values() for p in block.parameters()}
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     hidden = inside - embeddings
-    stacks = {id(m.weight) for m in module.modules() if isinstance(m, ExpertLinear)}
+    experts = [m for m in module.modules() if isinstance(m, ExpertLinear)]
+    stacks = {id(p) for m in experts for p in m.parameters(recurse=False)}
     hidden = {id(p) for p in module.parameters() if id(p) in hidden and (p.ndim == 2 or id(p) in stacks)}
     return [name for name, p in module.named_parameters() if id(p) in hidden and p.requires_grad]
 
