@@ -12,8 +12,9 @@ from clocks import least_s
 from model.family_shapes import MIXED, SMALL
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
-from monograph.model.families import FAMILIES, MOST_LAYERS
+from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
+from monograph.model.layer_kinds import MOST_LAYERS
 from monograph.model.llama import Llama
 from monograph.model.scaling import FULL, SLIDING
 

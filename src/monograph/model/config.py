@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from monograph.errors import InputRefused
-from monograph.model import families, mixture_keys, parameters, scaling
+from monograph.model import families, layer_kinds, mixture_keys, parameters, scaling
 from monograph.model.families import Family, family
 from monograph.model.presets import BEYOND_SHAPE, PRESETS
 from monograph.model.scaling import FULL, LINEAR, SLIDING, Scaling, check_id, check_number, check_whole
@@ -212,16 +212,8 @@ class LlamaConfig:
             object.__setattr__(self, "query_pre_attn_scalar", 0)
 
     def _check_parts(self) -> None:
-        for name, value in mixture_keys.checked(self).items():
+        for name, value in {**mixture_keys.checked(self), **layer_kinds.linear_sizes(self)}.items():
             object.__setattr__(self, name, value)
-        if self.family.others != LINEAR:
-            return
-        values = self.linear_num_value_heads or max(1, self.hidden_size // self.head_dim)
-        derived = values // (2 - values % 2), values, self.head_dim, self.head_dim, 4
-        for name, usual in zip(families.LINEAR_SIZES, derived, strict=True):
-            object.__setattr__(self, name, getattr(self, name) or usual)
-            check_whole(name, getattr(self, name))
-        self._check_multiple("linear_num_value_heads", "linear_num_key_heads")
 
     @property
     def ends(self) -> tuple[int, ...]:
@@ -270,7 +262,7 @@ class LlamaConfig:
             raise InputRefused(f"preset = {name!r}: expected one of {', '.join(PRESETS)}")
         if of:
             layers, ffn = overrides.get("num_hidden_layers", PRESETS[name][3]), PRESETS[name][2]
-            overrides = families.fresh(of, layers) | mixture_keys.fresh(of, ffn) | overrides
+            overrides = layer_kinds.fresh(of, layers) | mixture_keys.fresh(of, ffn) | overrides
         unknown = sorted(set(overrides) - {field.name for field in fields(cls)})
         if unknown:
             raise InputRefused(f"unknown key {unknown[0]!r}: the sizes of a Llama are {', '.join(_SIZES)}")
@@ -308,8 +300,8 @@ class LlamaConfig:
             sizes["eos_token_id"] = tuple(values["eos_token_id"])
         rope = scaling.from_hf(values, model_family.local_theta, model_family.keys)
         sizes["rope_theta"], sizes["rope_scaling"], sizes["rope_local_theta"], sizes["partial_rotary_factor"] = rope
-        sizes["sliding_window"], sizes["layer_types"] = families.windows_from_hf(values)
-        sizes["no_rope_layers"] = families.rotations_from_hf(values)
+        sizes["sliding_window"], sizes["layer_types"] = layer_kinds.windows_from_hf(values)
+        sizes["no_rope_layers"] = layer_kinds.rotations_from_hf(values)
         sizes |= mixture_keys.from_hf(values)
         return cls(**sizes)
 

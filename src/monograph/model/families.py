@@ -11,9 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
-from monograph.model.scaling import FULL, LINEAR, SLIDING, check_whole
-
-MOST_LAYERS = 10_000  # a limit for files that ask for a list of layers by two numbers; no trained decoder has as many
+from monograph.model.scaling import LINEAR, SLIDING
 
 
 class Norms(NamedTuple):
@@ -306,105 +304,3 @@ def check_computed(values: Mapping[str, Any]) -> None:
             raise InputRefused(f"{key} = {values[key]!r} is not supported: only {known[0]!r} is")
     if values.get("quantization_config") is not None:
         raise InputRefused("quantization_config: quantised weights are not supported; save them in bf16 or fp32")
-
-
-def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
-    """Return sliding_window and layer_types (() for "all alike") of a config.json with its family's defaults filled in.
-
-    With layer_types, they say which layers have the window. Without them it always counts where each so many-th layer
-    has none, and elsewhere with use_sliding_window. A Qwen has no window without that flag in any case.
-
-    Raises:
-        InputRefused: layer_types where the family has none, or a wrong value.
-    """
-    its = family(values["model_type"])
-    window, types = values.get("sliding_window"), values.get("layer_types")
-    if types is not None and not isinstance(types, list):
-        raise InputRefused(f"layer_types = {types!r}: expected a list")
-    if its.others == LINEAR:
-        return None, tuple(_usual_types(values, its) if types is None else types)
-    if "layer_types" not in its.keys:
-        if types is not None:
-            raise InputRefused(f"layer_types is not supported with model_type = {values['model_type']!r}")
-        kept = "sliding_window" in its.keys and ("use_sliding_window" not in its.keys or _slides(values))
-        return window if kept else None, ()
-    slides = _slides(values)
-    if not slides and not its.full_every and (types is None or "no_rope_layers" not in its.keys):
-        window = None
-    if types is not None or (window is None and not its.full_every):
-        return window, tuple(types or ())
-    return window, _usual_types(values, its)
-
-
-def _slides(values: Mapping[str, Any]) -> bool:
-    slides = values.get("use_sliding_window", False)
-    if not isinstance(slides, bool):
-        raise InputRefused(f"use_sliding_window = {slides!r}: expected true or false")
-    return slides
-
-
-def _usual_types(values: Mapping[str, Any], its: Family) -> tuple[str, ...]:
-    """Return the layer_types of a model whose layers are not alike and whose file has none."""
-    layers, every, first = range(layer_count(values)), its.full_every, values.get("max_window_layers", 28)
-    if "sliding_window_pattern" in its.keys:
-        every = values.get("sliding_window_pattern", every)
-        check_whole("sliding_window_pattern", every)
-    if its.others == LINEAR:
-        every = values.get("full_attention_interval", every)
-        check_whole("full_attention_interval", every)
-    if every:
-        return tuple(its.others if (layer + 1) % every else FULL for layer in layers)
-    if "no_rope_layers" in its.keys:
-        rotate = rotations_from_hf(values) or (1,) * len(layers)
-        return tuple(FULL if rotates else SLIDING for rotates in rotate)
-    if isinstance(first, bool) or not isinstance(first, int):
-        raise InputRefused(f"max_window_layers = {first!r}: expected a whole number")
-    return tuple(SLIDING if layer >= first else FULL for layer in layers)
-
-
-def rotations_from_hf(values: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return 1 for each layer that rotates queries and keys and 0 for each other one; () if all do.
-
-    Raises:
-        InputRefused: a wrong value.
-    """
-    if "no_rope_layers" not in family(values["model_type"]).keys:
-        return ()
-    layers, listed, every = layer_count(values), values.get("no_rope_layers"), values.get("no_rope_layer_interval", 4)
-    if listed is None:
-        check_whole("no_rope_layer_interval", every)
-        listed = [int((layer + 1) % every != 0) for layer in range(layers)]
-    if not isinstance(listed, list) or len(listed) < layers:
-        raise InputRefused(f"no_rope_layers = {listed!r}: expected a list of 0 or 1 for each of {layers} layers")
-    return () if all(each == 1 for each in listed[:layers]) else tuple(listed[:layers])
-
-
-def fresh(model_type: str, layers: int) -> dict[str, Any]:
-    """Return what a new model of a family has beyond its sizes: the family itself, its windows and rotary positions.
-
-    Raises:
-        InputRefused: the decoder does not compute it.
-    """
-    its = family(model_type)
-    values = {"model_type": model_type, "num_hidden_layers": layers}
-    if its.full_every and "sliding_window" in its.keys:
-        values["sliding_window"] = its.defaults["sliding_window"]
-    window, types = windows_from_hf(values)
-    if types and its.others == LINEAR:
-        types = (*types[:-1], FULL)  # a model of few layers has attention, too
-    found: dict[str, Any] = {
-        "model_type": model_type, "sliding_window": window, "layer_types": types,
-        "no_rope_layers": rotations_from_hf(values),
-        "rope_local_theta": its.local_theta if "rope_local_base_freq" in its.keys else None,
-        "partial_rotary_factor": its.defaults.get("partial_rotary_factor", 1.0),
-    }  # fmt: skip
-    return found if its.scales else found | {"rope_scaling": None}
-
-
-def layer_count(values: Mapping[str, Any]) -> int:
-    """Return num_hidden_layers, small enough for a list of them."""
-    layers: int = values["num_hidden_layers"]
-    check_whole("num_hidden_layers", layers)
-    if layers > MOST_LAYERS:
-        raise InputRefused(f"num_hidden_layers = {layers}: expected at most {MOST_LAYERS}")
-    return layers

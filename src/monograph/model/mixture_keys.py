@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from monograph.errors import InputRefused
-from monograph.model.families import family, layer_count
+from monograph.model.families import family
+from monograph.model.layer_kinds import layer_count
 from monograph.model.scaling import check_number, check_whole
 
 
