@@ -70,9 +70,8 @@ def ours(model: Llama, precision: str, batch: Batch) -> Callable[[], float]:
     return update
 
 
-def theirs(folder: Path, way: str, precision: str, batch: Batch) -> Callable[[], float]:
-    """Return an update of transformers' model, which returns the loss."""
-    experts, compiled = PEERS[way]
+def theirs(folder: Path, experts: str, compiled: bool, precision: str, batch: Batch) -> Callable[[], float]:
+    """Return an update of transformers' model, which returns the loss; rows are one document each to it."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, experts_implementation=experts
     ).to(default_device())
@@ -108,7 +107,7 @@ def measure(args: Namespace, experts: int, precision: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         save_model(model, Path(folder, "model"))
         peers = [way for way, (_, compiled) in PEERS.items() if not (compiled and args.smoke)]
-        ways = {way: theirs(Path(folder, "model"), way, precision, batch) for way in peers}
+        ways = {way: theirs(Path(folder, "model"), *PEERS[way], precision, batch) for way in peers}
     ways |= {OURS: ours(model, precision, batch)}
     first = {way: [update() for _ in range(2)] for way, update in ways.items()}
     if max(abs(losses[0] / first[OURS][0] - 1) for losses in first.values()) > (1e-5 if precision == "fp32" else 1e-2):
