@@ -330,6 +330,19 @@ def test_the_table_of_mixtures_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -
     assert shown == script("benchmarks/mixture_peers.py").table(kept["cases"])
 
 
+def test_the_table_of_hybrids_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kept = json.loads((ROOT / "benchmarks/results/hybrid_peers.json").read_text())
+    page = (ROOT / "docs/model.md").read_text()
+    shown = page.split("<!-- printed by benchmarks/hybrid_peers.py -->")[1].split("<!-- end -->")[0].strip()
+    assert shown == script("benchmarks/hybrid_peers.py").table(kept["cases"])
+
+
+def test_the_table_of_laws_and_families_is_what_the_tests_have() -> None:
+    made = script("docs/make_families.py")
+    assert made.PAGE.read_text() == made.page(made.PAGE.read_text()), "run: python docs/make_families.py"
+
+
 def test_the_table_of_families_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     families = script("benchmarks/families.py")

@@ -120,6 +120,14 @@ def test_mixture_peers(script, uncompiled, monkeypatch, tmp_path):
     assert ours == pytest.approx(theirs, rel=1e-4) and ours[1] < ours[0], "the second loss is that of an updated model"
 
 
+def test_hybrid_peers(script, uncompiled, monkeypatch, tmp_path):
+    [case] = smoke(script("hybrid_peers"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert case["times_as_fast"].keys() == {"transformers"}
+    ours, theirs = (case["first_losses"][way] for way in ("monograph", "transformers"))
+    # Its documents are apart, and theirs are not.
+    assert ours == pytest.approx(theirs, rel=1e-2) and ours[1] < ours[0]
+
+
 def test_siblings(script, uncompiled, monkeypatch, tmp_path):
     cases = smoke(script("siblings"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [(case["width"], case["mode"]) for case in cases] == [(32, "eager"), (32, "captured")]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from model.family_shapes import MIXED, SCALINGS, SMALL, in_files, margin
 from monograph.model.config import LlamaConfig
@@ -191,3 +192,11 @@ def test_fresh_biases_are_zero_and_norms_of_heads_one():
         for name, parameter in Llama(LlamaConfig(model_type=family, **SMALL)).named_parameters():
             if parameter.ndim == 1:
                 assert (parameter == (0 if name.endswith(".bias") else 1)).all(), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_named_siblings_are_layers_of_the_part_that_names_them(family):
+    with torch.device("meta"):
+        model = Llama(LlamaConfig(model_type=family, **SMALL | MIXED[family]))
+    named = [(part, name) for part in model.modules() for name in getattr(part, "siblings", ())]
+    assert named and all(isinstance(getattr(part, name), nn.Linear) for part, name in named)

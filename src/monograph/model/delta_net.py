@@ -29,8 +29,6 @@ class GatedDeltaNet(nn.Module):
     Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464.
     """
 
-    siblings = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "in_proj_qkvz", "in_proj_ba")
-
     def __init__(self, config: LlamaConfig, impl: Impl) -> None:
         super().__init__()
         self.impl = impl
@@ -40,6 +38,8 @@ class GatedDeltaNet(nn.Module):
         self.groups = config.linear_num_value_heads // config.linear_num_key_heads
         # The order of parameters is that of the computation.
         self.by_key_head = config.family.by_key_head
+        apart, by_key_head = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), ("in_proj_qkvz", "in_proj_ba")
+        self.siblings = by_key_head if self.by_key_head else apart
         if self.by_key_head:
             self.in_proj_qkvz = Linear(config.hidden_size, sum(self.sizes) + values, bias=False)
             self.in_proj_ba = Linear(config.hidden_size, 2 * config.linear_num_value_heads, bias=False)
