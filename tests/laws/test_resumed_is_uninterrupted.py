@@ -34,6 +34,7 @@ def slower_machine(reporter: Reporter, update: int) -> None:
 
 CHANGES = {
     "padded": {"data.packing": "padded"},
+    "a hybrid with mixtures": {"model.preset": "qwen3_next:nano", "model.num_hidden_layers": 2},
     "epochs": {"train.epochs": 2},
     "mixed": {"data.source": ["texts@0.5", "records.jsonl@2"], "data.bad_records": "skip"},
     "rounded": {"optim.name": "adamw:all-bf16", "train.precision": "bf16", "train.seed": 3},
