@@ -66,5 +66,48 @@ def test_its_text_model_is_loaded_and_exported_alone(tmp_path, kind):
 @pytest.mark.parametrize("text", [None, "words", {"model_type": "qwen3"}])
 def test_a_folder_without_its_text_model_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": text}))
-    with pytest.raises(InputRefused, match=r"text_config: expected a table with model_type = 'qwen3_5_text'"):
+    with pytest.raises(InputRefused, match=r"text_config = .*: expected a table with model_type = 'qwen3_5_text'"):
         read_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "why"),
+    [
+        (
+            {"quantization_config": {"quant_method": "fp8"}},
+            {},
+            "quantization_config: quantised weights are not supported",
+        ),
+        ({"tie_word_embeddings": None}, {}, "tie_word_embeddings = null: expected true or false"),
+        ({}, {"linear_key_head_dim": 0}, "text_config: linear_key_head_dim = 0: expected a whole number of at least 1"),
+        ({}, {"layer_types": []}, "text_config: layer_types has 0 entries, but num_hidden_layers = 2"),
+    ],
+)
+def test_what_the_two_halves_of_its_file_say_is_checked(tmp_path, outer, inner, why):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_5", "text_config": HYBRID | inner} | outer))
+    with pytest.raises(InputRefused, match=why):
+        read_config(tmp_path)
+
+
+def test_the_head_is_tied_as_the_outer_half_says(tmp_path):
+    text = SMALL | {"tie_word_embeddings": False}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma3", "text_config": text}))
+    assert read_config(tmp_path).tie_word_embeddings
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5", "qwen3_5_moe"])
+def test_a_tensor_that_is_there_twice_is_refused(tmp_path, kind):
+    from safetensors.torch import load_file, save_file
+
+    seeing(kind).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors, begin = load_file(path), "model.language_model.layers.0.mlp."
+    if kind == "qwen3_5":
+        tensors["model.layers.0.mlp.up_proj.weight"] = tensors[f"{begin}up_proj.weight"].clone()
+        why = r"layers.0.mlp.up_proj.weight and model.*layers.0.mlp.up_proj.weight are one tensor"
+    else:
+        tensors[f"{begin}experts.gate_up_proj"] = torch.zeros(4, 32, 32)
+        why = f"{begin}experts.gate_up_proj is there, and tensors of each expert, too"
+    save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(InputRefused, match=why):
+        load_model(tmp_path)

@@ -23,7 +23,7 @@ from monograph.model.files import DTYPES, Stored, mapped_stacks, new_folder, rea
 from monograph.model.joined import joined, parted
 from monograph.model.llama import Llama
 from monograph.model.stacked import apart, stacked
-from monograph.model.wrapped import text_tensors, text_values
+from monograph.model.wrapped import is_wrapped, text_tensors, text_values
 from monograph.storage.reading import exists, inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
 
@@ -47,6 +47,7 @@ def read_config(folder: str | Path) -> LlamaConfig:
         return LlamaConfig.from_hf(text_values(values))
     except InputRefused as error:
         fault = str(error)
+        fault = f"text_config: {fault}" if is_wrapped(values) and not fault.startswith("text_config") else fault
         shown = fault if len(fault) <= LONGEST_FAULT else f"{fault[: LONGEST_FAULT // 2]} ... {fault[-100:]}"
         raise InputRefused(f"{path}: {shown}") from None
 

@@ -25,7 +25,11 @@ def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
     window, types = values.get("sliding_window"), values.get("layer_types")
     if types is not None and not isinstance(types, list):
         raise InputRefused(f"layer_types = {types!r}: expected a list")
+    if types is not None and not types:
+        raise InputRefused(f"layer_types has 0 entries, but num_hidden_layers = {values['num_hidden_layers']}")
     if its.others == LINEAR:
+        for name in LINEAR_SIZES:
+            check_whole(name, values.get(name, 1))  # a new model has none yet
         return None, tuple(_usual_types(values, its) if types is None else types)
     if "layer_types" not in its.keys:
         if types is not None:

@@ -65,12 +65,14 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
         # transformers reads the first of these, if a file has both and the family knows both.
         other = "num_local_experts"
         number = other if other in its.keys and other in values else "num_experts"
-        for key in (number, "num_experts_per_tok", its.experts):
+        shared = [key for key in its.keys if key.startswith("shared_expert")]
+        for key in (number, "num_experts_per_tok", its.experts, *shared):
             check_whole(key, values[key])
             found[key] = values[key]
         found["num_experts"] = found.pop(number)
     if "mlp_only_layers" in its.keys:
-        step, listed = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or []
+        step, listed = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers")
+        listed = [] if listed is None else listed
         check_whole("decoder_sparse_step", step)
         if not isinstance(listed, list) or any(isinstance(each, bool) or not isinstance(each, int) for each in listed):
             raise InputRefused(f"mlp_only_layers = {listed!r}: expected a list of the numbers of layers")

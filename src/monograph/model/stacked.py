@@ -79,6 +79,9 @@ def stacked(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]
         else:
             found[name] = tensor
     for name, experts in stacks.items():
+        if name in found:
+            whole = found[name]
+            raise InputRefused(f"{whole.path}: {whole.known_as} is there, and tensors of each expert, too")
         first_name, first = experts[min(experts)]
         if len(experts) != config.num_experts or max(experts) >= config.num_experts:
             raise InputRefused(
