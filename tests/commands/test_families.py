@@ -66,6 +66,10 @@ def test_a_folder_of_transformers_has_the_bits_per_byte_of_transformers_own_loss
 
     windows = {"mistral": {"sliding_window": 8}, "llama": {}}
     window = windows.get(family, {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1})
+    if "qwen3_5" in family or family == "qwen3_next":
+        window = {"full_attention_interval": 2, "linear_num_key_heads": 1, "linear_num_value_heads": 2, "head_dim": 8}
+    if FAMILIES[family].experts:
+        window |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
     torch.manual_seed(0)
     sizes = SIZES | {"max_position_embeddings": 512, "pad_token_id": None}  # a document is one row
     theirs = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes, **window, initializer_range=0.3))
