@@ -398,7 +398,10 @@ def test_ctrl_c_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
     def interrupt() -> None:
         soon(lambda: len(commands_with(str(tmp_path))) >= 2)
-        os.kill(os.getpid(), signal.SIGINT)
+        # To the thread that waits: the system may give a process's signal to another one, which wakes nobody.
+        signal.pthread_kill(waiting, signal.SIGINT)
+
+    waiting = threading.get_ident()
 
     threading.Thread(target=interrupt).start()
     began = time.monotonic()
