@@ -33,6 +33,7 @@ from monograph.model.hub import load_model, save_model
 from monograph.model.joined import joined
 from monograph.model.rope import cos_sin
 from monograph.model.scaling import FULL, SLIDING, LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from monograph.model.stacked import fused
 
 ROWS, LENGTH, CONFIGS, GOAL = 2, 48, 40, 1e-5
 MARGIN = 1e-5  # of probabilities, so that rounding chooses no other expert
@@ -131,8 +132,9 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         query_pre_attn_scalar=draw.choice([0, 5]) if "query_pre_attn_scalar" in keys else 0,
         partial_rotary_factor=draw.choice([1.0, part]) if "partial_rotary_factor" in keys else 1.0,
         **numbers,
-        # With larger weights fp32's own error, in both, is above the goal where a state is corrected again and again.
-        initializer_range=0.1 if linear else 0.3,
+        # With larger weights fp32's own error, in both, is above the goal where a state is corrected again and again,
+        # and where gates are steep.
+        initializer_range=0.1 if linear or FAMILIES[family].sinks else 0.3,
         pad_token_id=draw.choice([None, 0, 5]),
     )
 
@@ -162,9 +164,10 @@ def errors_of(model: mono.Llama, theirs: Any, tokens: Tensor) -> tuple[float, fl
         # Without a cache, as theirs has none for models of delta nets alone.
         their_logits = theirs(tokens, use_cache=False).logits
     named, their_named = dict(model.named_parameters()), dict(theirs.named_parameters())
-    found = in_memory(dict(zip(named, gradients_of(logits, list(named.values())), strict=True)))
+    found = dict(zip(named, gradients_of(logits, list(named.values())), strict=True))
     plain = (Plain(name, gradient.to("meta"), gradient.clone) for name, gradient in found.items())
-    mine = {tensor.name: tensor.read() for tensor in joined(plain, model.config)}
+    in_memory = fused(joined(plain, model.config), model.config.family.fused_experts == "columns")
+    mine = {tensor.name: tensor.read() for tensor in in_memory}
     gradients, expected = mine.values(), gradients_of(their_logits, [their_named[name] for name in mine])
     # Where every query sees one key only, the gradients of scores are zero, rounded by fp32's eps of all gradients.
     least = 1e-2 * float(torch.stack([gradient.norm() for gradient in expected]).norm())
@@ -185,7 +188,12 @@ def margin(model: mono.Llama, tokens: Tensor) -> float:
     found = [1.0]
 
     def note(router: Any, inputs: tuple[Tensor], _: Any) -> None:
-        shares = torch.nn.functional.linear(inputs[0], router.weight).softmax(-1).sort(-1, descending=True).values
+        shares = (
+            torch.nn.functional.linear(inputs[0], router.weight, router.bias)
+            .softmax(-1)
+            .sort(-1, descending=True)
+            .values
+        )
         if router.count < shares.shape[1]:
             found.append(float((shares[:, router.count - 1] - shares[:, router.count]).min()))
 
@@ -197,22 +205,14 @@ def margin(model: mono.Llama, tokens: Tensor) -> float:
     return min(found)
 
 
-def in_memory(named: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by the names of this decoder with experts' matrices as transformers has them in memory."""
-    renamed = {name.replace("experts.down_proj.weight", "experts.down_proj"): named[name] for name in named}
-    for name in [name for name in renamed if name.endswith("experts.gate_proj.weight")]:
-        both = [renamed.pop(name), renamed.pop(name.replace("gate_proj", "up_proj"))]
-        renamed[name.replace("gate_proj.weight", "gate_up_proj")] = torch.cat(both, 1)
-    return renamed
-
-
 def widened(theirs: nn.Module, config: mono.LlamaConfig) -> nn.Module:
     """Return transformers' float64 model with rotary angles in float64, too, whose frequencies are made in fp32."""
     tables = [cos_sin(torch.arange(LENGTH)[None], config, torch.float64, local) for local in (False, True)]
 
     def rotary(x: Tensor, position_ids: Tensor, layer_type: str = "") -> tuple[Tensor, Tensor]:
         cos, sin = tables[layer_type == SLIDING]
-        return cos.squeeze(1).repeat(1, 1, 2), sin.squeeze(1).repeat(1, 1, 2)
+        again = 1 if config.model_type == "gpt_oss" else 2
+        return cos.squeeze(1).repeat(1, 1, again), sin.squeeze(1).repeat(1, 1, again)
 
     for module in theirs.modules():
         if type(module).__name__.endswith("RotaryEmbedding"):
@@ -234,8 +234,8 @@ def unsettled(model: nn.Module, seed: int) -> None:
     """Draw random biases and norm weights, since the zeros and ones of a fresh model would hide a fault."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith(".bias"):
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
 
 

@@ -43,7 +43,8 @@ from monograph.loss import Batch
 from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import Kernel, attention, time_kernels
+from monograph.ops.attention import Kernel, attention
+from monograph.ops.attention_kernels import time_kernels
 from monograph.optim import AdamW, Muon, Optimizer
 from monograph.resident import Resident
 from monograph.session import warmup

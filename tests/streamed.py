@@ -33,6 +33,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": (1,),
         "moe_intermediate_size": 24,
     },
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_experts": 5, "num_experts_per_tok": 2, "attention_bias": True,
+        "sliding_window": 5, "layer_types": (SLIDING, FULL) * 2,
+    },
     "smollm3": {"model_type": "smollm3", "no_rope_layers": (1, 0, 1, 0)},
     "gemma3": {
         "model_type": "gemma3_text", "sliding_window": 5, "layer_types": (SLIDING, FULL) * 2, "rope_local_theta": 1e2,

@@ -194,7 +194,7 @@ def zoo() -> dict[str, Kind]:
         ),
         "our mixture": Kind(
             lambda seed: tiny_llama(
-                torch.float64, seed, num_hidden_layers=1, model_type="olmoe", num_experts=5, num_experts_per_tok=2
+                torch.float64, seed, num_hidden_layers=1, model_type="gpt_oss", num_experts=5, num_experts_per_tok=2
             ),
             token_loss,
             lambda s: ragged(ROWS, s),

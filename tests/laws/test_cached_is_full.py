@@ -32,6 +32,10 @@ SHAPES = {
     "qwen3": {"model_type": "qwen3", "sliding_window": 6, "layer_types": (SLIDING, FULL), "head_dim": 16},
     "olmo2": {"model_type": "olmo2"},
     "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 0.5},
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_experts": 5, "num_experts_per_tok": 2, "attention_bias": True,
+        "sliding_window": 5, "layer_types": (SLIDING, FULL),
+    },
     "qwen3_moe": {
         "model_type": "qwen3_moe", "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True,
         "sliding_window": 5,

@@ -78,6 +78,11 @@ SHAPES = {
         "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "moe_intermediate_size": 32, "head_dim": 32,
     },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "gpt_oss": {
+        "sliding_window": 8, "layer_types": (SLIDING, FULL), "attention_bias": True, "num_experts": 5,
+        "num_experts_per_tok": 2, "head_dim": 32,
+        "rope_scaling": YarnScaling(4.0, YarnScaling.usual_attention_factor(4.0), 16),
+    },
     "smollm3": {"num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0), "head_dim": 32, "rope_theta": 2e6},
 }  # fmt: skip
 PROMPT = "the user said that the answer is"
@@ -88,8 +93,8 @@ def model_of(family: str, tokenizer: Tokenizer, seed: int = 0) -> Llama:
     config = LlamaConfig(model_type=family, vocab_size=tokenizer.vocab_size + 7, **{**SIZES, **SHAPES[family]})
     model, generator = Llama(config, seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith(".bias"):
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     return model.requires_grad_(False)
 
@@ -144,7 +149,7 @@ def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> Non
     if dtype == "q8_0":
         with torch.no_grad():
             for name, parameter in model.named_parameters():
-                if parameter.ndim > 1 and not any(part in name for part in ("mlp.gate.", "conv1d")):
+                if parameter.ndim > 1 and not any(part in name for part in ("mlp.gate.", "conv1d", ".bias")):
                     parameter.copy_(in_blocks(parameter))
     exact = logits_of(model.double(), prompt + drawn)[len(prompt) - 1 : -1]
     naive = model.float()

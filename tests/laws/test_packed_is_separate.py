@@ -42,6 +42,10 @@ FAMILIES = {
     "qwen3": replace(CONFIG, model_type="qwen3", sliding_window=1, layer_types=("sliding_attention", "full_attention")),
     "olmo2": replace(CONFIG, model_type="olmo2"),
     "olmoe": replace(CONFIG, model_type="olmoe", head_dim=8, num_experts=5, num_experts_per_tok=2, clip_qkv=1.0),
+    "gpt_oss": replace(
+        CONFIG, model_type="gpt_oss", num_experts=5, num_experts_per_tok=2, attention_bias=True, sliding_window=7,
+        layer_types=("sliding_attention", "full_attention"),
+    ),
     "gemma3": replace(
         CONFIG, model_type="gemma3_text", sliding_window=7, layer_types=("sliding_attention", "full_attention"),
         rope_local_theta=1e2,

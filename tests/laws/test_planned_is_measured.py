@@ -66,6 +66,11 @@ EAGER = {
         shape(model_type="olmoe", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5), 8, 48, AdamW(),
         compile="none", window_rows=16,
     ),
+    "a gpt-oss": Work(
+        shape(model_type="gpt_oss", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5, attention_bias=True,
+              sliding_window=9, layer_types=("sliding_attention", "full_attention") * 2 + ("sliding_attention",)),
+        8, 48, AdamW(), compile="none",
+    ),
     "a mixture in every second layer, bf16, muon": Work(
         shape(model_type="qwen3_moe", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5,
               mlp_only_layers=(0, 2, 4)), 8, 48, Muon(), "bf16", "none",

@@ -35,10 +35,14 @@ FAMILIES = {
     "mistral": {"model_type": "mistral", "sliding_window": 5},
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
     "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2},
+    "gpt_oss": {
+        "model_type": "gpt_oss", "num_experts": 5, "num_experts_per_tok": 2, "attention_bias": True,
+        "sliding_window": 5, "layer_types": ("sliding_attention", "full_attention"),
+    },
     "olmo2": {"model_type": "olmo2", "tie_word_embeddings": True},
     "gemma3": {"model_type": "gemma3_text"},
     "qwen3_5": {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")},
-}
+}  # fmt: skip
 
 
 def engine(policy, precision="fp32", **sizes):

@@ -98,6 +98,8 @@ def keys_that_count(draw, vocabulary: int, family: str = "") -> dict[str, list]:
         "mlp_only_layers": [None, [], [0], [1, 7]],
         "output_router_logits": [False, False, True],
         "clip_qkv": [None, 0.5, 8.0],
+        "swiglu_alpha": [1.702, 1.702, 1.5],
+        "swiglu_limit": [7.0, 7.0, 3.0],
         "transformers_weights": [None, None, "other.safetensors"],
     }
 
@@ -133,6 +135,7 @@ def drawn(family: str, draw) -> dict:
         "qwen3_next",
         "qwen3_5_moe_text",
         "olmoe",
+        "gpt_oss",
     ):  # their defaults are large, and choose 8 experts
         always |= {"num_experts", "num_experts_per_tok", "moe_intermediate_size", "shared_expert_intermediate_size"}
     if family == "granite":  # with its default, 1, scores are so large that fp32 is off by 1e-5 in both
@@ -153,6 +156,7 @@ def _is_odd(family: str, key: str, value) -> bool:
         return kind == "dynamic" or value.get("partial_rotary_factor", 1.0) != 1.0
     return (
         (value in ("gelu", "other.safetensors", 0.5) and key != "clip_qkv")
+        or (key.startswith("swiglu") and value not in (1.702, 7.0))
         or (key == "decoder_sparse_step" and value == 0)
         or (key == "output_router_logits" and value)
         or (key in ("mlp_bias", "is_causal") and value is (key == "mlp_bias"))

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
 from monograph.model.joined import joined
 from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, YarnScaling
+from monograph.model.stacked import fused
 
 
 def in_files(named, config):
     """Tensors by the decoder's names as transformers has them in memory."""
-    named = {name.replace("experts.down_proj.weight", "experts.down_proj"): named[name] for name in named}
-    for name in [name for name in named if name.endswith("experts.gate_proj.weight")]:
-        both = named.pop(name), named.pop(name.replace("gate_proj", "up_proj"))
-        named[name.replace("gate_proj.weight", "gate_up_proj")] = torch.cat(both, 1)
     plain = (Plain(name, tensor.detach().to("meta"), tensor.detach) for name, tensor in named.items())
-    return {tensor.name: tensor.read() for tensor in joined(plain, config)}
+    tensors = fused(joined(plain, config), config.family.fused_experts == "columns")
+    return {tensor.name: tensor.read() for tensor in tensors}
 
 
 def margin(model, *inputs):
@@ -25,7 +24,7 @@ def margin(model, *inputs):
     found = [torch.tensor(1.0)]
 
     def note(router, inputs, chosen):
-        shares = (inputs[0] @ router.weight.T).softmax(-1).sort(-1, descending=True).values
+        shares = F.linear(inputs[0], router.weight, router.bias).softmax(-1).sort(-1, descending=True).values
         if router.count < shares.shape[1]:
             found.append((shares[:, router.count - 1] - shares[:, router.count]).min())
 
@@ -88,5 +87,9 @@ MIXED = {
         "mlp_only_layers": (1,), "sliding_window": 5,
     },
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, "clip_qkv": 0.7},
+    "gpt_oss": {
+        "sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "attention_bias": True, "num_experts": 5,
+        "num_experts_per_tok": 2, "rope_scaling": YarnScaling(4.0, 1.3, 16, 4.0, 0.5, False), "pad_token_id": 7,
+    },
     "qwen3": {"sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "attention_bias": True},
 }  # fmt: skip

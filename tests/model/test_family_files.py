@@ -4,16 +4,19 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from clocks import least_s
-from model.family_shapes import MIXED, SMALL
+from model.family_shapes import MIXED, SMALL, in_files
 from monograph.errors import InputRefused
+from monograph.graph.mmap_weights import MappedPieces, materialize_
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
-from monograph.model.hub import load_model, save_model
+from monograph.model.hub import load_model, mapped_model, save_model
 from monograph.model.layer_kinds import MOST_LAYERS
 from monograph.model.llama import Llama
 from monograph.model.scaling import FULL, SLIDING
@@ -97,8 +100,8 @@ def test_config_json_goes_both_ways(family):
     config = LlamaConfig(model_type=family, **SMALL | MIXED[family])
     assert LlamaConfig.from_hf(json.loads(json.dumps(config.to_hf()))) == config
     if "sliding_window" in FAMILIES[family].keys and "layer_types" in FAMILIES[family].keys:
-        same = LlamaConfig(model_type=family, **SMALL)
-        assert LlamaConfig(model_type=family, **SMALL, sliding_window=9, layer_types=(FULL,) * 3) == same
+        without = replace(config, sliding_window=None, layer_types=())
+        assert replace(config, sliding_window=9, layer_types=(FULL,) * 3) == without
 
 
 @pytest.mark.parametrize(
@@ -252,3 +255,69 @@ def test_every_second_layer_may_be_a_mixture():
     config = _read(model_type="qwen3_moe", num_experts=8, decoder_sparse_step=2, mlp_only_layers=[3, 7])
     assert [config.is_mixture(layer) for layer in range(4)] == [False, True, False, False]
     assert config.shortened(2).mlp_only_layers == (0,)
+
+
+def _packed(folder, spoil=dict):
+    """A gpt-oss whose experts are in MXFP4, as it is published: random codes, and scales up to 1."""
+    sizes = SMALL | MIXED["gpt_oss"] | {"hidden_size": 64, "intermediate_size": 32}
+    save_model(Llama(LlamaConfig(model_type="gpt_oss", **sizes)).bfloat16(), folder)
+    tensors, draw = load_file(folder / "model.safetensors"), torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith("_proj") and "experts" in name]:
+        experts, inputs, rows = tensors.pop(name).shape
+        shape = experts, rows, inputs // 32
+        tensors[f"{name}_blocks"] = torch.randint(256, (*shape, 16), generator=draw, dtype=torch.uint8)
+        tensors[f"{name}_scales"] = torch.randint(115, 128, shape, generator=draw, dtype=torch.uint8)
+    save_file(spoil(tensors), folder / "model.safetensors", metadata={"format": "pt"})
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    return folder
+
+
+def test_experts_in_mxfp4_are_the_numbers_that_transformers_reads(tmp_path):
+    from transformers import AutoModelForCausalLM, Mxfp4Config
+
+    folder = _packed(tmp_path / "model")
+    plain = Mxfp4Config(dequantize=True)
+    theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=plain, dtype=torch.bfloat16).state_dict()
+    for ours in (load_model(folder), materialize_(mapped_model(folder, torch.float32))):
+        mine = in_files(ours.state_dict(), ours.config)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(tensor.bfloat16(), theirs[name]) for name, tensor in mine.items())
+    up = [weight for name, weight in mapped_model(folder).named_parameters() if name.endswith("up_proj.weight")]
+    assert len(up) == 3 and all(isinstance(weight, MappedPieces) for weight in up)
+
+
+def _changed(part, change):
+    """Change the tensors with a part of a name; leave those out that become None."""
+
+    def spoil(tensors):
+        changed = {name: change(tensor) if part in name else tensor for name, tensor in tensors.items()}
+        return {name: tensor.contiguous() for name, tensor in changed.items() if tensor is not None}
+
+    return spoil
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "said"),
+    [
+        (
+            "1.mlp.experts.down_proj_scales",
+            lambda _: None,
+            r"_scales is missing, expected \[experts, rows, bl",
+        ),
+        ("2.mlp.experts.down_proj_blocks", torch.Tensor.int, r"down_proj_blocks is stored as I32, expected U8"),
+        (
+            "0.mlp.experts.gate_up_proj_scales",
+            lambda t: t[:, 1:],
+            r"_proj_scales has shape \[5, 63, 2\], expected",
+        ),
+        (
+            "0.mlp.experts.gate_up_proj_",
+            lambda t: t[:, 1:],
+            r"has shape \[5, 63.*\], expected an even number on",
+        ),
+    ],
+)
+def test_damaged_mxfp4_is_refused_by_name(tmp_path, part, change, said):
+    with pytest.raises(InputRefused, match=said):
+        mapped_model(_packed(tmp_path / "model", _changed(part, change)))

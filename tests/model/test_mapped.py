@@ -21,7 +21,7 @@ from adapted import trained
 from batches import tiny_llama
 from monograph.graph.inspect import unique_state
 from monograph.graph.lora import Lora, merge
-from monograph.graph.mmap_weights import MappedStack, MappedWeight, materialize_
+from monograph.graph.mmap_weights import MappedPieces, MappedWeight, materialize_
 from monograph.graph.precision import Precision
 from monograph.model.adapter import packed, put, read_adapter, save_adapter
 from monograph.model.files import read_headers
@@ -226,7 +226,7 @@ def test_experts_of_all_shards_become_one_tensor(tmp_path: Path, stored: str, dt
     folder = write(tmp_path / "base", stored, **MIXTURE)
     found, expected = mapped_model(folder, dtype), read_whole(folder, dtype)
     rounded = torch.promote_types(STORED[stored], dtype or STORED[stored]) != (dtype or STORED[stored])
-    assert sum(isinstance(p, MappedStack) for p in found.parameters()) == (0 if rounded else 6)
+    assert sum(isinstance(p, MappedPieces) for p in found.parameters()) == (0 if rounded else 6)
     assert digest(found) == digest(expected)
     for name, each in (("at once", expected), ("one by one", found)):
         save_model(each, tmp_path / name, None, SHARD_BYTES)

@@ -46,6 +46,42 @@ def test_the_reference_is_the_equation():
             torch.testing.assert_close(out[0, head, t], shares @ value[0, head // 2, : t + 1], rtol=1e-13, atol=1e-13)
 
 
+SINKS = torch.tensor([-2.0, 0.3, 1.5, 4.0], dtype=torch.float64)
+
+
+def _with_sinks(impl, dtype, mask, device="cpu", call=attention):
+    """The result and the gradients of heads and sinks."""
+    inputs = [*_heads(dtype, grad=True, device=device), SINKS.to(device, dtype).requires_grad_()]
+    out = call(*inputs[:3], mask, impl, sink_H=inputs[3])
+    weights = torch.linspace(-1, 1, out.numel(), dtype=torch.float64, device=device).reshape(out.shape)
+    return [out, *torch.autograd.grad((out * weights).sum(), inputs)]
+
+
+def test_the_reference_with_sinks_is_the_equation():
+    query, key, value = _heads(torch.float64, length=7)
+    out = attention(query, key, value, None, "reference", sink_H=SINKS)
+    for head in range(HEADS):
+        for t in range(7):
+            scores = key[0, head // 2, : t + 1] @ query[0, head, t] / SIZE**0.5
+            shares = scores.exp() / (scores.exp().sum() + SINKS[head].exp())
+            torch.testing.assert_close(out[0, head, t], shares @ value[0, head // 2, : t + 1], rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("impl", ["sdpa", "blocks", "cached"])
+def test_sinks_take_their_share_in_every_implementation(impl, dtype, masked):
+    mask = dense_mask(_segments().clamp_min(impl == "cached")) if masked else None
+    exact = _with_sinks("reference", torch.float64, mask)
+    ours = _with_sinks(impl, dtype, mask)
+    if dtype == torch.float64:
+        torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
+        return
+    for a, b, c in zip(ours, _with_sinks("reference", dtype, mask), exact, strict=True):
+        # Kernels round the probabilities of bf16 heads, and torch's the sinks, too, times a power of two.
+        assert error_within(a, b, c, k=4)
+
+
 def _textbook(query, key, value, mask, impl):
     """Attention as eager models of transformers write it: products in the heads' dtype, the softmax in fp32."""
     key, value = (heads.repeat_interleave(HEADS // KV_HEADS, dim=1) for heads in (key, value))
@@ -123,11 +159,15 @@ def test_a_query_that_sees_nothing_gets_zeros_and_passes_none_back(impl, dtype):
 
 
 @pytest.mark.filterwarnings(FLEX_UNFUSED)
-def test_flex_forward_on_a_cpu():
+@pytest.mark.parametrize("sinks", [None, SINKS])
+def test_flex_forward_on_a_cpu(sinks):
     segments = _segments()
-    (ours,) = _run("flex", torch.float32, block_mask(segments), backward=False)
-    (naive,) = _run("reference", torch.float32, dense_mask(segments), backward=False)
-    (exact,) = _run("reference", torch.float64, dense_mask(segments), backward=False)
+
+    def run(impl, dtype, mask):
+        return attention(*_heads(dtype), mask, impl, sink_H=None if sinks is None else sinks.to(dtype))
+
+    ours = run("flex", torch.float32, block_mask(segments))
+    naive, exact = (run("reference", dtype, dense_mask(segments)) for dtype in (torch.float32, torch.float64))
     assert error_within(ours, naive, exact)
 
 
@@ -151,15 +191,16 @@ def test_vmap_over_members_equals_each_member(impl):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("run", [_run, _with_sinks])
 @pytest.mark.parametrize("impl", ["flex", "sdpa"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_on_a_gpu_documents_are_as_exact_as_the_reference(dtype, impl):
+def test_on_a_gpu_documents_are_as_exact_as_the_reference(dtype, impl, run):
     torch.compiler.reset()  # a function is compiled eight times at most
     segments = _segments(device="cuda")
     dense = dense_mask(segments)
     fused = torch.compile(attention, fullgraph=True, dynamic=False) if impl == "flex" else attention
-    ours = _run(impl, dtype, block_mask(segments) if impl == "flex" else dense, device="cuda", call=fused)
-    exact, naive = (_run("reference", kind, dense, device="cuda") for kind in (torch.float64, dtype))
+    ours = run(impl, dtype, block_mask(segments) if impl == "flex" else dense, device="cuda", call=fused)
+    exact, naive = (run("reference", kind, dense, device="cuda") for kind in (torch.float64, dtype))
     for a, b, c in zip(ours, naive, exact, strict=True):
         assert error_within(a, b, c, k=4)
 

@@ -13,7 +13,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from batches import ragged, tiny_llama
 from monograph.graph.capture import compiled
-from monograph.ops.attention import CALLS, KERNELS, ROUNDS, attention, compared, fastest, time_kernels, timed
+from monograph.ops.attention import attention
+from monograph.ops.attention_kernels import CALLS, KERNELS, ROUNDS, compared, fastest, time_kernels, timed
 from numerics import error_within
 
 CPU = torch.device("cpu")

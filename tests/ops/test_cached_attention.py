@@ -41,6 +41,15 @@ def test_it_is_attention(groups: int, queries: int, blocks: int, window: int | N
         assert error_within(ours, naive, exact)
 
 
+def test_a_sink_takes_its_share_of_blocks_too() -> None:
+    query, keys, values, positions = inputs(2, 5, 3)
+    sink = torch.tensor([-1.0, 0.0, 2.0, 5.0], dtype=torch.float64)
+    distances = positions[:, None, :, None] - torch.arange(3 * BLOCK)
+    flat = [tensor.permute(1, 2, 0, 3, 4).flatten(2, 3) for tensor in (keys, values)]
+    exact = attention(query, *flat, distances >= 0, "reference", sink_H=sink)
+    torch.testing.assert_close(cached_attention(query, keys, values, positions, sink_H=sink), exact)
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_products_of_bf16_are_summed_in_fp32() -> None:
     query, keys, values, positions = inputs(2, 5, 3)

@@ -93,13 +93,20 @@ def _mlp(own, x, config):
 
 
 def _mixture(own, x, config):
-    scores = own["mlp.gate.weight"] @ x
+    scores = own["mlp.gate.weight"] @ x + own.get("mlp.gate.bias", 0)
     shares = torch.exp(scores - scores.max())
     shares = shares / shares.sum()
     chosen = sorted(range(len(shares)), key=lambda expert: -shares[expert])[: config.num_experts_per_tok]
     whole = sum(shares[expert] for expert in chosen) if config.norm_topk_prob else 1
-    matrices = [own[f"mlp.experts.{name}_proj.weight"] for name in ("gate", "up", "down")]
-    mixed = sum(shares[expert] / whole * _gated(x, *(m[expert] for m in matrices), config) for expert in chosen)
+    names = [f"mlp.experts.{name}_proj" for name in ("gate", "up", "down")]
+
+    def gated(expert):
+        matrices = [own[f"{name}.weight"][expert] for name in names]
+        return _gated(
+            x, *matrices, config, [own[f"{name}.bias"][expert] if f"{name}.bias" in own else 0 for name in names]
+        )
+
+    mixed = sum(shares[expert] / whole * gated(expert) for expert in chosen)
     if "mlp.shared_expert_gate.weight" not in own:
         return mixed
     share = 1 / (1 + torch.exp(-(own["mlp.shared_expert_gate.weight"] @ x)))
@@ -107,8 +114,11 @@ def _mixture(own, x, config):
     return mixed + share * _gated(x, *shared, config)
 
 
-def _gated(x, gate_matrix, up_matrix, down_matrix, config):
-    gate, up = gate_matrix @ x, up_matrix @ x
+def _gated(x, gate_matrix, up_matrix, down_matrix, config, biases=(0, 0, 0)):
+    gate, up = gate_matrix @ x + biases[0], up_matrix @ x + biases[1]
+    if config.model_type == "gpt_oss":
+        gate, up = gate.clamp(max=7), up.clamp(-7, 7)
+        return down_matrix @ (gate / (1 + torch.exp(-1.702 * gate)) * (up + 1)) + biases[2]
     turns = 2 * math.sqrt(2 / math.pi) * (gate + 0.044715 * gate**3) if config.model_type == "gemma3_text" else gate
     return down_matrix @ (gate / (1 + torch.exp(-turns)) * up)
 
@@ -148,6 +158,10 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
             "self_attn.q_proj.weight": pairs[:, 0].flatten(0, 1),
             "self_attn.q_proj.bias": biases[:, 0].flatten(),
         }
+
+    def sink(head, largest):
+        return torch.exp(own["self_attn.sinks"][head] - largest) if "self_attn.sinks" in own else 0
+
     queries, keys, values = heads("q", True), heads("k", True), heads("v", False)
     out = []
     for t in range(len(xs)):
@@ -156,7 +170,7 @@ def _attention(own, config, xs, documents, places, window, theta, scaling):
         for head in range(config.num_attention_heads):
             scores = torch.stack([factor * queries[t][head].dot(keys[s][head // group]) for s in visible])
             shares = torch.exp(scores - scores.max())
-            shares = shares / shares.sum()
+            shares = shares / (shares.sum() + sink(head, scores.max()))
             mixed.append(sum(share * values[s][head // group] for share, s in zip(shares, visible, strict=True)))
         whole = torch.cat(mixed) if gates is None else torch.cat(mixed) * gates[t]
         out.append(own["self_attn.o_proj.weight"] @ whole + own.get("self_attn.o_proj.bias", 0))
@@ -194,7 +208,10 @@ def _yarn(frequency, pair, size, theta, scaling):
     def turning(times):
         return size * math.log(scaling.original_max_position_embeddings / (times * 2 * math.pi)) / (2 * math.log(theta))
 
-    first, last = max(math.floor(turning(scaling.beta_fast)), 0), min(math.ceil(turning(scaling.beta_slow)), size - 1)
+    first, last = turning(scaling.beta_fast), turning(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
     # The share is rounded to fp32, as elsewhere.
     share = torch.tensor((pair - first) / (last - first if last > first else 0.001)).clamp(0, 1).item()
     return share * frequency / scaling.factor + (1 - share) * frequency

@@ -105,6 +105,7 @@ class KVCache:
         value_BKTE: Tensor,
         positions_BT: Tensor,
         window: int | None,
+        sink_H: Tensor | None = None,
     ) -> Tensor:
         """Store new keys and values at their positions; return the attention of the queries (`cached_attention`)."""
         keys_NBKCE, values_NBKCE = self.keys[layer_index], self.values[layer_index]
@@ -114,7 +115,8 @@ class KVCache:
         keys_NBKCE[where] = key_BKTE.transpose(1, 2).to(keys_NBKCE.dtype)
         values_NBKCE[where] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
         seen = slice(self.seen_blocks)
-        return cached_attention(query_BHTE, keys_NBKCE[seen], values_NBKCE[seen], positions_BT, window, self.least)
+        keys_NBKCE, values_NBKCE = keys_NBKCE[seen], values_NBKCE[seen]
+        return cached_attention(query_BHTE, keys_NBKCE, values_NBKCE, positions_BT, window, self.least, sink_H)
 
     def recurrence(self, layer_index: int) -> Recurrence:
         """Return what a layer without attention has taken of each row."""

@@ -12,29 +12,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.graph.frozen import FrozenWeight, Int8Weight, NF4Weight, dense_of
-from monograph.graph.grouped import grouped_linear, product, product_dtype
+from monograph.graph.grouped import added, grouped_linear, product, product_dtype
 
 
 class ExpertLinear(nn.Module):
-    """A linear layer of E experts, without biases and without initial weights.
+    """A linear layer of E experts, without initial weights.
 
     Attributes:
         weight: [E, N, K], each expert's matrix.
+        bias: [E, N], or None.
     """
 
-    def __init__(self, experts: int, in_features: int, out_features: int, **like: Any) -> None:
+    def __init__(self, experts: int, in_features: int, out_features: int, bias: bool = False, **like: Any) -> None:
         super().__init__()
         self.experts, self.in_features, self.out_features = experts, in_features, out_features
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, **like))
+        self.bias = nn.Parameter(torch.empty(experts, out_features, **like)) if bias else None
 
     def forward(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
         """Map rows [P, K] that are sorted by expert to [P, N]; without `ends`, all rows [..., P, K] to [E, P, N].
 
         `ends` has the row after each expert's last one, see `monograph.graph.grouped`.
         """
-        if ends_E is None:
-            return input @ self.weight.mT
-        return grouped_linear(input, self.weight, ends_E)
+        product = input @ self.weight.mT if ends_E is None else grouped_linear(input, self.weight, ends_E)
+        return self._biased(product, ends_E)
+
+    def _biased(self, product: Tensor, ends_E: Tensor | None) -> Tensor:
+        if self.bias is None:
+            return product
+        bias_EN = self.bias.to(product.dtype)
+        return product + bias_EN[:, None] if ends_E is None else added(product, bias_EN, ends_E)
 
 
 class _Dequantised(torch.autograd.Function):
@@ -75,7 +82,7 @@ class FrozenExperts(FrozenWeight, ExpertLinear):
         """Map rows as `ExpertLinear` does, in the dtype of products."""
         held = (*self.held(), None, None, None)[:5]
         output: Tensor = _Dequantised.apply(input.to(product_dtype(input)), ends_E, self.shape, *held)
-        return output
+        return self._biased(output, ends_E)
 
 
 class Int8Experts(Int8Weight, FrozenExperts):
@@ -89,19 +96,21 @@ class NF4Experts(NF4Weight, FrozenExperts):
 class Router(nn.Module):
     """The choice of experts and of their weights; it is no linear layer for adapters, as in transformers.
 
-        p = softmax(W x);   the C = `count` experts of the highest p have the weights p, over their sum if `normalised`
+        p = softmax(W x + b);   the C = `count` experts of the highest p have the weights p, over their sum if
+        `normalised`
 
     Probabilities are computed in fp32, for float64 inputs in float64.
     """
 
-    def __init__(self, experts: int, in_features: int, count: int, normalised: bool) -> None:
+    def __init__(self, experts: int, in_features: int, count: int, normalised: bool, bias: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, in_features))
+        self.bias = nn.Parameter(torch.empty(experts)) if bias else None
         self.count, self.normalised = count, normalised
 
     def forward(self, input_PK: Tensor) -> tuple[Tensor, Tensor]:
         """Return each row's experts, [P, C] int64, and their weights, [P, C]."""
-        logits_PE = F.linear(input_PK, self.weight)
+        logits_PE = F.linear(input_PK, self.weight, self.bias)
         wide = torch.float64 if logits_PE.dtype == torch.float64 else torch.float32
         weights_PC, experts_PC = logits_PE.softmax(-1, dtype=wide).topk(self.count, dim=-1)
         if self.normalised:

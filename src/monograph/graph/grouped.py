@@ -183,6 +183,30 @@ class _Fused(torch.autograd.Function):
         return product(grad_PN, rounded_ENK.mT, ends_E), None, None, None, None
 
 
+class _Added(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(rows_PN: Tensor, bias_EN: Tensor, ends_E: Tensor) -> Tensor:
+        numbers_P1 = torch.arange(rows_PN.shape[0], device=rows_PN.device)[:, None]
+        return rows_PN + bias_EN[(numbers_P1 >= ends_E).sum(-1)]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(inputs[2])
+
+    @staticmethod
+    def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        ones_P1 = grad_PN.new_ones(grad_PN.shape[0], 1)
+        return grad_PN, _outer(ones_P1, grad_PN, *ctx.saved_tensors)[:, 0], None
+
+
+def added(rows_PN: Tensor, bias_EN: Tensor, ends_E: Tensor) -> Tensor:
+    """Return each group's rows plus its bias, whose gradient is summed as that of a matrix, in one order."""
+    sums: Tensor = _Added.apply(rows_PN, bias_EN, ends_E)
+    return sums
+
+
 class _Rearranged(torch.autograd.Function):
     generate_vmap_rule = True
 

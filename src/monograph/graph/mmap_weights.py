@@ -4,8 +4,8 @@ The operating system can drop pages of a mapped file when memory is short. So a 
 of its own, and converting it tensor by tensor takes the memory of the result and of one tensor.
 """
 
-from collections.abc import Iterable
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -26,30 +26,40 @@ class MappedWeight(nn.Parameter):
     becomes: torch.dtype
 
 
-class MappedStack(MappedWeight):
-    """Several mapped tensors of one shape as one parameter, which are put together at each reading.
-
-    Its own data is one number, expanded to the stack's shape, which no function reads: shape, dtype and place are this
-    number's, `detach` keeps the tensors apart, and every other function of torch gets the stack.
+class Pieces(NamedTuple):
+    """Tensors in mapped files of which a weight is made, and its shape and dtype.
 
     Attributes:
-        parts: the tensors.
+        join: makes it, such as `torch.stack`.
     """
 
-    parts: tuple[Tensor, ...]
+    parts: list[Tensor]
+    join: Callable[[list[Tensor]], Tensor]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class MappedPieces(MappedWeight):
+    """Several mapped tensors as one parameter, which is made of them at each reading.
+
+    Its own data is one number, expanded to the weight's shape, which no function reads: shape, dtype and place are this
+    number's, `detach` keeps the tensors apart, and every other function of torch gets the weight.
+    """
+
+    pieces: Pieces
 
     def read(self) -> Tensor:
-        """Return the stack in memory."""
-        return torch.stack(self.parts)
+        """Return the weight in memory."""
+        return self.pieces.join(self.pieces.parts)
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call a function with stacks in memory, unless it reads no numbers."""
+        """Call a function with weights in memory, unless it reads no numbers."""
         if function is Tensor.detach:
             with torch._C.DisableTorchFunctionSubclass():
-                return _stack(args[0].parts, args[0].becomes, args[0].detach())
+                return _of_pieces(args[0].pieces, args[0].becomes, args[0].detach())
         if function not in _READ_NOTHING:
-            args, kwargs = tree_map_only(MappedStack, MappedStack.read, (args, kwargs))
+            args, kwargs = tree_map_only(MappedPieces, MappedPieces.read, (args, kwargs))
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs or {})
 
@@ -66,26 +76,24 @@ _READ_NOTHING = {
 }
 
 
-def mapped(stored: Tensor | tuple[Tensor, ...], becomes: torch.dtype) -> Tensor:
-    """Return a parameter over a tensor in a mapped file, or over a stack of several.
+def mapped(stored: Tensor | Pieces, becomes: torch.dtype) -> Tensor:
+    """Return a parameter over a tensor in a mapped file, or over what is made of several.
 
     If `becomes` cannot hold its numbers it is rounded now, because readers must see the numbers that will be kept.
     """
-    first = stored[0] if isinstance(stored, tuple) else stored
-    if torch.promote_types(first.dtype, becomes) != becomes:
-        return (torch.stack(stored) if isinstance(stored, tuple) else stored).to(becomes)
-    if isinstance(stored, tuple):
-        number = torch.zeros(1, dtype=first.dtype).expand(len(stored), *first.shape)
-        return _stack(stored, becomes, number)
+    if torch.promote_types(stored.dtype, becomes) != becomes:
+        return (stored.join(stored.parts) if isinstance(stored, Pieces) else stored).to(becomes)
+    if isinstance(stored, Pieces):
+        return _of_pieces(stored, becomes, torch.zeros(1, dtype=stored.dtype).expand(stored.shape))
     parameter = MappedWeight(stored)
     parameter.becomes = becomes
     return parameter
 
 
-def _stack(parts: tuple[Tensor, ...], becomes: torch.dtype, number: Tensor) -> MappedStack:
-    stack = MappedStack(number)
-    stack.parts, stack.becomes = parts, becomes
-    return stack
+def _of_pieces(pieces: Pieces, becomes: torch.dtype, number: Tensor) -> MappedPieces:
+    weight = MappedPieces(number)
+    weight.pieces, weight.becomes = pieces, becomes
+    return weight
 
 
 def require_finite(tensor: Tensor, name: str) -> Tensor:
@@ -109,7 +117,7 @@ def keep(parameter: Tensor, data: Tensor) -> None:
     """Replace a parameter's data; a mapped parameter becomes an ordinary one."""
     parameter.data = data
     if isinstance(parameter, MappedWeight):
-        vars(parameter).clear()  # what it becomes, and a stack's parts
+        vars(parameter).clear()  # what it becomes, and its pieces
         # The object stays the same, so that tied layers and other holders see the new numbers.
         parameter.__class__ = nn.Parameter  # type: ignore[assignment]
 
@@ -120,7 +128,7 @@ def in_file_order(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
 
 
 def _place(parameter: nn.Parameter) -> int:
-    first = parameter.parts[0] if isinstance(parameter, MappedStack) else parameter
+    first = parameter.pieces.parts[0] if isinstance(parameter, MappedPieces) else parameter
     return first.data_ptr() if isinstance(parameter, MappedWeight) else 0
 
 

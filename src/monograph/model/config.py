@@ -290,8 +290,9 @@ class LlamaConfig:
                 raise InputRefused(f"{key} = null: expected a number; leave the key out for transformers' default")
         model_family = family(values["model_type"])
         families.check_computed(values)
-        # transformers' default epsilon differs from this class's.
-        values = {"rms_norm_eps": 1e-6, **model_family.defaults, **values}
+        # transformers' default epsilon differs from this class's, and there null means the default of rope_parameters.
+        given = {key: value for key, value in values.items() if value is not None or key != "rope_parameters"}
+        values = {"rms_norm_eps": 1e-6, **model_family.defaults, **given}
         names = {field.name for field in fields(cls)} - (families.OF_SOME - {*model_family.keys})
         sizes: dict[str, Any] = {name: values[name] for name in names if values.get(name) is not None}
         for key in sorted(sizes.keys() & _SIZES):  # 0 means "derived" in this class only, not in the file
@@ -310,13 +311,8 @@ class LlamaConfig:
         values = {
             key: value for key, value in asdict(self).items() if key not in families.OF_SOME - {*self.family.keys}
         }
-        if self.rope_scaling is not None:
-            values["rope_scaling"] = scaling.to_hf(self.rope_scaling)
-        if "rope_local_theta" in self.family.keys:
-            local = {"rope_type": "default", "rope_theta": values.pop("rope_local_theta") or self.rope_theta}
-            values["rope_parameters"] = {FULL: {"rope_theta": self.rope_theta}, SLIDING: local}
-            values["sliding_window"] = self.sliding_window or self.family.defaults["sliding_window"]  # never null there
-            values["rope_local_base_freq"] = local["rope_theta"]
+        values.pop("rope_local_theta", None)
+        values |= scaling.to_hf(self)
         if "query_pre_attn_scalar" in self.family.keys:
             values["query_pre_attn_scalar"] = self.query_pre_attn_scalar or self.head_dim
         if "attention_multiplier" in self.family.keys:
@@ -327,6 +323,8 @@ class LlamaConfig:
             slides = [self.window(layer) is not None for layer in range(self.num_hidden_layers)]
             kinds = [SLIDING if slides_here else FULL for slides_here in slides]
             values["layer_types"] = list(self.layer_types) or kinds
+        if self.family.full_every and "sliding_window" in self.family.keys:
+            values["sliding_window"] = self.sliding_window or self.family.defaults["sliding_window"]  # never null there
         if "sliding_window" in self.family.keys and "layer_types" in self.family.keys:
             # For programs that do not know layer_types.
             values["use_sliding_window"] = self.sliding_window is not None

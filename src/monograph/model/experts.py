@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from monograph.graph.experts import ExpertLinear, Router
 from monograph.graph.grouped import rearranged
 from monograph.model.config import LlamaConfig
-from monograph.model.layers import ACTIVATIONS, MLP, Linear
+from monograph.model.layers import MLP, Linear, gating
 
 Way = Literal["dense", "grouped"]
 SHARED = "shared_expert_intermediate_size"
@@ -24,18 +24,21 @@ class Experts(nn.Module):
     """E gated layers, and the weighted sum of those that a token's router chose.
 
     y = sum over a token's experts e of w_e down_e(act(gate_e x) * up_e x)
+
+    Where the family has biases, each expert's projections do, and the gating may be another one (`gating`).
     """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         width, experts = getattr(config, config.family.experts), config.num_experts
-        self.gate_proj = ExpertLinear(experts, config.hidden_size, width)
-        self.up_proj = ExpertLinear(experts, config.hidden_size, width)
-        self.down_proj = ExpertLinear(experts, width, config.hidden_size)
-        self.act = ACTIVATIONS[config.family.activation[1]]
+        bias = config.family.expert_bias
+        self.gate_proj = ExpertLinear(experts, config.hidden_size, width, bias)
+        self.up_proj = ExpertLinear(experts, config.hidden_size, width, bias)
+        self.down_proj = ExpertLinear(experts, width, config.hidden_size, bias)
+        self.combine = gating(config.family)
 
     def _gated(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
-        return self.down_proj(self.act(self.gate_proj(input, ends_E)) * self.up_proj(input, ends_E), ends_E)
+        return self.down_proj(self.combine(self.gate_proj(input, ends_E), self.up_proj(input, ends_E)), ends_E)
 
     def dense(self, hidden_ND: Tensor, experts_Nk: Tensor, weights_Nk: Tensor) -> Tensor:
         """Return y, [N, D]: every expert computes every token, with the weight 0 unless it was chosen."""
@@ -70,9 +73,8 @@ class Mixture(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.gate = Router(
-            config.num_experts, config.hidden_size, config.num_experts_per_tok, config.norm_topk_prob
-        )  # fmt: skip
+        sizes = config.num_experts, config.hidden_size, config.num_experts_per_tok
+        self.gate = Router(*sizes, config.norm_topk_prob, config.family.expert_bias)
         self.experts = Experts(config)
         self.shares = SHARED in config.family.keys
         if self.shares:

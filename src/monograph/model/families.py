@@ -48,7 +48,11 @@ class Family(NamedTuple):
         whole_heads: whether its heads together are as wide as hidden_size.
         experts: the key for the width of a mixture's experts; "": it has no mixtures.
         divides: whether a token's weights of its experts are always divided by their sum.
-        fused_experts: whether files hold all experts' matrices of a layer in two tensors, gate and up in one.
+        fused_experts: how files hold all experts' matrices of a layer in two tensors, gate and up in one: "halves",
+            one's rows above the other's; "columns", transposed, and theirs in turns. "": each expert's are apart.
+        expert_bias: whether the projections of experts and the router have biases.
+        clamped: whether gate and up are combined as in gpt-oss (`monograph.model.layers.gating`).
+        sinks: whether each head's attention has a sink (`monograph.ops.attention`).
         by_key_head: whether a delta net has one projection for queries, keys, values and gates, and one for the two
             numbers of each value head, each ordered by key heads.
     """
@@ -71,7 +75,10 @@ class Family(NamedTuple):
     whole_heads: bool = False
     experts: str = ""
     divides: bool = False
-    fused_experts: bool = False
+    fused_experts: Literal["", "halves", "columns"] = ""
+    expert_bias: bool = False
+    clamped: bool = False
+    sinks: bool = False
     by_key_head: bool = False
 
 
@@ -230,7 +237,7 @@ FAMILIES: dict[str, Family] = {
         centred=True,
         experts="moe_intermediate_size",
         divides=True,
-        fused_experts=True,
+        fused_experts="halves",
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -256,6 +263,28 @@ FAMILIES: dict[str, Family] = {
         whole_heads=True,
         experts="intermediate_size",
     ),
+    "gpt_oss": Family(
+        "GptOssForCausalLM",
+        ("attention_bias", "sliding_window", "layer_types", *_EXPERTS, "num_local_experts"),
+        {
+            "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 36,
+            "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131_072,
+            "rms_norm_eps": 1e-5, "attention_bias": True, "sliding_window": 128, "num_local_experts": 128,
+            "num_experts_per_tok": 4, "rope_theta": 150_000.0,
+            "rope_parameters": {
+                "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+                "original_max_position_embeddings": 4096,
+            },
+        },
+        joined={"mlp.router": ("mlp.gate",)},
+        full_every=2,
+        experts="intermediate_size",
+        divides=True,
+        fused_experts="columns",
+        expert_bias=True,
+        clamped=True,
+        sinks=True,
+    ),
 }  # fmt: skip
 # Keys of config.json that change what transformers computes or loads, with the values that match `Llama`; transformers'
 # default is one of them.
@@ -272,6 +301,8 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "per_layer_config": (None, {}),
     "transformers_weights": (None,),
     "output_router_logits": (False,),
+    "swiglu_alpha": (1.702,),
+    "swiglu_limit": (7.0,),
 }
 # Keys that only some families read.
 _OF_GEMMA = ("hidden_activation", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
@@ -279,6 +310,7 @@ _READ_BY: dict[str, tuple[str, ...]] = {
     "mlp_bias": ("llama", "smollm3", "granite"), "resid_pdrop": ("phi3",), **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
     "output_router_logits": tuple(name for name, its in FAMILIES.items() if its.experts),
     "hidden_act": tuple(name for name, its in FAMILIES.items() if its.activation[0] == "hidden_act"),
+    **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), tuple(name for name, its in FAMILIES.items() if its.clamped)),
 }  # fmt: skip
 
 
@@ -302,5 +334,7 @@ def check_computed(values: Mapping[str, Any]) -> None:
             continue
         if values.get(key, known[0]) not in known:
             raise InputRefused(f"{key} = {values[key]!r} is not supported: only {known[0]!r} is")
-    if values.get("quantization_config") is not None:
+    quantised = values.get("quantization_config")
+    packed = family(values["model_type"]).fused_experts == "columns" and isinstance(quantised, dict)
+    if quantised is not None and not (packed and quantised.get("quant_method") == "mxfp4"):
         raise InputRefused("quantization_config: quantised weights are not supported; save them in bf16 or fp32")

@@ -6,7 +6,7 @@ import errno
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from monograph.errors import DiskFull, InputRefused
 from monograph.graph.lora import Plain
+from monograph.graph.mmap_weights import Pieces
 from monograph.storage import tensor_layout
 from monograph.storage.reading import (
     entries,
@@ -45,16 +46,21 @@ class Stored(NamedTuple):
         shape: its shape.
         dtype: safetensors' name.
         known_as: its name in the file if that is another.
-        part: it is the places from the first to the second number of an axis, the third, of the file's tensor.
-        stack: it is these tensors, by their names, in one.
+        part: it is the places from the first number to the second, each so many-th by the third, of an axis, the
+            fourth, of the file's tensor.
+        transposed: the file's tensor, or the part of it, has its last two axes in the other order.
+        pieces: it is made of these tensors, by their names.
+        join: makes it of them.
     """
 
     path: Path
     shape: tuple[int, ...]
     dtype: str
     known_as: str = ""
-    part: tuple[int, int, int] | None = None
-    stack: Mapping[str, Stored] = MappingProxyType({})
+    part: tuple[int, int, int, int] | None = None
+    transposed: bool = False
+    pieces: Mapping[str, Stored] = MappingProxyType({})
+    join: Callable[[list[Tensor]], Tensor] = torch.stack
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
@@ -105,7 +111,7 @@ def read_tensors(stored: dict[str, Stored], dtype: torch.dtype | None) -> dict[s
 
 
 def mapped_tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors as stored and not copied: they are mapped, and read on first access. None is a stack.
+    """Yield the tensors as stored and not copied: they are mapped, and read on first access. None has pieces.
 
     Raises:
         InputRefused: a damaged file.
@@ -117,18 +123,19 @@ def mapped_tensors(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor]]
                     continue
                 tensor = file.get_tensor(header.known_as or name)
                 if header.part:
-                    begin, end, axis = header.part
-                    tensor = tensor.narrow(axis, begin, end - begin)
-                yield name, tensor
+                    begin, end, step, axis = header.part
+                    tensor = tensor[(*[slice(None)] * axis, slice(begin, end, step))]
+                yield name, tensor.mT if header.transposed else tensor
 
 
-def mapped_stacks(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor | tuple[Tensor, ...]]]:
-    """Yield the tensors as `mapped_tensors`, and of each stack its parts."""
-    yield from mapped_tensors({name: tensor for name, tensor in stored.items() if not tensor.stack})
-    stacks = {name: tensor.stack for name, tensor in stored.items() if tensor.stack}
-    parts = dict(mapped_tensors({name: part for stack in stacks.values() for name, part in stack.items()}))
-    for name, stack in stacks.items():
-        yield name, tuple(parts[each] for each in stack)
+def mapped_weights(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor | Pieces]]:
+    """Yield the tensors as `mapped_tensors`, and those with pieces, too."""
+    yield from mapped_tensors({name: tensor for name, tensor in stored.items() if not tensor.pieces})
+    whole = {name: tensor for name, tensor in stored.items() if tensor.pieces}
+    parts = dict(mapped_tensors({name: part for tensor in whole.values() for name, part in tensor.pieces.items()}))
+    for name, tensor in whole.items():
+        pieces = [parts[each] for each in tensor.pieces]
+        yield name, Pieces(pieces, tensor.join, tensor.shape, DTYPES[tensor.dtype])
 
 
 @contextmanager

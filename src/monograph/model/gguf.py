@@ -61,6 +61,7 @@ _INNER = {
     "self_attn.o_proj": "attn_output",
     "self_attn.q_norm": "attn_q_norm",
     "self_attn.k_norm": "attn_k_norm",
+    "self_attn.sinks": "attn_sinks",
     "mlp.gate_proj": "ffn_gate",
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
@@ -97,6 +98,7 @@ def save_gguf(
     name = dtype or _OWN[kept_dtype(model.model.embed_tokens.weight)]
     gguf, config = package(), model.config
     _check(config, name)
+    _warn_of_yarn(config, warn)
     kind = getattr(gguf.GGMLQuantizationType, DTYPES[name][0])
     with new_folder(Path(folder)) as new:
         writer = gguf.GGUFWriter(new / FILE, _architecture(config))
@@ -142,7 +144,7 @@ def _check(config: LlamaConfig, dtype: str) -> None:
         raise InputRefused(f"rope_scaling = 'llama3' is not computed by llama.cpp for a {family}{instead}")
     _check_scores(config, instead)
     gguf_experts.check(config, instead)
-    if config.attention_bias and family not in ("llama", "granite"):
+    if config.attention_bias and family not in ("llama", "granite", "gpt_oss"):
         raise InputRefused(f"attention_bias = true is not computed by llama.cpp for a {family}{instead}")
     if dtype == "q8_0":
         inner = config.family.experts or "intermediate_size"
@@ -164,12 +166,19 @@ def _check_scores(config: LlamaConfig, instead: str) -> None:
         )
     if isinstance(scaling := config.rope_scaling, YarnScaling):
         usual = scaling.usual_attention_factor(scaling.factor)
-        if replace(scaling, attention_factor=usual, beta_fast=32.0, beta_slow=1.0, truncate=True) != scaling:
+        truncates = scaling.truncate or not config.family.sinks  # see `_warn_of_yarn`
+        if replace(scaling, attention_factor=usual, beta_fast=32.0, beta_slow=1.0, truncate=truncates) != scaling:
             raise InputRefused(
                 f"rope_scaling = 'yarn' with attention_factor = {scaling.attention_factor}, beta_fast = "
                 f"{scaling.beta_fast}, beta_slow = {scaling.beta_slow}, truncate = {scaling.truncate}: llama.cpp "
                 f"computes it with {usual:.4g}, 32, 1 and true{instead}"
             )
+
+
+def _warn_of_yarn(config: LlamaConfig, warn: Callable[[str], None]) -> None:
+    # All published gpt-oss are like that, and llama.cpp's own converter does not say it.
+    if isinstance(scaling := config.rope_scaling, YarnScaling) and not scaling.truncate:
+        warn("rope_scaling.truncate = false: llama.cpp rotates as with true, so its answers will differ a little")
 
 
 def _check_windows(config: LlamaConfig, instead: str) -> None:
@@ -230,10 +239,13 @@ def _tensors(model: Llama) -> Iterator[Plain]:
     if isinstance(config.rope_scaling, Llama3Scaling):
         divisors = _rope_divisors(config)
         yield Plain("rope_freqs.weight", divisors, lambda: divisors)
-    norms = _NORMS._replace(before_mlp=gguf_linear.POST_NORM) if config.family.others == LINEAR else _NORMS
+    its_own = config.family.others == LINEAR or config.family.sinks
+    norms = _NORMS._replace(before_mlp=gguf_linear.POST_NORM) if its_own else _NORMS
     inner_names = _INNER | {own: name for own, name in zip(config.family.norms, norms, strict=True) if own}
     for name, like, read in joined(plain_parameters(model), config):
         module, _, suffix = name.rpartition(".")
+        if suffix == "sinks":
+            module, suffix = name, "weight"
         layer, _, inner = module.removeprefix("model.layers.").partition(".")
         if inner.startswith("linear_attn"):
             changed = gguf_linear.converted(name.partition("linear_attn.")[2], like, read, config)
@@ -252,8 +264,8 @@ def _tensors(model: Llama) -> Iterator[Plain]:
 
 
 def _is_matrix(name: str, tensor: Tensor) -> bool:
-    """Return whether llama.cpp reads a tensor in the file's dtype, by its name there; not a convolution or a router."""
-    return tensor.ndim > 1 and not name.endswith(("ssm_conv1d.weight", f"{gguf_experts.ROUTER}.weight"))
+    """Return whether llama.cpp reads a tensor in the file's dtype, by its name there; not biases or a router."""
+    return tensor.ndim > 1 and not name.endswith(("ssm_conv1d.weight", f"{gguf_experts.ROUTER}.weight", ".bias"))
 
 
 def _first(read: Callable[[], Tensor]) -> Tensor:

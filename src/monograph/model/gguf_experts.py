@@ -7,10 +7,11 @@ from typing import Any
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
 
-ARCHITECTURES = {"qwen3_moe": "qwen3moe"}
+ARCHITECTURES = {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 ROUTER, SHARED_GATE = "ffn_gate_inp", "ffn_gate_inp_shexp"
 NAMES = {
     "mlp.gate": ROUTER,
+    "mlp.router": ROUTER,
     "mlp.experts.gate_proj": "ffn_gate_exps",
     "mlp.experts.up_proj": "ffn_up_exps",
     "mlp.experts.down_proj": "ffn_down_exps",
@@ -20,7 +21,7 @@ NAMES = {
     "mlp.shared_expert_gate": SHARED_GATE,
 }
 # Whether a token's weights of its experts are divided by their sum.
-_DIVIDES = {"qwen3_moe": True, "qwen3_5_moe_text": True, "qwen3_next": True, "olmoe": False}
+_DIVIDES = {"qwen3_moe": True, "qwen3_5_moe_text": True, "qwen3_next": True, "olmoe": False, "gpt_oss": True}
 
 
 def check(config: LlamaConfig, instead: str) -> None:
@@ -28,6 +29,8 @@ def check(config: LlamaConfig, instead: str) -> None:
     if not config.family.experts:
         return
     computed = {"norm_topk_prob": _DIVIDES[config.model_type], "mlp_only_layers": (), "clip_qkv": None}
+    if config.family.expert_bias:
+        computed["attention_bias"] = True
     if config.family.whole_heads:
         computed["num_key_value_heads"] = config.num_attention_heads
     for key, value in computed.items():

@@ -19,7 +19,7 @@ from monograph.graph.lora import plain_parameters
 from monograph.graph.mmap_weights import kept_dtype, mapped, materialize_
 from monograph.model import parameters
 from monograph.model.config import LlamaConfig
-from monograph.model.files import DTYPES, Stored, mapped_stacks, new_folder, read_headers, write_json, write_tensors
+from monograph.model.files import DTYPES, Stored, mapped_weights, new_folder, read_headers, write_json, write_tensors
 from monograph.model.joined import joined, parted
 from monograph.model.llama import Llama
 from monograph.model.stacked import apart, stacked
@@ -104,7 +104,7 @@ def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
     if dtype is None and len(kinds) > 1:
         raise InputRefused(f"{folder}: the weights are stored as {' and '.join(kinds)}; say which dtype to load")
     becomes = dtype or DTYPES[kinds[0]]
-    return assembled(config, {name: mapped(tensor, becomes) for name, tensor in mapped_stacks(stored)}, folder)
+    return assembled(config, {name: mapped(tensor, becomes) for name, tensor in mapped_weights(stored)}, folder)
 
 
 def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Llama:

@@ -126,6 +126,7 @@ def fresh(model_type: str, layers: int) -> dict[str, Any]:
         "no_rope_layers": rotations_from_hf(values),
         "rope_local_theta": its.local_theta if "rope_local_base_freq" in its.keys else None,
         "partial_rotary_factor": its.defaults.get("partial_rotary_factor", 1.0),
+        "attention_bias": its.defaults.get("attention_bias", False),
     }  # fmt: skip
     return found if its.scales else found | {"rope_scaling": None}
 

@@ -7,6 +7,7 @@ F = E / 2; 1 broadcasts.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.model.config import LlamaConfig
+from monograph.model.families import Family
 from monograph.model.rope import CosSin, rotate
 from monograph.ops.attention import Impl, Kernel, Mask, attention
 from monograph.ops.rms_norm import rms_norm
@@ -30,6 +32,7 @@ class Cache(Protocol):
         value_BKTE: Tensor,
         positions_BT: Tensor,
         window: int | None,
+        sink_H: Tensor | None,
     ) -> Tensor:
         """Store new keys and values at their positions; return the queries' attention to the slots that they see."""
         ...
@@ -115,9 +118,10 @@ def norm_of(config: LlamaConfig, size: int) -> RMSNorm:
 
 
 class Attention(nn.Module):
-    """Grouped-query self-attention with rotary positions, and biases, norms and gates of heads if the family has them.
+    """Grouped-query self-attention with rotary positions, and further parts if the family has them.
 
-    With gates, the query projection has a gate for each of a head's channels after the head.
+    These are biases, and norms, gates and sinks of heads. With gates, the query projection has a gate for each of a
+    head's channels after the head.
     """
 
     siblings = ("q_proj", "k_proj", "v_proj")
@@ -136,6 +140,7 @@ class Attention(nn.Module):
             norm_of(config, width if self.norms_all else config.head_dim) if config.family.qk_norm else nn.Identity()
             for width in (query, key_value)
         )
+        self.sinks = nn.Parameter(torch.empty(config.num_attention_heads)) if config.family.sinks else None
         self.clip = config.clip_qkv
         self.scale = scale(config.query_scale)
         self.head_dim = config.head_dim
@@ -171,16 +176,31 @@ class Attention(nn.Module):
             key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type)
         query_BHTE = self.scale(query_BHTE)
         if cache is None:
-            mixed_BHTE = attention(query_BHTE, key_BKTE, value_BKTE, mask, self.impl, self.kernel)
+            mixed_BHTE = attention(query_BHTE, key_BKTE, value_BKTE, mask, self.impl, self.kernel, self.sinks)
         else:
             mixed_BHTE = cache.cache.attend(
-                cache.layer_index, query_BHTE, key_BKTE, value_BKTE, cache.positions_BT, cache.window
+                cache.layer_index, query_BHTE, key_BKTE, value_BKTE, cache.positions_BT, cache.window, self.sinks
             )
         mixed_BTX = mixed_BHTE.transpose(1, 2).flatten(2)
         return self.o_proj(mixed_BTX * gate_BTX.sigmoid() if self.gated else mixed_BTX)
 
 
 ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh")}
+STEEPNESS, LIMIT = 1.702, 7.0  # of gpt-oss, see `gating`
+
+
+def gating(family: Family) -> Callable[[Tensor, Tensor], Tensor]:
+    """Return what combines the two projections of a gated layer: act(gate) * up, or gpt-oss' way.
+
+    g = min(gate, 7),   u = max(-7, min(up, 7)),   result = g sigmoid(1.702 g) (u + 1)
+    """
+    act = ACTIVATIONS[family.activation[1]]
+
+    def clamped(gate: Tensor, up: Tensor) -> Tensor:
+        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+        return (up + 1) * (gate * (gate * STEEPNESS).sigmoid())
+
+    return clamped if family.clamped else lambda gate, up: act(gate) * up
 
 
 class MLP(nn.Module):
@@ -194,8 +214,8 @@ class MLP(nn.Module):
         self.gate_proj = Linear(config.hidden_size, width, bias=False)
         self.up_proj = Linear(config.hidden_size, width, bias=False)
         self.down_proj = Linear(width, config.hidden_size, bias=False)
-        self.act = ACTIVATIONS[config.family.activation[1]]
+        self.combine = gating(config.family)
 
     def forward(self, hidden_BTD: Tensor) -> Tensor:
         """Map [B, T, D] to [B, T, D]."""
-        return self.down_proj(self.act(self.gate_proj(hidden_BTD)) * self.up_proj(hidden_BTD))
+        return self.down_proj(self.combine(self.gate_proj(hidden_BTD), self.up_proj(hidden_BTD)))

@@ -82,9 +82,9 @@ class Llama(nn.Module):
     """A language model of one of the families in `monograph.model.families`, such as Llama, Qwen or Gemma.
 
     Initial weights: every matrix ~ N(0, initializer_range^2), the two that end a residual branch (o_proj, down_proj)
-    divided by sqrt(2 * num_hidden_layers), norms' factors 1, biases 0 (Radford et al. 2019, "Language Models are
-    Unsupervised Multitask Learners", section 2.3). Each matrix has its own random stream, keyed by seed and name and
-    drawn in fp32 on the CPU, so that its weights depend neither on the device nor on other parameters; the global
+    divided by sqrt(2 * num_hidden_layers), norms' factors 1, biases and sinks 0 (Radford et al. 2019, "Language Models
+    are Unsupervised Multitask Learners", section 2.3). Each matrix has its own random stream, keyed by seed and name
+    and drawn in fp32 on the CPU, so that its weights depend neither on the device nor on other parameters; the global
     random state is not used. On the meta device nothing is drawn.
 
     Args:
@@ -239,8 +239,11 @@ class Llama(nn.Module):
             if ".linear_attn." in name and parameter.ndim != 2:
                 parameter.copy_(drawn(name, torch.rand(parameter.shape, generator=generator, device="cpu")))
                 continue
+            if name.endswith((".bias", ".sinks")):
+                parameter.zero_()
+                continue
             if parameter.ndim == 1:
-                parameter.fill_(0.0 if name.endswith(".bias") or self.config.family.centred else 1.0)
+                parameter.fill_(0.0 if self.config.family.centred else 1.0)
                 continue
             noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
             ends_branch = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))

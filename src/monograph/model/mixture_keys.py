@@ -62,9 +62,9 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     its, found = family(values["model_type"]), dict[str, Any]()
     if its.experts:
-        # transformers reads the first of these, if a file has both and the family knows both.
-        other = "num_local_experts"
-        number = other if other in its.keys and other in values else "num_experts"
+        # If a file has both of these and the family knows both, transformers reads the one that it has no default for.
+        names = [name for name in ("num_experts", "num_local_experts") if name in its.keys and name in values]
+        number = min(names, key=lambda name: name in its.defaults)
         shared = [key for key in its.keys if key.startswith("shared_expert")]
         for key in (number, "num_experts_per_tok", its.experts, *shared):
             check_whole(key, values[key])
@@ -84,6 +84,8 @@ def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
 def to_hf(config: Any) -> dict[str, Any]:
     """Return the values of keys that a config.json spells otherwise than a `LlamaConfig`."""
     keys, found = config.family.keys, dict[str, Any]()
+    if config.family.expert_bias:
+        found["num_local_experts"] = config.num_experts
     if "use_sliding_window" in keys:
         found["use_sliding_window"] = config.sliding_window is not None
     if "mlp_only_layers" in keys:

@@ -35,7 +35,7 @@ def layer_axes(config: Config, layer: int) -> Axes:
     axes: Axes = {f"{name}.weight": ("hidden_size",) for name in config.family.norms if name}
     axes |= _delta_net(config.family.by_key_head) if config.is_linear(layer) else _attention(config)
     if config.is_mixture(layer):
-        return axes | _mixture(config.family.experts, "shared_expert_intermediate_size" in config.family.keys)
+        return axes | _mixture(config.family)
     return axes | {
         "mlp.gate_proj.weight": ("intermediate_size", "hidden_size"),
         "mlp.up_proj.weight": ("intermediate_size", "hidden_size"),
@@ -43,15 +43,17 @@ def layer_axes(config: Config, layer: int) -> Axes:
     }  # fmt: skip
 
 
-def _mixture(width: str, shared: bool) -> Axes:
+def _mixture(family: Family) -> Axes:
+    width, inner = family.experts, "shared_expert_intermediate_size"
     axes: Axes = {
         "mlp.gate.weight": ("num_experts", "hidden_size"),
         "mlp.experts.gate_proj.weight": ("num_experts", width, "hidden_size"),
         "mlp.experts.up_proj.weight": ("num_experts", width, "hidden_size"),
         "mlp.experts.down_proj.weight": ("num_experts", "hidden_size", width),
     }
-    if shared:
-        inner = "shared_expert_intermediate_size"
+    if family.expert_bias:
+        axes |= {name.replace(".weight", ".bias"): sizes[:-1] for name, sizes in axes.items()}
+    if inner in family.keys:
         axes |= {
             "mlp.shared_expert.gate_proj.weight": (inner, "hidden_size"),
             "mlp.shared_expert.up_proj.weight": (inner, "hidden_size"),
@@ -77,6 +79,8 @@ def _attention(config: Config) -> Axes:
         of_all = config.family.qk_norm == "all"
         axes["self_attn.q_norm.weight"] = (query if of_all else "head_dim",)
         axes["self_attn.k_norm.weight"] = (key_value if of_all else "head_dim",)
+    if config.family.sinks:
+        axes["self_attn.sinks"] = ("num_attention_heads",)
     return axes
 
 
@@ -150,9 +154,9 @@ def multiplied(config: Config) -> list[tuple[int, ...]]:
 
 def _matrices(config: Config, layer: int, most: int | None) -> list[tuple[int, ...]]:
     found = list[tuple[int, ...]]()
-    for shape in layer_shapes(config, layer).values():
+    for name, shape in layer_shapes(config, layer).items():
         stacks = 1 if len(shape) == 2 else most or shape[0]
-        found += [shape[-2:]] * stacks if len(shape) > 1 else []
+        found += [shape[-2:]] * stacks if len(shape) > 1 and not name.endswith(".bias") else []
     return found
 
 

@@ -215,6 +215,16 @@ def _yarn(rope: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
-def to_hf(scaling: Scaling) -> dict[str, Any]:
-    """Return the value of `rope_scaling` for a config.json."""
-    return {"rope_type": next(name for name, kind in _KINDS.items() if type(scaling) is kind), **asdict(scaling)}
+def to_hf(config: Any) -> dict[str, Any]:
+    """Return the keys of a config.json that say a LlamaConfig's rotary positions."""
+    theta, scaling, found = config.rope_theta, config.rope_scaling, dict[str, Any]()
+    if scaling is not None:
+        kind = next(name for name, kind in _KINDS.items() if type(scaling) is kind)
+        found["rope_scaling"] = {"rope_type": kind, **asdict(scaling)}
+    elif "rope_parameters" in config.family.defaults:  # which would count without them
+        found["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
+    if "rope_local_theta" in config.family.keys:
+        local = config.rope_local_theta or theta
+        of_local = {"rope_type": "default", "rope_theta": local}
+        found |= {"rope_parameters": {FULL: {"rope_theta": theta}, SLIDING: of_local}, "rope_local_base_freq": local}
+    return found

@@ -1,7 +1,6 @@
 """Compute grouped-query scaled dot-product attention, by the plain equation or by fused kernels.
 
 Over a key-value cache the bits of the result do not depend on how much of the cache is read (`cached_attention`).
-`time_kernels` and `fastest` find torch's fastest kernel for causal attention on a GPU, by timing a run's own shapes.
 
 Shape suffixes: B batch, H query heads, K key-value heads (H is a multiple of K), G = H / K, T queries, S keys, D head
 dimension, Q queries in a block, R keys that they may see, N = B K, M = G Q.
@@ -9,23 +8,20 @@ dimension, Q queries in a block, R keys that they may see, N = B K, M = G Q.
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
-
-from monograph.device import clock, synchronize
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
 BLOCK = 128  # slots
 LEAST_BLOCK = 16
 # On the CPUs that were measured a row of a product has the same bits whatever the number of rows, from so many on
 # (docs/log.md).
 SAME_ROWS = 4
+MORE = 8  # channels beside those of a head, for its sink: fused kernels want a multiple of 8
 
 
 def cached_attention(
@@ -35,6 +31,7 @@ def cached_attention(
     positions_BT: Tensor,
     window: int | None = None,
     least: int = 1,
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax attention of queries at given positions to the slots up to their own positions.
 
@@ -54,6 +51,7 @@ def cached_attention(
         window: number of positions that a query sees, its own the last of them; None: all up to its own.
         least: if M is smaller, products are computed several times. With SAME_ROWS a step of decoding has the bits of a
             pass over the whole text; it takes a tenth more time or two.
+        sink_H: see `attention`.
 
     Returns:
         [B, H, T, E] in the dtype of the query; scores, softmax and sums are fp32 or wider.
@@ -65,11 +63,16 @@ def cached_attention(
     seen_NB1MC = distances_NB1MC >= 0
     if window is not None:
         seen_NB1MC &= distances_NB1MC < window
-    return _over_blocks(query_BHTE, keys_NBKCE, values_NBKCE, seen_NB1MC, least)
+    return _over_blocks(query_BHTE, keys_NBKCE, values_NBKCE, seen_NB1MC, sink_H, least)
 
 
 def _over_blocks(
-    query_BHTE: Tensor, keys_NBKCE: Tensor, values_NBKCE: Tensor, seen_NB1MC: Tensor, least: int = 1
+    query_BHTE: Tensor,
+    keys_NBKCE: Tensor,
+    values_NBKCE: Tensor,
+    seen_NB1MC: Tensor,
+    sink_H: Tensor | None,
+    least: int = 1,
 ) -> Tensor:
     key_heads, head_dim = keys_NBKCE.shape[2], keys_NBKCE.shape[-1]
     groups = query_BHTE.shape[1] // key_heads
@@ -77,10 +80,21 @@ def _over_blocks(
     query_BKME = query_BHTE.unflatten(1, (key_heads, groups)).flatten(2, 3)
     scores_NBKMC = _product(query_BKME, keys_NBKCE.transpose(-1, -2), wide, least) * head_dim**-0.5
     scores_NBKMC = scores_NBKMC.masked_fill(~seen_NB1MC, -torch.inf)
-    weights_NBKMC = (scores_NBKMC - scores_NBKMC.amax(dim=(0, -1), keepdim=True)).exp()
+    largest_1BKM1 = scores_NBKMC.amax(dim=(0, -1), keepdim=True)
+    if sink_H is not None:
+        sink_KM1 = _for_queries(sink_H.to(wide), key_heads, query_BHTE.shape[2])
+        largest_1BKM1 = largest_1BKM1.maximum(sink_KM1)
+    weights_NBKMC = (scores_NBKMC - largest_1BKM1).exp()
     total_BKM1 = _halved(weights_NBKMC.sum(-1, keepdim=True))
+    if sink_H is not None:
+        total_BKM1 = total_BKM1 + (sink_KM1 - largest_1BKM1[0]).exp()
     mixed_BKME = _halved(_product(weights_NBKMC.to(values_NBKCE.dtype), values_NBKCE, wide, least)) / total_BKM1
     return mixed_BKME.to(query_BHTE.dtype).unflatten(2, (groups, -1)).flatten(1, 2)
+
+
+def _for_queries(sink_H: Tensor, key_heads: int, queries: int) -> Tensor:
+    """Return each query's sink, [K, M, 1]."""
+    return sink_H.view(key_heads, -1, 1, 1).expand(-1, -1, queries, -1).flatten(1, 2)
 
 
 def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype, least: int) -> Tensor:
@@ -120,7 +134,13 @@ MOST_KEYS = 1024  # largest number of keys at which "auto" takes "blocks", which
 
 
 def attention(
-    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Mask, impl: Impl = "auto", kernel: Kernel = "torch"
+    query_BHTD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    mask: Mask,
+    impl: Impl = "auto",
+    kernel: Kernel = "torch",
+    sink_H: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax attention in which H / K neighbouring query heads share one key-value head.
 
@@ -149,6 +169,9 @@ def attention(
             on a CPU, where a mask that is not causal needs "sdpa".
         kernel: the torch kernel of "sdpa" if there is no mask: torch's own choice, its choice for "repeated" key-value
             heads, or one by name on a GPU. For a dense mask it is always torch's choice.
+        sink_H: a score of each query head that takes part in every softmax and to which no value belongs, so that a
+            query's probabilities may sum to less than 1 (Xiao et al., arXiv 2309.17453; Miller, "Attention Is Off By
+            One", has a score of 0).
 
     Returns:
         [B, H, T, D] in the dtype of the query.
@@ -160,21 +183,30 @@ def attention(
     if isinstance(mask, BlockMask):
         if impl not in ("auto", "flex"):
             raise ValueError(f"impl={impl!r} reads a boolean tensor or None, not a BlockMask")
-        # Without gradients and for fewer than 128 queries, torch 2.13 would take its kernel for decoding, which reads
-        # these queries with wrong strides, or find none for grouped heads.
-        options: Any = {"FORCE_USE_FLEX_ATTENTION": True}
-        out = flex_attention(query_BHTD, key_BKSD, value_BKSD, block_mask=mask, enable_gqa=True, kernel_options=options)
-        assert isinstance(out, Tensor)  # a tuple only when the log-sum-exp is asked for
-        return out
+        return _flex(query_BHTD, key_BKSD, value_BKSD, mask, sink_H)
     if impl == "flex":
         raise ValueError("impl='flex' reads a BlockMask, not a boolean tensor or None")
     if impl == "reference":
-        return _reference(query_BHTD, key_BKSD, value_BKSD, mask)
+        return _reference(query_BHTD, key_BKSD, value_BKSD, mask, sink_H)
     if impl == "cached":
-        return _as_cached(query_BHTD, key_BKSD, value_BKSD, mask)
+        return _as_cached(query_BHTD, key_BKSD, value_BKSD, mask, sink_H)
     if impl == "blocks" or (impl == "auto" and _blocks_are_faster(query_BHTD, key_BKSD)):
-        return _in_blocks(query_BHTD, key_BKSD, value_BKSD, mask)
-    return _sdpa(query_BHTD, key_BKSD, value_BKSD, mask, kernel)
+        return _in_blocks(query_BHTD, key_BKSD, value_BKSD, mask, sink_H)
+    return _sdpa(query_BHTD, key_BKSD, value_BKSD, mask, kernel, sink_H)
+
+
+def _flex(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: BlockMask, sink_H: Tensor | None) -> Tensor:
+    # Without gradients and for fewer than 128 queries, torch 2.13 would take its kernel for decoding, which reads these
+    # queries with wrong strides, or find none for grouped heads.
+    options: Any = {"FORCE_USE_FLEX_ATTENTION": True}
+    heads = query_BHTD, key_BKSD, value_BKSD
+    aux = None if sink_H is None else AuxRequest(lse=True)
+    found: Any = flex_attention(*heads, block_mask=mask, enable_gqa=True, kernel_options=options, return_aux=aux)
+    if sink_H is None:
+        return found  # type: ignore[no-any-return]
+    # exp(lse) / (exp(lse) + exp(sink)) is the share of the probabilities that the keys keep.
+    share_BHT = (found[1].lse - sink_H[:, None]).sigmoid()
+    return (found[0] * share_BHT[..., None]).to(query_BHTD.dtype)
 
 
 def block_of(slots: int) -> int:
@@ -182,7 +214,9 @@ def block_of(slots: int) -> int:
     return min(BLOCK, max(LEAST_BLOCK, 1 << (slots - 1).bit_length()))
 
 
-def _as_cached(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None) -> Tensor:
+def _as_cached(
+    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None, sink_H: Tensor | None
+) -> Tensor:
     length = key_BKSD.shape[2]
     block = block_of(length)
     blocks = -(-length // block)
@@ -196,10 +230,40 @@ def _as_cached(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: T
     )
     seen_NB1TC = F.pad(mask, (0, blocks * block - length)).unflatten(3, (blocks, block)).movedim(3, 0)
     seen_NB1MC = seen_NB1TC.repeat(1, 1, 1, query_BHTD.shape[1] // key_BKSD.shape[1], 1)
-    return _over_blocks(query_BHTD, keys_NBKCD, values_NBKCD, seen_NB1MC)
+    return _over_blocks(query_BHTD, keys_NBKCD, values_NBKCD, seen_NB1MC, sink_H)
 
 
-def _sdpa(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None, kernel: Kernel) -> Tensor:
+def _sdpa(
+    query_BHTD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    mask: Tensor | None,
+    kernel: Kernel,
+    sink_H: Tensor | None,
+) -> Tensor:
+    if sink_H is None:
+        return _by_torch(query_BHTD, key_BKSD, value_BKSD, mask, kernel)
+    # torch's kernels know no sinks, so one is the score of a further key, the first: it has a channel of its own, in
+    # which queries have the sink, and its value is 0. A further query keeps a causal mask square.
+    head_dim, queries, keys = query_BHTD.shape[-1], query_BHTD.shape[2], key_BKSD.shape[2]
+    scale = head_dim**-0.5
+    query_BHTD, key_BKSD, value_BKSD = (F.pad(x, (0, MORE, 1, 0)) for x in (query_BHTD, key_BKSD, value_BKSD))
+    scaled_HT1 = (sink_H / scale).to(query_BHTD.dtype)[:, None, None].expand(-1, queries, 1)
+    query_BHTD = query_BHTD + F.pad(scaled_HT1, (head_dim, MORE - 1, 1, 0))
+    key_BKSD = key_BKSD + F.pad(key_BKSD.new_ones(1, 1), (head_dim, MORE - 1, 0, keys))
+    if mask is not None:
+        mask = F.pad(mask.expand(*mask.shape[:-2], queries, keys), (1, 0, 1, 0), value=True)
+    return _by_torch(query_BHTD, key_BKSD, value_BKSD, mask, kernel, scale)[:, :, 1:, :head_dim]
+
+
+def _by_torch(
+    query_BHTD: Tensor,
+    key_BKSD: Tensor,
+    value_BKSD: Tensor,
+    mask: Tensor | None,
+    kernel: Kernel,
+    scale: float | None = None,
+) -> Tensor:
     own_keys = query_BHTD.is_cuda and (mask is not None or not _flash_reads(query_BHTD))
     if own_keys or kernel in ("efficient", "repeated"):
         # The only fused kernel that every card has for a dense mask, for fp32, and before sm_80 (memory-efficient)
@@ -207,10 +271,12 @@ def _sdpa(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor
         key_BKSD, value_BKSD = (_expand(heads, query_BHTD.shape[1]) for heads in (key_BKSD, value_BKSD))
     if kernel in ("torch", "repeated") or mask is not None:
         return F.scaled_dot_product_attention(
-            query_BHTD, key_BKSD, value_BKSD, attn_mask=mask, is_causal=mask is None, enable_gqa=True
+            query_BHTD, key_BKSD, value_BKSD, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
     with sdpa_kernel(_BACKENDS[kernel]):
-        out = F.scaled_dot_product_attention(query_BHTD, key_BKSD, value_BKSD, is_causal=True, enable_gqa=True)
+        out = F.scaled_dot_product_attention(
+            query_BHTD, key_BKSD, value_BKSD, is_causal=True, scale=scale, enable_gqa=True
+        )
     return out
 
 
@@ -223,7 +289,9 @@ def _blocks_are_faster(query_BHTD: Tensor, key_BKSD: Tensor) -> bool:
     return on_cpu and query_BHTD.dtype == torch.bfloat16 and key_BKSD.shape[2] <= MOST_KEYS
 
 
-def _in_blocks(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None) -> Tensor:
+def _in_blocks(
+    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None, sink_H: Tensor | None
+) -> Tensor:
     (rows, key_heads), length = key_BKSD.shape[:2], query_BHTD.shape[2]
     if mask is None:
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query_BHTD.device).tril()
@@ -243,7 +311,11 @@ def _in_blocks(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: T
         scores_NMR = torch.baddbmm(bias_NMR, query_NMD, key_NSD[:, :end].transpose(-1, -2))
         scores_NMR = scores_NMR.to(torch.promote_types(scores_NMR.dtype, torch.float32))
         sees_nothing_NM1 = scores_NMR.detach().amax(dim=-1, keepdim=True) <= unseen / 2
-        out_NMD = scores_NMR.softmax(dim=-1).to(value_NSD.dtype) @ value_NSD[:, :end]
+        if sink_H is not None:
+            sink_KM1 = _for_queries(sink_H.to(scores_NMR), key_heads, end - begin)
+            scores_NMR = torch.cat([scores_NMR, sink_KM1.repeat(rows, 1, 1)], dim=-1)
+        weights_NMR = scores_NMR.softmax(dim=-1)[..., :end]
+        out_NMD = weights_NMR.to(value_NSD.dtype) @ value_NSD[:, :end]
         outs.append(torch.where(sees_nothing_NM1, 0.0, out_NMD).unflatten(1, (-1, end - begin)))
     return torch.cat(outs, dim=2).unflatten(0, (rows, -1)).flatten(1, 2)
 
@@ -253,7 +325,9 @@ def _expand(heads_BKSD: Tensor, query_heads: int) -> Tensor:
     return heads_BKSD if groups == 1 else heads_BKSD.repeat_interleave(groups, dim=1)
 
 
-def _reference(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None) -> Tensor:
+def _reference(
+    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None, sink_H: Tensor | None
+) -> Tensor:
     wide = torch.float64 if query_BHTD.dtype == torch.float64 else torch.float32
     key_BHSD, value_BHSD = (_expand(heads.to(wide), query_BHTD.shape[1]) for heads in (key_BKSD, value_BKSD))
     scores_BHTS = query_BHTD.to(wide) @ key_BHSD.transpose(-1, -2) / query_BHTD.shape[-1] ** 0.5
@@ -262,91 +336,7 @@ def _reference(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: T
     # The lowest finite number instead of -inf keeps the softmax of a row that sees nothing finite, for `where` to make
     # it zero; in every other row exp(lowest - max) is exactly zero.
     scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(wide).min)
-    probabilities_BHTS = torch.where(mask, scores_BHTS.softmax(dim=-1), 0.0)
+    if sink_H is not None:
+        scores_BHTS = torch.cat([scores_BHTS, sink_H.to(wide)[:, None, None].expand(*scores_BHTS.shape[:-1], 1)], -1)
+    probabilities_BHTS = torch.where(mask, scores_BHTS.softmax(dim=-1)[..., : key_BKSD.shape[2]], 0.0)
     return (probabilities_BHTS @ value_BHSD).to(query_BHTD.dtype)
-
-
-# torch's unfused kernel is left out: it keeps the scores of all pairs, for which no memory plan has room.
-KERNELS: tuple[Kernel, ...] = ("torch", "cudnn", "flash", "efficient")
-ROUNDS, CALLS = 5, 4
-MARGIN = 1.05  # a kernel must be this many times as fast as torch's own choice, so that noise does not choose
-
-
-def timed(
-    attempt: Callable[[Kernel], object], finish: Callable[[], object], now: Callable[[], float] = clock
-) -> dict[Kernel, float]:
-    """Return the shortest time of a call of `attempt` in seconds, by kernel, without kernels that fail.
-
-    Args:
-        attempt: runs one kernel; raises RuntimeError if it cannot, also if it is out of memory.
-        finish: waits until the work that `attempt` began is done.
-        now: the clock.
-    """
-    able: list[Kernel] = []
-    for kernel in KERNELS:
-        try:
-            attempt(kernel)
-            finish()
-        except RuntimeError:
-            continue
-        able.append(kernel)
-    times = dict.fromkeys(able, float("inf"))
-    for _ in range(ROUNDS):  # kernels take turns, so that other load on the machine affects all alike
-        for kernel in able:
-            began = now()
-            for _ in range(CALLS):
-                attempt(kernel)
-            finish()
-            times[kernel] = min(times[kernel], (now() - began) / CALLS)
-    return times
-
-
-def fastest(times: Mapping[Kernel, float]) -> Kernel:
-    """Return the fastest kernel; "torch" unless another one is faster by MARGIN."""
-    if not times:
-        return "torch"
-    best = min(times, key=times.__getitem__)
-    return best if MARGIN * times[best] <= times.get("torch", float("inf")) else "torch"
-
-
-def compared(times: Mapping[Kernel, float], kernel: Kernel) -> str:
-    """Return a text that names the chosen kernel and the speed of each kernel over torch's choice."""
-    if "torch" not in times:
-        return f"{kernel}, as torch's choice cannot run here"
-    speeds = {name: times["torch"] / seconds for name, seconds in times.items() if name != "torch"}
-    listed = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
-    used = "torch's choice" if kernel == "torch" else kernel
-    return f"{used}; times as fast as torch's choice: {listed or 'no other can run here'}"
-
-
-def time_kernels(
-    batch: int, heads: tuple[int, int], length: int, size: int, dtype: torch.dtype, device: torch.device
-) -> dict[Kernel, float]:
-    """Return the seconds of causal attention, forward and backward, by kernel; empty without memory for its inputs.
-
-    Args:
-        batch: rows, B.
-        heads: H and K.
-        length: T.
-        size: D.
-        dtype: dtype of queries, keys and values.
-        device: the device to time on.
-    """
-    generator = torch.Generator(device).manual_seed(0)  # leaves the run's own random state as it is
-
-    def drawn(heads: int) -> Tensor:
-        return torch.randn(batch, length, heads, size, device=device, dtype=dtype, generator=generator).transpose(1, 2)
-
-    try:
-        query_BHTD, key_BKTD, value_BKTD = (drawn(count).requires_grad_() for count in (heads[0], heads[1], heads[1]))
-        cotangent_BHTD = drawn(heads[0])
-    except torch.OutOfMemoryError:
-        return {}
-
-    def attempt(kernel: Kernel) -> None:
-        out_BHTD = attention(query_BHTD, key_BKTD, value_BKTD, None, "sdpa", kernel)
-        torch.autograd.grad(out_BHTD, (query_BHTD, key_BKTD, value_BKTD), cotangent_BHTD)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns about every kernel that cannot run
-        return timed(attempt, lambda: synchronize(device))

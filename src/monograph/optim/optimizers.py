@@ -246,7 +246,8 @@ def hidden_matrices(module: nn.Module) -> list[str]:
     hidden = inside - embeddings
     experts = [m for m in module.modules() if isinstance(m, ExpertLinear)]
     stacks = {id(p) for m in experts for p in m.parameters(recurse=False)}
-    hidden = {id(p) for p in module.parameters() if id(p) in hidden and (p.ndim == 2 or id(p) in stacks)}
+    biases = {id(m.bias) for m in experts}
+    hidden = {id(p) for p in module.parameters() if id(p) in hidden and (p.ndim == 2 or id(p) in stacks)} - biases
     return [name for name, p in module.named_parameters() if id(p) in hidden and p.requires_grad]
 
 
@@ -266,9 +267,10 @@ def _kinds(parameters: Mapping[str, nn.Parameter], weight_decay: float, groups: 
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
         idle.discard(group.pattern)
         # Gains and biases are not decayed: pulling a gain to zero shrinks activations without regularising them.
-        usual = weight_decay if parameter.ndim >= 2 else 0.0
+        vector = parameter.ndim < 2 or name.endswith(".bias")  # experts' biases are in one tensor
+        usual = 0.0 if vector else weight_decay
         decay = usual if group.weight_decay is None else group.weight_decay
-        kinds[name] = Kind(group.lr, decay, eps=group.eps, vector=parameter.ndim < 2)
+        kinds[name] = Kind(group.lr, decay, eps=group.eps, vector=vector)
     if idle:
         raise UsageError(_matches_none("the optimizer's group", min(idle), parameters))
     return kinds

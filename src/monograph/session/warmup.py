@@ -16,7 +16,8 @@ from monograph.graph.lora import starts_still
 from monograph.graph.precision import Precision
 from monograph.loss import Batch
 from monograph.model.llama import Llama
-from monograph.ops.attention import Kernel, compared, fastest, time_kernels
+from monograph.ops.attention import Kernel
+from monograph.ops.attention_kernels import compared, fastest, time_kernels
 from monograph.planner import StreamCandidate, defaults
 from monograph.planner.streaming import describe_tiers
 from monograph.predict.footprint import Work

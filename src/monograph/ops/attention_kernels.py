@@ -1,0 +1,97 @@
+"""Find torch's fastest kernel for causal attention on a GPU, by timing a run's own shapes."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from monograph.device import clock, synchronize
+from monograph.ops.attention import Kernel, attention
+
+# torch's unfused kernel is left out: it keeps the scores of all pairs, for which no memory plan has room.
+KERNELS: tuple[Kernel, ...] = ("torch", "cudnn", "flash", "efficient")
+ROUNDS, CALLS = 5, 4
+MARGIN = 1.05  # a kernel must be this many times as fast as torch's own choice, so that noise does not choose
+
+
+def timed(
+    attempt: Callable[[Kernel], object], finish: Callable[[], object], now: Callable[[], float] = clock
+) -> dict[Kernel, float]:
+    """Return the shortest time of a call of `attempt` in seconds, by kernel, without kernels that fail.
+
+    Args:
+        attempt: runs one kernel; raises RuntimeError if it cannot, also if it is out of memory.
+        finish: waits until the work that `attempt` began is done.
+        now: the clock.
+    """
+    able: list[Kernel] = []
+    for kernel in KERNELS:
+        try:
+            attempt(kernel)
+            finish()
+        except RuntimeError:
+            continue
+        able.append(kernel)
+    times = dict.fromkeys(able, float("inf"))
+    for _ in range(ROUNDS):  # kernels take turns, so that other load on the machine affects all alike
+        for kernel in able:
+            began = now()
+            for _ in range(CALLS):
+                attempt(kernel)
+            finish()
+            times[kernel] = min(times[kernel], (now() - began) / CALLS)
+    return times
+
+
+def fastest(times: Mapping[Kernel, float]) -> Kernel:
+    """Return the fastest kernel; "torch" unless another one is faster by MARGIN."""
+    if not times:
+        return "torch"
+    best = min(times, key=times.__getitem__)
+    return best if MARGIN * times[best] <= times.get("torch", float("inf")) else "torch"
+
+
+def compared(times: Mapping[Kernel, float], kernel: Kernel) -> str:
+    """Return a text that names the chosen kernel and the speed of each kernel over torch's choice."""
+    if "torch" not in times:
+        return f"{kernel}, as torch's choice cannot run here"
+    speeds = {name: times["torch"] / seconds for name, seconds in times.items() if name != "torch"}
+    listed = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items())
+    used = "torch's choice" if kernel == "torch" else kernel
+    return f"{used}; times as fast as torch's choice: {listed or 'no other can run here'}"
+
+
+def time_kernels(
+    batch: int, heads: tuple[int, int], length: int, size: int, dtype: torch.dtype, device: torch.device
+) -> dict[Kernel, float]:
+    """Return the seconds of causal attention, forward and backward, by kernel; empty without memory for its inputs.
+
+    Args:
+        batch: rows, B.
+        heads: H and K.
+        length: T.
+        size: D.
+        dtype: dtype of queries, keys and values.
+        device: the device to time on.
+    """
+    generator = torch.Generator(device).manual_seed(0)  # leaves the run's own random state as it is
+
+    def drawn(heads: int) -> Tensor:
+        return torch.randn(batch, length, heads, size, device=device, dtype=dtype, generator=generator).transpose(1, 2)
+
+    try:
+        query_BHTD, key_BKTD, value_BKTD = (drawn(count).requires_grad_() for count in (heads[0], heads[1], heads[1]))
+        cotangent_BHTD = drawn(heads[0])
+    except torch.OutOfMemoryError:
+        return {}
+
+    def attempt(kernel: Kernel) -> None:
+        out_BHTD = attention(query_BHTD, key_BKTD, value_BKTD, None, "sdpa", kernel)
+        torch.autograd.grad(out_BHTD, (query_BHTD, key_BKTD, value_BKTD), cotangent_BHTD)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns about every kernel that cannot run
+        return timed(attempt, lambda: synchronize(device))
