@@ -29,11 +29,11 @@ import monograph as mono
 from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
 from monograph.model.families import FAMILIES
+from monograph.model.fused import fused
 from monograph.model.hub import load_model, save_model
 from monograph.model.joined import joined
 from monograph.model.rope import cos_sin
 from monograph.model.scaling import FULL, SLIDING, LinearScaling, Llama3Scaling, Scaling, YarnScaling
-from monograph.model.stacked import fused
 
 ROWS, LENGTH, CONFIGS, GOAL = 2, 48, 40, 1e-5
 MARGIN = 1e-5  # of probabilities, so that rounding chooses no other expert
