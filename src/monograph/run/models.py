@@ -25,7 +25,7 @@ from monograph.model.vocabulary import extend
 from monograph.run import recorded_state
 from monograph.run.base import compared, digest, extended, require_base, require_base_of, tokenizer_of
 from monograph.run.folder import Run
-from monograph.run.recipe import Recipe, from_file, is_weight_file, lora_of, require_same_file, run_named
+from monograph.run.recipe import Recipe, from_file, is_weight_file, left_out_of, lora_of, require_same_file, run_named
 from monograph.storage.reading import contents, exists
 from monograph.terminal import shell_words
 from monograph.text import tokenizer_config
@@ -105,6 +105,8 @@ def load_to_export(
     """
     run = run_named(folder)
     if run is None:
+        if names := left_out_of(str(folder)):
+            warn(f"{folder}: only the text model is written: {names} are left out")
         return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder)), None
     checkpoint = recorded_state.newest(run, warn)
     (model, base), recipe = _of_run(run, checkpoint, None), Recipe.recorded(checkpoint.state["recipe"], run)

@@ -145,9 +145,9 @@ def shape_in(folder: str) -> LlamaConfig | None:
     return hub.read_config(folder) if _is_model_folder(folder) else None
 
 
-def left_out_of(folder: str) -> list[str]:
-    """Return how the names of those tensors of a Hugging Face folder begin that no text model has."""
-    return hub.left_out(folder) if _is_model_folder(folder) else []
+def left_out_of(folder: str) -> str:
+    """Return which tensors of a Hugging Face folder are left out, as no text model has them, such as "a.*, b.*"."""
+    return ", ".join(f"{name}*" for name in hub.left_out(folder)) if _is_model_folder(folder) else ""
 
 
 def _is_model_folder(name: str) -> bool:

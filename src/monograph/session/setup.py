@@ -133,7 +133,7 @@ def open_session(
     if rate := getattr(_shape(built.model), "attention_dropout", 0):
         progress.line("note", f"attention_dropout = {rate} stays in config.json; nothing is dropped in training here")
     if built.plan.recipe.init and (names := left_out_of(built.plan.recipe.init)):
-        progress.line("note", f"only the text model is trained: {', '.join(f'{name}*' for name in names)} are left out")
+        progress.line("note", f"only the text model is trained: {names} are left out")
     engine = make_engine(built, device, world)
     seed_all(built.plan.seed)
     return Session(run, built.plan, text, engine, reward=reward, world=world)
