@@ -51,7 +51,7 @@ class Family(NamedTuple):
         fused_experts: how files hold all experts' matrices of a layer in two tensors, gate and up in one: "halves",
             one's rows above the other's; "columns", transposed, and theirs in turns. "": each expert's are apart.
         expert_bias: whether the projections of experts and the router have biases.
-        clamped: whether gate and up are combined as in gpt-oss (`monograph.model.layers.gating`).
+        clamped: whether gate and up are combined in gpt-oss' way (`monograph.model.layers.gating`).
         sinks: whether each head's attention has a sink (`monograph.ops.attention`).
         by_key_head: whether a delta net has one projection for queries, keys, values and gates, and one for the two
             numbers of each value head, each ordered by key heads.

@@ -186,21 +186,22 @@ class Attention(nn.Module):
 
 
 ACTIVATIONS: dict[str, Any] = {"silu": F.silu, "gelu_pytorch_tanh": functools.partial(F.gelu, approximate="tanh")}
-STEEPNESS, LIMIT = 1.702, 7.0  # of gpt-oss, see `gating`
+STEEPNESS, LIMIT = 1.702, 7.0  # of gpt-oss
 
 
 def gating(family: Family) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return what combines the two projections of a gated layer: act(gate) * up, or gpt-oss' way.
+    """Return what combines the two projections of a gated layer, gate and up: act(gate) * up, or gpt-oss' way."""
+    return _clamped if family.clamped else functools.partial(_gated, ACTIVATIONS[family.activation[1]])
 
-    g = min(gate, 7),   u = max(-7, min(up, 7)),   result = g sigmoid(1.702 g) (u + 1)
-    """
-    act = ACTIVATIONS[family.activation[1]]
 
-    def clamped(gate: Tensor, up: Tensor) -> Tensor:
-        gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
-        return (up + 1) * (gate * (gate * STEEPNESS).sigmoid())
+def _gated(act: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor) -> Tensor:
+    return act(gate) * up
 
-    return clamped if family.clamped else lambda gate, up: act(gate) * up
+
+def _clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """Return g sigmoid(1.702 g) (u + 1) with g = min(gate, 7) and u = max(-7, min(up, 7))."""
+    gate, up = gate.clamp(max=LIMIT), up.clamp(-LIMIT, LIMIT)
+    return (up + 1) * (gate * (gate * STEEPNESS).sigmoid())
 
 
 class MLP(nn.Module):
