@@ -16,6 +16,7 @@ import itertools
 import random
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ from monograph.model.fused import fused
 from monograph.model.hub import load_model, save_model
 from monograph.model.joined import joined
 from monograph.model.rope import cos_sin
-from monograph.model.scaling import FULL, SLIDING, LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from monograph.model.scaling import FULL, LONG, SLIDING, LinearScaling, Llama3Scaling, LongScaling, Scaling, YarnScaling
 
 ROWS, LENGTH, CONFIGS, GOAL = 2, 48, 40, 1e-5
 MARGIN = 1e-5  # of probabilities, so that rounding chooses no other expert
@@ -101,7 +102,9 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         sizes = {"linear_conv_kernel_dim": [1, 2, 4], "linear_key_head_dim": [8, 17], "linear_value_head_dim": [8, 12]}
         numbers |= {name: draw.choice(values) for name, values in sizes.items()}
         numbers |= {"linear_num_key_heads": key_value, "linear_num_value_heads": key_value * group}
-    experts, whole = draw.randint(1, 9), FAMILIES[family].whole_heads
+    experts, longs = draw.randint(1, 9), LONG in FAMILIES[family].scalings
+    whole = longs or FAMILIES[family].whole_heads
+    part = (width - 2) / width if longs else part
     of_experts = {
         "num_experts": experts, "num_experts_per_tok": draw.randint(1, experts), "norm_topk_prob": draw.random() < 0.5,
         "moe_intermediate_size": draw.randint(3, 40), "shared_expert_intermediate_size": draw.randint(3, 40),
@@ -111,7 +114,7 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
     numbers |= {name: value for name, value in of_experts.items() if name in keys}
     if "rope_local_theta" in keys and windowed:
         numbers["rope_local_theta"] = draw.choice([1e2, 5e5])
-    return mono.LlamaConfig(
+    config = mono.LlamaConfig(
         model_type=family,
         vocab_size=draw.randint(17, 80),
         hidden_size=key_value * group * width,
@@ -123,7 +126,7 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         max_position_embeddings=64,
         rms_norm_eps=draw.choice([1e-6, 1e-5]),
         rope_theta=draw.choice([1e4, 5e5]),
-        rope_scaling=draw.choice(scalings) if FAMILIES[family].scales else None,
+        rope_scaling=None if longs else draw.choice(scalings),
         tie_word_embeddings=draw.random() < 0.5,
         attention_bias="attention_bias" in keys and draw.random() < 0.5,
         sliding_window=draw.choice([1, 2, 5, 17, LENGTH - 1, LENGTH, 100]) if windowed else None,
@@ -137,6 +140,10 @@ def drawn(family: str, draw: random.Random) -> mono.LlamaConfig:
         initializer_range=0.1 if linear or FAMILIES[family].sinks else 0.3,
         pad_token_id=draw.choice([None, 0, 5]),
     )
+    if not longs or draw.random() < 0.5:
+        return config
+    factors = tuple(draw.uniform(1, 4) for _ in range(config.rotary_dim // 2))
+    return replace(config, rope_scaling=LongScaling(factors, factors, draw.choice([1.0, 1.2]), 64, 128))
 
 
 def compared(config: mono.LlamaConfig, seed: int) -> dict[str, Any]:

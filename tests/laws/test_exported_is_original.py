@@ -20,7 +20,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.gguf import BLOCK, FILE, save_gguf
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
-from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, YarnScaling
+from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import BOS, EOS, PAD, Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
@@ -50,7 +50,10 @@ SHAPES = {
         "num_hidden_layers": 4, "sliding_window": 8, "layer_types": (SLIDING, SLIDING, SLIDING, FULL),
         "rope_scaling": YarnScaling(4.0, YarnScaling.usual_attention_factor(4.0), 16),
     },
-    "phi3": {"partial_rotary_factor": 0.75, "sliding_window": 256, "rms_norm_eps": 1e-6},
+    "phi3": {
+        "partial_rotary_factor": 0.75, "sliding_window": 1024, "rms_norm_eps": 1e-6,
+        "rope_scaling": LongScaling((1.0, 1.5, 2.0, 2.5, 3.0, 3.5), (2.0,) * 6, 1.19, 256, 1024),
+    },
     "gemma3_text": {
         "num_hidden_layers": 6, "sliding_window": 8, "layer_types": (*(SLIDING,) * 5, FULL), "rope_theta": 1e6,
         "rope_local_theta": 1e4, "rope_scaling": LinearScaling(2.0), "tie_word_embeddings": True,

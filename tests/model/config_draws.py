@@ -42,6 +42,8 @@ def keys_that_count(draw, vocabulary: int, family: str = "") -> dict[str, list]:
     tables = [_rope(draw), _rope(draw)]
     if family in ("olmo3", "gemma3_text"):
         tables = [{FULL: _rope(draw)}, {FULL: _rope(draw), SLIDING: {"rope_type": "default", "rope_theta": 1e3}}]
+    if family == "phi3":
+        tables = [_long_rope(draw), _long_rope(draw)]
     kinds = [draw.choice([FULL, LINEAR if family in HYBRID else SLIDING]) for _ in range(layers)]
     return {
         "num_hidden_layers": [layers],
@@ -63,7 +65,7 @@ def keys_that_count(draw, vocabulary: int, family: str = "") -> dict[str, list]:
         "no_rope_layers": [None, [draw.choice([0, 1]) for _ in range(layers + 1)], [1] * layers],
         "no_rope_layer_interval": [1, 2, 4],
         "rope_theta": [1e2, 1e4, 5e5, 10_000],
-        "rope_scaling": [None, {}, _rope(draw), _rope(draw)],
+        "rope_scaling": [None, {}, *(tables if family == "phi3" else [_rope(draw), _rope(draw)])],
         "rope_parameters": [None, {}, *tables],
         "embedding_multiplier": [1.0, 12, 0.5],
         "residual_multiplier": [1, 0.22],
@@ -119,6 +121,14 @@ def _rope(draw) -> dict:
     wanted = {"factor", "low_freq_factor", "high_freq_factor"} if kind != "default" else set()
     table = {key: value for key, value in table.items() if key in wanted or draw.random() < 0.3}
     return {draw.choice(["rope_type", "rope_type", "type"]): kind, **table}
+
+
+def _long_rope(draw) -> dict:
+    pairs = draw.choice([4, 4, 4, 2])
+    table = {f"{name}_factor": [draw.choice([1.0, 1.5, 2, 4.0]) for _ in range(pairs)] for name in ("short", "long")}
+    others = {"attention_factor": draw.choice([None, 1.2]), "factor": draw.choice([None, 4.0])}
+    table |= {key: value for key, value in others.items() if draw.random() < 0.3}
+    return {draw.choice(["rope_type", "type"]): draw.choice(["longrope", "longrope", "su", "yarn", "linear"]), **table}
 
 
 def drawn(family: str, draw) -> dict:

@@ -9,7 +9,7 @@ from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
 from monograph.model.fused import fused
 from monograph.model.joined import joined
-from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, YarnScaling
+from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 
 
 def in_files(named, config):
@@ -59,7 +59,10 @@ MIXED = {
         "sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "rope_scaling": SCALINGS[3],
         "rope_local_theta": 1e3,
     },
-    "phi3": {"sliding_window": 5, "partial_rotary_factor": 0.67, "tie_word_embeddings": True},
+    "phi3": {
+        "sliding_window": 5, "partial_rotary_factor": 0.75, "tie_word_embeddings": True, "head_dim": 8,
+        "rope_scaling": LongScaling((1.0, 1.5, 2.0), (2.0, 3.0, 4.0), 1.2, 64, 1024),
+    },
     "gemma3_text": {
         "sliding_window": 5, "layer_types": (SLIDING, FULL, SLIDING), "rope_scaling": SCALINGS[1],
         "rope_local_theta": 1e4, "query_pre_attn_scalar": 5, "tie_word_embeddings": True, "pad_token_id": 0,

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
@@ -15,7 +17,7 @@ from monograph.model.families import FAMILIES
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
 from monograph.model.parameters import shapes
-from monograph.model.scaling import FULL, LINEAR, SLIDING
+from monograph.model.scaling import FULL, LINEAR, LONG, SLIDING, LongScaling
 from numerics import relative_error
 from reference import llama as reference
 
@@ -35,7 +37,8 @@ def configs(draw, family, least=2):
     kinds = st.lists(st.sampled_from([FULL, LINEAR if linear else SLIDING]), min_size=layers, max_size=layers)
     sizes = {"linear_conv_kernel_dim": draw(st.integers(1, 5)), "linear_key_head_dim": draw(st.sampled_from([4, 7]))}
     sizes |= {"linear_num_key_heads": key_value, "linear_num_value_heads": key_value * group}
-    experts, whole = draw(st.integers(1, 6)) if "num_experts" in keys else 0, FAMILIES[family].whole_heads
+    experts, longs = draw(st.integers(1, 6)) if "num_experts" in keys else 0, LONG in FAMILIES[family].scalings
+    whole = longs or FAMILIES[family].whole_heads
     mixed = {
         "num_experts": st.just(experts), "num_experts_per_tok": st.integers(1, max(experts, 1)),
         "norm_topk_prob": st.booleans(), "moe_intermediate_size": st.integers(1, 20),
@@ -43,10 +46,10 @@ def configs(draw, family, least=2):
         "mlp_only_layers": st.sampled_from([(), (0,), (1, 2)]), "clip_qkv": st.sampled_from([None, 0.5]),
     }  # fmt: skip
     unit = key_value * group * (1 + whole)  # heads that fill the width must be even
-    return LlamaConfig(
+    config = LlamaConfig(
         model_type=family,
         vocab_size=draw(st.integers(3, 50)),
-        hidden_size=unit * max(draw(st.integers(2, 6)), -(-least // unit)),
+        hidden_size=unit * (1 + longs) * max(draw(st.integers(2, 6)), -(-least // unit)),
         intermediate_size=draw(st.integers(5, 40)),
         num_hidden_layers=layers,
         num_attention_heads=key_value * group,
@@ -54,7 +57,7 @@ def configs(draw, family, least=2):
         head_dim=0 if whole else draw(st.sampled_from([4, 6, 16])),
         rms_norm_eps=draw(st.sampled_from([1e-6, 1e-5])),
         rope_theta=draw(st.sampled_from([1e4, 5e5])),
-        rope_scaling=draw(st.sampled_from(SCALINGS)) if FAMILIES[family].scales else None,
+        rope_scaling=None if longs else draw(st.sampled_from(SCALINGS)),
         tie_word_embeddings=draw(st.booleans()),
         attention_bias="attention_bias" in keys and draw(st.booleans()),
         sliding_window=draw(st.sampled_from([1, 2, 5, 39, 40, 100])) if windowed else None,
@@ -64,12 +67,18 @@ def configs(draw, family, least=2):
         **{name: draw(st.sampled_from(values)) for name, values in MULTIPLIERS.items() if name in keys},
         **{name: draw(values) for name, values in mixed.items() if name in keys},
         query_pre_attn_scalar=draw(st.sampled_from([0, 5])) if "query_pre_attn_scalar" in keys else 0,
-        partial_rotary_factor=draw(st.sampled_from([1.0, 0.67])) if "partial_rotary_factor" in keys else 1.0,
+        partial_rotary_factor=draw(st.sampled_from([1.0, 0.5 if longs else 0.67]))
+        if "partial_rotary_factor" in keys
+        else 1.0,
         rope_local_theta=draw(st.sampled_from([1e2, 5e5])) if windowed and "rope_local_theta" in keys else None,
         initializer_range=0.1 if linear else 0.3,  # as in benchmarks/families.py
         attention_dropout=draw(st.sampled_from([0.0, 0.1])),
         pad_token_id=draw(st.sampled_from([None, 0, 2, -1])),
     )
+    if not longs or draw(st.booleans()):
+        return config
+    factors = tuple(draw(st.lists(st.floats(1, 4), min_size=config.rotary_dim // 2, max_size=config.rotary_dim // 2)))
+    return replace(config, rope_scaling=LongScaling(factors, factors, draw(st.sampled_from([1.0, 1.2])), 2048, 4096))
 
 
 def _model(config, seed=0):

@@ -189,10 +189,16 @@ def _frequency(pair, size, theta, scaling):
     frequency = theta ** (-2 * pair / size)
     if scaling is None:
         return frequency
+    if hasattr(scaling, "short_factor"):
+        return frequency / torch.tensor(scaling.short_factor[pair]).item()  # rounded to fp32, as elsewhere
     if hasattr(scaling, "beta_fast"):
         return _yarn(frequency, pair, size, theta, scaling)
     if not hasattr(scaling, "low_freq_factor"):
         return frequency / scaling.factor
+    return _llama3(frequency, scaling)
+
+
+def _llama3(frequency, scaling):
     turns = scaling.original_max_position_embeddings * frequency / (2 * math.pi)  # in the context of pre-training
     if turns > scaling.high_freq_factor:
         return frequency

@@ -168,11 +168,14 @@ class LlamaConfig:
             )
         # Where layers with a window have a table of their own, transformers looks for `truncate` beside both.
         widened = self.family.local_theta is not None and not getattr(self.rope_scaling, "truncate", True)
-        if self.rope_scaling is not None and (widened or not self.family.scales):
+        known = self.rope_scaling is None or scaling.kind_of(self.rope_scaling) in self.family.scalings
+        if not known or widened:
             shown = "rope_scaling.truncate = false" if widened else "rope_scaling"
             raise InputRefused(f"{shown} is not supported with model_type = {self.model_type!r}")
         if isinstance(self.rope_scaling, scaling.YarnScaling) and self.rope_theta <= 1:
             raise InputRefused(f"rope_theta = {self.rope_theta}: expected a number above 1 with yarn's rope_scaling")
+        if isinstance(self.rope_scaling, scaling.LongScaling):
+            self.rope_scaling.check_pairs(self.rotary_dim // 2)
 
     def _check_windows(self) -> None:
         for name in sorted(families.OF_SOME):
@@ -299,7 +302,9 @@ class LlamaConfig:
             check_whole(key, sizes[key])
         if isinstance(values.get("eos_token_id"), list):
             sizes["eos_token_id"] = tuple(values["eos_token_id"])
-        rope = scaling.from_hf(values, model_family.local_theta, model_family.keys)
+        rope = scaling.from_hf(values, model_family.local_theta, model_family.keys, model_family.scalings)
+        if isinstance(rope.scaling, scaling.LongScaling):
+            sizes["max_position_embeddings"] = rope.scaling.longest
         sizes["rope_theta"], sizes["rope_scaling"], sizes["rope_local_theta"], sizes["partial_rotary_factor"] = rope
         sizes["sliding_window"], sizes["layer_types"] = layer_kinds.windows_from_hf(values)
         sizes["no_rope_layers"] = layer_kinds.rotations_from_hf(values)

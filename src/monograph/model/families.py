@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
-from monograph.model.scaling import LINEAR, SLIDING
+from monograph.model.scaling import LINEAR, LONG, SLIDING
 
 
 class Norms(NamedTuple):
@@ -34,7 +34,7 @@ class Family(NamedTuple):
         qk_norm: whether queries and keys have an RMS norm before the rotation: over each head, or over all of them.
         norms: the norms of the residual branches.
         joined: layers of a block whose files hold several of the decoder's as one, by the file's name.
-        scales: whether its rotary positions may be scaled.
+        scalings: the ways in which its rotary positions may be scaled.
         others: the kind of the layers that are not full attention: with a window, or gated delta nets.
         full_every: where a file has no layer_types, each so many-th layer is full attention, all others are not; 0: all
             layers are alike or, with use_sliding_window, those from max_window_layers on have a window, or those that
@@ -64,7 +64,7 @@ class Family(NamedTuple):
     qk_norm: Literal["", "heads", "all"] = ""
     norms: Norms = Norms()
     joined: Mapping[str, tuple[str, ...]] = {}
-    scales: bool = True
+    scalings: tuple[str, ...] = ("linear", "llama3", "yarn")
     others: str = SLIDING
     full_every: int = 0
     local_theta: float | None = None
@@ -171,14 +171,14 @@ FAMILIES: dict[str, Family] = {
         "Phi3ForCausalLM",
         ("sliding_window", "partial_rotary_factor"),
         {
-            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "bos_token_id": 1, "eos_token_id": 32_000,
-            "pad_token_id": 32_000,
+            "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "original_max_position_embeddings": 4096,
+            "bos_token_id": 1, "eos_token_id": 32_000, "pad_token_id": 32_000,
         },
         joined={
             "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
             "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
         },
-        scales=False,
+        scalings=(LONG,),
     ),
     "granite": Family(
         "GraniteForCausalLM",

@@ -30,7 +30,7 @@ from monograph.model.joined import joined
 from monograph.model.llama import Llama
 from monograph.model.modelfile import modelfile
 from monograph.model.rope import inverse_frequencies
-from monograph.model.scaling import LINEAR, LinearScaling, Llama3Scaling, YarnScaling
+from monograph.model.scaling import LINEAR, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 from monograph.text.tokenizer import Tokenizer
 
 FILE = "model.gguf"
@@ -185,9 +185,9 @@ def _check_windows(config: LlamaConfig, instead: str) -> None:
     window, every, layers = config.sliding_window, config.family.full_every, range(config.num_hidden_layers)
     if window is None:
         return
-    if not every and window < config.max_position_embeddings:
+    if not every and window < _context(config):
         raise InputRefused(
-            f"sliding_window = {window} is below max_position_embeddings = {config.max_position_embeddings}, and "
+            f"sliding_window = {window} is below max_position_embeddings = {_context(config)}, and "
             f"llama.cpp computes no window for a {config.model_type}{instead}"
         )
     # However long the window is, layers with one have a base of their own.
@@ -200,8 +200,13 @@ def _check_windows(config: LlamaConfig, instead: str) -> None:
         )
 
 
+def _context(config: LlamaConfig) -> int:
+    """Return the length of the longest text that llama.cpp shall compute, which may be too long here."""
+    return getattr(config.rope_scaling, "max_position_embeddings", config.max_position_embeddings)
+
+
 def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
-    writer.add_context_length(config.max_position_embeddings)
+    writer.add_context_length(_context(config))
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.num_hidden_layers)
     writer.add_feed_forward_length(config.intermediate_size)
@@ -220,6 +225,9 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
         writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
         writer.add_rope_scaling_factor(config.rope_scaling.factor)
         writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
+    if isinstance(config.rope_scaling, LongScaling):
+        writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
+        writer.add_rope_scaling_attn_factors(config.rope_scaling.attention_factor)
     if config.family.full_every and config.sliding_window is not None:
         writer.add_sliding_window(config.sliding_window)
     if config.family.others == LINEAR:
@@ -236,9 +244,8 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
 def _tensors(model: Llama) -> Iterator[Plain]:
     """Yield every tensor once, with llama.cpp's name, in the order of the file; they are not converted yet."""
     config = model.config
-    if isinstance(config.rope_scaling, Llama3Scaling):
-        divisors = _rope_divisors(config)
-        yield Plain("rope_freqs.weight", divisors, lambda: divisors)
+    for name, divisors in _rope_divisors(config).items():
+        yield Plain(name, divisors, divisors.clone)
     its_own = config.family.others == LINEAR or config.family.sinks
     norms = _NORMS._replace(before_mlp=gguf_linear.POST_NORM) if its_own else _NORMS
     inner_names = _INNER | {own: name for own, name in zip(config.family.norms, norms, strict=True) if own}
@@ -290,11 +297,16 @@ def neighbouring(rows: Tensor, head_dim: int) -> Tensor:
     return rows.unflatten(0, (-1, 2, head_dim // 2)).transpose(1, 2).reshape(rows.shape)
 
 
-def _rope_divisors(config: LlamaConfig) -> Tensor:
-    """Return the divisor of each rotary frequency, [F], the form in which llama.cpp reads Llama 3's scaling."""
+def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
+    """Return the divisors of the rotary frequencies, [F] each, the form in which llama.cpp reads some scalings."""
+    if isinstance(scaling := config.rope_scaling, LongScaling):
+        factors = {"long": scaling.long_factor, "short": scaling.short_factor}
+        return {f"rope_factors_{name}.weight": torch.tensor(each) for name, each in factors.items()}
+    if not isinstance(scaling, Llama3Scaling):
+        return {}
     unscaled = LlamaConfig.from_hf(config.to_hf() | {"rope_scaling": None})
     plain_F, scaled_F = (inverse_frequencies(c, torch.float64, torch.device("cpu")) for c in (unscaled, config))
-    return (plain_F / scaled_F).float()
+    return {"rope_freqs.weight": (plain_F / scaled_F).float()}
 
 
 def _write(gguf: Any, writer: Any, model: Llama, dtype: str) -> None:

@@ -128,7 +128,7 @@ def fresh(model_type: str, layers: int) -> dict[str, Any]:
         "partial_rotary_factor": its.defaults.get("partial_rotary_factor", 1.0),
         "attention_bias": its.defaults.get("attention_bias", False),
     }  # fmt: skip
-    return found if its.scales else found | {"rope_scaling": None}
+    return found if "llama3" in its.scalings else found | {"rope_scaling": None}  # as presets have
 
 
 def layer_count(values: Mapping[str, Any]) -> int:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from monograph.model.config import LlamaConfig
-from monograph.model.scaling import LinearScaling, Llama3Scaling, YarnScaling
+from monograph.model.scaling import LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 from monograph.ops.materialize import materialize
 
 CosSin = tuple[Tensor, Tensor]
@@ -26,7 +26,7 @@ def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.d
     where w < L / high_freq_factor, gets f / factor where w > L / low_freq_factor, and in between
     (1 - s) f / factor + s f with s = (L / w - low_freq_factor) / (high_freq_factor - low_freq_factor); L is the context
     length of pre-training. With `yarn` pair i gets (1 - k[i]) f / factor + k[i] f, where k falls from 1 to 0 between
-    the pairs that turn beta_fast and beta_slow times in that context.
+    the pairs that turn beta_fast and beta_slow times in that context. With `longrope` pair i gets f / short_factor[i].
 
     Args:
         config: head_dim, rope_theta, rope_scaling.
@@ -51,6 +51,8 @@ def inverse_frequencies(config: LlamaConfig, dtype: torch.dtype, device: torch.d
         return frequencies_F / scaling.factor
     if isinstance(scaling, Llama3Scaling):
         return _llama3(frequencies_F, scaling)
+    if isinstance(scaling, LongScaling):
+        return 1.0 / (torch.tensor(scaling.short_factor, device=device).to(dtype) * powers_F)
     kept_F = _kept_by_yarn(scaling, config.rotary_dim, theta).to(exponents_F)
     return 1.0 / (scaling.factor * powers_F) * (1 - kept_F) + frequencies_F * kept_F
 
@@ -100,7 +102,7 @@ def cos_sin(positions_BT: Tensor, config: LlamaConfig, dtype: torch.dtype, local
     angles_B1TF = positions_BT[:, None, :, None].to(dtype) * frequencies_F
     # Fused into each rotation, a power, a cosine and a sine would be computed again for every element that is rotated.
     cos_B1TF, sin_B1TF = angles_B1TF.cos(), angles_B1TF.sin()
-    if isinstance(scaling := config.rope(local)[1], YarnScaling):
+    if isinstance(scaling := config.rope(local)[1], YarnScaling | LongScaling):
         cos_B1TF, sin_B1TF = cos_B1TF * scaling.attention_factor, sin_B1TF * scaling.attention_factor
     return materialize(cos_B1TF), materialize(sin_B1TF)
 

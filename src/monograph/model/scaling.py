@@ -11,6 +11,7 @@ from monograph.errors import InputRefused
 
 LARGEST_SIZE = 2**31 - 1
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+LONG = "longrope"
 
 
 def check_whole(name: str, value: object) -> None:
@@ -117,9 +118,57 @@ class YarnScaling:
         return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
-Scaling = LinearScaling | Llama3Scaling | YarnScaling
+@dataclass(frozen=True)
+class LongScaling:
+    """LongRoPE: each wavelength is stretched by a factor of its own (Ding et al., arXiv 2402.13753).
 
-_KINDS: dict[str, type[Scaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
+    Attributes:
+        short_factor: those for texts up to original_max_position_embeddings, the only ones that are computed here.
+        long_factor: those for longer texts, kept for exports.
+        attention_factor: factor of every cosine and sine.
+        original_max_position_embeddings: context length of pre-training, tokens.
+        max_position_embeddings: longest text with long_factor, tokens, kept for exports.
+    """
+
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    attention_factor: float
+    original_max_position_embeddings: int
+    max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        for name in ("short_factor", "long_factor"):
+            factors = getattr(self, name)
+            if not isinstance(factors, tuple):
+                raise InputRefused(f"rope_scaling.{name} = {factors!r}: expected a list of numbers")
+            for factor in factors:
+                check_number(f"a number of rope_scaling.{name}", factor)
+        check_number("rope_scaling.attention_factor", self.attention_factor)
+        check_whole("original_max_position_embeddings", self.original_max_position_embeddings)
+        check_whole("max_position_embeddings", self.max_position_embeddings)
+
+    def check_pairs(self, pairs: int) -> None:
+        """Raise InputRefused unless there is a factor for each of so many pairs of channels."""
+        for name in ("short_factor", "long_factor"):
+            if (count := len(getattr(self, name))) != pairs:
+                raise InputRefused(f"rope_scaling.{name} has {count} numbers: expected {pairs}, one for each pair")
+
+    @property
+    def longest(self) -> int:
+        """Return the length of the longest text that is computed here."""
+        return min(self.original_max_position_embeddings, self.max_position_embeddings)
+
+
+Scaling = LinearScaling | Llama3Scaling | YarnScaling | LongScaling
+
+_KINDS: dict[str, type[Scaling]] = {
+    "linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling, LONG: LongScaling
+}  # fmt: skip
+
+
+def kind_of(scaling: Scaling) -> str:
+    """Return the rope_type of a scaling."""
+    return next(name for name, kind in _KINDS.items() if type(scaling) is kind)
 
 
 class Rope(NamedTuple):
@@ -135,11 +184,13 @@ class Rope(NamedTuple):
     part: Any = 1.0
 
 
-def from_hf(values: Mapping[str, Any], local_theta: float | None, keys: Collection[str]) -> Rope:
+def from_hf(
+    values: Mapping[str, Any], local_theta: float | None, keys: Collection[str], kinds: Collection[str]
+) -> Rope:
     """Return the rotary positions of a config.json with its family's defaults filled in.
 
     With `local_theta`, the default base in layers with a window, a file has a table for each kind of layer; `keys` are
-    the family's.
+    the family's, and `kinds` those of the scalings that it has.
 
     Raises:
         InputRefused: a kind of scaling that is not supported, or a wrong or missing value.
@@ -150,7 +201,7 @@ def from_hf(values: Mapping[str, Any], local_theta: float | None, keys: Collecti
         if "rope_local_base_freq" in keys:
             local_theta = values.get("rope_local_base_freq", local_theta)
             check_number("rope_local_base_freq", local_theta)
-        return _by_kind(values, local_theta)
+        return _by_kind(values, local_theta, kinds)
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     rope = _table(values, name)
     if nested := [key for key, value in rope.items() if isinstance(value, dict)]:
@@ -158,10 +209,10 @@ def from_hf(values: Mapping[str, Any], local_theta: float | None, keys: Collecti
     share = "partial_rotary_factor"
     part = rope.pop(share, values.get(share)) if share in keys else None
     theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
-    return Rope(theta, _scaling(rope, values), part=1.0 if part is None else part)
+    return Rope(theta, _scaling(rope, values, kinds), part=1.0 if part is None else part)
 
 
-def _by_kind(values: Mapping[str, Any], local_theta: Any) -> Rope:
+def _by_kind(values: Mapping[str, Any], local_theta: Any, kinds: Collection[str]) -> Rope:
     """Return what two tables say, of the layers without a window and of those with one."""
     tables = _table(values, "rope_parameters")
     for key in tables:
@@ -170,9 +221,9 @@ def _by_kind(values: Mapping[str, Any], local_theta: Any) -> Rope:
     whole = _table(tables, FULL) | _table(values, "rope_scaling")
     whole.pop("truncate", None)  # transformers looks for it beside the two tables, where nobody writes it
     local, usual = _table(tables, SLIDING), values["rope_theta"]
-    if _scaling(local, values) is not None:
+    if _scaling(local, values, kinds) is not None:
         raise InputRefused(f"rope_parameters.{SLIDING}: rope_type = {local.get('rope_type')!r} is not supported there")
-    return Rope(whole.get("rope_theta", usual), _scaling(whole, values), local.get("rope_theta", local_theta))
+    return Rope(whole.get("rope_theta", usual), _scaling(whole, values, kinds), local.get("rope_theta", local_theta))
 
 
 def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
@@ -182,20 +233,24 @@ def _table(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     return {**table}
 
 
-def _scaling(rope: dict[str, Any], values: Mapping[str, Any]) -> Scaling | None:
+def _scaling(rope: dict[str, Any], values: Mapping[str, Any], kinds: Collection[str]) -> Scaling | None:
     if rope.get("partial_rotary_factor", 1) != 1:
         raise InputRefused(f"partial_rotary_factor = {rope['partial_rotary_factor']!r} is not supported: only 1 is")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "default":
         return None
-    if not isinstance(kind, str) or kind not in _KINDS:
-        raise InputRefused(f"rope_type = {kind!r} is not supported: only 'default', {', '.join(map(repr, _KINDS))} are")
+    if LONG in kinds and kind in ("su", "yarn"):  # older names of it
+        kind = LONG
+    if not isinstance(kind, str) or kind not in kinds:
+        raise InputRefused(f"rope_type = {kind!r} is not supported: only 'default', {', '.join(map(repr, kinds))} are")
     length = "original_max_position_embeddings"
     if length in values:  # outside of the table it takes precedence over a value inside
         rope = {**rope, length: values[length]}
     rope = {length: values["max_position_embeddings"], **rope}
     if kind == "yarn":
         rope = _yarn(rope)
+    if kind == LONG:
+        rope = _long(rope, values["max_position_embeddings"])
     if missing := [field.name for field in fields(_KINDS[kind]) if field.name not in rope]:
         raise InputRefused(f"the key {missing[0]} of the {kind} rope scaling is missing")
     return _KINDS[kind](**{field.name: rope[field.name] for field in fields(_KINDS[kind])})
@@ -215,12 +270,29 @@ def _yarn(rope: dict[str, Any]) -> dict[str, Any]:
     return rope
 
 
+def _long(rope: dict[str, Any], longest: int) -> dict[str, Any]:
+    """Return the table with lists as tuples and what it leaves open, as transformers fills it in."""
+    rope = {name: tuple(each) if isinstance(each, list) else each for name, each in rope.items()}
+    original = rope["original_max_position_embeddings"]
+    for name, number in (("max_position_embeddings", longest), ("original_max_position_embeddings", original)):
+        check_whole(name, number)
+    factor = longest / original if rope.get("factor") is None else rope["factor"]
+    check_number("rope_scaling.factor", factor)
+    if rope.get("attention_factor") is None:
+        stretched = factor > 1 and original > 1
+        rope["attention_factor"] = math.sqrt(1 + math.log(factor) / math.log(original)) if stretched else 1.0
+    return rope | {"max_position_embeddings": longest}
+
+
 def to_hf(config: Any) -> dict[str, Any]:
     """Return the keys of a config.json that say a LlamaConfig's rotary positions."""
     theta, scaling, found = config.rope_theta, config.rope_scaling, dict[str, Any]()
     if scaling is not None:
-        kind = next(name for name, kind in _KINDS.items() if type(scaling) is kind)
-        found["rope_scaling"] = {"rope_type": kind, **asdict(scaling)}
+        table = {name: list(each) if isinstance(each, tuple) else each for name, each in asdict(scaling).items()}
+        found["rope_scaling"] = {"rope_type": kind_of(scaling), **table}
+        if isinstance(scaling, LongScaling):  # both lengths count outside of the table
+            lengths = "max_position_embeddings", "original_max_position_embeddings"
+            found |= {name: found["rope_scaling"].pop(name) for name in lengths}
     elif "rope_parameters" in config.family.defaults:  # which would count without them
         found["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
     if "rope_local_theta" in config.family.keys:

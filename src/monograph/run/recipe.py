@@ -20,6 +20,7 @@ from monograph.graph.trial import OTHERS
 from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.config import WEIGHT_FILES, LlamaConfig
+from monograph.model.files import has_weights
 from monograph.run.folder import Run
 from monograph.run.run_index import checkpoint_named, placed
 from monograph.run.trust import MOST_CODE_BYTES, code_digest, code_file, require_trusted
@@ -147,7 +148,8 @@ def shape_in(folder: str) -> LlamaConfig | None:
 
 def left_out_of(folder: str) -> str:
     """Return which tensors of a Hugging Face folder are left out, as no text model has them, such as "a.*, b.*"."""
-    return ", ".join(f"{name}*" for name in hub.left_out(folder)) if _is_model_folder(folder) else ""
+    held = _is_model_folder(folder) and has_weights(Path(folder))
+    return ", ".join(f"{name}*" for name in hub.left_out(folder)) if held else ""
 
 
 def _is_model_folder(name: str) -> bool:
