@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,8 +15,6 @@ from monograph.errors import UsageError
 if TYPE_CHECKING:
     from monograph.config import Settings
 
-# Options of paths have `readable=False`, so that the command reads them. By default typer would refuse a file that
-# the system fails to look at as if its name were wrong.
 app = typer.Typer(
     name="monograph",
     help="Train and sample language models on the one GPU you have (or on none).",
@@ -49,16 +47,29 @@ Run = Annotated[
         metavar="RUN|FOLDER", help="a run, `last`, a checkpoint's folder, a Hugging Face folder or a .pth file"
     ),
 ]
-TrustCode = Annotated[
-    bool, typer.Option("--trust-code", help="run the Python file that a run names, also one from elsewhere")
-]
-Json = Annotated[bool, typer.Option("--json", help="end stdout with one JSON object")]
+
+
+def _option(metavar: str, said: str, *names: str, **more: Any) -> Any:
+    return typer.Option(*names, metavar=metavar, help=said, **more)
+
+
+def _flag(name: str, said: str) -> Any:
+    return typer.Option(name, help=said)
+
+
+def _place(metavar: str, said: str, *names: str) -> Any:
+    """Return an option of a path, which the command reads: typer would refuse one that cannot be as a wrong name."""
+    return _option(metavar, said, *names, readable=False)
+
+
+TrustCode = Annotated[bool, _flag("--trust-code", "run the Python file that a run names, also one from elsewhere")]
+Json = Annotated[bool, _flag("--json", "end stdout with one JSON object")]
 SHARED = (None, "train", "sweep")  # commands that several processes run together; None is `monograph` alone
 
 
 @app.callback(invoke_without_command=True)
 def _monograph(
-    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version")] = False
+    context: typer.Context, version: Annotated[bool, _flag("--version", "print the version")] = False
 ) -> None:
     if version:
         print(f"monograph {__version__}")
@@ -88,17 +99,11 @@ def _help_if_bare(context: typer.Context) -> None:
 @app.command()
 def train(
     arguments: ConfigArguments = None,
-    out: Annotated[
-        Path | None, typer.Option(readable=False, metavar="DIR", help="the run's folder; default: runs/DATE-TIME")
-    ] = None,
-    resume: Annotated[
-        str | None, typer.Option(metavar="[RUN]", help="go on where a run stopped; default: last")
-    ] = None,
-    from_: Annotated[str | None, typer.Option("--from", metavar="RUN[@UPDATE]", help="start from its weights")] = None,
-    minutes: Annotated[float | None, typer.Option(metavar="M", help="how long; short for train.minutes=M")] = None,
-    print_config: Annotated[
-        bool, typer.Option("--print-config", help="print every value and its origin, and stop")
-    ] = False,
+    out: Annotated[Path | None, _place("DIR", "the run's folder; default: runs/DATE-TIME")] = None,
+    resume: Annotated[str | None, _option("[RUN]", "go on where a run stopped; default: last")] = None,
+    from_: Annotated[str | None, _option("RUN[@UPDATE]", "start from its weights", "--from")] = None,
+    minutes: Annotated[float | None, _option("M", "how long; short for train.minutes=M")] = None,
+    print_config: Annotated[bool, _flag("--print-config", "print every value and its origin, and stop")] = False,
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> None:
@@ -118,17 +123,12 @@ def train(
 @app.command()
 def sweep(
     arguments: AxisArguments = None,
-    samples: Annotated[
-        int | None, typer.Option(metavar="N", help="N settings at random from the axes, instead of all")
-    ] = None,
+    samples: Annotated[int | None, _option("N", "N settings at random from the axes, instead of all")] = None,
     verify: Annotated[
-        int | None, typer.Option(metavar="I", help="train member I once more, alone, and compare; of the newest sweep")
+        int | None, _option("I", "train member I once more, alone, and compare; of the newest sweep")
     ] = None,
     out: Annotated[
-        Path | None,
-        typer.Option(
-            readable=False, metavar="DIR", help="the sweep's folder, new or to go on with; default: runs/DATE-TIME"
-        ),
+        Path | None, _place("DIR", "the sweep's folder, new or to go on with; default: runs/DATE-TIME")
     ] = None,
     trust_code: TrustCode = False,
     json: Json = False,
@@ -143,14 +143,10 @@ def sweep(
 @app.command()
 def plan(
     arguments: ConfigArguments = None,
-    device: Annotated[
-        str | None, typer.Option(metavar="NAME", help="a card, such as H200; default: this machine")
-    ] = None,
-    device_memory: Annotated[
-        str | None, typer.Option(metavar="24GiB", help="plan for so much memory; default: what is free")
-    ] = None,
+    device: Annotated[str | None, _option("NAME", "a card, such as H200; default: this machine")] = None,
+    device_memory: Annotated[str | None, _option("24GiB", "plan for so much memory; default: what is free")] = None,
     host_memory: Annotated[
-        str | None, typer.Option(metavar="512GiB", help="that a streamed model may lie in; default: what is free here")
+        str | None, _option("512GiB", "that a streamed model may lie in; default: what is free here")
     ] = None,
     json: Json = False,
 ) -> None:
@@ -164,12 +160,9 @@ def plan(
 @app.command()
 def profile(
     arguments: ConfigArguments = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(readable=False, metavar="DIR", help="for the page and its data; default: profiles/DATE-TIME"),
-    ] = None,
+    out: Annotated[Path | None, _place("DIR", "for the page and its data; default: profiles/DATE-TIME")] = None,
     ladder: Annotated[
-        bool, typer.Option("--ladder", help="measure what compiling, bf16, packing and so on are worth, one by one")
+        bool, _flag("--ladder", "measure what compiling, bf16, packing and so on are worth, one by one")
     ] = False,
     trust_code: TrustCode = False,
     json: Json = False,
@@ -188,27 +181,22 @@ def profile(
 def generate(
     run: Run,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="text to go on from")] = None,
-    file: Annotated[
-        Path | None,
-        typer.Option("--prompts", readable=False, metavar="FILE", help="more prompts: lines, or JSON lines"),
-    ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="answer each prompt by the model's chat template")] = False,
-    temperature: Annotated[float, typer.Option(metavar="T", min=0.0, help="0: always the likeliest token")] = 0.8,
-    top_k: Annotated[int, typer.Option(metavar="K", min=0, help="draw from the K likeliest tokens; 0: off")] = 0,
-    top_p: Annotated[float, typer.Option(metavar="P", help="draw from the likeliest, up to this probability")] = 1.0,
-    min_p: Annotated[float, typer.Option(metavar="P", help="no token less likely than P times the likeliest")] = 0.0,
+    file: Annotated[Path | None, _place("FILE", "more prompts: lines, or JSON lines", "--prompts")] = None,
+    chat: Annotated[bool, _flag("--chat", "answer each prompt by the model's chat template")] = False,
+    temperature: Annotated[float, _option("T", "0: always the likeliest token", min=0.0)] = 0.8,
+    top_k: Annotated[int, _option("K", "draw from the K likeliest tokens; 0: off", min=0)] = 0,
+    top_p: Annotated[float, _option("P", "draw from the likeliest, up to this probability")] = 1.0,
+    min_p: Annotated[float, _option("P", "no token less likely than P times the likeliest")] = 0.0,
     sampler: Annotated[
-        list[str] | None, typer.Option(metavar="KEY=VALUE", help="another option (docs/generate.md); may be repeated")
+        list[str] | None, _option("KEY=VALUE", "another option (docs/generate.md); may be repeated")
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="S", min=0, help="same seed, same text")] = 0,
-    n: Annotated[int, typer.Option("-n", "--n", metavar="N", min=1, help="continuations of each prompt")] = 1,
-    max_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="longest continuation, in tokens")] = 128,
-    stop: Annotated[list[str] | None, typer.Option(metavar="S", help="end before this text; may be repeated")] = None,
-    choice: Annotated[list[str] | None, typer.Option(metavar="TEXT", help="write one of these; repeat it")] = None,
-    regex: Annotated[str | None, typer.Option(metavar="PATTERN", help="write what matches as a whole")] = None,
-    json_schema: Annotated[
-        Path | None, typer.Option(readable=False, metavar="FILE", help="write JSON that it validates")
-    ] = None,
+    seed: Annotated[int, _option("S", "same seed, same text", min=0)] = 0,
+    n: Annotated[int, _option("N", "continuations of each prompt", "-n", "--n", min=1)] = 1,
+    max_tokens: Annotated[int, _option("N", "longest continuation, in tokens", min=1)] = 128,
+    stop: Annotated[list[str] | None, _option("S", "end before this text; may be repeated")] = None,
+    choice: Annotated[list[str] | None, _option("TEXT", "write one of these; repeat it")] = None,
+    regex: Annotated[str | None, _option("PATTERN", "write what matches as a whole")] = None,
+    json_schema: Annotated[Path | None, _place("FILE", "write JSON that it validates")] = None,
     json: Json = False,
 ) -> None:
     """Continue text, or answer, with a trained model."""
@@ -223,16 +211,10 @@ def generate(
 @app.command()
 def serve(
     run: Run,
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="where to listen; others' need --api-key-file")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(metavar="N", min=0, max=65535, help="0: any that is free")] = 8000,
-    api_key_file: Annotated[
-        Path | None, typer.Option(readable=False, metavar="FILE", help="keys, one a line; who asks has to have one")
-    ] = None,
-    rows: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=1024, help="texts at once; default: 8, on a GPU 64")
-    ] = None,
+    host: Annotated[str, _option("ADDRESS", "where to listen; others' need --api-key-file")] = "127.0.0.1",
+    port: Annotated[int, _option("N", "0: any that is free", min=0, max=65535)] = 8000,
+    api_key_file: Annotated[Path | None, _place("FILE", "keys, one a line; who asks has to have one")] = None,
+    rows: Annotated[int | None, _option("N", "texts at once; default: 8, on a GPU 64", min=1, max=1024)] = None,
 ) -> None:
     """Answer OpenAI's protocol with a model, for chat windows and programs."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
@@ -246,10 +228,9 @@ def serve(
 def evaluate(
     run: Run,
     data: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATH", help="text, or a file of questions; default: what the run held out"),
+        list[str] | None, _option("PATH", "text, or a file of questions; default: what the run held out")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="ask each question by the model's chat template")] = False,
+    chat: Annotated[bool, _flag("--chat", "ask each question by the model's chat template")] = False,
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> None:
@@ -267,10 +248,9 @@ def compare(
         typer.Argument(metavar="RUN|FOLDER", help="a run, a sweep or a model's folder; the others against the first"),
     ],
     data: Annotated[
-        list[str] | None,
-        typer.Option(metavar="PATH", help="text, or a file of questions; default: what the first held out"),
+        list[str] | None, _option("PATH", "text, or a file of questions; default: what the first held out")
     ] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="ask each question by the models' chat templates")] = False,
+    chat: Annotated[bool, _flag("--chat", "ask each question by the models' chat templates")] = False,
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> None:
@@ -284,12 +264,10 @@ def compare(
 @app.command()
 def export(
     run: Run,
-    to: Annotated[Path, typer.Option(readable=False, metavar="DIR", help="the folder to write")],
-    format: Annotated[
-        str, typer.Option(metavar="hf|gguf", help="hf: for transformers; gguf: for llama.cpp and Ollama")
-    ] = "hf",
+    to: Annotated[Path, _place("DIR", "the folder to write")],
+    format: Annotated[str, _option("hf|gguf", "hf: for transformers; gguf: for llama.cpp and Ollama")] = "hf",
     dtype: Annotated[
-        str | None, typer.Option(metavar="f32|f16|bf16|q8_0", help="of the weights in a GGUF file; default: their own")
+        str | None, _option("f32|f16|bf16|q8_0", "of the weights in a GGUF file; default: their own")
     ] = None,
 ) -> None:
     """Write a run's model for other tools."""
@@ -301,9 +279,7 @@ def export(
 @data_app.command()
 def show(
     arguments: ConfigArguments = None,
-    row: Annotated[
-        int | None, typer.Option(metavar="N", min=0, help="which packed row; default: a few numbers and row 0")
-    ] = None,
+    row: Annotated[int | None, _option("N", "which packed row; default: a few numbers and row 0", min=0)] = None,
 ) -> None:
     """Decode one packed row and mark its trained tokens."""
     from monograph.commands.data import show as command
@@ -324,7 +300,7 @@ def check(
     run: Annotated[
         str | None, typer.Argument(metavar="[RUN]", help="verify this run's or model's files; default: this machine")
     ] = None,
-    laws: Annotated[bool, typer.Option("--laws", help="compare fast paths with slow ones here, in minutes")] = False,
+    laws: Annotated[bool, _flag("--laws", "compare fast paths with slow ones here, in minutes")] = False,
     json: Json = False,
 ) -> None:
     """Say whether this machine or a run is in order."""
