@@ -171,10 +171,5 @@ def by_answer(
     starts = range(0, len(window["tokens"]), rows)
     parts = ({name: tensor[at : at + rows] for name, tensor in window.items()} for at in starts)
     values = torch.cat([compute(part).double().cpu() for part in parts])
-    order = torch.argsort(window["factors"].flatten(), stable=True)
-    found = values[order].tolist()
-    first, found_by_answer = len(found) - sum(len(rollout.token_ids) for rollout in rollouts), []
-    for rollout in rollouts:
-        found_by_answer.append(found[first : first + len(rollout.token_ids)])
-        first += len(rollout.token_ids)
-    return found_by_answer
+    order, lengths = torch.argsort(window["factors"].flatten(), stable=True), [len(one.token_ids) for one in rollouts]
+    return [part.tolist() for part in values[order][len(order) - sum(lengths) :].split(lengths)]

@@ -91,11 +91,9 @@ async def send_json(send: Send, value: Any) -> None:
     await send_whole(send, as_json(value))
 
 
-async def send_whole(
-    send: Send, body: bytes, kind: str = "application/json", status: int = 200, headers: dict[str, str] | None = None
-) -> None:
+async def send_whole(send: Send, body: bytes, status: int = 200, headers: dict[str, str] | None = None) -> None:
     """Answer with a body."""
-    await _start(send, status, {"content-type": kind, "content-length": str(len(body))} | (headers or {}))
+    await _start(send, status, {"content-type": "application/json", "content-length": str(len(body))} | (headers or {}))
     await send({"type": "http.response.body", "body": body})
 
 

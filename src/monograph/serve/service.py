@@ -1,6 +1,7 @@
 """What all requests share: the versions of the model, the thread that owns them, the queue before it, and counts."""
 
 import asyncio
+import itertools
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -31,23 +32,9 @@ class Histogram:
 
     def lines(self, name: str) -> list[str]:
         """Return its lines in Prometheus' text."""
-        total, lines = 0, [f"# TYPE {name} histogram"]
-        for bound, count in zip((*map(str, _BOUNDS), "+Inf"), self._counts, strict=True):
-            total += count
-            lines.append(f'{name}_bucket{{le="{bound}"}} {total}')
-        return [*lines, f"{name}_sum {self._sum:.6f}", f"{name}_count {total}"]
-
-
-class Times:
-    """How long requests took, to their first token and in all."""
-
-    def __init__(self) -> None:
-        self._first, self._whole = Histogram(), Histogram()
-        self.first, self.whole = self._first.add, self._whole.add
-
-    def lines(self) -> list[str]:
-        """Return the lines of both."""
-        return self._first.lines("monograph_first_token_seconds") + self._whole.lines("monograph_request_seconds")
+        bounds, totals = (*map(str, _BOUNDS), "+Inf"), [*itertools.accumulate(self._counts)]
+        buckets = (f'{name}_bucket{{le="{bound}"}} {total}' for bound, total in zip(bounds, totals, strict=True))
+        return [f"# TYPE {name} histogram", *buckets, f"{name}_sum {self._sum:.6f}", f"{name}_count {totals[-1]}"]
 
 
 class Service:
@@ -57,7 +44,8 @@ class Service:
         owner: the thread that owns the models.
         gate: the queue before it.
         counted: requests by status.
-        times: how long requests took.
+        first_token: how long requests took to their first token.
+        whole: how long they took in all.
         crashed: the error that ended the owner, or None.
         ended: is set once it has ended by an error.
     """
@@ -67,7 +55,8 @@ class Service:
 
     def __init__(self, source: Source, say: Callable[[str], None], bug: Callable[[Exception], None]) -> None:
         """Take what is served; `say` prints a line, and `bug` reports an error that nobody foresaw."""
-        self.source, self.counted, self.times, self.bug = source, Counted(), Times(), bug
+        self.source, self.counted, self.bug = source, Counted(), bug
+        self.first_token, self.whole = Histogram(), Histogram()
         self.crashed: Exception | None = None
         self.ended = asyncio.Event()
         self._say = say
@@ -202,7 +191,8 @@ class Service:
         }  # fmt: skip
         for name, number in numbers.items():
             lines += [f"# TYPE monograph_{name}", f"monograph_{name.split()[0]} {number}"]
-        return "\n".join([*lines, *self.times.lines()]) + "\n"
+        lines += self.first_token.lines("monograph_first_token_seconds")
+        return "\n".join([*lines, *self.whole.lines("monograph_request_seconds")]) + "\n"
 
     def _drop(self, version: Version) -> None:
         del self._users[version]

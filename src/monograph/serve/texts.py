@@ -190,7 +190,7 @@ class Texts:
             first = True
             while running:
                 if (batch := await _batch(texts[0].inbox)) and first:
-                    self._service.times.first(clock() - began)
+                    self._service.first_token.add(clock() - began)
                     first = False
                 for text, event in batch:
                     if event.finish is not None:
@@ -206,7 +206,7 @@ class Texts:
         finally:
             for text in list(running):
                 gate.leave(text, cancelled=True)
-            self._service.times.whole(clock() - began)
+            self._service.whole.add(clock() - began)
 
     async def _stream(
         self, asked: Asked, texts: Sequence[Text], answer: Answer, events: AsyncIterator[list[tuple[Text, Event]]],
