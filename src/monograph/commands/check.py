@@ -16,7 +16,7 @@ from monograph.profiling.health import Disk, compiled_obstacle, disk, limits, li
 from monograph.report.quantities import gibibytes, megabytes
 from monograph.run import recorded_state
 from monograph.run.base import tokenizer_of
-from monograph.run.folder import DEFAULT_ROOT, Run
+from monograph.run.folder import DEFAULT_ROOT, Run, standard_json
 from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
 from monograph.run.recipe import names_run
 from monograph.run.run_index import record, serial
@@ -64,9 +64,7 @@ def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
             found[name] = Compared(float("inf"), 0, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
         print(found[name].said)
     broken = [name for name, law in found.items() if not law.holds]
-    listed = [{"name": name, "holds": law.holds, **law._asdict()} for name, law in found.items()]
-    # JSON has no infinity, and no NaN.
-    listed = [each | {"error": each["error"] if each["error"] < float("inf") else None} for each in listed]
+    listed = standard_json([{"name": name, "holds": law.holds, **law._asdict()} for name, law in found.items()])
     facts = {"device": describe().name, "torch_version": torch.__version__, "laws": listed}
     said = f"computes wrong on this machine with torch {torch.__version__}: {'; '.join(broken)}; please report it"
     return facts, {}, MonographError(said) if broken else None

@@ -9,10 +9,10 @@ from monograph.errors import UsageError
 from monograph.evaluation import Evaluation, evaluate
 from monograph.evaluation.choices import Accuracy, hold_questions, read_questions
 from monograph.report.quantities import counted
+from monograph.run.folder import standard_json
 from monograph.run.progress import Progress
 from monograph.run.recipe import run_named
 from monograph.session.evaluated_model import EvaluatedModel, answered, of_folder, of_run, require_finite
-from monograph.session.reporting import standard_json
 from monograph.terminal import warn
 
 # The keys that --json prints; the value is null where a score was not measured.

@@ -10,10 +10,10 @@ from monograph.device import clock
 from monograph.report.plot_style import themed
 from monograph.report.profile_report import HEADS, SPEED, draw_ladder, fastest, gain, ladder_page, rows, standing
 from monograph.report.quantities import clock_time
+from monograph.run.folder import standard_json
 from monograph.run.progress import Progress
 from monograph.run.writing import results_folder, write_whole
 from monograph.session.ladder import RUNGS, Climbed, Ladder, Rung, Way
-from monograph.session.reporting import standard_json
 
 PICTURE, NUMBERS = "ladder.svg", "ladder.json"
 SHOWN = ("rung", "tokens/s", "speed", "peak memory", "memory", "loss", "compiling, s")  # the columns on a terminal

@@ -19,7 +19,7 @@ from monograph.report.quantities import counted
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import Reward, reward_of
 from monograph.run import writing
-from monograph.run.folder import Run
+from monograph.run.folder import Run, standard_json
 from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress
 from monograph.run.signals import StopSignal
@@ -29,7 +29,7 @@ from monograph.session.preferring import keep_first_weights, open_pairs, score_w
 from monograph.session.ranks import show
 from monograph.session.recorded import strange_text
 from monograph.session.reinforcing import open_prompts, with_records
-from monograph.session.reporting import Reporter, finished, standard_json
+from monograph.session.reporting import Reporter, finished
 from monograph.session.requirements import notes_on, require_possible, require_taught
 from monograph.session.resolve import resolve
 from monograph.session.rewind import go_back, require_end, windows

@@ -4,7 +4,7 @@ import json
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
-from monograph.data.records import KINDS, Fault, Record, Unusable, checked, json_objects, short
+from monograph.data.records import KINDS, Fault, Record, Unusable, json_objects, short, sound
 from monograph.data.sources import LINES, SourceFile
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import UsageError
@@ -171,10 +171,7 @@ def _message(value: Any, where: str, content_key: str | None = None) -> dict[str
         return dict(value)
     if content is None:
         raise Unusable("no content", f"{where} has no content")
-    text = checked(content, content_key)
-    if isinstance(text, Fault):
-        raise Unusable(*text)
-    if not text.strip() and not calls and role in ("user", "assistant"):
+    if not sound(content, content_key).strip() and not calls and role in ("user", "assistant"):
         raise Unusable("empty content", f"{content_key} is empty")
     return dict(value)
 

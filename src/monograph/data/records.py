@@ -96,6 +96,14 @@ def checked(text: Any, key: str) -> str | Fault:
     return text
 
 
+def sound(text: Any, key: str) -> str:
+    """Return `text` if it can be trained on or is empty; raise Unusable with its fault."""
+    found = checked(text, key)
+    if isinstance(found, Fault):
+        raise Unusable(*found)
+    return found
+
+
 def not_utf8(error: UnicodeDecodeError) -> Fault:
     """Return the fault of a record whose bytes are not UTF-8."""
     return Fault("not UTF-8", f"byte {error.start} is not UTF-8: 0x{error.object[error.start]:02x}")

@@ -10,14 +10,14 @@ import os
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from monograph.data.progress import Meter, Progress
-from monograph.data.records import Fault, checked, json_objects
+from monograph.data.records import Fault, Unusable, json_objects, sound
 from monograph.data.sources import LINES, kind_of
 from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.significance import mean
@@ -79,8 +79,7 @@ def score(
         InputRefused: a continuation is longer than the model's positions.
     """
     model.eval()
-    longest = model.config.max_position_embeddings
-    rows = [fitted(continuation, longest) for continuation in asked]
+    rows = [fitted(continuation, model.config.max_position_embeddings) for continuation in asked]
     scores: dict[int, Score] = {}
     meter = Meter(progress, "continuation", len(rows))
     with precision.context(model.lm_head.weight.device.type):
@@ -185,8 +184,6 @@ CHOICES = "choices"
 QUESTION_KEYS = ("query", "question", "prompt")
 ANSWER_KEYS = ("gold", "answer")
 
-T = TypeVar("T")
-
 
 class Question(NamedTuple):
     """One question of multiple choice.
@@ -237,9 +234,9 @@ def read_questions(places: Sequence[str]) -> list[Question]:
         for line, record in json_objects(path):
             where = f"{path}:{line}"
             try:
-                questions.append(_question(_sound(record), where))
-            except _Bad as fault:
-                raise InputRefused(f"{where}: {fault}; correct this record or leave it out") from None
+                questions.append(_question(record, where))
+            except Unusable as unusable:
+                raise InputRefused(f"{where}: {unusable}; correct this record or leave it out") from None
     return questions
 
 
@@ -250,23 +247,22 @@ def _holds_questions(path: Path, text_key: str) -> bool:
     return not isinstance(first, Fault) and CHOICES in first and text_key not in first
 
 
-class _Bad(Exception):
-    """A fault of a record; its text completes "FILE:LINE: "."""
-
-
-def _question(record: dict[str, Any], where: str) -> Question:
+def _question(record: dict[str, Any] | Fault, where: str) -> Question:
+    """Return the question of a record; raise Unusable."""
+    if isinstance(record, Fault):
+        raise Unusable(*record)
     query_key, answer_key = _only(record, QUESTION_KEYS), _only(record, ANSWER_KEYS)
-    query = _sound(checked(record[query_key], query_key))
+    query = sound(record[query_key], query_key)
     choices, gold = record.get(CHOICES), record[answer_key]
     if not isinstance(choices, list) or len(choices) < 2:
-        raise _Bad(f"{CHOICES!r} must be an array of two or more strings")
-    choices = [_sound(checked(choice, f"{CHOICES}[{number}]")) for number, choice in enumerate(choices)]
+        raise Unusable("choices", f"{CHOICES!r} must be an array of two or more strings")
+    choices = [sound(choice, f"{CHOICES}[{number}]") for number, choice in enumerate(choices)]
     if not all(choice.strip() for choice in choices):
-        raise _Bad(f"{CHOICES!r} has an empty string")
+        raise Unusable("choices", f"{CHOICES!r} has an empty string")
     if not isinstance(gold, float) or gold not in range(len(choices)):
         expected = f"the number of the right choice, from 0 to {len(choices) - 1}"
         shown = f"{gold:g}" if isinstance(gold, float) else ascii(gold)[:40]
-        raise _Bad(f"{answer_key!r} must be {expected}, not {shown}")
+        raise Unusable("answer", f"{answer_key!r} must be {expected}, not {shown}")
     return Question(query, tuple(choices), int(gold), where)
 
 
@@ -274,15 +270,9 @@ def _only(record: dict[str, Any], keys: Sequence[str]) -> str:
     """Return the only one of the keys that a record has."""
     present = [key for key in keys if key in record]
     if len(present) != 1:
-        raise _Bad(f"has {' and '.join(present) or 'none'} of the keys {', '.join(keys)}; expected one of them")
+        found = " and ".join(present) or "none"
+        raise Unusable("keys", f"has {found} of the keys {', '.join(keys)}; expected one of them")
     return present[0]
-
-
-def _sound(value: T | Fault) -> T:
-    """Return a value that is no fault."""
-    if isinstance(value, Fault):
-        raise _Bad(value.detail)
-    return value
 
 
 class Accuracy(NamedTuple):
@@ -364,8 +354,7 @@ def _text_pairs(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
 
 
 def _chat_pairs(tokenizer: Tokenizer, question: Question) -> list[Continuation]:
-    message = {"role": "user", "content": question.query}
-    prompt = chat_ids(tokenizer, [message], add_generation_prompt=True)
+    prompt = chat_ids(tokenizer, [{"role": "user", "content": question.query}], add_generation_prompt=True)
     return [Continuation(list(prompt), tokenizer.encode_between(choice, prompt)) for choice in question.choices]
 
 

@@ -21,13 +21,13 @@ from monograph.data.conversations import Conversation, read_conversation
 from monograph.data.corpus import Corpus, Stats
 from monograph.data.loss_mask import Answering, Answers, Row
 from monograph.data.progress import Progress
-from monograph.data.records import KINDS, Fault, Unusable, checked, few, json_objects, short
+from monograph.data.records import KINDS, Fault, Unusable, few, json_objects, short, sound
 from monograph.data.rows import IGNORE, Int64, Rows
 from monograph.data.sources import LINES, TABLES, kind_of
 from monograph.data.store import Side
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused
-from monograph.rl.records import Parts, own_tokenizer, read_parts
+from monograph.rl.records import Parts, Record, own_tokenizer, read_parts
 from monograph.storage.reading import is_file
 from monograph.text.tokenizer import Tokenizer
 
@@ -65,9 +65,7 @@ class PairRows(Rows):
         chats: whether the pairs are chats.
     """
 
-    def __init__(
-        self, pairs: Sequence[Pair], name: str, tokenizer: Tokenizer, sequence_length: int, first: int
-    ) -> None:
+    def __init__(self, pairs: Sequence[Pair], name: str, tokenizer: Tokenizer, sequence_length: int, first: int):
         """Arrange pairs.
 
         Args:
@@ -178,7 +176,7 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
             template.append(Answers(tokenizer, Answering(every=False, truncate=False, longest=length)))
         return template[0].rows(conversation)[0]
 
-    def read(where: str, record: Mapping[str, Any]) -> Pair | Fault:
+    def read(where: str, record: Record) -> Pair | Fault:
         try:
             chat = _are_chats(record, keys)
             answer = functools.partial(_of_chat, rendered) if chat else functools.partial(_of_text, tokenizer)
@@ -225,7 +223,7 @@ def _corpus(
     return Corpus(name, tokenizer, train, held, digest, stats, (), Path())
 
 
-def _are_chats(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
+def _are_chats(record: Record, keys: Sequence[str]) -> bool:
     """Return whether the answers under these keys are lists of messages, not texts; raise Unusable if neither."""
     for key in keys:
         if key not in record:
@@ -247,7 +245,7 @@ def _are_chats(record: Mapping[str, Any], keys: Sequence[str]) -> bool:
 _Answer = tuple[str, Row, int]
 
 
-def _of_text(tokenizer: Tokenizer, record: Mapping[str, Any], key: str) -> _Answer:
+def _of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
     asked = record.get(PROMPT, "")
     if isinstance(asked, list):
         message = f"{short(PROMPT)} is a list of messages, but the answers are texts: give lists of messages"
@@ -259,15 +257,13 @@ def _of_text(tokenizer: Tokenizer, record: Mapping[str, Any], key: str) -> _Answ
 
 
 def _text(value: Any, key: str) -> str:
-    found = checked(value, key)
-    if isinstance(found, Fault):
-        raise Unusable(*found)
+    found = sound(value, key)
     if not found and key != PROMPT:
         raise Unusable("empty answer", f"{short(key)} is empty")
     return found
 
 
-def _of_chat(rendered: Callable[[Conversation], Row], record: Mapping[str, Any], key: str) -> _Answer:
+def _of_chat(rendered: Callable[[Conversation], Row], record: Record, key: str) -> _Answer:
     prompt, tools = record.get(PROMPT), record.get("tools")
     before = prompt if isinstance(prompt, list) else []  # with a text, the answers are whole chats
     conversation = read_conversation({"messages": [*before, *record[key]], **({"tools": tools} if tools else {})})
@@ -278,7 +274,7 @@ def _of_chat(rendered: Callable[[Conversation], Row], record: Mapping[str, Any],
     return json.dumps(asked, ensure_ascii=False), rendered(conversation), size
 
 
-def _pair(record: Mapping[str, Any], answer: Callable[[Mapping[str, Any], str], _Answer], chat: bool) -> Pair:
+def _pair(record: Record, answer: Callable[[Record, str], _Answer], chat: bool) -> Pair:
     (asked, chosen, size), (other, rejected, more) = (answer(record, key) for key in (CHOSEN, REJECTED))
     begins = [row.ids[: row.spans[0][0]] for row in (chosen, rejected)]
     if asked != other or begins[0] != begins[1]:
@@ -286,7 +282,7 @@ def _pair(record: Mapping[str, Any], answer: Callable[[Mapping[str, Any], str], 
     return Pair(asked, chosen, rejected, size + more, chat)
 
 
-def _labelled(record: Mapping[str, Any], answer: Callable[[Mapping[str, Any], str], _Answer], chat: bool) -> Pair:
+def _labelled(record: Record, answer: Callable[[Record, str], _Answer], chat: bool) -> Pair:
     """Return an answer with its label, next to its prompt alone; see `_with_others`."""
     if not isinstance(label := record.get(LABEL), bool):
         found = f"is {KINDS[type(label)]}" if LABEL in record else f"is missing; its keys are {few(list(record))}"

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 
 from monograph.data.conversations import read_messages
 from monograph.data.progress import Progress
-from monograph.data.records import KINDS, Fault, Unusable, checked, few, short
+from monograph.data.records import KINDS, Fault, Unusable, few, short, sound
 from monograph.errors import InputRefused
 from monograph.model.config import LlamaConfig
-from monograph.rl.records import own_tokenizer, read_parts
+from monograph.rl.records import Record, own_tokenizer, read_parts
 from monograph.rl.rewards import Reward, Taught
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ class Prompt(NamedTuple):
 
     text: str
     ids: tuple[int, ...]
-    record: Mapping[str, Any]
+    record: Record
     where: str
     teacher_ids: tuple[int, ...] = ()
 
@@ -94,7 +94,7 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
     key = PROMPT if reading["text_key"] == "text" else reading["text_key"]
     refuse = reading["bad_records"] == "refuse"
 
-    def read(where: str, record: Mapping[str, Any]) -> Prompt | Fault:
+    def read(where: str, record: Record) -> Prompt | Fault:
         try:
             prompt = _prompt(record, key, where, own, (room, _ROOM), isinstance(reward, Taught))
         except Unusable as unusable:
@@ -109,7 +109,7 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
     return Prompts(parts.sources.name, own, *sides, fingerprint, chats, longest, parts.skipped)
 
 
-def prompts_of(records: Iterable[Mapping[str, Any]], tokenizer: Tokenizer, reward: Reward, room: int) -> Prompts:
+def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, reward: Reward, room: int) -> Prompts:
     """Return records as prompts, none of them held out.
 
     Args:
@@ -144,17 +144,13 @@ def _kind_and_longest(prompts: Sequence[Prompt], key: str) -> tuple[bool, int]:
 _ROOM = "data.sequence_length less rl.max_new_tokens: raise one or lower the other"
 
 
-def _prompt(
-    record: Mapping[str, Any], key: str, where: str, tokenizer: Tokenizer, room: tuple[int, str], taught: bool
-) -> Prompt:
+def _prompt(record: Record, key: str, where: str, tokenizer: Tokenizer, room: tuple[int, str], taught: bool) -> Prompt:
     text, ids = _read(record, key, tokenizer, room)
     told = taught and TEACHER_PROMPT in record
     return Prompt(text, ids, record, where, _read(record, TEACHER_PROMPT, tokenizer, room)[1] if told else ())
 
 
-def _read(
-    record: Mapping[str, Any], key: str, tokenizer: Tokenizer, room: tuple[int, str]
-) -> tuple[str, tuple[int, ...]]:
+def _read(record: Record, key: str, tokenizer: Tokenizer, room: tuple[int, str]) -> tuple[str, tuple[int, ...]]:
     """Return the text and the tokens of the prompt under a key; raise Unusable."""
     if key not in record:
         raise Unusable("no prompt", f"has no key {short(key)}; its keys are {few(list(record))}")
@@ -163,10 +159,7 @@ def _read(
         messages = read_messages(value, key)
         text, ids = json.dumps(value, ensure_ascii=False), chat_ids(tokenizer, messages, add_generation_prompt=True)
     elif isinstance(value, str):
-        found = checked(value, key)
-        if isinstance(found, Fault):
-            raise Unusable(*found)
-        text, ids = found, [tokenizer.bos_id, *tokenizer.encode(found)]
+        text, ids = sound(value, key), [tokenizer.bos_id, *tokenizer.encode(value)]
     else:
         raise Unusable("no prompt", f"{short(key)} is {KINDS[type(value)]}, not a text or a list of messages")
     most, meaning = room

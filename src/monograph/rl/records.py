@@ -13,6 +13,8 @@ from monograph.errors import InputRefused, UsageError
 from monograph.storage.writing import temporary_folder
 from monograph.text.tokenizer import Tokenizer, parse
 
+Record = Mapping[str, Any]  # a record as it was read
+
 
 class Parts(NamedTuple):
     """The items of all records.
@@ -46,7 +48,7 @@ def own_tokenizer(reading: Mapping[str, Any], key: str) -> Tokenizer:
 
 def read_parts(
     reading: Mapping[str, Any],
-    item: Callable[[str, Mapping[str, Any]], Any | Fault],
+    item: Callable[[str, Record], Any | Fault],
     needs: str,
     progress: Progress | None = None,
 ) -> Parts:

@@ -183,7 +183,7 @@ class Run:
 
         NaN and infinities are written as null, since JSON has neither. Raises DiskFull and then leaves no partial line.
         """
-        lines = (json.dumps(_finite(row), allow_nan=False, separators=(", ", ": ")) for row in rows)
+        lines = (json.dumps(standard_json(row), allow_nan=False, separators=(", ", ": ")) for row in rows)
         content = "".join(f"{line}\n" for line in lines).encode()
         with explained(self.metrics), open(self.metrics, "ab", buffering=0) as file:
             before = os.fstat(file.fileno()).st_size
@@ -341,13 +341,14 @@ def _in_use(folder: Path) -> RunInUse:
     return RunInUse(f"{folder} is in use by {who}; wait for it, stop it, or name another folder with --out")
 
 
-def _finite(value: Any) -> Any:
+def standard_json(value: Any) -> Any:
+    """Return a value with None for NaN and infinities, which JSON does not have."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: standard_json(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
+        return [standard_json(inner) for inner in value]
     return value
 
 

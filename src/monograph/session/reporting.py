@@ -47,11 +47,6 @@ def finished(run: Run) -> dict[str, Any] | None:
     return summary
 
 
-def standard_json(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values with None for NaN and infinities, which JSON does not have."""
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-
-
 SAMPLE_SHARES = (0.15, 0.5, 1.0)
 SAMPLE_TOKENS = 48
 RECENT = 25  # updates whose rate is averaged

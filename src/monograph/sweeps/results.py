@@ -14,11 +14,11 @@ from monograph.errors import InputRefused
 from monograph.evaluation.significance import Setting, Table, tabulate, written
 from monograph.loop import train
 from monograph.run import recorded_state
-from monograph.run.folder import Run
+from monograph.run.folder import Run, standard_json
 from monograph.run.progress import Progress
 from monograph.session.plan import Plan
 from monograph.session.recorded import run_settings
-from monograph.session.reporting import finished, standard_json
+from monograph.session.reporting import finished
 from monograph.session.resolve import resolve
 from monograph.session.session import seed_all
 from monograph.session.setup import build_run, make_engine, open_corpus
