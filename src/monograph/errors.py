@@ -4,6 +4,9 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Callable
+
+Warn = Callable[[str], None]  # shows a line about something that stops nothing
 
 _LONGEST = 1500  # characters; a longer message, which may quote a file, is shortened
 # Messages of torch, oneDNN and Python when the host's memory, or the process's memory limit, is used up.

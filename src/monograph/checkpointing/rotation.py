@@ -13,21 +13,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from monograph.checkpointing.folder import (
-    FOLDER_NAME,
-    MANIFEST,
-    MODEL,
-    OPTIMIZER,
-    REPLACED,
-    STATE,
-    Checkpoint,
-    CheckpointDamaged,
-    FileEntry,
-    Manifest,
-    load,
-    read_manifest,
-)
-from monograph.errors import DiskFull, NoValidCheckpoint, Unreadable, UsageError
+from monograph.checkpointing import folder as stored
+from monograph.checkpointing.folder import Checkpoint, CheckpointDamaged, FileEntry, Manifest, load, read_manifest
+from monograph.errors import DiskFull, NoValidCheckpoint, Unreadable, UsageError, Warn
 from monograph.storage import blocks, tensor_layout
 from monograph.storage.reading import entries, exists, free_bytes, is_folder
 from monograph.storage.writing import sync
@@ -64,9 +52,9 @@ def save(checkpoints: Path, checkpoint: Checkpoint, keep: int = 2, write: Write 
         raise UsageError(f"keep = {keep}: expected at least {FEWEST_KEPT}")
     text = json.dumps(dict(checkpoint.state), indent=1).encode()
     files = {
-        MODEL: tensor_layout.encode(checkpoint.model),
-        OPTIMIZER: tensor_layout.encode(checkpoint.optimizer),
-        STATE: (len(text), iter([memoryview(text)])),
+        stored.MODEL: tensor_layout.encode(checkpoint.model),
+        stored.OPTIMIZER: tensor_layout.encode(checkpoint.optimizer),
+        stored.STATE: (len(text), iter([memoryview(text)])),
     }
     final = checkpoints / f"step-{checkpoint.update:08d}"
     temporary = unfinished(checkpoints, checkpoint.update)
@@ -97,9 +85,7 @@ def unfinished(checkpoints: Path, update: int) -> Path:
     return checkpoints / f"{TEMPORARY}step-{update:08d}"
 
 
-def newest(
-    checkpoints: Path, warn: Callable[[str], None], at: int | None = None, until: int | None = None
-) -> Checkpoint:
+def newest(checkpoints: Path, warn: Warn, at: int | None = None, until: int | None = None) -> Checkpoint:
     """Load the newest checkpoint that passes verification, or the one of update `at`.
 
     Args:
@@ -148,14 +134,14 @@ def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded, write: Write
     temporary.mkdir()
     entries = {name: FileEntry(length, write(temporary / name, pieces)) for name, (length, pieces) in files.items()}
     manifest = Manifest(checkpoint.run, checkpoint.update, entries)
-    blocks.write_file(temporary / MANIFEST, [memoryview(manifest.encode())])
+    blocks.write_file(temporary / stored.MANIFEST, [memoryview(manifest.encode())])
     sync(temporary)
 
 
 def _publish(temporary: Path, final: Path) -> None:
     if exists(final):
         # A folder cannot be renamed onto another one, so the old one is renamed first, and stays valid as `.replaced`.
-        replaced = final.with_name(final.name + REPLACED)
+        replaced = final.with_name(final.name + stored.REPLACED)
         final.rename(final.with_name(TEMPORARY + replaced.name) if exists(replaced) else replaced)
     temporary.rename(final)
     sync(final.parent)
@@ -188,7 +174,7 @@ def _prune(saved: Path, head: int, keep: int) -> None:
 
 def _candidates(checkpoints: Path) -> list[tuple[int, Path]]:
     """Return (update, folder) of all candidates, newest first; the current folder precedes a replaced one."""
-    named = [(FOLDER_NAME.fullmatch(path.name), path) for path in entries(checkpoints)]
+    named = [(stored.FOLDER_NAME.fullmatch(path.name), path) for path in entries(checkpoints)]
     return sorted(((int(match[1]), path) for match, path in named if match), key=lambda one: (-one[0], one[1].name))
 
 

@@ -27,6 +27,7 @@ from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import Tokenizer
 
 Message = dict[str, Any]
+Prompt = str | list[Message]
 _FLAGS = ("stop", "max_tokens", "n", "chat", "choice", "regex", "json_schema", "prompts", "json")
 _PIECE_BYTES = 1 << 20
 _EXPECTED = {int: "a whole number", float: "a number", str: "a text"}
@@ -60,9 +61,7 @@ def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
     return _sampling(Sampling(), values)
 
 
-def prompts_of(
-    path: Path, chat: bool, sampling: Sampling, vocabulary: int
-) -> Iterator[tuple[str | list[Message], Sampling]]:
+def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> Iterator[tuple[Prompt, Sampling]]:
     """Yield each prompt of a file with its options: a line, or a JSON line's key `prompt` or, in a chat, `messages`.
 
     A file holds JSON lines if its name ends with .jsonl, or if it begins with an object that has one of these keys. The
@@ -225,7 +224,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     network.to(default_device())
     model = Model(network, tokenizer, sampling, [*options.stop, *ends], None, options)
     records = prompts_of(file, options.chat, sampling, tokenizer.vocab_size) if file else ()
-    given: list[tuple[str | list[Message], Sampling]] = [*((prompt, sampling) for prompt in prompts), *records]
+    given: list[tuple[Prompt, Sampling]] = [*((prompt, sampling) for prompt in prompts), *records]
     for kind, value in limits.items():
         wanted = _text_of(value, "--json-schema", LARGEST_SCHEMA_BYTES) if isinstance(value, Path) else value
         for lost in map(tokenizer.loss, wanted if kind == "choices" else ()):
@@ -249,7 +248,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     print(f"{speed}, sampled in the graph; same seed, same text (--seed {sampling.seed})", file=sys.stderr)
 
 
-def _lead(model: Model, given: Sequence[str | list[Message]]) -> bytes:
+def _lead(model: Model, given: Sequence[Prompt]) -> bytes:
     """Return the bytes that the tokenizer puts before a text that follows the prompts."""
     asked = [_ids(model, prompt) for prompt in given] if model.tokenizer.strips else []
     encode, lead = model.tokenizer.encode, model.tokenizer.lead
@@ -259,7 +258,7 @@ def _lead(model: Model, given: Sequence[str | list[Message]]) -> bytes:
     return leads.pop() if leads else b""
 
 
-def _ids(model: Model, prompt: str | list[Message]) -> str | list[int]:
+def _ids(model: Model, prompt: Prompt) -> str | list[int]:
     if not model.options.chat:
         return str(prompt)
     return model.question([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)

@@ -130,9 +130,7 @@ class SideWriter:
         counts: number of documents of each file.
     """
 
-    def __init__(
-        self, stem: Path, tokenizer: Tokenizer, files: int, stack: ExitStack, conversations: bool = False
-    ) -> None:
+    def __init__(self, stem: Path, tokenizer: Tokenizer, files: int, stack: ExitStack, conversations: bool = False):
         def shard(suffix: str, dtype: np.dtype[Any], vocab_size: int) -> ShardWriter:
             return stack.enter_context(ShardWriter(stem.with_suffix(suffix), dtype, vocab_size, tokenizer.hash))
 

@@ -7,7 +7,7 @@ converted afterwards. All ranks must see the same folder.
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from monograph.checkpointing.folder import MODEL, OPTIMIZER
 from monograph.checkpointing.rotation import unfinished
 from monograph.distributed.sharded import rows_of
 from monograph.distributed.world import World
-from monograph.errors import DiskFull, NoValidCheckpoint
+from monograph.errors import DiskFull, NoValidCheckpoint, Warn
 from monograph.storage import blocks, tensor_layout
 
 
@@ -54,9 +54,7 @@ def save(world: World, checkpoints: Path, checkpoint: Checkpoint, keep: int) -> 
     world.wait()
 
 
-def newest(
-    world: World, checkpoints: Path, warn: Callable[[str], None], at: int | None = None, until: int | None = None
-) -> Checkpoint:
+def newest(world: World, checkpoints: Path, warn: Warn, at: int | None = None, until: int | None = None) -> Checkpoint:
     """Load on every rank the checkpoint that `monograph.checkpointing.newest` chooses on rank 0; a collective.
 
     Raises:

@@ -119,6 +119,7 @@ def offloaded(forward: Callable[..., Any], contexts: Callable[[], Any], *args: A
 
 
 Contexts = Callable[[], tuple[Any, Any]]
+Pass = Callable[[nn.Module], object]  # runs a module
 
 
 @dataclass
@@ -262,9 +263,7 @@ def _put(buffers: list[_Buffer]) -> None:
 # ---- budgets --------------------------------------------------------------------------------------------------------
 
 
-def choose_kept(
-    module: nn.Module, run: Callable[[nn.Module], object], *, captured: bool, device: torch.device | None = None
-) -> None:
+def choose_kept(module: nn.Module, run: Pass, *, captured: bool, device: torch.device | None = None) -> None:
     """Choose which results blocks with a `Pointwise` or `Budget` policy keep, from one pass with fake tensors.
 
     Args:
@@ -303,12 +302,7 @@ def _kept_of(policy: OfBlock, recording: Recording) -> frozenset[tuple[str, int]
 
 
 def recorded(
-    module: nn.Module,
-    run: Callable[[nn.Module], object],
-    device: torch.device | None = None,
-    *,
-    captured: bool,
-    stored: bool = True,
+    module: nn.Module, run: Pass, device: torch.device | None = None, *, captured: bool, stored: bool = True
 ) -> dict[str, Recording]:
     """Return a recording of each block of a module, by name.
 

@@ -36,9 +36,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     without it `hf` also scores that first token, which no text contains.
     """
 
-    def __init__(
-        self, run: str, precision: str = "fp32", batch_tokens: int = BATCH_TOKENS, **others: int | str | None
-    ) -> None:
+    def __init__(self, run: str, precision: str = "fp32", batch_tokens: int = BATCH_TOKENS, **others: int | str | None):
         """Load a model.
 
         Args:

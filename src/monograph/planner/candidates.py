@@ -16,6 +16,7 @@ from monograph.predict.footprint import Compile, Judged, Work
 from monograph.predict.roofline import flops_per_token, mfu, update_time
 from monograph.step import Clip
 
+ByDtype = Mapping[str, float]  # numbers by the name of a precision
 Ways = tuple[str, Compile, str | float]  # precision, compile scope, recomputation
 
 
@@ -145,13 +146,7 @@ def described(work: Work) -> str:
 
 
 def of_way(
-    request: Request,
-    way: Ways,
-    device: Device,
-    limit: int,
-    correction: float,
-    peaks: Mapping[str, float],
-    slowness: Mapping[str, float],
+    request: Request, way: Ways, device: Device, limit: int, correction: float, peaks: ByDtype, slowness: ByDtype
 ) -> list[Candidate]:
     """Return candidates for one combination: the largest micro-batch that fits and the next larger one.
 
@@ -170,8 +165,7 @@ def of_way(
     needed = [int(correction * closed_form(request, work)) for work in works]
     fits = sum(bytes_needed <= limit for bytes_needed in needed)
     shown = range(max(0, fits - 1), min(len(works), fits + 1))
-    times = slowness.get(way[0], 1.0)
-    return [_timed(works[index], needed[index], device, peaks, times) for index in shown]
+    return [_timed(works[index], needed[index], device, peaks, slowness.get(way[0], 1.0)) for index in shown]
 
 
 def closed_form(request: Request, work: Work) -> int:
@@ -179,7 +173,7 @@ def closed_form(request: Request, work: Work) -> int:
     return estimate_bytes(work, request.optimizer, request.optim.ema is not None)
 
 
-def _timed(work: Work, needed: int, device: Device, peaks: Mapping[str, float], slowness: float) -> Candidate:
+def _timed(work: Work, needed: int, device: Device, peaks: ByDtype, slowness: float) -> Candidate:
     seconds = slowness * update_time(work, device, peaks[work.precision]).total_s
     return Candidate(work, needed, seconds, *speed(work, seconds, device))
 

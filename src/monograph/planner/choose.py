@@ -10,7 +10,7 @@ from typing import Literal
 
 from monograph.device import Device
 from monograph.errors import OutOfDeviceMemory, UsageError
-from monograph.planner.candidates import Candidate, Request, Ways, closed_form, described, of_way, way_of, ways
+from monograph.planner.candidates import ByDtype, Candidate, Request, Ways, closed_form, described, of_way, way_of, ways
 from monograph.planner.streaming import Limits, streamed
 from monograph.predict.footprint import Work, footprint
 from monograph.predict.roofline import Calibration
@@ -80,9 +80,7 @@ def budget(device: Device) -> int:
     return usable
 
 
-def plan(
-    request: Request, device: Device, peak_flops: Mapping[str, float], calibration: Calibration | None = None
-) -> Plan:
+def plan(request: Request, device: Device, peak_flops: ByDtype, calibration: Calibration | None = None) -> Plan:
     """Return the fastest combination that fits and has the numerics asked for.
 
     Args:
@@ -163,7 +161,7 @@ def _too_large(candidate: Candidate, limit: int) -> str:
 def streamed_or_resident(
     request: Request,
     device: Device,
-    peak_flops: Mapping[str, float],
+    peak_flops: ByDtype,
     calibration: Calibration | None = None,
     memory: Literal["auto", "device", "stream"] = "auto",
     limits: Limits | None = None,

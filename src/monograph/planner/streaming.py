@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -15,17 +15,12 @@ import torch
 from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
 from monograph.optim import AdamW
-from monograph.planner.candidates import Candidate, Request, speed
+from monograph.planner.candidates import ByDtype, Candidate, Request, speed
 from monograph.planner.placement_bytes import Names, Stages, Tiers, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
+from monograph.predict import roofline
 from monograph.predict.footprint import Compile
-from monograph.predict.roofline import (
-    CPU_BYTES_PER_S,
-    LINK_BYTES_PER_S,
-    LINK_SHARE,
-    measured_memory_bytes_per_s,
-    pass_times,
-)
+from monograph.predict.roofline import CPU_BYTES_PER_S, LINK_BYTES_PER_S, LINK_SHARE
 from monograph.report.quantities import gibibytes
 from monograph.storage.reading import free_bytes
 from monograph.stream import Placement
@@ -63,7 +58,7 @@ class Limits:
     @cached_property
     def host_rate(self) -> float:
         """Return the bytes/s of the host's memory."""
-        return self.host_bytes_per_s or measured_memory_bytes_per_s()
+        return self.host_bytes_per_s or roofline.measured_memory_bytes_per_s()
 
     @classmethod
     def here(cls, device: Device, device_bytes: int, folder: Path | None = None) -> Limits:
@@ -111,9 +106,7 @@ class StreamCandidate(Candidate):
 _PLANES = ("weights", "gradients", "moments")
 
 
-def streamed(
-    request: Request, device: Device, limits: Limits, peak_flops: Mapping[str, float]
-) -> list[StreamCandidate]:
+def streamed(request: Request, device: Device, limits: Limits, peak_flops: ByDtype) -> list[StreamCandidate]:
     """Return the ways to stream that fit, best first; all but the first say why they were not chosen.
 
     Raises:
@@ -195,11 +188,11 @@ def _short(tiers: Tiers, limits: Limits) -> dict[str, int]:
 
 
 def _candidate(
-    way: Way, resident: Sequence[Names], device: Device, limits: Limits, peak_flops: Mapping[str, float]
+    way: Way, resident: Sequence[Names], device: Device, limits: Limits, peak_flops: ByDtype
 ) -> StreamCandidate:
     """Return the candidate of a way, with its time in closed form."""
     tiers = way.tiers(resident)
-    times = pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
+    times = roofline.pass_times(way.work, device, peak_flops[way.work.precision], limits.host_rate)
     seconds = closed_form(way, resident, times, limits.link)
     return StreamCandidate(
         way.work, sum(tiers["device"].values()), seconds, *speed(way.work, seconds, device), tiers["device"],
@@ -207,12 +200,10 @@ def _candidate(
     )  # fmt: skip
 
 
-def _timed(
-    candidate: StreamCandidate, device: Device, limits: Limits, peak_flops: Mapping[str, float]
-) -> StreamCandidate:
+def _timed(candidate: StreamCandidate, device: Device, limits: Limits, peak_flops: ByDtype) -> StreamCandidate:
     """Return the candidate with its time by the clock."""
     work = candidate.work
-    times = pass_times(work, device, peak_flops[work.precision], limits.host_rate)
+    times = roofline.pass_times(work, device, peak_flops[work.precision], limits.host_rate)
     timed = timing(work, candidate.placement, times, limits.link)
     rate, share = speed(work, timed.update_s, device)
     return replace(candidate, update_s=timed.update_s, tokens_per_s=rate, mfu=share, bottleneck=LANES[timed.bottleneck])
@@ -280,10 +271,9 @@ def _remedy(request: Request, device: Device, limits: Limits) -> str:
     for tokens in (request.tokens_per_update, *(request.length * rows for rows in fewer_rows)):
         for state in narrow if tokens == request.tokens_per_update else [request.optim.state, *narrow]:
             name = rule if state == "fp32" else f"{rule}:{state}"
-            micro_batch = request.micro_batch and min(request.micro_batch, tokens // request.length)
             other = replace(
                 request, optim=replace(request.optim, state=state), optimizer=name, tokens_per_update=tokens,
-                micro_batch=micro_batch,
+                micro_batch=request.micro_batch and min(request.micro_batch, tokens // request.length),
             )  # fmt: skip
             if _fitting(other, device, replace(limits, disk_bytes=0)):
                 fewer = "" if tokens == request.tokens_per_update else f"train.tokens_per_update = {tokens:,}"

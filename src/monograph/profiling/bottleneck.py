@@ -17,6 +17,7 @@ from monograph.predict.roofline import KERNELS, MICRO_STEP_S, UPDATE_BYTES
 from monograph.profiling.intervals import PARTS, Kernel, Part, Spent
 
 Bound = Literal["compute", "memory", "latency", "unknown"]
+Bounds = Mapping[Part, Mapping[Bound, float]]  # seconds of kernels
 Binds = Part | Literal["padding", "nothing"]
 
 LATENCY = 0.15  # a kernel whose floor is a smaller share of its time is bound by neither compute nor memory
@@ -91,7 +92,7 @@ class Verdict:
 
     spent: Spent
     floors: Mapping[Part, float]
-    bounds: Mapping[Part, Mapping[Bound, float]]
+    bounds: Bounds
     recoverable: Mapping[str, float]
     binds: Binds
     changes: Sequence[Change]
@@ -135,8 +136,7 @@ def bound(kernel: Kernel, machine: Machine) -> Bound:
 
 def _least(kernel: Kernel, machine: Machine) -> tuple[float, float]:
     """Return the shortest seconds for a kernel's FLOPs, and for its bytes."""
-    compute = (kernel.flops or 0.0) / machine.matmul_flops
-    return compute, (kernel.moved_bytes or 0.0) / machine.copy_bytes_per_s
+    return (kernel.flops or 0.0) / machine.matmul_flops, (kernel.moved_bytes or 0.0) / machine.copy_bytes_per_s
 
 
 def verdict(spent: Spent, kernels: Sequence[Kernel], machine: Machine, situation: Situation) -> Verdict:
@@ -163,9 +163,7 @@ def verdict(spent: Spent, kernels: Sequence[Kernel], machine: Machine, situation
     return Verdict(spent, floors, bounds, recoverable, binds, changes(spent, floors, bounds, situation))
 
 
-def changes(
-    spent: Spent, floors: Mapping[Part, float], bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation
-) -> list[Change]:
+def changes(spent: Spent, floors: Mapping[Part, float], bounds: Bounds, situation: Situation) -> list[Change]:
     """Return the changes worth making, by the time that they save; those that change the training come last."""
     sync = spent.gaps.get("sync", 0.0)
     gaps = spent.parts["host gaps"] - sync
@@ -187,13 +185,11 @@ def changes(
     return sorted(worth, key=lambda change: (not change.same_training, -change.saved_s))
 
 
-def _share(bounds: Mapping[Part, Mapping[Bound, float]], part: Part, kind: Bound) -> float:
+def _share(bounds: Bounds, part: Part, kind: Bound) -> float:
     return bounds[part].get(kind, 0.0) / sum(bounds[part].values()) if part in bounds else 0.0
 
 
-def _of_graphs(
-    spent: Spent, bounds: Mapping[Part, Mapping[Bound, float]], gaps: float, situation: Situation
-) -> list[Change]:
+def _of_graphs(spent: Spent, bounds: Bounds, gaps: float, situation: Situation) -> list[Change]:
     """Offer fewer micro-steps, and one graph for all operators of a micro-step.
 
     The host launches an update as if it were one micro-step more. In an optimizer that multiplies matrices, such as
@@ -212,7 +208,7 @@ def _of_graphs(
     return [larger, Change("train.compile=whole", "operators run one by one, each over its own copy", saved)]
 
 
-def _of_numbers(spent: Spent, bounds: Mapping[Part, Mapping[Bound, float]], situation: Situation) -> list[Change]:
+def _of_numbers(spent: Spent, bounds: Bounds, situation: Situation) -> list[Change]:
     """Offer bf16, which speeds up compute-bound products and, in elementwise code, memory-bound kernels.
 
     A latency-bound kernel gains nothing. A slowdown (`situation.bf16` above 1) applies to all of a part, except to the

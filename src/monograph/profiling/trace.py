@@ -22,6 +22,7 @@ from monograph.profiling.intervals import Kernel, Operands, Part, Span, Timeline
 STEP, DATA, HEAD, UPDATE = "monograph.step", "monograph.data", "monograph.head", "monograph.update"
 ADDED = "monograph::add_product_"  # part of the head, in one graph of the step, where the head has no span
 Event = Mapping[str, Any]
+HasKernel = Callable[[str], bool]  # whether the operator of a name runs a kernel of its own
 
 _BYTES = {
     "double": 8, "long int": 8, "long": 8, "float": 4, "int": 4, "c10::BFloat16": 2, "c10::Half": 2, "short": 2,
@@ -52,9 +53,7 @@ class _Place(NamedTuple):
     inside: Part | None = None
 
 
-def read(
-    trace: Mapping[str, Any], has_kernel: Callable[[str], bool], vocabulary: int | None, heads_are_batched: bool
-) -> Timeline:
+def read(trace: Mapping[str, Any], has_kernel: HasKernel, vocabulary: int | None, heads_are_batched: bool) -> Timeline:
     """Return the timeline from the first step's span to the end of the last one.
 
     Args:
@@ -121,9 +120,7 @@ class _Reader:
         launches: for each correlation number: the time of the launch, its place, and the operator that launched it.
     """
 
-    def __init__(
-        self, has_kernel: Callable[[str], bool], vocabulary: int | None, heads_are_batched: bool, begin_s: float
-    ) -> None:
+    def __init__(self, has_kernel: HasKernel, vocabulary: int | None, heads_are_batched: bool, begin_s: float) -> None:
         self.has_kernel, self.vocabulary, self.heads_are_batched = has_kernel, vocabulary, heads_are_batched
         self.begin_s = begin_s
         self.head: set[int] = set()
@@ -174,8 +171,7 @@ class _Reader:
                 part = "loss head"
         inside = place.inside
         if inside is None and event.get("cat") == "cpu_op" and not _WAITS.search(name):
-            computes = _GENERATED.search(name) or self.has_kernel(name)
-            inside = self._part(event, part) if computes else None
+            inside = self._part(event, part) if _GENERATED.search(name) or self.has_kernel(name) else None
         return _Place(part, inside)
 
     def _part(self, event: Event, said: Part | None) -> Part:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Row = Mapping[str, Any]
+Yardsticks = Mapping[str, float]  # values to compare a run with, by name
 Floats = NDArray[np.float64]
 
 _FIRST, _SECOND = ("held_out", "reward", "accuracy"), ("loss", "entropy", "margin")  # a run has one of each
@@ -37,9 +38,7 @@ class Drawing(NamedTuple):
     png: bytes = b""
 
 
-def draw(
-    metrics: Sequence[Row], yardsticks: Mapping[str, float], title: str, subtitle: str
-) -> tuple[bytes, list[Drawing]]:
+def draw(metrics: Sequence[Row], yardsticks: Yardsticks, title: str, subtitle: str) -> tuple[bytes, list[Drawing]]:
     """Return a PNG sheet of all figures for which `metrics` has rows, under `title` and `subtitle`, and each figure."""
     panels: dict[str, tuple[str, Callable[..., None]]] = {
         "held_out": ("eval_bits_per_byte", partial(_held_out, yardsticks=yardsticks)),
@@ -91,7 +90,7 @@ def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: s
     return png(figure, dpi=160)
 
 
-def _held_out(axes: Axes, metrics: Sequence[Row], key: str, yardsticks: Mapping[str, float]) -> None:
+def _held_out(axes: Axes, metrics: Sequence[Row], key: str, yardsticks: Yardsticks) -> None:
     tokens, bits = _series(axes, metrics, key, "Held-out text, bits per byte")
     low = min([float(bits.min()), *yardsticks.values()])
     # The first value is an untrained model's. On its scale all later ones would be one flat line.

@@ -8,10 +8,11 @@ from typing import Any
 
 from monograph.errors import DiskFull
 from monograph.report import quantities
-from monograph.report.figures import Row, draw
+from monograph.report.figures import Row, Yardsticks, draw
 from monograph.report.page import config_of, escaped, number, page, pairs, section, table
 
 Summary = Mapping[str, Any]
+Sample = tuple[float, str]  # when in the run, from 0 to 1, and the text that the model wrote
 
 # The keys of a summary that a person reads first: (key, name, function that writes the value).
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
@@ -42,11 +43,7 @@ _NAMES = {
 
 
 def write_report(
-    run_folder: Path,
-    summary: Summary,
-    metrics: Sequence[Row],
-    yardsticks: Mapping[str, float],
-    samples: Sequence[tuple[float, str]],
+    run_folder: Path, summary: Summary, metrics: Sequence[Row], yardsticks: Yardsticks, samples: Sequence[Sample]
 ) -> None:
     """Write `run_folder`/figures/*.png (sheet.png has them all) and `run_folder`/report.html, each whole or not at all.
 
@@ -73,12 +70,11 @@ def write_report(
     there = {key for key, value in summary.items() if value is not None}
     if judged:  # a loss is of advantages or of pairs, no nats a token
         there -= {"train_loss", "eval_loss"}
-    known = [(name, written(summary[key])) for key, name, written in _FIGURES if key in there]
     text = page(
         title=run_folder.name,
         headline=headline,
         standing=standing,
-        figures=known,
+        figures=[(name, written(summary[key])) for key, name, written in _FIGURES if key in there],
         drawings=drawings,
         sections=[
             section("What it writes" if rewarded else "What it writes, from the same prompt", _samples(samples)),
@@ -105,7 +101,7 @@ def _headline(summary: Summary) -> str:
     return "A training run" if loss is None else f"{loss:.2f} nats per token in training"
 
 
-def _standing(summary: Summary, yardsticks: Mapping[str, float]) -> str:
+def _standing(summary: Summary, yardsticks: Yardsticks) -> str:
     """Return one sentence on which yardsticks the run is below, and which it is not."""
     bits = summary.get("eval_bits_per_byte")
     if bits is None or not math.isfinite(bits) or not yardsticks:
@@ -177,7 +173,7 @@ def _evaluations(metrics: Sequence[Row]) -> str:
     return table("Scores on held-out text", [head for head, _ in columns.values()], rows)
 
 
-def _samples(samples: Sequence[tuple[float, str]]) -> str:
+def _samples(samples: Sequence[Sample]) -> str:
     blocks = "\n".join(
         f'<figure><figcaption>after {100 * share:.0f} %</figcaption><pre tabindex="0">{escaped(text)}</pre></figure>'
         for share, text in samples

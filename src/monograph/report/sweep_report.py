@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Setting = Mapping[str, Any]
-Curve = tuple[Mapping[str, Any], Sequence[Mapping[str, Any]]]
+Rows = Sequence[Mapping[str, Any]]
+Curve = tuple[Mapping[str, Any], Rows]
 MOST_TICKS = 10
 
 
@@ -202,7 +203,7 @@ def _settings(settings: Sequence[Setting], unit: str) -> str:
     return _with_knobs("Settings of the sweep", [setting["knobs"] for setting in settings], heads, rows)
 
 
-def _members(members: Sequence[Mapping[str, Any]]) -> str:
+def _members(members: Rows) -> str:
     rows: list[list[Cell]] = []
     for member in members:
         at = member["diverged"]
@@ -212,9 +213,7 @@ def _members(members: Sequence[Mapping[str, Any]]) -> str:
     return _with_knobs("Members of the sweep", [member["knobs"] for member in members], heads, rows)
 
 
-def _with_knobs(
-    name: str, knobs: Sequence[Mapping[str, Any]], heads: Sequence[str], rows: Sequence[Sequence[Cell]]
-) -> str:
+def _with_knobs(name: str, knobs: Rows, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> str:
     """Return a table whose first columns are the knobs."""
     keys = list(dict.fromkeys(key for point in knobs for key in point))
     cells = ([_knob(point.get(key)) for key in keys] for point in knobs)

@@ -47,10 +47,7 @@ def own_tokenizer(reading: Mapping[str, Any], key: str) -> Tokenizer:
 
 
 def read_parts(
-    reading: Mapping[str, Any],
-    item: Callable[[str, Record], Any | Fault],
-    needs: str,
-    progress: Progress | None = None,
+    reading: Mapping[str, Any], item: Callable[[str, Record], Any | Fault], needs: str, progress: Progress | None = None
 ) -> Parts:
     """Read records from JSON lines or tables.
 

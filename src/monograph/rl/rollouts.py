@@ -63,9 +63,7 @@ class _Group(NamedTuple):
 class Drawer:
     """Draws answers from an engine's weights, and scores them."""
 
-    def __init__(
-        self, engine: Engine, prompts: Prompts, reward: Reward, options: Options, updates: Callable[[], int]
-    ) -> None:
+    def __init__(self, engine: Engine, prompts: Prompts, reward: Reward, options: Options, updates: Callable[[], int]):
         """Take the parts; `updates` returns the number of updates of the run, 0 as long as it is unknown."""
         self.engine, self.prompts, self.reward, self.options, self.updates = engine, prompts, reward, options, updates
         self.ends = prompts.ends(self.model.config)
@@ -166,7 +164,6 @@ class Drawer:
         """Return the answers with the log-probabilities of their tokens, and the reference's if there is a KL term."""
         # Raw ones are computed as the loss computes them; those drawn from have the sampler's own arithmetic.
         drawn = [[one.drawn if self._is_raw else one.processed_drawn for one in c.logprobs or ()] for c in completions]
-        answers = zip(prompts, completions, drawn, strict=True)
         made = [
             Rollout(
                 prompt.ids,
@@ -175,7 +172,7 @@ class Drawer:
                 is_cut=completion.finish_reason == "length",
                 states=self.form.states(completion.token_ids) if self.form else (),
             )
-            for prompt, completion, logprobs in answers
+            for prompt, completion, logprobs in zip(prompts, completions, drawn, strict=True)
         ]
         if self.options.kl is None:
             return made
@@ -201,10 +198,9 @@ class Drawer:
             return None
         pairs = zip(prompts, rollouts, strict=True)
         told = [rollout._replace(prompt_ids=prompt.teacher_ids or prompt.ids) for prompt, rollout in pairs]
-        better = self.scored(told, teacher)
         return [
             [one - other for one, other in zip(own, rollout.logprobs, strict=True)]
-            for own, rollout in zip(better, rollouts, strict=True)
+            for own, rollout in zip(self.scored(told, teacher), rollouts, strict=True)
         ]
 
     def score(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[float]:

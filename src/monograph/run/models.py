@@ -1,7 +1,7 @@
 """Build a model from settings, or load one by name from a run, a Hugging Face folder or a weight file."""
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.checkpointing import Checkpoint
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused, UsageError, Warn
 from monograph.graph.frozen import FrozenWeight
 from monograph.graph.inspect import unwrapped, write
 from monograph.graph.lora import adapt, kept_state, merge
@@ -64,7 +64,7 @@ def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
     return _merged(_load(recipe.init, lambda line: None, torch.float32, recipe.sizes)), token_loss
 
 
-def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) -> tuple[Llama, Tokenizer]:
+def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer]:
     """Load a language model and its tokenizer from a run ("last" or a folder), a Hugging Face folder or a weight file.
 
     The model of a run is its newest checkpoint that passes verification, or the checkpoint whose folder is named, with
@@ -82,7 +82,7 @@ def load(folder: str | Path, warn: Callable[[str], None] = lambda line: None) ->
     return model, Tokenizer.from_file(tokenizer_of(folder))
 
 
-def load_run(run: Run, warn: Callable[[str], None] = lambda line: None) -> tuple[Llama, Tokenizer, int]:
+def load_run(run: Run, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer, int]:
     """Load a run's newest sound model, its tokenizer and the update after which it was saved; see `load`."""
     checkpoint = recorded_state.newest(run, warn)
     model = materialize_(_merged(_of_run(run, checkpoint, None)[0]))
@@ -95,9 +95,7 @@ def require_all_finite(model: nn.Module, folder: str | Path) -> None:
         require_finite(weight, f"{folder}: {name}")
 
 
-def load_to_export(
-    folder: str | Path, warn: Callable[[str], None] = lambda line: None
-) -> tuple[Llama, Tokenizer, Packed | None]:
+def load_to_export(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer, Packed | None]:
     """Load a model for `save`, with weights still in their files and adapters unmerged, and a run's trained adapters.
 
     Raises:
@@ -169,9 +167,7 @@ def _one_dtype(init: str) -> torch.dtype | None:
     return torch.float32 if len({tensor.dtype for tensor in hub.read_headers_of(init)[1].values()}) > 1 else None
 
 
-def _load(
-    folder: str | Path, warn: Callable[[str], None], dtype: torch.dtype | None, sizes: Mapping[str, Any]
-) -> Llama:
+def _load(folder: str | Path, warn: Warn, dtype: torch.dtype | None, sizes: Mapping[str, Any]) -> Llama:
     """Return a model whose weights may still be in their files, and whose adapters are not merged yet."""
     if run := run_named(folder):
         return _of_run(run, recorded_state.newest(run, warn), dtype)[0]
@@ -195,7 +191,7 @@ def _load(
     return hub.mapped_model(folder, dtype)
 
 
-def load_trained(run: Run, warn: Callable[[str], None], precision: Precision | None = None) -> Trained:
+def load_trained(run: Run, warn: Warn, precision: Precision | None = None) -> Trained:
     """Load a run's newest sound model of any kind; a module from a Python file is built again by that file.
 
     Args:
@@ -295,7 +291,7 @@ def save(
     tokenizer: Tokenizer | None = None,
     format: str = "hf",
     dtype: str | None = None,
-    warn: Callable[[str], None] = lambda line: None,
+    warn: Warn = lambda line: None,
 ) -> None:
     """Write a model for other tools: `hub.save_model` for "hf", `gguf.save_gguf` for "gguf".
 

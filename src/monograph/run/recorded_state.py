@@ -6,7 +6,7 @@ digests. So each reader of a run checks the types, the ranges and whether the pa
 
 import json
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint, CheckpointDamaged
-from monograph.errors import InputRefused, MonographError
+from monograph.errors import InputRefused, MonographError, Warn
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.recipe import lora_of
@@ -109,7 +109,7 @@ class _State(Strict):
     versions: _Versions
 
 
-def newest(run: Run, warn: Callable[[str], None]) -> Checkpoint:
+def newest(run: Run, warn: Warn) -> Checkpoint:
     """Load a run's newest checkpoint that passes verification, or the one of `run.at`, and check its state.
 
     Raises:

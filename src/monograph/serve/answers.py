@@ -52,9 +52,7 @@ class Writing:
         tokens: how many were drawn.
     """
 
-    def __init__(
-        self, text: Text, stop: Sequence[str], likeliest: int | None, *, ends: bool = True, before: str = ""
-    ) -> None:
+    def __init__(self, text: Text, stop: Sequence[str], likeliest: int | None, *, ends: bool = True, before: str = ""):
         """Begin a text.
 
         Args:
@@ -119,10 +117,8 @@ class Offsets:
 def scored(tokenizer: Tokenizer, ids: Sequence[int], scores: Sequence[TokenScore]) -> list[Entry]:
     """Return the entries of a prompt, whose first token has no score."""
     offsets = Offsets(tokenizer.lead(ids[:1]))
-    values = [(None, ()), *scores]
-    return [
-        Entry(token, offsets.add(tokenizer.pieces[token]), *found) for token, found in zip(ids, values, strict=True)
-    ]
+    pairs = zip(ids, [(None, ()), *scores], strict=True)
+    return [Entry(token, offsets.add(tokenizer.pieces[token]), *found) for token, found in pairs]
 
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:

@@ -46,9 +46,7 @@ class Refused(Exception):
         headers: further headers of the answer.
     """
 
-    def __init__(
-        self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str
-    ) -> None:
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None, **headers: str):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
         self.headers = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -235,14 +233,9 @@ def _asked(given: Fields, rows: int, **rest: Any) -> Asked:
 
 
 def _sampling(given: Fields) -> Sampling:
-    values = {name: given.take(name, lambda _, value: value) for name in sorted(OPTIONS)}
+    checks = {"logit_bias": _biases, "dry_sequence_breakers": _texts(MOST_BREAKERS)}
+    values = {name: given.take(name, checks.get(name, lambda _, value: value)) for name in sorted(OPTIONS)}
     values = {"temperature": 1.0} | {name: value for name, value in values.items() if value is not None}
-    if "logit_bias" in values:
-        values["logit_bias"] = _biases(values["logit_bias"])
-    if "dry_sequence_breakers" in values:
-        values["dry_sequence_breakers"] = _texts(MOST_BREAKERS)(
-            "dry_sequence_breakers", values["dry_sequence_breakers"]
-        )
     seed = given.take("seed", _whole(0, 2**63 - 1))
     try:
         return Sampling(**values, seed=secrets.randbelow(SEEDS) if seed is None else seed)
@@ -252,8 +245,7 @@ def _sampling(given: Fields) -> Sampling:
         raise Refused(400, str(error), name) from None
 
 
-def _biases(value: Any) -> dict[int, float]:
-    name = "logit_bias"
+def _biases(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, dict) or len(value) > MOST_BIASES:
         raise Refused(400, f"{name}: expected an object of at most {MOST_BIASES:,} biases by token id", name)
     for key in value:

@@ -24,6 +24,8 @@ from monograph.serve.service import Service
 from monograph.serve.versions import Version
 from monograph.text.chat import chat_ids
 
+Prompts = Sequence[Sequence[int]]  # their ids
+Batches = AsyncIterator[list[tuple[Text, Event]]]  # the events of texts, as they come
 LONGEST_S, PING_S = 600.0, 15.0  # of a request; between two signs of life
 _FAILED = {
     "not_finite": (500, "the model's logits are not finite"),
@@ -131,9 +133,7 @@ class Texts:
             raise Refused(400, f"prompt: expected token ids from 0 to {tokenizer.vocab_size - 1}", "prompt")
         return prompt
 
-    async def _requests(
-        self, asked: Asked, version: Version, prompts: Sequence[Sequence[int]], client: str
-    ) -> list[Request]:
+    async def _requests(self, asked: Asked, version: Version, prompts: Prompts, client: str) -> list[Request]:
         """Return a request for each text, n for each prompt, whose seeds are those of `monograph generate`."""
         tokenizer, sampling = version.tokenizer, asked.sampling
         if asked.likeliest is not None:
@@ -180,9 +180,7 @@ class Texts:
     # ── what is sent ──────────────────────────────────────────────────────────────────────────
 
     @asynccontextmanager
-    async def _written(
-        self, texts: Sequence[Text], began: float
-    ) -> AsyncIterator[AsyncIterator[list[tuple[Text, Event]]]]:
+    async def _written(self, texts: Sequence[Text], began: float) -> AsyncIterator[Batches]:
         """Have texts written; yields an iterator of their events, and cancels those that have not ended at the end."""
         gate, running = self._service.gate, set(texts)
 
@@ -209,9 +207,8 @@ class Texts:
             self._service.whole.add(clock() - began)
 
     async def _stream(
-        self, asked: Asked, texts: Sequence[Text], answer: Answer, events: AsyncIterator[list[tuple[Text, Event]]],
-        used: int, send: Send,
-    ) -> None:  # fmt: skip
+        self, asked: Asked, texts: Sequence[Text], answer: Answer, events: Batches, used: int, send: Send
+    ) -> None:
         writings = {text: self._writing(text, asked) for text in texts}
         stream, begun = Events(send), False
         async for batch in events:
@@ -231,9 +228,8 @@ class Texts:
         await stream.end()
 
     async def _whole(
-        self, asked: Asked, texts: Sequence[Text], answer: Answer, events: AsyncIterator[list[tuple[Text, Event]]],
-        prompts: Sequence[Sequence[int]], send: Send,
-    ) -> None:  # fmt: skip
+        self, asked: Asked, texts: Sequence[Text], answer: Answer, events: Batches, prompts: Prompts, send: Send
+    ) -> None:
         version = texts[0].version
         echoes = await self._echoes(asked, version, prompts) if asked.echo else [Piece(0, "", [], None)] * len(prompts)
         of = [echoes[text.index // asked.n] for text in texts]
@@ -250,7 +246,7 @@ class Texts:
         # lm-evaluation-harness counts on an entry for each token; in a chat the protocol has none for the end.
         return Writing(text, asked.stop, asked.likeliest, ends=not self._is_chat, before=before)
 
-    async def _send_scored(self, asked: Asked, version: Version, prompts: Sequence[Sequence[int]], send: Send) -> None:
+    async def _send_scored(self, asked: Asked, version: Version, prompts: Prompts, send: Send) -> None:
         """Answer with the prompts alone, n times each."""
         echoes = await self._echoes(asked, version, prompts)
         repeated = [echo for echo in echoes for _ in range(asked.n)]
@@ -258,7 +254,7 @@ class Texts:
         answer = Answer(version, asked.sampling.seed, asked.likeliest)
         await _send(answer, pieces, usage_of(sum(map(len, prompts)), 0), send)
 
-    async def _echoes(self, asked: Asked, version: Version, prompts: Sequence[Sequence[int]]) -> list[Piece]:
+    async def _echoes(self, asked: Asked, version: Version, prompts: Prompts) -> list[Piece]:
         """Return each prompt as a piece, scored if log-probabilities are asked for."""
         echoes = []
         for prompt, ids in zip(asked.prompts, prompts, strict=True):
@@ -290,7 +286,7 @@ def joined(asked: Asked) -> str:
     return "".join(each["content"] for each in asked.messages)
 
 
-def _numbers(asked: Asked, version: Version, prompts: Sequence[Sequence[int]]) -> int:
+def _numbers(asked: Asked, version: Version, prompts: Prompts) -> int:
     """Return how many log-probabilities a request may have.
 
     Raises:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import time
-from collections.abc import Callable
 from functools import cached_property
 from typing import Any
 
@@ -12,6 +11,7 @@ import torch
 from monograph import __version__
 from monograph.decode.penalties import breakers
 from monograph.device import default_device
+from monograph.errors import Warn
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
@@ -40,9 +40,7 @@ class Version:
         created: when it was loaded, in seconds since 1970.
     """
 
-    def __init__(
-        self, identity: str, names: tuple[str, ...], model: Llama, tokenizer: Tokenizer, precision: Precision
-    ) -> None:
+    def __init__(self, identity: str, names: tuple[str, ...], model: Llama, tokenizer: Tokenizer, precision: Precision):
         """Put the model on the device."""
         self._digest = digest(model)
         self.id, self.names, self.tokenizer, self.precision = identity, names, tokenizer, precision
@@ -96,7 +94,7 @@ class Version:
 class Source:
     """What the command line names, and which of its versions was loaded last."""
 
-    def __init__(self, name: str, rows: int, warn: Callable[[str], None]) -> None:
+    def __init__(self, name: str, rows: int, warn: Warn) -> None:
         """Take a run, `last` or a folder, and the rows in which its texts are written."""
         self.name, self.rows, self.warn = name, rows, warn
         self._seen: tuple[Any, ...] = ()

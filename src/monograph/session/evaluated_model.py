@@ -1,7 +1,6 @@
 """Load a model to evaluate, with its precision and tokenizer and, for a run, the text held out of its training."""
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 
 from monograph.data.progress import Progress
 from monograph.device import default_device
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, Warn
 from monograph.evaluation.choices import Accuracy, Answer, Question, choose
 from monograph.graph.precision import Precision
 from monograph.loss import Batch, Loss, token_loss
@@ -67,7 +66,7 @@ def require_finite(loss: float, name: str, text: str) -> None:
         raise InputRefused(f"{name}: its loss on {text} is {loss}: an output of the model is not finite")
 
 
-def of_run(run: Run, warn: Callable[[str], None]) -> EvaluatedModel:
+def of_run(run: Run, warn: Warn) -> EvaluatedModel:
     """Load a run's newest sound model; see `load_trained`."""
     settings = run_settings(run)
     precision = Precision(settings.train.precision)  # in another precision the figures would differ
@@ -87,7 +86,7 @@ def of_run(run: Run, warn: Callable[[str], None]) -> EvaluatedModel:
     )
 
 
-def of_folder(folder: str, warn: Callable[[str], None]) -> EvaluatedModel:
+def of_folder(folder: str, warn: Warn) -> EvaluatedModel:
     """Load the model of a Hugging Face folder or weight file."""
     model, tokenizer = load(folder, warn)
     length = min(model.config.max_position_embeddings, LONGEST_ROW)
@@ -95,7 +94,7 @@ def of_folder(folder: str, warn: Callable[[str], None]) -> EvaluatedModel:
 
 
 def answered(
-    subject: EvaluatedModel, questions: list[Question], chat: bool, report: Progress, warn: Callable[[str], None]
+    subject: EvaluatedModel, questions: list[Question], chat: bool, report: Progress, warn: Warn
 ) -> tuple[list[Answer], Accuracy]:
     """Return a model's answers and its accuracy; see `evaluation.choices.choose`.
 

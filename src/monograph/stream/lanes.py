@@ -55,6 +55,9 @@ class Space:
     read: dict[Lane, Mark] = field(default_factory=dict)
 
 
+Spaces = tuple[Space, ...]
+
+
 class Work(NamedTuple):
     """One piece of work.
 
@@ -70,8 +73,8 @@ class Work(NamedTuple):
     mark: Mark
     waits: tuple[Mark, ...]
     call: Callable[[], Any]
-    reads: tuple[Space, ...]
-    writes: tuple[Space, ...]
+    reads: Spaces
+    writes: Spaces
     moved_bytes: int
 
 
@@ -146,9 +149,7 @@ class Lanes:
         self._happened = {lane: dict(newest) for lane in LANES}
         self._at.clear()
 
-    def _give(
-        self, lane: Lane, call: Callable[[], Any], reads: tuple[Space, ...], writes: tuple[Space, ...], moved_bytes: int
-    ) -> Any:
+    def _give(self, lane: Lane, call: Callable[[], Any], reads: Spaces, writes: Spaces, moved_bytes: int) -> Any:
         happened = self._happened[lane]
         needed = [space.written for space in (*reads, *writes) if space.written]
         needed += [mark for space in writes for mark in space.read.values()]

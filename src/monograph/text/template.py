@@ -47,9 +47,7 @@ class ChatTemplate:
         InputRefused: the source is larger than 64 KiB, which no model's template is.
     """
 
-    def __init__(
-        self, source: str, where: str, tokens: Mapping[str, str] | None = None, day: str | None = None
-    ) -> None:
+    def __init__(self, source: str, where: str, tokens: Mapping[str, str] | None = None, day: str | None = None):
         if len(source.encode("utf-8", "surrogatepass")) > MAX_SOURCE_BYTES:
             raise InputRefused(f"{where}: the chat template is larger than {MAX_SOURCE_BYTES >> 10} KiB")
         self.source, self.tokens, self.day, self._where = source, dict(tokens or {}), day, where
