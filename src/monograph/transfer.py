@@ -19,8 +19,6 @@ table 3's 1/m: the best rate stays where it is as well, and short runs end bette
 2407.05872, and benchmarks/transfer.py).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, replace

@@ -3,8 +3,6 @@
 Shapes: N outputs, K inputs, C = ceil(N K / 64) blocks of S = 64 numbers, G = ceil(C / 256) groups of 256 blocks.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -7,8 +7,6 @@ Source: Hu et al. 2021, "LoRA", arXiv 2106.09685. Order of operations, initial v
 Shapes: N outputs, K inputs, R rank.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math
@@ -20,24 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from monograph.errors import UsageError
+from monograph.graph import inspect
 from monograph.graph.experts import MULTIPLYING, ExpertLinear, Int8Experts, NF4Experts
 from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
-from monograph.graph.inspect import (
-    ALL_LINEAR,
-    expert_layers,
-    linear_layers,
-    shared_parameters,
-    targeted,
-    unique_state,
-    unwrap_,
-    unwrapped,
-)
 from monograph.graph.mmap_weights import MappedWeight, in_file_order, keep, kept_dtype, require_finite
 from monograph.graph.siblings import families
 from monograph.graph.token_rows import ROWS, Table, merge_rows, put_rows, tables
 from monograph.ops.token_rows import replaced
 from monograph.ranges import ABOVE_0, COUNT, DECAY
 
+Place = torch.device | None  # None: where the weights are
 Base = Literal["auto", "int8", "nf4"]
 BASES: dict[str, tuple[Any, Any]] = {"int8": (Int8Linear, Int8Experts), "nf4": (NF4Linear, NF4Experts)}
 
@@ -59,7 +49,7 @@ class Lora:
 
     rank: int = 16
     alpha: float = 32.0
-    targets: str | tuple[str, ...] = ALL_LINEAR
+    targets: str | tuple[str, ...] = inspect.ALL_LINEAR
     dropout: float = 0.0
     base: Base = "auto"
     tokens: tuple[int, ...] = ()
@@ -147,6 +137,7 @@ class LoraNF4Linear(Adapted, NF4Linear):
     """An `NF4Linear` with an adapter."""
 
 
+FACTORS = (Factor, ExpertFactor)
 AnyAdapted = Adapted | AdaptedExperts
 ADAPTED: dict[type[nn.Module], type[AnyAdapted]] = {
     Int8Linear: LoraInt8Linear, NF4Linear: LoraNF4Linear, ExpertLinear: AdaptedExperts, Int8Experts: LoraInt8Experts,
@@ -155,12 +146,7 @@ ADAPTED: dict[type[nn.Module], type[AnyAdapted]] = {
 
 
 def adapt(
-    module: nn.Module,
-    lora: Lora,
-    *,
-    seed: int = 0,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
+    module: nn.Module, lora: Lora, *, seed: int = 0, dtype: torch.dtype | None = None, device: Place = None
 ) -> dict[str, AnyAdapted]:
     """Freeze a module and give its linear layers adapters; only these, and rows of tokens, are trained then.
 
@@ -181,20 +167,20 @@ def adapt(
         UsageError: a target matches nothing, no plain linear layer, the head, or a layer that shares its weight; the
             module has adapters or fused siblings already; tokens' rows cannot be trained, see `put_rows`.
     """
-    module = unwrap_(module)
+    module = inspect.unwrap_(module)
     if families(module):
         raise UsageError("an adapter belongs to one layer: unfuse_siblings(model) first")
     if adapters(module):
         raise UsageError("the module has adapters already: merge(module) first")
-    chosen = targeted(module, lora.targets)
+    chosen = inspect.targeted(module, lora.targets)
     if lora.tokens:
         put_rows(module, lora.tokens, dtype)
     rows = {id(table.token_rows) for table in tables(module).values()}
     for parameter in module.parameters():
         parameter.requires_grad_(id(parameter) in rows)
     if lora.base != "auto":
-        shared = shared_parameters(module)
-        for layer in (*linear_layers(module).values(), *expert_layers(module).values()):
+        shared = inspect.shared_parameters(module)
+        for layer in (*inspect.linear_layers(module).values(), *inspect.expert_layers(module).values()):
             weight = layer.weight
             if id(weight) in shared:  # another layer reads it, and needs a dense weight
                 continue
@@ -214,7 +200,7 @@ def adapters(module: nn.Module) -> dict[str, AnyAdapted]:
 
 
 @torch.no_grad()
-def _adapt(layer: Any, lora: Lora, key: str, device: torch.device | None, dtype: torch.dtype | None) -> None:
+def _adapt(layer: Any, lora: Lora, key: str, device: Place, dtype: torch.dtype | None) -> None:
     weight = next(p for name, p in layer.named_parameters() if name != "bias")
     wide = kept_dtype(weight) if kept_dtype(weight) in (torch.float32, torch.float64) else torch.float32
     like: dict[str, Any] = {"device": device or weight.device, "dtype": dtype or wide}
@@ -243,7 +229,7 @@ def merge(module: nn.Module) -> None:
     A quantised weight becomes dense, in the dtype of all other weights if they have one in common, else in fp32. The
     rows of tokens are written into their tables. Frozen weights stay frozen.
     """
-    plain = [m for m in module.modules() if not isinstance(m, (Factor, ExpertFactor, FrozenWeight))]
+    plain = [m for m in module.modules() if not isinstance(m, (*FACTORS, FrozenWeight))]
     dtypes = {kept_dtype(p) for m in plain for p in m.parameters(recurse=False)}
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     for layer in adapters(module).values():
@@ -276,7 +262,7 @@ def merged(layer: AnyAdapted) -> Tensor:
 
 def kept_state(module: nn.Module) -> dict[str, Tensor]:
     """Return the state for a checkpoint: the whole state dict, or with adapters all but the frozen parameters."""
-    state = unique_state(module)
+    state = inspect.unique_state(module)
     if not adapters(module):
         return state
     # All names of tied parameters, as the state may have any of them.
@@ -308,11 +294,9 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
 
     Adapters must be on plain weights, not on quantised ones. `read` raises InputRefused for NaN or an infinity.
     """
-    module = unwrapped(module)
+    module = inspect.unwrapped(module)
     adapted, with_rows = adapters(module), tables(module)
-    trained = {
-        id(p) for child in module.modules() if isinstance(child, Factor | ExpertFactor) for p in child.parameters()
-    }
+    trained = {id(p) for child in module.modules() if isinstance(child, FACTORS) for p in child.parameters()}
     trained |= {id(table.token_rows) for table in with_rows.values()}
     for name, parameter in module.named_parameters():  # not the state dict: a tied head appears once
         if id(parameter) in trained:
@@ -330,9 +314,7 @@ def _read(name: str, parameter: nn.Parameter, layer: AnyAdapted | None, table: T
     return require_finite(value if table is None else replaced(value, table.rows).detach(), name)
 
 
-def narrow(
-    module: nn.Module, dtype: torch.dtype, more: Iterable[nn.Module] = (), device: torch.device | None = None
-) -> None:
+def narrow(module: nn.Module, dtype: torch.dtype, more: Iterable[nn.Module] = (), device: Place = None) -> None:
     """Round frozen fp32 weights and biases of linear layers, including the head, once to autocast's dtype.
 
     The bits are those to which autocast would round them at each call.
@@ -343,10 +325,7 @@ def narrow(
         more: other modules whose weights are read in that dtype only.
         device: where these weights are moved, one after another; None: they stay.
     """
-    readers: set[nn.Module] = {
-        m for m in module.modules() if isinstance(m, MULTIPLYING) and not isinstance(m, Factor | ExpertFactor)
-    }
-    readers |= set(more)
+    readers = {m for m in module.modules() if isinstance(m, MULTIPLYING) and not isinstance(m, FACTORS)} | set(more)
     # A weight that another module reads as well, such as a tied embedding, keeps its precision.
     elsewhere = {id(p) for m in module.modules() if m not in readers for p in m.parameters(recurse=False)}
     parameters = {id(p): p for m in readers for p in map(m._parameters.get, ("weight", "bias")) if p is not None}

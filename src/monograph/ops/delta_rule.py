@@ -12,8 +12,6 @@ M = B * H.
 Source: Yang, Kautz and Hatamizadeh, "Gated Delta Networks", arXiv 2412.06464; chunks: Yang et al., arXiv 2406.06484.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

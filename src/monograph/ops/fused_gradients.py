@@ -8,8 +8,6 @@ of W: without this, each gradient would be written, cast and added by kernels of
 Shapes: V rows, D channels, N rows and K columns of any matrices.
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Shapes: N tokens, C tokens of one chunk, D hidden size, V vocabulary.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -1,7 +1,5 @@
 """Keep a value in memory that a compiler would otherwise compute again for every element that reads it."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

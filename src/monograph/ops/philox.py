@@ -1,7 +1,5 @@
 """Compute random words from a counter and a key by Philox, alike on every device and in every order of work."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 LOW32 = 0xFFFFFFFF

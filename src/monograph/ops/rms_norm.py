@@ -1,7 +1,5 @@
 """Compute root-mean-square layer normalisation."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -3,8 +3,6 @@
 Shapes: V rows of the table, D channels, K trained rows, N tokens; ... any leading dimensions.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal, NamedTuple
 
 import torch

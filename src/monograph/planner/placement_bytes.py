@@ -8,8 +8,6 @@ A resident buffer stays on the device. The form is closed: it needs the planes o
 stage and the last one, which the engine's own code makes on tensors without data.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
@@ -179,10 +177,9 @@ def held_bytes(stages: Stages, resident: tuple[Names, ...], *, gradient: bool, o
 
 def turns_bytes(stages: Stages, resident: Sequence[Names]) -> int:
     """Return the bytes of gradients on the host if stages take turns with TURNS sets of memory."""
-    every = enumerate(resident)
     guests = [
         (index % TURNS, {plane.place: plane.buffers[GRADIENT]})
-        for index, names in every
+        for index, names in enumerate(resident)
         for plane in stages.planes[index]
         if plane.stays(names)
     ]

@@ -1,7 +1,5 @@
 """Predict how long drawing answers takes, by the roofline of a decode step."""
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 from monograph.device import Device

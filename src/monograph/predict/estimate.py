@@ -14,8 +14,6 @@ peak       = static + max(stored + head,  stored + one block's work,  new gradie
                           an update's intermediates: of the largest plane if eager, of Muon's planes if captured)
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections import Counter
@@ -96,8 +94,7 @@ def _delta_net_numbers(work: Work) -> float:
 
 
 def _attending_numbers(work: Work, remat: str | float) -> float:
-    config = work.config
-    width, query, key_value = _widths(config)
+    width, query, key_value = _widths(work.config)
     key_value = query if work.repeats_heads else key_value
     if remat in ("full", "offload"):
         return width if remat == "full" else 0

@@ -5,8 +5,6 @@ model of any depth takes the same few seconds to predict. Where kinds of blocks 
 elsewhere. Nothing is computed and no device is needed.
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 from collections.abc import Callable, Mapping
@@ -281,8 +279,7 @@ def _along(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample]:
 
 
 def _cut(work: Work, layers: int) -> Work:
-    config = work.config
-    return replace(work, config=config.shortened(layers))
+    return replace(work, config=work.config.shortened(layers))
 
 
 def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:

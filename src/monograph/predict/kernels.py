@@ -5,8 +5,6 @@ extern operator or the graph's caller reads, and the results of reductions, as a
 it can begin.
 """
 
-from __future__ import annotations
-
 import operator
 
 import torch

@@ -6,8 +6,6 @@ inputs first (`fuse_nodes`); and it writes a result over a buffer that nothing e
 later reads.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import Counter
 from collections.abc import Mapping

@@ -4,8 +4,6 @@
 plan.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os
