@@ -151,8 +151,7 @@ def verify(folder: Path) -> None:
         CheckpointDamaged: a file is damaged; the message names it with the expected and the actual digest, length or
             list of files.
     """
-    manifest = read_manifest(folder)
-    for name, entry in manifest.files.items():
+    for name, entry in read_manifest(folder).files.items():
         with _opened(folder / name, entry.bytes) as descriptor:
             _require(folder / name, entry.sha256, blocks.digests_of(descriptor, entry.bytes))
 

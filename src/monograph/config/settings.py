@@ -27,6 +27,10 @@ class Settings(BaseModel):
     """All settings of a run, checked.
 
     `settings.optim.lr` reads a value; None means "not given", and "auto" means "the planner's choice".
+
+    Attributes:
+        origins: the origin of each key that was set, by dotted key: "run.toml:7", "MONOGRAPH_TRAIN_SEED", "command
+            line".
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,7 +43,6 @@ class Settings(BaseModel):
     rl: keys.RlSection = keys.RlSection()
     prefer: keys.PreferSection = keys.PreferSection()
     origins: Mapping[str, str] = Field(default_factory=dict, repr=False)
-    """The origin of each key that was set, by dotted key: "run.toml:7", "MONOGRAPH_TRAIN_SEED", "command line"."""
 
     @property
     def programs(self) -> list[str]:

@@ -273,8 +273,7 @@ class Documents:
         self, files: Sequence[SourceFile], reading: Reading, held_out: float, progress: Progress | None = None
     ) -> None:
         self.files, self.reading = files, reading
-        has_records = any(file.has_records for file in files)
-        meter = Meter(progress if has_records else None, "records", None)
+        meter = Meter(progress if any(file.has_records for file in files) else None, "records", None)
         self.survey = survey(files, reading, meter)
         meter.finish()
         self.split: Split = split(files, self.survey.bucket_bytes, held_out)

@@ -157,8 +157,7 @@ class _OpenRows:
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._by_room: dict[int, list[Int64]] = {}
-        self._nonempty = 0
-        self._count = 0
+        self._nonempty = self._count = 0
 
     def put(self, room: int, rows: Int64) -> None:
         if room and len(rows):

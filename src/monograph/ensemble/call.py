@@ -244,8 +244,7 @@ def _embedding(
     rows = _embed(ids, weight)
     if padding_idx is None:
         return rows
-    padding = padding_idx % weight.shape[0]
-    return torch.where((ids == padding).unsqueeze(-1), rows.detach(), rows)
+    return torch.where((ids == padding_idx % weight.shape[0]).unsqueeze(-1), rows.detach(), rows)
 
 
 def _refuse_checkpoint() -> None:

@@ -42,8 +42,7 @@ class Dropout:
     """
 
     def __init__(self, counter: Counter) -> None:
-        self._counter = counter
-        self.site = 0
+        self._counter, self.site = counter, 0
 
     def kept(self, shape: tuple[int, ...], rate: float | Tensor) -> Tensor:
         """Return the mask of elements that stay at the next site, bool of that shape."""

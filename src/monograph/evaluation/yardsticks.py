@@ -118,8 +118,7 @@ class _Table(NamedTuple):
     def refine(self, grams_H: Grams, lower_H: NDArray[np.float64]) -> NDArray[np.float64]:
         """Return this order's probabilities of each gram's last byte, given the next lower order's."""
         grams_Q, where_H = np.unique(grams_H, return_inverse=True)
-        place_Q = np.searchsorted(self.grams_G, grams_Q)
-        nearest_Q = np.minimum(place_Q, len(self.grams_G) - 1)
+        nearest_Q = np.minimum(np.searchsorted(self.grams_G, grams_Q), len(self.grams_G) - 1)
         own_Q = np.where(self.grams_G[nearest_Q] == grams_Q, self.discounted_G[nearest_Q], 0.0)
         first_of_context_Q = grams_Q & ~np.uint64(255)
         start_Q = np.searchsorted(self.grams_G, first_of_context_Q)

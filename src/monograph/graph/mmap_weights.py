@@ -65,11 +65,8 @@ class MappedPieces(MappedWeight):
 
 
 _READ_NOTHING = {
-    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "requires_grad_", "element_size", "is_complex")),
-    *(
-        getattr(Tensor, name)
-        for name in ("data_ptr", "stride", "untyped_storage", "is_floating_point", "is_contiguous")
-    ),
+    *(getattr(Tensor, name) for name in ("size", "dim", "numel", "requires_grad_", "untyped_storage", "is_complex")),
+    *(getattr(Tensor, name) for name in ("data_ptr", "stride", "element_size", "is_floating_point", "is_contiguous")),
     *(getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "nbytes", "grad")),
     *(getattr(Tensor, name).__get__ for name in ("is_meta", "is_sparse", "requires_grad", "is_leaf", "is_cuda")),
     *(getattr(Tensor, name).__set__ for name in ("data", "grad", "requires_grad")),

@@ -243,11 +243,10 @@ def hidden_matrices(module: nn.Module) -> list[str]:
     # tokens.
     inside = {id(p) for block in blocks(module).values() for p in block.parameters()}
     embeddings = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
-    hidden = inside - embeddings
     experts = [m for m in module.modules() if isinstance(m, ExpertLinear)]
-    stacks = {id(p) for m in experts for p in m.parameters(recurse=False)}
-    biases = {id(m.bias) for m in experts}
-    hidden = {id(p) for p in module.parameters() if id(p) in hidden and (p.ndim == 2 or id(p) in stacks)} - biases
+    stacks, biases = {id(p) for m in experts for p in m.parameters(recurse=False)}, {id(m.bias) for m in experts}
+    matrices = {id(p) for p in module.parameters() if p.ndim == 2 or id(p) in stacks} - biases
+    hidden = (inside - embeddings) & matrices
     return [name for name, p in module.named_parameters() if id(p) in hidden and p.requires_grad]
 
 

@@ -111,8 +111,7 @@ class LiveBytes:
     """
 
     def __init__(self) -> None:
-        self.peak_bytes = 0
-        self.kept_bytes = 0
+        self.peak_bytes = self.kept_bytes = 0
         self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
 
     def __enter__(self) -> Self:

@@ -205,8 +205,7 @@ class TrainingBlock(_Display):
     def _region(self) -> list[Text]:
         above = super()._region()
         samples = [self._sample_line(share, text) for share, text in self._samples]
-        spare_rows = self._screen.height - len(samples) - len(above) - 3
-        return [*above, *self._curve(spare_rows), *samples]
+        return [*above, *self._curve(self._screen.height - len(samples) - len(above) - 3), *samples]
 
     def _spoken(self) -> Text:
         held_out = f"   held out {self._held_out[-1][1]:.2f}" if self._held_out else ""

@@ -38,8 +38,7 @@ def run(run: str, *, host: str, port: int, api_key_file: Path | None, rows: int 
     keys = keys_in(api_key_file) if api_key_file else []
     if not keys and not is_local(host):
         raise UsageError(f"--host {host}: others can reach it, so give --api-key-file, a file with a key on each line")
-    most = MOST_ROWS[default_device().type]
-    source = Source(run, rows or most, warn)
+    source = Source(run, rows or MOST_ROWS[default_device().type], warn)
     allow_connections()
     with _listening(host, port) as listening:
         asyncio.run(_serve(source, host, keys, listening))

@@ -58,10 +58,9 @@ class Gate:
         count = len(queued) + len(self._inside) + len(texts)
         if count > self.most_at_once or (queued and tokens > self._most_tokens):
             self.refused += 1
-            seconds = math.ceil(self._text_s * count / self._rows)
             raise Refused(
                 429, f"{self.waiting} texts wait already: try again later", code="rate_limit_exceeded",
-                Retry_After=str(min(60, max(1, seconds))),
+                Retry_After=str(min(60, max(1, math.ceil(self._text_s * count / self._rows)))),
             )  # fmt: skip
         for text in texts:
             self._waiting.setdefault(text.request.owner, deque()).append(text)

@@ -159,9 +159,5 @@ def preferred_in(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     if not compared:
         return {}
     held: Mapping[str, Any] = next((row for row in reversed(rows) if "eval_accuracy" in row), {})
-    return {
-        "tokens": compared[-1]["tokens"],
-        "accuracy": compared[-1]["accuracy"],
-        "margin": compared[-1]["margin"],
-        "eval_accuracy": held.get("eval_accuracy"),
-    }
+    last = {key: compared[-1][key] for key in ("tokens", "accuracy", "margin")}
+    return last | {"eval_accuracy": held.get("eval_accuracy")}

@@ -97,7 +97,6 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         final=float(final or FINAL),
         precision=defaults.precision(machine) if train.precision == "auto" else train.precision,
         parallel=train.parallel,
-        keep=train.keep,
         reward=reward,
         preference=None if compared is None else preference(compared),
         micro_batch=0 if train.micro_batch == "auto" else train.micro_batch,

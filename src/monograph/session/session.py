@@ -173,7 +173,7 @@ class Session:
             "versions": _versions(),
         }
         checkpoint = Checkpoint(update, state.model, state.optimizer, record, run=self.run.folder.name)
-        save(self.world, self.run.checkpoints, checkpoint, max(keep, self.plan.keep))
+        save(self.world, self.run.checkpoints, checkpoint, max(keep, self.plan.settings.train.keep))
 
     def non_finite(self) -> list[str]:
         """Return the names of parameters that are not finite on some rank; an update alone never causes that."""
@@ -269,8 +269,7 @@ class Session:
     @functools.cached_property
     def drawer(self) -> Drawer:
         """Return what draws answers, in a run with rewards."""
-        assert isinstance(self.corpus, Prompts)
-        assert self.reward
+        assert isinstance(self.corpus, Prompts) and self.reward
         return Drawer(self.engine, self.corpus, self.reward, options_of(self.plan), lambda: self.plan.updates)
 
     def judged(self) -> dict[str, Any]:

@@ -84,10 +84,9 @@ class HostUpdate:
             spaces = {name: buffer.space for name, buffer in stored.buffers.items()}
             in_files = {name: part.nbytes for name, part in parts.items() if spaces[name].home == Home.DISK}
             # The gradient is only read, so the next gradient may come once it was read; all other buffers are written.
-            gradient = spaces.pop(GRADIENT)
             self.lanes.host(
                 functools.partial(self._updated, chunk, parts),
-                [gradient],
+                [spaces.pop(GRADIENT)],
                 spaces.values(),
                 from_disk=sum(in_files.values()),
                 to_disk=sum(size for name, size in in_files.items() if name != GRADIENT),

@@ -74,11 +74,8 @@ class Stored:
         return join(weights.cpu(), self.buffers[REST].tensor.cpu()) if self.splits else weights
 
     def set_master(self, master: Tensor) -> None:
-        """Take over the weights `master` [size]."""
-        if self.splits:
-            split_(splittable(master), self.buffers[WEIGHTS].tensor, self.buffers[REST].tensor)
-        else:
-            self.buffers[WEIGHTS].tensor.copy_(master)
+        """Take over the split weights `master` [size]."""
+        split_(splittable(master), self.buffers[WEIGHTS].tensor, self.buffers[REST].tensor)
 
     @property
     def moments(self) -> list[str]:
@@ -234,7 +231,6 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
 
     Buffers are moved one by one, and the old one is freed before the next, so that no more than a stage exists twice.
     """
-    homes: dict[str, Home] = {}
     buffers: dict[str, Buffer] = {}
 
     def put(name: str, tensor: Tensor) -> Tensor:
@@ -243,7 +239,7 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
             home, tensor = Home.HOST, tensor.to("meta")
         label = f"{stage.name}, plane {plane.number}, {name}"
         here = tensor if tensor.is_meta else place(tensor, home, label, placement)
-        homes[name], buffers[name] = home, Buffer(here, Space(label, home))
+        buffers[name] = Buffer(here, Space(label, home))
         return here
 
     for name in list(plane.state):
@@ -256,7 +252,7 @@ def _kept(stage: Stage, plane: Plane, start: int, splits: bool, placement: Place
     buffers = {name: buffers[name] for name in (WEIGHTS, GRADIENT, *plane.state, REST) if name in buffers}
     plane.hold(plane.param)
     # A plane with a buffer on the device is updated there, as the buffer would have to come to the host and go back.
-    stays = placement.where == "host" and Home.DEVICE not in homes.values()
+    stays = placement.where == "host" and all(buffer.space.home != Home.DEVICE for buffer in buffers.values())
     return Stored(plane, buffers, start, splits, stays)
 
 

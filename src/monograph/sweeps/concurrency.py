@@ -229,8 +229,7 @@ class Timing:
         for line in built_runs[0].notes if width == 1 else ():
             progress.line("tokens", line)
         if width == 1 and (plan := built_runs[0].plan.expected):
-            free = planner.budget(self.machine)
-            self.most = min(self.most, max(1, free // plan.peak_memory_bytes))
+            self.most = min(self.most, max(1, planner.budget(self.machine) // plan.peak_memory_bytes))
         window = first_window(built_runs, self.text)
         engine = engine_of(built_runs, several(built_runs), self.device)
         began, cached = clock(), compat.graphs_from_cache()

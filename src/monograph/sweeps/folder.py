@@ -166,8 +166,7 @@ class Sweep:
             runs = []
             for member in members:
                 run = self.member(member.index)
-                if not run.begun:
-                    run = Run.create(run.folder)
+                run = run if run.begun else Run.create(run.folder)
                 locks.enter_context(run.lock(new=not run.begun))
                 runs.append(run)
             yield runs

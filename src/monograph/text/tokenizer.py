@@ -202,8 +202,7 @@ class Tokenizer:
         if self.space_first or self._marks:
             texts = [f"a{content}a" for content in added]
             encodings = self._engine.encode_batch_fast(texts, add_special_tokens=False)
-            back = self._engine.decode_batch([encoding.ids for encoding in encodings])
-            both = zip(added, back, strict=True)
+            both = zip(added, self._engine.decode_batch([encoding.ids for encoding in encodings]), strict=True)
             apart = [content for content, text in both if f"a {content}" in text or f"{content} a" in text]
             if apart:
                 notes.append(f"the tokenizer puts a space next to {_some(apart)}, as part of the text")
