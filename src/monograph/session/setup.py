@@ -13,6 +13,7 @@ from monograph.distributed.engine import Replicated, Sharded
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
+from monograph.graph.lora import Place
 from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
@@ -140,12 +141,7 @@ def open_session(
 
 
 def build_run(
-    plan: Plan,
-    text: Corpus | Prompts,
-    machine: Device,
-    device: torch.device | None = None,
-    ranks: int = 1,
-    like: Plan | None = None,
+    plan: Plan, text: Corpus | Prompts, machine: Device, device: Place = None, ranks: int = 1, like: Plan | None = None
 ) -> BuiltRun:
     """Build the model and decide the values that depend on its shape.
 
