@@ -31,7 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {"model_type": "qwen3", "head_dim": 16},
     "qwen3_moe": {
         "model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "mlp_only_layers": (1,),
-        "moe_intermediate_size": 24,
+        "moe_intermediate_size": 24, "output_router_logits": True, "router_aux_loss_coef": 0.5,
     },
     "gpt_oss": {
         "model_type": "gpt_oss", "num_experts": 5, "num_experts_per_tok": 2, "attention_bias": True,

@@ -26,6 +26,7 @@ from monograph.ops.cross_entropy import linear_cross_entropy
 from monograph.ranges import NOT_NEGATIVE
 
 IGNORE = -100  # torch's default ignore_index
+SHARES = "token_shares"  # the name of what each target's loss is multiplied by before it is differentiated
 Batch = dict[str, Tensor]
 Loss = Callable[[nn.Module, Any], tuple[Tensor, Tensor]]
 
@@ -51,7 +52,7 @@ class TokenLoss:
     sum = sum over positions with targets != -100 of -log softmax(hidden @ head.T)[target],   in nats
 
     The batch holds `tokens` and `targets` [B, T] int64, and for packed rows `segments` and `positions` [B, T]
-    int64.
+    int64. A step adds `token_shares`, the `shares` of `Llama.forward`, for a model that balances its experts.
     """
 
     fill: Mapping[str, float] = MappingProxyType({"targets": IGNORE})
@@ -63,7 +64,8 @@ class TokenLoss:
 
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum in nats and the number of targets; see the class."""
-        hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
+        shares = {"shares": batch[SHARES]} if SHARES in batch else {}
+        hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"), **shares)
         head: Any = model.lm_head
         targets_N, rows = batch["targets"].flatten(), rows_of(head)
         return self.head(hidden_BTD.flatten(0, -2), head.weight, targets_N, impl=self.impl, rows=rows)

@@ -120,6 +120,12 @@ def test_mixture_peers(script, uncompiled, monkeypatch, tmp_path):
     assert ours == pytest.approx(theirs, rel=1e-4) and ours[1] < ours[0], "the second loss is that of an updated model"
 
 
+def test_balance(script, monkeypatch, tmp_path):
+    cases = smoke(script("balance"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert [case["factor"] for case in cases] == [0, 0.001, 0.01]
+    assert all(len(case["entropy"]) == 2 and 0 < min(case["entropy"]) <= max(case["entropy"]) <= 1 for case in cases)
+
+
 def test_hybrid_peers(script, uncompiled, monkeypatch, tmp_path):
     [case] = smoke(script("hybrid_peers"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["times_as_fast"].keys() == {"transformers"}

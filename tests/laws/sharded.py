@@ -52,8 +52,8 @@ def gradient(engine: Any) -> Tensor:
     return torch.cat([whole(views[name]).flatten() for name, _ in engine.model.named_parameters()])
 
 
-def model(dtype: torch.dtype, tied: bool) -> Any:
-    return tiny_llama(dtype, tie_word_embeddings=tied).to(default_device())
+def model(dtype: torch.dtype, tied: bool, **sizes: Any) -> Any:
+    return tiny_llama(dtype, tie_word_embeddings=tied, **sizes).to(default_device())
 
 
 @functools.cache
@@ -161,7 +161,12 @@ BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "muon": (torch.float64, {"optim": Muon()}),
     "packed*": (torch.float64, {}),
     "adapters": (torch.float64, {}),
+    "balanced experts*": (torch.float64, {}),
 }
+EXPERTS = {
+    "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
+    "router_aux_loss_coef": 0.5,
+}  # fmt: skip
 
 
 def combinations(world: World) -> dict[str, dict[str, float]]:
@@ -189,7 +194,8 @@ def combinations(world: World) -> dict[str, dict[str, float]]:
 
 
 def beside(name: str, dtype: torch.dtype) -> Any:
-    made = model(dtype, True)
+    sizes = EXPERTS if name == "balanced experts*" else {}
+    made = model(dtype, True, **sizes)
     if name == "adapters":
         adapt(made, Lora(rank=4), seed=0)
     return made

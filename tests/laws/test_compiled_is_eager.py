@@ -245,7 +245,8 @@ def test_mixtures_of_experts_are_captured_once(scope, remat, backend):
     mixed = {"model_type": "qwen3_moe", "mlp_only_layers": (0,)}
     if backend == "inductor":  # to compile less; with biases and sinks
         mixed = {"model_type": "gpt_oss", "num_hidden_layers": 1}
-    sizes = {"num_experts": 5, "num_experts_per_tok": 2, **mixed}
+    balance = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    sizes = {"num_experts": 5, "num_experts_per_tok": 2, **balance, **mixed}
     fast, eager = (Resident(tiny_llama(torch.float64, **sizes), optim=AdamW(), remat=remat) for _ in range(2))
     assert fast.capture(packed(4), backend, scope) is None
     graphs, breaks = compat.captured_graphs(), compat.graph_breaks()

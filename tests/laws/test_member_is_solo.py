@@ -117,7 +117,9 @@ def muon_and_groups(i):
     return Muon(lr=1e-3 * 2**i, momentum=0.9 + 0.02 * i, weight_decay=0.1 * i, ema=0.9)
 
 
-@pytest.mark.parametrize("sizes", [{}, {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2}])
+@pytest.mark.parametrize(
+    "sizes", [{}, {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True}]
+)
 def test_muon_averages_and_schedules_of_their_own(sizes):
     models = [tiny_llama(torch.float64, seed, **sizes) for seed in range(N)]
     alone, windows = copy.deepcopy(models), [ragged(ROWS, step) for step in range(UPDATES)]

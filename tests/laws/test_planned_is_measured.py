@@ -63,8 +63,8 @@ EAGER = {
         8, 48, AdamW(), compile="none",
     ),
     "a mixture of experts": Work(
-        shape(model_type="olmoe", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5), 8, 48, AdamW(),
-        compile="none", window_rows=16,
+        shape(model_type="olmoe", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5, output_router_logits=True),
+        8, 48, AdamW(), compile="none", window_rows=16,
     ),
     "a gpt-oss": Work(
         shape(model_type="gpt_oss", num_experts=6, num_experts_per_tok=2, num_hidden_layers=5, attention_bias=True,

@@ -34,7 +34,7 @@ FAMILIES = {
     "llama": {},
     "mistral": {"model_type": "mistral", "sliding_window": 5},
     "qwen3": {"model_type": "qwen3", "head_dim": 8},
-    "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2},
+    "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2, "output_router_logits": True},
     "gpt_oss": {
         "model_type": "gpt_oss", "num_experts": 5, "num_experts_per_tok": 2, "attention_bias": True,
         "sliding_window": 5, "layer_types": ("sliding_attention", "full_attention"),

@@ -168,7 +168,6 @@ def _is_odd(family: str, key: str, value) -> bool:
         (value in ("gelu", "other.safetensors", 0.5) and key != "clip_qkv")
         or (key.startswith("swiglu") and value not in (1.702, 7.0))
         or (key == "decoder_sparse_step" and value == 0)
-        or (key == "output_router_logits" and value)
         or (key in ("mlp_bias", "is_causal") and value is (key == "mlp_bias"))
         or (key == "pad_token_id" and value in (30, 37))
         or (key == "per_layer_config" and bool(value))

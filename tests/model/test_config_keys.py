@@ -139,5 +139,7 @@ def _assert_equal(config: LlamaConfig, theirs, drawn) -> None:
         assert (mine - wanted).norm() < bound * max(wanted.norm(), 1e-2 * scale), (name, drawn)
         if name.endswith("embed_tokens.weight"):
             assert torch.equal(mine.norm(dim=1) == 0, wanted.norm(dim=1) == 0), drawn
-    same = {key: getattr(theirs.config, key) for key in ("attention_dropout", "bos_token_id", "eos_token_id")}
+    kept = ["attention_dropout", "bos_token_id", "eos_token_id"]
+    kept += ["output_router_logits", "router_aux_loss_coef"] if config.family.experts else []
+    same = {key: getattr(theirs.config, key) for key in kept}
     assert {key: config.to_hf()[key] for key in same} == same, drawn

@@ -241,7 +241,8 @@ def test_experts_that_are_not_the_configurations_are_refused_by_name(tmp_path, c
         ({"mlp_only_layers": "all"}, r"mlp_only_layers = 'all': expected a list"),
         ({"decoder_sparse_step": 0}, r"decoder_sparse_step = 0: expected a whole number"),
         ({"norm_topk_prob": 1}, r"norm_topk_prob = 1: expected true or false"),
-        ({"output_router_logits": True}, r"output_router_logits = True is not supported: only False is"),
+        ({"output_router_logits": "yes"}, r"output_router_logits = 'yes': expected true or false"),
+        ({"router_aux_loss_coef": -1}, r"router_aux_loss_coef = -1: expected a positive number"),
         ({"model_type": "olmoe", "head_dim": 16}, r"head_dim = 16: expected hidden_size / num_attention_heads"),
         ({"model_type": "olmoe", "clip_qkv": 0}, r"clip_qkv = 0: expected a positive number"),
     ],
@@ -249,6 +250,17 @@ def test_experts_that_are_not_the_configurations_are_refused_by_name(tmp_path, c
 def test_a_wrong_key_of_a_mixture_is_refused_by_name(values, said):
     with pytest.raises(InputRefused, match=said):
         _read(**{"model_type": "qwen3_moe", "num_experts": 8} | values)
+
+
+def test_new_mixtures_are_balanced_and_loaded_ones_as_their_files_say():
+    new = LlamaConfig.preset("olmoe:nano")
+    assert LlamaConfig.from_hf(new.to_hf()) == new and (new.output_router_logits, new.router_aux_loss_coef) == (
+        True,
+        0.01,
+    )
+    assert not LlamaConfig.preset("nano").output_router_logits
+    kept = [_read(model_type=its, num_experts=8) for its in ("olmoe", "qwen3_moe")]
+    assert [(each.output_router_logits, each.router_aux_loss_coef) for each in kept] == [(False, 0.01), (False, 0.001)]
 
 
 def test_every_second_layer_may_be_a_mixture():

@@ -16,10 +16,11 @@ from monograph.ensemble.call import Members, Tensors
 from monograph.errors import UsageError
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
-from monograph.loss import Loss, constant, counted, counts, pair
+from monograph.loss import SHARES, Loss, constant, counted, counts, pair
 from monograph.optim import Optimizer, Plane, checked, planes, trainable
 from monograph.schedule import Schedule, factor_at
 from monograph.step import Clip, Layout, Step, Update, closed
+from monograph.step.layout import shared
 
 
 class Stacked:
@@ -89,7 +90,7 @@ class Stacked:
         step.count_window([batch])
         lr = step.set_lr()
         with step.context():
-            grad_norm = self.whole(batch, step.loss_factor)
+            grad_norm = self.whole(shared(step, batch), step.loss_factor)
         self.members.draw += 1
         return closed(step, lr, grad_norm)
 
@@ -146,7 +147,10 @@ class Stacked:
         def of_one(module: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             return pair(self.step.loss(module, batch))
 
-        loss_sum, count = self.members(of_one, batch, each=self.each, parameters=parameters)
+        size, balanced = self.members.stack.size, self.step.balances and SHARES in batch
+        if balanced and not self.each:  # each member has shares of its own, even of rows that all get
+            batch = {name: rows if name == SHARES else rows.expand(size, *rows.shape) for name, rows in batch.items()}
+        loss_sum, count = self.members(of_one, batch, each=self.each or balanced, parameters=parameters)
         return loss_sum, constant(count)  # inside vmap, no tensor says whether it requires a gradient
 
     def _targets(self, step: Step, batch: Any) -> Tensor | None:

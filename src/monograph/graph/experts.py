@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from monograph.graph.balance import Balance, balanced
 from monograph.graph.frozen import FrozenWeight, Int8Weight, NF4Weight, dense_of
 from monograph.graph.grouped import added, grouped_linear, product, product_dtype
 
@@ -108,11 +109,14 @@ class Router(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts)) if bias else None
         self.count, self.normalised = count, normalised
 
-    def forward(self, input_PK: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, input_PK: Tensor, balance: Balance | None = None) -> tuple[Tensor, Tensor]:
         """Return each row's experts, [P, C] int64, and their weights, [P, C]."""
         logits_PE = F.linear(input_PK, self.weight, self.bias)
         wide = torch.float64 if logits_PE.dtype == torch.float64 else torch.float32
-        weights_PC, experts_PC = logits_PE.softmax(-1, dtype=wide).topk(self.count, dim=-1)
+        probabilities_PE = logits_PE.softmax(-1, dtype=wide)
+        weights_PC, experts_PC = probabilities_PE.topk(self.count, dim=-1)
+        if balance is not None:
+            weights_PC = balanced(weights_PC, probabilities_PE, experts_PC, balance)
         if self.normalised:
             weights_PC = weights_PC / weights_PC.sum(-1, keepdim=True)
         return experts_PC, weights_PC

@@ -35,8 +35,7 @@ class LlamaConfig:
         rms_norm_eps: number added to the mean square in every norm.
         rope_theta: base of the rotary wavelengths.
         rope_scaling: the way in which the wavelengths are stretched, or None.
-        rope_local_theta: base of the wavelengths in layers with a window, which are not stretched there. None:
-            rope_theta.
+        rope_local_theta: base of the wavelengths in layers with a window, never stretched there. None: rope_theta.
         partial_rotary_factor: share of a head's channels that are rotated, the first ones.
         tie_word_embeddings: whether the head is the embedding matrix.
         attention_bias: whether all four projections of attention have biases.
@@ -48,8 +47,7 @@ class LlamaConfig:
         linear_key_head_dim: channels of its keys. 0: head_dim.
         linear_value_head_dim: channels of its values. 0: head_dim.
         linear_conv_kernel_dim: positions that its convolution sees.
-        no_rope_layers: 1 for each layer that rotates queries and keys by their positions, 0 for each other one. ():
-            all do.
+        no_rope_layers: 1 for each layer that rotates queries and keys, 0 for each other one. (): all do.
         embedding_multiplier: factor of the embedded tokens.
         residual_multiplier: factor of each branch before it is added to the residual stream.
         attention_multiplier: factor of attention's scores. None: 1 / sqrt(head_dim).
@@ -58,15 +56,15 @@ class LlamaConfig:
         num_experts: experts of a mixture, which is the feed-forward layer of families that have one.
         num_experts_per_tok: experts that compute a token, those of the highest probabilities.
         norm_topk_prob: whether a token's weights, the probabilities of its experts, are divided by their sum.
+        output_router_logits: whether training adds the balance of mixtures to the loss, see `monograph.graph.balance`.
+        router_aux_loss_coef: its factor.
         moe_intermediate_size: width of an expert. 0: intermediate_size / num_experts_per_tok. Without this key experts
             have the intermediate_size.
-        shared_expert_intermediate_size: width of the expert that computes every token, beside those of a mixture. 0:
-            that of an expert, in families that have one.
+        shared_expert_intermediate_size: width of the expert that computes every token, if any. 0: that of the others.
         mlp_only_layers: layers whose feed-forward layer is an ordinary one.
         clip_qkv: largest absolute value of queries, keys and values before the rotation, or None.
         initializer_range: standard deviation of the initial weights, see `Llama`.
-        attention_dropout: transformers' dropout rate of attention weights in training; it is kept for exports and not
-            applied here.
+        attention_dropout: transformers' rate of dropout in training, which is kept for exports and not applied here.
         pad_token_id: id whose embedding row gets no gradient from look-ups, or None. A negative value counts from the
             end of the vocabulary and is replaced by the id.
         bos_token_id: id that begins a document, or None.
@@ -108,6 +106,8 @@ class LlamaConfig:
     num_experts: int = 0
     num_experts_per_tok: int = 0
     norm_topk_prob: bool = False
+    output_router_logits: bool = False
+    router_aux_loss_coef: float = 0.001
     moe_intermediate_size: int = 0
     shared_expert_intermediate_size: int = 0
     mlp_only_layers: tuple[int, ...] = ()
@@ -149,12 +149,13 @@ class LlamaConfig:
             raise InputRefused(f"{whole} = {size} is not a multiple of {part} = {unit}; change one")
 
     def _check_heads(self) -> None:
-        for name in ("tie_word_embeddings", "attention_bias", "norm_topk_prob"):
+        for name in ("tie_word_embeddings", "attention_bias", "norm_topk_prob", "output_router_logits"):
             if not isinstance(getattr(self, name), bool):
                 raise InputRefused(f"{name} = {getattr(self, name)!r}: expected true or false")
         self._check_multiple("num_attention_heads", "num_key_value_heads")
-        if self.attention_dropout != 0:
-            check_number("attention_dropout", self.attention_dropout)
+        for name in ("attention_dropout", "router_aux_loss_coef"):
+            if getattr(self, name) != 0:
+                check_number(name, getattr(self, name))
         if self.head_dim % 2:
             raise InputRefused(
                 f"head_dim = {self.head_dim} is odd, and rotary embedding turns pairs; change it, or hidden_size = "
@@ -255,7 +256,7 @@ class LlamaConfig:
         width, and with it micro was 0.1 bits per byte worse after 200 updates. A preset's initializer_range is for its
         own width; at another hidden_size it changes as 1 / sqrt(hidden_size). FAMILY:NAME, such as "olmo2:nano", is a
         model of another family with these sizes, and with its windows and layers that do not rotate. A mixture has 8
-        experts, of which a token's two are together as wide as the ffn.
+        experts, of which a token's two are together as wide as the ffn, and trains with their balance.
 
         Raises:
             InputRefused: no such preset or key, or values that do not fit together.

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from monograph.graph.balance import Balance
 from monograph.graph.experts import ExpertLinear, Router
 from monograph.graph.grouped import rearranged
 from monograph.model.config import LlamaConfig
@@ -82,10 +83,10 @@ class Mixture(nn.Module):
             self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False)
         self.way: Way = "grouped"
 
-    def forward(self, hidden_BTD: Tensor) -> Tensor:
-        """Map [B, T, D] to [B, T, D]."""
+    def forward(self, hidden_BTD: Tensor, balance: Balance | None = None) -> Tensor:
+        """Map [B, T, D] to [B, T, D]; with a `balance` the router's gradient has that of the balance, too."""
         hidden_ND = hidden_BTD.flatten(0, -2)
-        experts_Nk, weights_Nk = self.gate(hidden_ND)
+        experts_Nk, weights_Nk = self.gate(hidden_ND, balance)
         way = self.experts.grouped if self.way == "grouped" else self.experts.dense
         mixed_BTD = way(hidden_ND, experts_Nk, weights_Nk).view(hidden_BTD.shape)
         if not self.shares:

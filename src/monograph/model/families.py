@@ -86,11 +86,11 @@ LINEAR_SIZES = (
     "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim",
     "linear_conv_kernel_dim",
 )  # fmt: skip
-_EXPERTS = ("num_experts", "num_experts_per_tok", "norm_topk_prob")
+_EXPERTS = ("num_experts", "num_experts_per_tok", "norm_topk_prob", "output_router_logits", "router_aux_loss_coef")
 MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "attention_multiplier", "logits_scaling")
 OF_SOME = {  # fields that only some families have
     "attention_bias", "sliding_window", "layer_types", "no_rope_layers", "rope_local_theta", "partial_rotary_factor",
-    "query_pre_attn_scalar", *MULTIPLIERS, *LINEAR_SIZES, "num_experts", "num_experts_per_tok", "norm_topk_prob",
+    "query_pre_attn_scalar", *MULTIPLIERS, *LINEAR_SIZES, *_EXPERTS,
     "moe_intermediate_size", "shared_expert_intermediate_size", "mlp_only_layers", "clip_qkv",
 }  # fmt: skip
 # Keys that must not be null in a file.
@@ -257,7 +257,7 @@ FAMILIES: dict[str, Family] = {
         ("attention_bias", "clip_qkv", *_EXPERTS, "num_local_experts"),
         {
             "rms_norm_eps": 1e-5, "max_position_embeddings": 4096, "pad_token_id": 1, "eos_token_id": 50_279,
-            "num_experts": 64, "num_experts_per_tok": 8,
+            "num_experts": 64, "num_experts_per_tok": 8, "router_aux_loss_coef": 0.01,
         },
         qk_norm="all",
         whole_heads=True,
@@ -300,7 +300,6 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
     "partial_rotary_factor": (1, None),
     "per_layer_config": (None, {}),
     "transformers_weights": (None,),
-    "output_router_logits": (False,),
     "swiglu_alpha": (1.702,),
     "swiglu_limit": (7.0,),
 }
@@ -308,7 +307,6 @@ _COMPUTED: dict[str, tuple[Any, ...]] = {
 _OF_GEMMA = ("hidden_activation", "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention")
 _READ_BY: dict[str, tuple[str, ...]] = {
     "mlp_bias": ("llama", "smollm3", "granite"), "resid_pdrop": ("phi3",), **dict.fromkeys(_OF_GEMMA, ("gemma3_text",)),
-    "output_router_logits": tuple(name for name, its in FAMILIES.items() if its.experts),
     "hidden_act": tuple(name for name, its in FAMILIES.items() if its.activation[0] == "hidden_act"),
     **dict.fromkeys(("swiglu_alpha", "swiglu_limit"), tuple(name for name, its in FAMILIES.items() if its.clamped)),
 }  # fmt: skip

@@ -9,12 +9,14 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from monograph.errors import InputRefused
+from monograph.graph.balance import Balance, balance_of
+from monograph.model import mixture_keys
 from monograph.model.config import LlamaConfig
 from monograph.model.delta_net import GatedDeltaNet, drawn
 from monograph.model.experts import Mixture
@@ -55,14 +57,16 @@ class Block(nn.Module):
         return hidden_BTD if name is None else getattr(self, name)(hidden_BTD)
 
     def forward(
-        self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin | None, mask: Mask, cache: LayerCache | None = None
-    ) -> Tensor:
-        """Map [B, T, D] to [B, T, D]."""
+        self, hidden_BTD: Tensor, cos_sin_B1TF: CosSin | None, mask: Mask, cache: LayerCache | None = None,
+        balance: Balance | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Map [B, T, D] to [B, T, D]; only a mixture has a `balance`."""
         norms = self.norms
         normed_BTD = self._normed(norms.before_attention, hidden_BTD)
         branch_BTD = getattr(self, self.mixes_by)(normed_BTD, cos_sin_B1TF, mask, cache)
         hidden_BTD = hidden_BTD + self.scale(self._normed(norms.after_attention, branch_BTD))
-        branch_BTD = self.mlp(self._normed(norms.before_mlp, hidden_BTD))
+        normed_BTD = self._normed(norms.before_mlp, hidden_BTD)
+        branch_BTD = self.mlp(normed_BTD) if balance is None else self.mlp(normed_BTD, balance)
         return hidden_BTD + self.scale(self._normed(norms.after_mlp, branch_BTD))
 
 
@@ -105,6 +109,7 @@ class Llama(nn.Module):
         # transformers keeps the factor in fp32.
         self.scale_embedded = scale(torch.tensor(config.embedding_scale, device="cpu").item())
         self.scale_last = scale(1 / config.logits_scaling)
+        self.balance_factor = mixture_keys.balance_factor(config)
         self.tie_weights()
         self._initialise(seed)
 
@@ -114,6 +119,7 @@ class Llama(nn.Module):
         segments: Tensor | None = None,
         positions: Tensor | None = None,
         cache: Cache | None = None,
+        shares: Tensor | None = None,
     ) -> Tensor:
         """Return the final hidden states, after the last norm.
 
@@ -123,6 +129,9 @@ class Llama(nn.Module):
             positions: [B, T] int64, position in the document; None: 0 .. T - 1. With a cache, the caller must keep them
                 below max_position_embeddings, because their values are not read here.
             cache: keys and values of earlier tokens; a query at position p then sees slots s <= p in its window.
+            shares: [B, T] floating, each position's factor in the number that is differentiated, 0 where there is no
+                target. It changes no value: a backward pass adds the gradient of each mixture's balance with the shares
+                shares * balance_factor, see `monograph.graph.balance`. Not with a cache.
 
         Returns:
             [B, T, D] in the dtype of the weights.
@@ -135,17 +144,17 @@ class Llama(nn.Module):
             raise ValueError("a cache holds one document per row: give positions, not segments")
         if positions is None:
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        hidden_BTD, of_blocks = self.begin(tokens_BT, segments, positions)
+        hidden_BTD, of_blocks = self.begin(tokens_BT, segments, positions, shares)
         for index, (block, further) in enumerate(zip(self.model.layers, of_blocks, strict=True)):
-            layer_cache = None
             if cache is not None:
-                layer_cache = LayerCache(cache, index, positions.expand_as(tokens_BT), self.config.window(index))
-            hidden_BTD = block(hidden_BTD, *further, layer_cache)
+                further += (LayerCache(cache, index, positions.expand_as(tokens_BT), self.config.window(index)),)
+            hidden_BTD = block(hidden_BTD, *further)
         return self.end(hidden_BTD)
 
     def begin(
-        self, tokens_BT: Tensor, segments: Tensor | None = None, positions: Tensor | None = None
-    ) -> tuple[Tensor, list[tuple[CosSin | None, Mask]]]:
+        self, tokens_BT: Tensor, segments: Tensor | None = None, positions: Tensor | None = None,
+        shares: Tensor | None = None,
+    ) -> tuple[Tensor, list[tuple[Any, ...]]]:  # fmt: skip
         """Return the embedded tokens, and each block's further arguments.
 
         The arguments are those of `forward`, and `forward(x) = end(blocks(begin(x)))`. A caller that runs the blocks
@@ -153,7 +162,10 @@ class Llama(nn.Module):
         """
         if positions is None:
             positions = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)[None]
-        layer_inputs = self.attention_inputs(tokens_BT, segments, positions)
+        layer_inputs: list[tuple[Any, ...]] = [*self.attention_inputs(tokens_BT, segments, positions)]
+        if shares is not None:
+            balance, layers = balance_of(segments, shares * self.balance_factor), enumerate(layer_inputs)
+            layer_inputs = [(*each, None, balance) if self.config.is_mixture(at) else each for at, each in layers]
         hidden_BTD = self.scale_embedded(self.model.embed_tokens(tokens_BT))
         if torch.is_autocast_enabled(hidden_BTD.device.type):
             # Autocast leaves the embedding in fp32, and so the residual stream, the largest memory traffic of the pass.

@@ -93,10 +93,20 @@ def to_hf(config: Any) -> dict[str, Any]:
     return found
 
 
+def balance_factor(config: Any) -> float:
+    """Return the factor of each mixture's balance in the loss, router_aux_loss_coef / mixtures; 0: there is none."""
+    mixtures = sum(map(config.is_mixture, range(config.num_hidden_layers)))
+    return float(config.router_aux_loss_coef / mixtures) if config.output_router_logits and mixtures else 0.0
+
+
 def fresh(model_type: str, ffn: int) -> dict[str, Any]:
-    """Return what a new model of a family has: 8 experts, of which a token's two are together as wide as `ffn`."""
+    """Return what a new model of a family has: 8 experts, of which a token's two are together as wide as `ffn`.
+
+    Their balance, without which some are soon hardly used (docs/model.md), has the factor of arXiv 2101.03961.
+    """
     its = family(model_type)
     if not its.experts:
         return {}
     width = {} if its.experts == "moe_intermediate_size" else {its.experts: ffn // 2}
-    return {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": model_type != "olmoe", **width}
+    balance = {"output_router_logits": True, "router_aux_loss_coef": 0.01}
+    return {"num_experts": 8, "num_experts_per_tok": 2, "norm_topk_prob": model_type != "olmoe", **width, **balance}

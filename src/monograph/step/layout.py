@@ -14,7 +14,7 @@ from monograph.graph import siblings
 from monograph.graph.inspect import buffers_kept, modes_kept, parts
 from monograph.graph.lora import kept_state
 from monograph.graph.remat import Remat
-from monograph.loss import Loss, TokenLoss, counted, counts, pair
+from monograph.loss import IGNORE, SHARES, Loss, TokenLoss, counted, counts, pair
 from monograph.ops.fused_gradients import fusing
 from monograph.optim import Plane, planes, trainable, unlinked, vectors_at_once
 from monograph.schedule import factor_at
@@ -104,6 +104,29 @@ def scored(step: Any, batches: Iterable[Any]) -> list[Sums]:
     """Return the sums of each micro-batch, without gradients."""
     with unlinked(step.planes), step.context():
         return [step.evaluate(batch) for batch in batches]
+
+
+def balances(step: Any) -> bool:
+    """Return whether the step's model balances its experts, which needs the share of each token.
+
+    Raises:
+        UsageError: it does, and the shares of the loss's tokens are unknown.
+    """
+    factors = [getattr(module, "balance_factor", 0.0) for module in step.model.modules()]
+    if any(factors) and not (factors[0] and isinstance(step.loss, TokenLoss)):
+        raise UsageError(
+            "output_router_logits = true adds the balance of experts to the cross-entropy of texts alone, and this "
+            "trains by another loss: set it to false in the config.json of the model, or of the run's export"
+        )
+    return any(factors)
+
+
+def shared(step: Any, batch: Any) -> Any:
+    """Return a batch of the window that was counted last; if the model balances its experts, with tokens' shares."""
+    if not step.balances:
+        return batch
+    factor = step.loss_factor.view(*step.lr.shape, 1, 1)
+    return {**batch, SHARES: (batch["targets"] != IGNORE) * factor}
 
 
 def put_(loss: Loss, device: torch.device) -> None:

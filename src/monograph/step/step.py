@@ -35,7 +35,7 @@ from monograph.step.clip import (
     update_plane,
     without_spikes_,
 )
-from monograph.step.layout import Held, Layout, of_the_update, put_
+from monograph.step.layout import Held, Layout, balances, of_the_update, put_, shared
 
 
 @final
@@ -97,7 +97,7 @@ class Step:
         """
         _check(loss=loss, schedule=schedule, precision=precision, remat=remat)
         self.model, self.loss, self.clip, self.layout = unwrap_(model), loss, Clip.of(clip), layout
-        self.optim, self.sum_over_ranks = checked(optim or AdamW()), sum_over_ranks
+        self.optim, self.sum_over_ranks, self.balances = checked(optim or AdamW()), sum_over_ranks, balances(self)
         self.schedule, self.precision = schedule or constant(), precision or Precision()
         _require_together(self.optim, self.precision)
         self.left_in_bf16 = fp8.use(self.model, hidden_matrices(self.model)) if self.precision.name == "fp8" else []
@@ -358,6 +358,7 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
         # The window's targets are counted before its first backward pass, so that each loss is divided by their number
         # at once, and gradients need no second pass.
         step.count_window(batches)
+        batches = [shared(step, batch) for batch in batches]
         for batch in batches:
             step.choose_kept(batch)
         step.layout.accumulate(step, batches)
