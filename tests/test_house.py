@@ -65,8 +65,8 @@ def lines_of_code(source: str) -> int:
     return len({line for token in code for line in range(token.start[0], token.end[0] + 1)} - prose)
 
 
-def test_at_most_34480_lines_of_code() -> None:
-    most = 34_480
+def test_at_most_34550_lines_of_code() -> None:
+    most = 34_550
     assert f"{most:,} lines of code" in (ROOT / "docs" / "design.md").read_text()
     lines = sum(lines_of_code(path.read_text()) for path in SOURCES)
     assert lines <= most, f"{lines - most} lines too many"
