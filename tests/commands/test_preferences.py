@@ -10,6 +10,7 @@ import pytest
 
 from commands.forked import CommandServer
 from commands.inputs import over
+from commands.test_lora import write_base
 from laws.resumed import write_inputs
 
 RUN = [
@@ -105,6 +106,14 @@ def test_answers_that_are_labelled_are_learned_from_as_such(here: Path, monograp
     assert compared[0]["train_loss"] == held[0]["eval_loss"] == 0.5 and compared[0]["accuracy"] == 0.5
     assert compared[-1]["accuracy"] > 0.9 and compared[-1]["margin"] > 0.5 and compared[-1]["chosen_gain"] > 0
     assert sum(row["answer_tokens"] for row in compared) == compared[-1]["tokens"]
+
+
+def test_a_mixture_that_balances_its_experts_learns_from_pairs_without_it(here: Path, monograph: CommandServer) -> None:
+    write_base(
+        here / "experts", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, output_router_logits=True
+    )
+    done = monograph.run(here, "train", *over(RUN, "model.init=experts", "train.updates=2"), "--out", "unbalanced")
+    assert done.code == 0 and "rewards and pairs train without it" in done.err, done.err
 
 
 def test_a_run_takes_its_parent_s_loss_only_for_records_of_the_same_kind(here: Path, monograph: CommandServer) -> None:

@@ -17,7 +17,7 @@ from monograph.graph.lora import Place
 from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.graph.remat import named
-from monograph.loss import Loss
+from monograph.loss import Loss, TokenLoss
 from monograph.model.adapter import put, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -135,6 +135,10 @@ def open_session(
         progress.line("note", f"attention_dropout = {rate} stays in config.json; nothing is dropped in training here")
     if built.plan.recipe.init and (names := left_out_of(built.plan.recipe.init)):
         progress.line("note", f"only the text model is trained: {names} are left out")
+    if isinstance(built.model, Llama) and built.model.balance_factor and not isinstance(built.loss, TokenLoss):
+        progress.line(
+            "note", "output_router_logits = true balances experts by texts; rewards and pairs train without it"
+        )
     engine = make_engine(built, device, world)
     seed_all(built.plan.seed)
     return Session(run, built.plan, text, engine, reward=reward, world=world)
@@ -217,6 +221,8 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         UsageError: there are several ranks, and the module has statistics over rows, which would differ between them.
     """
     plan, model = built.plan, built.model
+    if isinstance(model, Llama) and not isinstance(built.loss, TokenLoss):
+        model.balance_factor = 0.0  # tokens have no shares of their own in such a loss
     shared: dict[str, Any] = {
         "loss": built.loss,
         "optim": plan.update_rule,
