@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import get_args
 
 import pytest
@@ -15,7 +16,7 @@ from monograph.errors import UsageError
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
-from monograph.planner import Request, budget, choose, plan
+from monograph.planner import Request, budget, candidates, choose, plan
 from monograph.predict.estimate import MOMENTS, STATE_BYTES, estimate_bytes
 from monograph.predict.footprint import Footprint, Work
 from monograph.predict.roofline import update_time
@@ -29,6 +30,15 @@ def tiny(**more):
     return Request(tiny_llama().config, 32, 12 * 32, precisions=("bf16",), **more)
 
 
+@pytest.fixture(autouse=True)
+def _of_the_same_work_the_closed_form_is_computed_once(monkeypatch):
+    """All tests search through the same few thousand works, and each search several times."""
+    monkeypatch.setattr(candidates, "estimate_bytes", computed_once)
+
+
+computed_once = cache(estimate_bytes)
+
+
 @pytest.fixture
 def traced(monkeypatch):
     """The trace is replaced by the closed form times a factor: what is tested here is the choice."""
@@ -37,7 +47,7 @@ def traced(monkeypatch):
     def stand_in(factor):
         def footprint(work):
             calls.append(work)
-            return Footprint("forward", {"weights": int(factor * estimate_bytes(work, "adamw"))})
+            return Footprint("forward", {"weights": int(factor * computed_once(work, "adamw"))})
 
         monkeypatch.setattr(choose, "footprint", footprint)
         return calls
@@ -112,7 +122,7 @@ def off_by(monkeypatch, factors, most=None):
     def footprint(work):
         calls.append(work)
         assert most is None or len(calls) <= most
-        return Footprint("forward", {"weights": int(factors.get(work.remat, 1.0) * estimate_bytes(work, "adamw"))})
+        return Footprint("forward", {"weights": int(factors.get(work.remat, 1.0) * computed_once(work, "adamw"))})
 
     monkeypatch.setattr(choose, "footprint", footprint)
     return calls
