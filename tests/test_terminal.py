@@ -116,7 +116,7 @@ def ways_around(source: str) -> set[str]:
     """How a file's code would reach a terminal other than by `print`, `Progress` or `own`."""
     found = set[str]()
     for node in ast.walk(ast.parse(source)):
-        text = ast.unparse(node) if isinstance(node, ast.Attribute | ast.Name) else ""
+        text = ast.unparse(node) if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
         if re.fullmatch(r"os\.(write|pwrite)|sys\.(__)?std(out|err)(__)?\.(write|writelines|buffer)", text):
             found.add("bytes")
         if re.fullmatch(r"sys\.__std\w+__|(typer|click)\.(echo|secho|style)|logging\.\w*Handler|Console", text):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import tomllib
 from collections.abc import Iterator
@@ -44,30 +45,35 @@ def names(code: CodeType) -> Iterator[str]:
             yield from names(constant)
 
 
+@functools.cache
 def compiled(path: Path) -> set[str]:
     return set(names(compile(path.read_text(), str(path), "exec")))
 
 
-def test_nothing_unpickles_or_extracts_and_one_program_runs_a_text() -> None:
+@pytest.fixture(scope="module")
+def nodes() -> dict[str, list[ast.AST]]:
+    """All nodes of each file of the package: they are parsed and walked once."""
+    return {path.relative_to(PACKAGE).as_posix(): [*ast.walk(ast.parse(path.read_text()))] for path in SOURCES}
+
+
+def test_nothing_unpickles_or_extracts_and_one_program_runs_a_text(nodes: dict[str, list[ast.AST]]) -> None:
     found = {(each, path.relative_to(PACKAGE).as_posix()) for path in SOURCES for each in compiled(path) & NEVER}
     expected = {(name, file) for name, files in ALLOWED.items() for file in files}
     assert found == expected | {("exec", file) for file in RUNS_A_TEXT}
     for name, files in ALLOWED.items():  # and there it is a method, not the built-in function
         for file in files:
-            calls = [
-                node.func for node in ast.walk(ast.parse((PACKAGE / file).read_text())) if isinstance(node, ast.Call)
-            ]
+            calls = [node.func for node in nodes[file] if isinstance(node, ast.Call)]
             assert not [each for each in calls if isinstance(each, ast.Name) and each.id == name], file
 
 
-def test_weights_are_the_only_thing_that_torch_loads() -> None:
+def test_weights_are_the_only_thing_that_torch_loads(nodes: dict[str, list[ast.AST]]) -> None:
     """`torch.load` is called once, and with `weights_only=True`."""
     calls = []
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
+    for file, of_file in nodes.items():
+        for node in of_file:
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("torch.load", "np.load", "numpy.load"):
                 options = {each.arg: ast.unparse(each.value) for each in node.keywords}
-                calls.append((path.relative_to(PACKAGE).as_posix(), options.get("weights_only")))
+                calls.append((file, options.get("weights_only")))
     assert calls == [("model/torch_file.py", "True")]
 
 
@@ -79,25 +85,23 @@ def test_programs_are_started_in_five_places_and_files_run_in_one() -> None:
     assert {file for file, found in by_file.items() if "exec_module" in found} == RUNS_A_FILE
 
 
-def imports(path: Path, name: str, *modules: str) -> bool:
-    nodes = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom))
-    return any(node.module in modules and name in {each.name for each in node.names} for node in nodes)
+def imports(nodes: list[ast.AST], name: str, *modules: str) -> bool:
+    found = (node for node in nodes if isinstance(node, ast.ImportFrom))
+    return any(node.module in modules and name in {each.name for each in node.names} for node in found)
 
 
-def test_what_runs_a_file_knows_who_named_it() -> None:
+def test_what_runs_a_file_knows_who_named_it(nodes: dict[str, list[ast.AST]]) -> None:
     """A recipe of a checkpoint knows its run, and settings of a run are read where they are held to that run's rules.
 
     All else that reads a TOML file reads one that a person named, and looks whether it is a run's, or writes it itself.
     """
-    by_file = {path.relative_to(PACKAGE).as_posix(): path for path in SOURCES}
-    runs = {file for file, path in by_file.items() if imports(path, "from_file", "monograph.run.recipe")}
+    runs = {file for file, found in nodes.items() if imports(found, "from_file", "monograph.run.recipe")}
     assert runs == {"run/models.py"}
-    reads = {
-        file for file, path in by_file.items() if imports(path, "load", "monograph.config", "monograph.config.sources")
-    }
+    homes = "monograph.config", "monograph.config.sources"
+    reads = {file for file, found in nodes.items() if imports(found, "load", *homes)}
     assert reads == {"config/__init__.py", "session/recorded.py", "cli/typed.py", "sweeps/spec.py", "sweeps/folder.py"}
     for file in ("cli/typed.py", "sweeps/spec.py"):
-        assert "hold_to_its_run" in compiled(by_file[file])
+        assert "hold_to_its_run" in compiled(PACKAGE / file)
     with pytest.raises(TypeError, match="run"):
         Recipe.recorded({"init": "evil.py:build", "preset": "auto", "sizes": {}, "seed": 0})  # type: ignore[call-arg]
 
@@ -148,12 +152,7 @@ def opens(call: ast.Call) -> bool:
     return name.endswith(".open") and any(isinstance(each, ast.Constant) and each.value in ("r", "rb") for each in mode)
 
 
-def test_inputs_are_opened_in_one_place() -> None:
+def test_inputs_are_opened_in_one_place(nodes: dict[str, list[ast.AST]]) -> None:
     """`open_input` refuses a FIFO, which would be waited for, and a device, which may never end."""
-    calls = [
-        (path.relative_to(PACKAGE).as_posix(), node)
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Call)
-    ]
+    calls = [(file, node) for file, found in nodes.items() for node in found if isinstance(node, ast.Call)]
     assert {file for file, call in calls if opens(call)} == NO_INPUT.keys()
