@@ -102,7 +102,11 @@ def test_a_captured_step_of_any_depth_is_the_one_that_is_traced_whole(scope, rem
 
 @pytest.mark.parametrize(
     ("optim", "scope"),
-    [(Muon(), "none"), (AdamW(state="bf16"), "none"), pytest.param(Muon(), "blocks", marks=pytest.mark.slow)],
+    [
+        (Muon(), "none"),
+        pytest.param(AdamW(state="bf16"), "none", marks=pytest.mark.slow),
+        pytest.param(Muon(), "blocks", marks=pytest.mark.slow),
+    ],
 )
 def test_no_update_is_traced_at_its_full_depth(optim, scope, monkeypatch):
     traced, curves = [], footprint_module._curves
