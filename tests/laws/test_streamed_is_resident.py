@@ -67,7 +67,7 @@ def test_families(family, precision):
     assert len(norms) == UPDATES and min(norms) > 2 * arguments()["clip"], "clipping must bite"
 
 
-@pytest.mark.parametrize("place", EVERY)
+@pytest.mark.parametrize("place", by_day(EVERY))
 def test_placements(place):
     assert_same(placement=EVERY[place], precision="bf16", **unclipped(EVERY[place]))
 

@@ -106,7 +106,7 @@ def test_a_read_that_fails_is_a_line_and_nothing_is_lost(
     name: str, faults: FaultServer, prepared: Path, tmp_path: Path
 ) -> None:
     judge = Judge(name, faults, prepared, tmp_path)
-    found = struck(judge, prepared, tmp_path, BY_DAY, stride=len(judge.reads) // (2 if name in RUNS else 4))
+    found = struck(judge, prepared, tmp_path, BY_DAY, stride=len(judge.reads) // 2)
     assert sum(found.values(), Counter()).total() >= 4
 
 
