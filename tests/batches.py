@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,12 @@ def tiny_llama(dtype: torch.dtype = torch.float32, seed: int = 0, **sizes: Any) 
         "max_position_embeddings": 64,
     }
     return Llama(LlamaConfig(**(shape | sizes)), seed=seed).to(dtype)
+
+
+def captured_to_train(engine: Any, window: Any, backend: str = "aot_eager", scope: str = "whole") -> None:
+    """Capture an engine's step but for its evaluation, a third of the graphs, where nothing is evaluated."""
+    with patch.object(engine, "_scored", lambda batch: None):
+        assert engine.capture(window, backend, scope) is None
 
 
 def ragged(rows: int, seed: int = 0, length: int = LENGTH) -> dict[str, Tensor]:

@@ -12,11 +12,10 @@ from typing import Any
 import pytest
 import torch
 
-from batches import copied, ragged, tiny_llama
+from batches import captured_to_train, copied, ragged, tiny_llama
 from monograph.config import load
 from monograph.device import describe
 from monograph.errors import InputRefused, UsageError
-from monograph.graph.capture import capture
 from monograph.graph.precision import Precision
 from monograph.loop import EngineState
 from monograph.loss import token_loss
@@ -140,7 +139,7 @@ def spike() -> dict[str, torch.Tensor]:
 def engine(clip: Clip, backend: Any = None) -> Resident:
     made = Resident(tiny_llama(num_hidden_layers=1), loss=token_loss, optim=AdamW(lr=3e-3), clip=clip)
     if backend:
-        capture(made.step, backend)  # by the engine's own method evaluation would be captured, too
+        captured_to_train(made, ragged(4), backend)
     return made
 
 

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from alone import Alone, stacked
+from batches import captured_to_train
 from layers import PLANE, ROWS, VECTOR, Case, Scaled, drawn, layers, weighted
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, MonographError
@@ -375,7 +376,7 @@ def test_what_is_captured_trains_as_alone():
     case = Case(build, ((ROWS, 2, 6),))
     engine = Ensemble([built(case, seed) for seed in range(N)], loss=weighted, optim=OPTIM)
     windows = [drawn(case, step) for step in range(2)]
-    assert engine.capture(windows[0], "aot_eager") is None
+    captured_to_train(engine, windows[0])
     losses = [update.loss for update in train(engine, windows)]
     for i in range(N):
         solo = Resident(built(case, i), loss=weighted, optim=OPTIM)

@@ -7,9 +7,8 @@ import copy
 import pytest
 import torch
 
-from batches import ragged, tiny_llama
+from batches import captured_to_train, ragged, tiny_llama
 from monograph.errors import InputRefused
-from monograph.graph.capture import capture
 from monograph.graph.experts import ExpertLinear, Int8Experts, NF4Experts
 from monograph.graph.frozen import Int8Linear, NF4Linear, parameter_count
 from monograph.graph.lora import Lora, adapt, adapters, merge, merged
@@ -129,7 +128,7 @@ def test_adapters_next_to_experts_in_four_bits_train_captured_as_eagerly(backend
         put(model, Lora(4, targets=TARGETS, base="nf4"), precision=Precision("fp32"))
         engines.append(Resident(trained(model), optim=AdamW(lr=1e-2), micro_batch=4))
         if captured:
-            capture(engines[1].step, backend)  # by the engine's own method evaluation would be captured, too
+            captured_to_train(engines[1], ragged(4), backend)
     for seed in range(2):
         for engine in engines:
             engine.accumulate(ragged(6, seed=seed))

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from batches import flat_gradient, packed, tiny_llama
+from batches import captured_to_train, flat_gradient, packed, tiny_llama
 from monograph.graph import recompute
 from monograph.graph.capture import CaptureFailed, capture
 from monograph.graph.precision import Precision
@@ -29,7 +29,7 @@ def trained(policy, precision="fp32", scope=None):
         micro_batch=3,
     )  # fmt: skip
     if scope:
-        capture(engine.step, "aot_eager", scope)  # by the engine's own method evaluation would be captured, too
+        captured_to_train(engine, packed(6), scope=scope)
     seen = []
     for seed in range(2):
         engine.accumulate(packed(6, seed))

@@ -13,7 +13,7 @@ import weakref
 import pytest
 import torch
 
-from batches import packed, ragged
+from batches import captured_to_train, packed, ragged
 from laws.replaying import ROWS, Reads, assert_same_bits, check, engine, replaying, trained, windows_of
 from monograph.graph.capture import capture, release
 from monograph.graph.remat import Remat
@@ -122,7 +122,7 @@ def test_out_of_memory_before_a_capture_halves_the_rows_and_the_halves_are_repla
 def test_blocks_that_are_recomputed_from_now_on_are_captured_anew():
     made = engine(micro_batch=1)
     made.step.recorder = tape = Tape()
-    assert made.capture(packed(2), "eager") is None
+    captured_to_train(made, packed(2), "eager")
     first = weakref.ref(tape.graphs.pop())
     assert first() is not None and made._recompute()
     gc.collect()
@@ -134,7 +134,7 @@ def test_blocks_that_are_recomputed_from_now_on_are_captured_anew():
 def test_what_is_released_holds_no_graph():
     made = engine()
     made.step.recorder = tape = Tape()
-    assert made.capture(packed(ROWS), "eager") is None
+    captured_to_train(made, packed(ROWS), "eager")
     first = weakref.ref(tape.graphs.pop())
     release(made.step)
     gc.collect()

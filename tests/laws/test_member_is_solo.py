@@ -11,11 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from alone import Alone, stacked
-from batches import copied, ragged, tiny_llama
+from batches import captured_to_train, copied, ragged, tiny_llama
 from monograph import compat
 from monograph.ensemble import Ensemble
 from monograph.ensemble.agreement import DROPOUTS
-from monograph.graph.capture import capture
 from monograph.loop import train
 from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
@@ -50,10 +49,9 @@ def compared(kind, each: bool, backend: str | None, micro_batch: int = ROWS // 2
         members, KNOBS, loss=kind.loss, optim=AdamW, schedule=schedule, clip=clip, micro_batch=micro_batch, each=each
     )
     if backend:
-        capture(engine.step, backend)  # by the engine's own method evaluation would be captured, too
-    seen = list(train(engine, windows[:1]))
+        captured_to_train(engine, windows[0], backend)
     graphs = compat.captured_graphs()
-    seen += train(engine, windows[1:])
+    seen = list(train(engine, windows))
     assert compat.captured_graphs() == graphs
     for i, (of, model) in enumerate(zip(KNOBS, alone, strict=True)):
         options = {name: value for name, value in vars(of).items() if name != "seed"}
@@ -195,7 +193,7 @@ def test_nobody_feels_what_another_does():
         for _ in range(2)
     )
     start = copied(eager.state())
-    capture(captured.step, "aot_eager")
+    captured_to_train(captured, windows[0])
 
     def trained(engine, harm):
         engine.load_state(start)

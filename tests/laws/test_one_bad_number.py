@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from batches import copied, ragged, tiny_llama
+from batches import captured_to_train, copied, ragged, tiny_llama
 from monograph.ensemble import Ensemble
 from monograph.errors import UsageError
 from monograph.loop import EngineState
@@ -86,7 +86,7 @@ def engine(kind: str) -> Resident:
         return Streamed(model, placement=Placement(), **made) if kind == "streamed" else Resident(model, **made)
     made = Resident(Probe(), loss=probe_loss, optim=AdamW(lr=1e-2, ema=0.9), **OPTIONS)
     if kind == "captured":
-        assert made.capture(window(99), backend="aot_eager") is None
+        captured_to_train(made, window(99))
     return made
 
 
@@ -169,7 +169,7 @@ def scheduled(kind: str, factor: float, at: int = 1) -> Resident:
         return Streamed(tiny_llama(), loss=llama_loss, placement=placement, **options)
     made = Resident(Probe(), loss=probe_loss, **options)
     if kind == "captured":
-        assert made.capture(window(99), backend="aot_eager") is None
+        captured_to_train(made, window(99))
     return made
 
 

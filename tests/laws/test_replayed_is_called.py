@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pytest
 
-from batches import copied, packed, ragged
+from batches import captured_to_train, copied, packed, ragged
 from laws.replaying import ROWS, Moving, assert_same_bits, check, cross_entropy, engine, replaying, trained, windows_of
 from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start
 from monograph.graph.capture import give_back
@@ -44,7 +44,7 @@ def test_compiled(backend, scope, precision, policy):
     """The same graphs, replayed and then called."""
     made, recorder = engine(precision=precision, policy=policy), Tape()
     made.step.recorder, made.step.announce, begun = recorder, pytest.fail, copied(made.state())
-    assert made.capture(packed(ROWS), backend, scope) is None
+    captured_to_train(made, packed(ROWS), backend, scope)
     state, updates = trained(made, windows_of(packed))
     # everything was warmed by the capture
     assert (recorder.called, recorder.replays, len(recorder.graphs)) == (WARM_UP, 9, 1)

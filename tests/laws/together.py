@@ -15,9 +15,8 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from adapted import trained
-from batches import copied, flat_gradient, packed, ragged
+from batches import captured_to_train, copied, flat_gradient, packed, ragged
 from monograph.ensemble import Ensemble
-from monograph.graph.capture import capture
 from monograph.graph.remat import Remat
 from monograph.model.llama import Llama
 from monograph.optim import AdamW
@@ -96,7 +95,7 @@ def check(made: Callable[..., Resident], exact: Tensor, policy: Any, scope: str,
     mine = made(policy, split)
     frozen = {name: p.detach().clone() for name, p in mine.model.named_parameters() if not p.requires_grad}
     if scope != "none":
-        capture(mine.step, "aot_eager", scope)  # by the engine's own method evaluation would be captured, too
+        captured_to_train(mine, batch, scope=scope)
     # Laws 1, 2 and 9. fp8 rounds by the largest number of a micro-batch: another split, other roundings as large.
     assert relative_error(gradient(mine, batch), exact) <= 2 * naive + 1e-6 and naive < 0.3
     if scope == "none":  # law 3: bits

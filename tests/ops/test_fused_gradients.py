@@ -16,8 +16,7 @@ import torch.nn.functional as F
 
 import monograph.step.layout
 import monograph.stream.engine
-from batches import packed, ragged, tiny_llama
-from monograph.graph.capture import capture
+from batches import captured_to_train, packed, ragged, tiny_llama
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.graph.siblings import families, fuse_known, fuse_siblings
@@ -76,7 +75,7 @@ def test_added_in_products_equals_added_by_autograd(scope, remat, tied):
     for options in ({"fused": True}, {}, {"dtype": torch.float64}):
         made = engine(remat=remat, tie_word_embeddings=tied, pad_token_id=3, **options)
         if scope != "none" and "fused" in options:
-            capture(made.step, "aot_eager", scope)  # by the engine's own method evaluation would be captured, too
+            captured_to_train(made, window, scope=scope)
         gradient(made, window)
         found.append(gradient(made, window))  # on top of the first
     for name, ours in found[0].items():

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from batches import packed, tiny_llama
+from batches import captured_to_train, packed, tiny_llama
 from monograph import compat
 from monograph.graph.remat import Remat
 from monograph.optim import AdamW
@@ -145,7 +145,7 @@ def test_a_thread_that_updates_with_its_own_graphs_changes_no_bit(place: str) ->
     sizes, changes = {"num_hidden_layers": 3}, {"precision": "bf16", "clip": None}
     beside = Beside()
     engine = streamed(sizes, lanes=Lanes(beside), placement=EVERY[place], **changes)
-    assert engine.capture(windows(1)[0], "aot_eager") is None
+    captured_to_train(engine, windows(1)[0], scope="blocks")
     assert beside.behind == 0
     before = compat.captured_graphs()
     left = trained(engine, windows())
