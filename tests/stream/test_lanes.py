@@ -302,7 +302,7 @@ def test_without_a_wait_the_numbers_change() -> None:
     left = trained(engine, windows(1, first=1))
     missed = [each for each in waits(recorder, begin) if each[0].lane == "compute" and each[1].lane == "in"]
     changed = 0
-    for dropped in missed[:12]:
+    for dropped in missed[:8]:
         again = of("next forward, offloaded", Late(dropped))
         trained(again, windows(1))
         changed += bool(other_bits(trained(again, windows(1, first=1)), left))
