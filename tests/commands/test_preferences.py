@@ -118,7 +118,8 @@ def test_a_mixture_that_balances_its_experts_learns_from_pairs_without_it(here: 
 
 def test_a_run_takes_its_parent_s_loss_only_for_records_of_the_same_kind(here: Path, monograph: CommandServer) -> None:
     for source, parent, loss in (("labelled.jsonl", "run", "kto"), ("pairs.jsonl", "labelled", "dpo")):
-        done = monograph.run(here, "train", source, "--from", parent, "train.updates=2", "--out", f"{loss}-after")
+        typed = ["train", source, "--from", parent, "train.updates=2", "--out", f"{loss}-after"]
+        done = monograph.run(here, *typed, figures=0)
         assert done.code == 0, done.err
         assert f'loss = "{loss}"' in (here / f"{loss}-after" / "config.toml").read_text()
 

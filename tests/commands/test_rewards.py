@@ -179,7 +179,7 @@ def test_a_stranger_s_function_is_not_run_unasked(here: Path, monograph: Command
 
 
 def test_answers_of_a_form_are_all_of_it_and_the_run_is_one_like_others(here: Path, monograph: CommandServer) -> None:
-    done = monograph.run(here, "train", *RUN, "data.answers=regex:[a-f]+[0-9]", "--out", "of-a-form")
+    done = monograph.run(here, "train", *RUN, "data.answers=regex:[a-f]+[0-9]", "--out", "of-a-form", figures=0)
     assert done.code == 0, done.err
     rows = [json.loads(line) for line in (here / "of-a-form" / "metrics.jsonl").read_text().splitlines()]
     samples = [row["sample"] for row in rows if "sample" in row]
@@ -187,7 +187,7 @@ def test_answers_of_a_form_are_all_of_it_and_the_run_is_one_like_others(here: Pa
     assert max(row["drawn_minus_scored_max"] for row in rows if "reward" in row) < 1e-5
     assert monograph.run(here, "evaluate", "of-a-form", "--data", "texts").code == 0
     typed = ["pairs.jsonl", "--from", "of-a-form", "train.updates=2", "data.held_out=0", "--out", "after-a-form"]
-    assert monograph.run(here, "train", *typed).code == 0
+    assert monograph.run(here, "train", *typed, figures=0).code == 0
 
 
 def test_another_schema_is_another_run(here: Path, monograph: CommandServer) -> None:
