@@ -62,10 +62,12 @@ def test_chunks_are_as_exact_as_the_recurrence_in_fp32(repeated):
         assert error_within(*each, k=4)
 
 
-def test_one_graph_holds_it():
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_one_graph_holds_it(backend):
     inputs, starts = drawn(2, 150, 1), begun(2, 150, 1)
     pairs = zip(
-        *(results(rule, inputs, starts) for rule in (compiled(delta_rule.chunked), delta_rule.chunked)), strict=True
+        *(results(rule, inputs, starts) for rule in (compiled(delta_rule.chunked, backend), delta_rule.chunked)),
+        strict=True,
     )
     assert all(relative_error(*pair) < 1e-12 for pair in pairs)
 
