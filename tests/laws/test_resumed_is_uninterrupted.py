@@ -54,7 +54,7 @@ CHANGES = {
 
 # By day test_replayed_is_called.py resumes a run with a graph, every change stands for what it changes, three updates a
 # draw for all that is rewarded (its penalty has the reference, too), and adapters beside 4 bits for adapters.
-AT_NIGHT = {"aot", "llama", "a hybrid with mixtures", "rewarded", "rewarded, near where it began", "adapters"}
+AT_NIGHT = {"aot", "llama", "rewarded", "rewarded, near where it began", "adapters"}
 CASES = [
     pytest.param(case, marks=pytest.mark.slow if case in AT_NIGHT else ())
     for case in ("llama", "own", "cooled", *CHANGES)
