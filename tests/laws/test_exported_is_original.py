@@ -48,7 +48,7 @@ SHAPES = {
     "olmo2": {"rope_theta": 5e5, "rope_scaling": LinearScaling(2.0)},
     "olmo3": {
         "num_hidden_layers": 4, "sliding_window": 8, "layer_types": (SLIDING, SLIDING, SLIDING, FULL),
-        "rope_scaling": YarnScaling(4.0, YarnScaling.usual_attention_factor(4.0), 16),
+        "tie_word_embeddings": True, "rope_scaling": YarnScaling(4.0, YarnScaling.usual_attention_factor(4.0), 16),
     },
     "phi3": {
         "partial_rotary_factor": 0.75, "sliding_window": 1024, "rms_norm_eps": 1e-6,
@@ -80,13 +80,16 @@ SHAPES = {
     "qwen3_moe": {
         "num_experts": 6, "num_experts_per_tok": 3, "norm_topk_prob": True, "moe_intermediate_size": 32, "head_dim": 32,
     },
-    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "num_key_value_heads": 4, "tie_word_embeddings": True},
     "gpt_oss": {
         "sliding_window": 8, "layer_types": (SLIDING, FULL), "attention_bias": True, "num_experts": 5,
-        "num_experts_per_tok": 2, "head_dim": 32,
+        "num_experts_per_tok": 2, "head_dim": 32, "tie_word_embeddings": True,
         "rope_scaling": YarnScaling(4.0, YarnScaling.usual_attention_factor(4.0), 16),
     },
-    "smollm3": {"num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0), "head_dim": 32, "rope_theta": 2e6},
+    "smollm3": {
+        "num_hidden_layers": 4, "no_rope_layers": (1, 1, 1, 0), "head_dim": 32, "rope_theta": 2e6,
+        "tie_word_embeddings": True,
+    },
 }  # fmt: skip
 PROMPT = "the user said that the answer is"
 

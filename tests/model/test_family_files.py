@@ -236,11 +236,12 @@ def test_experts_that_are_not_the_configurations_are_refused_by_name(tmp_path, c
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"num_experts_per_tok": 9}, r"num_experts_per_tok = 9: expected at most num_experts = 8"),
+        ({"num_experts_per_tok": 9}, r"num_experts_per_tok = 9: expected at most the number of experts, 8"),
         ({"num_local_experts": None}, r"num_local_experts = None: expected a whole number"),
         ({"mlp_only_layers": "all"}, r"mlp_only_layers = 'all': expected a list"),
         ({"decoder_sparse_step": 0}, r"decoder_sparse_step = 0: expected a whole number"),
         ({"norm_topk_prob": 1}, r"norm_topk_prob = 1: expected true or false"),
+        ({"router_aux_loss_coef": 1e200}, r"router_aux_loss_coef = 1e\+200: expected a number from 0 to 1e\+06"),
         ({"output_router_logits": "yes"}, r"output_router_logits = 'yes': expected true or false"),
         ({"router_aux_loss_coef": -1}, r"router_aux_loss_coef = -1: expected a positive number"),
         ({"model_type": "olmoe", "head_dim": 16}, r"head_dim = 16: expected hidden_size / num_attention_heads"),
@@ -333,3 +334,21 @@ def _changed(part, change):
 def test_damaged_mxfp4_is_refused_by_name(tmp_path, part, change, said):
     with pytest.raises(InputRefused, match=said):
         mapped_model(_packed(tmp_path / "model", _changed(part, change)))
+
+
+@pytest.mark.parametrize("more", ["mlp.experts.down_proj", "mlp.experts.down_proj.weight", "mlp.gate.weight"])
+def test_a_tensor_that_is_there_in_two_forms_is_refused(tmp_path, more):
+    more = f"model.layers.1.{more}"
+    with pytest.raises(
+        InputRefused, match=rf"{more}\b.* are one tensor of the model|are one.*{more}| and {more} are one"
+    ):
+        mapped_model(_packed(tmp_path / "model", lambda tensors: tensors | {more: torch.zeros(5, 32, 64)}))
+
+
+def test_factors_of_longrope_that_give_no_number_are_refused():
+    long = {"type": "longrope", "long_factor": [1.0] * 4}
+    values = {**HF, "model_type": "phi3", "num_hidden_layers": 1, "rope_scaling": long}
+    for number, said in ((1e-308, "expected at least 0.001"), (float("nan"), "expected a positive number")):
+        values["rope_scaling"]["short_factor"] = [1.0, 2.0, number, 4.0]
+        with pytest.raises(InputRefused, match=rf"rope_scaling.short_factor = .*: {said}"):
+            LlamaConfig.from_hf(values)

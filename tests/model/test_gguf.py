@@ -24,7 +24,7 @@ from monograph.model.gguf import FILE, neighbouring, save_gguf
 from monograph.model.gguf_words import pre_tokenizer
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate
-from monograph.model.scaling import FULL, SLIDING, Llama3Scaling, YarnScaling
+from monograph.model.scaling import FULL, SLIDING, Llama3Scaling, LongScaling, YarnScaling
 from monograph.run.models import check
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
@@ -317,3 +317,14 @@ def test_a_read_only_place_is_no_full_disk(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(InputRefused, match="cannot be written"):
         save_gguf(Llama(SMALL), tmp_path / "out", Tokenizer.bytes(), None, refuse)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_gpt_oss_has_a_window_and_longrope_is_warned_of(tmp_path: Path) -> None:
+    whole = replace(SMALL, model_type="gpt_oss", attention_bias=True, num_experts=2, num_experts_per_tok=1)
+    save_gguf(Llama(whole), tmp_path / "whole", Tokenizer.bytes(), None, refuse)
+    fields = gguf.GGUFReader(tmp_path / "whole" / FILE).fields
+    assert fields["gpt-oss.attention.sliding_window"].contents() == 64
+    said = list[str]()
+    stretched = replace(SMALL, model_type="phi3", rope_scaling=LongScaling((1.0,) * 16, (2.0,) * 16, 1.1, 64, 128))
+    save_gguf(Llama(stretched), tmp_path / "long", Tokenizer.bytes(), None, said.append)
+    assert "with a context above 64 llama.cpp takes long_factor" in said[0]

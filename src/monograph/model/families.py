@@ -332,7 +332,9 @@ def check_computed(values: Mapping[str, Any]) -> None:
             continue
         if values.get(key, known[0]) not in known:
             raise InputRefused(f"{key} = {values[key]!r} is not supported: only {known[0]!r} is")
-    quantised = values.get("quantization_config")
-    packed = family(values["model_type"]).fused_experts == "columns" and isinstance(quantised, dict)
-    if quantised is not None and not (packed and quantised.get("quant_method") == "mxfp4"):
-        raise InputRefused("quantization_config: quantised weights are not supported; save them in bf16 or fp32")
+    packs = family(values["model_type"]).fused_experts == "columns"
+    if (quantised := values.get("quantization_config")) is None:
+        return
+    if not packs or not isinstance(quantised, dict) or quantised.get("quant_method") != "mxfp4":
+        kinds = "of quantised weights only quant_method = 'mxfp4' is" if packs else "quantised weights are not"
+        raise InputRefused(f"quantization_config: {kinds} supported; save them in bf16 or fp32")

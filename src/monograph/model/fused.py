@@ -65,7 +65,7 @@ def split(stored: dict[str, Stored], columns: bool) -> dict[str, Stored]:
             continue  # read with its blocks
         match = _FUSED.fullmatch(name)
         if match is None or (match[3] and not columns):
-            found[name] = tensor
+            _put(found, name, tensor)
             continue
         kind = "bias" if match[3] == "_bias" else "weight"
         tensor = tensor._replace(known_as=tensor.known_as or name)
@@ -78,8 +78,15 @@ def split(stored: dict[str, Stored], columns: bool) -> dict[str, Stored]:
                 made = taken(tensor, axis)
                 if columns and kind == "weight":
                     made = made._replace(shape=(*made.shape[:1], *made.shape[:0:-1]), transposed=True)
-            found[f"{match[1]}{part}_proj.{kind}"] = made
+            _put(found, f"{match[1]}{part}_proj.{kind}", made)
     return found
+
+
+def _put(found: dict[str, Stored], name: str, tensor: Stored) -> None:
+    if name in found:
+        both = " and ".join(each.known_as or name for each in (found[name], tensor))
+        raise InputRefused(f"{tensor.path}: {both} are one tensor of the model")
+    found[name] = tensor
 
 
 def _half(tensor: Stored, axis: int, begin: int, columns: bool) -> Stored:

@@ -51,6 +51,8 @@ _ARCHITECTURES |= gguf_linear.ARCHITECTURES | gguf_experts.ARCHITECTURES
 # There the rotary pairs of these are neighbouring channels; here they are halves of a head.
 _NEIGHBOURING = ("llama", "smollm3", "granite")
 _EVERY = 4  # It rotates all layers of a SmolLM3 but each fourth one.
+# These do not take the embedding for a head that is not there.
+_OWN_HEADS = ("olmo2", "olmoe", "gpt-oss")
 # Bases of rotary positions in layers with a window; other architectures have one base for all layers.
 _LOCAL_BASES = {"gemma3": 10_000.0}
 _OUTER = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
@@ -98,7 +100,7 @@ def save_gguf(
     name = dtype or _OWN[kept_dtype(model.model.embed_tokens.weight)]
     gguf, config = package(), model.config
     _check(config, name)
-    _warn_of_yarn(config, warn)
+    _warn_of_positions(config, warn)
     kind = getattr(gguf.GGMLQuantizationType, DTYPES[name][0])
     with new_folder(Path(folder)) as new:
         writer = gguf.GGUFWriter(new / FILE, _architecture(config))
@@ -166,7 +168,7 @@ def _check_scores(config: LlamaConfig, instead: str) -> None:
         )
     if isinstance(scaling := config.rope_scaling, YarnScaling):
         usual = scaling.usual_attention_factor(scaling.factor)
-        truncates = scaling.truncate or not config.family.sinks  # see `_warn_of_yarn`
+        truncates = scaling.truncate or not config.family.sinks  # see `_warn_of_positions`
         if replace(scaling, attention_factor=usual, beta_fast=32.0, beta_slow=1.0, truncate=truncates) != scaling:
             raise InputRefused(
                 f"rope_scaling = 'yarn' with attention_factor = {scaling.attention_factor}, beta_fast = "
@@ -175,10 +177,16 @@ def _check_scores(config: LlamaConfig, instead: str) -> None:
             )
 
 
-def _warn_of_yarn(config: LlamaConfig, warn: Callable[[str], None]) -> None:
-    # All published gpt-oss are like that, and llama.cpp's own converter does not say it.
-    if isinstance(scaling := config.rope_scaling, YarnScaling) and not scaling.truncate:
+def _warn_of_positions(config: LlamaConfig, warn: Callable[[str], None]) -> None:
+    scaling = config.rope_scaling
+    if isinstance(scaling, YarnScaling) and not scaling.truncate:
+        # All published gpt-oss are like that, and llama.cpp's own converter does not say it.
         warn("rope_scaling.truncate = false: llama.cpp rotates as with true, so its answers will differ a little")
+    if isinstance(scaling, LongScaling) and scaling.max_position_embeddings > scaling.longest:
+        warn(
+            f"rope_scaling = 'longrope': with a context above {scaling.longest} llama.cpp takes long_factor for all "
+            f"texts; start it with -c {scaling.longest} for the numbers of this model"
+        )
 
 
 def _check_windows(config: LlamaConfig, instead: str) -> None:
@@ -228,8 +236,8 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
     if isinstance(config.rope_scaling, LongScaling):
         writer.add_rope_scaling_orig_ctx_len(config.rope_scaling.original_max_position_embeddings)
         writer.add_rope_scaling_attn_factors(config.rope_scaling.attention_factor)
-    if config.family.full_every and config.sliding_window is not None:
-        writer.add_sliding_window(config.sliding_window)
+    if config.family.full_every and (config.sliding_window is not None or config.family.sinks):
+        writer.add_sliding_window(config.sliding_window or _context(config))  # a gpt-oss must have one
     if config.family.others == LINEAR:
         gguf_linear.add_sizes(writer, config)
     if config.family.experts:
@@ -262,6 +270,8 @@ def _tensors(model: Llama) -> Iterator[Plain]:
             read = functools.partial(_uncentred, read)
         if module in _OUTER:
             yield Plain(f"{_OUTER[module]}.{suffix}", like, read)
+            if config.tie_word_embeddings and "embed" in module and _architecture(config) in _OWN_HEADS:
+                yield Plain("output.weight", like, read)
             continue
         if inner in ("self_attn.q_proj", "self_attn.k_proj") and _architecture(config) in _NEIGHBOURING:
             read = functools.partial(_turned, read, config.head_dim)

@@ -58,6 +58,8 @@ def parted(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]:
             )
         begin, tensor = 0, tensor._replace(known_as=tensor.known_as or name)
         for part, rows in zip(parts, sizes, strict=True):
+            if (own := f"{block}{part}{kind}") in stored:
+                raise InputRefused(f"{tensor.path}: {tensor.known_as} and {own} are one tensor of the model")
             shape = (rows, *tensor.shape[1:])
             found[f"{block}{part}{kind}"] = tensor._replace(shape=shape, part=(begin, begin + rows, 1, 0))
             begin += rows

@@ -14,6 +14,9 @@ from monograph.model.layer_kinds import layer_count
 from monograph.model.scaling import check_number, check_whole
 
 
+LARGEST_FACTOR = 1e6  # of the balance, whose gradient is fp32
+
+
 def checked(config: Any) -> dict[str, Any]:
     """Return the values of fields that follow from others, or have more than one spelling.
 
@@ -32,9 +35,14 @@ def checked(config: Any) -> dict[str, Any]:
         return {}
     for name in ("num_experts", "num_experts_per_tok"):
         check_whole(name, getattr(config, name))
+    if config.router_aux_loss_coef > LARGEST_FACTOR:
+        raise InputRefused(
+            f"router_aux_loss_coef = {config.router_aux_loss_coef}: expected a number from 0 to {LARGEST_FACTOR:g}"
+        )
     if config.num_experts_per_tok > config.num_experts:
         raise InputRefused(
-            f"num_experts_per_tok = {config.num_experts_per_tok}: expected at most num_experts = {config.num_experts}"
+            f"num_experts_per_tok = {config.num_experts_per_tok}: expected at most the number of experts, "
+            f"{config.num_experts}"
         )
     found: dict[str, Any] = {
         "mlp_only_layers": tuple(sorted({*config.mlp_only_layers} & {*range(config.num_hidden_layers)}))

@@ -143,6 +143,8 @@ class LongScaling:
                 raise InputRefused(f"rope_scaling.{name} = {factors!r}: expected a list of numbers")
             for factor in factors:
                 check_number(f"a number of rope_scaling.{name}", factor)
+                if factor < 1e-3:
+                    raise InputRefused(f"a number of rope_scaling.{name} = {factor}: expected at least 0.001")
         check_number("rope_scaling.attention_factor", self.attention_factor)
         check_whole("original_max_position_embeddings", self.original_max_position_embeddings)
         check_whole("max_position_embeddings", self.max_position_embeddings)
@@ -291,8 +293,14 @@ def to_hf(config: Any) -> dict[str, Any]:
         table = {name: list(each) if isinstance(each, tuple) else each for name, each in asdict(scaling).items()}
         found["rope_scaling"] = {"rope_type": kind_of(scaling), **table}
         if isinstance(scaling, LongScaling):  # both lengths count outside of the table
-            lengths = "max_position_embeddings", "original_max_position_embeddings"
-            found |= {name: found["rope_scaling"].pop(name) for name in lengths}
+            lengths = {
+                name: table.pop(name) for name in ("max_position_embeddings", "original_max_position_embeddings")
+            }
+            lists = {name: table[name] for name in ("short_factor", "long_factor")}
+            # transformers 4 wants a table of exactly three keys.
+            usual = _long({**lists, **lengths}, scaling.max_position_embeddings)["attention_factor"]
+            table = lists if scaling.attention_factor == usual else table
+            found = {"rope_scaling": {"type": LONG, **table}, **lengths}
     elif "rope_parameters" in config.family.defaults:  # which would count without them
         found["rope_parameters"] = {"rope_type": "default", "rope_theta": theta}
     if "rope_local_theta" in config.family.keys:
