@@ -140,15 +140,21 @@ def scan(
 # Operators, because a compiler would unroll their loops, and its time would grow with the length of a row.
 @torch.library.custom_op("monograph::unit_inverse", mutates_args=())
 def _unit_inverse(strict: Tensor) -> Tensor:
-    size, blocks = 1, torch.ones(*strict.shape[:-1], 1, 1, dtype=strict.dtype, device=strict.device)
+    size, inverse = (
+        1,
+        torch.eye(strict.shape[-1], dtype=strict.dtype, device=strict.device).expand(strict.shape).clone(),
+    )
     while size < strict.shape[-1]:
-        pairs = strict.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
-        below = pairs[..., 1, :, :, 0, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
-        first, second = blocks.unflatten(-3, (-1, 2)).unbind(-3)
-        blocks = F.pad(first, (0, size, 0, size)) + F.pad(second, (size, 0, size, 0))
-        blocks[..., size:, :size] = -(second @ below @ first)
+        first, second = (_blocks(inverse, size, at, at) for at in (0, 1))
+        _blocks(inverse, size, 1, 0).copy_(-(second @ _blocks(strict, size, 1, 0) @ first))
         size *= 2
-    return blocks.squeeze(-3)
+    return inverse
+
+
+def _blocks(matrices: Tensor, size: int, row: int, column: int) -> Tensor:
+    """Return one of the four blocks of this size of each pair of blocks on the diagonal, a view [..., n, size, size]."""
+    pairs = matrices.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
+    return pairs[..., row, :, :, column, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
 
 @_unit_inverse.register_fake
