@@ -13,7 +13,6 @@ from monograph.model.families import family
 from monograph.model.layer_kinds import layer_count
 from monograph.model.scaling import check_number, check_whole
 
-
 LARGEST_FACTOR = 1e6  # of the balance, whose gradient is fp32
 
 
@@ -33,17 +32,7 @@ def checked(config: Any) -> dict[str, Any]:
         check_number("clip_qkv", config.clip_qkv)
     if not its.experts:
         return {}
-    for name in ("num_experts", "num_experts_per_tok"):
-        check_whole(name, getattr(config, name))
-    if config.router_aux_loss_coef > LARGEST_FACTOR:
-        raise InputRefused(
-            f"router_aux_loss_coef = {config.router_aux_loss_coef}: expected a number from 0 to {LARGEST_FACTOR:g}"
-        )
-    if config.num_experts_per_tok > config.num_experts:
-        raise InputRefused(
-            f"num_experts_per_tok = {config.num_experts_per_tok}: expected at most the number of experts, "
-            f"{config.num_experts}"
-        )
+    _check_router(config)
     found: dict[str, Any] = {
         "mlp_only_layers": tuple(sorted({*config.mlp_only_layers} & {*range(config.num_hidden_layers)}))
     }
@@ -60,6 +49,17 @@ def checked(config: Any) -> dict[str, Any]:
         found["shared_expert_intermediate_size"] = width
         check_whole("shared_expert_intermediate_size", width)
     return found
+
+
+def _check_router(config: Any) -> None:
+    for name in ("num_experts", "num_experts_per_tok"):
+        check_whole(name, getattr(config, name))
+    if (factor := config.router_aux_loss_coef) > LARGEST_FACTOR:
+        raise InputRefused(f"router_aux_loss_coef = {factor}: expected a number from 0 to {LARGEST_FACTOR:g}")
+    if (chosen := config.num_experts_per_tok) > config.num_experts:
+        raise InputRefused(
+            f"num_experts_per_tok = {chosen}: expected at most the number of experts, {config.num_experts}"
+        )
 
 
 def from_hf(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -152,7 +152,7 @@ def _unit_inverse(strict: Tensor) -> Tensor:
 
 
 def _blocks(matrices: Tensor, size: int, row: int, column: int) -> Tensor:
-    """Return one of the four blocks of this size of each pair of blocks on the diagonal, a view [..., n, size, size]."""
+    """Return one of four blocks of this size, of each pair of blocks on the diagonal, a view [..., n, size, size]."""
     pairs = matrices.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
     return pairs[..., row, :, :, column, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
 
