@@ -85,8 +85,8 @@ def _model(config, seed=0):
     """With random biases and norm weights, where a fresh model has zeros and ones that would hide a fault."""
     model, generator = Llama(config, seed), torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim == 1:
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 or name.endswith(".bias"):
                 parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
     return model
 
