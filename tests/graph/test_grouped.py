@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batches import tiny_llama
 from monograph import device
-from monograph.graph import grouped, grouped_blocks
+from monograph.graph import grouped, grouped_batches, grouped_blocks
 from monograph.graph.grouped import grouped_linear
 from monograph.ops.fused_gradients import Fused, fusing
 from numerics import error_within
@@ -142,15 +142,44 @@ def test_torchs_grouped_products_are_called_as_a_gpu_calls_them():
 
 @settings(max_examples=20)
 @given(sizes=SIZES.filter(any), seed=st.integers(0, 99), most=st.sampled_from([1, 40, 2**27]))
-def test_products_in_blocks_are_those_of_a_loop(sizes, seed, most):
+def test_products_in_blocks_and_in_one_batch_are_those_of_a_loop(sizes, seed, most):
     rows, weight, grad, ends = drawn(sizes, seed)
+    expected = grouped.product(rows, weight, ends), grouped._outer(grad, rows, ends)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(grouped_blocks, "MOST", most)
         patch.setattr(grouped_blocks, "LEAST_ROWS", 2)
-        found = grouped_blocks.product(rows, weight, ends), grouped_blocks.outer(grad, rows, ends)
-    expected = grouped.product(rows, weight, ends), grouped._outer(grad, rows, ends)
-    for mine, its in zip(found, expected, strict=True):
-        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+        patch.setattr(grouped_batches, "LEAST", 2)
+        for way in (grouped_blocks, grouped_batches):
+            for mine, its in zip((way.product(rows, weight, ends), way.outer(grad, rows, ends)), expected, strict=True):
+                torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+    grouped_batches._batch.cache_clear()
+
+
+def test_a_row_in_16_bits_has_the_same_bits_in_one_batch_and_alone(monkeypatch):
+    rows, weight, grad, ends = drawn([200, 0, 3, 20, 1], dtype=torch.float32)
+    found = {}
+    for batched in (True, False):
+        if not batched:
+            monkeypatch.setattr(grouped, "_by_batches", lambda *_: False)
+        narrow = [each.detach().bfloat16() for each in (rows, weight, grad)]
+        found[batched] = grouped.product(*narrow[:2], ends), grouped._outer(narrow[2], narrow[0], ends)
+    assert torch.equal(found[True][0], found[False][0])
+    exact = grouped._outer(narrow[2].double(), narrow[0].double(), ends)
+    assert error_within(found[True][1], found[False][1], exact)
+
+
+def test_products_in_16_bits_have_no_new_shape_when_rows_move_between_groups(monkeypatch):
+    shapes = set()
+    batched, single = torch.Tensor.__matmul__, torch.mm
+    monkeypatch.setattr(torch.Tensor, "__matmul__", lambda a, b: shapes.add((*a.shape, *b.shape)) or batched(a, b))
+    monkeypatch.setattr(torch, "mm", lambda a, b, **out: shapes.add((*a.shape, *b.shape)) or single(a, b, **out))
+    known = None
+    for sizes in ([60, 40, 4], [36, 34, 34], [30, 41, 33], [52, 0, 52]):
+        rows, weight, grad, ends = drawn(sizes, dtype=torch.bfloat16)
+        grouped.product(rows.detach(), weight.detach(), ends)
+        grouped._outer(grad, rows.detach(), ends)
+        known = known or set(shapes)
+    assert shapes == known
 
 
 @pytest.mark.parametrize(("rows", "blocks"), [(8, 8), (4096, 4096 // 32 + 64), (2**16, 2**16 // 128 + 64)])

@@ -54,6 +54,29 @@ def test_the_gradient_is_as_close_as_a_fixed_scale_on_dense_logits():
     assert relative_error(gradient(TokenLoss()), truth) <= 2 * naive
 
 
+class InFp32(nn.Linear):
+    """A layer that leaves autocast."""
+
+    def forward(self, rows):
+        with torch.autocast("cpu", enabled=False):
+            return rows @ self.weight.T
+
+
+def test_a_captured_backward_pass_has_eager_s_bits_where_a_module_leaves_autocast():
+    def gradient(backend):
+        torch.manual_seed(0)
+        loss = lambda model, batch: (model(batch["rows"]).sum(), torch.tensor(8))  # noqa: E731
+        engine = Resident(InFp32(8, 8, bias=False), loss=loss, precision=Precision("bf16"), micro_batch=4)
+        rows = {"rows": torch.randn(4, 8)}
+        assert backend is None or engine.capture(rows, backend=backend) is None
+        engine.accumulate(rows)
+        return flat_gradient(engine.model)
+
+    eager = gradient(None)
+    assert not torch.equal(eager, eager.bfloat16().float())
+    assert torch.equal(gradient("aot_eager"), eager)
+
+
 def test_a_gradient_below_fp16_s_range_arrives():
     for precision, arrives in ((Precision("fp16"), True), (Precision("fp16", loss_scale=1.0), False)):
         step = Step(one_weight(), loss=tiny_gradient, precision=precision)  # fp16's smallest is 2^-24

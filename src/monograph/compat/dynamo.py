@@ -62,6 +62,16 @@ def cache_custom_functions() -> None:
     config.autograd_cache_allow_custom_autograd_functions = True
 
 
+def differentiate_outside_autocast() -> None:
+    """Let compiled backward passes compute as eager ones do, after the block of autocast that the forward pass is in.
+
+    By default torch compiles them inside of it, and rounds the products of code that had left autocast.
+    """
+    import torch._functorch.config as config
+
+    config.backward_pass_autocast = "off"
+
+
 def cache_attention_kernels() -> None:
     """Let torch cache compiled graphs that name a kernel of attention (`torch.nn.attention.sdpa_kernel`) between runs.
 

@@ -211,6 +211,7 @@ def compiled(
     # By default, torch's cache on disk leaves out graphs with an `autograd.Function` or a named kernel of attention.
     compat.cache_custom_functions()
     compat.cache_attention_kernels()
+    compat.differentiate_outside_autocast()
     options = None
     if backend == "inductor":
         compat.quiet_missing_tf32()

@@ -3,7 +3,8 @@
         y[p] = W[e] x[p]    for the rows  ends[e - 1] <= p < ends[e]
 
 The two operators are opaque to a compiler, no shape depends on the groups, and on a GPU the host reads nothing. On a
-CPU they loop over groups, in fp32 on AMD processors in our own code. On a GPU they are torch's grouped products where
+CPU they loop over groups, in fp32 on AMD processors in our own code, or are one batched product in 16 bits
+(`monograph.graph.grouped_batches`). On a GPU they are torch's grouped products where
 these leave the host alone: in bf16, on compute capability 9 and 10, with rows of whole 16 bytes; elsewhere batched
 products of blocks of rows (`monograph.graph.grouped_blocks`). Members under vmap become further groups.
 
@@ -21,7 +22,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from monograph.device import mkl_is_slow
-from monograph.graph import grouped_blocks
+from monograph.graph import grouped_batches, grouped_blocks
 from monograph.graph.matmul import grouped_out, grouped_outer_out
 from monograph.ops.attention import SAME_ROWS
 from monograph.ops.fused_gradients import fused_of
@@ -79,6 +80,11 @@ def _by_own_code(rows: Tensor) -> bool:
     return rows.dtype == torch.float32 and mkl_is_slow()
 
 
+def _by_batches(rows: Tensor, ends_E: Tensor) -> bool:
+    """Return whether a CPU's products of 16 bits are batched: where there are rows enough for all groups."""
+    return rows.dtype.itemsize == 2 and len(rows) >= grouped_batches.LEAST * len(ends_E)
+
+
 @torch.library.custom_op("monograph::grouped_linear", mutates_args=())
 def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return `grouped_linear` of tensors of one dtype."""
@@ -89,6 +95,8 @@ def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     if _by_own_code(input_PK):
         grouped_out(input_PK, weight_ENK.mT, ends_E, out=product_PN)
         return product_PN
+    if _by_batches(input_PK, ends_E):
+        return grouped_batches.product(input_PK, weight_ENK, ends_E)
     for group, rows in _groups(ends_E):
         if rows.stop - rows.start >= SAME_ROWS:
             torch.mm(input_PK[rows], weight_ENK[group].mT, out=product_PN[rows])
@@ -109,6 +117,8 @@ def _outer(left_PN: Tensor, right_PK: Tensor, ends_E: Tensor) -> Tensor:
         sum_ENK = left_PN.new_empty(len(ends_E), left_PN.shape[1], right_PK.shape[1])
         grouped_outer_out(left_PN, right_PK, ends_E, out=sum_ENK)
         return sum_ENK
+    if _by_batches(left_PN, ends_E):
+        return grouped_batches.outer(left_PN, right_PK, ends_E)
     sum_ENK = left_PN.new_zeros(len(ends_E), left_PN.shape[1], right_PK.shape[1])
     for group, rows in _groups(ends_E):
         torch.mm(left_PN[rows].mT, right_PK[rows], out=sum_ENK[group])

@@ -176,10 +176,10 @@ _unit_inverse.register_autograd(_unit_inverse_backward, setup_context=_keep_inve
 
 @torch.library.custom_op("monograph::carry", mutates_args=())
 def _carry(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-    states, corrections = state.new_empty(len(key) + 1, *state.shape), value.new_empty(value.shape)
+    states, corrections = state.new_empty(len(key) + 1, *state.shape), value.contiguous().clone()
     states[0] = state
     for n in range(len(key)):
-        torch.baddbmm(value[n], reading[n], states[n], alpha=-1, out=corrections[n])
+        corrections[n].baddbmm_(reading[n], states[n], alpha=-1)
         torch.mul(states[n], kept[n, :, None, None], out=states[n + 1])
         states[n + 1].baddbmm_(key[n].mT, corrections[n])
     return states, corrections
@@ -195,9 +195,9 @@ def _carry_back(
     grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return the whole gradients of the states and of the corrections."""
-    states, corrections = grad_states.contiguous().clone(), grad_corrections.new_empty(grad_corrections.shape)
+    states, corrections = (each.contiguous().clone() for each in (grad_states, grad_corrections))
     for n in range(len(key) - 1, -1, -1):
-        torch.baddbmm(grad_corrections[n], key[n], states[n + 1], out=corrections[n])
+        corrections[n].baddbmm_(key[n], states[n + 1])
         states[n].addcmul_(states[n + 1], kept[n, :, None, None])
         states[n].baddbmm_(reading[n].mT, corrections[n], alpha=-1)
     return states, corrections

@@ -106,6 +106,7 @@ class FakeMemory:
         """Return `function` as one graph, as `graph.capture.compiled` does, whose kernels are counted but not built."""
         compat.allow_variants()  # a search traces one function for many shapes
         compat.quiet_inputs_of_blocks()
+        compat.differentiate_outside_autocast()
         graph = self._graphs.of(function, self.device_type)
 
         def run(*arguments: Any, **keywords: Any) -> Any:
