@@ -219,6 +219,7 @@ def compiled(
         compat.remove_cut_off_libraries()
         # The key of Inductor's cache lacks the vector width: another processor would run wrong code (docs/log.md).
         compat.tell_processors_apart()
+        compat.build_kernels_together()
         if torch.cuda.is_available():  # only a GPU's kernel has them in its source
             compat.keep_strides_of_block_masks()
         # Fused into the loop over a plane, an update's coefficients would be computed again for every 16 elements.

@@ -1,6 +1,9 @@
 """Find the folders for data that can be made again (tokens, compiled code), and for state that must not be lost."""
 
+import atexit
 import os
+import subprocess
+import sys
 from contextlib import suppress
 from pathlib import Path
 
@@ -38,10 +41,27 @@ def calibration_file() -> Path:
 def keep_compiled() -> None:
     """Let torch keep compiled code in the cache folder, since its default is a temporary one, gone after a reboot.
 
-    $TORCHINDUCTOR_CACHE_DIR has precedence. If the cache folder cannot be written, torch's default stays.
+    $TORCHINDUCTOR_CACHE_DIR has precedence. If the cache folder cannot be written, torch's default stays. While this
+    process goes on, another one fills a new folder with what the first graph would wait for.
     """
     folder = cache_root()[0] / "compiled"
     with suppress(OSError):
+        new = not folder.exists()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        if os.access(folder, os.W_OK) and os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder)) == str(folder):
+            if new:
+                _compile_aside()
+
+
+# It makes torch try the processor's vector instructions and compile its headers, which takes seconds.
+_FIRST_GRAPH = """
+import torch
+from monograph.graph.capture import compiled
+compiled(lambda x: x + 1)(torch.ones(64))
+"""
+
+
+def _compile_aside() -> None:
+    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+    process = subprocess.Popen([sys.executable, "-P", "-c", _FIRST_GRAPH], **quiet)  # type: ignore[call-overload]
+    atexit.register(process.kill)

@@ -1,0 +1,83 @@
+"""Let Inductor build a graph's C++ kernels in few files: reading headers takes longer than compiling most kernels."""
+
+import functools
+from typing import Any, NamedTuple
+
+
+class _Source(NamedTuple):
+    """A kernel that waits for the others of its graph: the types of its arguments, in C++, and its code."""
+
+    argument_types: list[str]
+    code: str
+
+
+@functools.cache
+def build_kernels_together() -> None:
+    """Build the kernels of each graph in as many files as there are threads to compile them.
+
+    By default each kernel is a file and a library of its own.
+    """
+    from torch._inductor import async_compile, codecache
+
+    compiler: Any = async_compile.AsyncCompile
+    one_by_one, wait = compiler.cpp_pybinding, compiler._wait_futures
+
+    class Libraries(codecache.CppPythonBindingsCodeCache):
+        cache: dict[str, Any] = {}  # noqa: RUF012 - torch's own form
+        entry_function = "kernels"
+
+    def collect(self: Any, argument_types: list[str], code: str) -> Any:
+        alone = async_compile.get_compile_threads() <= 1  # such a compiler does not wait, but returns kernels
+        return one_by_one(self, argument_types, code) if alone else _Source(argument_types, code)
+
+    def build(self: Any, scope: dict[str, Any]) -> None:
+        sources = {name: value for name, value in scope.items() if isinstance(value, _Source)}
+        files = _shared_out(sources, async_compile.get_compile_threads())
+        template = Libraries.suffix_template
+        libraries = [Libraries.load_async(_file(file, template), "cpu", submit_fn=self.submit) for file in files]
+        wait(self, scope)
+        for file, library in zip(files, libraries, strict=True):
+            made: Any = library()
+            scope.update({name: getattr(made, f"kernel_{number}") for number, name in enumerate(file)})
+
+    compiler.cpp_pybinding, compiler._wait_futures = collect, build
+
+
+def _shared_out(sources: dict[str, _Source], files: int) -> list[dict[str, _Source]]:
+    """Return the sources in files of about the same length."""
+    parts: list[dict[str, _Source]] = [{} for _ in range(min(files, len(sources)))]
+    for name in sorted(sources, key=lambda name: -len(sources[name].code)):
+        min(parts, key=lambda part: sum(len(source.code) for source in part.values()))[name] = sources[name]
+    return parts
+
+
+def _file(sources: dict[str, _Source], template: str) -> str:
+    """Return the code of a Python module of these kernels, as `kernel_0` and so on.
+
+    The template is torch's for a module of one kernel: what reads arguments, the kernel's binding, a table of bindings.
+    """
+    lines = {number: source.code.splitlines() for number, source in enumerate(sources.values())}
+    headers = dict.fromkeys(line for code in lines.values() for line in code if line.startswith("#include"))
+    reading, binding, table = _cut(template, "static PyObject* {entry_func}_py", "static PyMethodDef")
+    entry = '{{"{entry_func}", {entry_func}_py, METH_VARARGS, ""}},'
+    code, bindings, entries = [*headers], [reading.format(entry_func="kernels", extra_parse_arg="")], []
+    for number, source in enumerate(sources.values()):
+        name, types = f"kernel_{number}", [kind.replace("const ", "") for kind in source.argument_types]
+        own = "\n".join(line for line in lines[number] if line not in headers)
+        code.append(
+            f"#define kernel {name}\nnamespace in_{name} {{\n{own}\n}}\n#undef kernel\nusing in_{name}::{name};"
+        )
+        call = (
+            f"{name}({', '.join(f'parse_arg<{kind}>(args, {at})' for at, kind in enumerate(types))}); Py_RETURN_NONE;"
+        )
+        bindings.append(binding.format(entry_func=name, arg_len=len(types), call_entry_func=call))
+        entries.append(entry.format(entry_func=name))
+    return "\n".join(
+        [*code, *bindings, table.replace(entry, "{entries}").format(entry_func="kernels", entries="\n".join(entries))]
+    )
+
+
+def _cut(text: str, *marks: str) -> list[str]:
+    """Return the parts of a text that begin at the marks, and the one before."""
+    places = [0, *(text.index(mark) for mark in marks), len(text)]
+    return [text[begin:end] for begin, end in zip(places, places[1:], strict=False)]
