@@ -10,6 +10,7 @@ from torch._inductor.codecache import CppPythonBindingsCodeCache
 from monograph.compat import cpp_kernels
 from monograph.device import compiler_obstacle
 from monograph.graph.capture import compiled
+from monograph.storage import cache_dir
 
 pytestmark = pytest.mark.skipif(compiler_obstacle() is not None, reason=compiler_obstacle() or "")
 
@@ -45,3 +46,7 @@ def test_torchs_template_has_the_parts_that_a_file_of_several_kernels_is_made_of
         assert f"kernel_{number}(parse_arg<float*>(args, 0), parse_arg<int64_t>(args, 1)); Py_RETURN_NONE;" in made
         assert f'{{"kernel_{number}", kernel_{number}_py, METH_VARARGS, ""}},' in made
     assert "PyInit_kernels" in made and "{entry" not in made
+
+
+def test_the_graph_that_fills_a_new_cache_folder_compiles():
+    exec(cache_dir._FIRST_GRAPH, {})

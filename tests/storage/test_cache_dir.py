@@ -12,11 +12,16 @@ import pytest
 import torch
 
 from monograph.config import Settings
+from monograph.storage import cache_dir
 from monograph.storage.cache_dir import cache_root, keep_compiled
+
+FILLED: list[str] = []  # the folders that another process would have filled
 
 
 @pytest.fixture(autouse=True)
 def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    FILLED.clear()
+    monkeypatch.setattr(cache_dir, "_compile_aside", lambda: FILLED.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
     for name in ("MONOGRAPH_HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -68,3 +73,13 @@ def test_where_nothing_can_be_written_torch_keeps_its_own(tmp_path: Path) -> Non
     (tmp_path / ".cache").write_text("a file in the way")
     keep_compiled()
     assert "TORCHINDUCTOR_CACHE_DIR" not in os.environ
+
+
+def test_only_a_new_folder_that_torch_will_use_is_filled_aside(tmp_path: Path) -> None:
+    for home, chosen in (("a", None), ("a", None), ("b", "/own")):
+        os.environ["MONOGRAPH_HOME"] = str(tmp_path / home)
+        os.environ.pop("TORCHINDUCTOR_CACHE_DIR", None)
+        if chosen:
+            os.environ["TORCHINDUCTOR_CACHE_DIR"] = chosen
+        keep_compiled()
+    assert FILLED == [str(tmp_path / "a" / "compiled")]

@@ -172,6 +172,7 @@ def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool
     """Return the optimizer, without the changes of width transfer."""
     optim, (rule, _, state) = settings.optim, name.partition(":")
     usual = _usual_rate(recipe, rule, adapted) * (defaults.JUDGED_SHARE if judged else 1)
+    fields = defaults.muon_fields(recipe.preset) if rule == "muon" and recipe.init is None else {}
     return (Muon if rule == "muon" else AdamW)(
         state=state or "fp32",
         seed=recipe.seed,
@@ -180,6 +181,7 @@ def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool
         eps=optim.eps,
         weight_decay=optim.weight_decay,
         ema=None if optim.ema == "none" else optim.ema,
+        **fields,
     )
 
 
