@@ -65,6 +65,7 @@ def test_the_library_refuses_what_the_settings_refuse(key: str) -> None:
         (lambda: mono.AdamW(betas=0.9), "betas = 0.9: expected two numbers"),
         (lambda: mono.AdamW(groups=["*.bias"]), r"groups = \['\*.bias'\]: expected a list of monograph.Group"),
         (lambda: mono.Muon(momentum=1.0), "momentum = 1.0: expected a number, 0 or more and below 1"),
+        (lambda: mono.Muon(embedding_lr=-1.0), "embedding_lr = -1.0: expected a number, 0 or more"),
         (lambda: Group(3), "pattern = 3: expected a text"),  # type: ignore[arg-type]
         (lambda: mono.Muon(matrices=[3]), r"matrices = \[3\]: expected a list of patterns"),  # type: ignore[list-item]
         (lambda: mono.Muon(matrices="*.weight"), r"matrices = '\*.weight': expected a list of patterns"),

@@ -226,6 +226,13 @@ def test_names_and_shapes_of_the_state_do_not_depend_on_the_grouping():
         assert {n: t.shape for n, t in mine.items()} == {n: t.shape for n, t in its.items()}
 
 
+def test_the_embedding_s_rate_is_a_factor_of_its_group_s():
+    groups = [Group("*embed_tokens*", lr=2.0), Group("*.q_proj.*", lr=0.5)]
+    plain, raised = (Muon(groups=groups, embedding_lr=factor).kinds(tiny_llama()) for factor in (1.0, 3.0))
+    factors = {name: kind.lr / plain[name].lr for name, kind in raised.items() if kind != plain[name]}
+    assert factors == {"model.embed_tokens.weight": 3.0} and raised["model.embed_tokens.weight"].lr == 6.0
+
+
 def test_another_optimizer_s_state_is_refused_by_name():
     adamw, muon, averaged = (Resident(tiny_llama(), optim=o) for o in (AdamW(), Muon(), Muon(ema=0.9)))
     with pytest.raises(InputRefused, match=r"'exp_avg.model.layers.0.*' is unknown: .*optim.name"):

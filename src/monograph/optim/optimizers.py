@@ -97,13 +97,13 @@ class Muon:
 
     Attributes:
         momentum: Nesterov momentum of the matrices.
-        others_lr: factor of the learning rate of the other parameters.
+        embedding_lr: factor of the learning rate of the other matrices: embedding and head.
         matrices: patterns of the names of the parameters that Muon takes; None: `hidden_matrices`.
     """
 
     lr: float = 1e-3
     momentum: float = 0.95
-    others_lr: float = 1.0
+    embedding_lr: float = 1.0
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
@@ -117,7 +117,7 @@ class Muon:
         """Refuse values outside their range, each in one line."""
         _require_ranges(self)
         DECAY.require("momentum", self.momentum)
-        NOT_NEGATIVE.require("others_lr", self.others_lr)
+        NOT_NEGATIVE.require("embedding_lr", self.embedding_lr)
         _require_list("matrices", self.matrices or (), str, "patterns of names, such as ['*.weight']")
 
     def kinds(self, module: nn.Module) -> dict[str, Kind]:
@@ -136,8 +136,9 @@ class Muon:
             )
         kinds = _kinds(parameters, self.weight_decay, self.groups)
         shapes = {name: tuple(parameters[name].shape) for name in names}
-        others = {name: kind._replace(lr=kind.lr * self.others_lr) for name, kind in kinds.items()}
-        return others | {
+        others = {name: kind for name, kind in kinds.items() if not kind.vector}
+        kinds |= {name: kind._replace(lr=kind.lr * self.embedding_lr) for name, kind in others.items()}
+        return kinds | {
             name: kinds[name]._replace(matrix=shape, momentum=self.momentum, eps=1.0) for name, shape in shapes.items()
         }
 

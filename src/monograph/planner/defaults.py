@@ -33,9 +33,9 @@ LEARNING_RATES = {"nano": 2e-3, "micro": 2e-3, "124m": 6e-4, "llama-179m": 6e-4,
 # Muon's rates where higher ones were measured to be better (docs/log.md). Elsewhere AdamW's rates hold, as Muon's
 # updates have the same size.
 MUON_LEARNING_RATES = {"nano": 6e-3, "micro": 6e-3}
-# Muon's momentum, and the rate of embedding and gains over that of matrices, where they were measured to be better than
-# 0.95 and 1 (benchmarks/recipe.py).
-MUON_FIELDS = dict.fromkeys(("nano", "micro"), {"momentum": 0.9, "others_lr": 6.0})
+# Muon's momentum, and the embedding's rate over that of the matrices, where they were measured to be better than 0.95
+# and 1 (benchmarks/recipe.py).
+MUON_FIELDS = dict.fromkeys(("nano", "micro"), {"momentum": 0.9, "embedding_lr": 6.0})
 # Rates for existing weights. Adapters need ten times the rate of all weights (Schulman et al. 2025, "LoRA Without
 # Regret").
 FINETUNING_RATES = {"all": 2e-5, "adapters": 2e-4}
