@@ -1,7 +1,5 @@
 """Sampling from a model: the model, the sampler and the stop rules of a step are one graph."""
 
-from __future__ import annotations
-
 from monograph.decode.completion import Completion, Generation, generate, prompt_ids
 from monograph.decode.sampling import Sampling
 

@@ -6,8 +6,6 @@ compiled, captured and replayed. Arithmetic is in fp32 for every dtype of the mo
 Shapes: B rows, V vocabulary, N some tokens of each row.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

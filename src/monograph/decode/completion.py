@@ -3,8 +3,6 @@
 Text is given out while ids come, in whole characters, and without an end that may still turn out to be a stop string.
 """
 
-from __future__ import annotations
-
 import codecs
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ A row gets the next request as soon as the host has read that the last one ended
 its row, on the other rows, on when the request came or on how many steps a block has.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import deque
 from collections.abc import Collection, Iterator, Sequence

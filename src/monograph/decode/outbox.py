@@ -3,8 +3,6 @@
 Shapes: R lines of a ring, N log-probabilities.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

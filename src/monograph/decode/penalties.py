@@ -3,8 +3,6 @@
 Shapes: B rows, V vocabulary, M ids that are listed for a row, padded with -1, T positions of a row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 

@@ -8,8 +8,6 @@ step reads a prompt's last token, unless the reader does (`Slots.least`).
 Shapes: R rows of the reader's cache, T positions of a chunk, D hidden size, 1 broadcasts.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections import OrderedDict
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """What the host keeps of the requests that run, and of the steps that it has started."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

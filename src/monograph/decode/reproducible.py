@@ -12,8 +12,6 @@ or on which filters are on.
 Shapes: B rows, V vocabulary, N some ids of each row.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """A request for a text, and what a decoder tells of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 

@@ -1,7 +1,5 @@
 """The steps of several chains over the same rows, of which each block of steps takes one."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any

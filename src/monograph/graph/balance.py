@@ -12,8 +12,6 @@ alone, as in DeepSeek-V3's sequence-wise balance (arXiv 2412.19437).
 Shapes: B rows, T positions, N = B T tokens, E experts, C of them for each token.
 """
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

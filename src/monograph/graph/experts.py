@@ -3,8 +3,6 @@
 Shapes: P rows, E experts, C of them for each row, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The model "monograph" of lm-evaluation-harness: a run, a Hugging Face folder or a weight file, without an export."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections import Counter, defaultdict

@@ -1,7 +1,5 @@
 """Read and write adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 import json

@@ -4,8 +4,6 @@ Shape suffixes: B batch, T positions, D hidden size, C channels of the convoluti
 heads, E key dimension, V value dimension, X a head's channels.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import cast

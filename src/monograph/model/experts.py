@@ -4,8 +4,6 @@ Shapes: B batch, T positions, N = B T tokens, D hidden size, E experts, k of the
 token and an expert, I an expert's width.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

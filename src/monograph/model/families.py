@@ -5,8 +5,6 @@ are centred, whether queries and keys have norms and projections biases, the act
 reads (windows, layers without rotary positions, multipliers of its branches), and transformers' defaults.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 

@@ -6,8 +6,6 @@ and it may be in MXFP4 (`Family.fused_experts`).
 Shapes: E experts, I an expert's width, D hidden size, R rows of an expert's matrix, G blocks of 32 numbers of a row.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Callable, Iterable, Iterator

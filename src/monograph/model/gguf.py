@@ -6,8 +6,6 @@ on llama.cpp come from its src/models/ and are tested on it (tests/laws/test_exp
 Shape suffixes: V vocabulary, D hidden size, F = head dimension / 2 frequencies, R rows, C columns of a matrix.
 """
 
-from __future__ import annotations
-
 import functools
 import importlib
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Give mixtures of experts the names and sizes that llama.cpp reads."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from monograph.errors import InputRefused

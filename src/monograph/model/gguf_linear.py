@@ -1,7 +1,5 @@
 """Give the layers of a gated delta net the names, sizes and order that llama.cpp reads."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

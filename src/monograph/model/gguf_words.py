@@ -6,8 +6,6 @@ and tokenises differently, so a name is written only for patterns whose tokens w
 merges, which is equivalent if every way to join two tokens into a third is a merge, as in published files.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from typing import Any

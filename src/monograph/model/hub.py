@@ -4,8 +4,6 @@ Weights are read only from safetensors, never unpickled, and only after all name
 been compared with config.json.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tensors that are several of the decoder's, one below another, in the files of some families (`Family.joined`)."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Iterable, Iterator
 

@@ -1,7 +1,5 @@
 """Say which layer of a model is of which kind: attention or not, its window, its rotary positions. Needs no torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

@@ -4,8 +4,6 @@ Shape suffixes: B batch, T positions, S cache slots, D hidden size, H query head
 F = E / 2, V vocabulary; 1 broadcasts.
 """
 
-from __future__ import annotations
-
 import hashlib
 import math
 from collections.abc import Iterable

@@ -3,8 +3,6 @@
 A `config` is a LlamaConfig, whose module imports this one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

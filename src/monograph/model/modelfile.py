@@ -5,8 +5,6 @@ with a similar template, or sends the bare prompt. So the chat template is probe
 message, the same is written in Go, and both are compared on chats that the probe did not use.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from itertools import cycle, islice

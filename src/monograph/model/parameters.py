@@ -3,8 +3,6 @@
 An axis is a key, or several that are multiplied or added: "num_attention_heads * head_dim".
 """
 
-from __future__ import annotations
-
 import math
 from typing import Protocol
 

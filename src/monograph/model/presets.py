@@ -1,7 +1,5 @@
 """The shapes that have a name; `LlamaConfig.preset` says what they are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from monograph.model.scaling import Llama3Scaling

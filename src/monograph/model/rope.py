@@ -3,8 +3,6 @@
 Shape suffixes: B batch, H heads, T positions, D head dimension, F = D / 2 frequencies; 1 broadcasts.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

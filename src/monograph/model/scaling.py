@@ -1,7 +1,5 @@
 """Describe rotary positions and the ways in which they are stretched for longer contexts. Needs no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, fields

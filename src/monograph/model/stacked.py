@@ -1,7 +1,5 @@
 """Tensors that hold all experts' matrices in the decoder, and are one for each expert in files."""
 
-from __future__ import annotations
-
 import functools
 import re
 from collections.abc import Iterable, Iterator

@@ -5,8 +5,6 @@ buffers, but no configuration. Sizes are taken from the tensors, the number of h
 else from the keys of [model] or, for weights of its shape, from the preset llama-179m.
 """
 
-from __future__ import annotations
-
 import math
 import re
 import zipfile

@@ -5,8 +5,6 @@ layers: {"embed_tokens": [...], "lm_head": [...]}. The tensors `LAYER.token_adap
 rows themselves in the order of the list, in spite of their name. A table that has grown is also stored as a whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Take the text model out of the folder of a model that sees pictures."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

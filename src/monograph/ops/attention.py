@@ -6,8 +6,6 @@ Shape suffixes: B batch, H query heads, K key-value heads (H is a multiple of K)
 dimension, Q queries in a block, R keys that they may see, N = B K, M = G Q.
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 import torch

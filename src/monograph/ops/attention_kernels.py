@@ -1,7 +1,5 @@
 """Find torch's fastest kernel for causal attention on a GPU, by timing a run's own shapes."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Mapping
 

@@ -3,8 +3,6 @@
 Shapes: N tokens, C tokens of one chunk, D hidden size, V vocabulary, K trained rows of a frozen weight.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal
 

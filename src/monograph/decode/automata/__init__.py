@@ -4,8 +4,6 @@
 are in use, and a decode step calls `allowed`, `advance` and `stopped`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from typing import Any
 

@@ -3,8 +3,6 @@
 The tensors keep their sizes and places, so a captured step goes on to read them.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ expression: a position takes one byte of a set and has successors, the positions
 Shapes: S states, K classes of bytes that no state distinguishes.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass

@@ -10,8 +10,6 @@ Shapes: B rows, V tokens, S states (in `Tables`, of all automata), C classes of 
 all tables, A automata.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 

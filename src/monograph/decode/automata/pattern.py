@@ -4,8 +4,6 @@ Unsupported syntax is refused by name. It is not regular (backreferences), or ch
 and not whether there is one (lazy quantifiers), or depends on the surroundings (lookaround, word boundaries).
 """
 
-from __future__ import annotations
-
 import string
 from typing import NamedTuple, NoReturn
 

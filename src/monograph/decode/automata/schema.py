@@ -4,8 +4,6 @@ Every accepted text is compact JSON that the schema validates. Every valid value
 members of its objects in the schema's order, unless it has more digits or characters than the defaults allow.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any, NoReturn

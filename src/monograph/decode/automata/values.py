@@ -3,8 +3,6 @@
 `overlap` decides from types, constants and single members whether two schemas exclude each other.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
