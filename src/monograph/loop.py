@@ -1,12 +1,10 @@
 """Run the training loop, as an iterator over updates whose loop body is the caller's, and save and load its state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +31,7 @@ class EngineState:
     optimizer: Mapping[str, Tensor]
     scalars: dict[str, Any] = field(default_factory=dict)
 
-    def require_fit(self, own: EngineState) -> None:
+    def require_fit(self, own: Self) -> None:
         """Require that names and shapes are those of another state; no tensor is read from a file for this.
 
         Raises:

@@ -51,14 +51,7 @@ def warmup_cosine(warmup: int, total: int, final: float = 0.1) -> Schedule:
         UsageError: a value is below 0 or no number.
     """
     _require(warmup=warmup, total=total, final=final)
-
-    def factor(index: int) -> float:
-        if index < warmup:
-            return min(1.0, (index + 1) / warmup)  # a warm-up may end between two updates
-        progress = min(1.0, (index - warmup) / max(1, total - warmup))
-        return final + (1.0 - final) * (1.0 + math.cos(math.pi * progress)) / 2.0
-
-    return factor
+    return _decaying(warmup, warmup, total, final, lambda progress: (1.0 + math.cos(math.pi * progress)) / 2.0)
 
 
 def warmup_stable_decay(warmup: int, total: int, decay: float = 0.2, final: float = 0.0) -> Schedule:
@@ -84,12 +77,16 @@ def warmup_stable_decay(warmup: int, total: int, decay: float = 0.2, final: floa
     _require(warmup=warmup, total=total, final=final)
     between(0, 1).require("decay", decay)
     first = max(warmup, total - max(1, round(decay * total)))
+    return _decaying(warmup, first, total, final, lambda progress: 1.0 - math.sqrt(progress))
+
+
+def _decaying(warmup: float, first: float, total: float, final: float, left: Callable[[float], float]) -> Schedule:
+    """Warm up, keep the peak up to update `first`, and decay; `left` is the share of the decay still to come."""
 
     def factor(index: int) -> float:
         if index < warmup:
             return min(1.0, (index + 1) / warmup)  # a warm-up may end between two updates
-        progress = min(1.0, max(0, index - first) / max(1, total - first))
-        return final + (1.0 - final) * (1.0 - math.sqrt(progress))
+        return final + (1.0 - final) * left(min(1.0, max(0, index - first) / max(1, total - first)))
 
     return factor
 

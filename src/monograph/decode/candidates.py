@@ -9,10 +9,8 @@ keeps a few of the likeliest tokens only (`top_k`), the stages after that filter
 Shapes: B rows, V vocabulary, N scores of each row (all V, or the few that are left), W the window.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -67,27 +65,27 @@ class Candidates(NamedTuple):
         """Return how many tokens are left, int64 [B, 1]."""
         return one_each(self.scores_BN).sum(-1, keepdim=True)
 
-    def keep(self, kept_BN: Tensor, used_B1: Tensor) -> Candidates:
+    def keep(self, kept_BN: Tensor, used_B1: Tensor) -> Self:
         """Drop all other tokens in the rows that use the filter."""
         return self._replace(scores_BN=torch.where(kept_BN | ~used_B1, self.scores_BN, -torch.inf))
 
-    def likeliest(self, weigh: Callable[[Tensor], Tensor], target_B1: Tensor, used_B1: Tensor) -> Candidates:
+    def likeliest(self, weigh: Callable[[Tensor], Tensor], target_B1: Tensor, used_B1: Tensor) -> Self:
         """Keep the largest logits that together weigh the target, and those level with the last."""
         ranked = self.ranked()
         radius_B1, held_B1 = reach(ranked, weigh, target_B1)
         return ranked.keep(self.logits_BN >= -radius_B1, used_B1).flag(held_B1, used_B1)
 
-    def flag(self, held_B1: Tensor, used_B1: Tensor) -> Candidates:
+    def flag(self, held_B1: Tensor, used_B1: Tensor) -> Self:
         """Note where the window did not hold the answer of a filter that the row uses."""
         return self._replace(held_B1=self.held_B1 & (held_B1 | ~used_B1))
 
-    def ranked(self) -> Candidates:
+    def ranked(self) -> Self:
         """Add `ranked_BW`, for a filter that counts from the likeliest down; the next such filter uses it again."""
         if self.ranked_BW is not None or self.truncation == "search":
             return self
         return self._replace(ranked_BW=largest(self.logits_BN, _width(self.logits_BN, self.truncation))[1])
 
-    def nearest(self) -> Candidates:
+    def nearest(self) -> Self:
         """Return only the `few` likeliest tokens, if this is not all; where more are kept `cut_off` says so."""
         # Only for "window": the two others are exact, so they look at every token.
         if self.few is None or self.truncation != "window" or self.few >= self.logits_BN.shape[-1]:

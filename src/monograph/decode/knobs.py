@@ -6,12 +6,10 @@ is admitted by writing its row. In a row that does not use a stage, its knobs ha
 Shapes: B rows, M ids that are listed for a row, padded with -1.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -80,7 +78,7 @@ class Chain:
         """Return whether it has one of these stages."""
         return any(stage in self.stages for stage in stages)
 
-    def covers(self, least: Chain) -> bool:
+    def covers(self, least: Self) -> bool:
         """Return whether the chain has all stages of another, in its order, and room for its ids."""
         if "dynamic_temperature" in least.stages and "dynamic_temperature" not in self.stages:
             return False

@@ -1,11 +1,9 @@
 """The options by which the tokens of one request are chosen, with their ranges and the values that turn them off."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 from monograph.errors import UsageError
 from monograph.ranges import Range, between, whole
@@ -163,7 +161,7 @@ class Sampling:
                 _BIAS.require(f"logit_bias[{token}]", bias)
 
     @classmethod
-    def of_each(cls, given: Sampling | Sequence[Sampling] | None, count: int, vocabulary: int) -> list[Sampling]:
+    def of_each(cls, given: Self | Sequence[Self] | None, count: int, vocabulary: int) -> list[Self]:
         """Return options for each of `count` prompts, given one for all (None: `Sampling()`) or a list.
 
         Raises:

@@ -1,11 +1,9 @@
 """Describe the shape of a model by checked sizes with their Hugging Face names, and by presets. Needs no torch."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 from monograph.errors import InputRefused
 from monograph.model import families, layer_kinds, mixture_keys, parameters, scaling
@@ -237,7 +235,7 @@ class LlamaConfig:
         object.__setattr__(self, "pad_token_id", pad % size)
 
     @classmethod
-    def preset(cls, name: str, **overrides: Any) -> LlamaConfig:
+    def preset(cls, name: str, **overrides: Any) -> Self:
         """Return a named configuration with some of its values replaced.
 
         | name | parameters | vocabulary | layers | hidden | ffn | heads x dim | kv heads | head | positions |
@@ -279,7 +277,7 @@ class LlamaConfig:
         return replace(given, initializer_range=spread)
 
     @classmethod
-    def from_hf(cls, values: Mapping[str, Any]) -> LlamaConfig:
+    def from_hf(cls, values: Mapping[str, Any]) -> Self:
         """Return the configuration in the content of a config.json that transformers 4 or 5 wrote for a known family.
 
         Raises:
@@ -355,7 +353,7 @@ class LlamaConfig:
         """Return whether a layer is a gated delta net instead of attention."""
         return bool(self.layer_types) and self.layer_types[layer] == LINEAR
 
-    def shortened(self, layers: int) -> LlamaConfig:
+    def shortened(self, layers: int) -> Self:
         """Return the same model with its first so many layers."""
         kinds, rotations = self.layer_types[:layers], self.no_rope_layers[:layers]
         return replace(self, num_hidden_layers=layers, layer_types=kinds, no_rope_layers=rotations)

@@ -97,6 +97,12 @@ NEVER_NULL = (
 )  # fmt: skip
 _ENDS = {"bos_token_id": 1, "eos_token_id": 2}
 _AFTER_BRANCHES = Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm")
+# What all hybrids of attention and gated delta nets have, and the defaults of their keys.
+_HYBRID: dict[str, Any] = {"qk_norm": "heads", "others": LINEAR, "full_every": 4, "gated": True, "centred": True}
+_HYBRID_KEYS: dict[str, Any] = {
+    "head_dim": 256, "max_position_embeddings": 32_768, "partial_rotary_factor": 0.25,
+    **dict(zip(LINEAR_SIZES, (16, 32, 128, 128, 4), strict=True)),
+}  # fmt: skip
 
 FAMILIES: dict[str, Family] = {
     "llama": Family("LlamaForCausalLM", ("attention_bias",), {"max_position_embeddings": 2048, **_ENDS}),
@@ -186,15 +192,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5_text": Family(
         "Qwen3_5ForCausalLM",
         ("attention_bias", "layer_types", "partial_rotary_factor", *LINEAR_SIZES),
-        {
-            "num_key_value_heads": 4, "head_dim": 256, "max_position_embeddings": 32_768,
-            "partial_rotary_factor": 0.25, **dict(zip(LINEAR_SIZES, (16, 32, 128, 128, 4), strict=True)),
-        },
-        qk_norm="heads",
-        others=LINEAR,
-        full_every=4,
-        gated=True,
-        centred=True,
+        {"num_key_value_heads": 4, **_HYBRID_KEYS},
+        **_HYBRID,
     ),
     "qwen3_next": Family(
         "Qwen3NextForCausalLM",
@@ -203,16 +202,10 @@ FAMILIES: dict[str, Family] = {
             "shared_expert_intermediate_size", "mlp_only_layers",
         ),
         {
-            "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768, "num_experts": 512,
-            "partial_rotary_factor": 0.25, **dict(zip(LINEAR_SIZES, (16, 32, 128, 128, 4), strict=True)),
-            "num_experts_per_tok": 10, "norm_topk_prob": True, "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
+            "num_key_value_heads": 2, **_HYBRID_KEYS, "num_experts": 512, "num_experts_per_tok": 10,
+            "norm_topk_prob": True, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
         },
-        qk_norm="heads",
-        others=LINEAR,
-        full_every=4,
-        gated=True,
-        centred=True,
+        **_HYBRID,
         experts="moe_intermediate_size",
         by_key_head=True,
     ),
@@ -223,16 +216,10 @@ FAMILIES: dict[str, Family] = {
             "shared_expert_intermediate_size",
         ),
         {
-            "intermediate_size": 512, "num_key_value_heads": 2, "head_dim": 256, "max_position_embeddings": 32_768,
-            "partial_rotary_factor": 0.25, **dict(zip(LINEAR_SIZES, (16, 32, 128, 128, 4), strict=True)),
-            "num_experts": 256, "num_experts_per_tok": 8, "moe_intermediate_size": 512,
-            "shared_expert_intermediate_size": 512,
+            "intermediate_size": 512, "num_key_value_heads": 2, **_HYBRID_KEYS, "num_experts": 256,
+            "num_experts_per_tok": 8, "moe_intermediate_size": 512, "shared_expert_intermediate_size": 512,
         },
-        qk_norm="heads",
-        others=LINEAR,
-        full_every=4,
-        gated=True,
-        centred=True,
+        **_HYBRID,
         experts="moe_intermediate_size",
         divides=True,
         fused_experts="halves",

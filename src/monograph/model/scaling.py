@@ -14,18 +14,19 @@ LONG = "longrope"
 
 def check_whole(name: str, value: object) -> None:
     """Raise InputRefused unless the value is a whole number from 1 to 2^31 - 1, the largest that GGUF can hold."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputRefused(f"{name} = {value!r}: expected a whole number of at least 1")
-    if value > LARGEST_SIZE:
-        raise InputRefused(f"{name} = {value}: expected at most {LARGEST_SIZE}")
+    _check_size(name, value, 1, "")
 
 
 def check_id(name: str, value: object) -> None:
     """Raise InputRefused unless the value is a whole number from 0 to 2^31 - 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise InputRefused(f"{name} = {value!r}: expected a token id, a whole number of at least 0")
+    _check_size(name, value, 0, "a token id, ")
+
+
+def _check_size(name: str, value: object, least: int, meaning: str) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputRefused(f"{name} = {value!r}: expected {meaning}a whole number of at least {least}")
     if value > LARGEST_SIZE:
-        raise InputRefused(f"{name} = {value}: expected a token id, at most {LARGEST_SIZE}")
+        raise InputRefused(f"{name} = {value}: expected {meaning}at most {LARGEST_SIZE}")
 
 
 def check_number(name: str, value: object) -> None:

@@ -80,7 +80,7 @@ def require_with_ranks(settings: Settings) -> None:
     train, name = settings.train, settings.optim.name
     if train.parallel == "none":
         return
-    excluded: dict[str, tuple[bool, str]] = {
+    excluded = {
         "train.memory = stream": (train.memory == "stream", "weights stay on the devices: leave it out"),
         "train.precision = fp8": (train.precision == "fp8", "take bf16"),
         f"optim.name = {name}": (name.endswith(":all-bf16"), "gradients are of the weights' dtype: take :bf16"),
@@ -98,8 +98,14 @@ def require_with_ranks(settings: Settings) -> None:
             ),
             "lora.rank": (settings.lora.rank is not None, "it shards weights that are trained: take ddp"),
         }
-    if conflicts := [(what, instead) for what, (is_so, instead) in excluded.items() if is_so]:
-        raise UsageError(f"train.parallel = {train.parallel} does not go with {conflicts[0][0]}: {conflicts[0][1]}")
+    _refuse_first(f"train.parallel = {train.parallel}", excluded)
+
+
+def _refuse_first(chosen: str, excluded: dict[str, tuple[bool, str]]) -> None:
+    """Refuse the first of the other choices that was made; `excluded` has whether it was, and what to do instead."""
+    for what, (is_so, instead) in excluded.items():
+        if is_so:
+            raise UsageError(f"{chosen} does not go with {what}: {instead}")
 
 
 def require_with_rewards(settings: Settings) -> None:
@@ -112,7 +118,7 @@ def require_with_rewards(settings: Settings) -> None:
     if ":" in settings.data.answers and settings.rl.reward is None:
         form = f"{settings.said('data.answers')} is the form of answers that are drawn"
         raise UsageError(f"{form}: give rl.reward, too, or take every or last")
-    excluded: dict[str, tuple[bool, str]] = {
+    excluded = {
         f"model.init = {init}": (code_file(init) is not None, "a program says no tokenizer: name a run or a folder"),
         "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),
         f"train.parallel = {train.parallel}": (train.parallel != "none", "one device draws answers: leave it out"),
@@ -120,9 +126,8 @@ def require_with_rewards(settings: Settings) -> None:
         f"train.tokens = {tokens}": (tokens is not None, "answers have any length: give updates or minutes"),
         f"optim.ema = {ema}": (ema != "none", "answers are the weights' own: leave it out"),
     }
-    conflicts = [(what, instead) for what, (is_so, instead) in excluded.items() if is_so]
-    if settings.rl.reward is not None and conflicts:
-        raise UsageError(f"rl.reward does not go with {conflicts[0][0]}: {conflicts[0][1]}")
+    if settings.rl.reward is not None:
+        _refuse_first("rl.reward", excluded)
 
 
 def require_with_preferences(settings: Settings) -> None:
@@ -132,7 +137,7 @@ def require_with_preferences(settings: Settings) -> None:
         UsageError: two choices exclude one another; the message names both.
     """
     init, train, data = settings.model.init, settings.train, settings.data
-    excluded: dict[str, tuple[bool, str]] = {
+    excluded = {
         "rl.reward": (settings.rl.reward is not None, "a run learns from one of both: leave one out"),
         f"model.init = {init}": (code_file(init) is not None, "a program says no tokenizer: name a run or a folder"),
         "train.memory = stream": (train.memory == "stream", "it is not built for streaming: leave it out"),
@@ -141,9 +146,8 @@ def require_with_preferences(settings: Settings) -> None:
         "train.tokens": (train.tokens is not None, "pairs are counted, not tokens: give updates, epochs or minutes"),
         "data.packing = padded": (data.packing == "padded", "the two answers of a pair share a row: leave it out"),
     }
-    conflicts = [(what, instead) for what, (is_so, instead) in excluded.items() if is_so]
-    if settings.prefer.loss is not None and conflicts:
-        raise UsageError(f"prefer.loss does not go with {conflicts[0][0]}: {conflicts[0][1]}")
+    if settings.prefer.loss is not None:
+        _refuse_first("prefer.loss", excluded)
 
 
 def require_with_lora(settings: Settings) -> None:

@@ -3,13 +3,11 @@
 Shapes: W remembered updates. Tensors of an ensemble have a leading member axis.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -48,7 +46,7 @@ class Clip(NamedTuple):
     skip_spikes: bool = False
 
     @classmethod
-    def of(cls, given: float | Clip | None) -> Clip | None:
+    def of(cls, given: float | Self | None) -> Self | None:
         """Return an engine's argument `clip` as a `Clip`.
 
         Raises:
