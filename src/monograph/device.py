@@ -78,9 +78,7 @@ class Device:
 
 def card_rates(name: str) -> Rates | None:
     """Return the datasheet rates of a card by name; None if it is not in the table or is a MIG slice of a card."""
-    if "MIG" in name:
-        return None
-    return next((rates for pattern, rates in _CARDS if re.search(pattern, name)), None)
+    return None if "MIG" in name else next((rates for pattern, rates in _CARDS if re.search(pattern, name)), None)
 
 
 def named(name: str) -> Device:

@@ -153,8 +153,7 @@ def plan(
     """Say what fits a device and how fast it would go, before anything is trained."""
     from monograph.commands.plan import run
 
-    settings = _settings(arguments)
-    return run(settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json)
+    return run(_settings(arguments), device=device, device_memory=device_memory, host_memory=host_memory, json=json)
 
 
 @app.command()

@@ -193,6 +193,4 @@ def _fault(read: Callable[[], object], recorded: str | None = None) -> Monograph
 
 
 def _said(fault: MonographError | None) -> str:
-    if fault is None:
-        return "sound"
-    return f"{'unknown' if isinstance(fault, Unreadable) else 'damaged'}: {fault}"
+    return "sound" if fault is None else f"{'unknown' if isinstance(fault, Unreadable) else 'damaged'}: {fault}"

@@ -73,8 +73,7 @@ def run(
     if beside:
         ratio = known.slowness(target, drawing_kind(plan))
         drawing = (ratio or 1.0) * drawing_time(plan, config, target)
-        held = ", ".join(f"{name} {gibibytes(size)}" for name, size in beside.items())
-        print(f"\nbeside   {held}")
+        print("\nbeside  ", ", ".join(f"{name} {gibibytes(size)}" for name, size in beside.items()))
         source = "as earlier runs took it" if ratio else "by a closed form that no run here has corrected"
         print(f"drawing  at most {_short(drawing)} for the answers of an update, {source}")
         more = {"beside": _in_bytes(beside), "drawing_s": drawing, "drawing_calibrated": ratio is not None}

@@ -97,8 +97,7 @@ def _train(state: SweepProgress, progress: Progress) -> None:
                 if state.all_over(members):
                     continue
                 with state.sweep.holding(members) as runs:
-                    batch = timing.batch(members, runs, updates, progress)
-                    _round(batch, updates, state, block, stop, progress)
+                    _round(timing.batch(members, runs, updates, progress), updates, state, block, stop, progress)
         finally:
             state.keep_time()
 
@@ -123,8 +122,7 @@ def _round(
             state.trained(batch, done - since, clock() - began)
             block.update(state.done, state.figures)
             since, began = done, clock()
-            lost = logs.diverged(updates if last else None)
-            batch.freeze({place: logs.ended[place] for place in lost})
+            batch.freeze({place: logs.ended[place] for place in logs.diverged(updates if last else None)})
         paused, all_lost = clock(), len(batch.ended) == len(batch.members)
         if done % plan.eval_every == 0 or last or all_lost:
             logs.flush()

@@ -77,8 +77,7 @@ def conversation_records(file: SourceFile) -> Iterator[Record]:
         records = json_objects(file.path, exact=True)
     else:
         records = table_objects(file.path, (*_ASKED, COMPLETION, TOOLS))
-    for number, record in records:
-        yield number, record if isinstance(record, Fault) else conversation_text(record)
+    yield from ((number, each if isinstance(each, Fault) else conversation_text(each)) for number, each in records)
 
 
 def conversation_text(record: Mapping[str, Any]) -> str | Fault:

@@ -258,8 +258,7 @@ def generate(
     ]  # fmt: skip
     _require_beginnings(strings, requests, tokenizer)
     model.eval()  # the copy that `unwrapped` may make would leave it in training mode
-    generator = generator_for(bare, requests, n, tokenizer.vocab_size)
-    return Generation(generator, requests, tokenizer, strings, n)
+    return Generation(generator_for(bare, requests, n, tokenizer.vocab_size), requests, tokenizer, strings, n)
 
 
 def _listed(name: str, given: Iterable[Any]) -> list[Any]:

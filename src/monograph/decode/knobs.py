@@ -149,9 +149,7 @@ def _few(samplings: Sequence[Sampling]) -> int | None:
     """Return how many of the likeliest tokens include all that top-k keeps; None if the stages must read all tokens."""
     # Twice the largest k, as bf16 logits are often level, and a power of two, so that most other k need no other graph.
     kept = [_top_k(sampling) for sampling in samplings if sampling.temperature > 0]
-    if not kept or min(kept) == 0 or max(kept) > FEW:
-        return None
-    return max(LEAST_FEW, _room(2 * max(kept)))
+    return max(LEAST_FEW, _room(2 * max(kept))) if kept and min(kept) != 0 and max(kept) <= FEW else None
 
 
 def _top_k(sampling: Sampling) -> int:

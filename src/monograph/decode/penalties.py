@@ -80,8 +80,7 @@ def largest_at(values_BT: Tensor, ids_BT: Tensor, vocabulary: int) -> Tensor:
     """Return for each id the largest of its values, at least 0, [B, V]."""
     # This is a custom operator, since Inductor (torch 2.13) lets `scatter_reduce` write over zeros that other kernels
     # may have read before: logits that a top-k reads whole came out without the penalty.
-    zeros_BV = values_BT.new_zeros(values_BT.shape[0], vocabulary)
-    return zeros_BV.scatter_reduce(-1, ids_BT, values_BT, "amax")
+    return values_BT.new_zeros(values_BT.shape[0], vocabulary).scatter_reduce(-1, ids_BT, values_BT, "amax")
 
 
 @largest_at.register_fake

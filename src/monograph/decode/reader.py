@@ -72,8 +72,7 @@ class Reader:
         if wanted[0] in self._held and owner == self._owner:
             return False
         self._owner = owner
-        later = map(self.part, further)
-        self._held = list(itertools.islice(dict.fromkeys((*wanted, *later)), self.rows))
+        self._held = list(itertools.islice(dict.fromkeys((*wanted, *map(self.part, further))), self.rows))
         self._begin()
         return True
 

@@ -19,22 +19,17 @@ ORDERS = {
 # Inclusive ranges. The upper ends keep fp32 arithmetic finite, and no sensible value lies above them.
 _LARGEST = 1e6
 _RANGES = {
-    "temperature": between(0, _LARGEST),
-    "temperature_range": between(0, _LARGEST),
+    **dict.fromkeys(("temperature", "temperature_range"), between(0, _LARGEST)),
     "temperature_exponent": between(0, 100),
     **dict.fromkeys(("top_p", "min_p", "typical_p", "top_a", "epsilon_cutoff", "eta_cutoff"), between(0, 1)),
     "top_n_sigma": between(0, _LARGEST),
-    "xtc_probability": between(0, 1),
-    "xtc_threshold": between(0, 1),
+    **dict.fromkeys(("xtc_probability", "xtc_threshold"), between(0, 1)),
     "repetition_penalty": between(1 / _LARGEST, _LARGEST),  # positive logits are divided by it
-    "frequency_penalty": between(-_LARGEST, _LARGEST),
-    "presence_penalty": between(-_LARGEST, _LARGEST),
+    **dict.fromkeys(("frequency_penalty", "presence_penalty"), between(-_LARGEST, _LARGEST)),
     "dry_multiplier": between(0, _LARGEST),
     "dry_base": between(1, _LARGEST),  # below 1 the penalty of a longer repetition would be smaller
-    "mirostat_tau": between(0, _LARGEST),
-    "mirostat_eta": between(0, _LARGEST),
-    "top_k": whole(0, 2**31 - 1),
-    "min_keep": whole(0, 2**31 - 1),
+    **dict.fromkeys(("mirostat_tau", "mirostat_eta"), between(0, _LARGEST)),
+    **dict.fromkeys(("top_k", "min_keep"), whole(0, 2**31 - 1)),
     "penalty_last_n": whole(-1, 2**31 - 1),
     "dry_allowed_length": whole(0, 2**31 - 1),
     "dry_penalty_last_n": whole(-1, 2**31 - 1),

@@ -112,12 +112,7 @@ class State:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         return cls(
-            token_B=zeros(rows),
-            position_B=zeros(rows),
-            seed_B=zeros(rows),
-            generated_B=zeros(rows),
-            limit_B=zeros(rows),
-            status_B=zeros(rows),
+            **{f"{name}_B": zeros(rows) for name in ("token", "position", "seed", "generated", "limit", "status")},
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
             constraint_B=zeros(rows, dtype=torch.int32),
             stopping_B=zeros(rows, dtype=torch.int32),

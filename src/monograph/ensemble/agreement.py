@@ -145,8 +145,7 @@ def computed(module: nn.Module) -> set[str]:
 
 def _no_own(module: nn.Module) -> set[str]:
     """Return attributes that only repeat parameters: computed ones, and a recurrent layer's list of its weights."""
-    listed = {"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set()
-    return computed(module) | listed
+    return computed(module) | ({"_flat_weights", "_flat_weight_refs"} if isinstance(module, nn.RNNBase) else set())
 
 
 def _of_parts(one: nn.Module, other: nn.Module, by_path: frozenset[tuple[int, int]]) -> Iterator[Difference]:

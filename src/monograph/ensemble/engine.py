@@ -93,8 +93,7 @@ class Ensemble(Engine):
         self.members = tuple(members)
         self.stack = Stack(members)
         # Stacking moves nothing between devices: members train on the device that they are on.
-        device = next(self.stack.module.parameters()).device
-        self._call = Members(self.stack, seeds(names, device))
+        self._call = Members(self.stack, seeds(names, next(self.stack.module.parameters()).device))
         optims = optimizers(optim or AdamW(), names)
         # Whether knobs are read is known only if they are used by a builder alone: members, optimizers, schedules and
         # windows of the caller's may have been made from them.

@@ -25,9 +25,8 @@ class Mean(NamedTuple):
     @property
     def is_noise(self) -> bool | None:
         """Return whether zero is inside the interval value ± t · standard_error at 95 %; None without an error."""
-        if self.standard_error is None:
-            return None
-        return abs(self.value) <= t_quantile(self.n - 1) * self.standard_error
+        error = self.standard_error
+        return None if error is None else abs(self.value) <= t_quantile(self.n - 1) * error
 
 
 def mean(values: Sequence[float]) -> Mean:
@@ -53,9 +52,7 @@ def _within(t: float, degrees: int) -> float:
     for k in range(odd + 2, degrees + 1, 2):
         total += term
         term *= cosine * cosine * (k - 1) / k
-    if odd:
-        return 2 / math.pi * (angle + math.sin(angle) * total)
-    return math.sin(angle) * total
+    return 2 / math.pi * (angle + math.sin(angle) * total) if odd else math.sin(angle) * total
 
 
 @dataclass(frozen=True)

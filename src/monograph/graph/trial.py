@@ -111,9 +111,7 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
 def _finite(value: object) -> bool:
     if isinstance(value, Tensor):
         return not value.is_floating_point() or bool(value.isfinite().all())
-    if isinstance(value, (tuple, list)):
-        return all(_finite(item) for item in value)
-    return True
+    return not isinstance(value, (tuple, list)) or all(_finite(item) for item in value)
 
 
 def _zero(parameters: list[tuple[str, nn.Parameter]]) -> None:

@@ -167,9 +167,7 @@ class Taps(nn.Module):
 
 def starts(segments_BT: Tensor | None) -> Tensor | None:
     """Return whether a position is the first of its document, without the first of the row, before which is nothing."""
-    if segments_BT is None:
-        return None
-    return F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0))
+    return None if segments_BT is None else F.pad(segments_BT[:, 1:] != segments_BT[:, :-1], (1, 0))
 
 
 def _t(tensor: Tensor) -> Tensor:

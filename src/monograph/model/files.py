@@ -134,8 +134,7 @@ def mapped_weights(stored: Mapping[str, Stored]) -> Iterator[tuple[str, Tensor |
     whole = {name: tensor for name, tensor in stored.items() if tensor.pieces}
     parts = dict(mapped_tensors({name: part for tensor in whole.values() for name, part in tensor.pieces.items()}))
     for name, tensor in whole.items():
-        pieces = [parts[each] for each in tensor.pieces]
-        yield name, Pieces(pieces, tensor.join, tensor.shape, DTYPES[tensor.dtype])
+        yield name, Pieces([parts[each] for each in tensor.pieces], tensor.join, tensor.shape, DTYPES[tensor.dtype])
 
 
 @contextmanager

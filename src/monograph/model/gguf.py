@@ -250,8 +250,7 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
 def _tensors(model: Llama) -> Iterator[Plain]:
     """Yield every tensor once, with llama.cpp's name, in the order of the file; they are not converted yet."""
     config = model.config
-    for name, divisors in _rope_divisors(config).items():
-        yield Plain(name, divisors, divisors.clone)
+    yield from (Plain(name, divisors, divisors.clone) for name, divisors in _rope_divisors(config).items())
     its_own = config.family.others == LINEAR or config.family.sinks
     norms = _NORMS._replace(before_mlp=gguf_linear.POST_NORM) if its_own else _NORMS
     inner_names = _INNER | {own: name for own, name in zip(config.family.norms, norms, strict=True) if own}

@@ -42,8 +42,7 @@ class Block(nn.Module):
         kind, self.mixes_by = (GatedDeltaNet, "linear_attn") if config.is_linear(layer) else (Attention, "self_attn")
         self.add_module(self.mixes_by, kind(config, impl))
         self._add_norms(config, self.norms[1:3])
-        mixture = config.is_mixture(layer)
-        self.mlp = Mixture(config) if mixture else MLP(config)
+        self.mlp = Mixture(config) if config.is_mixture(layer) else MLP(config)
         self._add_norms(config, self.norms[3:])
         self.scale = scale(config.residual_multiplier)
 

@@ -60,8 +60,7 @@ def _probed(template: ChatTemplate, bos: str) -> str:
 
     def around(*roles: str, prompt: bool = False) -> list[str]:
         chat = [{"role": role, "content": f"Q{number}q"} for number, role in enumerate(roles)]
-        text = template.render(chat, add_generation_prompt=prompt).removeprefix(bos)
-        parts = re.split(r"Q\dq", text)
+        parts = re.split(r"Q\dq", template.render(chat, add_generation_prompt=prompt).removeprefix(bos))
         if len(parts) != len(roles) + 1:
             raise _NotInGo("the chat template leaves a message out or repeats it")
         return parts

@@ -327,8 +327,7 @@ class Way:
 
     def device(self, resident: Sequence[Names]) -> dict[str, int]:
         """Return the bytes on the device by origin."""
-        on_host = self.where == "host"
-        held = held_bytes(self.stages, tuple(resident), gradient=not self.at_once, on_host=on_host)
+        held = held_bytes(self.stages, tuple(resident), gradient=not self.at_once, on_host=self.where == "host")
         return {**held, **self.passing}
 
     def filled(self, limit: int) -> list[Names]:

@@ -167,8 +167,7 @@ def ways(request: Request, device: Device) -> Iterator[Way]:
             continue
         stages = stages_of(request.config, request.optim, precision, per_stage)
         for rows, remat, (when, where), offload in itertools.product(sizes, remats, updates, (False, True)):
-            work = request.work((precision, scope, remat), rows, device)
-            yield Way(work, stages, per_stage, when, offload, where)
+            yield Way(request.work((precision, scope, remat), rows, device), stages, per_stage, when, offload, where)
 
 
 def _moments(stages: Stages) -> Names:

@@ -129,9 +129,8 @@ def bound(kernel: Kernel, machine: Machine) -> Bound:
     if kernel.flops is None and kernel.moved_bytes is None:
         return "unknown"
     compute, memory = _least(kernel, machine)
-    if max(compute, memory) < LATENCY * kernel.seconds:
-        return "latency"
-    return "compute" if compute > memory else "memory"
+    larger: Bound = "compute" if compute > memory else "memory"
+    return "latency" if max(compute, memory) < LATENCY * kernel.seconds else larger
 
 
 def _least(kernel: Kernel, machine: Machine) -> tuple[float, float]:

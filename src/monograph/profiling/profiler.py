@@ -287,8 +287,7 @@ def has_kernel(name: str) -> bool:
     if overload.has_kernel_for_dispatch_key(torch._C.DispatchKey.CompositeImplicitAutograd):
         return False
     returns = overload._schema.returns
-    is_view = bool(returns) and all(value.alias_info and not value.alias_info.is_write for value in returns)
-    return not is_view
+    return not returns or not all(value.alias_info and not value.alias_info.is_write for value in returns)
 
 
 def _head_rows(engine: Engine, tokens: int) -> int | None:

@@ -49,9 +49,8 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes_left = divmod(minutes, 60)
-    if hours:
-        return f"{hours} h {minutes_left:02d} min"
-    return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    shorter = f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
+    return f"{hours} h {minutes_left:02d} min" if hours else shorter
 
 
 def _three_digits(value: float) -> str:

@@ -110,8 +110,7 @@ def _reinforce(rewards: Sequence[float], lengths: Sequence[int], longest: int) -
 
 def _rloo(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
     # r[i] - (S - r[i]) / (G - 1) = G / (G - 1) (r[i] - S / G), where S is the sum of all G rewards
-    others = len(rewards) - 1
-    return [Weight(value * len(rewards) / others, 1) for value in centred(rewards)]
+    return [Weight(value * len(rewards) / (len(rewards) - 1), 1) for value in centred(rewards)]
 
 
 def _grpo(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:

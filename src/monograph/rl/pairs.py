@@ -203,8 +203,7 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
         if not sides[0]:
             raise InputRefused(f"{parts.sources.name}: no answer has room beside one to another prompt: give more")
     decisive = [parts.sources.sha256, tokenizer.hash, length, reading["held_out"], reading["bad_records"], keys[0]]
-    digest = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
-    return _corpus(parts, sides, tokenizer, length, digest)
+    return _corpus(parts, sides, tokenizer, length, hashlib.sha256(json.dumps(decisive).encode()).hexdigest())
 
 
 def _corpus(

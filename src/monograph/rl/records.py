@@ -87,8 +87,7 @@ def _records(sources: Sources, needs: str) -> Iterator[tuple[str, dict[str, Any]
             raise InputRefused(f"{file.path}: {needs}: expected a file .jsonl, .ndjson, .parquet or .arrow")
         lines = file.suffix in LINES
         records = json_objects(file.path, exact=True) if lines else table_objects(file.path, table_columns(file.path))
-        for number, record in records:
-            yield f"{file.path}:{number}", record
+        yield from ((f"{file.path}:{number}", record) for number, record in records)
 
 
 def _is_held(text: str, share: float) -> bool:

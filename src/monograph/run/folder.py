@@ -347,9 +347,7 @@ def standard_json(value: Any) -> Any:
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
         return {key: standard_json(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [standard_json(inner) for inner in value]
-    return value
+    return [standard_json(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _write_all(descriptor: int, content: bytes) -> None:

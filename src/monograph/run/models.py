@@ -122,8 +122,7 @@ def load_to_export(folder: str | Path, warn: Warn = lambda line: None) -> tuple[
 
 def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tuple[Llama, LlamaConfig]:
     """Return a run's model, with its adapters unmerged if it has any, and the shape of the stored base."""
-    config = checkpoint.state["model_config"]
-    if config is None:
+    if checkpoint.state["model_config"] is None:
         init = checkpoint.state["recipe"]["init"]
         raise InputRefused(
             f"{run.folder} holds a module of its own ({init}), not a Llama: "

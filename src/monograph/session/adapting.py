@@ -60,8 +60,7 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
             f"{origin}: {key}: adapters are added to weights that exist and stay frozen, which those of a new model "
             "would at random: name the model with model.init = FOLDER"
         )
-    place = {"model.init": str(without_links(init))} if exists(init) else {}
-    return place | _values(lora)
+    return ({"model.init": str(without_links(init))} if exists(init) else {}) | _values(lora)
 
 
 def _values(lora: Lora) -> dict[str, Any]:

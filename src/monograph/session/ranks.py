@@ -60,9 +60,8 @@ def _in_one_folder(one: str, other: str) -> bool:
 def _here(path: str) -> str:
     """Return the path relative to the working folder if it is inside; links stay, since .venv/bin/python is one."""
     near = os.path.relpath(path)
-    if near.startswith(os.pardir):
-        return path
-    return near if os.sep in near else os.path.join(os.curdir, near)
+    inside = near if os.sep in near else os.path.join(os.curdir, near)
+    return path if near.startswith(os.pardir) else inside
 
 
 ENDED = "exit.json"

@@ -280,9 +280,8 @@ def _scopes(parallel: str, config: LlamaConfig) -> tuple[Compile, ...]:
 
 
 def _remats(parallel: str, machine: Device) -> tuple[str | float, ...]:
-    if parallel == "fsdp":
-        return "none", "full"
-    return REMATS if machine.type == "cuda" else REMATS[:-1]
+    here = REMATS if machine.type == "cuda" else REMATS[:-1]
+    return ("none", "full") if parallel == "fsdp" else here
 
 
 def without(machine: Device, taken_bytes: int) -> Device:

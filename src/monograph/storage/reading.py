@@ -159,8 +159,7 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
 
 def free_bytes(folder: Path) -> int:
     """Return what is free on the disk of a folder, or of its nearest parent that exists."""
-    existing = next(path for path in (folder, *folder.absolute().parents) if exists(path))
-    return shutil.disk_usage(existing).free
+    return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if exists(path))).free
 
 
 def entries(folder: str | os.PathLike[str], prefix: str = "") -> list[Path]:

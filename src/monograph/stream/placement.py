@@ -81,9 +81,8 @@ class Placement:
     def home(self, stage: int, name: str) -> Home:
         """Return where a stage's buffer of that name lives."""
         # The device has precedence, as a buffer in a file would only be slower.
-        if (stage, name) in self.on_device:
-            return Home.DEVICE
-        return Home.DISK if name in self.on_disk else Home.HOST
+        away = Home.DISK if name in self.on_disk else Home.HOST
+        return Home.DEVICE if (stage, name) in self.on_device else away
 
 
 def _all(given: object, fine: Callable[[Any], bool]) -> bool:

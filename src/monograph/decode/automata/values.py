@@ -73,8 +73,7 @@ def number() -> Expression:
 
 def number_between(least: int, most: int) -> Expression:
     """Return an expression for decimals between two whole numbers, both included, without exponents."""
-    positive = _decimals(max(least, 0), most)
-    return Alternation((positive, joined(literal(b"-"), _decimals(max(-most, 0), -least))))
+    return Alternation((_decimals(max(least, 0), most), joined(literal(b"-"), _decimals(max(-most, 0), -least))))
 
 
 def _decimals(least: int, most: int) -> Expression:
