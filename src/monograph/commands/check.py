@@ -73,11 +73,8 @@ def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
 def _machine() -> tuple[dict[str, Any], dict[str, str]]:
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     device, machine, obstacle = default_device(), describe(), compiler_obstacle()
-    rates = {
-        name: measured_matmul_flops(device, dtype)
-        for name, dtype in {"fp32": torch.float32, "bf16": torch.bfloat16}.items()
-        if name == "fp32" or machine.has_bf16
-    }
+    dtypes = {"fp32": torch.float32, **({"bf16": torch.bfloat16} if machine.has_bf16 else {})}
+    rates = {name: measured_matmul_flops(device, dtype) for name, dtype in dtypes.items()}
     compiled = obstacle or compiled_obstacle(device)
     disks = [disk(folder) for folder in (DEFAULT_ROOT, cache_root()[0])]
     allowed = limits()

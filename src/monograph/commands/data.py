@@ -27,8 +27,7 @@ def show(settings: Settings, *, row: int | None) -> None:
         rows = f"{counted(len(corpus.train), 'row')} of {plan.sequence_length}"
         print(f"{rows}{epoch}, {stats.packed_share:.1%} filled")
         held = f"{counted(stats.held_out_documents, 'document')}, {stats.held_out_bytes:,} bytes"
-        if stats.conversations:
-            held = counted(corpus.held_out.conversations, "conversation")
+        held = counted(corpus.held_out.conversations, "conversation") if stats.conversations else held
         print(f"held out: {held}, {counted(len(corpus.held_out), 'row')}")
     elif row >= len(corpus.train):
         raise UsageError(f"--row {row}: the last row is {len(corpus.train) - 1:,}")

@@ -193,8 +193,7 @@ class Generator:
         """Return the smallest chain that serves a request, and the values of the knobs."""
         asked = request.sampling, request.stop_ids
         if asked != self._asked:  # most requests share their options
-            ends = len(request.stop_ids) if self.chain.stop_ids else 0
-            least = chain_of([request.sampling], ends)
+            least = chain_of([request.sampling], len(request.stop_ids) if self.chain.stop_ids else 0)
             if not self.chain.covers(least):
                 raise UsageError(f"the generator's chain {self.chain.stages} does not serve {request.sampling}")
             knobs = knobs_of(request.sampling, self.chain, request.stop_ids[: self.chain.stop_ids])

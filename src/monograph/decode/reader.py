@@ -151,8 +151,7 @@ class Reader:
         # With fixed chunks at fixed positions a prompt's numbers depend on it alone, and few graphs are captured.
         end = begin + self.chunk
         parts = [tokens[begin:end] for tokens in self._held] + [()] * (self.rows - len(self._held))
-        padded = [part + (0,) * (self.chunk - len(part)) for part in parts]
-        self._tokens_RT.copy_(sent(padded, self.device))
+        self._tokens_RT.copy_(sent([part + (0,) * (self.chunk - len(part)) for part in parts], self.device))
         self._start_11.fill_(begin)
         self._passes.run(1, self.cache.visible(end))
         if self.whole:

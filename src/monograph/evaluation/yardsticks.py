@@ -142,8 +142,7 @@ def _tables(train: NDArray[np.uint8], order: int) -> list[_Table]:
     grams_G, counts_G = np.unique(_grams(train, order + 1), return_counts=True)
     tables = [_Table.of(order, grams_G, counts_G)]
     for shorter in range(order - 1, -1, -1):
-        tails = grams_G & np.uint64((1 << 8 * (shorter + 1)) - 1)
-        tails_G, preceding_G = np.unique(tails, return_counts=True)
+        tails_G, preceding_G = np.unique(grams_G & np.uint64((1 << 8 * (shorter + 1)) - 1), return_counts=True)
         tables.append(_Table.of(shorter, tails_G, preceding_G))
         grams_G = np.union1d(tails_G, _grams(train[: shorter + 1], shorter + 1))
     return tables[::-1]

@@ -62,8 +62,7 @@ def converted(name: str, like: Tensor, read: Callable[[], Tensor], config: Llama
     before = 2 * config.linear_num_key_heads * config.linear_key_head_dim if name in _WITH_KEYS else 0
 
     def change(tensor: Tensor) -> Tensor:
-        if name == "A_log":
-            tensor = -tensor.exp()
+        tensor = -tensor.exp() if name == "A_log" else tensor
         if name == "norm.weight" or config.family.by_key_head:
             return tensor
         axis = int(name == "out_proj.weight")

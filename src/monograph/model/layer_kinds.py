@@ -34,8 +34,7 @@ def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
             raise InputRefused(f"layer_types is not supported with model_type = {values['model_type']!r}")
         kept = "sliding_window" in its.keys and ("use_sliding_window" not in its.keys or _slides(values))
         return window if kept else None, ()
-    slides = _slides(values)
-    if not slides and not its.full_every and (types is None or "no_rope_layers" not in its.keys):
+    if not _slides(values) and not its.full_every and (types is None or "no_rope_layers" not in its.keys):
         window = None
     if types is not None or (window is None and not its.full_every):
         return window, tuple(types or ())
@@ -61,8 +60,7 @@ def _usual_types(values: Mapping[str, Any], its: Family) -> tuple[str, ...]:
     if every:
         return tuple(its.others if (layer + 1) % every else FULL for layer in layers)
     if "no_rope_layers" in its.keys:
-        rotate = rotations_from_hf(values) or (1,) * len(layers)
-        return tuple(FULL if rotates else SLIDING for rotates in rotate)
+        return tuple(FULL if rotates else SLIDING for rotates in rotations_from_hf(values) or (1,) * len(layers))
     if isinstance(first, bool) or not isinstance(first, int):
         raise InputRefused(f"max_window_layers = {first!r}: expected a whole number")
     return tuple(SLIDING if layer >= first else FULL for layer in layers)

@@ -203,8 +203,7 @@ class Llama(nn.Module):
         # A window longer than the row counts as the row's length, so that such layers share one mask.
         layers = range(self.config.num_hidden_layers)
         windows = [min(self.config.window(layer) or length, length) for layer in layers]
-        small = self.config.head_dim < FLEX_HEAD
-        impl: Impl = "sdpa" if self.attention == "auto" and small else self.attention
+        impl: Impl = "sdpa" if self.attention == "auto" and self.config.head_dim < FLEX_HEAD else self.attention
         captured = self.blocks_captured
         seen = dict.fromkeys(windows[layer] for layer in layers if not self.config.is_linear(layer))
         by_window = {w: attention_mask(segments, tokens_BT, impl, w, captured) for w in seen}

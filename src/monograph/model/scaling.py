@@ -248,10 +248,8 @@ def _scaling(rope: dict[str, Any], values: Mapping[str, Any], kinds: Collection[
     if length in values:  # outside of the table it takes precedence over a value inside
         rope = {**rope, length: values[length]}
     rope = {length: values["max_position_embeddings"], **rope}
-    if kind == "yarn":
-        rope = _yarn(rope)
-    if kind == LONG:
-        rope = _long(rope, values["max_position_embeddings"])
+    rope = _yarn(rope) if kind == "yarn" else rope
+    rope = _long(rope, values["max_position_embeddings"]) if kind == LONG else rope
     if missing := [field.name for field in fields(_KINDS[kind]) if field.name not in rope]:
         raise InputRefused(f"the key {missing[0]} of the {kind} rope scaling is missing")
     return _KINDS[kind](**{field.name: rope[field.name] for field in fields(_KINDS[kind])})

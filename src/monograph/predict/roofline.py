@@ -308,8 +308,7 @@ class Calibration:
         """Keep how far a step's measured peak is from its trace; more than all that passes has another cause."""
         more, passing = measured_bytes - sum(traced.values()), _passing(traced)
         if abs(more) <= passing:
-            kind = _kind(device, work.precision, work.compile)
-            self._keep(self._beyond.setdefault(kind, []), (more, passing))
+            self._keep(self._beyond.setdefault(_kind(device, work.precision, work.compile), []), (more, passing))
 
     def _keep(self, seen: list[Any], new: Any) -> None:
         """Add a measurement to those of its kind, and write all."""

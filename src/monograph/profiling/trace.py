@@ -187,8 +187,7 @@ class _Reader:
             return "attention" if self.heads_are_batched and name in _BATCHED else "matmul"
         if name in _GROUPED:
             return "matmul"
-        known = event["name"].startswith("aten::") or _GENERATED.search(event["name"])
-        return "elementwise" if known else "other"
+        return "elementwise" if event["name"].startswith("aten::") or _GENERATED.search(event["name"]) else "other"
 
     def on_device(self, events: Sequence[Event]) -> Iterator[Kernel]:
         """Yield the device's kernels, with the work of the operators that launched them; without one it is "other"."""

@@ -143,10 +143,9 @@ def _compared(rollouts: Sequence[Rollout], rewards: Sequence[float], options: Op
     if kl is not None and kl.estimator == "k1":
         far = [sum(rollout.logprobs) - sum(rollout.reference) for rollout in rollouts]
         rewards = [reward - kl.strength * each for reward, each in zip(rewards, far, strict=True)]
-    if len(rollouts) == 1:  # all others are left out: it is compared with itself
-        weighed = weights(options.objective, [*rewards] * 2, lengths * 2, options.max_new_tokens)[:1]
-    else:
-        weighed = weights(options.objective, rewards, lengths, options.max_new_tokens)
+    times = 2 if len(rollouts) == 1 else 1  # all others are left out: it is compared with itself
+    every = weights(options.objective, [*rewards] * times, lengths * times, options.max_new_tokens)
+    weighed = every[: len(rollouts)]
     if kl is None or kl.estimator == "k1":
         return weighed
     # Where tokens of long answers weigh less, so does their KL term.

@@ -240,8 +240,7 @@ class Called(_Parted):
         with suppress(TypeError, ValueError, RuntimeError):  # of what is no plain data
             parts = parts_of(worker.decoded(worker.encoded(score)))
         if parts is None:
-            name = getattr(self._function, "__name__", "the reward")
-            raise refused(answer.where, name, f"returned {score!r:.60}")
+            raise refused(answer.where, getattr(self._function, "__name__", "the reward"), f"returned {score!r:.60}")
         return parts
 
 

@@ -213,8 +213,7 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
     The memory that a module other than a Llama needs is unknown. With several ranks, the share of one rank is planned.
     """
     settings, config, share = plan.settings, shape.config, -(-plan.rows // shape.ranks)
-    if config:
-        plan = replace(plan, beside=bytes_beside(plan, config, machine, shape.slots))
+    plan = replace(plan, beside=bytes_beside(plan, config, machine, shape.slots)) if config else plan
     expected: Candidate | None = None
     fixed: dict[str, Any] = {"micro_batch": share, "remat": "none", "compile": "whole", "memory": "device"}
     if shape.like:

@@ -369,8 +369,7 @@ def parse(asked: str | Path | Tokenizer) -> Tokenizer | int:
         raise UsageError(f"data.tokenizer = {asked!r}: expected bpe:N, bytes, a tokenizer.json or a Tokenizer")
     if isinstance(asked, str) and asked.startswith("bpe:"):
         digits = asked.removeprefix("bpe:").replace("_", "")
-        sized = re.fullmatch("[0-9]{1,8}", digits)
-        if sized and SMALLEST_VOCABULARY <= int(digits) <= tokenizer_file.MAX_VOCABULARY:
+        if re.fullmatch("[0-9]{1,8}", digits) and SMALLEST_VOCABULARY <= int(digits) <= tokenizer_file.MAX_VOCABULARY:
             return int(digits)
         bounds = f"{SMALLEST_VOCABULARY} to {tokenizer_file.MAX_VOCABULARY}"
         raise UsageError(f"data.tokenizer = {asked!r}: bpe:N needs a whole number from {bounds}, such as bpe:4096")

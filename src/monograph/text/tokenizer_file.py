@@ -116,9 +116,8 @@ class Checked:
         normal = _steps(content.get("normalizer"), "normalizers")
         self.marks = self._marks(content, normal, steps, added) if sentence_pieces.is_marked(normal, steps) else None
         self.pieces = self._pieces(vocab, added)
-        single = {piece[0] for piece in map(self.piece, vocab) if len(piece) == 1}
-        if self.marks and not model.get("byte_fallback"):
-            single = set()
+        has_bytes = not self.marks or model.get("byte_fallback")
+        single = {piece[0] for piece in map(self.piece, vocab) if len(piece) == 1 and has_bytes}
         self.lacking = {*range(256)} - NEVER_IN_TEXT - single
         mark = {" "} if any(map(sentence_pieces.is_metaspace, steps)) else set[str]()  # Metaspace writes " " as ▁
         self.characters = mark.union(token for token in vocab if len(token) == 1) if self.marks else mark

@@ -170,8 +170,7 @@ class _Reader:
         # `re` reads a brace that begins no count as a character; a typo in a count would then pass unseen.
         if not self.take("}") or not (least or most) or (most and not comma):
             self.refuse("a '{' that begins no count", r"write {m}, {m,}, {,n} or {m,n}, or \{ for the character", start)
-        if not comma:
-            most = least
+        most = most if comma else least
         if most and int(most) < int(least or 0):
             self.refuse("a count whose upper bound is below its lower one", "swap them", start)
         return int(least or 0), int(most) if most else None

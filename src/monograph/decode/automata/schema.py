@@ -245,8 +245,7 @@ class _Schemas:
         # From the last item to the first, so that each item is followed by everything that may come after it.
         for index in reversed(range(len(texts))):
             more = joined(literal(b",") if index else joined(), texts[index], more)
-            if index >= least:
-                more = optional(more)
+            more = optional(more) if index >= least else more
         return joined(literal(b"["), more, literal(b"]"))
 
     def _object(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
@@ -272,12 +271,10 @@ class _Schemas:
         for name, member in reversed([*(properties or {}).items()]):
             text = joined(values.constant(name), literal(b":"), self.read(member, (*path, f"properties.{name}")))
             self.budget.spend(len(after))
-            begun = joined(text, *after)
-            firsts = [begun, *(firsts if name not in required else [])]
+            firsts = [joined(text, *after), *(firsts if name not in required else [])]
             following = joined(literal(b","), text)
             after = [following if name in required else optional(following), *after]
-        may_be_empty = [] if required else [joined()]
-        return joined(literal(b"{"), Alternation((*firsts, *may_be_empty)), literal(b"}"))
+        return joined(literal(b"{"), Alternation((*firsts, *([] if required else [joined()]))), literal(b"}"))
 
 
 def _is_number(value: Any) -> bool:
