@@ -158,14 +158,11 @@ def _prune(saved: Path, head: int, keep: int) -> None:
         if folder == saved:
             continue
         if update < head and update not in kept and len(kept) < keep:
-            try:
-                read_manifest(folder)
-                kept.add(update)
+            with suppress(CheckpointDamaged):
+                with suppress(Unreadable):
+                    read_manifest(folder)
+                    kept.add(update)
                 continue
-            except Unreadable:
-                continue
-            except CheckpointDamaged:
-                pass
         # Rename the folder first to a name that is never loaded, so that a half-removed one is not a candidate.
         doomed = folder.with_name(TEMPORARY + folder.name)
         folder.rename(doomed)

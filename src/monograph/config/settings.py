@@ -137,7 +137,8 @@ def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
         hint = " (write it without quotes)" if isinstance(value, str) and _reads(adapter, value) else ""
         if isinstance(value, str) and get_origin(field.annotation) is Literal:
             hint = did_you_mean(value, get_args(field.annotation))
-        raise UsageError(f"{origin}: {key} = {_shown(value)}: expected {expected}{hint}") from None
+        shown = json.dumps(value, ensure_ascii=False, default=str)
+        raise UsageError(f"{origin}: {key} = {shown}: expected {expected}{hint}") from None
     return checked
 
 
@@ -190,10 +191,6 @@ def _reads(adapter: TypeAdapter[Any], text: str) -> bool:
         adapter.validate_python(text)
         return True
     return False
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, default=str)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -50,9 +50,7 @@ def load(
         UsageError: a section or key is unknown (the message names the nearest known one), a value has the wrong type,
             keys exclude each other, or the file is not TOML.
     """
-    given: dict[str, Given] = {}
-    if toml is not None:
-        given |= _from_toml(toml)
+    given = {} if toml is None else _from_toml(toml)
     given |= _from_environment(os.environ if environment is None else environment)
     for key, value in (overrides or {}).items():
         require_known(key, COMMAND_LINE)

@@ -129,8 +129,7 @@ def _unzstd(path: Path, raw: Iterator[bytes]) -> Iterator[bytes]:
                     content = frame.decompress(data)
                 except zstandard.ZstdError as error:
                     raise Damaged(path, f"is damaged ({error})") from None
-                for place in range(0, len(content), BLOCK_BYTES):
-                    yield content[place : place + BLOCK_BYTES]
+                yield from (content[place : place + BLOCK_BYTES] for place in range(0, len(content), BLOCK_BYTES))
                 data = b""
                 if frame.eof:
                     data, frame = frame.unused_data, None

@@ -6,11 +6,9 @@ Shapes: N blocks, B rows, K key-value heads, H query heads, C slots of a block, 
 chunk, 1 broadcasts.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -47,7 +45,7 @@ class KVCache:
     @classmethod
     def allocate(
         cls, config: LlamaConfig, rows: int, slots: int, dtype: torch.dtype, device: torch.device, block: int = BLOCK
-    ) -> KVCache:
+    ) -> Self:
         """Allocate memory for at least `slots` positions of each row, in blocks of `block` slots."""
         # Blocks are the outer axis, so that the first blocks, all that short texts need, lie in one piece of memory.
         linear = [config.is_linear(layer) for layer in range(config.num_hidden_layers)]
@@ -93,9 +91,9 @@ class KVCache:
         blocks = self.keys[0].shape[0]
         return sorted({min(blocks, 1 << power) for power in range(blocks.bit_length() + 1)})
 
-    def first(self, blocks: int) -> KVCache:
+    def first(self, blocks: int) -> Self:
         """Return a cache in the same memory, in which attention reads the first `blocks` blocks only."""
-        return KVCache(self.keys, self.values, self.recurrences, blocks, self.least)
+        return type(self)(self.keys, self.values, self.recurrences, blocks, self.least)
 
     def attend(
         self,
@@ -133,14 +131,14 @@ class KVCache:
         """Return what recurrences have taken, tensors with a row for each of the cache's."""
         return [tensor for recurrence in self.recurrences.values() for tensor in recurrence[:3]]
 
-    def copy_rows(self, rows: Sequence[int], source: KVCache, its_rows: Sequence[int], slots: int) -> None:
+    def copy_rows(self, rows: Sequence[int], source: Self, its_rows: Sequence[int], slots: int) -> None:
         """Copy rows of `source`, whose blocks are as long, to rows of this cache: the first slots, and recurrences."""
         self.copy_keys(rows, source, its_rows, slots)
         into, out_of = sent(rows, self.keys[0].device), sent(its_rows, self.keys[0].device)
         for to, of in zip(self.carried(), source.carried(), strict=True):
             to.index_copy_(0, into, of.index_select(0, out_of))
 
-    def copy_keys(self, rows: Sequence[int], source: KVCache, its_rows: Sequence[int], slots: int) -> None:
+    def copy_keys(self, rows: Sequence[int], source: Self, its_rows: Sequence[int], slots: int) -> None:
         """Do the same without recurrences."""
         blocks, device = -(-slots // self.block), self.keys[0].device
         into, out_of = sent(rows, device), sent(its_rows, device)

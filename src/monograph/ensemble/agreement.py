@@ -2,6 +2,7 @@
 
 import enum
 import functools
+import itertools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 
 from monograph.errors import InputRefused
 from monograph.graph.family import Sibling
-from monograph.graph.inspect import buffers_kept, modes_kept
+from monograph.graph.inspect import buffers_kept, modes_kept, shared
 from monograph.optim.planes import require_movable
 
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
@@ -199,11 +200,8 @@ def _form(tensor: Tensor | None) -> str:
 
 def _ties(module: nn.Module) -> set[tuple[str, ...]]:
     """Return the groups of names that stand for the same tensor."""
-    names: dict[int, list[str]] = {}
-    for listed in (module.named_parameters, module.named_buffers):
-        for name, tensor in listed(remove_duplicate=False):
-            names.setdefault(id(tensor), []).append(name)
-    return {tuple(group) for group in names.values() if len(group) > 1}
+    listed = (module.named_parameters(remove_duplicate=False), module.named_buffers(remove_duplicate=False))
+    return {tuple(group) for group in shared(itertools.chain(*listed)).values()}
 
 
 def _equal(one: Any, other: Any, within: frozenset[tuple[int, int]]) -> bool:

@@ -308,7 +308,7 @@ def targeted(module: nn.Module, targets: str | Iterable[str]) -> dict[str, nn.Li
             hint = f'; for the last part of a name write a list, ["{targets}"]' if _ends(linear, targets) else ""
             raise UsageError(
                 f"lora.targets: the regular expression {targets!r} matches no whole name of a linear layer such as "
-                f"{_some(linear)}{hint}"
+                f"{', '.join(list(linear)[:2]) or 'none'}{hint}"
             )
     else:
         by_target = {target: _ends(linear, target) for target in targets}
@@ -341,15 +341,16 @@ def _idle(module: nn.Module, target: str, linear: Mapping[str, nn.Module]) -> st
     return f"lora.targets: {name} is no plain linear layer but {type(layer).__name__}; {there}"
 
 
-def _some(names: Iterable[str]) -> str:
-    return ", ".join(list(names)[:2]) or "none"
-
-
 def shared_parameters(module: nn.Module) -> dict[int, list[str]]:
     """Return the names of each parameter that has more than one, by the parameter's id."""
+    return shared(module.named_parameters(remove_duplicate=False))
+
+
+def shared(named: Iterable[tuple[str, Tensor]]) -> dict[int, list[str]]:
+    """Return the names of each tensor that has more than one, by the tensor's id."""
     owners: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        owners.setdefault(id(parameter), []).append(name)
+    for name, tensor in named:
+        owners.setdefault(id(tensor), []).append(name)
     return {key: names for key, names in owners.items() if len(names) > 1}
 
 

@@ -4,13 +4,11 @@ This needs no torch: intervals come from a profiler's trace (`monograph.profilin
 and device are one: in a busy interval an operator computes, and a gap is spent in Python, guards and dispatch.
 """
 
-from __future__ import annotations
-
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal, get_args
+from typing import Literal, Self, get_args
 
 Part = Literal[
     "matmul", "attention", "loss head", "optimizer", "elementwise", "data wait", "host gaps", "transfers", "other"
@@ -122,9 +120,9 @@ class Spent:
         """Return the part's share of the stretch, 0 to 1; all of an empty stretch is "other"."""
         return self.parts[part] / self.total_s if self.total_s else float(part == "other")
 
-    def __add__(self, other: Spent) -> Spent:
+    def __add__(self, other: Self) -> Self:
         gaps = {cause: self.gaps.get(cause, 0.0) + other.gaps.get(cause, 0.0) for cause in (*self.gaps, *other.gaps)}
-        return Spent({part: self.parts[part] + other.parts[part] for part in PARTS}, gaps)
+        return type(self)({part: self.parts[part] + other.parts[part] for part in PARTS}, gaps)
 
 
 def spent(timeline: Timeline, within: Iterable[tuple[float, float]] | None = None) -> Spent:

@@ -75,8 +75,7 @@ def encode(
 
     def pieces() -> Iterator[memoryview]:
         yield memoryview(prefix)
-        for name in ordered:
-            yield bytes_of(tensors[name] if read is None else read(name))
+        yield from (bytes_of(tensors[name] if read is None else read(name)) for name in ordered)
 
     return len(prefix) + end, pieces()
 

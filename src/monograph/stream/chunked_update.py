@@ -67,8 +67,7 @@ def cut(planes: Iterable[Stored], most: int) -> Iterator[Chunk]:
         size = stored.plane.param.numel()
         whole = size // len(stored.plane.slots) if stored.plane.kind.matrix else 1
         step = max(1, most // whole) * whole
-        for begin in range(0, size, step):
-            yield Chunk((stored, begin, min(size, begin + step)))
+        yield from (Chunk((stored, begin, min(size, begin + step))) for begin in range(0, size, step))
 
 
 def to_fetch(chunk: Chunk, *, gradient: bool) -> dict[Hashable, Tensor]:

@@ -3,8 +3,6 @@
 Templates are programs by strangers, so a separate process renders them (`sandbox`), never this one.
 """
 
-from __future__ import annotations
-
 import json
 import re
 import socket
@@ -16,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from io import BufferedRWPair
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from monograph.errors import InputRefused
 from monograph.storage.reading import inside, read_input, status
@@ -55,9 +53,9 @@ class ChatTemplate:
         self._turn = threading.Lock()  # one thread at a time asks the process, or it would read another's chat
         self._ready: dict[str, dict[str, str]] = {}
 
-    def on(self, day: str) -> ChatTemplate:
+    def on(self, day: str) -> Self:
         """Return the same template with another date as today's."""
-        return ChatTemplate(self.source, self._where, self.tokens, day)
+        return type(self)(self.source, self._where, self.tokens, day)
 
     @property
     def reads_the_date(self) -> bool:
