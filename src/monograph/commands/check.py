@@ -168,8 +168,7 @@ def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError
     }
     lines = {name: _said(fault) for name, fault in files.items()}
     error = next((fault for fault in files.values() if fault), None)
-    if error and not isinstance(error, Unreadable):
-        error = InputRefused(str(error))
+    error = InputRefused(str(error)) if error and not isinstance(error, Unreadable) else error
     return {"run": folder, "files": _listed(files), "checkpoints": []}, lines, error
 
 

@@ -157,10 +157,8 @@ def _line(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
 def _bar(by_origin: Mapping[str, int], limit: int) -> str:
     """Return a bar with each origin's share of the limit in letters, free memory as dots, any excess after its end."""
     total = max(limit, sum(by_origin.values()))
-    edges = [*itertools.accumulate((BAR * size / total for size in by_origin.values()), initial=0.0)]
-    cells = "".join(
-        _SHADES[name] * (round(b) - round(a)) for name, a, b in zip(by_origin, edges, edges[1:], strict=False)
-    )
+    edges = [*map(round, itertools.accumulate((BAR * size / total for size in by_origin.values()), initial=0.0))]
+    cells = "".join(_SHADES[name] * (b - a) for name, a, b in zip(by_origin, edges, edges[1:], strict=False))
     end = round(BAR * limit / total)
     return f"[{cells[:end].ljust(end, '.')}]{cells[end:]}"
 

@@ -58,10 +58,8 @@ class Batches(Iterator[Batch]):
         skip: Sequence[Sequence[int]] = (),
     ) -> None:
         if not COUNT.holds(tokens_per_update) or tokens_per_update < rows.sequence_length:
-            needed = f"at least one row of sequence_length = {rows.sequence_length}"
-            raise UsageError(
-                f"train.tokens_per_update = {tokens_per_update}: must be {needed}; raise it or shorten the rows"
-            )
+            needed = f"must be at least one row of sequence_length = {rows.sequence_length}"
+            raise UsageError(f"train.tokens_per_update = {tokens_per_update}: {needed}; raise it or shorten the rows")
         if start < 0 or (epochs is not None and epochs < 0):
             raise UsageError(f"start = {start}, epochs = {epochs}: neither can be negative")
         if len(rows) == 0:

@@ -73,10 +73,8 @@ def _begins(file: SourceFile, key: str) -> bool:
 
 def conversation_records(file: SourceFile) -> Iterator[Record]:
     """Yield (record number from 1, the conversation as `to_text` writes it, or its fault) for every record."""
-    if file.suffix in LINES:
-        records = json_objects(file.path, exact=True)
-    else:
-        records = table_objects(file.path, (*_ASKED, COMPLETION, TOOLS))
+    keys = (*_ASKED, COMPLETION, TOOLS)
+    records = json_objects(file.path, exact=True) if file.suffix in LINES else table_objects(file.path, keys)
     yield from ((number, each if isinstance(each, Fault) else conversation_text(each)) for number, each in records)
 
 
@@ -158,10 +156,8 @@ def _message(value: Any, where: str, content_key: str | None = None) -> dict[str
         value = {"role": role, "content": value.get("value"), **rest}
     role, content = value.get("role"), value.get("content")
     if role not in ROLES:
-        shown = short(role) if isinstance(role, str) else KINDS[type(role)]
-        raise Unusable(
-            "unknown role", f"{where}.{role_key} is {shown}: expected {', '.join(roles[:-1])} or {roles[-1]}"
-        )
+        found = f"is {short(role) if isinstance(role, str) else KINDS[type(role)]}"
+        raise Unusable("unknown role", f"{where}.{role_key} {found}: expected {', '.join(roles[:-1])} or {roles[-1]}")
     calls = value.get("tool_calls")
     if calls is not None and (role != "assistant" or not _are_calls(calls)):
         expected = "an array of objects that name a function each, of an assistant"

@@ -220,9 +220,8 @@ def _stretch(path: Path, start: int, stop: int) -> Iterator[bytes]:
 
 def _not_utf8(path: Path, offset: int, byte: int) -> InputRefused:
     line = 1 + sum(block.count(b"\n") for block in _stretch(path, 0, offset))
-    return InputRefused(
-        f"{path}: byte {offset} (line {line}) is not UTF-8: 0x{byte:02x}; convert the file to UTF-8 or leave it out"
-    )
+    fault = f"byte {offset} (line {line}) is not UTF-8: 0x{byte:02x}"
+    return InputRefused(f"{path}: {fault}; convert the file to UTF-8 or leave it out")
 
 
 def parts_of(text: str) -> Iterator[str]:

@@ -183,8 +183,7 @@ def _claims(path: Path, file: BinaryIO, begin: int) -> Iterator[tuple[int, None]
         metadata = file.read(body_begin - go(begin))
         message = _fields(metadata, _number(metadata, 0, 4))
         kind, content = metadata[message(1)], _linked(metadata, message(2))
-        if kind == _DICTIONARY_BATCH:
-            content = _linked(metadata, _fields(metadata, content)(1))
+        content = _linked(metadata, _fields(metadata, content)(1)) if kind == _DICTIONARY_BATCH else content
         batch, claimed = _fields(metadata, content), 0
         if kind in (_DICTIONARY_BATCH, _RECORD_BATCH) and batch(3):
             buffers = _linked(metadata, batch(2))

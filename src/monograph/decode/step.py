@@ -111,16 +111,15 @@ class State:
         def zeros(*shape: int, dtype: torch.dtype = torch.int64) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
+        # A window of the last n tokens drops the prompt's ids one by one, so it needs their number.
+        known = COUNTS if "last_n" in chain.stages else torch.bool
         return cls(
             **{f"{name}_B": zeros(rows) for name in ("token", "position", "seed", "generated", "limit", "status")},
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
             constraint_B=zeros(rows, dtype=torch.int32),
             stopping_B=zeros(rows, dtype=torch.int32),
             counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if counted else None,
-            # A window of the last n tokens drops the prompt's ids one by one, so it needs their number.
-            prompt_BV=zeros(rows, vocabulary, dtype=COUNTS if "last_n" in chain.stages else torch.bool)
-            if counted_prompt
-            else None,
+            prompt_BV=zeros(rows, vocabulary, dtype=known) if counted_prompt else None,
             past=Past(
                 zeros(rows, slots, dtype=torch.int32),
                 zeros(rows, slots, dtype=torch.int32),

@@ -230,8 +230,7 @@ def buffers_kept(*modules: object) -> Iterator[None]:
     values = [None if buffer is None else buffer.clone() for _, _, buffer in kept]
     parameters = {id(p): p for part in parts for p in part.parameters(recurse=False)}.values()
     frozen = [parameter for parameter in parameters if not parameter.requires_grad]
-    if 2 * sum(p.nbytes for p in frozen) > sum(p.nbytes for p in parameters):
-        frozen = []
+    frozen = [] if 2 * sum(p.nbytes for p in frozen) > sum(p.nbytes for p in parameters) else frozen
     copies = [parameter.detach().clone() for parameter in frozen]
     try:
         yield

@@ -101,11 +101,8 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
     bad = [name for name, p in module.named_parameters() if not bool(p.isfinite().all())]
     if bad:
         return f"parameter {bad[0]} holds non-finite values ({len(bad)} such parameters)"
-    return (
-        f"{first[0]} is the first module with a non-finite output"
-        if first
-        else "every module's output is finite; look at the loss function"
-    )
+    where = f"{first[0]} is the first module with a non-finite output" if first else ""
+    return where or "every module's output is finite; look at the loss function"
 
 
 def _finite(value: object) -> bool:

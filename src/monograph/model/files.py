@@ -218,8 +218,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         if number in FULL:
             raise DiskFull(f"{target}: no space left to write the model; nothing was kept") from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error
-        if number == errno.EEXIST:
-            reason = f"another process writes it, in {partial}"
+        reason = f"another process writes it, in {partial}" if number == errno.EEXIST else reason
         raise InputRefused(f"{target}: cannot be written: {reason}") from error
 
 

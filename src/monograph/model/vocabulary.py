@@ -95,10 +95,8 @@ def _require_same(name: str, stored: Stored, layer: Table, path: Path) -> None:
     same = read_tensors({name: stored}, layer.weight.dtype)[name] == layer.weight
     same[layer.token_index] = True
     if not bool(torch.all(same)):
-        odd = int((~same.all(1)).nonzero()[0])
-        raise InputRefused(
-            f"{path}: {name} is a whole table, whose row {odd} is not the base's: merge it with PEFT first"
-        )
+        row = f"row {int((~same.all(1)).nonzero()[0])}"
+        raise InputRefused(f"{path}: {name} is a whole table, whose {row} is not the base's: merge it with PEFT first")
 
 
 ROWS_AT_ONCE = 4096  # rows converted to float64 at a time, which for a whole large table would not fit in memory

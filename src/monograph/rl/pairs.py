@@ -186,12 +186,10 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
         except InputRefused as refused:
             raise InputRefused(f"{where}: {refused}") from None
         inputs = len(pair.chosen.ids) + len(pair.rejected.ids) - 1
-        if inputs > length:
-            both = "the answer and its prompt twice" if labelled else "the two answers, each after its prompt,"
-            return Fault(
-                "too long", f"{both} take {inputs} tokens, more than data.sequence_length = {length}: raise it"
-            )
-        return pair
+        if inputs <= length:
+            return pair
+        both = "the answer and its prompt twice" if labelled else "the two answers, each after its prompt,"
+        return Fault("too long", f"{both} take {inputs} tokens, more than data.sequence_length = {length}: raise it")
 
     needs = " and ".join(repr(key) for key in ((COMPLETION, LABEL) if labelled else keys))
     parts = read_parts(reading, read, f"prefer.loss needs records with {needs}", progress)

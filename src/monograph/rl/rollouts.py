@@ -330,10 +330,9 @@ class Rollouts(Iterator[Batch]):
             told = [Weight(factors, len(factors)) for factors in taught[own]] if taught else None
             weighed = told or weighted(rollouts[own], rewards[own], options)
             _, judgements = judged(rollouts[own], rewards[own], options)
-            teaches = any(judgements) if options.objective == "reinforce" else len({*judgements}) > 1
-            groups.append(
-                _Group(prompts[first], completions[own], rollouts[own], rewards[own], weighed, bool(taught) or teaches)
-            )
+            differ = any(judgements) if options.objective == "reinforce" else len({*judgements}) > 1
+            teaches = bool(taught) or differ
+            groups.append(_Group(prompts[first], completions[own], rollouts[own], rewards[own], weighed, teaches))
         return groups
 
     def _next_positions(self) -> list[int]:

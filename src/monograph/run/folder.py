@@ -120,8 +120,7 @@ class Run:
             if not runs:
                 raise InputRefused(f"no run in {Path(root)}/ yet: start one with `monograph train`")
             folder = runs[-1].joinpath(*inner)
-        if checkpoint_named(folder) is not None:
-            folder = folder.parent.parent
+        folder = folder if checkpoint_named(folder) is None else folder.parent.parent
         if not is_file(folder / "run.lock"):
             missing = "there is no such folder" if not exists(folder) else "it has no run.lock"
             newest = runs_in(Path(root))[:-4:-1]  # three, the newest first

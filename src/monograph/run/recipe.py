@@ -136,8 +136,7 @@ def run_named(folder: str | Path) -> Run | None:
 def names_run(folder: str | Path) -> bool:
     """Return whether a folder is a run, one of its checkpoints or a sweep."""
     path = placed(Path(folder))
-    if checkpoint_named(path) is not None:
-        path = path.parent.parent
+    path = path if checkpoint_named(path) is None else path.parent.parent
     return path.parts[:1] == ("last",) or is_file(path / "run.lock")
 
 

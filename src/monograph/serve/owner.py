@@ -61,9 +61,8 @@ def positions(model: Llama, rows: int) -> int:
     They fit half of the free memory. Fewer than LEAST_POSITIONS are not for lack of memory: then there are fewer rows.
     """
     slots, half_bytes = model.config.max_position_embeddings, describe().free_memory_bytes // 2
-    while slots // 2 >= LEAST_POSITIONS and half_bytes < rows * KVCache.bytes_per_row(
-        model.config, slots, model.lm_head.weight.dtype
-    ):
+    dtype = model.lm_head.weight.dtype
+    while slots // 2 >= LEAST_POSITIONS and half_bytes < rows * KVCache.bytes_per_row(model.config, slots, dtype):
         slots //= 2
     return slots
 

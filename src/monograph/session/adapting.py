@@ -115,10 +115,8 @@ class NewTokens(NamedTuple):
         if self.stored is None:
             return tuple(sorted({*new, *self.listed}))
         if missing := [index for index in new if index not in self.stored]:
-            name = repr(self.tokenizer.texts()[missing[0]])
-            raise InputRefused(
-                f"data.tokenizer: {name} is new to the base and no row of the adapter: take the one next to it"
-            )
+            unknown = f"{self.tokenizer.texts()[missing[0]]!r} is new to the base"
+            raise InputRefused(f"data.tokenizer: {unknown} and no row of the adapter: take the one next to it")
         return self.stored
 
 

@@ -142,10 +142,8 @@ def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
     if tokenizer.hash != prompts.tokenizer.hash:
         raise InputRefused(f"rl.reward = {TEACHER}{name}: its tokenizer is not the model's: answers have other tokens")
     if model.config.max_position_embeddings < options.length:
-        most = f"has {model.config.max_position_embeddings} positions"
-        raise InputRefused(
-            f"rl.reward = {TEACHER}{name}: it {most}, fewer than data.sequence_length = {options.length}"
-        )
+        few = f"it has {model.config.max_position_embeddings} positions, fewer than data.sequence_length"
+        raise InputRefused(f"rl.reward = {TEACHER}{name}: {few} = {options.length}")
     return model.to(default_device()).requires_grad_(False).train(False)
 
 

@@ -313,8 +313,8 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
     rates, known = dict.fromkeys(request.precisions, RANKING_FLOPS), Calibration(calibration_file())
     limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
     require_room(plan.settings, config, machine, limits)
-    if machine.type == "cpu" and memory == "auto":
-        memory = "device"  # a CPU has no other memory to stream from
+    # A CPU has no other memory to stream from.
+    memory = "device" if machine.type == "cpu" and memory == "auto" else memory
     answer = planner.streamed_or_resident(replace(request, scopes=scopes), machine, rates, known, memory, limits)
     too_large = answer.candidates and answer.nearest.peak_memory_bytes > machine.free_memory_bytes
     if not answer.candidates or (answer.chosen is None and too_large):

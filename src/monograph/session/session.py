@@ -219,9 +219,8 @@ class Session:
                 f"found {self.plan.settings.fingerprint}): {instead}"
             )
         tokenizer = self.corpus.tokenizer.digest
-        form = "text, tokenizer or form"
-        if self.reward:
-            form = "prompts, tokenizer or a file that rl.reward or data.answers names"
+        prompts = "prompts, tokenizer or a file that rl.reward or data.answers names"
+        form = prompts if self.reward else "text, tokenizer or form"
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
             raise InputRefused(
                 f"{self.corpus.name}: not what {self.run.folder} was trained on ({form} changed): {instead}"

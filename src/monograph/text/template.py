@@ -119,9 +119,8 @@ class ChatTemplate:
     def _rendered(self, request: str) -> str:
         answer = self._ready.pop(request, None)
         if answer is None:
-            [answer] = self._answers([request]) or [
-                {"error": f"it computes for more than {sandbox.SECONDS} s, or breaks its interpreter"}
-            ]
+            fault = {"error": f"it computes for more than {sandbox.SECONDS} s, or breaks its interpreter"}
+            [answer] = self._answers([request]) or [fault]
         if "text" not in answer:
             refused = Unspeakable if answer["error"].startswith("TemplateError: ") else InputRefused
             raise refused(f"{self._where}: the chat template does not render: {answer['error']}")

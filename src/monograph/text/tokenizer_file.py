@@ -122,9 +122,8 @@ class Checked:
         mark = {" "} if any(map(sentence_pieces.is_metaspace, steps)) else set[str]()  # Metaspace writes " " as ▁
         self.characters = mark.union(token for token in vocab if len(token) == 1) if self.marks else mark
         scheme = self.marks.scheme if self.marks else "always"
-        self.space_first = scheme != "never" and (
-            self.marks is not None or any(_is_byte_level(step) and step["add_prefix_space"] for step in steps)
-        )
+        inserts = self.marks is not None or any(_is_byte_level(step) and step["add_prefix_space"] for step in steps)
+        self.space_first = scheme != "never" and inserts
         opening = [token for token in added if scheme == "always" or (scheme == "prepend" and not token["normalized"])]
         self.opening = frozenset(token["id"] for token in opening if token["special"])
         self.json: dict[str, Any] = {
@@ -276,10 +275,8 @@ class Checked:
             known = [step if _is_digits(step) or _is_known_split(step) else None for step in steps[:-1]]
             known += [steps[-1] if _is_byte_level(steps[-1]) else None]
         if None in known:
-            step = steps[known.index(None)]
-            raise self._refuse(
-                f"pre_tokenizer step {str(step)[:80]!r} is not one of the known ones, which take linear time"
-            )
+            step = str(steps[known.index(None)])[:80]
+            raise self._refuse(f"pre_tokenizer step {step!r} is not one of the known ones, which take linear time")
         if not self.marks:
             return part
         return {"type": "Sequence", "pretokenizers": known} if known else None
