@@ -136,11 +136,12 @@ class Muon:
             )
         kinds = _kinds(parameters, self.weight_decay, self.groups)
         shapes = {name: tuple(parameters[name].shape) for name in names}
-        others = {name: kind for name, kind in kinds.items() if not kind.vector}
-        kinds |= {name: kind._replace(lr=kind.lr * self.embedding_lr) for name, kind in others.items()}
-        return kinds | {
-            name: kinds[name]._replace(matrix=shape, momentum=self.momentum, eps=1.0) for name, shape in shapes.items()
-        }
+        for name, kind in kinds.items():
+            if name in shapes:
+                kinds[name] = kind._replace(matrix=shapes[name], momentum=self.momentum, eps=1.0)
+            elif not kind.vector:
+                kinds[name] = kind._replace(lr=kind.lr * self.embedding_lr)
+        return kinds
 
 
 Optimizer = AdamW | Muon
