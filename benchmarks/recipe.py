@@ -77,7 +77,9 @@ def table(cases: list[dict[str, Any]]) -> str:
             if variant == DEFAULT or not seeds:
                 cells.append(f"{statistics.mean(scores):.3f}" if scores else "")
                 continue
-            pairs = [of[text, variant, seed]["bits_per_byte"] - of[text, DEFAULT, seed]["bits_per_byte"] for seed in seeds]
+            pairs = [
+                of[text, variant, seed]["bits_per_byte"] - of[text, DEFAULT, seed]["bits_per_byte"] for seed in seeds
+            ]
             mean, error = effect(pairs)
             cells.append(f"{mean:+.4f} ± {error:.4f}")
             ratios += [of[text, variant, seed]["training_s"] / of[text, DEFAULT, seed]["training_s"] for seed in seeds]

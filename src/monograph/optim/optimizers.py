@@ -97,7 +97,7 @@ class Muon:
 
     Attributes:
         momentum: Nesterov momentum of the matrices.
-        embedding_lr: factor of the learning rate of the other matrices: embedding and head.
+        embedding_lr: factor of the embedding's learning rate.
         matrices: patterns of the names of the parameters that Muon takes; None: `hidden_matrices`.
     """
 
@@ -136,10 +136,11 @@ class Muon:
             )
         kinds = _kinds(parameters, self.weight_decay, self.groups)
         shapes = {name: tuple(parameters[name].shape) for name in names}
+        embeddings = _embeddings(module)
         for name, kind in kinds.items():
             if name in shapes:
                 kinds[name] = kind._replace(matrix=shapes[name], momentum=self.momentum, eps=1.0)
-            elif not kind.vector:
+            elif id(parameters[name]) in embeddings:
                 kinds[name] = kind._replace(lr=kind.lr * self.embedding_lr)
         return kinds
 
@@ -248,12 +249,15 @@ def hidden_matrices(module: nn.Module) -> list[str]:
     # An embedding's rows are looked up, not multiplied, and orthogonalising its gradient would mix rows of different
     # tokens.
     inside = {id(p) for block in blocks(module).values() for p in block.parameters()}
-    embeddings = {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     experts = [m for m in module.modules() if isinstance(m, ExpertLinear)]
     stacks, biases = {id(p) for m in experts for p in m.parameters(recurse=False)}, {id(m.bias) for m in experts}
     matrices = {id(p) for p in module.parameters() if p.ndim == 2 or id(p) in stacks} - biases
-    hidden = (inside - embeddings) & matrices
+    hidden = (inside - _embeddings(module)) & matrices
     return [name for name, p in module.named_parameters() if id(p) in hidden and p.requires_grad]
+
+
+def _embeddings(module: nn.Module) -> set[int]:
+    return {id(m.weight) for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
 
 
 def _named(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> list[str]:
