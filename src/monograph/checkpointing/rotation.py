@@ -158,11 +158,14 @@ def _prune(saved: Path, head: int, keep: int) -> None:
         if folder == saved:
             continue
         if update < head and update not in kept and len(kept) < keep:
-            with suppress(CheckpointDamaged):
-                with suppress(Unreadable):
-                    read_manifest(folder)
-                    kept.add(update)
+            try:
+                read_manifest(folder)
+                kept.add(update)
                 continue
+            except Unreadable:
+                continue
+            except CheckpointDamaged:
+                pass
         # Rename the folder first to a name that is never loaded, so that a half-removed one is not a candidate.
         doomed = folder.with_name(TEMPORARY + folder.name)
         folder.rename(doomed)

@@ -327,8 +327,10 @@ class Rollouts(Iterator[Batch]):
         groups = []
         for first in range(0, len(prompts), options.group):
             own = slice(first, first + options.group)
-            told = [Weight(factors, len(factors)) for factors in taught[own]] if taught else None
-            weighed = told or weighted(rollouts[own], rewards[own], options)
+            if taught:
+                weighed = [Weight(factors, len(factors)) for factors in taught[own]]
+            else:
+                weighed = weighted(rollouts[own], rewards[own], options)
             _, judgements = judged(rollouts[own], rewards[own], options)
             differ = any(judgements) if options.objective == "reinforce" else len({*judgements}) > 1
             teaches = bool(taught) or differ
