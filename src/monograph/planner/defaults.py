@@ -1,6 +1,6 @@
 """Decide what the settings leave open: a run's length and intervals, its learning rate, optimizer and precision."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from monograph.device import Device
 from monograph.predict.footprint import Compile
@@ -101,6 +101,6 @@ def known_learning_rate(preset: str, optimizer: str) -> float:
     return (MUON_LEARNING_RATES if optimizer == "muon" else {}).get(shape, LEARNING_RATES[shape])
 
 
-def muon_fields(preset: str) -> dict[str, float]:
+def muon_fields(preset: str) -> dict[str, Any]:
     """Return the fields of Muon in which a new model of this preset is not trained by its defaults."""
     return MUON_FIELDS.get(preset.rpartition(":")[2], {})
