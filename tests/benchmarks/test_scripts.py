@@ -120,6 +120,27 @@ def test_mixture_peers(script, uncompiled, monkeypatch, tmp_path):
     assert ours == pytest.approx(theirs, rel=1e-4) and ours[1] < ours[0], "the second loss is that of an updated model"
 
 
+def test_recipe_compares_a_variant_with_the_default_run_of_the_same_seed(script):
+    recipe, scores = script("recipe"), {"default": (2.0, 3.0), "variant": (1.5, 2.9)}
+    cases = [
+        {"text": "a", "variant": variant, "seed": seed, "bits_per_byte": score, "training_s": 1.0}
+        for variant, both in scores.items() for seed, score in enumerate(both)
+    ]  # fmt: skip
+    assert recipe.effect([-1.0, -3.0]) == (-2.0, 1.0)
+    assert recipe.table(cases).splitlines()[2:] == [
+        "| default | 2.500 | 1.00 x |",
+        "| variant | -0.3000 ± 0.2000 | 1.00 x |",
+    ]
+
+
+@pytest.mark.slow
+def test_recipe(script, monkeypatch, tmp_path):
+    cases = smoke(script("recipe"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert [(case["variant"], case["seed"]) for case in cases] == [
+        (v, s) for s in (0, 1) for v in ("default", "no floor")
+    ]
+
+
 def test_balance(script, monkeypatch, tmp_path):
     cases = smoke(script("balance"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [case["factor"] for case in cases] == [0, 0.001, 0.01]

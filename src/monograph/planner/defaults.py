@@ -102,5 +102,8 @@ def known_learning_rate(preset: str, optimizer: str) -> float:
 
 
 def muon_fields(preset: str) -> dict[str, Any]:
-    """Return the fields of Muon in which a new model of this preset is not trained by its defaults."""
-    return MUON_FIELDS.get(preset.rpartition(":")[2], {})
+    """Return the fields of Muon in which a new model of this preset is not trained by its defaults.
+
+    A family's own presets have none: some, such as Gemma, scale what the embedding gives.
+    """
+    return MUON_FIELDS.get(preset, {})
