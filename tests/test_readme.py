@@ -330,6 +330,13 @@ def test_the_table_of_mixtures_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -
     assert shown == script("benchmarks/mixture_peers.py").table(kept["cases"])
 
 
+def test_the_table_of_recipes_is_that_of_its_results() -> None:
+    kept = json.loads((ROOT / "benchmarks/results/recipe.json").read_text())
+    page = (ROOT / "docs/training.md").read_text()
+    shown = page.split("<!-- printed by benchmarks/recipe.py -->")[1].split("<!-- end -->")[0].strip()
+    assert shown == script("benchmarks/recipe.py").table(kept["cases"])
+
+
 def test_the_table_of_balance_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/balance.json").read_text())
