@@ -253,7 +253,11 @@ def ranks(found: Found) -> str:
 
 # By script: what it measures, and the function that makes a sentence of its result.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
-    "first_run": ("held-out text, a first model like that of `make train`, two seeds (lower is better)", first_run),
+    "first_run": (
+        "held-out text, a first model by [0.1.0's recipe](docs/training.md#what-the-recipe-is-worth), two seeds "
+        "(lower is better)",
+        first_run,
+    ),
     "steps": ("tokens/s of a step as one graph, compared with the same step in eager mode (bf16)", steps),
     "start": ("time to the first update with a warm compile cache, compared with a cold one", start),
     "gpu/train": (
@@ -262,7 +266,10 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         train,
     ),
     "train_peers": ("tokens/s compared with compiled peers, fp32, one thread ([how](docs/peers.md))", train_peers),
-    "time_to_quality": ("held-out bits per byte compared with compiled peers ([how](docs/peers.md))", time_to_quality),
+    "time_to_quality": (
+        "held-out bits per byte by the recipe of 0.1.0, compared with compiled peers ([how](docs/peers.md))",
+        time_to_quality,
+    ),
     "generate_peers": (
         "tokens/s of generation with temperature, top-k, top-p and min-p, compared with peers, fp32, one thread "
         "([how](docs/generate.md#compared-with-others))",

@@ -96,9 +96,8 @@ def chunked(
     left_NMCC = between_NMCC.masked_fill(~seen_NMCC, float("-inf")).exp()
     written_NMCE = key * beta_NMC[..., None]
     inverse_NMCC = unit_inverse((written_NMCE @ key.mT * left_NMCC).tril(-1))
-    of_state_NMC1 = (sum_NMC.to(key.dtype).exp() * (begun_NMC == 0))[
-        ..., None
-    ]  # what is left of the state before the chunk
+    # What is left of the state before the chunk.
+    of_state_NMC1 = (sum_NMC.to(key.dtype).exp() * (begun_NMC == 0))[..., None]
     states_NMEV, correction_NMCV, last_MEV = scan(
         inverse_NMCC @ (value * beta_NMC[..., None]),
         inverse_NMCC @ (written_NMCE * of_state_NMC1),
@@ -140,10 +139,8 @@ def scan(
 # Operators, because a compiler would unroll their loops, and its time would grow with the length of a row.
 @torch.library.custom_op("monograph::unit_inverse", mutates_args=())
 def _unit_inverse(strict: Tensor) -> Tensor:
-    size, inverse = (
-        1,
-        torch.eye(strict.shape[-1], dtype=strict.dtype, device=strict.device).expand(strict.shape).clone(),
-    )
+    inverse = torch.eye(strict.shape[-1], dtype=strict.dtype, device=strict.device).expand(strict.shape).clone()
+    size = 1
     while size < strict.shape[-1]:
         first, second = (_blocks(inverse, size, at, at) for at in (0, 1))
         _blocks(inverse, size, 1, 0).copy_(-(second @ _blocks(strict, size, 1, 0) @ first))
