@@ -14,6 +14,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partialmethod
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from commands.forked import PROGRAM, CommandServer
 from laws.resumed import LETTERS, LORA, OWN, PREFERRED, REWARDED, SETTINGS, cut_back, fingerprint, resume, start
 from monograph import checkpointing
 from monograph.resident import Resident
+from monograph.run.folder import Run
+from monograph.session import eager_start, warmup
 from monograph.session.reporting import Reporter
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -93,6 +96,45 @@ def test_resumed_at_every_checkpoint(case: str, apart: int, monkeypatch: pytest.
         assert fingerprint(Path(f"cut-{update}")) == expected, update
         if case == "own":  # a resume of a resume of ...
             whole = f"cut-{update}"
+
+
+def test_after_updates_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the clock says how many there are, so what is saved comes after them; what is killed before begins anew."""
+
+    def compiling_for(updates: int, end: object = 0) -> None:
+        def poll() -> object:
+            nonlocal updates
+            updates -= 1
+            if not updates and end is KeyboardInterrupt:
+                raise KeyboardInterrupt
+            return None if updates else end
+
+        monkeypatch.setattr(eager_start, "python_aside", lambda *_: SimpleNamespace(poll=poll, kill=lambda: None))
+
+    monkeypatch.setattr(Resident, "capture", partialmethod(Resident.capture, backend="aot_eager"))
+    monkeypatch.setattr(eager_start, "pays", lambda session, window: True)
+    monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
+    by_clock = {key: value for key, value in SETTINGS.items() if key != "train.updates"}
+    by_clock |= {"train.minutes": 10 / 57, "train.compile": "whole", "train.save_every": 4}
+    compiling_for(5)
+    start("whole", by_clock)
+    expected, rows = fingerprint(Path("whole")), Run(Path("whole")).rows()
+    assert expected["newest"] == "step-00000015"
+    assert [row["update"] for row in rows if eager_start.MARK in row and "lr" in row] == [1, 2, 3, 4, 5]
+    saved = sorted(path.name for path in Path("whole/checkpoints").iterdir())
+    assert saved[0] == "step-00000005", "a checkpoint from before the graph"
+    for update in (5, 8):
+        cut_back("whole", f"cut-{update}", update)
+        resume(f"cut-{update}")
+        assert fingerprint(Path(f"cut-{update}")) == expected, update
+    compiling_for(3, KeyboardInterrupt)
+    with pytest.raises(KeyboardInterrupt, match="--resume"):
+        start("killed", by_clock)
+    assert Run(Path("killed")).rows()[-1]["update"] == 3
+    compiling_for(5)
+    resume("killed")
+    again = fingerprint(Path("killed"))
+    assert [row["update"] for row in again["rows"] if "lr" in row] == [*range(1, 16)], "rows of before stayed"
 
 
 def test_a_checkpoint_that_lacks_later_keys_of_the_shape_is_resumed() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from batches import packed, tiny_llama
 from monograph import compat
+from monograph.device import clock
 from monograph.distributed.world import World
 from monograph.resident import Resident
 from monograph.session.opening import Opening
@@ -23,12 +24,16 @@ class Run:
         self.told: list[str] = []
         self.progress = SimpleNamespace(line=lambda _, text: self.told.append(text))
         self.session, self.world = self, World()
-        self.spent_s, self.recent_s = 0.0, seconds_per_update
+        self.spent_s, self.recent_s, self.elapsed_s, self.first = 0.0, seconds_per_update, 0.0, 0
         while (update := round(self.spent_s / seconds_per_update)) < self.updates:
             self.spent_s += seconds_per_update
             Reporter.keep_time(self, update + 1)  # type: ignore[arg-type]
 
     _too_late = Reporter._too_late
+
+    @property
+    def training_since_s(self) -> float:
+        return clock() - self.spent_s
 
     def shorten(self, updates: int) -> None:
         self.cooled, self.updates = self.spent_s, updates  # type: ignore[assignment]

@@ -13,7 +13,7 @@ import torch
 
 from monograph.config import Settings
 from monograph.storage import cache_dir
-from monograph.storage.cache_dir import cache_root, keep_compiled
+from monograph.storage.cache_dir import cache_root, files_in, keep_compiled
 
 FILLED: list[str] = []  # the folders that another process would have filled
 
@@ -21,7 +21,7 @@ FILLED: list[str] = []  # the folders that another process would have filled
 @pytest.fixture(autouse=True)
 def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FILLED.clear()
-    monkeypatch.setattr(cache_dir, "_compile_aside", lambda: FILLED.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    monkeypatch.setattr(cache_dir, "python_aside", lambda code: FILLED.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
     for name in ("MONOGRAPH_HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -83,3 +83,17 @@ def test_only_a_new_folder_that_torch_will_use_is_filled_aside(tmp_path: Path) -
             os.environ["TORCHINDUCTOR_CACHE_DIR"] = chosen
         keep_compiled()
     assert FILLED == [str(tmp_path / "a" / "compiled")]
+
+
+def test_what_was_used_longest_ago_goes_once_the_folder_is_full(tmp_path: Path, monkeypatch: Any) -> None:
+    folder = tmp_path / ".cache" / "monograph" / "compiled"
+    (folder / "ab").mkdir(parents=True)
+    for age, name in enumerate(("new.so", "ab/read.so", "ab/old.so", "older.so")):
+        (folder / name).write_bytes(bytes(10))
+        os.utime(folder / name, (1.7e9 - age, 1e9 if age == 1 else 1.7e9 - age))  # the time of reading, of writing
+    monkeypatch.setattr(cache_dir, "MOST_COMPILED_BYTES", 40)
+    keep_compiled()
+    assert len(files_in(folder)) == 4, "it fits"
+    (folder / "steps").write_bytes(b"1")
+    keep_compiled()
+    assert sorted(path.name for _, _, path in files_in(folder)) == ["new.so", "steps"]

@@ -23,7 +23,7 @@ from monograph.run.run_index import record, serial
 from monograph.run.writing import recorded_parent
 from monograph.session.preferring import REFERENCE, verify_reference
 from monograph.session.recorded import run_settings
-from monograph.storage.cache_dir import cache_root, keep_compiled
+from monograph.storage.cache_dir import MOST_COMPILED_BYTES, cache_root, compiled_folder, files_in, keep_compiled
 from monograph.storage.reading import entries, exists, is_folder
 from monograph.text.tokenizer import Tokenizer
 
@@ -77,7 +77,7 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
     rates = {name: measured_matmul_flops(device, dtype) for name, dtype in dtypes.items()}
     compiled = obstacle or compiled_obstacle(device)
     disks = [disk(folder) for folder in (DEFAULT_ROOT, cache_root()[0])]
-    allowed = limits()
+    allowed, kept_bytes = limits(), sum(size for _, size, _ in files_in(compiled_folder()))
     versions = {"monograph": __version__, "torch": torch.__version__, "Python": platform.python_version()}
     lines = {
         "machine": machine.summary,
@@ -85,6 +85,7 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
         "compiler": compiled or "found; what it compiles agrees with what is not compiled",
         **{name: f"{rate / 1e12:.3g} TFLOP/s measured" for name, rate in rates.items()},
         **{name: _disk(room) for name, room in zip(("runs", "cache"), disks, strict=True)},
+        "compiled": f"{megabytes(kept_bytes)} of at most {gibibytes(MOST_COMPILED_BYTES)} in {compiled_folder()}",
         "limits": limits_said(allowed),
     }
     facts = {
@@ -96,6 +97,7 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
         "measured_flops_per_s": rates,
         "bandwidth_bytes_per_s": machine.bandwidth_bytes_per_s,
         "compiler_obstacle": compiled,
+        "compiled_bytes": kept_bytes,
         "disks": [room._asdict() for room in disks],
         "limits": allowed,
         **{f"{name.lower()}_version": version for name, version in versions.items()},

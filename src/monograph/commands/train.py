@@ -23,7 +23,7 @@ from monograph.run.folder import Run, standard_json
 from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress
 from monograph.run.signals import StopSignal
-from monograph.session import ranks, recorded
+from monograph.session import eager_start, ranks, recorded
 from monograph.session.plan import Plan
 from monograph.session.preferring import keep_first_weights, open_pairs, score_with_first_weights
 from monograph.session.ranks import show
@@ -35,7 +35,7 @@ from monograph.session.resolve import resolve
 from monograph.session.rewind import go_back, require_end, windows
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable
-from monograph.session.warmup import fix_length, measure_memory, prepare, remember_drawing
+from monograph.session.warmup import compile_step, fix_length, measure_memory, remember_drawing, try_step
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import entries, exists
 
@@ -120,7 +120,11 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress, rew
     session.engine.step.announce = partial(progress.line, "note")
     resumed = _taken_up(session, progress)
     keep_first_weights(session, resumed)
-    prepare(session, progress)
+    try_step(session, progress)
+    if resumed:
+        compile_step(session, progress)
+    else:
+        eager_start.begin(session, progress)
     score_with_first_weights(session, resumed, progress)
     if not resumed:
         fix_length(session, progress)
@@ -133,16 +137,19 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress, rew
 def _taken_up(session: Session, progress: Progress) -> bool:
     """Resume from the run's newest checkpoint, or begin from another run's weights; return whether the run resumes."""
     world, folder, warn = session.world, session.run, partial(progress.line, "warning")
-    if resumed := world.agreed(folder.metrics_offset > 0 or bool(entries(folder.checkpoints, "step-"))):
+    saved = bool(entries(folder.checkpoints, "step-"))
+    if world.agreed(saved or any(eager_start.MARK not in row for row in folder.rows())):
         session.restore(newest(world, folder.checkpoints, warn), progress)
         if world.leads and writing.mended_tokenizer(folder, session.corpus.tokenizer):
             warn(f"{folder.tokenizer}: was damaged, and is written again")
         progress.line("resume", f"{folder.folder} from update {session.engine.index} of {session.updates}")
-    elif parent := writing.recorded_parent(folder):
+        return True
+    folder.truncate_metrics(0)  # of a process that was stopped before its first checkpoint
+    if parent := writing.recorded_parent(folder):
         begun = newest(world, parent[0].checkpoints, warn, at=parent[1])
         session.branch(begun, parent[0])
         progress.line("from", f"weights and optimizer of {parent[0].folder} after update {begun.update}")
-    return resumed
+    return False
 
 
 def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:

@@ -63,7 +63,7 @@ class Reporter:
     def __init__(self, session: Session, progress: Progress):
         """Compute or look up the yardsticks, choose the prompt and read the rows of earlier processes of the run."""
         self.session, self.progress = session, progress
-        self.rows = session.run.rows()
+        self.rows, self.first = session.run.rows(), session.engine.index
         self.yardsticks = self._yardsticks()
         reset_peak_memory(session.engine.step.device)  # memory of the yardsticks does not count
         self.opening = opening_of(session.corpus, session.model_config, str(session.plan.reading["answers"]))
@@ -172,12 +172,13 @@ class Reporter:
     def _too_late(self, update: int) -> int:
         """Return the number of updates after which a run that is too slow should end; 0 if it is fast enough."""
         session = self.session
-        if session.budget_s is None or session.cooled or session.spent_s < COOLING_FROM * session.budget_s:
+        here_s = clock() - session.training_since_s
+        if session.budget_s is None or session.cooled or here_s < COOLING_FROM * (session.budget_s - session.elapsed_s):
             return 0
         spent = session.spent_s
         # The last evaluation and the last samples come after the updates.
         until = END_SHARE * session.budget_s
-        per_update = max(spent / update, self.recent_s)
+        per_update = max(here_s / (update - self.first), self.recent_s)
         if spent + per_update * (session.updates - update) <= LATE * until:
             return 0
         left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)

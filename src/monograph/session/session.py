@@ -66,7 +66,7 @@ class Session:
         peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last update; else None, as a
             GPU counts them all the time.
         answer_tokens: tokens of all answers so far, in a run with rewards or on preferences.
-        elapsed_s: seconds spent in earlier processes of the same run.
+        elapsed_s: seconds of training before `training_since_s`, in earlier processes or before the step was compiled.
         budget_s: seconds of training that the settings allow; None if they give updates, tokens or epochs.
         cooled: [first update, last update] of a cool-down that replaced the schedule because the machine is slower than
             calibrated; None if none did.
@@ -309,8 +309,11 @@ class Session:
         course = self.plan.schedule(self.plan.updates)
         return cool_down(course, self.cooled[0], self.cooled[1], self.plan.final) if self.cooled else course
 
-    def account(self, update: int) -> None:
-        """Log the peak memory by origin, planned and measured, after the second update; later ones need no more."""
+    def account(self, update: int, **mark: Any) -> None:
+        """Log the peak memory by origin, planned and measured, after the second update; later ones need no more.
+
+        Its row has the entries of `mark`, too.
+        """
         if update == 1:  # only the update has run so far, without evaluations or samples
             self._remember_memory()
         if update == 2:
@@ -319,7 +322,7 @@ class Session:
                 entries: dict[str, Any] = self.engine.ledger()
             else:
                 entries = ledger(self.engine.step.planes, planned, self.engine.step.device)
-            self.run.log({"update": update, "memory": entries})
+            self.run.log({"update": update, "memory": entries, **mark})
 
     def _remember_memory(self) -> None:
         """Store a GPU's measured peak and its plan's traced peak for later plans, if the planned step is what ran.

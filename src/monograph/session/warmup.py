@@ -194,14 +194,19 @@ def mixing_rows(model: nn.Module) -> list[str]:
 
 
 def prepare(session: Session, progress: Progress) -> None:
-    """Run one eager trial step, then capture the step; if that fails, print the reason and train eagerly."""
+    """Run one eager trial step, then compile the step; if that fails, print the reason and train eagerly."""
+    try_step(session, progress)
+    compile_step(session, progress)
+
+
+def try_step(session: Session, progress: Progress) -> None:
+    """Run one eager trial step, print what it finds, and choose the attention kernel."""
     with session.undisturbed():
-        _prepare(session, progress)
+        _try(session, next(session.open_batches(0)), progress)
 
 
-def _prepare(session: Session, progress: Progress) -> None:
-    engine, scope = session.engine, session.plan.compile
-    window = next(session.open_batches(0))
+def _try(session: Session, window: Batch, progress: Progress) -> None:
+    engine = session.engine
     with progress.stage("trial", "one eager step") as stage:
         trial = engine.trial(window)
         score = f"loss {trial.loss:.2f}, ln V = {math.log(session.corpus.vocab_size):.2f}, "
@@ -223,6 +228,16 @@ def _prepare(session: Session, progress: Progress) -> None:
             "its statistics, and so the gradient, depend on train.micro_batch",
         )
     choose_kernel(session, window, progress)
+
+
+def compile_step(session: Session, progress: Progress) -> None:
+    """Capture the step; if that fails, print the reason and train eagerly."""
+    with session.undisturbed():
+        _compile(session, next(session.open_batches(0)), progress)
+
+
+def _compile(session: Session, window: Batch, progress: Progress) -> None:
+    engine, scope = session.engine, session.plan.compile
     if scope == "none":
         session.eager_reason = "train.compile = none"
     elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
@@ -275,10 +290,12 @@ def fix_length(session: Session, progress: Progress) -> None:
             progress.line("time", f"{longer}: what a good first model needs on this machine")
         # Answers are new each time, so prompts may come up again without end.
         most = recorded_state.MOST if isinstance(text, Prompts) else defaults.most_updates(per_epoch, rows)
-        updates = defaults.updates_for(defaults.UPDATES_SHARE * session.budget_s, seconds, most)
+        left = defaults.updates_for(defaults.UPDATES_SHARE * session.budget_s, seconds, most)
+        updates = min(most, session.engine.index + left)  # some were made before the step was compiled
         lasting = f", about {duration(session.budget_s)}"
         if updates >= most:
             lasting = f", {defaults.MOST_EPOCHS} epochs and no more, about {duration(seconds * updates)}"
+        session.budget_s += session.elapsed_s
     plan = session.plan = resolve(plan, describe(), Length(updates))
     session.engine.step.schedule = session.schedule()
     adapters = f" of which {count(session.adapter_params)} are trained" if plan.recipe.lora else ""

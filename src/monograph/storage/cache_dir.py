@@ -1,7 +1,9 @@
 """Find the folders for data that can be made again (tokens, compiled code), and for state that must not be lost."""
 
 import atexit
+import hashlib
 import os
+import stat
 import subprocess
 import sys
 from contextlib import suppress
@@ -42,15 +44,48 @@ def keep_compiled() -> None:
     """Let torch keep compiled code in the cache folder, since its default is a temporary one, gone after a reboot.
 
     $TORCHINDUCTOR_CACHE_DIR has precedence. If the cache folder cannot be written, torch's default stays. While this
-    process goes on, another one fills a new folder with what the first graph would wait for.
+    process goes on, another one fills a new folder with what the first graph would wait for. A folder that has grown
+    beyond `MOST_COMPILED_BYTES` loses the half that was used longest ago.
     """
-    folder = cache_root()[0] / "compiled"
+    folder = compiled_folder()
     with suppress(OSError):
         new = not folder.exists()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(folder, os.W_OK) and os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(folder)) == str(folder):
             if new:
-                _compile_aside()
+                python_aside(_FIRST_GRAPH)
+            _trim(folder)
+
+
+MOST_COMPILED_BYTES = 4 * 2**30  # a run's compiled step takes about 10 MB
+
+
+def compiled_folder() -> Path:
+    """Return the folder in which torch keeps compiled code, unless $TORCHINDUCTOR_CACHE_DIR names another."""
+    return cache_root()[0] / "compiled"
+
+
+def files_in(folder: Path) -> list[tuple[float, int, Path]]:
+    """Return (time of last use, bytes, path) of each file in a folder and those below, the one used last first."""
+    files = []
+    for path in folder.rglob("*"):
+        with suppress(OSError):  # another process may have removed it
+            entry = path.lstat()
+            if stat.S_ISREG(entry.st_mode):
+                files.append((max(entry.st_atime, entry.st_mtime), entry.st_size, path))
+    return sorted(files, reverse=True)
+
+
+def _trim(folder: Path) -> None:
+    files = files_in(folder)
+    if sum(size for _, size, _ in files) <= MOST_COMPILED_BYTES:
+        return
+    kept = 0
+    for _, size, path in files:
+        kept += size
+        if kept > MOST_COMPILED_BYTES // 2:
+            with suppress(OSError):
+                path.unlink()
 
 
 # It makes torch try the processor's vector instructions and compile its headers, which takes seconds.
@@ -61,7 +96,32 @@ compiled(lambda x: x + 1)(torch.ones(64))
 """
 
 
-def _compile_aside() -> None:
-    quiet = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
-    process = subprocess.Popen([sys.executable, "-P", "-c", _FIRST_GRAPH], **quiet)  # type: ignore[call-overload]
+def python_aside(code: str, *arguments: str) -> subprocess.Popen[bytes]:
+    """Let another process of this Python run this package's `code`, silently; it ends with this process at the latest.
+
+    It reads `arguments` in sys.argv, and finds modules as this process does, but not in the working folder.
+    """
+    quiet = subprocess.DEVNULL
+    command = [sys.executable, "-P", "-c", code, *arguments]
+    process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
     atexit.register(process.kill)
+    return process
+
+
+def is_compiled(key: str) -> bool:
+    """Return whether the step of this key was compiled into the cache before; True if there is no cache."""
+    mark = _mark(key)
+    return mark is None or mark.exists()
+
+
+def mark_compiled(key: str) -> None:
+    """Note that the step of this key is compiled."""
+    if mark := _mark(key):
+        with suppress(OSError):
+            mark.parent.mkdir(parents=True, exist_ok=True)
+            mark.touch()
+
+
+def _mark(key: str) -> Path | None:
+    folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    return Path(folder, "steps", hashlib.sha256(key.encode()).hexdigest()) if folder else None

@@ -1,0 +1,110 @@
+"""Begin a run with updates that are computed without a graph, while another process compiles the step.
+
+Where nothing is compiled yet, the compiler keeps one core busy for half a minute. A run that lasts by the clock, whose
+number of updates nobody can repeat anyway, trains on the other cores meanwhile. Once the compiled code is in the cache,
+the run takes it from there and saves its first checkpoint, so that what is resumed has one kind of updates only.
+"""
+
+import io
+from pathlib import Path
+
+import torch
+
+from monograph import __version__
+from monograph.device import clock, compiler_obstacle, default_device, describe
+from monograph.loop import train
+from monograph.loss import Batch
+from monograph.planner import defaults
+from monograph.report.quantities import counted
+from monograph.run.folder import Run
+from monograph.run.metrics_log import MetricsLog
+from monograph.run.progress import Progress
+from monograph.schedule import constant
+from monograph.session.plan import Length
+from monograph.session.recorded import run_settings
+from monograph.session.resolve import resolve
+from monograph.session.rewind import windows
+from monograph.session.session import Session
+from monograph.session.setup import open_corpus, open_session, repeatable
+from monograph.session.warmup import compile_step, prepare
+from monograph.storage.cache_dir import is_compiled, keep_compiled, mark_compiled, python_aside
+
+MARK = "eager"  # the entry of metrics.jsonl by which the rows of such updates are known
+PROCESS_BYTES = 2**30  # of libraries, text and compiler, beside the tensors of a step
+LONGEST_S = 600.0  # after which the other process is not waited for
+_CHILD = "import sys; from monograph.session.eager_start import compile_run; compile_run(sys.argv[1])"
+
+
+def compiled_key(session: Session, window: Batch) -> str:
+    """Return a text that differs wherever the compiled step of a run would differ."""
+    engine, plan = session.engine, session.plan
+    shapes = {name: list(tensor.shape) for name, tensor in sorted(window.items())}
+    way = (plan.precision, plan.remat, plan.compile, engine.micro_batch, plan.update_rule, plan.clip, plan.averaged)
+    machine = (describe().name, torch.get_num_threads(), torch.__version__, __version__)
+    return repr((machine, session.model_config, shapes, way))
+
+
+def pays(session: Session, window: Batch) -> bool:
+    """Return whether updates without a graph are possible, and compiling takes long enough for them.
+
+    The clock decides on the run's length, a compiler runs on another core of this machine, the memory suffices for a
+    second process with the model, a new one of this package, and this step was not compiled on this machine before.
+    """
+    plan, machine = session.plan, describe()
+    if plan.updates or plan.epochs or not session.world.alone or session.judges or session.text.stats.conversations:
+        return False
+    if machine.type != "cpu" or machine.cores < 2 or plan.compile == "none" or compiler_obstacle():
+        return False
+    if plan.recipe.init is not None or plan.expected is None or plan.memory == "stream":
+        return False
+    fits = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES) < machine.free_memory_bytes
+    return fits and not is_compiled(compiled_key(session, window))
+
+
+def begin(session: Session, progress: Progress) -> None:
+    """Update without a graph until another process has compiled the step, if that `pays`; then compile it here, too.
+
+    The second time takes a few seconds, as the compiled code is in the cache.
+    """
+    window = next(session.open_batches(0))
+    if pays(session, window):
+        _update_eagerly(session, progress)
+    compile_step(session, progress)
+    if not session.eager_reason:
+        mark_compiled(compiled_key(session, window))
+
+
+def _update_eagerly(session: Session, progress: Progress) -> None:
+    engine, plan = session.engine, session.plan
+    assert plan.expected
+    most = defaults.most_updates(session.text.train.per_epoch, plan.rows)
+    likely = defaults.updates_for(60 * plan.minutes, plan.expected.update_s, most)
+    engine.step.schedule = constant(resolve(plan, describe(), Length(likely)).warmup_updates)
+    log, began, threads, spent_s = MetricsLog(session.run, every=1), clock(), torch.get_num_threads(), 0.0
+    compiler = python_aside(_CHILD, str(session.run.folder))
+    torch.set_num_threads(max(1, threads - 1))  # the other process computes on one
+    try:
+        with progress.stage("start", "updates without a graph, while one is compiled") as stage:
+            for update in train(engine, windows(session), max(1, most // 2)):
+                spent_s = clock() - began
+                log.add(update, {"wall_s": spent_s, MARK: True})
+                session.account(update.index + 1, **{MARK: True})
+                stage.report("update", update.index + 1)
+                if compiler.poll() is not None or spent_s > LONGEST_S:
+                    break
+            stage.result = f"{counted(engine.index, 'update')}, loss {log.last['train_loss']:.2f}"
+    finally:
+        compiler.kill()
+        torch.set_num_threads(threads)
+    # They count as an earlier process's, which adds its seconds to the time that the settings allow.
+    session.elapsed_s, session.started_s, session.training_since_s = spent_s, session.started_s + spent_s, clock()
+
+
+def compile_run(folder: str) -> None:
+    """Compile the step of a run that is not begun yet, so that the process that trains it finds it in the cache."""
+    keep_compiled()
+    repeatable(default_device())
+    run, progress = Run(Path(folder)), Progress(io.StringIO())
+    plan = resolve(run_settings(run), describe())
+    session = open_session(run, plan, open_corpus(plan.reading, progress), default_device(), progress)
+    prepare(session, progress)

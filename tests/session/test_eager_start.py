@@ -1,0 +1,88 @@
+"""Run: pytest tests/session/test_eager_start.py [-m slow] (updates before the step is compiled)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from commands.forked import CommandServer
+from laws.resumed import OWN, SETTINGS, write_inputs
+from monograph.config import load
+from monograph.device import describe
+from monograph.run.folder import Run
+from monograph.run.progress import Progress
+from monograph.session import eager_start
+from monograph.session.eager_start import MARK, compile_run, compiled_key, pays
+from monograph.session.recorded import write_config
+from monograph.session.resolve import resolve
+from monograph.session.session import Session
+from monograph.session.setup import open_corpus, open_session
+
+OPEN = ("train.updates", "train.compile")
+BY_CLOCK = {key: value for key, value in SETTINGS.items() if key not in OPEN}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    write_inputs(tmp_path)
+    return tmp_path
+
+
+def session_of(settings: dict[str, Any]) -> Session:
+    plan, progress = resolve(load(None, settings, {}), describe()), Progress()
+    text = open_corpus(plan.reading, progress)
+    return open_session(Run(Path("run")), plan, text, torch.device("cpu"), progress)
+
+
+def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_of(BY_CLOCK)
+    window = next(session.open_batches(0))
+    assert pays(session, window)
+    for change in ({"updates": 20}, {"epochs": 2}, {"compile": "none"}, {"memory": "stream"}):
+        session.plan, whole = replace(session.plan, **change), session.plan  # type: ignore[arg-type]
+        assert not pays(session, window), change
+        session.plan = whole
+    for change in ({"cores": 1}, {"free_memory_bytes": 2**30}, {"type": "cuda"}):
+        machine = replace(describe(), **change)  # type: ignore[arg-type]
+        monkeypatch.setattr(eager_start, "describe", lambda machine=machine: machine)
+        assert not pays(session, window), change
+    monkeypatch.setattr(eager_start, "describe", describe)
+    key = compiled_key(session, window)
+    eager_start.mark_compiled(key)
+    assert not pays(session, window), "it is compiled"
+    assert pays(session, {**window, "tokens": window["tokens"][:, 1:]}), "this shape is not"
+
+
+def test_a_module_of_a_file_is_not_run_by_another_process() -> None:
+    session = session_of({key: value for key, value in OWN.items() if key not in OPEN})
+    assert not pays(session, next(session.open_batches(0)))
+
+
+def test_the_other_process_opens_a_run_whose_settings_are_all_that_is_written() -> None:
+    run = Run.create("run")
+    write_config(run, load(None, BY_CLOCK | {"train.compile": "none", "train.minutes": 1}, {}))
+    before = sorted(Path("run").iterdir())
+    compile_run("run")
+    assert sorted(Path("run").iterdir()) == before
+
+
+@pytest.mark.slow
+def test_a_first_run_waits_for_the_cache_alone(server: CommandServer, here: Path) -> None:
+    settings = ["model.preset=nano", "data.source=stdlib", "data.tokenizer=bytes", "train.tokens_per_update=512"]
+    home = {"MONOGRAPH_HOME": str(here / "home"), "TORCHINDUCTOR_CACHE_DIR": str(here / "home" / "compiled")}
+    runs = []
+    for name in ("cold", "warm"):
+        done = server.run(here, "train", *settings, "train.minutes=0.02", "--out", name, "--json", env=home)
+        assert done.code == 0, done.err
+        early = [row for row in Run(here / name).rows() if MARK in row]
+        runs.append((json.loads(done.out.splitlines()[-1])["compile_s"], early[-1]["wall_s"] if early else 0.0))
+    (cold_s, early_s), (warm_s, none_s) = runs
+    assert early_s > cold_s and not none_s, runs
+    assert cold_s < 2 * warm_s + 2, runs
