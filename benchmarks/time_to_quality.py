@@ -2,12 +2,12 @@
 
 Python's standard library, the same split and tokenizer. Every system trains the default model (`micro`, the same
 initial weights), in bf16 if the processor has it, in one process with `--threads` threads. Monograph is `monograph
-train --minutes M`, with its evaluations, samples and checkpoints inside the time. The peers are compiled before. In M
-minutes they make updates of 1,024 tokens, with which AdamW learns the most here (docs/log.md), on rows cut from the
+train --minutes M`, with its evaluations, samples and checkpoints inside the time. All are compiled before. In M minutes
+the peers make updates of 1,024 tokens, with which AdamW learns the most here (docs/log.md), on rows cut from the
 concatenated documents, with warm-up and a cosine to a twentieth that follow the clock, so that each ends its schedule
 just in time. The weights of all are scored by the same code on all held-out text. A peer tries every rate with the
 first seed and repeats the best one with the others. The systems take turns, so a noisy machine shows only in the seeds'
-deviation.
+deviation. With `--before FOLDER` another tree of Monograph's sources takes part, too.
 
 Every finished training is a line of `--journal`, from which the same command continues.
 """
@@ -47,6 +47,7 @@ from monograph.resident import Resident
 from monograph.schedule import warmup_cosine
 from monograph.session.resolve import FINAL
 
+OWN = ("monograph", "before")  # this tree's and the other's; each decides on its rate, so every seed is trained at once
 PEERS = ("plain loop", "trainer", "lightning", "litgpt")
 LENGTH = 256
 WARM_UP = 5  # updates before a peer's clock starts: it compiles
@@ -119,13 +120,14 @@ def blocks(text: Corpus, seed: int) -> list[torch.Tensor]:
     return list(rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed))])
 
 
-def ours(training: Training, minutes: float) -> dict[str, Any]:
-    """Run `monograph train` as a user would."""
+def ours(training: Training, minutes: float, tree: Path) -> dict[str, Any]:
+    """Run `monograph train` of a tree as a user would, after a run of a second that leaves the step compiled."""
+    environment = os.environ | {"PYTHONPATH": str(tree / "src")}
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "monograph", "train", "--minutes", str(minutes), "--json"]
-        command += [f"train.seed={training.seed}", "--out", str(Path(folder, "run"))]
-        environment = os.environ | {"PYTHONPATH": str(harness.ROOT / "src")}
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+        for given in (0.02, minutes):
+            command = [sys.executable, "-m", "monograph", "train", "--minutes", str(given), "--json"]
+            command += [f"train.seed={training.seed}", "--out", str(Path(folder, f"run-{given}"))]
+            done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     told = json.loads(done.stdout.splitlines()[-1])
     return {"bits_per_byte": told["eval_bits_per_byte"], "tokens": told["tokens"], "seconds": told["training_s"]}
 
@@ -163,6 +165,7 @@ def train_all(args: Namespace, journal: Journal, trainings: list[Training]) -> N
 
     def one(training: Training) -> None:
         command = [sys.executable, __file__, "--minutes", str(args.minutes), "--threads", str(args.threads)]
+        command += ["--before", str(args.before)] if args.before else []
         # Two processes that compile the same kernel at once can read each other's half-written files.
         cache = Path(tempfile.gettempdir(), f"time-to-quality-{current_thread().name}")
         environment = os.environ | {"OMP_NUM_THREADS": str(args.threads), "TORCHINDUCTOR_CACHE_DIR": str(cache)}
@@ -182,16 +185,16 @@ def train_all(args: Namespace, journal: Journal, trainings: list[Training]) -> N
 
 
 def first_round(args: Namespace, systems: list[str]) -> Iterator[Training]:
-    """Yield Monograph with every seed, and every peer with every rate and the first seed, in turns."""
-    of_ours = [Training("monograph", None, seed) for seed in args.seeds]
-    of_peers = ([Training(system, lr, args.seeds[0]) for lr in args.lrs] for system in systems if system != "monograph")
-    for turn in zip_longest(*([of_ours] if "monograph" in systems else []), *of_peers):
+    """Yield Monograph's trees with every seed, and every peer with every rate and the first seed, in turns."""
+    of_ours = ([Training(system, None, seed) for seed in args.seeds] for system in systems if system in OWN)
+    of_peers = ([Training(system, lr, args.seeds[0]) for lr in args.lrs] for system in systems if system not in OWN)
+    for turn in zip_longest(*of_ours, *of_peers):
         yield from (training for training in turn if training is not None)
 
 
 def second_round(args: Namespace, systems: list[str], journal: Journal) -> Iterator[Training]:
     """Yield every peer's best rate with the other seeds, in turns."""
-    there = [s for s in systems if s != "monograph" and any(e["system"] == s for e in journal.entries)]
+    there = [s for s in systems if s not in OWN and any(e["system"] == s for e in journal.entries)]
     rates = {system: journal.best_rate(system, args.seeds[0]) for system in there}
     for seed in args.seeds[1:]:
         yield from (Training(system, rate, seed) for system, rate in rates.items())
@@ -200,9 +203,10 @@ def second_round(args: Namespace, systems: list[str], journal: Journal) -> Itera
 def summary(args: Namespace, system: str, journal: Journal) -> dict[str, Any] | None:
     """Return a system's trainings at its best rate; None if there are none."""
     there = [e for e in journal.entries if e["system"] == system and e["seed"] in args.seeds]
+    there.sort(key=lambda entry: args.seeds.index(entry["seed"]))
     if not there:
         return None
-    rate = None if system == "monograph" else journal.best_rate(system, args.seeds[0])
+    rate = None if system in OWN else journal.best_rate(system, args.seeds[0])
     chosen = [entry for entry in there if entry["lr"] == rate]
     bits = [entry["bits_per_byte"] for entry in chosen]
     tokens = statistics.median(entry["tokens"] for entry in chosen)
@@ -215,7 +219,7 @@ def summary(args: Namespace, system: str, journal: Journal) -> dict[str, Any] | 
 def verdict(cases: list[dict[str, Any]]) -> str:
     """Compare Monograph with the best peer; a difference below twice its standard error counts as none."""
     own = next((case for case in cases if case["system"] == "monograph"), None)
-    peers = [case for case in cases if case["system"] != "monograph"]
+    peers = [case for case in cases if case["system"] not in OWN]
     if own is None or not peers:
         return "no verdict: Monograph and a peer are needed"
     best = min(peers, key=lambda case: case["mean"])
@@ -229,6 +233,16 @@ def verdict(cases: list[dict[str, Any]]) -> str:
     return f"{word}: {gap:+.4f} bits per byte against {best['system']}, standard error {error:.4f}"
 
 
+def since_before(cases: list[dict[str, Any]]) -> str:
+    """Say how this tree's scores differ from the other's, seed by seed, with the standard error; "" without both."""
+    scores = {case["system"]: case["bits_per_byte"] for case in cases if case["system"] in OWN}
+    if len(scores) < len(OWN) or len(scores["before"]) < 2:
+        return ""
+    pairs = [now - before for now, before in zip(scores["monograph"], scores["before"], strict=True)]
+    error = statistics.stdev(pairs) / len(pairs) ** 0.5
+    return f"since before: {statistics.mean(pairs):+.4f} bits per byte, standard error {error:.4f}"
+
+
 def print_summary(cases: list[dict[str, Any]]) -> None:
     """Print the table and the verdict."""
     rows = []
@@ -239,6 +253,7 @@ def print_summary(cases: list[dict[str, Any]]) -> None:
         rows.append([*row, f"{case['tokens'] / 1e6:.2f}"])
     harness.print_table(["", "bits/byte", "deviation", "seeds", "lr", "M tokens"], rows)
     print(verdict(cases))
+    print(since_before(cases))
 
 
 def main() -> None:
@@ -252,6 +267,7 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2, help="trainings at once")
     parser.add_argument("--threads", type=int, default=1, help="of each")
     parser.add_argument("--journal", type=Path, default=Path("time_to_quality.jsonl"), help="finished trainings")
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="another tree of Monograph's sources")
     parser.add_argument("--train", metavar="JSON", help="one training, in this process")
     args = parser.parse_args()
     if args.smoke:
@@ -261,17 +277,19 @@ def main() -> None:
         torch.set_num_threads(args.threads)
         reply = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # systems may print; stdout is for answers
-        print(json.dumps((ours if training.system == "monograph" else peer)(training, args.minutes)), file=reply)
+        trees = {"monograph": harness.ROOT, "before": args.before}
+        tree = trees.get(training.system)
+        print(json.dumps(ours(training, args.minutes, tree) if tree else peer(training, args.minutes)), file=reply)
         return
     found = harness.result("time-to-quality", {"minutes": args.minutes, "seeds": args.seeds, "lrs": args.lrs})
     harness.print_machine(found)
-    systems = [name for name in args.only if not SYSTEMS[name].missing]
+    systems = [*(["before"] if args.before else []), *(name for name in args.only if not SYSTEMS[name].missing)]
     if missing := sorted({package for name in args.only for package in SYSTEMS[name].missing}):
         print(f"missing: {', '.join(missing)}. {HOW_TO_INSTALL}")
     journal = Journal(args.journal, args.minutes)
     train_all(args, journal, list(first_round(args, systems)))
     train_all(args, journal, list(second_round(args, systems, journal)))
-    found["cases"] = [each for name in args.only if (each := summary(args, name, journal))]
+    found["cases"] = [each for name in systems if (each := summary(args, name, journal))]
     harness.write(args.out, found)
     print_summary(found["cases"])
 

@@ -136,6 +136,13 @@ def test_a_peer_repeats_its_best_rate_and_noise_is_no_difference(script, tmp_pat
     cases = [quality.summary(args, name, again) for name in ("monograph", "trainer")]
     assert quality.verdict(cases).startswith("Monograph is ahead: +0.1000")
     assert quality.verdict([cases[0], cases[1] | {"mean": 1.83}]).startswith("no difference")
+    for seed, bits in ((1, 1.93), (0, 1.90)):  # they end in any order
+        again.add(
+            quality.Training("before", None, seed)._asdict() | {"minutes": 5.0, "bits_per_byte": bits, "tokens": 1}
+        )
+    assert not quality.since_before(cases)
+    cases.append(quality.summary(args, "before", again))
+    assert quality.since_before(cases) == "since before: -0.1050 bits per byte, standard error 0.0050"
 
 
 def test_a_crossing_is_where_the_curve_stays_below(script):
