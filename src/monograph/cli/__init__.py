@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import typer
 import typer.main
 
-from monograph import errors, interrupts, terminal
+from monograph import allocator, errors, interrupts, terminal
 from monograph.cli.typed import app, launched
 from monograph.storage.reading import is_file
 
@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     # OpenMP threads that wait by spinning make a step up to 20 times slower as soon as anything else runs on a core
     # (docs/log.md). libgomp reads the variable when torch is imported, which happens later.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    allocator.keep_freed_memory()
     # Torch would write a line of its own each time a GPU's memory does not suffice at once, even if it then finds some.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:

@@ -10,9 +10,10 @@ from typing import Any, Literal, TypeVar
 import torch
 
 from monograph import compat
+from monograph.allocator import keep_freed_memory
 from monograph.compat import inductor
 from monograph.errors import UsageError
-from monograph.graph import matmul, recompute
+from monograph.graph import convolutions, matmul, recompute
 from monograph.graph.inspect import blocks
 from monograph.graph.remat import Policy, Remat
 from monograph.graph.replay import HostState, StaticInputs
@@ -220,6 +221,7 @@ def compiled(
         # The key of Inductor's cache lacks the vector width: another processor would run wrong code (docs/log.md).
         compat.tell_processors_apart()
         compat.build_kernels_together()
+        keep_freed_memory()
         if torch.cuda.is_available():  # only a GPU's kernel has them in its source
             compat.keep_strides_of_block_masks()
         # Fused into the loop over a plane, an update's coefficients would be computed again for every 16 elements.
@@ -227,7 +229,8 @@ def compiled(
         # By default, the partitioner keeps the dense copy of every frozen int8 or nf4 weight for the backward pass, and
         # recomputes values from a buffer that the forward pass has overwritten.
         marks = compat.graph_pass(compat.mark_recomputed, inductor.__file__)
-        options = matmul.passes() | {"joint_custom_post_pass": marks} | {**more}
+        first = compat.graph_pass(convolutions.rewrite, convolutions.__file__)
+        options = matmul.passes() | {"joint_custom_pre_pass": first, "joint_custom_post_pass": marks} | {**more}
     compiler = compat.aot_eager() if backend == "aot_eager" else backend
     graph = torch.compile(_with_own_code(function), fullgraph=True, dynamic=False, backend=compiler, options=options)
 

@@ -1,0 +1,86 @@
+"""Run: pytest tests/graph/test_convolutions.py (large convolutions with groups, group by group)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from monograph.graph import convolutions
+from monograph.graph.capture import compiled
+
+# Shapes of the members' inputs and weights, and the steps of the convolution.
+CASES = {
+    "images": ((3, 2, 4, 6, 5), (3, 4, 4, 3, 3), {"padding": 1}),
+    "strides and dilation": ((2, 3, 4, 9, 9), (2, 6, 4, 3, 3), {"stride": 2, "dilation": 2, "padding": 2}),
+    "sequences": ((3, 2, 4, 11), (3, 4, 4, 3), {"padding": 1}),
+}
+
+
+@pytest.fixture
+def graphs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The graphs after the pass, which finds every convolution with groups large enough."""
+    found: list[str] = []
+    rewrite = convolutions.rewrite
+
+    def rewritten(graph: torch.fx.Graph) -> None:
+        rewrite(graph)
+        found.append(str(graph))
+
+    monkeypatch.setattr(convolutions, "LEAST", 1)
+    monkeypatch.setattr(convolutions, "rewrite", rewritten)
+    return found
+
+
+def results(function: Callable[..., Tensor], given: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    leaves = [each.to(dtype, copy=True).requires_grad_() for each in given]
+    total_N = function(*leaves)
+    total_N.sum().backward()
+    return [total_N.detach(), *(leaf.grad for leaf in leaves if leaf.grad is not None)]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_those_of_groups(case: str, graphs: list[str]) -> None:
+    input_shape, weight_shape, steps = CASES[case]
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(shape, generator=generator) for shape in (input_shape, weight_shape)]
+    convolve: Any = F.conv1d if len(input_shape) == 4 else F.conv2d
+
+    def of_one(input_BC: Tensor, weight_OC: Tensor) -> Tensor:
+        hidden = convolve(input_BC.sin(), weight_OC, None, **steps)
+        return hidden.square().sum() + hidden.mean((0, 2)).sum()
+
+    def step(input_NBC: Tensor, weight_NOC: Tensor) -> Tensor:
+        return vmap(of_one)(input_NBC, weight_NOC)
+
+    # A graph of the cache would not be rewritten.
+    with torch._inductor.config.patch(fx_graph_cache=False), torch._functorch.config.patch(enable_autograd_cache=False):
+        captured = results(compiled(step), given, torch.float32)
+    eager, exact = results(step, given, torch.float32), results(step, given, torch.float64)
+    assert "group_convolution" in graphs[0] and "group_gradients" in graphs[0] and "aten.convolution" not in graphs[0]
+    assert len(captured) == 3
+    for one, other, truth in zip(captured, eager, exact, strict=True):
+        error, naive = ((each - truth).abs().max() for each in (one, other))
+        assert error <= 2 * naive + 1e-6 * truth.abs().max()
+
+
+def test_small_ones_and_those_with_a_bias_stay() -> None:
+    def step(inputs: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return F.conv2d(F.conv2d(inputs, weight, None, groups=2), weight, bias, groups=2)
+
+    given = torch.randn(1, 8, 64, 64), torch.randn(8, 4, 3, 3), torch.randn(8)
+    whole = make_fx(step, tracing_mode="fake")(*given).graph
+    convolutions.rewrite(whole)
+    assert "group_convolution" not in str(whole), "2^19 multiplications a group"
+    convolutions.LEAST, least = 1, convolutions.LEAST
+    try:
+        convolutions.rewrite(whole)
+    finally:
+        convolutions.LEAST = least
+    targets = [str(node.target) for node in whole.nodes if "convolution" in str(node.target)]
+    assert targets == ["monograph.group_convolution.default", "aten.convolution.default"]
