@@ -12,7 +12,7 @@ Shapes: B rows, T positions, D hidden size, V vocabulary.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeGuard
 
@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.graph.token_rows import rows_of
 from monograph.ops.cross_entropy import linear_cross_entropy
+from monograph.ops.log_probabilities import token_log_probabilities
+from monograph.ops.mixture import mixture_cross_entropy
 from monograph.ranges import NOT_NEGATIVE
 
 IGNORE = -100  # torch's default ignore_index
@@ -65,10 +67,14 @@ class TokenLoss:
     def __call__(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return the sum in nats and the number of targets; see the class."""
         shares = {"shares": batch[SHARES]} if SHARES in batch else {}
-        hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"), **shares)
-        head: Any = model.lm_head
+        taught = self.taught(batch)
+        hidden_ND, head = hidden_of(model, batch, **shares)
         targets_N, rows = batch["targets"].flatten(), rows_of(head)
-        return self.head(hidden_BTD.flatten(0, -2), head.weight, targets_N, impl=self.impl, rows=rows)
+        return self.head(hidden_ND, head.weight, targets_N, impl=self.impl, rows=rows, **taught)
+
+    def taught(self, batch: Batch) -> dict[str, Any]:
+        """Return further arguments of `head`: none."""
+        return {}
 
     def count(self, batch: Batch) -> Tensor:
         """Return the number of targets that are not -100, 0-d int64."""
@@ -76,6 +82,50 @@ class TokenLoss:
 
 
 token_loss = TokenLoss()
+
+
+def hidden_of(model: nn.Module, batch: Batch, **more: Tensor) -> tuple[Tensor, Any]:
+    """Return the hidden states of a batch's positions, [N, D], and the module's head."""
+    hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"), **more)
+    return hidden_BTD.flatten(0, -2), model.lm_head
+
+
+def target_log_probabilities(model: nn.Module, batch: Batch, temperature: float = 1.0, among: Any = None) -> Tensor:
+    """Return the log-probability of each target, [N], and of token 0 where there is none; see the operator."""
+    hidden_ND, head = hidden_of(model, batch)
+    tokens_N = batch["targets"].flatten()
+    tokens_N = torch.where(tokens_N != IGNORE, tokens_N, 0)
+    return token_log_probabilities(hidden_ND, head.weight, tokens_N, temperature, rows=rows_of(head), among=among)
+
+
+class MixtureLoss(TokenLoss):
+    """The loss of a model that learns from its text and from the mean of other models' probabilities; see `TokenLoss`.
+
+    sum = sum over targets of share * -log q(target) + (1 - share) * KL(m || q),   m = mean over teachers of p
+
+    Where no gradient is taken, the sum is that of `TokenLoss`, so scores compare with any other model's. The teachers
+    pass a batch one after another, without gradients, in the caller's precision. In a step that is captured by blocks
+    they are called uncompiled; in one graph they are part of it.
+
+    Attributes:
+        teachers: models with the same vocabulary, on the same device.
+        share: the targets' share.
+        digest: tells these teachers from others, for a checkpoint to record.
+    """
+
+    def __init__(self, teachers: Sequence[nn.Module], share: float = 0.5, digest: str = ""):
+        """Take the teachers, and freeze them."""
+        super().__init__()
+        self.teachers = tuple(teacher.requires_grad_(False).eval() for teacher in teachers)
+        self.share, self.digest, self.head = share, digest, mixture_cross_entropy
+
+    def taught(self, batch: Batch) -> dict[str, Any]:
+        """Return the teachers' hidden states and heads, if a gradient is taken."""
+        if not torch.is_grad_enabled():
+            return {}
+        with torch.no_grad():
+            pairs = [hidden_of(teacher, batch) for teacher in self.teachers]
+            return {"teachers": [(hidden_ND, head.weight) for hidden_ND, head in pairs], "share": self.share}
 
 
 def fill_of(loss: Loss, batch: Batch) -> Mapping[str, float] | None:

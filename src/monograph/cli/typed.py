@@ -130,6 +130,9 @@ def sweep(
     out: Annotated[
         Path | None, _place("DIR", "the sweep's folder, new or to go on with; default: runs/DATE-TIME")
     ] = None,
+    distill: Annotated[
+        bool, _flag("--distill", "at the end train one more model on the members' averaged probabilities")
+    ] = False,
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> int:
@@ -137,7 +140,7 @@ def sweep(
     from monograph.commands.sweep import run
 
     _trust(trust_code)
-    return interrupts.working(run)(arguments or [], samples=samples, verify=verify, out=out, json=json)
+    return interrupts.working(run)(arguments or [], samples=samples, verify=verify, out=out, distill=distill, json=json)
 
 
 @app.command()

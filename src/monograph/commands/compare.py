@@ -23,15 +23,16 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
 from monograph.run.run_index import SWEEP
-from monograph.session.evaluated_model import EvaluatedModel, answered, of_folder, of_run, require_finite
+from monograph.session.evaluated_model import EvaluatedModel, answered, mixed, of_folder, of_run, require_finite
 from monograph.storage.reading import exists, is_file, without_links
 from monograph.sweeps.folder import seeds_of_best
+from monograph.sweeps.results import mixture_of
 from monograph.terminal import warn
 
 
 @dataclass(frozen=True)
 class _Side:
-    """One of the compared: a run, a model's folder, or a sweep's best setting with all its seeds.
+    """One of the compared: a run, a model's folder, a sweep's best setting with all its seeds, or all its members.
 
     Attributes:
         name: the name that the user gave.
@@ -116,10 +117,12 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> None
 
 def _side(name: str) -> _Side:
     runs: dict[int, Run] = {}
-    if names_run(name) or not exists(name):
+    members = mixture_of(name)
+    if not members and (names_run(name) or not exists(name)):
         folder = Run.located(name)
         runs = seeds_of_best(folder) if is_file(folder / SWEEP) else {0: Run.open(name)}
-    subjects = [of_run(run, warn) for run in runs.values()] or [of_folder(name, warn)]
+    subjects = [of_run(run, warn) for run in members or runs.values()] or [of_folder(name, warn)]
+    subjects = [mixed(subjects, name)] if members else subjects
     for subject in subjects:
         subject.module.to(default_device()).eval()
     knobs = tuple({"seed": seed} for seed in runs) if len(runs) > 1 else ()

@@ -12,7 +12,8 @@ from monograph.report.quantities import counted
 from monograph.run.folder import standard_json
 from monograph.run.progress import Progress
 from monograph.run.recipe import run_named
-from monograph.session.evaluated_model import EvaluatedModel, answered, of_folder, of_run, require_finite
+from monograph.session.evaluated_model import EvaluatedModel, answered, mixed, of_folder, of_run, require_finite
+from monograph.sweeps.results import mixture_of
 from monograph.terminal import warn
 
 # The keys that --json prints; the value is null where a score was not measured.
@@ -22,8 +23,12 @@ QUESTIONS = tuple(key for key in Accuracy._fields if key != "cut")
 
 def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
     """Score the held-out rows of the run's data, or all given text or questions; see the command line's help."""
-    trained = run_named(run)
-    subject = of_run(trained, warn) if trained else of_folder(run, warn)
+    members = mixture_of(run)
+    trained = None if members else run_named(run)
+    if members:
+        subject = mixed([of_run(member, warn) for member in members], run)
+    else:
+        subject = of_run(trained, warn) if trained else of_folder(run, warn)
     if not data and not subject.own_text:
         what = "learned from answers, not from text, so no text" if trained else "is no run, so nothing"
         raise UsageError(f"{run} {what} was held out for it: give the text to score with --data")
@@ -33,7 +38,8 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
         measured, line = _questions(subject, data, chat, stage.report) if quiz else _text(subject, data, stage.report)
     if isinstance(measured, Evaluation):
         require_finite(measured.loss, run, "this text")
-    print(line + (", averaged weights" if subject.averaged else ""))
+    together = f", {counted(len(members), 'member')} together" if members else ""
+    print(line + together + (", averaged weights" if subject.averaged else ""))
     if json:
         scores = {key: measured._asdict().get(key) for key in (*TEXT, *QUESTIONS)}
         weights = "averaged" if subject.averaged else "last"

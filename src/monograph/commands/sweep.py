@@ -6,40 +6,49 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+from monograph.commands.train import run as train_one
+from monograph.config import Settings
 from monograph.device import clock, default_device, describe
 from monograph.distributed.world import World, place
 from monograph.errors import Diverged, Stopped, UsageError
 from monograph.loop import train
+from monograph.run.folder import MIXTURE
 from monograph.run.metrics_log import MetricsLogs
 from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.signals import StopSignal
 from monograph.session import ranks
 from monograph.session.ranks import command, show
+from monograph.session.reporting import finished
 from monograph.session.setup import repeatable
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_file
-from monograph.sweeps import spec
+from monograph.sweeps import results, spec
 from monograph.sweeps.batch import MemberBatch, go_on
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.progress import SweepProgress
-from monograph.sweeps.results import verify as verified
+from monograph.sweeps.results import require_teachers
 
 EVERY = 10  # updates between two reads of losses from the device
 
 
-def run(arguments: Sequence[str], *, samples: int | None, verify: int | None, out: Path | None, json: bool) -> int:
+def run(
+    arguments: Sequence[str], *, samples: int | None, verify: int | None, out: Path | None, distill: bool, json: bool
+) -> int:
     """Train or resume the members and compare them; see the command line's help."""
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     world = World(place(srun=True), lambda line: Progress().line("note", line))
     progress = ranks.progress_of(world)
     repeatable(default_device())
     own = _sweep_of(world, arguments, samples, verify, out) if world.leads else None
+    if own and distill:
+        require_teachers(own, world.size)
     folder = world.agreed(str(own.run.folder.absolute()) if own else None)
     sweep = own or Sweep.open(Path(folder))
     with (
         sweep.run.lock() if world.leads else nullcontext(),
         ranks.one_end(world, sweep.run, lambda: "groups" not in sweep.record),
     ):
+        sweep.record |= {"distill": True} if distill else {}
         state = SweepProgress(sweep, progress, world)
         if not world.agreed(state.all_over(state.members)):
             _train(state, progress)
@@ -72,13 +81,27 @@ def _finish(state: SweepProgress, verify: int | None, progress: Progress, json: 
     state.outcomes = state.read()
     result = state.finish()
     if verify is not None:
-        result["verify"] = verified(state.outcomes[verify], progress)
+        result["verify"] = results.verify(state.outcomes[verify], progress)
+    if state.sweep.record.get("distill") and result["best"]:
+        result["distilled"] = _distilled(state, result["best"]["member"], progress)
+        state.sweep.write()
     _next(state.sweep, result, verify, progress)
     if json:
         print(jsonlib.dumps(result))
     if result["best"] is None:
         raise Diverged(f"every member of {state.sweep.run.folder} diverged: lower optim.lr")
     return 0 if verify is None or result["verify"]["equal"] else 1
+
+
+def _distilled(state: SweepProgress, best: int, progress: Progress) -> dict[str, Any]:
+    """Train the model that learns from the members, or go on with it, and return its results."""
+    student = results.student_of(state.sweep, state.outcomes, best)
+    if not finished(student):
+        progress.gap()
+        progress.line("distill", f"{student.folder} learns from the text and from the members' averaged probabilities")
+        train_one(Settings(), out=None, resume=str(student.folder), from_=None, json=False)
+    summary = finished(student) or {}
+    return {"run": str(student.folder), **{key: summary.get(key) for key in (results.NATS, results.BITS)}}
 
 
 def _require_member(verify: int | None, members: int) -> None:
@@ -151,5 +174,7 @@ def _next(sweep: Sweep, result: dict[str, Any], verify: int | None, progress: Pr
         if wide:
             show(progress, "next", "train", str(sweep.wide))
         show(progress, "" if wide else "next", "train", "--from", name, "--minutes", "5")
+        if len([member for member in result["members"] if member["diverged"] is None]) > 1:
+            show(progress, "", "evaluate", f"{sweep.run.handle}/{MIXTURE}")
         if verify is None:
             show(progress, "", "sweep", "--out", str(sweep.run.folder), "--verify", str(best["member"]))

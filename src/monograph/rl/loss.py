@@ -5,14 +5,12 @@ Shapes: B rows, T positions, N = B T.
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
 
-from monograph.graph.token_rows import rows_of
-from monograph.loss import IGNORE, Batch
-from monograph.ops.log_probabilities import token_log_probabilities
+from monograph.loss import IGNORE, Batch, target_log_probabilities
 from monograph.rl.form import Form
 from monograph.rl.objectives import UNUSED, Objective, Ratio
 
@@ -101,14 +99,9 @@ class PolicyLoss(nn.Module):
 
     def log_probabilities(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the log-probability of each target, [N], and of token 0 where there is no target."""
-        hidden_BTD = model(batch["tokens"], segments=batch.get("segments"), positions=batch.get("positions"))
-        head: Any = model.lm_head
-        targets_N, states = batch["targets"].flatten(), batch.get("states")
-        return token_log_probabilities(
-            hidden_BTD.flatten(0, -2), head.weight, torch.where(targets_N != IGNORE, targets_N, 0), self.temperature,
-            rows=rows_of(head),
-            among=(self.form.allowed, states.flatten()) if self.form and states is not None else None,
-        )  # fmt: skip
+        states = batch.get("states")
+        among = (self.form.allowed, states.flatten()) if self.form and states is not None else None
+        return target_log_probabilities(model, batch, self.temperature, among)
 
     def _gained(self, log_N: Tensor, rho_N: Tensor, factors_N: Tensor) -> tuple[Tensor, Tensor]:
         """Return each position's part of the objective, and whether its ratio is clipped."""

@@ -24,7 +24,7 @@ Shapes: B rows, T positions, N = B T, S places for answers, P pairs.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -33,9 +33,7 @@ from torch.nn.functional import logsigmoid
 from monograph.data.progress import Meter, Progress
 from monograph.data.rows import Rows
 from monograph.errors import UsageError
-from monograph.graph.token_rows import rows_of
-from monograph.loss import IGNORE, Batch
-from monograph.ops.log_probabilities import token_log_probabilities
+from monograph.loss import IGNORE, Batch, target_log_probabilities
 
 # The numbers of each loss, with their usual values, in the order in which its name gives them.
 USUAL: dict[str, tuple[float, ...]] = {
@@ -267,12 +265,7 @@ class PreferenceLoss(nn.Module):
 
     def forward(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
         """Return sum and count; see the class."""
-        hidden_BTD = model(batch["tokens"], segments=batch["segments"], positions=batch["positions"])
-        head: Any = model.lm_head
-        kept_N = (targets_N := batch["targets"].flatten()) != IGNORE
-        log_N = token_log_probabilities(
-            hidden_BTD.flatten(0, -2), head.weight, torch.where(kept_N, targets_N, 0), rows=rows_of(head)
-        )
+        log_N, kept_N = target_log_probabilities(model, batch), batch["targets"].flatten() != IGNORE
         rows = len(batch["tokens"])
         # A row has a place for each of its answers; padding adds zeros to the first of them.
         first_B = torch.arange(rows, device=log_N.device)[:, None] * self.most

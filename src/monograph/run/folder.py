@@ -27,8 +27,11 @@ from monograph.storage.writing import sync
 from monograph.terminal import shell_words
 
 DEFAULT_ROOT = Path("runs")
+MIXTURE = "mixture"  # SWEEP/mixture, which is no folder, names all members of a sweep together
+TEACHERS = "teachers.json"  # a run's folder with this file learns from the members of a sweep
 _BEFORE_IT_BEGAN = {
     "run.lock", "from.json", "from.partial", "config.partial", "stdin", SWEEP, "sweep.partial", "exit.json",
+    TEACHERS, "teachers.partial",
 }  # fmt: skip
 _RECORD = b'{"serial": '  # the first bytes of run.lock
 
@@ -121,6 +124,12 @@ class Run:
                 raise InputRefused(f"no run in {Path(root)}/ yet: start one with `monograph train`")
             folder = runs[-1].joinpath(*inner)
         folder = folder if checkpoint_named(folder) is None else folder.parent.parent
+        if names_mixture(folder):
+            again = f"monograph sweep --out {shell_words(folder.parent)} --distill"
+            raise InputRefused(
+                f"{folder} is all members of a sweep together, which only `evaluate` and `compare` take: `{again}` "
+                f"trains one model on them, {folder.parent / 'distilled'}"
+            )
         if not is_file(folder / "run.lock"):
             missing = "there is no such folder" if not exists(folder) else "it has no run.lock"
             newest = runs_in(Path(root))[:-4:-1]  # three, the newest first
@@ -253,6 +262,11 @@ class Run:
             digest = self.metrics_digest(offset)
             if sha256 not in (None, digest):
                 raise InputRefused(f"{self.metrics}: expected rows of sha256 {sha256}, found {digest}; {instead}")
+
+
+def names_mixture(path: Path) -> bool:
+    """Return whether a path is SWEEP/mixture."""
+    return path.name == MIXTURE and is_file(path.parent / SWEEP)
 
 
 @contextmanager

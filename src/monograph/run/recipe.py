@@ -21,7 +21,7 @@ from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.config import WEIGHT_FILES, LlamaConfig
 from monograph.model.files import has_weights
-from monograph.run.folder import Run
+from monograph.run.folder import Run, names_mixture
 from monograph.run.run_index import checkpoint_named, placed
 from monograph.run.trust import MOST_CODE_BYTES, code_digest, code_file, require_trusted
 from monograph.storage.reading import is_file, is_folder, read_input, without_links
@@ -134,10 +134,10 @@ def run_named(folder: str | Path) -> Run | None:
 
 
 def names_run(folder: str | Path) -> bool:
-    """Return whether a folder is a run, one of its checkpoints or a sweep."""
+    """Return whether a folder is a run, one of its checkpoints, a sweep, or all members of one."""
     path = placed(Path(folder))
     path = path if checkpoint_named(path) is None else path.parent.parent
-    return path.parts[:1] == ("last",) or is_file(path / "run.lock")
+    return path.parts[:1] == ("last",) or is_file(path / "run.lock") or names_mixture(path)
 
 
 def shape_in(folder: str) -> LlamaConfig | None:

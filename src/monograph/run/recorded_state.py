@@ -105,6 +105,7 @@ class _State(Strict):
     settings: Digest
     recipe: _Recipe
     attention: str | None = None
+    teachers: Digest | None = None
     shape: dict[str, Any] | None = Field(alias="model_config")
     versions: _Versions
 

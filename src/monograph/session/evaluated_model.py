@@ -1,7 +1,8 @@
 """Load a model to evaluate, with its precision and tokenizer and, for a run, the text held out of its training."""
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from monograph.device import default_device
 from monograph.errors import InputRefused, Warn
 from monograph.evaluation.choices import Accuracy, Answer, Question, choose
 from monograph.graph.precision import Precision
-from monograph.loss import Batch, Loss, token_loss
+from monograph.loss import IGNORE, Batch, Loss, target_log_probabilities, token_loss
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.folder import Run
@@ -93,6 +94,36 @@ def of_folder(folder: str, warn: Warn) -> EvaluatedModel:
     return EvaluatedModel(model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length})
 
 
+def mixed(members: Sequence[EvaluatedModel], name: str) -> EvaluatedModel:
+    """Return a model that finds a token as probable as N members do on average.
+
+    loss = ln N - logsumexp over members of log p(target),   summed over targets in fp64
+
+    Each member computes in its own precision, and of each only the targets' log-probabilities are kept.
+
+    Raises:
+        InputRefused: a member is no language model of this package, or their tokenizers differ.
+    """
+    shortest = min(members, key=lambda member: int(member.reading["sequence_length"]))
+    tokenizers = {member.tokenizer.hash for member in members}
+    if len(tokenizers) > 1 or not all(isinstance(member.module, Llama) for member in members):
+        raise InputRefused(
+            f"{name}: only language models of one tokenizer have probabilities to average: name one of the sweep's runs"
+        )
+
+    def loss(_: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+        log_MN = []
+        for member in members:
+            with member.precision.context(default_device().type):
+                log_MN.append(target_log_probabilities(member.module, batch).double())
+        kept_N = batch["targets"].flatten() != IGNORE
+        losses_N = math.log(len(members)) - torch.stack(log_MN).logsumexp(0)
+        return torch.where(kept_N, losses_N, 0.0).sum(), kept_N.sum()
+
+    together, averaged = nn.ModuleList(member.module for member in members), members[0].averaged
+    return replace(shortest, module=together, loss=loss, precision=Precision("fp32"), averaged=averaged)
+
+
 def answered(
     subject: EvaluatedModel, questions: list[Question], chat: bool, report: Progress, warn: Warn
 ) -> tuple[list[Answer], Accuracy]:
@@ -102,7 +133,8 @@ def answered(
         InputRefused: the model is not a Llama, so it is unknown how to score continuations of a question.
     """
     if not isinstance(subject.module, Llama):
-        raise InputRefused("the run holds a module of its own, which does not say what follows a question: give a text")
+        what = "a mixture" if isinstance(subject.module, nn.ModuleList) else "the run holds a module of its own, which"
+        raise InputRefused(f"{what} does not say what follows a question: give a text")
     answers, shares = choose(subject.module, subject.tokenizer, questions, subject.precision, report, chat)
     if shares.cut:
         warn(f"{counted(shares.cut, 'question')} did not fit the model's positions: the beginning was left out")

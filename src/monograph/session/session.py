@@ -25,6 +25,7 @@ from monograph.graph.frozen import parameter_count
 from monograph.graph.inspect import buffers_kept
 from monograph.graph.remat import named
 from monograph.loop import EngineState
+from monograph.loss import MixtureLoss
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
@@ -37,7 +38,7 @@ from monograph.rl.rewards import Reward
 from monograph.rl.rollouts import Drawer, Rollouts
 from monograph.run import recorded_state
 from monograph.run.base import require_base
-from monograph.run.folder import Run
+from monograph.run.folder import TEACHERS, Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, require_same_file
 from monograph.schedule import Schedule, cool_down
@@ -111,6 +112,12 @@ class Session:
         return isinstance(self.engine.step.loss, PolicyLoss | PreferenceLoss)
 
     @property
+    def teachers(self) -> str | None:
+        """Return the digest of the record of a run's teachers; None for a run without any."""
+        loss = self.engine.step.loss
+        return loss.digest if isinstance(loss, MixtureLoss) else None
+
+    @property
     def params(self) -> int:
         """Return the number of parameters; tied ones count once."""
         return parameter_count(self.engine.model)
@@ -169,6 +176,7 @@ class Session:
             "settings": self.plan.settings.fingerprint,
             "recipe": self.plan.recipe.entries(),
             **({"attention": self.kernel} if self.kernel else {}),  # runs from before kernels were measured lack it
+            **({"teachers": self.teachers} if self.teachers else {}),
             "model_config": self.model_config.to_hf() if self.model_config else None,
             "versions": _versions(),
         }
@@ -225,6 +233,8 @@ class Session:
             raise InputRefused(
                 f"{self.corpus.name}: not what {self.run.folder} was trained on ({form} changed): {instead}"
             )
+        if state.get("teachers") != self.teachers:
+            raise InputRefused(f"{self.run.folder / TEACHERS}: not what the run was begun with: {instead}")
         saved = Recipe.recorded(state["recipe"], self.run)
         require_same_file(saved, self.run)
         require_base(self.plan.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
@@ -332,7 +342,7 @@ class Session:
         step, planned = self.engine.step, self.plan.expected
         if planned is None or planned.traced is None or step.device.type != "cuda" or is_replayed(step):
             return
-        if not self.world.alone:  # DDP adds buffers that no plan knows
+        if not self.world.alone or self.teachers:  # DDP adds buffers that no plan knows, and so do teachers
             return
         work = planned.work
         if (self.engine.micro_batch, step.scope, step.remat) == (work.rows, work.compile, named(work.remat)):

@@ -32,6 +32,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import is_weight_file, left_out_of, shape_in
 from monograph.run.trust import code_digest
 from monograph.session.adapting import lora_of, new_tokens_of, token_notes
+from monograph.session.distilling import mixture_loss
 from monograph.session.plan import Plan, Shape
 from monograph.session.preferring import preference_loss
 from monograph.session.ranks import agreed
@@ -129,6 +130,7 @@ def open_session(
     built = build_run(plan, text, machine, device, world.size) if world.leads else None
     settings = agreed(world, (built.plan if built else plan).settings)
     built = built or build_run(resolve(settings, machine), text, machine, device, world.size)
+    built = built._replace(loss=mixture_loss(run, built.plan, text, built.model, device, world.size) or built.loss)
     for line in built.notes:
         progress.line("tokens", line)
     if rate := getattr(_shape(built.model), "attention_dropout", 0):

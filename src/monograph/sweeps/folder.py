@@ -45,6 +45,7 @@ class _Record(Strict):
     least_tokens: Natural = 0
     target: str | None = None
     groups: Annotated[list[_Group], Field(min_length=1)] | None = None
+    distill: bool = False
     elapsed_s: Seconds = 0
     training_s: Seconds = 0
     tokens: Natural = 0
@@ -56,7 +57,8 @@ class Sweep:
     Attributes:
         run: the folder, which counts as a run's for `last`, its lock and its config.toml.
         record: the content of sweep.json: `asked` (a digest of settings and points), `points`, `least_tokens` if the
-            sweep has no arguments, later `rounds` and `updates` of the groups, the time spent so far, and the result.
+            sweep has no arguments, `distill` if a model learns from the members at the end, later `rounds` and
+            `updates` of the groups, the time spent so far, and the result.
     """
 
     def __init__(self, run: Run, record: dict[str, Any]):

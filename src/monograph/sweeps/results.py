@@ -3,6 +3,7 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,14 +11,17 @@ import torch
 from monograph.config.axes import SEED
 from monograph.data.corpus import Corpus
 from monograph.device import compiler_obstacle, default_device, describe
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.significance import Setting, Table, tabulate, written
 from monograph.loop import train
 from monograph.run import recorded_state
-from monograph.run.folder import Run, standard_json
+from monograph.run.folder import MIXTURE, Run, names_mixture, standard_json
 from monograph.run.progress import Progress
+from monograph.run.recipe import names_run
+from monograph.run.trust import code_file
+from monograph.session.distilling import write_teachers
 from monograph.session.plan import Plan
-from monograph.session.recorded import run_settings
+from monograph.session.recorded import run_settings, write_config
 from monograph.session.reporting import finished
 from monograph.session.resolve import resolve
 from monograph.session.session import seed_all
@@ -26,8 +30,10 @@ from monograph.session.warmup import capture
 from monograph.storage.reading import entries
 from monograph.sweeps.concurrency import first_window
 from monograph.sweeps.folder import SCHEMA, Sweep
-from monograph.sweeps.spec import Member, described, short, shown
+from monograph.sweeps.spec import ORIGIN, Member, described, short, shown
+from monograph.terminal import shell_words
 
+DISTILLED = "distilled"  # the run's folder, in the sweep's
 BITS, NATS = "eval_bits_per_byte", "eval_loss"
 
 
@@ -71,6 +77,67 @@ def outcome(sweep: Sweep, member: Member) -> Outcome:
     diverged: int | None = next((row["diverged"] for row in rows if "diverged" in row), None)
     evaluation: dict[str, Any] = next((row for row in reversed(rows) if NATS in row), {})
     return Outcome(member, run, rows, diverged, evaluation, final)
+
+
+def mixture_of(name: str) -> list[Run]:
+    """Return the finished, finite members of the sweep if a name is SWEEP/mixture; none for any other name.
+
+    Raises:
+        InputRefused: no member has finished, or the sweep's record is damaged.
+    """
+    path = Path(name)
+    if path.name != MIXTURE or not names_run(path.parent):
+        return []
+    folder = Run.located(path.parent)
+    if not names_mixture(folder / MIXTURE):
+        return []
+    sweep = Sweep.open(folder)
+    members = [run for run in map(sweep.member, range(len(sweep.points))) if finished(run)]
+    if not members:
+        raise InputRefused(f"{name}: no member has finished: `monograph sweep --out {shell_words(folder)}` goes on")
+    return members
+
+
+def require_teachers(sweep: Sweep, ranks: int) -> None:
+    """Refuse --distill for a sweep whose members cannot teach one model, before they are trained.
+
+    Raises:
+        UsageError: they differ in what a token is, or in the length of rows; or the settings or `ranks` exclude it.
+    """
+    settings, keys = sweep.settings, {key for point in sweep.points for key in point}
+    inits = [settings.model.init or "", *sweep.inits]
+    obstacles = {
+        **{f"{key} as an axis": key in keys for key in ("data.tokenizer", "data.sequence_length", "model.vocab_size")},
+        "a model.init that is a Python file": any(code_file(init) for init in inits),
+        "lora.rank": settings.lora.rank is not None or "lora.rank" in keys,
+        "train.memory = stream": settings.train.memory == "stream",
+        f"{ranks} processes": ranks > 1,
+    }
+    if odd := [what for what, is_so in obstacles.items() if is_so]:
+        raise UsageError(f"--distill trains one language model, on one device, on all members: leave out {odd[0]}")
+
+
+def student_of(sweep: Sweep, outcomes: Sequence[Outcome], best: int) -> Run:
+    """Return the run that learns from a sweep's finished members, begun if it was not.
+
+    It has the settings of the best member, another seed than any, and a graph for each block where the settings leave
+    that open, since a graph of the whole step would hold every teacher.
+
+    Raises:
+        InputRefused: the members cannot teach one model.
+    """
+    run = Run(sweep.run.folder / DISTILLED)
+    if run.begun:
+        return run
+    run, member = Run.create(run.folder), outcomes[best]
+    with run.lock(new=True):
+        write_teachers(run, [each.run for each in outcomes if each.summary])
+        settings, seeds = run_settings(member.run), {each.member.settings.train.seed for each in outcomes}
+        changed: dict[str, Any] = {SEED: next(seed for seed in range(len(seeds) + 1) if seed not in seeds)}
+        if member.member.settings.train.compile == "auto" and settings.train.compile == "whole":
+            changed["train.compile"] = "blocks"
+        write_config(run, settings.resolve(changed, ORIGIN))
+    return run
 
 
 def compared(outcomes: Sequence[Outcome]) -> Table:

@@ -1,0 +1,104 @@
+"""Record the teachers of a run that learns from a sweep's members, and open them again for its loss."""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Annotated
+
+import torch
+from pydantic import Field, FiniteFloat
+
+from monograph.data.corpus import Corpus
+from monograph.errors import InputRefused, NoValidCheckpoint, UsageError
+from monograph.loss import MixtureLoss
+from monograph.model.llama import Llama
+from monograph.rl.prompts import Prompts
+from monograph.run.base import digest
+from monograph.run.folder import TEACHERS, Run
+from monograph.run.models import load_run
+from monograph.run.recorded_state import Digest, Natural, Strict
+from monograph.run.writing import write_whole
+from monograph.session.plan import Plan
+from monograph.storage.reading import contents, parse_json
+from monograph.terminal import shell_words
+from monograph.text.tokenizer import Tokenizer
+
+SHARE = 0.5  # of the targets in the loss, Kim et al. 2025, arXiv 2509.14786
+
+
+class _Teacher(Strict):
+    member: Annotated[str, Field(pattern="^members/[0-9]{3,9}$")]
+    update: Natural
+    sha256: Digest
+
+
+class _Record(Strict):
+    """The entries of teachers.json: the targets' share, and each teacher's folder, from the sweep's, and weights."""
+
+    share: Annotated[FiniteFloat, Field(ge=0, le=1)]
+    teachers: Annotated[list[_Teacher], Field(min_length=1)]
+
+
+def write_teachers(run: Run, members: Sequence[Run]) -> None:
+    """Write teachers.json into the folder of a new run, SWEEP/distilled, whole or not at all.
+
+    Raises:
+        InputRefused: a member is no language model of this package, or their tokenizers differ.
+        NoValidCheckpoint: a member has no valid checkpoint.
+        DiskFull: there is no space left.
+    """
+    teachers, tokenizers = [], list[Tokenizer]()
+    for member in members:
+        model, tokenizer, update = load_run(member)
+        _require_same(member, tokenizer, (tokenizers or [tokenizer])[0])
+        tokenizers.append(tokenizer)
+        place = member.folder.relative_to(run.folder.parent)
+        teachers.append({"member": str(place), "update": update, "sha256": digest(model)})
+    record = {"schema": "monograph.teachers/1", "share": SHARE, "teachers": teachers}
+    write_whole(run.folder / TEACHERS, json.dumps(record, indent=1) + "\n")
+
+
+def mixture_loss(
+    run: Run, plan: Plan, text: Corpus | Prompts, model: object, device: torch.device, ranks: int
+) -> MixtureLoss | None:
+    """Return the loss of a run that has teachers, with these on the device; None for any other run.
+
+    Raises:
+        InputRefused: teachers.json is damaged, or a teacher is missing, changed or does not fit the model.
+        UsageError: the run is streamed, has adapters or is trained by several processes.
+    """
+    path = run.folder / TEACHERS
+    content = contents(path)
+    if content is None:
+        return None
+    excluded = {"train.memory = stream": plan.memory == "stream", "lora.rank": bool(plan.recipe.lora)}
+    excluded["train.parallel"] = ranks > 1 or plan.parallel != "none"
+    if odd := [what for what, is_so in excluded.items() if is_so]:
+        raise UsageError(f"{run.folder} learns from a sweep's members, which does not go with {odd[0]}: leave it out")
+    without = f"or go on without teachers in a new run, with --from {shell_words(run.folder)}"
+    try:
+        record = _Record.model_validate(parse_json(content))
+    except (ValueError, RecursionError):
+        raise InputRefused(f"{path}: damaged; put it back, {without}") from None
+    teachers = []
+    for each in record.teachers:
+        teacher = Run(run.folder.parent / each.member, each.update)
+        try:
+            loaded, tokenizer, _ = load_run(teacher)
+        except (InputRefused, NoValidCheckpoint) as error:
+            raise InputRefused(f"{teacher.named}, a teacher of {run.folder}: {error}; put it back, {without}") from None
+        if digest(loaded) != each.sha256:
+            raise InputRefused(f"{teacher.named}, a teacher of {run.folder}, has changed: put it back, {without}")
+        _require_same(teacher, tokenizer, text.tokenizer)
+        if not isinstance(model, Llama) or loaded.config.vocab_size != model.config.vocab_size:
+            raise InputRefused(f"{teacher.named}: a teacher of another vocabulary than {run.folder}: take it out")
+        if loaded.config.max_position_embeddings < plan.sequence_length:
+            few = f"{loaded.config.max_position_embeddings} positions, fewer than data.sequence_length"
+            raise InputRefused(f"{teacher.named}: a teacher with {few} = {plan.sequence_length}: lower it in a new run")
+        teachers.append(loaded.to(device))
+    return MixtureLoss(teachers, record.share, hashlib.sha256(content).hexdigest())
+
+
+def _require_same(member: Run, tokenizer: Tokenizer, expected: Tokenizer) -> None:
+    if tokenizer.hash != expected.hash:
+        raise InputRefused(f"{member.folder}: another tokenizer than the sweep's others: they cannot teach one model")
