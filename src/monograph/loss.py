@@ -116,7 +116,7 @@ class MixtureLoss(TokenLoss):
     def __init__(self, teachers: Sequence[nn.Module], share: float = 0.5, digest: str = ""):
         """Take the teachers, and freeze them."""
         super().__init__()
-        self.teachers = tuple(teacher.requires_grad_(False).eval() for teacher in teachers)
+        self.teachers = tuple(teacher.requires_grad_(False).train(False) for teacher in teachers)
         self.share, self.digest, self.head = share, digest, mixture_cross_entropy
 
     def taught(self, batch: Batch) -> dict[str, Any]:

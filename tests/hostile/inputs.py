@@ -61,6 +61,7 @@ from monograph.run.folder import Run
 from monograph.run.recipe import Recipe
 from monograph.run.run_index import record, serial
 from monograph.run.writing import recorded_parent
+from monograph.session.distilling import recorded_teachers
 from monograph.session.recorded import parent_named, write_config
 from monograph.sweeps.folder import Sweep
 from monograph.text.tokenizer import Tokenizer
@@ -310,12 +311,15 @@ def run_files(draws: random.Random, folder: Path) -> None:
         write_config(run, load(None, {"train.updates": 5}, {}))
         run.log({"update": 1, "train_loss": 0.5}, {"update": 2, "eval_loss": 0.5})
         run.parent_file.write_text(json.dumps({"run": "elsewhere", "update": 3}))
+        teacher = {"member": "members/000", "update": 5, "sha256": "0" * 64}
+        (run.folder / "teachers.json").write_text(json.dumps({"share": 0.5, "teachers": [teacher, teacher]}))
         (run.folder / "calibration.json").write_text(
             json.dumps({"schema": "monograph.calibration/1", "seen": {"cpu": [1.0]}, "beyond": {"cpu": [[1, 2]]}})
         )
     names: dict[str, Callable[[], object]] = {
         "metrics.jsonl": run.rows, "run.lock": lambda: Run.located(run.folder),
         "from.json": lambda: recorded_parent(run),
+        "teachers.json": lambda: recorded_teachers(run, (run.folder / "teachers.json").read_bytes()),
         "sweep.json": lambda: Sweep.open(run.folder), "config.toml": lambda: load(run.config, {}, {}),
         "calibration.json": lambda: Calibration(run.folder / "calibration.json"),
     }  # fmt: skip

@@ -265,6 +265,7 @@ def test_two_that_found_the_same_folder_empty_do_not_share_it(tmp_path: Path) ->
 
 
 LEFT_BY_A_KILL = [[], ["from.partial"], ["from.json"], ["from.json", "config.partial"]]
+LEFT_BY_A_KILL += [["teachers.partial"], ["teachers.json", "config.partial"]]
 
 
 @pytest.mark.parametrize("left", LEFT_BY_A_KILL, ids=str)

@@ -4,6 +4,7 @@ import json as jsonlib
 import platform
 from collections.abc import Callable, Mapping
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from monograph.profiling.health import Disk, compiled_obstacle, disk, limits, li
 from monograph.report.quantities import gibibytes, megabytes
 from monograph.run import recorded_state
 from monograph.run.base import tokenizer_of
-from monograph.run.folder import DEFAULT_ROOT, Run, standard_json
+from monograph.run.folder import DEFAULT_ROOT, TEACHERS, Run, standard_json
 from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
 from monograph.run.recipe import names_run
 from monograph.run.run_index import record, serial
@@ -24,7 +25,7 @@ from monograph.run.writing import recorded_parent
 from monograph.session.preferring import REFERENCE, verify_reference
 from monograph.session.recorded import run_settings
 from monograph.storage.cache_dir import MOST_COMPILED_BYTES, cache_root, compiled_folder, files_in, keep_compiled
-from monograph.storage.reading import entries, exists, is_folder
+from monograph.storage.reading import contents, entries, exists, is_folder
 from monograph.text.tokenizer import Tokenizer
 
 
@@ -143,11 +144,8 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
         "config.toml": _fault(lambda: run_settings(folder, runs_code=False)),
         "tokenizer.json": _fault(lambda: own_tokenizer(folder, saved)),
         "metrics.jsonl": _fault(metrics, saved.get("metrics_sha256")),
+        **_of_some_runs(folder, saved),
     }
-    if exists(folder.parent_file):
-        files["from.json"] = _fault(lambda: recorded_parent(folder))
-    if exists(folder.folder / REFERENCE):
-        files[REFERENCE] = _fault(lambda: verify_reference(folder))
     faults = files | checkpoints
     lines = {name: _said(fault) for name, fault in faults.items()}
     # An unreadable file is reported first: while it is unread, it is unknown whether a checkpoint is sound.
@@ -160,6 +158,18 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
     elif damaged and not error:
         error = InputRefused(f"{folder.folder}: damaged: {', '.join(damaged)}; the newest sound: {sound[-1].name}")
     return {"run": str(folder.folder), "files": _listed(files), "checkpoints": _listed(checkpoints)}, lines, error
+
+
+def _of_some_runs(folder: Run, saved: Mapping[str, Any]) -> dict[str, MonographError | None]:
+    """Return the faults of files that only some runs have."""
+    files, taught = {}, folder.folder / TEACHERS
+    if exists(folder.parent_file):
+        files["from.json"] = _fault(lambda: recorded_parent(folder))
+    if exists(folder.folder / REFERENCE):
+        files[REFERENCE] = _fault(lambda: verify_reference(folder))
+    if exists(taught) or "teachers" in saved:
+        files[TEACHERS] = _fault(lambda: sha256(contents(taught) or b"").hexdigest(), saved.get("teachers"))
+    return files
 
 
 def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:

@@ -12,7 +12,6 @@ from monograph.device import clock, default_device, describe
 from monograph.distributed.world import World, place
 from monograph.errors import Diverged, Stopped, UsageError
 from monograph.loop import train
-from monograph.run.folder import MIXTURE
 from monograph.run.metrics_log import MetricsLogs
 from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.signals import StopSignal
@@ -40,15 +39,16 @@ def run(
     progress = ranks.progress_of(world)
     repeatable(default_device())
     own = _sweep_of(world, arguments, samples, verify, out) if world.leads else None
-    if own and distill:
-        require_teachers(own, world.size)
     folder = world.agreed(str(own.run.folder.absolute()) if own else None)
     sweep = own or Sweep.open(Path(folder))
     with (
         sweep.run.lock() if world.leads else nullcontext(),
         ranks.one_end(world, sweep.run, lambda: "groups" not in sweep.record),
     ):
-        sweep.record |= {"distill": True} if distill else {}
+        if own and distill:
+            require_teachers(sweep, world.size)
+            sweep.record["distill"] = True
+            sweep.write()
         state = SweepProgress(sweep, progress, world)
         if not world.agreed(state.all_over(state.members)):
             _train(state, progress)
@@ -174,7 +174,5 @@ def _next(sweep: Sweep, result: dict[str, Any], verify: int | None, progress: Pr
         if wide:
             show(progress, "next", "train", str(sweep.wide))
         show(progress, "" if wide else "next", "train", "--from", name, "--minutes", "5")
-        if len([member for member in result["members"] if member["diverged"] is None]) > 1:
-            show(progress, "", "evaluate", f"{sweep.run.handle}/{MIXTURE}")
         if verify is None:
             show(progress, "", "sweep", "--out", str(sweep.run.folder), "--verify", str(best["member"]))

@@ -24,6 +24,7 @@ from monograph.terminal import shell_words
 from monograph.text.tokenizer import Tokenizer
 
 SHARE = 0.5  # of the targets in the loss, Kim et al. 2025, arXiv 2509.14786
+_WITHOUT = "or go on without teachers in a new run, with --from {}"
 
 
 class _Teacher(Strict):
@@ -32,7 +33,7 @@ class _Teacher(Strict):
     sha256: Digest
 
 
-class _Record(Strict):
+class TeacherRecord(Strict):
     """The entries of teachers.json: the targets' share, and each teacher's folder, from the sweep's, and weights."""
 
     share: Annotated[FiniteFloat, Field(ge=0, le=1)]
@@ -67,20 +68,14 @@ def mixture_loss(
         InputRefused: teachers.json is damaged, or a teacher is missing, changed or does not fit the model.
         UsageError: the run is streamed, has adapters or is trained by several processes.
     """
-    path = run.folder / TEACHERS
-    content = contents(path)
+    content = contents(run.folder / TEACHERS)
     if content is None:
         return None
     excluded = {"train.memory = stream": plan.memory == "stream", "lora.rank": bool(plan.recipe.lora)}
     excluded["train.parallel"] = ranks > 1 or plan.parallel != "none"
     if odd := [what for what, is_so in excluded.items() if is_so]:
         raise UsageError(f"{run.folder} learns from a sweep's members, which does not go with {odd[0]}: leave it out")
-    without = f"or go on without teachers in a new run, with --from {shell_words(run.folder)}"
-    try:
-        record = _Record.model_validate(parse_json(content))
-    except (ValueError, RecursionError):
-        raise InputRefused(f"{path}: damaged; put it back, {without}") from None
-    teachers = []
+    record, without, teachers = recorded_teachers(run, content), _WITHOUT.format(shell_words(run.folder)), []
     for each in record.teachers:
         teacher = Run(run.folder.parent / each.member, each.update)
         try:
@@ -97,6 +92,19 @@ def mixture_loss(
             raise InputRefused(f"{teacher.named}: a teacher with {few} = {plan.sequence_length}: lower it in a new run")
         teachers.append(loaded.to(device))
     return MixtureLoss(teachers, record.share, hashlib.sha256(content).hexdigest())
+
+
+def recorded_teachers(run: Run, content: bytes) -> TeacherRecord:
+    """Return what a run's teachers.json says.
+
+    Raises:
+        InputRefused: it is damaged.
+    """
+    try:
+        return TeacherRecord.model_validate(parse_json(content))
+    except (ValueError, RecursionError):
+        without = _WITHOUT.format(shell_words(run.folder))
+        raise InputRefused(f"{run.folder / TEACHERS}: damaged; put it back, {without}") from None
 
 
 def _require_same(member: Run, tokenizer: Tokenizer, expected: Tokenizer) -> None:
