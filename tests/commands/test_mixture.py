@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from commands.forked import CommandServer
-from commands.inputs import TINY, newest, over, rows, sound, with_texts
+from commands.inputs import SLOW, TINY, newest, over, rows, sound, with_texts
 from monograph.config import load
 
 SHORT = over(TINY, "train.updates=60", "train.save_every=20", "optim.name=adamw", "optim.lr=1e-2", "train.seed=0,1")
@@ -22,6 +22,7 @@ SHORT = over(TINY, "train.updates=60", "train.save_every=20", "optim.name=adamw"
 def place(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Path:
     """A folder with a sweep over two seeds and the model that learned from its members."""
     folder = with_texts(tmp_path_factory.mktemp("mixture"))
+    (folder / "own.py").write_text(SLOW)
     done = server.run(folder, "sweep", *SHORT, "--out", "s", "--distill", "--json", figures=0)
     assert done.code == 0, done.err
     (folder / "out").write_text(done.out)
@@ -142,7 +143,7 @@ def test_a_teacher_that_is_gone_or_another_is_refused(unfinished: Path, server: 
     assert "s/distilled/teachers.json: not what the run was begun with" in refused()
     record.write_text(written)
     streamed = server.run(unfinished, "train", "--resume", "s/distilled", "train.memory=stream", figures=0)
-    assert streamed.code == 2 and "which does not go with train.memory = stream: leave it out" in streamed.err
+    assert streamed.code == 2 and "members, on one device: leave out train.memory = stream" in streamed.err
     done = server.run(unfinished, "train", "--resume", "s/distilled", figures=0)
     assert done.code == 0 and sound(unfinished / "s/distilled") == 60, done.err
 
@@ -165,12 +166,14 @@ def test_what_takes_one_model_names_the_way_to_one(place: Path, server: CommandS
         (["data.sequence_length=16,32"], "leave out data.sequence_length as an axis"),
         (["data.tokenizer=bytes,bpe:280"], "leave out data.tokenizer as an axis"),
         (["train.memory=stream"], "leave out train.memory = stream"),
+        (["model.init=own.py:build"], "leave out a model.init that is a Python file"),
     ],
 )
 def test_what_cannot_teach_is_refused_before_it_is_trained(
     place: Path, server: CommandServer, more: list[str], words: str
 ) -> None:
-    done = server.run(place, "sweep", *over(SHORT, *more), "--out", "other", "--distill")
+    ours = [each for each in SHORT if not (each.startswith("model.") and "model.init" in more[0])]
+    done = server.run(place, "sweep", *over(ours, *more), "--out", "other", "--distill")
     assert done.code == 2 and done.err.splitlines()[-1].endswith(words), done.err
     assert not (place / "other").exists()
 

@@ -46,7 +46,7 @@ class Run:
             SimpleNamespace(step=step, micro_batch=micro_batch),
             SimpleNamespace(expected=planned),
         )
-        self.run, self.world = SimpleNamespace(log=lambda row: None), World()
+        self.run, self.world, self.teachers = SimpleNamespace(log=lambda row: None), World(), None
 
     def residual(self, monkeypatch, *updates):
         monkeypatch.setattr(session, "is_replayed", lambda step: self.replayed)

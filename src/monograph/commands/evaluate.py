@@ -24,13 +24,11 @@ QUESTIONS = tuple(key for key in Accuracy._fields if key != "cut")
 def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
     """Score the held-out rows of the run's data, or all given text or questions; see the command line's help."""
     members = mixture_of(run)
-    trained = None if members else run_named(run)
-    if members:
-        subject = mixed([of_run(member, warn) for member in members], run)
-    else:
-        subject = of_run(trained, warn) if trained else of_folder(run, warn)
+    runs = members or [trained for trained in [run_named(run)] if trained]
+    subjects = [of_run(each, warn) for each in runs] or [of_folder(run, warn)]
+    subject = mixed(subjects, run) if members else subjects[0]
     if not data and not subject.own_text:
-        what = "learned from answers, not from text, so no text" if trained else "is no run, so nothing"
+        what = "learned from answers, not from text, so no text" if runs else "is no run, so nothing"
         raise UsageError(f"{run} {what} was held out for it: give the text to score with --data")
     subject.module.to(default_device()).eval()
     quiz = hold_questions(data, subject.reading.get("text_key", "text"), chat)

@@ -4,13 +4,13 @@ Shapes: N tokens, C tokens of one chunk, D hidden size of any model, V vocabular
 """
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
 from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
+from monograph.ops.fused_gradients import add_product_
 from monograph.ops.token_rows import Rows, replaced
 
 
@@ -30,8 +30,8 @@ def mixture_cross_entropy(
         sum over targets of  share * -log q(target)  +  (1 - share) * sum over v of m(v) * (log m(v) - log q(v))
 
     q = softmax(hidden @ weight.T), and m is the mean over teachers of softmax(theirs @ head.T), a constant. The second
-    term is KL(m || q). A chunk's probabilities are computed once for the loss and once more for its gradient; of the
-    teachers' there are two at a time, [C, V]: the sum so far and the next. Source: Kim et al. 2025, arXiv 2509.14786.
+    term is KL(m || q). A chunk's loss and both its gradients are computed together. Of the teachers' probabilities
+    there are two at a time, [C, V]: the sum so far and the next. Source: Kim et al. 2025, arXiv 2509.14786.
 
     Args:
         hidden_ND: [N, D] float; products run in this dtype (or in autocast's), softmax and sums in fp32, of fp64 in it.
@@ -51,27 +51,52 @@ def mixture_cross_entropy(
         return linear_cross_entropy(hidden_ND, weight_VD, targets_N, impl=impl, rows=rows)
     kind, weight_VD = hidden_ND.device.type, weight_VD if rows is None else replaced(weight_VD, rows)
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden_ND.dtype
-    states, heads = ([each.to(dtype) for each in side] for side in zip((hidden_ND, weight_VD), *teachers, strict=True))
     chunks = 1 if impl == "reference" else chunks or chunk_count(len(targets_N), len(weight_VD), kind)
     kept_N = targets_N != -100
-    columns = (each.tensor_split(chunks) for each in (torch.where(kept_N, targets_N, 0), kept_N, *states))
-    pieces: list[tuple[Tensor, ...]] = [*zip(*columns, strict=True)]
-    if chunks == 1:  # its probabilities are the first that the backward pass needs
-        return _divergence(heads, share, *pieces[0]), kept_N.sum()
-    terms = [checkpoint(_divergence, heads, share, *piece, use_reentrant=False) for piece in pieces]
-    return torch.stack(terms).sum(), kept_N.sum()
+    states, heads = ([each.to(dtype) for each in side] for side in zip(*teachers, strict=True))
+    loss: Tensor = _Mixed.apply(hidden_ND.to(dtype), weight_VD, targets_N, (share, chunks), *states, *heads)
+    return loss, kept_N.sum()
 
 
-def _divergence(
-    heads: Sequence[Tensor], share: float, targets_C: Tensor, kept_C: Tensor, hidden_CD: Tensor, *taught: Tensor
-) -> Tensor:
-    wide = torch.promote_types(hidden_CD.dtype, torch.float32)
-    pairs = zip(taught[1:], heads[2:], strict=True)
-    mixed_CV = (taught[0] @ heads[1].T).to(wide).softmax(-1)
-    for theirs_CD, head_VD in pairs:
-        mixed_CV = mixed_CV + (theirs_CD @ head_VD.T).to(wide).softmax(-1)
-    mixed_CV = mixed_CV / len(taught)
-    log_CV = (hidden_CD @ heads[0].T).to(wide).log_softmax(-1)
-    chosen_C = log_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
-    apart_C = (torch.special.xlogy(mixed_CV, mixed_CV) - mixed_CV * log_CV).sum(-1)
-    return torch.where(kept_C, (1 - share) * apart_C - share * chosen_C, 0.0).sum()
+class _Mixed(torch.autograd.Function):
+    """Compute the loss and both gradients in one pass: that of the logits is q - share * onehot - (1 - share) * m."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden_ND: Tensor, weight_VD: Tensor, targets_N: Tensor, how: Any, *taught: Tensor) -> Tensor:
+        (share, chunks), number = how, len(taught) // 2
+        narrow_VD = weight_VD.to(hidden_ND.dtype)  # cast here, so that its gradient is not rounded to that dtype
+        total_VD = torch.zeros_like(weight_VD, dtype=torch.promote_types(hidden_ND.dtype, torch.float32))
+        parts: list[tuple[Tensor, Tensor]] = []
+        pieces = (each.tensor_split(chunks) for each in (targets_N, hidden_ND, *taught[:number]))
+        for targets_C, hidden_CD, *states in zip(*pieces, strict=True):
+            pairs = [*zip(states, taught[number:], strict=True)]
+            term, grad_CV = _difference(share, targets_C, hidden_CD @ narrow_VD.T, pairs)
+            parts.append((term, grad_CV @ narrow_VD))
+            add_product_(total_VD, grad_CV, hidden_CD)
+        terms, grads = zip(*parts, strict=True)
+        ctx.save_for_backward(torch.cat(grads), total_VD)
+        ctx.dtype, ctx.number = weight_VD.dtype, len(taught)
+        return torch.stack(terms).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        hidden_ND, total_VD = ctx.saved_tensors
+        own = (hidden_ND * grad).to(hidden_ND.dtype), (total_VD * grad).to(ctx.dtype)
+        return *own, *(None,) * (2 + ctx.number)
+
+
+def _difference(
+    share: float, targets_C: Tensor, logits_CV: Tensor, taught: Sequence[tuple[Tensor, Tensor]]
+) -> tuple[Tensor, Tensor]:
+    """Return a chunk's loss, and its gradient by the logits in their dtype."""
+    wide = torch.promote_types(logits_CV.dtype, torch.float32)
+    mixed_CV = torch.zeros_like(logits_CV, dtype=wide)
+    for theirs_CD, head_VD in taught:
+        mixed_CV = mixed_CV + (theirs_CD @ head_VD.T).to(wide).softmax(-1) / len(taught)
+    log_CV = logits_CV.to(wide).log_softmax(-1)
+    chosen_CV = torch.arange(log_CV.shape[1], device=log_CV.device) == targets_C.unsqueeze(-1)
+    part_CV, kept_C1 = (1 - share) * mixed_CV, (targets_C != -100).unsqueeze(-1)
+    wanted_CV = torch.where(chosen_CV, part_CV + share, part_CV)
+    terms_CV = (1 - share) * torch.special.xlogy(mixed_CV, mixed_CV) - wanted_CV * log_CV
+    grad_CV = torch.where(kept_C1, log_CV.exp() - wanted_CV, 0.0).to(logits_CV.dtype)
+    return torch.where(kept_C1, terms_CV, 0.0).sum(), grad_CV

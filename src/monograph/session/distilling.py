@@ -21,7 +21,6 @@ from monograph.run.writing import write_whole
 from monograph.session.plan import Plan
 from monograph.storage.reading import contents, parse_json
 from monograph.terminal import shell_words
-from monograph.text.tokenizer import Tokenizer
 
 SHARE = 0.5  # of the targets in the loss, Kim et al. 2025, arXiv 2509.14786
 _WITHOUT = "or go on without teachers in a new run, with --from {}"
@@ -44,15 +43,13 @@ def write_teachers(run: Run, members: Sequence[Run]) -> None:
     """Write teachers.json into the folder of a new run, SWEEP/distilled, whole or not at all.
 
     Raises:
-        InputRefused: a member is no language model of this package, or their tokenizers differ.
+        InputRefused: a member is no language model of this package.
         NoValidCheckpoint: a member has no valid checkpoint.
         DiskFull: there is no space left.
     """
-    teachers, tokenizers = [], list[Tokenizer]()
+    teachers = []
     for member in members:
-        model, tokenizer, update = load_run(member)
-        _require_same(member, tokenizer, (tokenizers or [tokenizer])[0])
-        tokenizers.append(tokenizer)
+        model, _, update = load_run(member)
         place = member.folder.relative_to(run.folder.parent)
         teachers.append({"member": str(place), "update": update, "sha256": digest(model)})
     record = {"schema": "monograph.teachers/1", "share": SHARE, "teachers": teachers}
@@ -71,10 +68,9 @@ def mixture_loss(
     content = contents(run.folder / TEACHERS)
     if content is None:
         return None
-    excluded = {"train.memory = stream": plan.memory == "stream", "lora.rank": bool(plan.recipe.lora)}
-    excluded["train.parallel"] = ranks > 1 or plan.parallel != "none"
-    if odd := [what for what, is_so in excluded.items() if is_so]:
-        raise UsageError(f"{run.folder} learns from a sweep's members, which does not go with {odd[0]}: leave it out")
+    if plan.memory == "stream" or plan.recipe.lora or ranks > 1 or plan.parallel != "none":
+        without = "train.memory = stream, train.parallel and lora.rank"
+        raise UsageError(f"{run.folder} learns from a sweep's members, on one device: leave out {without}")
     record, without, teachers = recorded_teachers(run, content), _WITHOUT.format(shell_words(run.folder)), []
     for each in record.teachers:
         teacher = Run(run.folder.parent / each.member, each.update)
@@ -84,12 +80,9 @@ def mixture_loss(
             raise InputRefused(f"{teacher.named}, a teacher of {run.folder}: {error}; put it back, {without}") from None
         if digest(loaded) != each.sha256:
             raise InputRefused(f"{teacher.named}, a teacher of {run.folder}, has changed: put it back, {without}")
-        _require_same(teacher, tokenizer, text.tokenizer)
-        if not isinstance(model, Llama) or loaded.config.vocab_size != model.config.vocab_size:
-            raise InputRefused(f"{teacher.named}: a teacher of another vocabulary than {run.folder}: take it out")
-        if loaded.config.max_position_embeddings < plan.sequence_length:
-            few = f"{loaded.config.max_position_embeddings} positions, fewer than data.sequence_length"
-            raise InputRefused(f"{teacher.named}: a teacher with {few} = {plan.sequence_length}: lower it in a new run")
+        sizes = {both.config.vocab_size for both in (loaded, model) if isinstance(both, Llama)}
+        if tokenizer.hash != text.tokenizer.hash or not isinstance(model, Llama) or len(sizes) > 1:
+            raise InputRefused(f"{teacher.named}: a teacher of other tokens than {run.folder} has: {without[3:]}")
         teachers.append(loaded.to(device))
     return MixtureLoss(teachers, record.share, hashlib.sha256(content).hexdigest())
 
@@ -105,8 +98,3 @@ def recorded_teachers(run: Run, content: bytes) -> TeacherRecord:
     except (ValueError, RecursionError):
         without = _WITHOUT.format(shell_words(run.folder))
         raise InputRefused(f"{run.folder / TEACHERS}: damaged; put it back, {without}") from None
-
-
-def _require_same(member: Run, tokenizer: Tokenizer, expected: Tokenizer) -> None:
-    if tokenizer.hash != expected.hash:
-        raise InputRefused(f"{member.folder}: another tokenizer than the sweep's others: they cannot teach one model")

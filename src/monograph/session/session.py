@@ -114,8 +114,7 @@ class Session:
     @property
     def teachers(self) -> str | None:
         """Return the digest of the record of a run's teachers; None for a run without any."""
-        loss = self.engine.step.loss
-        return loss.digest if isinstance(loss, MixtureLoss) else None
+        return loss.digest if isinstance(loss := self.engine.step.loss, MixtureLoss) else None
 
     @property
     def params(self) -> int:

@@ -105,10 +105,10 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
         UsageError: they differ in what a token is, or in the length of rows; or the settings or `ranks` exclude it.
     """
     settings, keys = sweep.settings, {key for point in sweep.points for key in point}
-    inits = [settings.model.init or "", *sweep.inits]
+    of_tokens = ("data.tokenizer", "data.sequence_length", "model.vocab_size", "model.init")
     obstacles = {
-        **{f"{key} as an axis": key in keys for key in ("data.tokenizer", "data.sequence_length", "model.vocab_size")},
-        "a model.init that is a Python file": any(code_file(init) for init in inits),
+        **{f"{key} as an axis": key in keys for key in of_tokens},
+        "a model.init that is a Python file": code_file(settings.model.init) is not None,
         "lora.rank": settings.lora.rank is not None or "lora.rank" in keys,
         "train.memory = stream": settings.train.memory == "stream",
         f"{ranks} processes": ranks > 1,
