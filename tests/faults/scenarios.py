@@ -38,12 +38,13 @@ from monograph.loop import EngineState, train
 from monograph.model.adapter import packed, save_adapter
 from monograph.model.hub import mapped_model, save_model
 from monograph.model.llama import Llama
-from monograph.run.folder import Run
+from monograph.run.folder import TEACHERS, Run
 from monograph.run.models import save
 from monograph.run.progress import Progress
 from monograph.run.run_index import serial
 from monograph.run.writing import discard, record_parent, write_tokenizer
 from monograph.session import reporting
+from monograph.session.distilling import write_teachers
 from monograph.session.recorded import write_config
 from monograph.session.resolve import resolve
 from monograph.stream import Placement, Streamed
@@ -154,6 +155,32 @@ def begin_again(folder: Path) -> None:
     assert sorted(path.name for path in run.folder.iterdir()) == sorted(
         ["config.toml", "from.json", "run.lock", "tokenizer.json", *Tokenizer.bytes().config.files()]
     )
+
+
+# ---- the beginning of a run that learns from a sweep's members -----------------------------------------------------
+
+
+def begin_student(folder: Path) -> None:
+    run = Run.create(folder / "distilled")
+    with run.lock(new=True):
+        write_teachers(run, [])
+        write_config(run, SETTINGS)
+
+
+def look_at_student(folder: Path) -> str:
+    run = Run(folder / "distilled")
+    if not run.begun:
+        return "former"
+    assert load(run.config, {}, {}).fingerprint == SETTINGS.fingerprint
+    assert json.loads((run.folder / TEACHERS).read_bytes())["teachers"] == [], "it would learn from the text alone"
+    return "new"
+
+
+def begin_student_again(folder: Path) -> None:
+    if not Run(folder / "distilled").begun:
+        begin_student(folder)
+    assert look_at_student(folder) == "new"
+    assert {path.name for path in (folder / "distilled").iterdir()} == {"config.toml", "run.lock", TEACHERS}
 
 
 # ---- going on ------------------------------------------------------------------------------------------------------
@@ -463,6 +490,7 @@ def resume_run(folder: Path) -> None:
 CASES: dict[str, Case] = {
     "metrics": Case(begin_metrics, append_metrics, look_at_metrics, log_again),
     "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again, stride=5),
+    "student": Case(lambda folder: None, begin_student, look_at_student, begin_student_again, stride=3),
     "resume": Case(begin_resume, resume, look_at_resumed, resume_again, stride=5),
     **{
         f"export {format}": Case(
