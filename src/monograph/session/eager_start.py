@@ -55,7 +55,7 @@ def pays(session: Session, window: Batch) -> bool:
         return False
     if machine.type != "cpu" or machine.cores < 2 or plan.compile == "none" or compiler_obstacle():
         return False
-    if plan.recipe.init is not None or plan.expected is None or plan.memory == "stream":
+    if plan.recipe.init is not None or plan.expected is None or plan.memory == "stream" or session.teachers:
         return False
     fits = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES) < machine.free_memory_bytes
     return fits and not is_compiled(compiled_key(session, window))
