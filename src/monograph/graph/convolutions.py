@@ -1,7 +1,8 @@
 """Compute large convolutions with groups one group after another, in captured graphs on a CPU.
 
-vmap makes one convolution of an ensemble's members, with a group for each. oneDNN takes up to four times as long for it
-as for the members' own convolutions, unless these are tiny (docs/log.md). The convolution with groups is the reference.
+vmap makes one convolution of an ensemble's members, with a group for each, or with the output channels of all where
+they have one input. oneDNN takes up to four times as long for groups as for the members' own convolutions, unless these
+are tiny (docs/log.md), and a member's results lie apart in memory. vmap's convolution is the reference.
 
 Shapes: G groups, B rows, C and O channels of a group, and any number of further dimensions.
 """
@@ -21,8 +22,11 @@ _STEPS = "SymInt[] stride, SymInt[] padding, SymInt[] dilation"
 
 
 def convolution(input_GBC: Tensor, weight_GOC: Tensor, *steps: list[int]) -> Tensor:
-    """Return each group's convolution, [G, B, O, ...]; `steps` are stride, padding and dilation."""
-    groups = zip(input_GBC, weight_GOC, strict=True)
+    """Return each group's convolution, [G, B, O, ...]; `steps` are stride, padding and dilation.
+
+    An input [1, B, C, ...] is that of all groups.
+    """
+    groups = zip(_of_all(input_GBC, weight_GOC), weight_GOC, strict=True)
     return torch.stack([aten.convolution(*group, None, *steps, False, [0], 1) for group in groups])
 
 
@@ -31,11 +35,15 @@ def gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of `convolution`'s input, empty if it is not `wanted`, and of its weight."""
     mask, inputs, weights = [wanted, True, False], [], []
-    for group in zip(grad_GBO, input_GBC, weight_GOC, strict=True):
+    for group in zip(grad_GBO, _of_all(input_GBC, weight_GOC), weight_GOC, strict=True):
         of_input, of_weight, _ = aten.convolution_backward(*group, None, *steps, False, [0], 1, mask)
         inputs.append(of_input)
         weights.append(of_weight)
     return torch.stack(inputs) if wanted else grad_GBO.new_empty(0), torch.stack(weights)
+
+
+def _of_all(input_GBC: Tensor, weight_GOC: Tensor) -> Tensor:
+    return input_GBC.expand(len(weight_GOC), *input_GBC.shape[1:])
 
 
 _LIBRARY.define(f"group_convolution(Tensor input, Tensor weight, {_STEPS}) -> Tensor")
@@ -47,7 +55,7 @@ _LIBRARY.impl("group_gradients", gradients, "CPU")
 @torch.library.register_fake("monograph::group_convolution", lib=_LIBRARY)
 def _(input_GBC: Tensor, weight_GOC: Tensor, *steps: list[int]) -> Tensor:
     one = convolution(input_GBC[:1], weight_GOC[:1], *steps)
-    return one.new_empty(len(input_GBC), *one.shape[1:])
+    return one.new_empty(len(weight_GOC), *one.shape[1:])
 
 
 @torch.library.register_fake("monograph::group_gradients", lib=_LIBRARY)
@@ -61,17 +69,18 @@ def rewrite(graph: Graph) -> None:
     """Replace the convolutions of a forward or joint graph that are faster group by group, and their gradients."""
     for node in graph.find_nodes(op="call_function", target=aten.convolution.default):
         inputs, weight, bias, *steps, transposed, _, groups = node.args
-        if bias is None and not transposed and _pays(node, weight, groups):
+        parts = max([groups, *(_parts(user, node) for user in node.users if groups == 1)])
+        if bias is None and not transposed and _pays(node, weight, parts):
             with graph.inserting_before(node):
-                operands = [_apart(graph, inputs, groups), _by_group(graph, weight, groups)]
+                operands = [_apart(graph, inputs, groups), _by_group(graph, weight, parts)]
                 made = _call(graph, torch.ops.monograph.group_convolution.default, *operands, *steps)
                 _put(graph, node, made)
     for node in graph.find_nodes(op="call_function", target=aten.convolution_backward.default):
         grad, inputs, weight, _, *steps, transposed, _, groups, (wanted, *others) = node.args
-        if others == [True, False] and not transposed and _pays(grad, weight, groups):
+        parts = max(groups, _parts(grad.args[0], grad) if groups == 1 and not wanted and grad.target in _VIEWS else 1)
+        if others == [True, False] and not transposed and _pays(grad, weight, parts):
             with graph.inserting_before(node):
-                operands = [_apart(graph, each, groups) for each in (grad, inputs)]
-                operands.append(_by_group(graph, weight, groups))
+                operands = [_apart(graph, grad, parts), _apart(graph, inputs, groups), _by_group(graph, weight, parts)]
                 made = _call(graph, torch.ops.monograph.group_gradients.default, *operands, wanted, *steps)
                 for part in [*node.users]:
                     own = _call(graph, operator.getitem, made, part.args[1])
@@ -80,6 +89,14 @@ def rewrite(graph: Graph) -> None:
                     else:
                         part.replace_all_uses_with(_call(graph, aten.view.default, own, list(part.meta["val"].shape)))
     graph.eliminate_dead_code()
+
+
+def _parts(split: Node, whole: Node) -> int:
+    """Return how many members share an input, if one node is [B, G, O, ...] and the other [B, G O, ...]; else 1."""
+    shapes = [list(node.meta["val"].shape) for node in (split, whole)]
+    if len(shapes[0]) < 3 or [shapes[0][0], shapes[0][1] * shapes[0][2], *shapes[0][3:]] != shapes[1]:
+        return 1
+    return int(shapes[0][1])
 
 
 def _pays(product: Node, weight: Node, groups: int) -> bool:
