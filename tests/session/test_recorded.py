@@ -176,8 +176,9 @@ def test_a_small_text_ends_before_the_time_does(
         plan=resolve(settings({"train.minutes": 1, "train.tokens_per_update": 512}), describe()),
         batches=SimpleNamespace(rows_per_window=2),
         corpus=SimpleNamespace(train=SimpleNamespace(per_epoch=2 * per_epoch)),
-        engine=SimpleNamespace(step=SimpleNamespace(schedule=None)),
+        engine=SimpleNamespace(step=SimpleNamespace(schedule=None), index=0),
         schedule=lambda: None,
+        elapsed_s=0.0,
         params=1000,
     )
     warmup.fix_length(session, progress)

@@ -154,7 +154,9 @@ class OptimSection(Section):
         "the update rule; muon for matrices of blocks; auto: muon for a new model; adamw:8bit: its state in 8 bits",
     )
     lr: Auto | PositiveFloat = _key("auto", f"{ABOVE_0.expected}, or auto", "peak learning rate")
-    weight_decay: NonNegativeFloat = _key(0.1, NOT_NEGATIVE.expected, "decoupled decay of the matrices")
+    weight_decay: Auto | NonNegativeFloat = _key(
+        "auto", f"{NOT_NEGATIVE.expected}, or auto", "decoupled decay of the matrices"
+    )
     betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = _key(
         (0.9, 0.95), "two numbers, 0 or more and below 1", "decay of the first and second moment"
     )

@@ -36,6 +36,9 @@ MUON_LEARNING_RATES = {"nano": 6e-3, "micro": 6e-3}
 # Muon's momentum, and the embedding's rate over that of the matrices, where they were measured to be better than 0.95
 # and 1 (benchmarks/recipe.py).
 MUON_FIELDS = dict.fromkeys(("nano", "micro"), {"momentum": 0.9, "embedding_lr": 6.0})
+# There the decay is DECAY for each epoch that is given, as a text that is read again is learned by heart, and at most
+# MOST_DECAY (docs/training.md). The length of a run by the clock is not known when its optimizer is made.
+DECAY, MOST_DECAY = 0.3, 1.0
 # Rates for existing weights. Adapters need ten times the rate of all weights (Schulman et al. 2025, "LoRA Without
 # Regret").
 FINETUNING_RATES = {"all": 2e-5, "adapters": 2e-4}
@@ -101,9 +104,11 @@ def known_learning_rate(preset: str, optimizer: str) -> float:
     return (MUON_LEARNING_RATES if optimizer == "muon" else {}).get(shape, LEARNING_RATES[shape])
 
 
-def muon_fields(preset: str) -> dict[str, Any]:
-    """Return the fields of Muon in which a new model of this preset is not trained by its defaults.
+def muon_fields(preset: str, epochs: int | None) -> dict[str, Any]:
+    """Return the fields of Muon in which a new model of this preset, trained for so many epochs, differs from defaults.
 
     A family's own presets have none: some, such as Gemma, scale what the embedding gives.
     """
-    return MUON_FIELDS.get(preset, {})
+    if preset not in MUON_FIELDS:
+        return {}
+    return {**MUON_FIELDS[preset], "weight_decay": min(MOST_DECAY, DECAY * (epochs or 1))}

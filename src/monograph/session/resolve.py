@@ -76,7 +76,8 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         name = "adamw" if train.parallel == "fsdp" else defaults.optimizer(fresh=recipe.init is None)
     reward, compared = settings.rl.reward, settings.prefer.loss
     judged = reward is not None or compared is not None
-    update_rule = _update_rule(settings, recipe, name, adapted=lora is not None, judged=judged)
+    epochs = train.epochs
+    update_rule = _update_rule(settings, recipe, name, epochs, adapted=lora is not None, judged=judged)
     schedule, _, final = settings.optim.schedule.partition(":")
     per_update = int(train.tokens_per_update)
     updates = train.updates or (defaults.updates_of(train.tokens, per_update) if train.tokens else 0)
@@ -88,7 +89,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         tokens_per_update=per_update,
         minutes=train.minutes or DEFAULT_MINUTES,
         minutes_given="train.minutes" in settings.origins,
-        epochs=train.epochs,
+        epochs=epochs,
         optimizer=name,
         update_rule=update_rule,
         clip=_clip(settings, rewarded=reward is not None),
@@ -168,18 +169,22 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
         raise UsageError(f"{settings.said('optim.transfer')}: {error}") from None
 
 
-def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool, judged: bool) -> Optimizer:
+def _update_rule(
+    settings: Settings, recipe: Recipe, name: str, epochs: int | None, *, adapted: bool, judged: bool
+) -> Optimizer:
     """Return the optimizer, without the changes of width transfer."""
     optim, (rule, _, state) = settings.optim, name.partition(":")
     usual = _usual_rate(recipe, rule, adapted) * (defaults.JUDGED_SHARE if judged else 1)
-    fields = defaults.muon_fields(recipe.preset) if rule == "muon" and recipe.init is None else {}
+    is_new = rule == "muon" and recipe.init is None
+    fields = defaults.muon_fields(recipe.preset, epochs) if is_new else {}
+    if optim.weight_decay != "auto":
+        fields = {**fields, "weight_decay": optim.weight_decay}
     return (Muon if rule == "muon" else AdamW)(
         state=state or "fp32",
         seed=recipe.seed,
         lr=usual if optim.lr == "auto" else optim.lr,
         betas=optim.betas,
         eps=optim.eps,
-        weight_decay=optim.weight_decay,
         ema=None if optim.ema == "none" else optim.ema,
         **fields,
     )
@@ -231,6 +236,7 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
     fixed |= {key: getattr(plan, key) for key in fixed if getattr(plan, key) not in (0, "auto")}
     fixed["micro_batch"] = min(fixed["micro_batch"], plan.rows)  # larger micro-batches would be partly empty
     recorded = {"optim.name": plan.optimizer, "optim.lr": plan.update_rule.lr, "train.precision": plan.precision}
+    recorded["optim.weight_decay"] = plan.update_rule.weight_decay
     transfer = transfer_of(settings, None if plan.recipe.init else config)
     return replace(
         plan,

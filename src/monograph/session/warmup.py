@@ -291,7 +291,7 @@ def fix_length(session: Session, progress: Progress) -> None:
         # Answers are new each time, so prompts may come up again without end.
         most = recorded_state.MOST if isinstance(text, Prompts) else defaults.most_updates(per_epoch, rows)
         left = defaults.updates_for(defaults.UPDATES_SHARE * session.budget_s, seconds, most)
-        updates = min(most, session.engine.index + left)  # some were made before the step was compiled
+        updates = max(left, min(most, session.engine.index + left))  # some were made before the step was compiled
         lasting = f", about {duration(session.budget_s)}"
         if updates >= most:
             lasting = f", {defaults.MOST_EPOCHS} epochs and no more, about {duration(seconds * updates)}"
