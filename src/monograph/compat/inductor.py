@@ -32,8 +32,7 @@ def remove_cut_off_libraries() -> None:
     """
     from torch._inductor.runtime.runtime_utils import cache_dir
 
-    cut = [path for path in Path(cache_dir()).glob("*/*.so") if _cut_off(path)]
-    if cut:
+    if cut := [path for path in Path(cache_dir()).glob("*/*.so") if _cut_off(path)]:
         time.sleep(_WRITTEN_S)
     for path in filter(_cut_off, cut):
         path.unlink(missing_ok=True)

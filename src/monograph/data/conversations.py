@@ -100,8 +100,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     Raises:
         Unusable: the record is bad.
     """
-    form = _form(record)
-    if form is None:
+    if (form := _form(record)) is None:
         raise Unusable("no conversation", f"has none of the keys {MESSAGES}, {SHARED}, {PROMPT} and {COMPLETION}")
     trained_from = 0
     if form == PROMPT:
@@ -158,8 +157,7 @@ def _message(value: Any, where: str, content_key: str | None = None) -> dict[str
     if role not in ROLES:
         found = f"is {short(role) if isinstance(role, str) else KINDS[type(role)]}"
         raise Unusable("unknown role", f"{where}.{role_key} {found}: expected {', '.join(roles[:-1])} or {roles[-1]}")
-    calls = value.get("tool_calls")
-    if calls is not None and (role != "assistant" or not _are_calls(calls)):
+    if (calls := value.get("tool_calls")) is not None and (role != "assistant" or not _are_calls(calls)):
         expected = "an array of objects that name a function each, of an assistant"
         raise Unusable("tool calls", f"{where}.tool_calls: expected {expected}")
     if content is None and calls:

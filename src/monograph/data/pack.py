@@ -166,8 +166,7 @@ class _OpenRows:
 
     def take(self, length: int, pieces: int) -> tuple[int, Int64]:
         """Return the smallest room >= length, and as many rows with it as the pieces need; else new rows."""
-        fitting = self._nonempty >> length
-        if not fitting:
+        if not (fitting := self._nonempty >> length):
             needed = -(-pieces // (self._capacity // length))
             self._count += needed
             return self._capacity, np.arange(self._count - needed, self._count)

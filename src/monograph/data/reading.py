@@ -159,8 +159,7 @@ def cut_position(path: Path, wanted: int, size: int) -> int:
     Without a line feed there, it is the next place between two characters; in a file of one character, it is `size`.
     """
     window = b"".join(_stretch(path, wanted, min(size, wanted + (1 << 16))))
-    line_end = window.find(b"\n")
-    if line_end >= 0 and wanted + line_end + 1 < size:
+    if (line_end := window.find(b"\n")) >= 0 and wanted + line_end + 1 < size:
         return wanted + line_end + 1
     starts = (wanted + i for i, byte in enumerate(window[:8]) if byte & 0xC0 != 0x80 and wanted + i > 0)
     return next(starts, size)
@@ -246,8 +245,7 @@ def cut_for_tokens(text: str, wanted: int, longest: int) -> int:
     If there is none up to `longest`, it is `longest` or the end of the text.
     """
     for low in (max(0, wanted - _NEAR_END_CHARS), 0):
-        cuts = [match.start() for match in _SAFE_CUT.finditer(text, low, wanted) if match.start() > 0]
-        if cuts:
+        if cuts := [match.start() for match in _SAFE_CUT.finditer(text, low, wanted) if match.start() > 0]:
             return cuts[-1]
     later = _SAFE_CUT.search(text, wanted)
     return min(later.start() if later else len(text), longest)

@@ -106,8 +106,7 @@ def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progr
         candidates += [replace(candidate, weight=weight) for candidate in locate(place, spool, skipped, progress)]
     names = ["stdin" if str(item) == "-" else str(item) for item in items]
     name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
-    files = _hashed(_once_each(candidates, skipped), skipped, progress)
-    if not files:
+    if not (files := _hashed(_once_each(candidates, skipped), skipped, progress)):
         reasons = ", ".join(sorted({reason for _, reason in skipped})) or "it has no files"
         raise InputRefused(f"{name}: no text in it ({reasons})")
     return Sources(name=name, files=tuple(files), skipped=tuple(skipped))
@@ -136,8 +135,7 @@ def _once_each(candidates: Iterable[Candidate], skipped: Skipped) -> list[Candid
     # Keep a file that is reached in two ways once: a second time would double its weight.
     unique: dict[Path, Candidate] = {}
     for candidate in candidates:
-        first = unique.setdefault(resolved(candidate.path), candidate)
-        if first is candidate:
+        if (first := unique.setdefault(resolved(candidate.path), candidate)) is candidate:
             continue
         if first.weight != candidate.weight:
             weights = f"{first.weight:g} and {candidate.weight:g}"

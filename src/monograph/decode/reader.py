@@ -82,8 +82,7 @@ class Reader:
 
     def skip(self, source: KVCache, row: int, tokens: int) -> int:
         """Copy the first whole chunks of so many tokens from a row that has them; return how many tokens these are."""
-        known = self._known(tokens // self.chunk * self.chunk)
-        if known > 0:
+        if (known := self._known(tokens // self.chunk * self.chunk)) > 0:
             self.cache.copy_keys([0], source, [row], known)
             self._left = [begin for begin in self._left if begin >= known]
         return known

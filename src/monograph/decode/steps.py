@@ -43,8 +43,7 @@ class Steps:
 
     def chosen(self, least: Collection[Chain]) -> Chain:
         """Return the chain for a block of requests with these smallest chains."""
-        key = frozenset(least)
-        if key not in self._chosen:
+        if (key := frozenset(least)) not in self._chosen:
             smallest = joint(key, self.chains[-1])
             self._chosen[key] = next(c for c in self.chains if c.covers(smallest)) if self._few else smallest
         return self._chosen[key]

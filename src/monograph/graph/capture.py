@@ -158,8 +158,7 @@ def set_aside(step: Any) -> Iterator[None]:
 
 def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
     """Return (owner, name, replacement) of the blocks' forward passes and of the loss, for scope "blocks"."""
-    model_blocks = blocks(step.model)
-    if not model_blocks:
+    if not (model_blocks := blocks(step.model)):
         raise UsageError(
             "the module has no block, which is a module with parts inside an nn.ModuleList or nn.Sequential: "
             "capture it as a whole"

@@ -302,8 +302,7 @@ def targeted(module: nn.Module, targets: str | Iterable[str]) -> dict[str, nn.Li
     if targets == ALL_LINEAR:
         chosen = set(linear)
     elif isinstance(targets, str):
-        chosen = {name for name in linear if _matches(targets, name)}
-        if not chosen:
+        if not (chosen := {name for name in linear if _matches(targets, name)}):
             hint = f'; for the last part of a name write a list, ["{targets}"]' if _ends(linear, targets) else ""
             raise UsageError(
                 f"lora.targets: the regular expression {targets!r} matches no whole name of a linear layer such as "

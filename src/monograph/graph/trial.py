@@ -74,8 +74,7 @@ def _trial(module: nn.Module, loss: Callable[[], tuple[Tensor, Tensor]]) -> Tria
         raise InputRefused("the loss has no gradient: expected one that depends on trainable parameters")
     (loss_sum / torch.where(count == 0, 1.0, count)).backward()
     grads = {name: p.grad for name, p in parameters}
-    bad = [name for name, grad in grads.items() if grad is not None and not bool(grad.isfinite().all())]
-    if bad:
+    if bad := [name for name, grad in grads.items() if grad is not None and not bool(grad.isfinite().all())]:
         raise InputRefused(f"the loss is {mean:.4g}, but the gradient of {bad[0]} is not finite ({len(bad)} such)")
     missing = tuple(name for name, grad in grads.items() if grad is None or not bool(grad.any()))
     _zero(parameters)
@@ -98,8 +97,7 @@ def first_non_finite(module: nn.Module, run: Callable[[], object]) -> str:
                 hooks.enter_context(child.register_forward_hook(check))
         run()
     # Such a parameter comes first, because it explains every output that is not finite.
-    bad = [name for name, p in module.named_parameters() if not bool(p.isfinite().all())]
-    if bad:
+    if bad := [name for name, p in module.named_parameters() if not bool(p.isfinite().all())]:
         return f"parameter {bad[0]} holds non-finite values ({len(bad)} such parameters)"
     where = f"{first[0]} is the first module with a non-finite output" if first else ""
     return where or "every module's output is finite; look at the loss function"

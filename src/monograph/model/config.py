@@ -265,8 +265,7 @@ class LlamaConfig:
         if of:
             layers, ffn = overrides.get("num_hidden_layers", PRESETS[name][3]), PRESETS[name][2]
             overrides = layer_kinds.fresh(of, layers) | mixture_keys.fresh(of, ffn) | overrides
-        unknown = sorted(set(overrides) - {field.name for field in fields(cls)})
-        if unknown:
+        if unknown := sorted(set(overrides) - {field.name for field in fields(cls)}):
             raise InputRefused(f"unknown key {unknown[0]!r}: the sizes of a Llama are {', '.join(_SIZES)}")
         shape = dict(zip(_SIZES, PRESETS[name], strict=False))  # head_dim and positions follow from the rest
         base = cls(**{**shape, **BEYOND_SHAPE[name]})

@@ -27,8 +27,7 @@ def fused(named: Iterable[Plain], columns: bool) -> Iterator[Plain]:
     """Yield a model's tensors with those of gate and up as one."""
     gates = dict[str, Plain]()
     for tensor in named:
-        match = STACK.fullmatch(tensor.name)
-        if match is None:
+        if (match := STACK.fullmatch(tensor.name)) is None:
             yield tensor
         elif match[2] == "gate":
             gates[match[3]] = tensor
@@ -61,8 +60,7 @@ def split(stored: dict[str, Stored], columns: bool) -> dict[str, Stored]:
     for name, tensor in stored.items():
         if columns and name.endswith("_scales") and f"{name.removesuffix('_scales')}_blocks" in stored:
             continue  # read with its blocks
-        match = _FUSED.fullmatch(name)
-        if match is None or (match[3] and not columns):
+        if (match := _FUSED.fullmatch(name)) is None or (match[3] and not columns):
             _put(found, name, tensor)
             continue
         kind = "bias" if match[3] == "_bias" else "weight"

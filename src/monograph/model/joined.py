@@ -44,8 +44,7 @@ def parted(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]:
     shapes, found = layer_shapes(config, 0), dict[str, Stored]()
     for name, tensor in stored.items():
         block, inner, kind = _place(name)
-        parts = config.family.joined.get(inner)
-        if parts is None:
+        if (parts := config.family.joined.get(inner)) is None:
             found[name] = tensor
             continue
         sizes = [shapes[f"{part}{kind}"][0] for part in parts]

@@ -67,8 +67,7 @@ def own_rows(stored: Mapping[str, Stored], module: nn.Module, path: Path) -> dic
     for full, tensor in stored.items():
         name = full.removeprefix(PREFIX)
         layer_name = name.removesuffix(_THEIRS).removesuffix(_TABLE)
-        layer = layers.get(layer_name)
-        if layer is None or name == layer_name:
+        if (layer := layers.get(layer_name)) is None or name == layer_name:
             renamed[name] = tensor
         elif name.endswith(_TABLE):
             _require_same(full, tensor, layer, path)

@@ -55,8 +55,7 @@ def text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises:
         InputRefused: the text model's part is missing, or is of another kind.
     """
-    its = WRAPPED.get(str(values.get("model_type")))
-    if its is None:
+    if (its := WRAPPED.get(str(values.get("model_type")))) is None:
         return values
     inner = values.get("text_config")
     if not isinstance(inner, dict) or inner.get("model_type", its.text) != its.text:

@@ -191,8 +191,7 @@ def trainable(module: nn.Module) -> dict[str, nn.Parameter]:
     Raises:
         UsageError: there is none, they have different dtypes or devices, or `require_movable` refuses the module.
     """
-    named = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not named:
+    if not (named := {name: p for name, p in module.named_parameters() if p.requires_grad}):
         raise UsageError("the module has no trainable parameter: every requires_grad is False")
     require_movable(module)
     # A plane is one buffer, with one dtype and on one device.

@@ -112,8 +112,7 @@ def streamed(request: Request, device: Device, limits: Limits, peak_flops: ByDty
     Raises:
         OutOfDeviceMemory: nothing fits; the message says which memory is too small, by how much, and what would fit.
     """
-    fitting = _fitting(request, device, limits)
-    if not fitting:
+    if not (fitting := _fitting(request, device, limits)):
         raise OutOfDeviceMemory(_refusal(request, device, limits))
     candidates = [_candidate(way, resident, device, limits, peak_flops) for way, resident in fitting]
     candidates.sort(key=lambda candidate: (candidate.update_s, candidate.peak_memory_bytes))

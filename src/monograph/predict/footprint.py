@@ -206,8 +206,7 @@ def _deep(work: Work) -> list[Curve]:
     graphs = Graphs()
     for low, high in zip(*(_curves(_cut(work, depth), graphs) for depth in depths), strict=True):
         of_low, of_high = (corners(one.samples) if one.stage == "update" else one.samples for one in (low, high))
-        samples = deepened(of_low, of_high, (layers - least) // turn)
-        if samples is None:
+        if (samples := deepened(of_low, of_high, (layers - least) // turn)) is None:
             return _curves(work)
         curves.append(Curve(low.stage, samples))
     return curves

@@ -153,8 +153,7 @@ def _spent(timeline: Timeline, begin: float, end: float) -> Spent:
                 running.append(kernels[following])
             last_end = max(last_end, kernels[following].end_s)
             following += 1
-        computing = [kernel for kernel in running if kernel.part != "transfers"]
-        if computing:
+        if computing := [kernel for kernel in running if kernel.part != "transfers"]:
             for kernel in computing:
                 parts[kernel.part] += (right - left) / len(computing)
             continue
@@ -209,8 +208,7 @@ def undisturbed(profiled: Spent, events: Mapping[Part, int], event_s: float, mea
         measured_s: the total to which the remaining time is scaled.
     """
     parts = {part: max(0.0, profiled.parts[part] - events.get(part, 0) * event_s) for part in PARTS}
-    left = sum(parts.values())
-    if not left:
+    if not (left := sum(parts.values())):
         parts, left = dict(profiled.parts), profiled.total_s
     scale = measured_s / left if left else 0.0
     gaps = {

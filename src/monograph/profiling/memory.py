@@ -38,8 +38,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     except OSError:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak if sys.platform == "darwin" else peak * 1024
-    match = re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)
-    if match is None:
+    if (match := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)) is None:
         raise RuntimeError("/proc/self/status has no VmHWM line")
     return int(match[1]) * 1024
 

@@ -244,8 +244,7 @@ def _update(engine: Engine, window: Any) -> float:
 
 
 def _next(windows: Iterator[Any]) -> Any:
-    window = next(windows, None)
-    if window is None:
+    if (window := next(windows, None)) is None:
         raise UsageError(f"too few windows: a profile takes {NEEDED} updates; give more text, or more epochs")
     return window
 

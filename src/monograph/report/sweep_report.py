@@ -120,8 +120,7 @@ def _curves(axes: Axes, curves: Sequence[Curve], key: str, unit: str, varied: Se
     for knobs, rows in curves:
         scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
         fewest = min((row["eval_rows"] for row in scored), default=0)
-        points = [(row["tokens"], row[key]) for row in scored if row["eval_rows"] == fewest]
-        if not points:
+        if not (points := [(row["tokens"], row[key]) for row in scored if row["eval_rows"] == fewest]):
             continue
         share = (shades.index(_setting(knobs, varied)) + 1) / len(shades)
         axes.plot(*zip(*points, strict=True), color=ACCENT, alpha=0.15 + 0.85 * share, linewidth=1.2)

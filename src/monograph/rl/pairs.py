@@ -185,8 +185,7 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
             return unusable.fault
         except InputRefused as refused:
             raise InputRefused(f"{where}: {refused}") from None
-        inputs = len(pair.chosen.ids) + len(pair.rejected.ids) - 1
-        if inputs <= length:
+        if (inputs := len(pair.chosen.ids) + len(pair.rejected.ids) - 1) <= length:
             return pair
         both = "the answer and its prompt twice" if labelled else "the two answers, each after its prompt,"
         return Fault("too long", f"{both} take {inputs} tokens, more than data.sequence_length = {length}: raise it")

@@ -175,8 +175,7 @@ class _Python(Reward):
     def require(self, record: Mapping[str, Any], where: str) -> None:
         super().require(record, where)
         if self._solutions is None:
-            confined = self._started().confinement()
-            if confined is None:
+            if (confined := self._started().confinement()) is None:
                 self.close()
                 raise InputRefused(
                     "rl.reward = python: no program can run in a process with limits here; it needs Linux, and as root "

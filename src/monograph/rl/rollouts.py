@@ -193,8 +193,7 @@ class Drawer:
 
     def advantages(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[list[float]] | None:
         """Return log-probability of the teacher - of the student for each answer's tokens; None without a teacher."""
-        teacher = self.reward.teacher
-        if teacher is None:
+        if (teacher := self.reward.teacher) is None:
             return None
         pairs = zip(prompts, rollouts, strict=True)
         told = [rollout._replace(prompt_ids=prompt.teacher_ids or prompt.ids) for prompt, rollout in pairs]

@@ -123,8 +123,7 @@ def scored(tokenizer: Tokenizer, ids: Sequence[int], scores: Sequence[TokenScore
 
 def token_text(tokenizer: Tokenizer, token: int) -> str:
     r"""Return the text of a token: a special token's name, and bytes that are no UTF-8 as `bytes:\xf0`."""
-    piece = bytes(tokenizer.pieces[token])
-    if not piece:
+    if not (piece := bytes(tokenizer.pieces[token])):
         return next((name for name, index in tokenizer.special.items() if index == token), f"token_id:{token}")
     try:
         return piece.decode()

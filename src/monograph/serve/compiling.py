@@ -235,8 +235,7 @@ async def _reply(reader: asyncio.StreamReader, most_s: float) -> tuple[int, byte
         code, length = _REPLY.unpack(await reader.readexactly(_REPLY.size))
         written = bytearray()
         while len(written) < length:  # in parts, between which the server does other things
-            part = await reader.read(min(1 << 18, length - len(written)))
-            if not part:
+            if not (part := await reader.read(min(1 << 18, length - len(written)))):
                 raise EOFError
             written += part
         return code, written

@@ -136,8 +136,7 @@ class _Lane:
         return found
 
     def cancel(self, text: Text) -> None:
-        number = next((number for number, each in self.texts.items() if each is text), None)
-        if number is not None:
+        if (number := next((number for number, each in self.texts.items() if each is text), None)) is not None:
             del self.texts[number]
             self.generator.cancel(number)
 

@@ -217,8 +217,7 @@ class Texts:
                 begun = True
                 await stream.begin()
                 pieces = [piece for text in texts for piece in answer.begin(text.index)] + pieces
-            said = [answer.piece(piece, asked.usage) for piece in pieces if _is_said(piece)]
-            if said:
+            if said := [answer.piece(piece, asked.usage) for piece in pieces if _is_said(piece)]:
                 await stream.send(*said)
             elif not batch:
                 await stream.ping()

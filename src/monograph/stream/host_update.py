@@ -74,8 +74,7 @@ class HostUpdate:
 
     def update(self, stage: Stage, decision: Decision) -> None:
         """Update a stage's planes that live on the host, as soon as their gradients and the decision are there."""
-        chunks = list(self._chunks(stage))
-        if not chunks:
+        if not (chunks := list(self._chunks(stage))):
             return
         self.lanes.host(functools.partial(self._receive, decision.home.tensor), [decision.home.space])
         for chunk in chunks:

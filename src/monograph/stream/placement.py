@@ -177,8 +177,7 @@ def pinned(like: Tensor, label: str) -> Tensor:
             "(on the device, or on disk), or in fewer bits"
         ) from error
     whole = torch.frombuffer(pages, dtype=torch.uint8)
-    error_code = int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), length, 0))
-    if error_code:
+    if error_code := int(torch.cuda.cudart().cudaHostRegister(whole.data_ptr(), length, 0)):
         raise InputRefused(_refused(label, length, error_code))
     pages.address = whole.data_ptr()
     return whole[:size].view(like.dtype).view(like.shape)

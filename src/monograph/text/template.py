@@ -117,8 +117,7 @@ class ChatTemplate:
             raise InputRefused(f"a chat's messages must be JSON: {error}") from None
 
     def _rendered(self, request: str) -> str:
-        answer = self._ready.pop(request, None)
-        if answer is None:
+        if (answer := self._ready.pop(request, None)) is None:
             fault = {"error": f"it computes for more than {sandbox.SECONDS} s, or breaks its interpreter"}
             [answer] = self._answers([request]) or [fault]
         if "text" not in answer:

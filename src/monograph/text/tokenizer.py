@@ -203,8 +203,7 @@ class Tokenizer:
             texts = [f"a{content}a" for content in added]
             encodings = self._engine.encode_batch_fast(texts, add_special_tokens=False)
             both = zip(added, self._engine.decode_batch([encoding.ids for encoding in encodings]), strict=True)
-            apart = [content for content, text in both if f"a {content}" in text or f"{content} a" in text]
-            if apart:
+            if apart := [content for content, text in both if f"a {content}" in text or f"{content} a" in text]:
                 notes.append(f"the tokenizer puts a space next to {_some(apart)}, as part of the text")
         if self._lacking:
             lost = (chr(code) for code in (*range(0x20, 0xD800), *range(0x10000, 0x20000)) if self.loss(chr(code)))

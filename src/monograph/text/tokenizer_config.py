@@ -90,8 +90,7 @@ def _read(folder: Path, name: str) -> dict[str, Any]:
 
 def _stops(folder: Path) -> tuple[int, ...]:
     for name in (_GENERATION, "config.json"):
-        stored = _read(folder, name).get("eos_token_id")
-        if stored is not None:
+        if (stored := _read(folder, name).get("eos_token_id")) is not None:
             return _ids(stored, folder / name)
     return ()
 

@@ -27,8 +27,7 @@ def fault(content: str) -> str | None:
     digest = hashlib.sha256(content.encode("utf-8", "surrogatepass")).digest()
     if digest in _harmless:
         return None
-    done = _run(content, SECONDS)
-    if done is None:
+    if (done := _run(content, SECONDS)) is None:
         return "it does not come to an end"
     if not done.returncode:
         _harmless.add(digest)

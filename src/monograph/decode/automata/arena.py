@@ -56,8 +56,7 @@ class Arena(Tables):
         if automaton is None:
             return FREE
         key = id(automaton)
-        place = self._places.pop(key, None) or self._placed(automaton)
-        if place is None:
+        if (place := self._places.pop(key, None) or self._placed(automaton)) is None:
             return None
         self._places[key] = place
         self._uses[key] += 1
@@ -75,8 +74,7 @@ class Arena(Tables):
 
     def _placed(self, automaton: Automaton) -> _Place | None:
         while (place := self._free_place(automaton)) is None:
-            unused = next((key for key in self._places if not self._uses[key]), None)
-            if unused is None:
+            if (unused := next((key for key in self._places if not self._uses[key]), None)) is None:
                 return None
             del self._places[unused], self._uses[unused]
         self._write(*place)

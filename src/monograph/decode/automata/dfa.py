@@ -87,8 +87,7 @@ class Positions:
         """Return the one position that takes a byte of the mask and has the successors `then`, or NOWHERE."""
         if not takes or not then:
             return NOWHERE  # no text leads through such a position
-        known = self._known.get((takes, then))
-        if known is None:
+        if (known := self._known.get((takes, then))) is None:
             known = self._known[takes, then] = frozenset((self._add(takes, then),))
         return known
 
@@ -112,8 +111,7 @@ class Positions:
         """
         if isinstance(expression, ByteSet):
             return self.at(expression.mask, then)
-        known = self._before.get((expression, then))
-        if known is None:
+        if (known := self._before.get((expression, then))) is None:
             self.budget.spend(1)
             known = self._before[expression, then] = self._composed(expression, then)
         return known
@@ -154,8 +152,7 @@ class Positions:
 
     def closed(self, positions: Next) -> Next:
         """Return the positions with every loop replaced by the first positions of its part and its successors."""
-        closed = self._closed.get(positions)
-        if closed is None:
+        if (closed := self._closed.get(positions)) is None:
             reached, waiting = set(positions), [*positions & self._loops]
             for loop in waiting:
                 self.budget.spend(1 + len(self.follow[loop]))
@@ -201,8 +198,7 @@ def compiled(expression: Expression, where: str) -> ByteAutomaton:
         InputRefused: the expression matches no text, or its automaton is too large (MAX_STATES, MAX_POSITIONS,
             MAX_WORK).
     """
-    automaton = _compiled(expression, Budget(where))
-    if automaton is None:
+    if (automaton := _compiled(expression, Budget(where))) is None:
         raise InputRefused(f"{where} matches no text at all")
     return automaton
 
@@ -313,8 +309,7 @@ class _Partition:
         for state in splitter:
             touched[self.block_of[state]].add(state)
         for number, inside in touched.items():
-            outside = len(self.blocks[number]) - len(inside)
-            if not outside:
+            if not (outside := len(self.blocks[number]) - len(inside)):
                 continue
             self.blocks[number] -= inside
             smaller = inside

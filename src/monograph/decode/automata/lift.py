@@ -114,8 +114,7 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
     Raises:
         InputRefused: no sequence of tokens makes an accepted text, there is no end token, or the table is too large.
     """
-    ends = sorted(end_ids)
-    if not ends:
+    if not (ends := sorted(end_ids)):
         raise InputRefused(f"{where} needs a token that ends a text, and the tokenizer has none")
     columns_CS, class_V = _columns(automaton, pieces, where)
     states = len(automaton.accepting_S)

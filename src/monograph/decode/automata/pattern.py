@@ -148,8 +148,7 @@ class _Reader:
 
     def repetition(self) -> Expression:
         part = self.atom()
-        counts = self.counts()
-        if counts is None:
+        if (counts := self.counts()) is None:
             return part
         # Refused although a lazy quantifier matches the same whole texts: its author expects it to change something.
         if self.peek() in ("?", "+"):

@@ -91,8 +91,7 @@ class _Schemas:
                 self.refuse(path, f"{key!r} is not supported: leave it out or say the same with other keys")
         for key in ("$ref", "anyOf", "oneOf"):
             if key in schema:
-                others = schema.keys() - _ANNOTATIONS - {key}
-                if others:
+                if others := schema.keys() - _ANNOTATIONS - {key}:
                     self.refuse(path, f"{key!r} next to {min(others)!r} is not supported: let {key!r} stand alone")
                 return self._reference(schema, path) if key == "$ref" else self._options(schema, key, path)
         if "const" in schema or "enum" in schema:
@@ -100,8 +99,7 @@ class _Schemas:
         return Alternation(tuple(self._typed(name, schema, path) for name in self._types(schema, path)))
 
     def _types(self, schema: dict[str, Any], path: tuple[str, ...]) -> list[str]:
-        types = schema.get("type")
-        if types is None:
+        if (types := schema.get("type")) is None:
             self.refuse(path, "a value of any type is valid here, so it is not bounded: give 'type'")
         names = types if isinstance(types, list) else [types]
         for name in names:
@@ -154,14 +152,12 @@ class _Schemas:
         texts = [self.read(option, (*path, f"{key}[{index}]")) for index, option in enumerate(options)]
         # An automaton accepts a text by any option; that exactly one fits has to be known beforehand.
         if key == "oneOf":
-            shared = values.overlap(options, lambda name: self.target(name, path), self.budget.spend)
-            if shared:
+            if shared := values.overlap(options, lambda name: self.target(name, path), self.budget.spend):
                 self.refuse(path, f"one value may follow options {shared[0]} and {shared[1]} of 'oneOf': use 'anyOf'")
         return Alternation(tuple(texts))
 
     def _enumeration(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
-        others = schema.keys() - _ANNOTATIONS - _VALUES
-        if others:
+        if others := schema.keys() - _ANNOTATIONS - _VALUES:
             self.refuse(path, f"{min(others)!r} next to 'enum' or 'const' is not supported: leave it out")
         allowed = schema.get("enum", [schema.get("const")])
         if not isinstance(allowed, list) or not all(map(values.is_json, allowed)):
