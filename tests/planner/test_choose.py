@@ -198,7 +198,7 @@ def test_a_base_in_fewer_bits_costs_the_traffic_of_making_it_dense():
     # Two micro-batches, there and back: so many bytes read and 2 written a number, at 89.6 % of 4.8 TB/s.
     for each, held in ((int8, 1.0), (nf4, 0.516)):
         assert each.traffic_s - auto.traffic_s == pytest.approx(4 * numbers * (held + 2) / (0.896 * 4.8e12), rel=1e-3)
-        assert replace(each, traffic_s=auto.traffic_s) == auto
+        assert each._replace(traffic_s=auto.traffic_s) == auto
 
 
 def test_no_model_is_predicted_to_be_faster_than_the_card(traced):

@@ -11,7 +11,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -221,7 +221,7 @@ def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed
 def _reading(sources: Sources, asked: Reading, tokenizer: Tokenizer | int) -> Reading:
     """Return how to read these records: `answering` is kept only if they are conversations."""
     if not hold_conversations(sources.files, asked.text_key):
-        return replace(asked, answering=None)
+        return asked._replace(answering=None)
     if not isinstance(tokenizer, Tokenizer):
         raise UsageError(f"data.tokenizer = bpe:{tokenizer}: conversations need {_WITH_TEMPLATE}")
     return asked

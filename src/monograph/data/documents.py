@@ -7,7 +7,6 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from typing import NamedTuple, TypeVar
@@ -139,8 +138,7 @@ EMPTY = "empty text"
 _REMEDY = "correct or remove it, or train with data.bad_records=skip"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Document:
+class Document(NamedTuple):
     """A text that gets one beginning token and one end token.
 
     Attributes:
@@ -158,8 +156,7 @@ class Document:
     parts: Iterator[tuple[str, int]]
 
 
-@dataclass(frozen=True)
-class Reading:
+class Reading(NamedTuple):
     """Options for reading records.
 
     Attributes:

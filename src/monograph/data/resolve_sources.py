@@ -10,8 +10,8 @@ import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import BLOCK_BYTES
@@ -52,8 +52,7 @@ BINARY = "has NUL bytes, so it is binary or UTF-16; give UTF-8 text"
 Skipped = list[tuple[str, str]]
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A file of a source, before it is opened; see `SourceFile`, which it becomes.
 
     `chosen` says whether the file itself was named: then its faults are errors, while a file that was found in a folder

@@ -4,8 +4,8 @@ import hashlib
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import COMPRESSIONS, raw_blocks, read_blocks, status_of
@@ -22,8 +22,7 @@ _NOT_READ = frozenset(
 _LIGHTEST, _HEAVIEST = 1e-3, 1e3
 
 
-@dataclass(frozen=True, slots=True)
-class SourceFile:
+class SourceFile(NamedTuple):
     """A file that holds a text or records.
 
     Attributes:
@@ -59,8 +58,7 @@ class SourceFile:
         return self.suffix in LINES | TABLES
 
 
-@dataclass(frozen=True)
-class Sources:
+class Sources(NamedTuple):
     """The files of a source in a fixed order, and the skipped files as (path, reason)."""
 
     name: str
@@ -103,7 +101,7 @@ def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progr
     candidates = []
     for item in items:
         place, weight = weighted(str(item))
-        candidates += [replace(candidate, weight=weight) for candidate in locate(place, spool, skipped, progress)]
+        candidates += [candidate._replace(weight=weight) for candidate in locate(place, spool, skipped, progress)]
     names = ["stdin" if str(item) == "-" else str(item) for item in items]
     name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     if not (files := _hashed(_once_each(candidates, skipped), skipped, progress)):

@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,8 +39,7 @@ from monograph.text.tokenizer_file import MAX_FILE_BYTES
 FORMAT = 2
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """The inputs that decide a corpus's tokens.
 
     Attributes:
@@ -77,8 +75,7 @@ class Request:
 _POLL_S = 0.2
 
 
-@dataclass(frozen=True)
-class Side:
+class Side(NamedTuple):
     """One side of the held-out split, tokenised.
 
     Attributes:

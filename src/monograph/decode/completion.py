@@ -6,7 +6,7 @@ Text is given out while ids come, in whole characters, and without an end that m
 import codecs
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -161,7 +161,7 @@ class Generation:
         writings: dict[int, _Writing] = {}
         # Made when they are asked for, as n may be large.
         continued = (
-            replace(request, seed=continuation_seed(request.sampling.seed, index))
+            request._replace(seed=continuation_seed(request.sampling.seed, index))
             for request in self._requests
             for index in range(self._n)
         )

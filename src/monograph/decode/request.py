@@ -1,6 +1,5 @@
 """A request for a text, and what a decoder tells of it."""
 
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from torch import Tensor
@@ -11,8 +10,7 @@ from monograph.decode.sampling import Sampling
 Finish = Literal["stop", "length", "not_finite", "nothing_allowed"]
 
 
-@dataclass(frozen=True)
-class Request:
+class Request(NamedTuple):
     """A prompt and the options of one text to write after it.
 
     Attributes:

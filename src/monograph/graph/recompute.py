@@ -13,7 +13,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -363,6 +363,6 @@ def _recording(
             compiled[recording] = compat.stored_by_graph(inner, block, args, kwargs)
         # Recomputed operators between products are fused into the kernels that read them and cost no measurable time
         # (docs/log.md).
-        recording = replace(recording, stored_bytes=compiled[recording], rest_flops=0)
+        recording = recording._replace(stored_bytes=compiled[recording], rest_flops=0)
     recordings.setdefault(name, recording)
     return output

@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -14,8 +13,7 @@ from monograph import compat
 from monograph.graph.remat import Choice, front
 
 
-@dataclass(frozen=True)
-class Product:
+class Product(NamedTuple):
     """A matrix product, convolution or attention of a block, which is expensive to compute again.
 
     Attributes:
@@ -29,8 +27,7 @@ class Product:
     flops: int
 
 
-@dataclass(frozen=True)
-class Recording:
+class Recording(NamedTuple):
     """The costs of one forward pass of a block.
 
     Attributes:

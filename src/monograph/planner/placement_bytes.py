@@ -13,7 +13,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,8 +35,7 @@ META = torch.device("meta")
 ORIGIN = {WEIGHTS: "weights", REST: "weights", GRADIENT: "gradients"}  # all other buffers are moments
 
 
-@dataclass(frozen=True)
-class PlaneShape:
+class PlaneShape(NamedTuple):
     """A stage's plane without its data.
 
     Attributes:

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -126,7 +126,7 @@ def timing(work: Work, placement: Placement, times: Costs, link: Link) -> Timing
     )  # fmt: skip
     played = min(work.micro_batches, MOST_PLAYED)
     several = work.micro_batches / played
-    costs = {name: seconds * (1 if name.endswith("number_s") else several) for name, seconds in asdict(times).items()}
+    costs = {name: seconds * (1 if name.endswith("number_s") else several) for name, seconds in times._asdict().items()}
     state = torch.empty(
         math.ceil(work.tokens * several), work.config.hidden_size,
         dtype=Precision(work.precision).dtype, device=META,

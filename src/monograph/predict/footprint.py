@@ -133,8 +133,7 @@ class Work:
         return self.tokens * self.config.hidden_size * self.number_bytes
 
 
-@dataclass(frozen=True)
-class Footprint:
+class Footprint(NamedTuple):
     """The bytes alive at a step's peak.
 
     Attributes:

@@ -10,9 +10,8 @@ import os
 import statistics
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -100,8 +99,7 @@ CALL_S = 0.13e-3
 MICRO_STEP_S = 1e-3
 
 
-@dataclass(frozen=True)
-class Efficiency:
+class Efficiency(NamedTuple):
     """The shares of a datasheet's rates that code reaches.
 
     Attributes:
@@ -128,8 +126,7 @@ CPU_BYTES_PER_S = 20e9
 LINK_BYTES_PER_S, LINK_SHARE = 32e9, 0.8
 
 
-@dataclass(frozen=True)
-class UpdateTime:
+class UpdateTime(NamedTuple):
     """The seconds of one update by what they are spent on, each as if nothing overlapped.
 
     Attributes:

@@ -10,8 +10,8 @@ The part with the most recoverable time is the bottleneck. `changes` says how mu
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 from monograph.predict.roofline import KERNELS, MICRO_STEP_S, UPDATE_BYTES
 from monograph.profiling.intervals import PARTS, Kernel, Part, Spent
@@ -31,16 +31,14 @@ UPDATED = UPDATE_BYTES[True] / UPDATE_BYTES[False]  # the share of the optimizer
 COMPUTED: tuple[Part, ...] = ("matmul", "attention", "loss head", "optimizer", "elementwise", "other")
 
 
-@dataclass(frozen=True)
-class Machine:
+class Machine(NamedTuple):
     """The device's rates: measured FLOP/s of matrix products in the run's dtype, and bytes/s of a copy."""
 
     matmul_flops: float
     copy_bytes_per_s: float
 
 
-@dataclass(frozen=True)
-class Situation:
+class Situation(NamedTuple):
     """The parts of a run's setup that a change could improve.
 
     Attributes:
@@ -55,7 +53,7 @@ class Situation:
     captured: bool = True
     can_compile: bool = True
     micro_steps: int = 1
-    bf16: Mapping[Part, float] = field(default_factory=dict)
+    bf16: Mapping[Part, float] = {}  # noqa: RUF012 (never written to)
     used: float = 1.0
     packed: float = 1.0
 

@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Literal, Self, get_args
+from typing import Literal, NamedTuple, Self, get_args
 
 Part = Literal[
     "matmul", "attention", "loss head", "optimizer", "elementwise", "data wait", "host gaps", "transfers", "other"
@@ -60,8 +60,7 @@ class Kernel:
         return self.end_s - self.begin_s
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """A wait of the host: "data", waiting for a window; "sync", waiting for the device."""
 
     kind: Literal["data", "sync"]
@@ -69,8 +68,7 @@ class Span:
     end_s: float
 
 
-@dataclass(frozen=True)
-class Timeline:
+class Timeline(NamedTuple):
     """A stretch of work on the host's clock.
 
     Attributes:
@@ -89,8 +87,8 @@ class Timeline:
     kernels: Sequence[Kernel]
     spans: Sequence[Span] = ()
     updates: Sequence[tuple[float, float]] = ()
-    events: Mapping[Part, int] = field(default_factory=dict)
-    update_events: Mapping[Part, int] = field(default_factory=dict)
+    events: Mapping[Part, int] = {}  # noqa: RUF012 (never written to)
+    update_events: Mapping[Part, int] = {}  # noqa: RUF012
 
     @property
     def rest(self) -> list[tuple[float, float]]:

@@ -6,7 +6,7 @@ A field that would change the answer and is not built is refused, never ignored;
 import math
 import secrets
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields
 from typing import Any, NamedTuple
 
 from monograph.config.settings import did_you_mean
@@ -60,8 +60,7 @@ class Limit(NamedTuple):
     field: str
 
 
-@dataclass(frozen=True)
-class Asked:
+class Asked(NamedTuple):
     """What a request for texts asks.
 
     Attributes:
@@ -177,7 +176,7 @@ def completion(body: dict[str, Any], rows: int) -> Asked:
     given.end()
     if echo and asked.stream:
         raise Refused(400, "echo is for a text that is not streamed", "echo")
-    return replace(asked, likeliest=likeliest)
+    return asked._replace(likeliest=likeliest)
 
 
 def chat(body: dict[str, Any], rows: int) -> Asked:
@@ -200,7 +199,7 @@ def chat(body: dict[str, Any], rows: int) -> Asked:
     most = older if most is None else most
     asked = _asked(given, rows, prompts=[], messages=messages, variables=variables, max_tokens=most, echo=False)
     given.end()
-    return replace(asked, likeliest=(likeliest or 0) if wanted else None)
+    return asked._replace(likeliest=(likeliest or 0) if wanted else None)
 
 
 def _asked(given: Fields, rows: int, **rest: Any) -> Asked:

@@ -7,7 +7,7 @@ lanes and waits are those that train, so the schedule that is timed is the real 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,7 @@ UPDATES = 2  # updates that are run; every later update takes as long as the las
 DISK = "disk"
 
 
-@dataclass(frozen=True)
-class Link:
+class Link(NamedTuple):
     """The rates of copies, in bytes/s.
 
     Attributes:
@@ -38,8 +37,7 @@ class Link:
     disk: float = float("inf")
 
 
-@dataclass(frozen=True)
-class Costs:
+class Costs(NamedTuple):
     """The seconds that computing takes: each pass for one micro-batch, and the update of one parameter.
 
     Attributes:
@@ -61,8 +59,7 @@ class Costs:
     host_number_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Timing:
+class Timing(NamedTuple):
     """The timing of one update among many.
 
     Attributes:
