@@ -178,13 +178,14 @@ def _packed(request: Request, stored: Stored, sequence_length: int, packing: str
     train, held = _rows(stored, weights, sequence_length, packing == "packed")
     _check_size(sources.name, stored, train, held, request.held_out)
     decisive = [*request.sources, stored.tokenizer.hash, sequence_length, packing, weights]
+    skipped = Counter(reason for _, reason in sources.skipped)
     return Corpus(
         name=sources.name,
         tokenizer=stored.tokenizer,
         train=train,
         held_out=held,
         fingerprint=hashlib.sha256(json.dumps(decisive).encode()).hexdigest(),
-        stats=_stats(sources, stored.skipped, train, held),
+        stats=stats_of(len(sources.files), dict(skipped + Counter(stored.skipped)), train, held),
         notes=tuple(note for note in (*stored.notes, _skipped_note(sources)) if note),
         folder=stored.folder,
     )
@@ -240,9 +241,10 @@ def _check_size(name: str, stored: Stored, train: Rows, held: Rows, held_out: fl
         raise InputRefused(f"{name}: {held.tokens} held-out tokens, fewer than one row of {length}; {remedy}")
 
 
-def _stats(sources: Sources, skipped: dict[str, int], train: Rows, held: Rows) -> Stats:
+def stats_of(files: int, skipped: dict[str, int], train: Rows, held: Rows) -> Stats:
+    """Return the numbers about rows that were made of so many files."""
     return Stats(
-        files=len(sources.files),
+        files=files,
         documents=train.documents + held.documents,
         conversations=train.conversations,
         bytes=train.bytes + held.bytes,
@@ -252,7 +254,7 @@ def _stats(sources: Sources, skipped: dict[str, int], train: Rows, held: Rows) -
         packed_share=train.filled,
         held_out_documents=held.documents,
         held_out_bytes=held.bytes,
-        skipped=dict(Counter(reason for _, reason in sources.skipped) + Counter(skipped)),
+        skipped=skipped,
     )
 
 

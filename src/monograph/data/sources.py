@@ -159,7 +159,8 @@ def _hashed(candidates: list[Candidate], skipped: Skipped, progress: Progress | 
     for candidate in candidates:
         file, fault = _opened(candidate, meter)
         if fault and candidate.chosen:
-            raise InputRefused(f"{_shown(candidate)}: {_FAULTS[fault]}")
+            where = "standard input" if candidate.name == "stdin" else candidate.path
+            raise InputRefused(f"{where}: {_FAULTS[fault]}")
         if fault:
             skipped.append((str(candidate.path), fault))
         else:
@@ -186,7 +187,3 @@ def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
 
 
 _FAULTS = {"empty": "empty file; give a file with text", "binary": BINARY}
-
-
-def _shown(candidate: Candidate) -> str:
-    return "standard input" if candidate.name == "stdin" else str(candidate.path)

@@ -160,8 +160,7 @@ class Reader:
 
     @torch.no_grad()
     def _read_chunk(self, blocks: int) -> None:
-        positions_1T = self._start_11 + torch.arange(self.chunk, device=self.device)
-        positions_RT = positions_1T.expand_as(self._tokens_RT)
+        positions_RT = (self._start_11 + torch.arange(self.chunk, device=self.device)).expand_as(self._tokens_RT)
         hidden_RTD = self.model(self._tokens_RT, positions=positions_RT, cache=self.cache.first(blocks))
         # A compiled pass that keeps nothing leaves out what follows the last keys and values.
         if self.whole:

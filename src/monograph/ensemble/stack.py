@@ -169,10 +169,7 @@ def _tensors(members: Sequence[nn.Module]) -> Iterator[list[tuple[nn.Module, str
 
 def _rates(members: Sequence[nn.Module]) -> dict[str, list[float]]:
     """Return the members' rates of each dropout module in which they differ, by path."""
-    rates_of = {}
-    for parts in zip(*(member.named_modules() for member in members), strict=True):
-        if isinstance(parts[0][1], DROPOUTS):
-            rates = [float(module.p) for _, module in parts]
-            if len(set(rates)) > 1:
-                rates_of[parts[0][0]] = rates
-    return rates_of
+    alike = zip(*(member.named_modules() for member in members), strict=True)
+    dropouts = (parts for parts in alike if isinstance(parts[0][1], DROPOUTS))
+    rates_of = {parts[0][0]: [float(module.p) for _, module in parts] for parts in dropouts}
+    return {path: rates for path, rates in rates_of.items() if len(set(rates)) > 1}

@@ -123,11 +123,10 @@ def score_numbers(work: Work) -> int:
 
 def recomputed_flops(work: Work) -> tuple[int, int]:
     """Return the FLOPs per token and layer that the backward pass repeats: of linear layers, and of attention."""
-    products = _products(work)
     if work.remat in ("none", "pointwise"):
         return 0, 0
     kept = _kept(work, work.remat).what if work.remat not in ("full", "offload") else ()
-    repeated = [product for product in products if product.name not in kept]
+    repeated = [product for product in _products(work) if product.name not in kept]
     # A block that is recomputed as a whole also repeats its last product (down), whose result nothing reads.
     last = 2 * work.config.hidden_size * work.inner_numbers if not kept else 0
     attention = sum(product.flops for product in repeated if product.name in (_SCORES, _ATTENTION))

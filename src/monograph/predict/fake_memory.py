@@ -124,8 +124,7 @@ class FakeMemory:
             if not isinstance(tensor, Tensor):
                 continue
             storage = tensor.untyped_storage()
-            key = id(storage)
-            if key in self._known:
+            if (key := id(storage)) in self._known:
                 continue
             origin, size_bytes = self._origin(tensor.shape), self._rounded(storage.nbytes())
             self._known[key] = origin, size_bytes

@@ -161,8 +161,7 @@ class Curve(NamedTuple):
 def footprint(work: Work) -> Footprint:
     """Return the peak of one update, with the gradients of earlier micro-batches on the device."""
     apart = _apart(work)
-    offloads = work.remat == "offload"
-    curves = _without_inputs(_deep(replace(apart, remat="full")), apart) if offloads else _deep(apart)
+    curves = _without_inputs(_deep(replace(apart, remat="full")), apart) if work.remat == "offload" else _deep(apart)
     peak = footprint_of(curves)
     before, after = work.config, apart.config
     # These origins grow with the vocabulary; gradients and moments of adapters do not.
@@ -201,9 +200,9 @@ def _deep(work: Work) -> list[Curve]:
     depths = least, least + turn
     if layers <= depths[1]:
         return _curves(work)
-    curves = []
-    graphs = Graphs()
-    for low, high in zip(*(_curves(_cut(work, depth), graphs) for depth in depths), strict=True):
+    curves, graphs = [], Graphs()
+    cut = [replace(work, config=work.config.shortened(depth)) for depth in depths]
+    for low, high in zip(*(_curves(shallow, graphs) for shallow in cut), strict=True):
         of_low, of_high = (corners(one.samples) if one.stage == "update" else one.samples for one in (low, high))
         if (samples := deepened(of_low, of_high, (layers - least) // turn)) is None:
             return _curves(work)
@@ -272,12 +271,7 @@ def _alike(one: list[Sample], other: list[Sample]) -> int:
 
 
 def _along(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample]:
-    pairs = zip(low, high, strict=False)
-    return [tuple(a + beyond * (b - a) for a, b in zip(x, y, strict=True)) for x, y in pairs]
-
-
-def _cut(work: Work, layers: int) -> Work:
-    return replace(work, config=work.config.shortened(layers))
+    return [tuple(a + beyond * (b - a) for a, b in zip(*pair, strict=True)) for pair in zip(low, high, strict=False)]
 
 
 def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:

@@ -88,8 +88,7 @@ def _written(graph: GraphModule, device_type: str) -> tuple[list[Kernel], set[Na
             between = _behind(node, behind, on_cpu)
             separate = frozenset(name for name, of in between.items() if of not in ({0}, {size_bytes}))
             within = max(set[int]().union(*between.values()), default=0)
-            numbers = _row_numbers(node) if device_type == "cuda" else 0
-            numbers = numbers or outputs[0].numel()
+            numbers = (device_type == "cuda" and _row_numbers(node)) or outputs[0].numel()
             kernels.append(Kernel(node.name, outputs[0], numbers, size_bytes, through, fused, base, separate, within))
             reads[node], loads[node], behind[node] = _written_here(node)
     return kernels, set(returned)
@@ -183,8 +182,7 @@ def inner_bytes(total_VD: Tensor, left_CV: Tensor, right_CD: Tensor, device_type
     if device_type == "cuda":
         return 0
     numbers = min(total_VD.shape[-2], block_rows("cpu", total_VD.shape[-1])) * total_VD.shape[-1]
-    cast = right_CD.dtype != total_VD.dtype
-    return numbers * (right_CD.element_size() + total_VD.element_size() * cast)
+    return numbers * (right_CD.element_size() + total_VD.element_size() * (right_CD.dtype != total_VD.dtype))
 
 
 def _changed(node: Node) -> list[Node]:

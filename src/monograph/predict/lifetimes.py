@@ -191,8 +191,7 @@ def _make_ready(ordered: list[Kernel], kernel: Kernel, near: list[Kernel]) -> No
 
 def _share_a_loop(loop: Kernel, kernel: Kernel) -> bool:
     """Return whether one loop computes both, because they have equally many numbers and a common input."""
-    alike = loop.fused and not loop.reads.isdisjoint(kernel.reads)
-    return alike and loop.numbers == kernel.numbers
+    return loop.fused and loop.numbers == kernel.numbers and not loop.reads.isdisjoint(kernel.reads)
 
 
 def _is_within_rows(before: Kernel, after: Kernel, kernel: Kernel) -> bool:

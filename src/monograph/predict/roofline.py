@@ -179,8 +179,7 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     # With adapters, the other weights have no gradients: 4 FLOPs instead of 6.
     adapters = estimate.trained_adapters(work)
     flops = (4 if adapters else 6) * matmul_parameters(config) + 6 * adapters + layers * again
-    width = config.num_attention_heads * config.head_dim
-    attended = layers * (6 * width * work.length + attended_again)
+    attended = layers * (6 * config.num_attention_heads * config.head_dim * work.length + attended_again)
     numbers = estimate.stored_numbers(work, "none")
     if work.remat not in ("none", "full", "offload"):  # probabilities are recomputed where they are read
         numbers -= (estimate.SCORE_NUMBERS - 1) * estimate.score_numbers(work)

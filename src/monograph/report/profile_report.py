@@ -50,19 +50,18 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, drawing: Dra
     """
     judged, faster = profile.verdict, profile.update_s / max(profile.verdict.floor_s, 1e-12)
     best = judged.change
-    figures = [
-        ("ms an update", f"{1e3 * profile.update_s:.3g}"),
-        ("tokens/s", count(tokens_per_s)),
-        ("micro-steps", str(profile.micro_steps)),
-        ("floor, ms", f"{1e3 * judged.floor_s:.3g}"),
-        ("floor over it", f"{faster:.2g} ×"),
-    ]
     return page(
         title=title,
         headline=f"Bound by {judged.binds}",
         standing=said(profile)
         + (f"; {best.what} is predicted to make it {judged.gain(best):.2f} × as fast" if best else ""),
-        figures=figures,
+        figures=[
+            ("ms an update", f"{1e3 * profile.update_s:.3g}"),
+            ("tokens/s", count(tokens_per_s)),
+            ("micro-steps", str(profile.micro_steps)),
+            ("floor, ms", f"{1e3 * judged.floor_s:.3g}"),
+            ("floor over it", f"{faster:.2g} ×"),
+        ],
         drawings=[drawing],
         sections=[
             section("Parts of an update", _parts(profile)),
@@ -159,18 +158,17 @@ def ladder_page(title: str, ladder: Values, drawing: Drawing, config: str) -> st
         config: the settings that all rungs share, as TOML.
     """
     first, best = ladder["rungs"][0], fastest(ladder)
-    figures = [
-        ("parameters", quantities.count(ladder["params"])),
-        ("tokens/s, eager", f"{first['tokens_per_s']:,.0f}"),
-        ("tokens/s, at best", f"{best['tokens_per_s']:,.0f}"),
-        ("tokens of a rung", quantities.count(ladder["tokens"])),
-        ("time", quantities.duration(ladder["wall_s"])),
-    ]
     return page(
         title=title,
         headline=f"{gain(ladder):.1f} × as fast as eager",
         standing=f"{standing(ladder)}.",
-        figures=figures,
+        figures=[
+            ("parameters", quantities.count(ladder["params"])),
+            ("tokens/s, eager", f"{first['tokens_per_s']:,.0f}"),
+            ("tokens/s, at best", f"{best['tokens_per_s']:,.0f}"),
+            ("tokens of a rung", quantities.count(ladder["tokens"])),
+            ("time", quantities.duration(ladder["wall_s"])),
+        ],
         drawings=[drawing],
         sections=[
             section("Rungs", table("Rungs of the ladder", HEADS, rows(ladder["rungs"]))),

@@ -65,10 +65,9 @@ def write_report(
     write_whole(figures / "sheet.png", sheet)
     for drawing in drawings:
         write_whole(figures / f"{drawing.name}.png", drawing.png)
-    rewarded = summary.get("reward") is not None
-    judged = rewarded or summary.get("accuracy") is not None
     there = {key for key, value in summary.items() if value is not None}
-    if judged:  # a loss is of advantages or of pairs, no nats a token
+    said = "What it writes" if "reward" in there else "What it writes, from the same prompt"
+    if {"reward", "accuracy"} & there:  # a loss is of advantages or of pairs, no nats a token
         there -= {"train_loss", "eval_loss"}
     text = page(
         title=run_folder.name,
@@ -77,7 +76,7 @@ def write_report(
         figures=[(name, written(summary[key])) for key, name, written in _FIGURES if key in there],
         drawings=drawings,
         sections=[
-            section("What it writes" if rewarded else "What it writes, from the same prompt", _samples(samples)),
+            section(said, _samples(samples)),
             section("Held out", _evaluations(metrics)),
             section("The run", pairs(_rest(summary)), config_of(run_folder)),
         ],

@@ -76,12 +76,9 @@ def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> N
         if len(values) < len(setting["values"]):
             axes.plot([place], [high], "x", color=WARN, markersize=6, clip_on=False)
     if len({repr(setting["knobs"]) for setting in scored}) == len(set(places)):
-        order = np.argsort(places)
+        order = [index for index in np.argsort(places) if settings[index]["mean"] is not None]
         means = [settings[index]["mean"] for index in order]
-        axes.plot(
-            [places[i] for i, m in zip(order, means, strict=True) if m is not None],
-            [m for m in means if m is not None], color=GRID, linewidth=1.4, zorder=0,
-        )  # fmt: skip
+        axes.plot([places[index] for index in order], means, color=GRID, linewidth=1.4, zorder=0)
     words = "filled: best; blue: tied with it"
     if any(None in setting["values"] for setting in settings):
         words += "; x: a member diverged"

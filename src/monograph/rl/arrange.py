@@ -134,8 +134,7 @@ def weighted(rollouts: Sequence[Rollout], rewards: Sequence[float], options: Opt
     """Return the weights of one group's answers, with the KL term; answers that are left out weigh nothing."""
     kept, rewards = judged(rollouts, rewards, options)
     weighed = iter(_compared(kept, rewards, options) if kept else ())
-    left_out = options.cut_costs is None
-    return [Weight(0.0, 0.0) if left_out and one.is_cut else next(weighed) for one in rollouts]
+    return [Weight(0.0, 0.0) if options.cut_costs is None and one.is_cut else next(weighed) for one in rollouts]
 
 
 def _compared(rollouts: Sequence[Rollout], rewards: Sequence[float], options: Options) -> list[Weight]:
@@ -144,8 +143,7 @@ def _compared(rollouts: Sequence[Rollout], rewards: Sequence[float], options: Op
         far = [sum(rollout.logprobs) - sum(rollout.reference) for rollout in rollouts]
         rewards = [reward - kl.strength * each for reward, each in zip(rewards, far, strict=True)]
     times = 2 if len(rollouts) == 1 else 1  # all others are left out: it is compared with itself
-    every = weights(options.objective, [*rewards] * times, lengths * times, options.max_new_tokens)
-    weighed = every[: len(rollouts)]
+    weighed = weights(options.objective, [*rewards] * times, lengths * times, options.max_new_tokens)[: len(rollouts)]
     if kl is None or kl.estimator == "k1":
         return weighed
     # Where tokens of long answers weigh less, so does their KL term.

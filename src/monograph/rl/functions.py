@@ -48,12 +48,8 @@ class Function:
         self._replies = self._socket.makefile("rb")
         with theirs:
             # In a session of its own, so that Ctrl-C does not end it: a run may still have to save.
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-u", worker.__file__, "function"],
-                stdin=theirs.fileno(),
-                stdout=2,
-                start_new_session=True,
-            )
+            command = [sys.executable, "-P", "-u", worker.__file__, "function"]
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=2, start_new_session=True)
         self._ended = weakref.finalize(self, end, self._process)
         self._asked("rl.reward", source.decode("latin-1"), str(without_links(self._file)), self._name)
 

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monograph.data.conversations import Conversation, read_conversation
-from monograph.data.corpus import Corpus, Stats
+from monograph.data.corpus import Corpus, stats_of
 from monograph.data.loss_mask import Answering, Answers, Row
 from monograph.data.progress import Progress
 from monograph.data.records import KINDS, Fault, Unusable, few, json_objects, short, sound
@@ -209,13 +209,7 @@ def _corpus(
     name = parts.sources.name
     train = PairRows(sides[0], name, tokenizer, length, 1)
     held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
-    stats = Stats(
-        files=len(parts.sources.files), documents=len(sides[0]) + len(sides[1]),
-        conversations=len(sides[0]), bytes=train.bytes + held.bytes, tokens=train.tokens,
-        trained_share=train.tokens / train.inputs, bytes_per_token=train.bytes / train.tokens,
-        packed_share=train.filled, held_out_documents=len(sides[1]), held_out_bytes=held.bytes,
-        skipped=parts.skipped,
-    )  # fmt: skip
+    stats = stats_of(len(parts.sources.files), parts.skipped, train, held)
     return Corpus(name, tokenizer, train, held, digest, stats, (), Path())
 
 

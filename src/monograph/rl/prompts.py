@@ -105,8 +105,7 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
     decisive = [parts.sources.sha256, own.hash, key, room, reading["held_out"], reading["bad_records"]]
     fingerprint = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     chats, longest = _kind_and_longest([*parts.train, *parts.held_out], key)
-    sides = parts.train, parts.held_out
-    return Prompts(parts.sources.name, own, *sides, fingerprint, chats, longest, parts.skipped)
+    return Prompts(parts.sources.name, own, parts.train, parts.held_out, fingerprint, chats, longest, parts.skipped)
 
 
 def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, reward: Reward, room: int) -> Prompts:

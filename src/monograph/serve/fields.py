@@ -141,6 +141,12 @@ class Fields:
         self._known.add(name)
         return check(name, self._left.pop(name)) if name in self._left else default
 
+    def need(self, name: str, check: Callable[[str, Any], Any], advice: str) -> Any:
+        """Return the checked value of a field that a body must have."""
+        if (value := self.take(name, check)) is None:
+            raise Refused(400, f"{name} is missing: {advice}", name)
+        return value
+
     def end(self) -> None:
         """Refuse a field that nobody took.
 
@@ -162,9 +168,7 @@ def completion(body: dict[str, Any], rows: int) -> Asked:
         Refused: a field is wrong; the error names it.
     """
     given = Fields(body)
-    prompts = given.take("prompt", _prompts)
-    if prompts is None:
-        raise Refused(400, "prompt is missing: expected a text, a list of texts, or lists of token ids", "prompt")
+    prompts = given.need("prompt", _prompts, "expected a text, a list of texts, or lists of token ids")
     likeliest, echo = given.take("logprobs", _whole(0, MOST_LOGPROBS)), given.take("echo", a_bool, False)
     most = given.take("max_tokens", _whole(0, 2**31 - 1), 16)
     if most == 0 and not echo:
@@ -186,9 +190,7 @@ def chat(body: dict[str, Any], rows: int) -> Asked:
         Refused: a field is wrong; the error names it.
     """
     given = Fields(body)
-    messages = given.take("messages", _messages)
-    if messages is None:
-        raise Refused(400, "messages is missing: expected a list of messages", "messages")
+    messages = given.need("messages", _messages, "expected a list of messages")
     most, older = (given.take(name, _whole(1, 2**31 - 1)) for name in ("max_completion_tokens", "max_tokens"))
     if most is not None and older is not None:
         raise Refused(400, "max_tokens is the older name of max_completion_tokens: give one of them", "max_tokens")
@@ -204,9 +206,7 @@ def chat(body: dict[str, Any], rows: int) -> Asked:
 
 def _asked(given: Fields, rows: int, **rest: Any) -> Asked:
     """Return what both kinds of requests have in common, with what they have not."""
-    model = given.take("model", a_text)
-    if model is None:
-        raise Refused(400, "model is missing: GET /v1/models says which there are", "model")
+    model = given.need("model", a_text, "GET /v1/models says which there are")
     stream, options = given.take("stream", a_bool, False), given.take("stream_options", _object, {})
     if options and not stream:
         raise Refused(400, "stream_options is for a stream", "stream_options")
@@ -239,8 +239,8 @@ def _sampling(given: Fields) -> Sampling:
     try:
         return Sampling(**values, seed=secrets.randbelow(SEEDS) if seed is None else seed)
     except UsageError as error:
-        named = [name for name in values if str(error).startswith(name)]
-        name = max(named, key=len, default=None)  # temperature_range, not temperature
+        # The longest: temperature_range, not temperature.
+        name = max((name for name in values if str(error).startswith(name)), key=len, default=None)
         raise Refused(400, str(error), name) from None
 
 

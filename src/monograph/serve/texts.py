@@ -119,8 +119,7 @@ class Texts:
         except MonographError as error:
             raise Refused(400, f"{field}: {error}", field) from None
         for ids in prompts:
-            room = version.context + (asked.max_tokens == 0)
-            if len(ids) >= room:
+            if len(ids) >= version.context + (asked.max_tokens == 0):
                 raise _too_long(f"{len(ids):,}", version, field)
         return prompts
 

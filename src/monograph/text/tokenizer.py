@@ -89,8 +89,7 @@ class Tokenizer:
         model = self._json["model"]
         steps = [self._json[key] for key in ("added_tokens", "normalizer", "pre_tokenizer")]
         vocab = sorted(model["vocab"].items(), key=lambda item: item[1])
-        decisive = [model["merges"], model["ignore_merges"], steps]
-        identity = [vocab, decisive, self.bos_id, self.eos_id, self.pad_id]
+        identity = [vocab, [model["merges"], model["ignore_merges"], steps], self.bos_id, self.eos_id, self.pad_id]
         if checked.marks:
             identity.append([self._json["decoder"], model["byte_fallback"], model["unk_token"], model["fuse_unk"]])
         self.hash = hashlib.sha256(json.dumps(identity).encode()).hexdigest()

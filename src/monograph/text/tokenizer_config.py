@@ -60,9 +60,8 @@ def read(folder: Path) -> TokenizerConfig:
     Raises:
         InputRefused: a file cannot be read, or holds another type where a token, an id or a template is expected.
     """
-    path = folder / CONFIG
     config = _read(folder, CONFIG)
-    tokens = _tokens(config, path)
+    tokens = _tokens(config, folder / CONFIG)
     source = read_source(folder, config)
     template = None if source is None else ChatTemplate(source, str(folder), tokens)
     return TokenizerConfig(tokens, template, _stops(folder))

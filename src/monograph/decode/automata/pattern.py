@@ -113,8 +113,7 @@ class _Reader:
         self.at, self.depth = 0, 0
 
     def refuse(self, what: str, advice: str, at: int | None = None) -> NoReturn:
-        place = self.at if at is None else at
-        raise InputRefused(f"{self.where}: {what} at position {place}: {advice}")
+        raise InputRefused(f"{self.where}: {what} at position {self.at if at is None else at}: {advice}")
 
     def peek(self) -> str:
         return self.pattern[self.at : self.at + 1]
