@@ -120,6 +120,7 @@ def _halved(parts_N: Tensor) -> Tensor:
 Impl = Literal["auto", "reference", "sdpa", "flex", "blocks", "cached"]
 Kernel = Literal["torch", "repeated", "cudnn", "flash", "efficient"]
 Mask = Tensor | BlockMask | None
+Heads = tuple[Tensor, Tensor, Tensor]  # queries [B, H, T, D], keys and values [B, K, S, D]
 
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -178,33 +179,33 @@ def attention(
         ValueError: the mask is of a kind that `impl` cannot read.
         RuntimeError: raised by torch: the named kernel cannot compute this on this device.
     """
+    heads = query_BHTD, key_BKSD, value_BKSD
     if isinstance(mask, BlockMask):
         if impl not in ("auto", "flex"):
             raise ValueError(f"impl={impl!r} reads a boolean tensor or None, not a BlockMask")
-        return _flex(query_BHTD, key_BKSD, value_BKSD, mask, sink_H)
+        return _flex(heads, mask, sink_H)
     if impl == "flex":
         raise ValueError("impl='flex' reads a BlockMask, not a boolean tensor or None")
     if impl == "reference":
-        return _reference(query_BHTD, key_BKSD, value_BKSD, mask, sink_H)
+        return _reference(heads, mask, sink_H)
     if impl == "cached":
-        return _as_cached(query_BHTD, key_BKSD, value_BKSD, mask, sink_H)
+        return _as_cached(heads, mask, sink_H)
     if impl == "blocks" or (impl == "auto" and _blocks_are_faster(query_BHTD, key_BKSD)):
-        return _in_blocks(query_BHTD, key_BKSD, value_BKSD, mask, sink_H)
-    return _sdpa(query_BHTD, key_BKSD, value_BKSD, mask, kernel, sink_H)
+        return _in_blocks(heads, mask, sink_H)
+    return _sdpa(heads, mask, kernel, sink_H)
 
 
-def _flex(query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: BlockMask, sink_H: Tensor | None) -> Tensor:
+def _flex(heads: Heads, mask: BlockMask, sink_H: Tensor | None) -> Tensor:
     # Without gradients and for fewer than 128 queries, torch 2.13 would take its kernel for decoding, which reads these
     # queries with wrong strides, or find none for grouped heads.
     options: Any = {"FORCE_USE_FLEX_ATTENTION": True}
-    heads = query_BHTD, key_BKSD, value_BKSD
     aux = None if sink_H is None else AuxRequest(lse=True)
     found: Any = flex_attention(*heads, block_mask=mask, enable_gqa=True, kernel_options=options, return_aux=aux)
     if sink_H is None:
         return found  # type: ignore[no-any-return]
     # exp(lse) / (exp(lse) + exp(sink)) is the share of the probabilities that the keys keep.
     share_BHT = (found[1].lse - sink_H[:, None]).sigmoid()
-    return (found[0] * share_BHT[..., None]).to(query_BHTD.dtype)
+    return (found[0] * share_BHT[..., None]).to(heads[0].dtype)
 
 
 def block_of(slots: int) -> int:
@@ -212,9 +213,8 @@ def block_of(slots: int) -> int:
     return min(BLOCK, max(LEAST_BLOCK, 1 << (slots - 1).bit_length()))
 
 
-def _as_cached(
-    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None, sink_H: Tensor | None
-) -> Tensor:
+def _as_cached(heads: Heads, mask: Tensor | None, sink_H: Tensor | None) -> Tensor:
+    query_BHTD, key_BKSD, value_BKSD = heads
     length = key_BKSD.shape[2]
     block = block_of(length)
     blocks = -(-length // block)
@@ -223,59 +223,45 @@ def _as_cached(
     mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
     # In the memory layout of the cache, on which the bits of a product may depend.
     keys_NBKCD, values_NBKCD = (
-        F.pad(heads, (0, 0, 0, blocks * block - length)).unflatten(2, (blocks, block)).movedim(2, 0)
-        for heads in (key_BKSD, value_BKSD)
+        F.pad(each, (0, 0, 0, blocks * block - length)).unflatten(2, (blocks, block)).movedim(2, 0)
+        for each in (key_BKSD, value_BKSD)
     )
     seen_NB1TC = F.pad(mask, (0, blocks * block - length)).unflatten(3, (blocks, block)).movedim(3, 0)
     seen_NB1MC = seen_NB1TC.repeat(1, 1, 1, query_BHTD.shape[1] // key_BKSD.shape[1], 1)
     return _over_blocks(query_BHTD, keys_NBKCD, values_NBKCD, seen_NB1MC, sink_H)
 
 
-def _sdpa(
-    query_BHTD: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    mask: Tensor | None,
-    kernel: Kernel,
-    sink_H: Tensor | None,
-) -> Tensor:
+def _sdpa(heads: Heads, mask: Tensor | None, kernel: Kernel, sink_H: Tensor | None) -> Tensor:
     if sink_H is None:
-        return _by_torch(query_BHTD, key_BKSD, value_BKSD, mask, kernel)
+        return _by_torch(heads, mask, kernel)
     # torch's kernels know no sinks, so one is the score of a further key, the first: it has a channel of its own, in
     # which queries have the sink, and its value is 0. A further query keeps a causal mask square.
-    head_dim, queries, keys = query_BHTD.shape[-1], query_BHTD.shape[2], key_BKSD.shape[2]
+    head_dim, queries, keys = heads[0].shape[-1], heads[0].shape[2], heads[1].shape[2]
     scale = head_dim**-0.5
-    query_BHTD, key_BKSD, value_BKSD = (F.pad(x, (0, MORE, 1, 0)) for x in (query_BHTD, key_BKSD, value_BKSD))
+    query_BHTD, key_BKSD, value_BKSD = (F.pad(x, (0, MORE, 1, 0)) for x in heads)
     scaled_HT1 = (sink_H / scale).to(query_BHTD.dtype)[:, None, None].expand(-1, queries, 1)
     query_BHTD = query_BHTD + F.pad(scaled_HT1, (head_dim, MORE - 1, 1, 0))
     key_BKSD = key_BKSD + F.pad(key_BKSD.new_ones(1, 1), (head_dim, MORE - 1, 0, keys))
     if mask is not None:
         mask = F.pad(mask.expand(*mask.shape[:-2], queries, keys), (1, 0, 1, 0), value=True)
-    return _by_torch(query_BHTD, key_BKSD, value_BKSD, mask, kernel, scale)[:, :, 1:, :head_dim]
+    return _by_torch((query_BHTD, key_BKSD, value_BKSD), mask, kernel, scale)[:, :, 1:, :head_dim]
 
 
-def _by_torch(
-    query_BHTD: Tensor,
-    key_BKSD: Tensor,
-    value_BKSD: Tensor,
-    mask: Tensor | None,
-    kernel: Kernel,
-    scale: float | None = None,
-) -> Tensor:
+def _by_torch(heads: Heads, mask: Tensor | None, kernel: Kernel, scale: float | None = None) -> Tensor:
+    query_BHTD, key_BKSD, value_BKSD = heads
     own_keys = query_BHTD.is_cuda and (mask is not None or not _flash_reads(query_BHTD))
     if own_keys or kernel in ("efficient", "repeated"):
         # The only fused kernel that every card has for a dense mask, for fp32, and before sm_80 (memory-efficient)
         # needs as many key-value heads as query heads; with fewer, torch would take the unfused path.
-        key_BKSD, value_BKSD = (_expand(heads, query_BHTD.shape[1]) for heads in (key_BKSD, value_BKSD))
+        key_BKSD, value_BKSD = (_expand(each, query_BHTD.shape[1]) for each in (key_BKSD, value_BKSD))
     if kernel in ("torch", "repeated") or mask is not None:
         return F.scaled_dot_product_attention(
             query_BHTD, key_BKSD, value_BKSD, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=True
         )
     with sdpa_kernel(_BACKENDS[kernel]):
-        out = F.scaled_dot_product_attention(
+        return F.scaled_dot_product_attention(
             query_BHTD, key_BKSD, value_BKSD, is_causal=True, scale=scale, enable_gqa=True
         )
-    return out
 
 
 def _flash_reads(query_BHTD: Tensor) -> bool:
@@ -287,9 +273,8 @@ def _blocks_are_faster(query_BHTD: Tensor, key_BKSD: Tensor) -> bool:
     return on_cpu and query_BHTD.dtype == torch.bfloat16 and key_BKSD.shape[2] <= MOST_KEYS
 
 
-def _in_blocks(
-    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None, sink_H: Tensor | None
-) -> Tensor:
+def _in_blocks(heads: Heads, mask: Tensor | None, sink_H: Tensor | None) -> Tensor:
+    query_BHTD, key_BKSD, value_BKSD = heads
     (rows, key_heads), length = key_BKSD.shape[:2], query_BHTD.shape[2]
     if mask is None:
         mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query_BHTD.device).tril()
@@ -323,11 +308,10 @@ def _expand(heads_BKSD: Tensor, query_heads: int) -> Tensor:
     return heads_BKSD if groups == 1 else heads_BKSD.repeat_interleave(groups, dim=1)
 
 
-def _reference(
-    query_BHTD: Tensor, key_BKSD: Tensor, value_BKSD: Tensor, mask: Tensor | None, sink_H: Tensor | None
-) -> Tensor:
+def _reference(heads: Heads, mask: Tensor | None, sink_H: Tensor | None) -> Tensor:
+    query_BHTD, key_BKSD, value_BKSD = heads
     wide = torch.float64 if query_BHTD.dtype == torch.float64 else torch.float32
-    key_BHSD, value_BHSD = (_expand(heads.to(wide), query_BHTD.shape[1]) for heads in (key_BKSD, value_BKSD))
+    key_BHSD, value_BHSD = (_expand(each.to(wide), query_BHTD.shape[1]) for each in (key_BKSD, value_BKSD))
     scores_BHTS = query_BHTD.to(wide) @ key_BHSD.transpose(-1, -2) / query_BHTD.shape[-1] ** 0.5
     if mask is None:
         mask = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=scores_BHTS.device).tril()
