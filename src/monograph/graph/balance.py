@@ -78,5 +78,4 @@ def balanced(weights_NC: Tensor, probabilities_NE: Tensor, experts_NC: Tensor, b
     # A token has C choices, so that a document's tokens are its choices / C.
     tokens_N1 = choices_NE.sum(-1, keepdim=True).clamp_min(1) / experts_NC.shape[1]
     further_NE = share_N1 * none_NE.shape[1] / tokens_N1 * choices_NE
-    weights: Tensor = _balanced(weights_NC, probabilities_NE, further_NE)
-    return weights
+    return _balanced(weights_NC, probabilities_NE, further_NE)

@@ -55,8 +55,7 @@ class _Dequantised(torch.autograd.Function):
         codes: Tensor, scales: Tensor, steps: Tensor | None, mean: Tensor | None, table: Tensor | None,
     ) -> Tensor:  # fmt: skip
         weight_ENK = dense_of(shape, codes, scales, steps, mean, table).to(input.dtype)
-        out: Tensor = input @ weight_ENK.mT if ends_E is None else product(input, weight_ENK, ends_E)
-        return out
+        return input @ weight_ENK.mT if ends_E is None else product(input, weight_ENK, ends_E)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

@@ -135,13 +135,10 @@ class Family:
         """Return whether `weight` and `bias` are the parameters that the layers have now."""
         if self.weight is None:
             return False
-        for layer, weight in zip(self.layers, self.weights, strict=True):
-            if layer.weight is not weight:
-                return False
-        if self.biases:
-            for layer, bias in zip(self.layers, self.biases, strict=True):
-                if layer.bias is not bias:
-                    return False
+        if any(layer.weight is not weight for layer, weight in zip(self.layers, self.weights, strict=True)):
+            return False
+        if self.biases and any(layer.bias is not bias for layer, bias in zip(self.layers, self.biases, strict=True)):
+            return False
         if torch.compiler.is_compiling():  # traced code cannot ask for addresses
             return True
         # `torch.func` puts other tensors in the parameters' place during a call.

@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from monograph.graph.grouped import product_dtype
+
 BLOCK, GROUP = 64, 256
 # Quantiles of a normal distribution that include -1, 0 and 1 (Dettmers et al. 2023, "QLoRA", 2305.14314, appendix E),
 # to four digits as in torchao; bitsandbytes' differ from these by less than 5e-5.
@@ -78,7 +80,7 @@ class Int8Linear(Int8Weight, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N] in the input's dtype, or in autocast's."""
-        output: Tensor = _Int8Product.apply(_cast(input), self.codes, self.scales)
+        output: Tensor = _Int8Product.apply(input.to(product_dtype(input)), self.codes, self.scales)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
@@ -124,7 +126,7 @@ class NF4Linear(NF4Weight, nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N] in the input's dtype, or in autocast's."""
-        output: Tensor = _NF4Product.apply(_cast(input), *self.held(), *self.shape)
+        output: Tensor = _NF4Product.apply(input.to(product_dtype(input)), *self.held(), *self.shape)
         return output if self.bias is None else output + self.bias.to(output.dtype)
 
 
@@ -141,11 +143,6 @@ def _keep(layer: nn.Module, **tensors: Tensor) -> None:
         del layer.weight
     for name, tensor in tensors.items():
         layer.register_parameter(name, nn.Parameter(tensor, requires_grad=False))
-
-
-def _cast(input: Tensor) -> Tensor:
-    kind = input.device.type
-    return input.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else input
 
 
 class _Int8Product(torch.autograd.Function):
@@ -192,7 +189,6 @@ class _NF4Product(torch.autograd.Function):
 def _dense(codes: Tensor, levels_C: Tensor, steps_G: Tensor, mean: Tensor, table: Tensor, *shape: int) -> Tensor:
     steps_C = steps_G.repeat_interleave(GROUP, output_size=len(steps_G) * GROUP)[: len(levels_C)]
     scale_C = levels_C / steps_C + mean
-    pairs = torch.stack([codes >> 4, codes & 15], -1).flatten().int()
-    numbers = table[pairs]
+    numbers = table[torch.stack([codes >> 4, codes & 15], -1).flatten().int()]
     blocks = F.pad(numbers, (0, -len(numbers) % BLOCK)).view(-1, BLOCK) * scale_C[:, None]
     return blocks.flatten()[: math.prod(shape)].view(shape)

@@ -47,10 +47,8 @@ def grouped_linear(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tens
     """
     dtype = product_dtype(input_PK)
     if (fused := fused_of(weight_ENK)) is None:
-        plain: Tensor = product(input_PK.to(dtype), weight_ENK.to(dtype), ends_E)
-        return plain
-    added: Tensor = _Fused.apply(input_PK.to(dtype), weight_ENK, fused.weight.to(dtype), fused.total, ends_E)
-    return added
+        return product(input_PK.to(dtype), weight_ENK.to(dtype), ends_E)
+    return _Fused.apply(input_PK.to(dtype), weight_ENK, fused.weight.to(dtype), fused.total, ends_E)
 
 
 def _groups(ends_E: Tensor) -> Iterator[tuple[int, slice]]:
@@ -183,8 +181,7 @@ class _Fused(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(input_PK, rounded_ENK, ends_E)
         ctx.total = total_ENK  # not saved, as other layers' backward passes may change it before
-        plain: Tensor = product(input_PK, rounded_ENK, ends_E)
-        return plain
+        return product(input_PK, rounded_ENK, ends_E)
 
     @staticmethod
     def backward(ctx: Any, grad_PN: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
@@ -213,8 +210,7 @@ class _Added(torch.autograd.Function):
 
 def added(rows_PN: Tensor, bias_EN: Tensor, ends_E: Tensor) -> Tensor:
     """Return each group's rows plus its bias, whose gradient is summed as that of a matrix, in one order."""
-    sums: Tensor = _Added.apply(rows_PN, bias_EN, ends_E)
-    return sums
+    return _Added.apply(rows_PN, bias_EN, ends_E)
 
 
 class _Rearranged(torch.autograd.Function):
@@ -235,5 +231,4 @@ class _Rearranged(torch.autograd.Function):
 
 def rearranged(rows_PD: Tensor, order_P: Tensor, inverse_P: Tensor) -> Tensor:
     """Return `rows[order]`; `inverse` is the inverse permutation, by which the gradient needs no sum over indices."""
-    moved: Tensor = _Rearranged.apply(rows_PD, order_P, inverse_P)
-    return moved
+    return _Rearranged.apply(rows_PD, order_P, inverse_P)

@@ -66,10 +66,8 @@ def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     """Return each row's product with its group's matrix, [P, N]; see `monograph.graph.grouped.grouped_linear`."""
     blocks = _blocks(ends_E, len(input_PK))
     input_BCK = _cut(input_PK, blocks)
-    found = [
-        input_BCK[part] @ weight_ENK[blocks.group_B[part]].mT
-        for part in _parts(blocks, weight_ENK.shape[1] * weight_ENK.shape[2])
-    ]
+    parts = _parts(blocks, weight_ENK.shape[1] * weight_ENK.shape[2])
+    found = [input_BCK[part] @ weight_ENK[blocks.group_B[part]].mT for part in parts]
     return torch.cat(found).flatten(0, 1)[blocks.place_P]
 
 

@@ -67,9 +67,7 @@ def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None
         UsageError: there are no such layers, they are of another kind, or an id has no row in them.
     """
     embedding, head = _embedding(module), head_of(module)
-    wanted: list[tuple[Any, type[nn.Module], str]]
-    wanted = [(embedding, nn.Embedding, "an embedding"), (head, nn.Linear, "a head")]
-    for layer, plain, role in wanted:
+    for layer, plain, role in ((embedding, nn.Embedding, "an embedding"), (head, nn.Linear, "a head")):
         if getattr(type(layer), "forward", None) is not plain.forward:
             kind = "none that can be told" if layer is None else f"a {type(layer).__name__}"
             raise UsageError(
@@ -91,8 +89,7 @@ def put_rows(module: nn.Module, tokens: Sequence[int], dtype: torch.dtype | None
 
 
 def _embedding(module: nn.Module) -> Any:
-    embedding = getattr(module, "get_input_embeddings", lambda: None)()
-    if embedding is not None:
+    if (embedding := getattr(module, "get_input_embeddings", lambda: None)()) is not None:
         return embedding
     embeddings = [layer for layer in module.modules() if isinstance(layer, nn.Embedding)]
     return embeddings[0] if len(embeddings) == 1 else None

@@ -194,8 +194,7 @@ def put(
         read_weights(start, module)
     if precision is not None and precision.name in ("bf16", "fp16"):
         # A Llama rounds its hidden states right after the embedding, so the embedding can be stored in 16 bits, too.
-        more = [module.model.embed_tokens] if isinstance(module, Llama) else []
-        narrow(module, precision.dtype, more, device)
+        narrow(module, precision.dtype, [module.model.embed_tokens] if isinstance(module, Llama) else [], device)
 
 
 def adapter_state(module: nn.Module) -> dict[str, Tensor]:

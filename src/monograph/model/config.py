@@ -345,8 +345,7 @@ class LlamaConfig:
 
     def window(self, layer: int) -> int | None:
         """Return the number of positions that a layer's query sees, its own the last of them; None: all up to it."""
-        slides = not self.layer_types or self.layer_types[layer] == SLIDING
-        return self.sliding_window if slides else None
+        return self.sliding_window if not self.layer_types or self.layer_types[layer] == SLIDING else None
 
     def is_linear(self, layer: int) -> bool:
         """Return whether a layer is a gated delta net instead of attention."""

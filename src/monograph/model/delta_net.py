@@ -67,8 +67,7 @@ class GatedDeltaNet(nn.Module):
         # In float64, since sums of decays are subtracted from each other, and since torch's functions in fp32 may have
         # other bits for the last numbers of a tensor than for its others.
         beta_BTH = b_BTH.double().sigmoid().to(hidden_BTD.dtype).to(wide)
-        rate_BTH = F.softplus(a_BTH.double() + self.dt_bias)
-        decay_BTH = -self.A_log.double().exp() * rate_BTH
+        decay_BTH = -self.A_log.double().exp() * F.softplus(a_BTH.double() + self.dt_bias)
         if cache is None:
             mixed_BTC, starts_BT = self.conv1d(channels_BTC, segments_BT), starts(segments_BT)
             # Products in 16 bits would be carried from chunk to chunk.

@@ -70,8 +70,7 @@ def split(stored: dict[str, Stored], columns: bool) -> dict[str, Stored]:
             if match[3] == "_blocks":
                 made = _packed(name, tensor, stored, taken)
             else:
-                axis = len(tensor.shape) - 1 if columns else 1
-                made = taken(tensor, axis)
+                made = taken(tensor, len(tensor.shape) - 1 if columns else 1)
                 if columns and kind == "weight":
                     made = made._replace(shape=(*made.shape[:1], *made.shape[:0:-1]), transposed=True)
             _put(found, f"{match[1]}{part}_proj.{kind}", made)

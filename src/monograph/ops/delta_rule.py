@@ -120,8 +120,7 @@ def unit_inverse(strict: Tensor) -> Tensor:
     The inverses of the blocks on the diagonal, of twice the size each time, are
     [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
     """
-    inverse: Tensor = torch.ops.monograph.unit_inverse(strict)
-    return inverse
+    return torch.ops.monograph.unit_inverse(strict)
 
 
 def scan(

@@ -49,8 +49,7 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None, owner: Any
     kind = input.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else fused.weight.dtype
     narrow = None if bias is None else bias.to(dtype)
-    output: Tensor = _Linear.apply(input.to(dtype), weight, narrow, fused.weight.to(dtype), fused.total)
-    return output
+    return _Linear.apply(input.to(dtype), weight, narrow, fused.weight.to(dtype), fused.total)
 
 
 def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *others: Any, **named: Any) -> Tensor:
@@ -59,8 +58,7 @@ def embedding(input: Tensor, weight: Tensor, padding_idx: int | None = None, *ot
     # The norm's exponent, 2, is given even without `max_norm`.
     if fused is None or any(value not in (None, False, 2.0) for value in (*others, *named.values())):
         return _embedding(input, weight, padding_idx, *others, **named)
-    looked_up: Tensor = _Embedding.apply(input, weight, fused.total, padding_idx)
-    return looked_up
+    return _Embedding.apply(input, weight, fused.total, padding_idx)
 
 
 class _Linear(torch.autograd.Function):

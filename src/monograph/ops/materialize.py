@@ -12,8 +12,7 @@ def materialize(value: Tensor) -> Tensor:
     """
     if not torch.compiler.is_compiling():
         return value
-    kept: Tensor = torch.ops.monograph.materialize(value)
-    return kept
+    return torch.ops.monograph.materialize(value)
 
 
 @torch.library.custom_op("monograph::materialize", mutates_args=())

@@ -47,8 +47,7 @@ def embedding(
     """
     if impl == "reference":
         return F.embedding(tokens, replaced(weight_VD, rows))
-    looked_up: Tensor = _Lookup.apply(F.embedding(tokens, weight_VD), rows.slot_V[tokens], rows.values_KD)
-    return looked_up
+    return _Lookup.apply(F.embedding(tokens, weight_VD), rows.slot_V[tokens], rows.values_KD)
 
 
 def linear(hidden: Tensor, weight_VD: Tensor, rows: Rows, bias_V: Tensor | None = None) -> Tensor:

@@ -146,5 +146,4 @@ def dequantised(codes_N: Tensor, scale_K: Tensor) -> Tensor:
     if codes_N.dtype == torch.int8:
         share = codes_K256 / SIGNED_STEPS
         return (share * share.abs() * scale_K[:, None]).view(-1)
-    square = (codes_K256 / SQUARE_STEPS).square()
-    return (square.square() * scale_K[:, None]).view(-1)
+    return ((codes_K256 / SQUARE_STEPS).square().square() * scale_K[:, None]).view(-1)

@@ -156,8 +156,7 @@ def vectors_at_once(planes: Iterable[Plane]) -> Iterator[None]:
         parameter.grad = None
     try:
         yield
-        found = [(total, p.grad) for total, p in zip(totals, parameters, strict=True) if p.grad is not None]
-        if found:
+        if found := [(total, p.grad) for total, p in zip(totals, parameters, strict=True) if p.grad is not None]:
             torch._foreach_add_(*map(list, zip(*found, strict=True)))
     finally:
         for parameter, total in zip(parameters, totals, strict=True):
