@@ -7,9 +7,9 @@ Shapes: S states, K classes of bytes that no state distinguishes.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,7 @@ MAX_WORK = 1_000_000  # steps of a `Budget`
 Next: TypeAlias = frozenset[int]  # positions, any of which may take the next byte
 NOWHERE: Next = frozenset()
 END = 0  # the position that takes no byte: the text may end here
+S = TypeVar("S")
 Rows: TypeAlias = Sequence[Mapping[int, int]]  # per state {class of bytes: next state}
 
 
@@ -210,25 +211,35 @@ def _compiled(expression: Expression, budget: Budget) -> ByteAutomaton | None:
         return None
     # Bytes that no set tells apart share a class, so a row has a few entries instead of 256.
     class_256, classes_of = _byte_classes(set(positions.takes))
-    numbers, rows = {start: 0}, []
+
     # The subset construction: a state is the set of positions that may take the next byte.
-    for state in (queue := [start]):
+    def after(state: Next) -> Iterator[tuple[int, Next]]:
         into: dict[int, list[Next]] = defaultdict(list)
         for position in state:
             classes = classes_of[positions.takes[position]]
             budget.spend(1 + len(classes))
             for byte_class in classes:
                 into[byte_class].append(positions.follow[position])
-        row = {}
         for byte_class, follow in into.items():
-            following = positions.closed(follow[0] if len(follow) == 1 else positions.union(follow))
+            yield byte_class, positions.closed(follow[0] if len(follow) == 1 else positions.union(follow))
+
+    rows, states = _explored(start, after, budget)
+    return _minimal(rows, [END in state for state in states], class_256)
+
+
+def _explored(start: S, after: Callable[[S], Iterable[tuple[int, S]]], budget: Budget) -> tuple[Rows, list[S]]:
+    """Return the rows of all states that `after` leads to, as (byte class, next state), and these states."""
+    numbers, rows = {start: 0}, []
+    for state in (queue := [start]):
+        row = {}
+        for byte_class, following in after(state):
             if following not in numbers:
                 numbers[following] = len(queue)
                 queue.append(following)
             row[byte_class] = numbers[following]
         rows.append(row)
         budget.limit(len(queue), MAX_STATES, "states")
-    return _minimal(rows, [END in state for state in queue], class_256)
+    return rows, queue
 
 
 def _byte_classes(sets: Iterable[int]) -> tuple[NDArray[np.uint8], dict[int, list[int]]]:
@@ -338,30 +349,22 @@ def _intersection_before(expression: Intersection, positions: Positions, then: N
     return firsts[0]
 
 
-def _product(
-    left: ByteAutomaton, right: ByteAutomaton, budget: Budget
-) -> tuple[list[dict[int, int]], list[bool], dict[int, int]]:
+def _product(left: ByteAutomaton, right: ByteAutomaton, budget: Budget) -> tuple[Rows, list[bool], dict[int, int]]:
     """Return the product automaton: rows over pairs of byte classes, whether each state accepts, each class's bytes."""
     bytes_of: dict[int, int] = defaultdict(int)
     right_classes = right.next_SK.shape[1]
     for byte in range(256):
         bytes_of[int(left.class_256[byte]) * right_classes + int(right.class_256[byte])] |= 1 << byte
     left_rows, right_rows = left.next_SK.tolist(), right.next_SK.tolist()
-    numbers, rows = {(0, 0): 0}, []
-    for one, other in (queue := [(0, 0)]):
-        row: dict[int, int] = {}
+
+    def after(state: tuple[int, int]) -> Iterator[tuple[int, tuple[int, int]]]:
         budget.spend(len(bytes_of))
-        for byte_class in bytes_of:
-            pair = left_rows[one][byte_class // right_classes], right_rows[other][byte_class % right_classes]
-            if min(pair) < 0:
-                continue
-            if pair not in numbers:
-                numbers[pair] = len(queue)
-                queue.append(pair)
-            row[byte_class] = numbers[pair]
-        rows.append(row)
-        budget.limit(len(queue), MAX_STATES, "states")
-    return rows, [bool(left.accepting_S[one] and right.accepting_S[other]) for one, other in queue], bytes_of
+        one, other = left_rows[state[0]], right_rows[state[1]]
+        pairs = ((c, (one[c // right_classes], other[c % right_classes])) for c in bytes_of)
+        return ((byte_class, pair) for byte_class, pair in pairs if min(pair) >= 0)
+
+    rows, pairs = _explored((0, 0), after, budget)
+    return rows, [bool(left.accepting_S[one] and right.accepting_S[other]) for one, other in pairs], bytes_of
 
 
 def _ends_first(rows: Rows) -> list[int]:
