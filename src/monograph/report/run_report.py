@@ -8,7 +8,7 @@ from typing import Any
 
 from monograph.errors import DiskFull
 from monograph.report import quantities
-from monograph.report.figures import Row, Yardsticks, draw
+from monograph.report.figures import Drawing, Row, Yardsticks, draw
 from monograph.report.page import config_of, escaped, number, page, pairs, section, table
 
 Summary = Mapping[str, Any]
@@ -60,11 +60,6 @@ def write_report(
     """
     headline, standing = _headline(summary), _standing(summary, yardsticks)
     sheet, drawings = draw(metrics, yardsticks, headline, _subtitle(run_folder, summary))
-    figures = run_folder / "figures"
-    figures.mkdir(exist_ok=True)
-    write_whole(figures / "sheet.png", sheet)
-    for drawing in drawings:
-        write_whole(figures / f"{drawing.name}.png", drawing.png)
     there = {key for key, value in summary.items() if value is not None}
     said = "What it writes" if "reward" in there else "What it writes, from the same prompt"
     if {"reward", "accuracy"} & there:  # a loss is of advantages or of pairs, no nats a token
@@ -81,11 +76,10 @@ def write_report(
             section("The run", pairs(_rest(summary)), config_of(run_folder)),
         ],
     )
-    write_whole(run_folder / "report.html", text.encode())
+    write_pages(run_folder, text, [Drawing("sheet", "", sheet), *drawings])
 
 
 def _headline(summary: Summary) -> str:
-    bits = summary.get("eval_bits_per_byte")
     if summary.get("reward") is not None:
         return f"A reward of {summary['reward']:.2f}, from {summary['reward_first']:.2f} at first"
     if summary.get("accuracy") is not None:
@@ -94,7 +88,7 @@ def _headline(summary: Summary) -> str:
         if summary.get("labelled"):
             return f"{share:.0%} of the answers are on the side of their label"
         return f"The chosen answer is ahead in {share:.0%} of the pairs"
-    if bits is not None:
+    if (bits := summary.get("eval_bits_per_byte")) is not None:
         return f"{bits:.2f} bits per byte on text it has not seen"
     loss = summary.get("train_loss")
     return "A training run" if loss is None else f"{loss:.2f} nats per token in training"
@@ -180,7 +174,15 @@ def _samples(samples: Sequence[Sample]) -> str:
     return f'<div class="samples">{blocks}</div>' if blocks else ""
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def write_pages(folder: Path, text: str, drawings: Sequence[Drawing]) -> None:
+    """Write the drawings as figures/NAME.png and the text as report.html, each whole or not at all."""
+    (folder / "figures").mkdir(exist_ok=True)
+    for drawing in drawings:
+        _write_whole(folder / "figures" / f"{drawing.name}.png", drawing.png)
+    _write_whole(folder / "report.html", text.encode())
+
+
+def _write_whole(path: Path, content: bytes) -> None:
     """Write a file whole or not at all.
 
     Raises:

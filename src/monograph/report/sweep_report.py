@@ -19,7 +19,7 @@ from monograph.report import quantities
 from monograph.report.figures import Drawing, single
 from monograph.report.page import Cell, config_of, number, page, section, table
 from monograph.report.plot_style import ACCENT, GRID, INK, MUTED, WARN, style
-from monograph.report.run_report import write_whole
+from monograph.report.run_report import write_pages
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -153,9 +153,6 @@ def write_sweep_report(
     best = results["best"]
     unit = best["unit"] if best else "nats"
     drawings = draw_sweep(settings, curves, "eval_bits_per_byte" if unit == "bits/byte" else "eval_loss", unit)
-    (folder / "figures").mkdir(exist_ok=True)
-    for drawing in drawings:
-        write_whole(folder / "figures" / f"{drawing.name}.png", drawing.png)
     text = page(
         title=folder.name,
         headline=_headline(best),
@@ -167,7 +164,7 @@ def write_sweep_report(
             section("Members", _members(results["members"]), config_of(folder)),
         ],
     )
-    write_whole(folder / "report.html", text.encode())
+    write_pages(folder, text, drawings)
 
 
 def _headline(best: Mapping[str, Any] | None) -> str:
