@@ -187,12 +187,20 @@ def attention(
     if impl == "flex":
         raise ValueError("impl='flex' reads a BlockMask, not a boolean tensor or None")
     if impl == "reference":
-        return _reference(heads, mask, sink_H)
+        return _reference(heads, _seen(heads, mask), sink_H)
     if impl == "cached":
-        return _as_cached(heads, mask, sink_H)
+        return _as_cached(heads, _seen(heads, mask), sink_H)
     if impl == "blocks" or (impl == "auto" and _blocks_are_faster(query_BHTD, key_BKSD)):
-        return _in_blocks(heads, mask, sink_H)
+        return _in_blocks(heads, _seen(heads, mask), sink_H)
     return _sdpa(heads, mask, kernel, sink_H)
+
+
+def _seen(heads: Heads, mask: Tensor | None) -> Tensor:
+    """Return a mask with four axes, also for causal attention."""
+    if mask is None:
+        query_BHTD, key_BKSD, _ = heads
+        mask = torch.ones(query_BHTD.shape[2], key_BKSD.shape[2], dtype=torch.bool, device=key_BKSD.device).tril()
+    return mask.view(*[1] * (4 - mask.ndim), *mask.shape)
 
 
 def _flex(heads: Heads, mask: BlockMask, sink_H: Tensor | None) -> Tensor:
@@ -213,14 +221,11 @@ def block_of(slots: int) -> int:
     return min(BLOCK, max(LEAST_BLOCK, 1 << (slots - 1).bit_length()))
 
 
-def _as_cached(heads: Heads, mask: Tensor | None, sink_H: Tensor | None) -> Tensor:
+def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     query_BHTD, key_BKSD, value_BKSD = heads
     length = key_BKSD.shape[2]
     block = block_of(length)
     blocks = -(-length // block)
-    if mask is None:
-        mask = torch.ones(length, length, dtype=torch.bool, device=key_BKSD.device).tril()
-    mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
     # In the memory layout of the cache, on which the bits of a product may depend.
     keys_NBKCD, values_NBKCD = (
         F.pad(each, (0, 0, 0, blocks * block - length)).unflatten(2, (blocks, block)).movedim(2, 0)
@@ -273,12 +278,9 @@ def _blocks_are_faster(query_BHTD: Tensor, key_BKSD: Tensor) -> bool:
     return on_cpu and query_BHTD.dtype == torch.bfloat16 and key_BKSD.shape[2] <= MOST_KEYS
 
 
-def _in_blocks(heads: Heads, mask: Tensor | None, sink_H: Tensor | None) -> Tensor:
+def _in_blocks(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     query_BHTD, key_BKSD, value_BKSD = heads
     (rows, key_heads), length = key_BKSD.shape[:2], query_BHTD.shape[2]
-    if mask is None:
-        mask = torch.ones(1, 1, length, length, dtype=torch.bool, device=query_BHTD.device).tril()
-    mask = mask.view(*[1] * (4 - mask.ndim), *mask.shape)
     # Half of the lowest number, so that adding a score cannot overflow. It is added in the product, because a mask that
     # a loop over scores reads keeps Inductor from computing a row's softmax in one loop (docs/log.md).
     unseen = torch.finfo(query_BHTD.dtype).min / 2
@@ -308,13 +310,11 @@ def _expand(heads_BKSD: Tensor, query_heads: int) -> Tensor:
     return heads_BKSD if groups == 1 else heads_BKSD.repeat_interleave(groups, dim=1)
 
 
-def _reference(heads: Heads, mask: Tensor | None, sink_H: Tensor | None) -> Tensor:
+def _reference(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     query_BHTD, key_BKSD, value_BKSD = heads
     wide = torch.float64 if query_BHTD.dtype == torch.float64 else torch.float32
     key_BHSD, value_BHSD = (_expand(each.to(wide), query_BHTD.shape[1]) for each in (key_BKSD, value_BKSD))
     scores_BHTS = query_BHTD.to(wide) @ key_BHSD.transpose(-1, -2) / query_BHTD.shape[-1] ** 0.5
-    if mask is None:
-        mask = torch.ones(scores_BHTS.shape[-2:], dtype=torch.bool, device=scores_BHTS.device).tril()
     # The lowest finite number instead of -inf keeps the softmax of a row that sees nothing finite, for `where` to make
     # it zero; in every other row exp(lowest - max) is exactly zero.
     scores_BHTS = scores_BHTS.masked_fill(~mask, torch.finfo(wide).min)
