@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 64  # most positions of a chunk
+Pair = tuple[Tensor, Tensor]
 
 
 def recurrent(
@@ -29,7 +30,7 @@ def recurrent(
     beta_BHT: Tensor,
     starts_BT: Tensor | None = None,
     state_BHEV: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Return the outputs [B, H, T, V] and the last state [B, H, E, V], token for token.
 
     Args:
@@ -73,7 +74,7 @@ def chunked(
     beta_BHT: Tensor,
     starts_BT: Tensor | None = None,
     state_BHEV: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+) -> Pair:
     """Return what `recurrent` returns, up to rounding."""
     rows, heads, length, _ = key_BHTE.shape
     size = min(CHUNK, 1 << (length - 1).bit_length())
@@ -171,7 +172,7 @@ _unit_inverse.register_autograd(_unit_inverse_backward, setup_context=_keep_inve
 
 
 @torch.library.custom_op("monograph::carry", mutates_args=())
-def _carry(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _carry(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> Pair:
     states, corrections = state.new_empty(len(key) + 1, *state.shape), value.contiguous().clone()
     states[0] = state
     for n in range(len(key)):
@@ -182,14 +183,12 @@ def _carry(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Ten
 
 
 @_carry.register_fake
-def _(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
+def _(value: Tensor, reading: Tensor, key: Tensor, kept: Tensor, state: Tensor) -> Pair:
     return state.new_empty(len(key) + 1, *state.shape), value.new_empty(value.shape)
 
 
 @torch.library.custom_op("monograph::carry_back", mutates_args=())
-def _carry_back(
-    grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor
-) -> tuple[Tensor, Tensor]:
+def _carry_back(grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor) -> Pair:
     """Return the whole gradients of the states and of the corrections."""
     states, corrections = (each.contiguous().clone() for each in (grad_states, grad_corrections))
     for n in range(len(key) - 1, -1, -1):
@@ -200,13 +199,11 @@ def _carry_back(
 
 
 @_carry_back.register_fake
-def _(
-    grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor
-) -> tuple[Tensor, Tensor]:
+def _(grad_states: Tensor, grad_corrections: Tensor, reading: Tensor, key: Tensor, kept: Tensor) -> Pair:
     return grad_states.new_empty(grad_states.shape), grad_corrections.new_empty(grad_corrections.shape)
 
 
-def _keep_carried(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep_carried(ctx: Any, inputs: tuple[Tensor, ...], output: Pair) -> None:
     _, reading, key, kept, _ = inputs
     ctx.save_for_backward(reading, key, kept, *output)
 

@@ -76,7 +76,10 @@ class Rollout(NamedTuple):
     states: Sequence[int] = ()
 
 
-def arranged(rollouts: Sequence[Rollout], weighed: Sequence[Weight], options: Options) -> Batch:
+Rollouts = Sequence[Rollout]
+
+
+def arranged(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) -> Batch:
     """Return the window of these answers, as `PolicyLoss` reads it, [R, T] each.
 
     Answers that weigh 0 add nothing to the gradient but their share of the denominator, so they take no row, and the
@@ -121,23 +124,21 @@ def arranged(rollouts: Sequence[Rollout], weighed: Sequence[Weight], options: Op
     return {name: torch.from_numpy(values) for name, values in (whole | real).items()}
 
 
-def judged(
-    rollouts: Sequence[Rollout], rewards: Sequence[float], options: Options
-) -> tuple[list[Rollout], list[float]]:
+def judged(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> tuple[list[Rollout], list[float]]:
     """Return the answers of a group that count, and their rewards less what being cut costs."""
     costs = options.cut_costs
     kept = [(one, reward) for one, reward in zip(rollouts, rewards, strict=True) if not (costs is None and one.is_cut)]
     return [one for one, _ in kept], [reward - (costs or 0.0) * one.is_cut for one, reward in kept]
 
 
-def weighted(rollouts: Sequence[Rollout], rewards: Sequence[float], options: Options) -> list[Weight]:
+def weighted(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> list[Weight]:
     """Return the weights of one group's answers, with the KL term; answers that are left out weigh nothing."""
     kept, rewards = judged(rollouts, rewards, options)
     weighed = iter(_compared(kept, rewards, options) if kept else ())
     return [Weight(0.0, 0.0) if options.cut_costs is None and one.is_cut else next(weighed) for one in rollouts]
 
 
-def _compared(rollouts: Sequence[Rollout], rewards: Sequence[float], options: Options) -> list[Weight]:
+def _compared(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> list[Weight]:
     lengths, kl = [len(rollout.token_ids) for rollout in rollouts], options.kl
     if kl is not None and kl.estimator == "k1":
         far = [sum(rollout.logprobs) - sum(rollout.reference) for rollout in rollouts]
@@ -152,9 +153,7 @@ def _compared(rollouts: Sequence[Rollout], rewards: Sequence[float], options: Op
     return [weight._replace(penalty=penalty) for weight, penalty in zip(weighed, penalties, strict=True)]
 
 
-def by_answer(
-    compute: Callable[[Batch], Tensor], rollouts: Sequence[Rollout], options: Options, rows: int
-) -> list[list[float]]:
+def by_answer(compute: Callable[[Batch], Tensor], rollouts: Rollouts, options: Options, rows: int) -> list[list[float]]:
     """Return what `compute` gives for the positions of each answer's tokens.
 
     Args:
