@@ -280,9 +280,8 @@ def _targets(module: nn.Module, adapted: Mapping[str, AnyAdapted], lora: Lora) -
     if lora.targets != ALL_LINEAR:
         return lora.targets if isinstance(lora.targets, str) else sorted(lora.targets)
     ends = sorted({name.rpartition(".")[2] for name in adapted})
-    others = {
-        name for name, child in module.named_modules() if name not in adapted and not isinstance(child, AnyAdapted)
-    }
+    layers = module.named_modules()
+    others = {name for name, child in layers if name not in adapted and not isinstance(child, AnyAdapted)}
     matched = {name for name in others if any(name == end or name.endswith(f".{end}") for end in ends)}
     return sorted(adapted) if matched else ends
 

@@ -311,9 +311,8 @@ class LlamaConfig:
 
     def to_hf(self) -> dict[str, Any]:
         """Return the content of a config.json that transformers 4 and 5 and other programs can read."""
-        values = {
-            key: value for key, value in asdict(self).items() if key not in families.OF_SOME - {*self.family.keys}
-        }
+        others = families.OF_SOME - {*self.family.keys}
+        values = {key: value for key, value in asdict(self).items() if key not in others}
         values.pop("rope_local_theta", None)
         values |= scaling.to_hf(self)
         if "query_pre_attn_scalar" in self.family.keys:
@@ -324,8 +323,7 @@ class LlamaConfig:
             values["eos_token_id"] = list(self.eos_token_id)
         if "layer_types" in self.family.keys:
             slides = [self.window(layer) is not None for layer in range(self.num_hidden_layers)]
-            kinds = [SLIDING if slides_here else FULL for slides_here in slides]
-            values["layer_types"] = list(self.layer_types) or kinds
+            values["layer_types"] = list(self.layer_types) or [SLIDING if each else FULL for each in slides]
         if self.family.full_every and "sliding_window" in self.family.keys:
             values["sliding_window"] = self.sliding_window or self.family.defaults["sliding_window"]  # never null there
         if "sliding_window" in self.family.keys and "layer_types" in self.family.keys:

@@ -310,14 +310,12 @@ def family(model_type: object) -> Family:
 
 def check_computed(values: Mapping[str, Any]) -> None:
     """Raise InputRefused with the key's name if a config.json asks for something that the decoder does not compute."""
+    kind, its = values["model_type"], family(values["model_type"])
     for key, known in _COMPUTED.items():
-        if values["model_type"] not in _READ_BY.get(key, (values["model_type"],)):
-            continue
-        if key in family(values["model_type"]).keys:
-            continue
-        if values.get(key, known[0]) not in known:
+        is_read = kind in _READ_BY.get(key, (kind,)) and key not in its.keys
+        if is_read and values.get(key, known[0]) not in known:
             raise InputRefused(f"{key} = {values[key]!r} is not supported: only {known[0]!r} is")
-    packs = family(values["model_type"]).fused_experts == "columns"
+    packs = its.fused_experts == "columns"
     if (quantised := values.get("quantization_config")) is None:
         return
     if not packs or not isinstance(quantised, dict) or quantised.get("quant_method") != "mxfp4":

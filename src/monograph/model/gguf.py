@@ -264,16 +264,16 @@ def _tensors(model: Llama) -> Iterator[Plain]:
             yield changed._replace(name=f"blk.{layer}.{changed.name}")
             continue
         if config.family.centred and like.ndim == 1 and suffix == "weight":
-            read = functools.partial(_uncentred, read)
+            read = _then(read, lambda weight: 1 + weight)
         if module in _OUTER:
             yield Plain(f"{_OUTER[module]}.{suffix}", like, read)
             if config.tie_word_embeddings and "embed" in module and _architecture(config) in _OWN_HEADS:
                 yield Plain("output.weight", like, read)
             continue
         if inner in ("self_attn.q_proj", "self_attn.k_proj") and _architecture(config) in _NEIGHBOURING:
-            read = functools.partial(_turned, read, config.head_dim)
+            read = _then(read, functools.partial(neighbouring, head_dim=config.head_dim))
         if inner_names[inner] == gguf_experts.SHARED_GATE:  # one row there
-            like, read = like[0], functools.partial(_first, read)
+            like, read = like[0], _then(read, lambda weight: weight[0])
         yield Plain(f"blk.{layer}.{inner_names[inner]}.{suffix}", like, read)
 
 
@@ -282,16 +282,8 @@ def _is_matrix(name: str, tensor: Tensor) -> bool:
     return tensor.ndim > 1 and not name.endswith(("ssm_conv1d.weight", f"{gguf_experts.ROUTER}.weight", ".bias"))
 
 
-def _first(read: Callable[[], Tensor]) -> Tensor:
-    return read()[0]
-
-
-def _uncentred(read: Callable[[], Tensor]) -> Tensor:
-    return 1 + read()
-
-
-def _turned(read: Callable[[], Tensor], head_dim: int) -> Tensor:
-    return neighbouring(read(), head_dim)
+def _then(read: Callable[[], Tensor], change: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+    return lambda: change(read())
 
 
 def neighbouring(rows: Tensor, head_dim: int) -> Tensor:

@@ -204,18 +204,13 @@ class Llama(nn.Module):
         layers = range(self.config.num_hidden_layers)
         windows = [min(self.config.window(layer) or length, length) for layer in layers]
         impl: Impl = "sdpa" if self.attention == "auto" and self.config.head_dim < FLEX_HEAD else self.attention
-        captured = self.blocks_captured
         seen = dict.fromkeys(windows[layer] for layer in layers if not self.config.is_linear(layer))
-        by_window = {w: attention_mask(segments, tokens_BT, impl, w, captured) for w in seen}
+        by_window = {w: attention_mask(segments, tokens_BT, impl, w, self.blocks_captured) for w in seen}
         kinds = dict.fromkeys(self.config.is_local(layer) for layer in layers if self.config.rotates(layer))
         turns = {kind: cos_sin(positions, self.config, dtype, kind) for kind in kinds}
-        return [
-            (
-                turns[self.config.is_local(layer)] if self.config.rotates(layer) else None,
-                segments if self.config.is_linear(layer) else by_window[windows[layer]],
-            )
-            for layer in layers
-        ]
+        turned = [turns[self.config.is_local(layer)] if self.config.rotates(layer) else None for layer in layers]
+        masks = [segments if self.config.is_linear(layer) else by_window[windows[layer]] for layer in layers]
+        return list(zip(turned, masks, strict=True))
 
     def logits(self, hidden_BTD: Tensor) -> Tensor:
         """Return the logits over the vocabulary, hidden @ lm_head.weight^T: [..., D] to [..., V]."""
@@ -246,13 +241,11 @@ class Llama(nn.Module):
             generator = torch.Generator().manual_seed(int.from_bytes(key, "little"))
             if ".linear_attn." in name and parameter.ndim != 2:
                 parameter.copy_(drawn(name, torch.rand(parameter.shape, generator=generator, device="cpu")))
-                continue
-            if name.endswith((".bias", ".sinks")):
+            elif name.endswith((".bias", ".sinks")):
                 parameter.zero_()
-                continue
-            if parameter.ndim == 1:
+            elif parameter.ndim == 1:
                 parameter.fill_(0.0 if self.config.family.centred else 1.0)
-                continue
-            noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
-            ends_branch = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
-            parameter.copy_(noise.mul_(residual_spread if ends_branch else spread))
+            else:
+                noise = torch.randn(parameter.shape, generator=generator, dtype=torch.float32, device="cpu")
+                ends_branch = name.endswith(("o_proj.weight", "out_proj.weight", "down_proj.weight"))
+                parameter.copy_(noise.mul_(residual_spread if ends_branch else spread))

@@ -65,8 +65,7 @@ def block_mask(segments_BT: Tensor, window: int | None = None) -> BlockMask:
     blocks = -(-length // BLOCK)
     # Padding ends a row. Numbered highest instead of 0, it keeps a row's numbers ascending, and so the ranges short.
     numbers_BT = torch.where(segments_BT == 0, _LAST, segments_BT)
-    blocks_BNX = F.pad(numbers_BT, (0, blocks * BLOCK - length), value=_LAST)
-    blocks_BNX = blocks_BNX.unflatten(1, (blocks, BLOCK))
+    blocks_BNX = F.pad(numbers_BT, (0, blocks * BLOCK - length), value=_LAST).unflatten(1, (blocks, BLOCK))
     low_BN, high_BN = blocks_BNX.amin(dim=-1), blocks_BNX.amax(dim=-1)
     overlap_BNN = (low_BN[:, :, None] <= high_BN[:, None, :]) & (low_BN[:, None, :] <= high_BN[:, :, None])
     uniform_BN = low_BN == high_BN

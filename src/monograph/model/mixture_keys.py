@@ -31,9 +31,8 @@ def checked(config: Any) -> dict[str, Any]:
     if not its.experts:
         return {}
     _check_router(config)
-    found: dict[str, Any] = {
-        "mlp_only_layers": tuple(sorted({*config.mlp_only_layers} & {*range(config.num_hidden_layers)}))
-    }
+    plain = sorted({*config.mlp_only_layers} & {*range(config.num_hidden_layers)})
+    found: dict[str, Any] = {"mlp_only_layers": tuple(plain)}
     if its.experts == "moe_intermediate_size":
         usual = -(-config.intermediate_size // config.num_experts_per_tok)
         found["moe_intermediate_size"] = config.moe_intermediate_size or usual

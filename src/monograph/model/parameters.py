@@ -117,22 +117,21 @@ def layer_shapes(config: Config, layer: int) -> dict[str, tuple[int, ...]]:
     return {name: shape_of(config, axes) for name, axes in layer_axes(config, layer).items()}
 
 
-def outer_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the parameters outside the blocks, by full name, without a tied head."""
-    return {name: shape_of(config, axes) for name, axes in outer_axes(config).items()}
-
-
 def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters by full name, without a tied head."""
-    found = outer_shapes(config)
+    found = {name: shape_of(config, axes) for name, axes in outer_axes(config).items()}
     for layer in range(config.num_hidden_layers):
         found |= {f"model.layers.{layer}.{name}": shape for name, shape in layer_shapes(config, layer).items()}
     return found
 
 
-def block_matrices(config: Config, layer: int) -> list[tuple[int, ...]]:
-    """Return the shapes of a block's matrices, those of each expert included."""
-    return _matrices(config, layer, None)
+def block_matrices(config: Config, layer: int, most: int | None = None) -> list[tuple[int, ...]]:
+    """Return the shapes of a block's matrices, those of each expert, or of `most` experts, included."""
+    found = list[tuple[int, ...]]()
+    for name, shape in layer_shapes(config, layer).items():
+        stacks = 1 if len(shape) == 2 else most or shape[0]
+        found += [shape[-2:]] * stacks if len(shape) > 1 and not name.endswith(".bias") else []
+    return found
 
 
 def matrices(config: Config) -> list[tuple[int, ...]]:
@@ -142,20 +141,12 @@ def matrices(config: Config) -> list[tuple[int, ...]]:
 
 def block_multiplied(config: Config, layer: int) -> list[tuple[int, ...]]:
     """Return the shapes of a block's matrices that a token is multiplied with: of experts, those of its own."""
-    return _matrices(config, layer, config.num_experts_per_tok)
+    return block_matrices(config, layer, config.num_experts_per_tok)
 
 
 def multiplied(config: Config) -> list[tuple[int, ...]]:
     """Return the shapes of `block_multiplied` of all blocks."""
     return [shape for layer in range(config.num_hidden_layers) for shape in block_multiplied(config, layer)]
-
-
-def _matrices(config: Config, layer: int, most: int | None) -> list[tuple[int, ...]]:
-    found = list[tuple[int, ...]]()
-    for name, shape in layer_shapes(config, layer).items():
-        stacks = 1 if len(shape) == 2 else most or shape[0]
-        found += [shape[-2:]] * stacks if len(shape) > 1 and not name.endswith(".bias") else []
-    return found
 
 
 def shape_of(config: Config, axes: tuple[str, ...]) -> tuple[int, ...]:

@@ -88,8 +88,7 @@ def _require_stored(path: Path) -> None:
         listed = end[-58:-50] if end[-42:-38] == b"PK\6\7" else end[-10:-6]
         if end[-22:-18] != b"PK\5\6" or int.from_bytes(listed, "little") > MOST_LISTED_BYTES:
             raise zipfile.BadZipFile("not an archive, or one of more entries than a model has tensors")
-        archive = zipfile.ZipFile(file)
-        for entry in archive.infolist():
+        for entry in zipfile.ZipFile(file).infolist():
             if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > path.stat().st_size:
                 raise InputRefused(
                     f"{path}: {entry.filename!r} is compressed or larger than the file: not of torch.save"
@@ -143,9 +142,8 @@ def _rope_theta(cos_TE: Tensor) -> float:
 
     It is rounded to four digits, as the table is exact to six. `_check_rotary` then compares the whole table.
     """
-    usual = LlamaConfig.rope_theta
     if min(cos_TE.shape) < 2 or cos_TE.shape[1] < 4 or not 0 < float(cos_TE[1, 1]) < 1:
-        return usual
+        return LlamaConfig.rope_theta
     return float(f"{math.acos(float(cos_TE[1, 1])) ** (-cos_TE.shape[1] / 2):.4g}")
 
 
