@@ -288,14 +288,13 @@ def generator_for(model: Llama, requests: Sequence[Request], n: int, vocabulary:
     rows = rows_that_fit(model, Slots(slots), min(count, MOST_ROWS[device]), "ask for fewer tokens")
     steps = -(-count // rows) * min(longest.max_tokens, slots - 1)
     # One request stands for all, as `generate` gives them the same constraint and stop strings.
-    automata = [automaton for automaton in (longest.constraint, longest.stop) if automaton]
     return Generator(
         model,
         chain_of([request.sampling for request in requests], len(longest.stop_ids)),
         rows=rows,
         slots=slots,
         vocabulary=vocabulary,
-        automata=automata,
+        automata=[automaton for automaton in (longest.constraint, longest.stop) if automaton],
         mode=mode_for(steps, device, torch.is_autocast_enabled(device)),
     )
 

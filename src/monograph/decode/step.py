@@ -113,6 +113,7 @@ class State:
 
         # A window of the last n tokens drops the prompt's ids one by one, so it needs their number.
         known = COUNTS if "last_n" in chain.stages else torch.bool
+        of_past = (slots, torch.int32), (slots, torch.int32), (vocabulary, torch.bool)
         return cls(
             **{f"{name}_B": zeros(rows) for name in ("token", "position", "seed", "generated", "limit", "status")},
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
@@ -120,13 +121,7 @@ class State:
             stopping_B=zeros(rows, dtype=torch.int32),
             counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if counted else None,
             prompt_BV=zeros(rows, vocabulary, dtype=known) if counted_prompt else None,
-            past=Past(
-                zeros(rows, slots, dtype=torch.int32),
-                zeros(rows, slots, dtype=torch.int32),
-                zeros(rows, vocabulary, dtype=torch.bool),
-            )
-            if past
-            else None,
+            past=Past(*(zeros(rows, size, dtype=dtype) for size, dtype in of_past)) if past else None,
             mu_B=zeros(rows, dtype=torch.float32),
             line_1=zeros(1),
             ring_RB=zeros(lines, rows, dtype=torch.int32),
@@ -196,32 +191,29 @@ def _needed(chain: Chain) -> tuple[bool, bool, bool]:
     return chain.has("repetition", "counted"), chain.has("repetition"), chain.has("last_n", "dry")
 
 
+@dataclass(eq=False, repr=False)
 class DecodeStep:
-    """A model with the state, the cache and the automata of its rows; a call draws one token in every running row."""
+    """A model with the state, the cache and the automata of its rows; a call draws one token in every running row.
 
-    def __init__(
-        self,
-        model: Llama,
-        state: State,
-        cache: KVCache,
-        chain: Chain,
-        knobs: dict[str, Tensor],
-        tables: Tables,
-        vocabulary: int,
-    ) -> None:
-        """Take the parts, which are shared and not copied.
+    The parts are shared and not copied.
 
-        Args:
-            model: the language model, in evaluation mode.
-            state: the state of the rows.
-            cache: keys and values of the rows.
-            chain: the sampler's stages.
-            knobs: the options that the stages read, for each row (`new_knobs`).
-            tables: the automata of all rows.
-            vocabulary: V, the size of the tokenizer's vocabulary; a model's may be larger, by ids that no text has.
-        """
-        self.model, self.state, self.cache = model, state, cache
-        self.chain, self.knobs, self.tables, self.vocabulary = chain, knobs, tables, vocabulary
+    Attributes:
+        model: the language model, in evaluation mode.
+        state: the state of the rows.
+        cache: keys and values of the rows.
+        chain: the sampler's stages.
+        knobs: the options that the stages read, for each row (`new_knobs`).
+        tables: the automata of all rows.
+        vocabulary: V, the size of the tokenizer's vocabulary; a model's may be larger, by ids that no text has.
+    """
+
+    model: Llama
+    state: State
+    cache: KVCache
+    chain: Chain
+    knobs: dict[str, Tensor]
+    tables: Tables
+    vocabulary: int
 
     @torch.no_grad()
     def __call__(

@@ -4,7 +4,7 @@ They are found by watching calls, not by names or classes.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -34,17 +34,13 @@ def watched(module: nn.Module, run: Callable[[], object]) -> list[Call]:
     """Run a module in its own mode and in evaluation mode, and return all calls of linear layers with one tensor."""
     calls: list[Call] = []
 
-    def watch(name: str) -> Callable[..., None]:
-        def seen(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            values = [*args, *kwargs.values()]
-            if len(values) == 1 and isinstance(values[0], Tensor):
-                (given,) = values
-                calls.append(Call(name, given, version_of(given), mode_of(given), output, version_of(output)))
-
-        return seen
+    def seen(name: str, _layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        values = [*args, *kwargs.values()]
+        if len(values) == 1 and isinstance(given := values[0], Tensor):
+            calls.append(Call(name, given, version_of(given), mode_of(given), output, version_of(output)))
 
     linear = [(name, layer) for name, layer in module.named_modules() if isinstance(layer, nn.Linear)]
-    handles = [layer.register_forward_hook(watch(name), with_kwargs=True) for name, layer in linear]
+    handles = [layer.register_forward_hook(partial(seen, name), with_kwargs=True) for name, layer in linear]
     try:
         with modes_kept(module):
             run()
@@ -117,8 +113,7 @@ def _obstacles(module: nn.Module) -> dict[str, str]:
     return obstacles
 
 
-@dataclass(frozen=True)
-class Fusion:
+class Fusion(NamedTuple):
     """The result of a fusion; `str` gives one line.
 
     Attributes:
@@ -127,7 +122,7 @@ class Fusion:
     """
 
     families: tuple[tuple[str, ...], ...]
-    separate: Mapping[str, str] = field(default_factory=dict)
+    separate: Mapping[str, str] = {}
 
     def __str__(self) -> str:
         """Return a line such as `10 linear layers in 4 matrix products; separate: x.a (it has hooks)`."""
@@ -271,11 +266,10 @@ def _install(module: nn.Module, fused: list[Family], run: Callable[[], object], 
         for family in fused:
             family.install()
         run()
+        return
     except Exception:
         for family in fused:
             family.remove()
-    else:
-        return
     names = {id(layer): name for name, layer in module.named_modules()}
     for family in fused:
         family.install()

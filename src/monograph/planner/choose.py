@@ -6,6 +6,7 @@ it does not fit, that of the next candidate. If nothing fits, the plan shows the
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import Literal
 
 from monograph.device import Device
@@ -121,8 +122,7 @@ def plan(request: Request, device: Device, peak_flops: ByDtype, calibration: Cal
         truth = traced[best.work] = best.of_trace(by_origin, residual)
         corrections[way_of(best.work)] = truth.peak_memory_bytes / closed_form(request, best.work)
     fits = best.peak_memory_bytes <= limit
-    rest = [candidate for candidate in tried if candidate.work != best.work]
-    rest.sort(key=lambda candidate: candidate.update_s)
+    rest = sorted((one for one in tried if one.work != best.work), key=attrgetter("update_s"))
     first = replace(best, why="" if fits else _too_large(best, limit))
     others = [replace(candidate, why=_why(candidate, best, limit)) for candidate in rest]
     return Plan(device, limit, first if fits else None, [first, *others], best.work.precision in slowness)
@@ -135,14 +135,11 @@ def _wanted(tried: list[Candidate], traced: Mapping[Work, Candidate], limit: int
     """
     if fitting := [candidate for candidate in tried if candidate.peak_memory_bytes <= limit]:
         return min(fitting, key=lambda candidate: candidate.update_s)
-    least = min(tried, key=_memory)
+    memory = attrgetter("peak_memory_bytes")
+    least = min(tried, key=memory)
     near_bytes = NEAR * least.peak_memory_bytes
     near = [candidate for candidate in traced.values() if candidate.peak_memory_bytes <= near_bytes]
-    return min(near, key=_memory, default=least)
-
-
-def _memory(candidate: Candidate) -> int:
-    return candidate.peak_memory_bytes
+    return min(near, key=memory, default=least)
 
 
 def _why(candidate: Candidate, best: Candidate, limit: int) -> str:
