@@ -187,8 +187,7 @@ def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
         {name: tensor.like for name, tensor in tensors.items()}, lambda name: tensors[name].read()
     )
     with open(path, "xb") as file:
-        for piece in pieces:
-            file.write(piece)
+        file.writelines(pieces)
 
 
 @contextmanager

@@ -98,10 +98,8 @@ class Compiler:
                 value = json.dumps(value, ensure_ascii=False, allow_nan=False)
             except (ValueError, TypeError, RecursionError) as error:
                 raise InputRefused(f"the JSON schema cannot be written as JSON: {error}") from None
-        if kind == "choices":
-            _require(_NAMES[kind], value, MOST_CHOICES, MOST_BYTES)
-        else:
-            _require(_NAMES[kind], [value], 1, MOST_BYTES)
+        texts, most = (value, MOST_CHOICES) if kind == "choices" else ([value], 1)
+        _require(_NAMES[kind], texts, most, MOST_BYTES)
         return await self._shared(kind, value, lead)
 
     async def stop_strings(self, strings: Sequence[str]) -> Automaton:
@@ -297,8 +295,7 @@ def _run(job: Any, pieces: Sequence[bytes], ends: Sequence[int], writing: int) -
         for nothing in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC):
             resource.setrlimit(nothing, (0, 0))
         with open(writing, "wb", closefd=False) as pipe:
-            for part in _written(kind, value, bytes.fromhex(lead), pieces, ends):
-                pipe.write(part)
+            pipe.writelines(_written(kind, value, bytes.fromhex(lead), pieces, ends))
         code = 0
     except MemoryError:
         code = _NO_MEMORY

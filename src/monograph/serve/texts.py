@@ -216,7 +216,7 @@ class Texts:
                 begun = True
                 await stream.begin()
                 pieces = [piece for text in texts for piece in answer.begin(text.index)] + pieces
-            if said := [answer.piece(piece, asked.usage) for piece in pieces if _is_said(piece)]:
+            if said := [answer.piece(piece, asked.usage) for piece in pieces]:
                 await stream.send(*said)
             elif not batch:
                 await stream.ping()
@@ -317,10 +317,6 @@ async def _batch(inbox: Inbox) -> list[tuple[Text, Event]]:
             raise Refused(400, str(event)) from event
         batch.append((text, event))
     return batch
-
-
-def _is_said(piece: Piece) -> bool:
-    return bool(piece.text or piece.entries or piece.finish) or piece == Piece(piece.number, "", [], None)
 
 
 def _too_long(tokens: str, version: Version, field: str) -> Refused:
