@@ -159,8 +159,7 @@ class _Reader:
         elif _WAITS.search(event["name"]):
             self.spans.append(Span("sync", begin, end))
         elif place.inside:
-            kernel = Kernel(place.inside, begin, end, *work(event), begin, event["name"], _operands(event))
-            self.kernels.append(kernel)
+            self.kernels.append(Kernel(place.inside, begin, end, *work(event), begin, event["name"], _operands(event)))
 
     def _placed(self, event: Event, place: _Place) -> _Place:
         name, part, number = event["name"], place.part, event.get("args", {}).get("Sequence number")

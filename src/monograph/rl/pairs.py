@@ -27,7 +27,7 @@ from monograph.data.sources import LINES, TABLES, kind_of
 from monograph.data.store import Side
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused
-from monograph.rl.records import Parts, Record, own_tokenizer, read_parts
+from monograph.rl.records import Record, own_tokenizer, read_parts
 from monograph.storage.reading import is_file
 from monograph.text.tokenizer import Tokenizer
 
@@ -195,18 +195,11 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     sides = (parts.train, parts.held_out)
     if labelled:
         fixed = {"length": length, "skipped": parts.skipped, "refuse": reading["bad_records"] == "refuse"}
-        train, held = (_with_others(side, parts.train, **fixed) for side in sides)
-        sides = train, held
+        sides = _with_others(parts.train, parts.train, **fixed), _with_others(parts.held_out, parts.train, **fixed)
         if not sides[0]:
             raise InputRefused(f"{parts.sources.name}: no answer has room beside one to another prompt: give more")
     decisive = [parts.sources.sha256, tokenizer.hash, length, reading["held_out"], reading["bad_records"], keys[0]]
-    return _corpus(parts, sides, tokenizer, length, hashlib.sha256(json.dumps(decisive).encode()).hexdigest())
-
-
-def _corpus(
-    parts: Parts, sides: tuple[list[Pair], list[Pair]], tokenizer: Tokenizer, length: int, digest: str
-) -> Corpus:
-    name = parts.sources.name
+    digest, name = hashlib.sha256(json.dumps(decisive).encode()).hexdigest(), parts.sources.name
     train = PairRows(sides[0], name, tokenizer, length, 1)
     held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
     stats = stats_of(len(parts.sources.files), parts.skipped, train, held)

@@ -42,7 +42,7 @@ class Boundaries:
         space = Space(f"input {g} of stage {stage}", Home.DEVICE)
         self._states[stage, g] = state, space
         self.most_bytes = max(self.most_bytes, self.device_bytes)
-        self.lanes.compute(_nothing, writes=[space])  # the stage before wrote it: readers wait for its computation
+        self.lanes.compute(lambda: None, writes=[space])  # the stage before wrote it: readers wait for its computation
         # The last stage's input stays: the backward pass needs it first.
         if keep and self.offloaded and stage != self.last:
             like = self._host.get((stage, g))
@@ -50,8 +50,7 @@ class Boundaries:
             # kept until a shape differs.
             if like is None or like[0].shape != state.shape or like[0].dtype != state.dtype:
                 label = f"kept input {g} of stage {stage}"
-                like = on_host(state, label, self.device), Space(label, Home.HOST)
-                self._host[stage, g] = like
+                like = self._host[stage, g] = on_host(state, label, self.device), Space(label, Home.HOST)
             self.lanes.copy(like[0], state, like[1], space)
 
     def passed(self, stage: int, *, keep: bool) -> None:
@@ -61,7 +60,8 @@ class Boundaries:
         # This happens after all micro-batches, so that the allocator can give the memory to the next stage.
         for key in [key for key in self._states if key[0] == stage]:
             _, space = self._states.pop(key)
-            self.lanes.compute(_nothing, writes=[space])  # later computations may reuse its memory: wait for the copy
+            # Later computations may reuse its memory: they wait for the copy.
+            self.lanes.compute(lambda: None, writes=[space])
 
     def fetch(self, stage: int, count: int) -> None:
         """Copy a stage's inputs for `count` micro-batches back to the device."""
@@ -75,7 +75,7 @@ class Boundaries:
             if ring is None or ring[0].shape != home.shape or ring[0].dtype != home.dtype:
                 memory = torch.empty(home.shape, dtype=home.dtype, device=self.device)
                 ring = self._rings[at] = memory, Space(f"ring {at}", Home.DEVICE)
-                self.lanes.compute(_nothing, writes=[ring[1]])  # earlier computations may have used this memory
+                self.lanes.compute(lambda: None, writes=[ring[1]])  # earlier computations may have used this memory
             self.lanes.copy(ring[0], home, ring[1], its_space)
             self._states[stage, g] = ring
 
@@ -91,7 +91,3 @@ class Boundaries:
     def clear(self) -> None:
         """Forget the inputs on the device."""
         self._states.clear()
-
-
-def _nothing() -> None:
-    pass

@@ -41,8 +41,7 @@ class Passes:
             args, kwargs = stopped.args
         else:
             raise UsageError("memory = stream: the loss did not call its model, which it must do once")
-        hidden, further = self.model.begin(*args, **kwargs)
-        return hidden, further
+        return self.model.begin(*args, **kwargs)
 
     def forward(self, stage: Stage, state: Tensor, further: Any) -> Tensor:
         """Return the output of a stage of blocks."""

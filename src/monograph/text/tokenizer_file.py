@@ -282,12 +282,13 @@ class Checked:
         return {"type": "Sequence", "pretokenizers": known} if known else None
 
     def _post_processor(self, part: Any) -> Any:
+        ends = [[*item] for item in self.special.items()]
         for step in _steps(part, "processors"):
             kind = _kind(step)
             known = (
                 kind == "ByteLevel"
                 or (kind == "TemplateProcessing" and self._is_small_template(step))
-                or (kind in _ENDS and all(self._is_special(step.get(key)) for key in ("sep", "cls")))
+                or (kind in _ENDS and all(step.get(key) in ends for key in ("sep", "cls")))
             )
             if not known:
                 raise self._refuse(
@@ -295,9 +296,6 @@ class Checked:
                     f"{' and '.join(_ENDS)} of special tokens are)"
                 )
         return part
-
-    def _is_special(self, pair: Any) -> bool:
-        return isinstance(pair, list) and len(pair) == 2 and pair in [[*item] for item in self.special.items()]
 
     def _is_small_template(self, step: dict[str, Any]) -> bool:
         specials = step.get("special_tokens")
