@@ -16,7 +16,7 @@ from torch import Tensor
 from monograph.device import sent
 from monograph.model.config import LlamaConfig
 from monograph.model.layers import Recurrence
-from monograph.ops.attention import BLOCK, cached_attention
+from monograph.ops.attention import BLOCK, Heads, cached_attention
 
 
 class KVCache:
@@ -96,16 +96,10 @@ class KVCache:
         return type(self)(self.keys, self.values, self.recurrences, blocks, self.least)
 
     def attend(
-        self,
-        layer_index: int,
-        query_BHTE: Tensor,
-        key_BKTE: Tensor,
-        value_BKTE: Tensor,
-        positions_BT: Tensor,
-        window: int | None,
-        sink_H: Tensor | None = None,
+        self, layer_index: int, heads: Heads, positions_BT: Tensor, window: int | None, sink_H: Tensor | None = None
     ) -> Tensor:
         """Store new keys and values at their positions; return the attention of the queries (`cached_attention`)."""
+        query_BHTE, key_BKTE, value_BKTE = heads
         keys_NBKCE, values_NBKCE = self.keys[layer_index], self.values[layer_index]
         rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
         where = (positions_BT // self.block, rows_B1, slice(None), positions_BT % self.block)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Family
 from monograph.model.rope import CosSin, rotate
-from monograph.ops.attention import Impl, Kernel, Mask, attention
+from monograph.ops.attention import Heads, Impl, Kernel, Mask, attention
 from monograph.ops.rms_norm import rms_norm
 
 
@@ -25,14 +25,7 @@ class Cache(Protocol):
     """The interface of a key-value cache; slot s holds the key and value of position s."""
 
     def attend(
-        self,
-        layer_index: int,
-        query_BHTE: Tensor,
-        key_BKTE: Tensor,
-        value_BKTE: Tensor,
-        positions_BT: Tensor,
-        window: int | None,
-        sink_H: Tensor | None,
+        self, layer_index: int, heads: Heads, positions_BT: Tensor, window: int | None, sink_H: Tensor | None
     ) -> Tensor:
         """Store new keys and values at their positions; return the queries' attention to the slots that they see."""
         ...
@@ -174,13 +167,11 @@ class Attention(nn.Module):
         if cos_sin_B1TF is not None:
             query_BHTE = rotate(query_BHTE, cos_sin_B1TF, self.device_type)
             key_BKTE = rotate(key_BKTE, cos_sin_B1TF, self.device_type)
-        query_BHTE = self.scale(query_BHTE)
+        heads = self.scale(query_BHTE), key_BKTE, value_BKTE
         if cache is None:
-            mixed_BHTE = attention(query_BHTE, key_BKTE, value_BKTE, mask, self.impl, self.kernel, self.sinks)
+            mixed_BHTE = attention(*heads, mask, self.impl, self.kernel, self.sinks)
         else:
-            mixed_BHTE = cache.cache.attend(
-                cache.layer_index, query_BHTE, key_BKTE, value_BKTE, cache.positions_BT, cache.window, self.sinks
-            )
+            mixed_BHTE = cache.cache.attend(cache.layer_index, heads, cache.positions_BT, cache.window, self.sinks)
         mixed_BTX = mixed_BHTE.transpose(1, 2).flatten(2)
         return self.o_proj(mixed_BTX * gate_BTX.sigmoid() if self.gated else mixed_BTX)
 

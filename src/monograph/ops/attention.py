@@ -19,6 +19,7 @@ LEAST_BLOCK = 16
 # On the CPUs that were measured a row of a product has the same bits whatever the number of rows, from so many on
 # (docs/log.md).
 SAME_ROWS = 4
+Heads = tuple[Tensor, Tensor, Tensor]  # queries [B, H, T, D], keys and values [B, K, S, D], or as a cache has them
 MORE = 8  # channels beside those of a head, for its sink: fused kernels want a multiple of 8
 
 
@@ -61,17 +62,11 @@ def cached_attention(
     seen_NB1MC = distances_NB1MC >= 0
     if window is not None:
         seen_NB1MC &= distances_NB1MC < window
-    return _over_blocks(query_BHTE, keys_NBKCE, values_NBKCE, seen_NB1MC, sink_H, least)
+    return _over_blocks((query_BHTE, keys_NBKCE, values_NBKCE), seen_NB1MC, sink_H, least)
 
 
-def _over_blocks(
-    query_BHTE: Tensor,
-    keys_NBKCE: Tensor,
-    values_NBKCE: Tensor,
-    seen_NB1MC: Tensor,
-    sink_H: Tensor | None,
-    least: int = 1,
-) -> Tensor:
+def _over_blocks(heads: Heads, seen_NB1MC: Tensor, sink_H: Tensor | None, least: int = 1) -> Tensor:
+    query_BHTE, keys_NBKCE, values_NBKCE = heads
     key_heads, head_dim = keys_NBKCE.shape[2], keys_NBKCE.shape[-1]
     groups = query_BHTE.shape[1] // key_heads
     wide = torch.promote_types(query_BHTE.dtype, torch.float32)
@@ -120,7 +115,6 @@ def _halved(parts_N: Tensor) -> Tensor:
 Impl = Literal["auto", "reference", "sdpa", "flex", "blocks", "cached"]
 Kernel = Literal["torch", "repeated", "cudnn", "flash", "efficient"]
 Mask = Tensor | BlockMask | None
-Heads = tuple[Tensor, Tensor, Tensor]  # queries [B, H, T, D], keys and values [B, K, S, D]
 
 _BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -233,7 +227,7 @@ def _as_cached(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     )
     seen_NB1TC = F.pad(mask, (0, blocks * block - length)).unflatten(3, (blocks, block)).movedim(3, 0)
     seen_NB1MC = seen_NB1TC.repeat(1, 1, 1, query_BHTD.shape[1] // key_BKSD.shape[1], 1)
-    return _over_blocks(query_BHTD, keys_NBKCD, values_NBKCD, seen_NB1MC, sink_H)
+    return _over_blocks((query_BHTD, keys_NBKCD, values_NBKCD), seen_NB1MC, sink_H)
 
 
 def _sdpa(heads: Heads, mask: Tensor | None, kernel: Kernel, sink_H: Tensor | None) -> Tensor:

@@ -20,6 +20,7 @@ CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 512 * 2**20}
 # A compiled graph unrolls the loop over chunks, so chunks cost compile time; and each reads and writes the weight's
 # whole gradient, [V, D]. Eight are enough for an eighth of the memory of dense logits (benchmarks/loss.py).
 MAX_CHUNKS = 8
+Piece = tuple[Tensor, Tensor, Tensor]  # hidden states [C, D], targets and weights [C] of a chunk
 
 
 def linear_cross_entropy(
@@ -98,9 +99,8 @@ def _logits(hidden_CD: Tensor, weight_VD: Tensor, added: Rows | None) -> Tensor:
     return logits_CV if added is None else logits_CV.index_add_(-1, added.index_K, hidden_CD @ added.values_KD.T)
 
 
-def _chunk_loss(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor, added: Rows | None
-) -> Tensor:
+def _chunk_loss(piece: Piece, weight_VD: Tensor, added: Rows | None) -> Tensor:
+    hidden_CD, targets_C, weights_C = piece
     logits_CV = _logits(hidden_CD, weight_VD, added).to(weights_C.dtype)
     chosen_C = logits_CV.gather(-1, targets_C.unsqueeze(-1)).squeeze(-1)
     return ((logits_CV.logsumexp(-1) - chosen_C) * weights_C).sum()
@@ -111,23 +111,21 @@ def _loss_only(
 ) -> Tensor:
     weight_VD = weight_VD.to(hidden_ND.dtype)
     added, pieces = _added(weight_VD, rows), _pieces(hidden_ND, targets_N, weights_N, chunks)
-    return torch.stack([_chunk_loss(h, weight_VD, t, w, added) for h, t, w in pieces]).sum()
+    return torch.stack([_chunk_loss(piece, weight_VD, added) for piece in pieces]).sum()
 
 
-def _pieces(
-    hidden_ND: Tensor, targets_N: Tensor, weights_N: Tensor, chunks: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _pieces(hidden_ND: Tensor, targets_N: Tensor, weights_N: Tensor, chunks: int) -> Iterator[Piece]:
     return zip(*(tensor.tensor_split(chunks) for tensor in (hidden_ND, targets_N, weights_N)), strict=True)
 
 
 def _chunk_difference(
-    hidden_CD: Tensor, weight_VD: Tensor, targets_C: Tensor, weights_C: Tensor, device_type: str, added: Rows | None
+    piece: Piece, weight_VD: Tensor, device_type: str, added: Rows | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return a chunk's loss, the hidden states' gradient, and the factors of the weight's: states and softmax - onehot.
 
     It is a separate function so that no tensor of a chunk is still alive in the next one.
     """
-    compiles = torch.compiler.is_compiling()
+    (hidden_CD, targets_C, weights_C), compiles = piece, torch.compiler.is_compiling()
     if compiles and device_type == "cuda" and added is None:
         loss, grad_CV = _traced_on_cuda(hidden_CD, weight_VD, targets_C, weights_C)
         return loss, grad_CV @ weight_VD, hidden_CD, grad_CV
@@ -220,10 +218,8 @@ class _ChunkedLoss(torch.autograd.Function):
         grad = None if summed is None else torch.zeros_like(summed, dtype=weights_N.dtype)
         terms: list[Tensor] = []
         grads: list[Tensor] = []
-        for hidden_CD, targets_C, weights_C in _pieces(hidden_ND, targets_N, weights_N, chunks):
-            term, grad_CD, kept_CD, grad_CV = _chunk_difference(
-                hidden_CD, weight_VD, targets_C, weights_C, device_type, added
-            )
+        for piece in _pieces(hidden_ND, targets_N, weights_N, chunks):
+            term, grad_CD, kept_CD, grad_CV = _chunk_difference(piece, weight_VD, device_type, added)
             terms.append(term)
             grads.append(grad_CD)
             if grad is not None and learned:
