@@ -319,7 +319,19 @@ def recorded(
     Raises:
         UsageError: the pass does not reach every block.
     """
-    recordings, compiled = dict[str, Recording](), dict[Recording, int]() if captured and stored else None
+    recordings, compiled = dict[str, Recording](), dict[Recording, int]()
+
+    def noted(name: str, block: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        output, recording = record(inner, [*block.parameters(), *block.buffers()], *args, **kwargs)
+        if captured and stored:
+            if recording not in compiled:  # traced once for blocks that are alike
+                compiled[recording] = compat.stored_by_graph(inner, block, args, kwargs)
+            # Recomputed operators between products are fused into the kernels that read them and cost no measurable
+            # time (docs/log.md).
+            recording = recording._replace(stored_bytes=compiled[recording], rest_flops=0)
+        recordings.setdefault(name, recording)
+        return output
+
     state = (*module.parameters(), *module.buffers())
     # The planner's module has fake tensors already, which work in their own mode only.
     mode = next((t.fake_mode for t in state if isinstance(t, FakeTensor)), FakeTensorMode(allow_non_fake_inputs=True))
@@ -331,7 +343,7 @@ def recorded(
             for name, block in blocks(twin).items():
                 plan = block.__dict__.pop("remat", None)
                 inner = plan.inner if isinstance(plan, _Plan) else block.forward
-                block.forward = functools.partial(_recording, recordings, name, block, inner, compiled)  # type: ignore[method-assign]
+                block.forward = functools.partial(noted, name, block, inner)  # type: ignore[method-assign]
             run(twin)
         except Exception as error:  # a user's module may raise anything
             reason = f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}"
@@ -346,23 +358,3 @@ def recorded(
 def _fake(tensor: Tensor, mode: FakeTensorMode, device: torch.device | None) -> Tensor:
     moved = mode.from_tensor(tensor).detach().to(device or tensor.device)
     return nn.Parameter(moved, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else moved
-
-
-def _recording(
-    recordings: dict[str, Recording],
-    name: str,
-    block: nn.Module,
-    inner: Callable[..., Any],
-    compiled: dict[Recording, int] | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    output, recording = record(inner, [*block.parameters(), *block.buffers()], *args, **kwargs)
-    if compiled is not None:
-        if recording not in compiled:  # traced once for blocks that are alike
-            compiled[recording] = compat.stored_by_graph(inner, block, args, kwargs)
-        # Recomputed operators between products are fused into the kernels that read them and cost no measurable time
-        # (docs/log.md).
-        recording = recording._replace(stored_bytes=compiled[recording], rest_flops=0)
-    recordings.setdefault(name, recording)
-    return output
