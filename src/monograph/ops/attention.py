@@ -163,8 +163,7 @@ def attention(
         kernel: the torch kernel of "sdpa" if there is no mask: torch's own choice, its choice for "repeated" key-value
             heads, or one by name on a GPU. For a dense mask it is always torch's choice.
         sink_H: a score of each query head that takes part in every softmax and to which no value belongs, so that a
-            query's probabilities may sum to less than 1 (Xiao et al., arXiv 2309.17453; Miller, "Attention Is Off By
-            One", has a score of 0).
+            query's probabilities may sum to less than 1 (Xiao et al., arXiv 2309.17453; Miller's "Off By One": 0).
 
     Returns:
         [B, H, T, D] in the dtype of the query.

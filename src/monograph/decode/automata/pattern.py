@@ -83,9 +83,13 @@ def whole(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
 def found_in(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
     """Return an expression for the texts in which the pattern matches somewhere, as `re.search` does; see `whole`."""
     # As with `re.search`: only an anchor keeps other text from standing before or after the match.
-    anything, found = [Repetition(encoding(ANY), 0, None)], branches(pattern, where, encoding)
-    parts = ((*anything * (not one.begins), one.body, *anything * (not one.ends)) for one in found)
-    return Alternation(tuple(map(Concatenation, parts)))
+    anything = Repetition(encoding(ANY), 0, None)
+    return Alternation(
+        tuple(
+            Concatenation((*([] if begins else [anything]), body, *([] if ends else [anything])))
+            for body, begins, ends in branches(pattern, where, encoding)
+        )
+    )
 
 
 def branches(pattern: str, where: str, encoding: Encoding) -> list[Branch]:
