@@ -6,8 +6,6 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-CONFIDENCE = 0.95
-
 
 class Mean(NamedTuple):
     """A mean and its standard error.
@@ -35,12 +33,12 @@ def mean(values: Sequence[float]) -> Mean:
     return Mean(statistics.fmean(values), statistics.stdev(values) / math.sqrt(n) if n > 1 else None, n)
 
 
-def t_quantile(degrees: int, confidence: float = CONFIDENCE) -> float:
-    """Return the t for which P(|T| <= t) = confidence, where T has Student's distribution with `degrees` of freedom."""
+def t_quantile(degrees: int) -> float:
+    """Return the t for which P(|T| <= t) = 95 %, where T has Student's distribution with `degrees` of freedom."""
     low, high = 0.0, 1e4
     for _ in range(80):
         middle = (low + high) / 2
-        low, high = (middle, high) if _within(middle, degrees) < confidence else (low, middle)
+        low, high = (middle, high) if _within(middle, degrees) < 0.95 else (low, middle)
     return high
 
 

@@ -52,13 +52,11 @@ class Width(NamedTuple):
     Attributes:
         members: the number; 1 means one after another.
         total_s: seconds of the whole training, with the compiling that is still to do.
-        gain: speed of the best width above 1 relative to one after another, without compiling.
         why: the reason, in one line.
     """
 
     members: int
     total_s: float
-    gain: float
     why: str
 
 
@@ -124,7 +122,7 @@ def choose(timed: Mapping[int, Timed], members: int, updates: int) -> Width:
     fused = [width for width in timed if width > 1]
     shown = best if best > 1 or not fused else min(fused, key=lambda width: _together(timed, members, width))
     gain = alone / _together(timed, members, shown)
-    return Width(best, total_s(timed, members, best, updates), gain, _why(timed, members, best, shown, gain))
+    return Width(best, total_s(timed, members, best, updates), _why(timed, members, best, shown, gain))
 
 
 def _together(timed: Mapping[int, Timed], members: int, width: int) -> float:
