@@ -5,7 +5,6 @@ import json as jsonlib
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -20,6 +19,7 @@ from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.models import load
 from monograph.run.progress import Progress
+from monograph.run.run_index import parsed
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import json_fault, open_input, parse_json, readable
 from monograph.terminal import warn
@@ -75,7 +75,8 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
     lines = _text_of(path, "--prompts", LARGEST_PROMPTS_BYTES).replace("\r\n", "\n").split("\n")
     messages_too = ', or "messages", a list of objects with "role" and "content", texts'
     expected = 'expected an object with "prompt", a text' + (messages_too if chat else "")
-    records = path.suffix == ".jsonl" or _is_record(next(filter(str.strip, lines), ""))
+    first = parsed(next(filter(str.strip, lines), ""))
+    records = path.suffix == ".jsonl" or not first.keys().isdisjoint(("prompt", "messages"))
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
@@ -101,13 +102,6 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
         except UsageError as error:
             raise InputRefused(f"{path}:{number}: {error}") from None
         yield messages or prompt, own
-
-
-def _is_record(line: str) -> bool:
-    with suppress(ValueError, RecursionError):
-        record = parse_json(line)
-        return isinstance(record, dict) and not record.keys().isdisjoint(("prompt", "messages"))
-    return False
 
 
 def _sampling(first: Sampling, values: dict[str, Any]) -> Sampling:

@@ -89,7 +89,7 @@ def wait_until_free(folder: Path, limit_s: float) -> None:
                 return
 
 
-def parsed(text: bytes) -> dict[str, Any]:
+def parsed(text: str | bytes) -> dict[str, Any]:
     """Return the JSON object in a text; an empty one if the text is no JSON object."""
     with suppress(ValueError, RecursionError):
         value = parse_json(text)

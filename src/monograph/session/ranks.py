@@ -9,7 +9,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,10 @@ from monograph.errors import Ended, InputRefused, MonographError, PeerLost, Stop
 from monograph.graph.trial import refused_by_others
 from monograph.run.folder import Follower, Run
 from monograph.run.progress import LABEL_WIDTH, Progress
-from monograph.run.run_index import wait_until_free
+from monograph.run.run_index import parsed, wait_until_free
 from monograph.run.writing import discard
 from monograph.session.recorded import run_settings
-from monograph.storage.reading import contents, exists, parse_json
+from monograph.storage.reading import contents, exists
 from monograph.terminal import shell_words
 
 
@@ -112,8 +112,7 @@ def progress_of(world: World) -> Progress:
 
 def again(world: World, run: Run, parallel: str) -> str:
     """Return the command line that continues a run as it trains now, which may differ from its config.toml."""
-    same = run_settings(run, runs_code=False).train.parallel == parallel
-    changed = () if same else (f"train.parallel={parallel}",)
+    changed = () if run_settings(run, runs_code=False).train.parallel == parallel else (f"train.parallel={parallel}",)
     if world.alone:
         return command("train", "--resume", run.handle, *changed)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -208,10 +207,7 @@ def _ending(world: World, run: Run, error: BaseException) -> BaseException:
 
 
 def _require_not_ended(world: World, kept: Path) -> None:
-    before: dict[str, Any] | None = None
-    if world.leads and world.attempt:
-        with suppress(ValueError):
-            before = parse_json(contents(kept) or b"")
+    before: dict[str, Any] | None = parsed(contents(kept) or b"") if world.leads and world.attempt else None
     # A run that was only stopped goes on after a restart.
     before = world.agreed(before if before and before["exit_code"] != Stopped.exit_code else None)
     if world.leads and not before:
