@@ -109,7 +109,9 @@ def test_after_updates_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
                 raise KeyboardInterrupt
             return None if updates else end
 
-        monkeypatch.setattr(eager_start, "python_aside", lambda *_: SimpleNamespace(poll=poll, kill=lambda: None))
+        monkeypatch.setattr(
+            eager_start, "python_aside", lambda *_: SimpleNamespace(poll=poll, kill=lambda: None, wait=lambda _: 0)
+        )
 
     monkeypatch.setattr(Resident, "capture", partialmethod(Resident.capture, backend="aot_eager"))
     monkeypatch.setattr(eager_start, "pays", lambda session, window: True)

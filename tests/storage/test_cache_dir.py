@@ -5,6 +5,9 @@ from __future__ import annotations
 import importlib
 import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +24,8 @@ FILLED: list[str] = []  # the folders that another process would have filled
 @pytest.fixture(autouse=True)
 def _bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FILLED.clear()
-    monkeypatch.setattr(cache_dir, "python_aside", lambda code: FILLED.append(os.environ["TORCHINDUCTOR_CACHE_DIR"]))
+    filled = lambda code: FILLED.append(os.environ["TORCHINDUCTOR_CACHE_DIR"])  # noqa: E731
+    monkeypatch.setattr(cache_dir, "python_aside", filled)
     for name in ("MONOGRAPH_HOME", "XDG_CACHE_HOME", "TORCHINDUCTOR_CACHE_DIR"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -97,3 +101,34 @@ def test_what_was_used_longest_ago_goes_once_the_folder_is_full(tmp_path: Path, 
     (folder / "steps").write_bytes(b"1")
     keep_compiled()
     assert sorted(path.name for _, _, path in files_in(folder)) == ["new.so", "steps"]
+
+
+def test_a_process_aside_ends_when_this_one_is_killed(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    waits = f"import pathlib, time; pathlib.Path({str(mark)!r}).touch(); time.sleep(60)"
+    starts = f"""
+import time
+from monograph.storage.cache_dir import python_aside
+print(python_aside({waits!r}).pid, flush=True)
+time.sleep(60)
+"""
+    with subprocess.Popen([sys.executable, "-c", starts], stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout
+        child = int(parent.stdout.readline())
+        until(mark.exists)
+        parent.kill()
+    until(lambda: not alive(child))
+
+
+def until(holds: Any) -> None:
+    end = time.monotonic() + 20
+    while not holds():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def alive(number: int) -> bool:
+    try:
+        return "zombie" not in Path(f"/proc/{number}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False

@@ -1,6 +1,7 @@
 """`monograph check`: verify this machine, a run or a model's folder."""
 
 import json as jsonlib
+import os
 import platform
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -78,7 +79,9 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
     rates = {name: measured_matmul_flops(device, dtype) for name, dtype in dtypes.items()}
     compiled = obstacle or compiled_obstacle(device)
     disks = [disk(folder) for folder in (DEFAULT_ROOT, cache_root()[0])]
-    allowed, kept_bytes = limits(), sum(size for _, size, _ in files_in(compiled_folder()))
+    folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled_folder()))
+    allowed, kept_bytes = limits(), sum(size for _, size, _ in files_in(folder))
+    most = f", at most {gibibytes(MOST_COMPILED_BYTES)}" if folder == compiled_folder() else ""
     versions = {"monograph": __version__, "torch": torch.__version__, "Python": platform.python_version()}
     lines = {
         "machine": machine.summary,
@@ -86,7 +89,7 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
         "compiler": compiled or "found; what it compiles agrees with what is not compiled",
         **{name: f"{rate / 1e12:.3g} TFLOP/s measured" for name, rate in rates.items()},
         **{name: _disk(room) for name, room in zip(("runs", "cache"), disks, strict=True)},
-        "compiled": f"{megabytes(kept_bytes)} of at most {gibibytes(MOST_COMPILED_BYTES)} in {compiled_folder()}",
+        "compiled": f"{megabytes(kept_bytes)} in {folder}{most}",
         "limits": limits_said(allowed),
     }
     facts = {

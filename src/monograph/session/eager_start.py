@@ -6,6 +6,8 @@ the run takes it from there and saves its first checkpoint, so that what is resu
 """
 
 import io
+import subprocess
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -31,7 +33,7 @@ from monograph.storage.cache_dir import is_compiled, keep_compiled, mark_compile
 
 MARK = "eager"  # the entry of metrics.jsonl by which the rows of such updates are known
 PROCESS_BYTES = 2**30  # of libraries, text and compiler, beside the tensors of a step
-LONGEST_S = 600.0  # after which the other process is not waited for
+LONGEST_S = 600.0  # seconds after which the other process is not waited for
 _CHILD = "import sys; from monograph.session.eager_start import compile_run; compile_run(sys.argv[1])"
 
 
@@ -92,6 +94,8 @@ def _update_eagerly(session: Session, progress: Progress) -> None:
                 stage.report("update", update.index + 1)
                 if compiler.poll() is not None or spent_s > LONGEST_S:
                     break
+            with suppress(subprocess.TimeoutExpired):  # a short text is read often enough before
+                compiler.wait(max(0.0, LONGEST_S - spent_s))
             stage.result = f"{counted(engine.index, 'update')}, loss {log.last['train_loss']:.2f}"
     finally:
         compiler.kill()

@@ -292,7 +292,7 @@ def fix_length(session: Session, progress: Progress) -> None:
         most = recorded_state.MOST if isinstance(text, Prompts) else defaults.most_updates(per_epoch, rows)
         left = defaults.updates_for(defaults.UPDATES_SHARE * session.budget_s, seconds, most)
         updates = max(left, min(most, session.engine.index + left))  # some were made before the step was compiled
-        lasting = f", about {duration(session.budget_s)}"
+        lasting = f", about {duration(session.budget_s)}" + (" more" if session.engine.index else "")
         if updates >= most:
             lasting = f", {defaults.MOST_EPOCHS} epochs and no more, about {duration(seconds * updates)}"
         session.budget_s += session.elapsed_s

@@ -1,6 +1,5 @@
 """Find the folders for data that can be made again (tokens, compiled code), and for state that must not be lost."""
 
-import atexit
 import hashlib
 import os
 import stat
@@ -61,18 +60,22 @@ MOST_COMPILED_BYTES = 4 * 2**30  # a run's compiled step takes about 10 MB
 
 
 def compiled_folder() -> Path:
-    """Return the folder in which torch keeps compiled code, unless $TORCHINDUCTOR_CACHE_DIR names another."""
+    """Return the folder in which torch keeps compiled code unless $TORCHINDUCTOR_CACHE_DIR names another."""
     return cache_root()[0] / "compiled"
 
 
 def files_in(folder: Path) -> list[tuple[float, int, Path]]:
-    """Return (time of last use, bytes, path) of each file in a folder and those below, the one used last first."""
+    """Return (time of last use, bytes, path) of each file in a folder and those below, the one used last first.
+
+    Another process may remove some of them meanwhile.
+    """
     files = []
-    for path in folder.rglob("*"):
-        with suppress(OSError):  # another process may have removed it
-            entry = path.lstat()
-            if stat.S_ISREG(entry.st_mode):
-                files.append((max(entry.st_atime, entry.st_mtime), entry.st_size, path))
+    for place, _, names in os.walk(folder):
+        for path in (Path(place, name) for name in names):
+            with suppress(OSError):
+                entry = path.lstat()
+                if stat.S_ISREG(entry.st_mode):
+                    files.append((max(entry.st_atime, entry.st_mtime), entry.st_size, path))
     return sorted(files, reverse=True)
 
 
@@ -96,16 +99,26 @@ compiled(lambda x: x + 1)(torch.ones(64))
 """
 
 
+# Its standard input ends when this process does, even if that was killed.
+_ENDS_WITH_ITS_PARENT = """
+import os, threading
+
+def watch():
+    os.read(0, 1)
+    os._exit(1)
+
+threading.Thread(target=watch, daemon=True).start()
+"""
+
+
 def python_aside(code: str, *arguments: str) -> subprocess.Popen[bytes]:
     """Let another process of this Python run this package's `code`, silently; it ends with this process at the latest.
 
     It reads `arguments` in sys.argv, and finds modules as this process does, but not in the working folder.
     """
+    command = [sys.executable, "-P", "-c", _ENDS_WITH_ITS_PARENT + code, *arguments]
     quiet = subprocess.DEVNULL
-    command = [sys.executable, "-P", "-c", code, *arguments]
-    process = subprocess.Popen(command, stdin=quiet, stdout=quiet, stderr=quiet)
-    atexit.register(process.kill)
-    return process
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=quiet, stderr=quiet)
 
 
 def is_compiled(key: str) -> bool:
