@@ -3,7 +3,8 @@
 A variant changes keys of the configuration (`optim.lr=1e-2`) or fields of the optimizer that have no key:
 `rule.momentum=0.9`, and `group.PATTERN=FACTOR` for a learning rate of its own. Variant and default have the same seed,
 so the same weights and order of rows, and the same number of tokens; each run is a process with one thread. The effect
-is the mean of the pairs' differences in held-out bits per byte, with its standard error; below 0 is better. Whether a
+is the mean of the pairs' differences in held-out bits per byte, with its standard error if there are two or more;
+below 0 is better. Whether a
 variant costs time is seen in the column of seconds. Runs that are in `--out` already are not repeated.
 
     python benchmarks/recipe.py --variant "no floor: optim.schedule=cosine:0" --text stdlib my_texts/ --out found.json
@@ -81,7 +82,7 @@ def table(cases: list[dict[str, Any]]) -> str:
                 of[text, variant, seed]["bits_per_byte"] - of[text, DEFAULT, seed]["bits_per_byte"] for seed in seeds
             ]
             mean, error = effect(pairs)
-            cells.append(f"{mean:+.4f} ± {error:.4f}")
+            cells.append(f"{mean:+.4f}" + (f" ± {error:.4f}" if len(pairs) > 1 else ""))
             ratios += [of[text, variant, seed]["training_s"] / of[text, DEFAULT, seed]["training_s"] for seed in seeds]
         lines.append(f"| {variant} | {' | '.join(cells)} | {statistics.median(ratios) if ratios else 1:.2f} x |")
     return "\n".join(lines)

@@ -67,7 +67,8 @@ def time_to_quality(found: Found) -> str:
     """Held-out bits per byte of each system after the same time."""
     minutes = found["settings"]["minutes"]
     those = sorted(found["cases"], key=lambda case: float(case["mean"]))
-    return f"after {minutes:g} minutes: " + ", ".join(f"{case['system']} {case['mean']:.3f}" for case in those)
+    scores = ", ".join(f"{case['system']} {case['mean']:.3f}" for case in those)
+    return f"after {minutes:g} minutes: {scores.replace('before', '0.1.0')}"
 
 
 def generate_peers(found: Found) -> str:
@@ -266,8 +267,13 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         train,
     ),
     "train_peers": ("tokens/s compared with compiled peers, fp32, one thread ([how](docs/peers.md))", train_peers),
+    "now/time_to_quality": (
+        "held-out bits per byte of a default run, mean of the seeds, compared with 0.1.0 and the best compiled peer at its "
+        "best rate ([how](docs/peers.md#quality-after-the-same-time))",
+        time_to_quality,
+    ),
     "time_to_quality": (
-        "held-out bits per byte by the recipe of 0.1.0, compared with compiled peers ([how](docs/peers.md))",
+        "the same by the recipe of 0.1.0, compared with more peers ([how](docs/peers.md#quality-after-the-same-time))",
         time_to_quality,
     ),
     "generate_peers": (

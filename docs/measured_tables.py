@@ -26,7 +26,7 @@ def table() -> str:
     """Return one row per script, with the machine that it ran on."""
     lines = ["| measured | figure | machine, printed by |", "|---|---|---|"]
     for name, (what, sentence) in ROWS.items():
-        path = f"benchmarks/{name.removeprefix('gpu/')}.py"
+        path = f"benchmarks/{name.rpartition('/')[2]}.py"
         script, found = f"[{path}]({path})", result(name)
         at = found["machine"]
         lines.append(f"| {what} | {sentence(found)} | {at['device']}, {at['cores']} cores, {script} |")
@@ -67,15 +67,16 @@ def peer(entry: Found) -> list[str]:
     ]
 
 
-def quality() -> str:
-    """Return one line for each system of benchmarks/time_to_quality.py, the best first."""
+def quality(name: str = "time_to_quality") -> str:
+    """Return one line for each system of a result of benchmarks/time_to_quality.py, the best first."""
     lines = ["| | bits per byte | seeds | deviation | learning rate | million tokens |", "|---|---|---|---|---|---|"]
-    for case in sorted(result("time_to_quality")["cases"], key=lambda case: float(case["mean"])):
+    for case in sorted(result(name)["cases"], key=lambda case: float(case["mean"])):
         spread = "-" if case["deviation"] is None else f"{case['deviation']:.3f}"
-        rate = "its own" if case["lr"] is None else f"{case['lr']:g}, best of {len(case['rates'])}"
+        tried = f", best of {len(case['rates'])}" if len(case["rates"]) > 1 else ""
+        rate = "its own" if case["lr"] is None else f"{case['lr']:g}{tried}"
         seeds = ", ".join(f"{bits:.3f}" for bits in case["bits_per_byte"])
         figures = [f"{case['mean']:.3f}", seeds, spread, rate, f"{case['tokens'] / 1e6:.2f}"]
-        lines.append(f"| {' | '.join([case['system'], *figures])} |")
+        lines.append(f"| {' | '.join([case['system'].replace('before', 'monograph 0.1.0'), *figures])} |")
     return "\n".join(lines)
 
 

@@ -225,7 +225,7 @@ def test_the_table_of_what_was_measured_is_made_from_the_results(monkeypatch: py
         assert shown == tables, "run: python docs/make_numbers.py"
     made = {page for page in PAGES if f"\n{numbers.BEGIN}\n" in page.read_text()}
     assert made == numbers.pages().keys(), "each page is made"
-    scripts = [name.removeprefix("gpu/") for name in numbers.tables.ROWS]
+    scripts = [name.rpartition("/")[2] for name in numbers.tables.ROWS]
     assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in scripts)
 
 
@@ -330,11 +330,11 @@ def test_the_table_of_mixtures_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -
     assert shown == script("benchmarks/mixture_peers.py").table(kept["cases"])
 
 
-def test_the_table_of_recipes_is_that_of_its_results() -> None:
-    kept = json.loads((ROOT / "benchmarks/results/recipe.json").read_text())
-    page = (ROOT / "docs/training.md").read_text()
-    shown = page.split("<!-- printed by benchmarks/recipe.py -->")[1].split("<!-- end -->")[0].strip()
-    assert shown == script("benchmarks/recipe.py").table(kept["cases"])
+def test_the_tables_of_recipes_are_those_of_their_results() -> None:
+    parts = (ROOT / "docs/training.md").read_text().split("<!-- printed by benchmarks/recipe.py -->")[1:]
+    for part, name in zip(parts, ("recipe", "decay"), strict=True):
+        kept = json.loads((ROOT / f"benchmarks/results/{name}.json").read_text())
+        assert part.split("<!-- end -->")[0].strip() == script("benchmarks/recipe.py").table(kept["cases"]), name
 
 
 def test_the_table_of_balance_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:

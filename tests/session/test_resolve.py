@@ -166,3 +166,21 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
 def test_only_presets_that_were_measured_have_fields_of_muon_of_their_own():
     rules = [sized(model__preset=name).update_rule for name in ("micro", "gemma3_text:micro", "124m")]
     assert [(rule.momentum, rule.embedding_lr) for rule in rules] == [(0.9, 6.0), (0.95, 1.0), (0.95, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "decay"),
+    [
+        ({}, 0.3),
+        ({"train__epochs": 2}, 0.6),
+        ({"train__epochs": 9}, 1.0),
+        ({"train__epochs": 9, "optim__weight_decay": 0.2}, 0.2),
+        ({"optim__name": "adamw"}, 0.1),
+        ({"model__preset": "olmo3:micro", "train__epochs": 9}, 0.1),
+    ],
+)
+def test_the_decay_of_a_new_small_model_grows_with_its_epochs(keys, decay):
+    given = sized(**({"model__preset": "micro"} | keys))
+    assert given.update_rule.weight_decay == pytest.approx(decay)
+    recorded = resolve(given, CARD, shape(given)).settings
+    assert recorded.optim.weight_decay == pytest.approx(decay), "a resumed run reads it"
