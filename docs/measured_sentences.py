@@ -268,8 +268,8 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     ),
     "train_peers": ("tokens/s compared with compiled peers, fp32, one thread ([how](docs/peers.md))", train_peers),
     "now/time_to_quality": (
-        "held-out bits per byte of a default run, mean of the seeds, compared with 0.1.0 and the best compiled peer at its "
-        "best rate ([how](docs/peers.md#quality-after-the-same-time))",
+        "held-out bits per byte of a default run, mean of the seeds, compared with 0.1.0 and the best compiled peer at "
+        "its best rate ([how](docs/peers.md#quality-after-the-same-time))",
         time_to_quality,
     ),
     "time_to_quality": (

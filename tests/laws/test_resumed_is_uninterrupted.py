@@ -114,7 +114,7 @@ def test_after_updates_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
         )
 
     monkeypatch.setattr(Resident, "capture", partialmethod(Resident.capture, backend="aot_eager"))
-    monkeypatch.setattr(eager_start, "pays", lambda session, window: True)
+    monkeypatch.setattr(eager_start, "pays", lambda session, key: True)
     monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
     by_clock = {key: value for key, value in SETTINGS.items() if key != "train.updates"}
     by_clock |= {"train.minutes": 10 / 57, "train.compile": "whole", "train.save_every": 4}

@@ -44,25 +44,25 @@ def session_of(settings: dict[str, Any]) -> Session:
 def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     session = session_of(BY_CLOCK)
     window = next(session.open_batches(0))
-    assert pays(session, window)
+    key = compiled_key(session, window)
+    assert pays(session, key)
     for change in ({"updates": 20}, {"epochs": 2}, {"compile": "none"}, {"memory": "stream"}):
         session.plan, whole = replace(session.plan, **change), session.plan  # type: ignore[arg-type]
-        assert not pays(session, window), change
+        assert not pays(session, key), change
         session.plan = whole
     for change in ({"cores": 1}, {"free_memory_bytes": 2**30}, {"type": "cuda"}):
         machine = replace(describe(), **change)  # type: ignore[arg-type]
         monkeypatch.setattr(eager_start, "describe", lambda machine=machine: machine)
-        assert not pays(session, window), change
+        assert not pays(session, key), change
     monkeypatch.setattr(eager_start, "describe", describe)
-    key = compiled_key(session, window)
     eager_start.mark_compiled(key)
-    assert not pays(session, window), "it is compiled"
-    assert pays(session, {**window, "tokens": window["tokens"][:, 1:]}), "this shape is not"
+    assert not pays(session, key), "it is compiled"
+    assert pays(session, compiled_key(session, {**window, "tokens": window["tokens"][:, 1:]})), "this shape is not"
 
 
 def test_a_module_of_a_file_is_not_run_by_another_process() -> None:
     session = session_of({key: value for key, value in OWN.items() if key not in OPEN})
-    assert not pays(session, next(session.open_batches(0)))
+    assert not pays(session, compiled_key(session, next(session.open_batches(0))))
 
 
 def test_the_other_process_opens_a_run_whose_settings_are_all_that_is_written() -> None:

@@ -80,7 +80,7 @@ def _machine() -> tuple[dict[str, Any], dict[str, str]]:
     compiled = obstacle or compiled_obstacle(device)
     disks = [disk(folder) for folder in (DEFAULT_ROOT, cache_root()[0])]
     folder = Path(os.environ.get("TORCHINDUCTOR_CACHE_DIR", compiled_folder()))
-    allowed, kept_bytes = limits(), sum(size for _, size, _ in files_in(folder))
+    allowed, kept_bytes = limits(), sum(each[1] for each in files_in(folder))
     most = f", at most {gibibytes(MOST_COMPILED_BYTES)}" if folder == compiled_folder() else ""
     versions = {"monograph": __version__, "torch": torch.__version__, "Python": platform.python_version()}
     lines = {

@@ -46,8 +46,8 @@ def compiled_key(session: Session, window: Batch) -> str:
     return repr((machine, session.model_config, shapes, way))
 
 
-def pays(session: Session, window: Batch) -> bool:
-    """Return whether updates without a graph are possible, and compiling takes long enough for them.
+def pays(session: Session, key: str) -> bool:
+    """Return whether updates without a graph are possible, and compiling the step of this key takes time.
 
     The clock decides on the run's length, a compiler runs on another core of this machine, the memory suffices for a
     second process with the model, a new one of this package, and this step was not compiled on this machine before.
@@ -60,7 +60,7 @@ def pays(session: Session, window: Batch) -> bool:
     if plan.recipe.init is not None or plan.expected is None or plan.memory == "stream" or session.teachers:
         return False
     fits = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES) < machine.free_memory_bytes
-    return fits and not is_compiled(compiled_key(session, window))
+    return fits and not is_compiled(key)
 
 
 def begin(session: Session, progress: Progress) -> None:
@@ -68,12 +68,12 @@ def begin(session: Session, progress: Progress) -> None:
 
     The second time takes a few seconds, as the compiled code is in the cache.
     """
-    window = next(session.open_batches(0))
-    if pays(session, window):
+    key = compiled_key(session, next(session.open_batches(0)))
+    if pays(session, key):
         _update_eagerly(session, progress)
     compile_step(session, progress)
     if not session.eager_reason:
-        mark_compiled(compiled_key(session, window))
+        mark_compiled(key)
 
 
 def _update_eagerly(session: Session, progress: Progress) -> None:
@@ -110,5 +110,4 @@ def compile_run(folder: str) -> None:
     repeatable(default_device())
     run, progress = Run(Path(folder)), Progress(io.StringIO())
     plan = resolve(run_settings(run), describe())
-    session = open_session(run, plan, open_corpus(plan.reading, progress), default_device(), progress)
-    prepare(session, progress)
+    prepare(open_session(run, plan, open_corpus(plan.reading, progress), default_device(), progress), progress)

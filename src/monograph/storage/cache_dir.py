@@ -102,12 +102,7 @@ compiled(lambda x: x + 1)(torch.ones(64))
 # Its standard input ends when this process does, even if that was killed.
 _ENDS_WITH_ITS_PARENT = """
 import os, threading
-
-def watch():
-    os.read(0, 1)
-    os._exit(1)
-
-threading.Thread(target=watch, daemon=True).start()
+threading.Thread(target=lambda: (os.read(0, 1), os._exit(1)), daemon=True).start()
 """
 
 
