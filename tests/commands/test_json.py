@@ -26,8 +26,8 @@ COMMANDS = {
     "compare run run": "schema runs differences",
     "check run": "schema run files checkpoints",
     "check": "schema device device_type driver_version memory_bytes free_memory_bytes cores has_bf16 peak_flops_per_s "
-    "measured_flops_per_s bandwidth_bytes_per_s compiler_obstacle disks limits monograph_version torch_version "
-    "python_version",
+    "measured_flops_per_s bandwidth_bytes_per_s compiler_obstacle compiled_bytes disks limits monograph_version "
+    "torch_version python_version",
 }
 
 

@@ -120,11 +120,11 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress, rew
     session.engine.step.announce = partial(progress.line, "note")
     resumed = _taken_up(session, progress)
     keep_first_weights(session, resumed)
-    try_step(session, progress)
+    window = try_step(session, progress)
     if resumed:
-        compile_step(session, progress)
+        compile_step(session, window, progress)
     else:
-        eager_start.begin(session, progress)
+        eager_start.begin(session, window, progress)
     score_with_first_weights(session, resumed, progress)
     if not resumed:
         fix_length(session, progress)

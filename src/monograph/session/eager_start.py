@@ -6,8 +6,7 @@ the run takes it from there and saves its first checkpoint, so that what is resu
 """
 
 import io
-import subprocess
-from contextlib import suppress
+import time
 from pathlib import Path
 
 import torch
@@ -63,15 +62,15 @@ def pays(session: Session, key: str) -> bool:
     return fits and not is_compiled(key)
 
 
-def begin(session: Session, progress: Progress) -> None:
+def begin(session: Session, window: Batch, progress: Progress) -> None:
     """Update without a graph until another process has compiled the step, if that `pays`; then compile it here, too.
 
     The second time takes a few seconds, as the compiled code is in the cache.
     """
-    key = compiled_key(session, next(session.open_batches(0)))
+    key = compiled_key(session, window)
     if pays(session, key):
         _update_eagerly(session, progress)
-    compile_step(session, progress)
+    compile_step(session, window, progress)
     if not session.eager_reason:
         mark_compiled(key)
 
@@ -94,8 +93,8 @@ def _update_eagerly(session: Session, progress: Progress) -> None:
                 stage.report("update", update.index + 1)
                 if compiler.poll() is not None or spent_s > LONGEST_S:
                     break
-            with suppress(subprocess.TimeoutExpired):  # a short text is read often enough before
-                compiler.wait(max(0.0, LONGEST_S - spent_s))
+            while compiler.poll() is None and clock() - began < LONGEST_S:  # a short text is read often enough before
+                time.sleep(0.1)
             stage.result = f"{counted(engine.index, 'update')}, loss {log.last['train_loss']:.2f}"
     finally:
         compiler.kill()

@@ -195,14 +195,15 @@ def mixing_rows(model: nn.Module) -> list[str]:
 
 def prepare(session: Session, progress: Progress) -> None:
     """Run one eager trial step, then compile the step; if that fails, print the reason and train eagerly."""
-    try_step(session, progress)
-    compile_step(session, progress)
+    compile_step(session, try_step(session, progress), progress)
 
 
-def try_step(session: Session, progress: Progress) -> None:
-    """Run one eager trial step, print what it finds, and choose the attention kernel."""
+def try_step(session: Session, progress: Progress) -> Batch:
+    """Run one eager trial step, print what it finds, and choose the attention kernel; return the step's window."""
     with session.undisturbed():
-        _try(session, next(session.open_batches(0)), progress)
+        window = next(session.open_batches(0))
+        _try(session, window, progress)
+    return window
 
 
 def _try(session: Session, window: Batch, progress: Progress) -> None:
@@ -230,10 +231,10 @@ def _try(session: Session, window: Batch, progress: Progress) -> None:
     choose_kernel(session, window, progress)
 
 
-def compile_step(session: Session, progress: Progress) -> None:
-    """Capture the step; if that fails, print the reason and train eagerly."""
+def compile_step(session: Session, window: Batch, progress: Progress) -> None:
+    """Capture the step for windows like this one; if that fails, print the reason and train eagerly."""
     with session.undisturbed():
-        _compile(session, next(session.open_batches(0)), progress)
+        _compile(session, window, progress)
 
 
 def _compile(session: Session, window: Batch, progress: Progress) -> None:
