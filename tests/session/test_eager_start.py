@@ -57,6 +57,8 @@ def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(monkey
     monkeypatch.setattr(eager_start, "describe", describe)
     eager_start.mark_compiled(key)
     assert not pays(session, key), "it is compiled"
+    other = session_of(BY_CLOCK | {"train.seed": 5, "optim.lr": 0.01})
+    assert compiled_key(other, window) == key, "another seed or rate is the same code"
     assert pays(session, compiled_key(session, {**window, "tokens": window["tokens"][:, 1:]})), "this shape is not"
 
 

@@ -118,8 +118,7 @@ def python_aside(code: str, *arguments: str) -> subprocess.Popen[bytes]:
 
 def is_compiled(key: str) -> bool:
     """Return whether the step of this key was compiled into the cache before; True if there is no cache."""
-    mark = _mark(key)
-    return mark is None or mark.exists()
+    return (mark := _mark(key)) is None or mark.exists()
 
 
 def mark_compiled(key: str) -> None:
