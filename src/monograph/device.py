@@ -155,7 +155,7 @@ def describe(device: torch.device | None = None) -> Device:
             driver=_nvidia_driver(),
             has_fp8=capability >= (8, 9),
         )
-    name, instructions = _cpu_model()
+    name, instructions = cpu_model()
     total_bytes, free_bytes = _host_memory()
     return Device(
         name=name,
@@ -240,7 +240,7 @@ def _host_memory() -> tuple[int, int]:
     return total_bytes, free_bytes
 
 
-def _cpu_model() -> tuple[str, frozenset[str]]:
+def cpu_model() -> tuple[str, frozenset[str]]:
     """Return the CPU's model name and instruction-set flags, from /proc/cpuinfo: `flags` on x86, `Features` on ARM.
 
     The file is read because torch's public function for this (`torch.cpu.get_capabilities`) came after 2.11.
@@ -262,10 +262,3 @@ def _read(path: str) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
-
-
-def mkl_is_slow() -> bool:
-    """Return whether MKL uses half of this CPU's vector width, as on AMD processors with AVX-512 (docs/log.md)."""
-    _, flags = _cpu_model()
-    built_in = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
-    return built_in and "AuthenticAMD" in _read("/proc/cpuinfo") and "avx512f" in flags

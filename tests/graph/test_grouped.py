@@ -100,7 +100,7 @@ def test_autocast_rounds_rows_and_matrices():
     assert [g.dtype for g in torch.autograd.grad(out, (rows, weight), grad.bfloat16())] == [torch.float32] * 2
 
 
-@pytest.mark.skipif("avx512f" not in device._cpu_model()[1], reason="no AVX-512, for which the products are written")
+@pytest.mark.skipif("avx512f" not in device.cpu_model()[1], reason="no AVX-512, for which the products are written")
 @pytest.mark.parametrize("threads", [1, 3])
 def test_our_own_products_are_as_exact_as_the_librarys_and_a_row_has_the_same_bits_in_any_group(threads, monkeypatch):
     generator = torch.Generator().manual_seed(0)

@@ -18,7 +18,7 @@ from numerics import error_within
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch was built without oneDNN")
 
 
-needs_avx512 = pytest.mark.skipif("avx512f" not in device._cpu_model()[1], reason="no AVX-512")
+needs_avx512 = pytest.mark.skipif("avx512f" not in device.cpu_model()[1], reason="no AVX-512")
 WAYS = [pytest.param(matmul.onednn, marks=needs_onednn), pytest.param(matmul.native, marks=needs_avx512)]
 
 
@@ -122,24 +122,26 @@ def test_where_mkl_is_slow_each_size_goes_to_the_fastest(sizes, dtype, chosen, m
     assert len(traced.graph.find_nodes(op="call_function", target=target)) == 1
 
 
-@pytest.mark.parametrize(
-    ("processor", "slow"),
-    [
-        ("vendor_id : AuthenticAMD\nmodel name : AMD EPYC\nflags : fpu avx2 avx512f\n", True),
-        ("vendor_id : AuthenticAMD\nmodel name : AMD EPYC\nflags : fpu avx2\n", False),
-        ("vendor_id : GenuineIntel\nmodel name : Intel Xeon\nflags : fpu avx2 avx512f\n", False),
-        ("", False),
-    ],
-    ids=["amd-avx512", "amd-avx2", "intel", "no-cpuinfo"],
-)
-def test_mkl_is_slow_on_amd_with_avx512(processor, slow, monkeypatch):
-    monkeypatch.setattr(device, "_read", lambda path: processor)
-    assert device.mkl_is_slow() == (slow and torch.backends.mkl.is_available())
-    if not slow:
-        monkeypatch.setattr(matmul, "mkl_is_slow", device.mkl_is_slow)
-        product = make_fx(torch.bmm)(torch.ones(3, 64, 64), torch.ones(3, 64, 64)).graph
-        matmul.rewrite(product)
-        assert len(product.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)) == 1
+@needs_onednn
+@pytest.mark.parametrize("slow", [True, False], ids=["slow", "fast"])
+def test_mkl_is_slow_where_it_was_once_measured_so(slow, monkeypatch, tmp_path):
+    monkeypatch.setenv("MONOGRAPH_HOME", str(tmp_path))
+    monkeypatch.setattr(matmul, "cpu_model", lambda: ("some CPU", {"avx512f"}))
+    monkeypatch.setattr(matmul, "SLOW", 0.0 if slow else float("inf"))
+    assert matmul.mkl_is_slow.__wrapped__() == slow
+    monkeypatch.setattr(matmul, "_onednn_is_faster", lambda: not slow)
+    assert matmul.mkl_is_slow.__wrapped__() == slow, "a second measurement could change the bits of a resumed run"
+    monkeypatch.setattr(matmul, "cpu_model", lambda: ("another CPU", {"avx512f"}))
+    assert matmul.mkl_is_slow.__wrapped__() != slow
+    monkeypatch.setattr(matmul, "cpu_model", lambda: ("another CPU", {"avx2"}))
+    assert not matmul.mkl_is_slow.__wrapped__()
+
+
+def test_where_mkl_is_fast_it_computes_all_products(monkeypatch):
+    monkeypatch.setattr(matmul, "mkl_is_slow", lambda: False)
+    product = make_fx(torch.bmm)(torch.ones(3, 64, 64), torch.ones(3, 64, 64)).graph
+    matmul.rewrite(product)
+    assert len(product.find_nodes(op="call_function", target=torch.ops.aten.bmm.default)) == 1
 
 
 def stacks(sizes, turned=(False, False), batch=5):

@@ -94,7 +94,7 @@ def test_operators_of_our_own() -> None:
     assert [kernel.flops for kernel in timeline.kernels if kernel.part == "loss head"] == [2 * 40 * 8 * 16, 0]
 
 
-@pytest.mark.skipif("avx512f" not in device._cpu_model()[1], reason="no AVX-512, for which the product is written")
+@pytest.mark.skipif("avx512f" not in device.cpu_model()[1], reason="no AVX-512, for which the product is written")
 def test_products_that_graphs_call_past_the_dispatcher_are_seen() -> None:
     lower_to_call(torch.ops.monograph.small_matmul.default, matmul.native_out)
     left, right, out = torch.randn(64, 48), torch.randn(48, 64), torch.empty(64, 64)

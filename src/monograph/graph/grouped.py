@@ -21,9 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from monograph.device import mkl_is_slow
 from monograph.graph import grouped_batches, grouped_blocks
-from monograph.graph.matmul import grouped_out, grouped_outer_out
+from monograph.graph.matmul import grouped_out, grouped_outer_out, mkl_is_slow
 from monograph.ops.attention import SAME_ROWS
 from monograph.ops.fused_gradients import fused_of
 

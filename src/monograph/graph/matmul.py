@@ -1,8 +1,8 @@
 """Replace fp32 matrix products in captured graphs on CPUs where torch's own library, MKL, is slow.
 
-MKL uses half of the vector width of AMD processors with AVX-512. There, products up to `LARGE` are computed by
-`matmul.cpp`, whose calls cost almost nothing, and larger ones by oneDNN, which torch includes and uses for bf16 anyway
-(docs/log.md). Eager code keeps MKL and is the reference.
+MKL uses half of the vector width of some processors with AVX-512, such as AMD's Zen 5. There, products up to `LARGE`
+are computed by `matmul.cpp`, whose calls cost almost nothing, and larger ones by oneDNN, which torch includes and uses
+for bf16 anyway (docs/log.md). Eager code keeps MKL and is the reference.
 
 Shapes: B products at once, N rows, K summed, M columns.
 """
@@ -18,15 +18,43 @@ from torch import Tensor
 
 from monograph import compat
 from monograph.compat import inductor
-from monograph.device import mkl_is_slow
+from monograph.device import clock, cpu_model
+from monograph.storage.cache_dir import found_once
 
 # Numbers of multiplications from and up to which `matmul.cpp` is the fastest of the three. MKL has the cheapest call
 # for smaller products (docs/log.md).
 SMALLEST, LARGE = 2**18, 2**27
 NARROWEST = 32  # narrower products leave most of a tile of 8 x 32 empty
 SOURCE = Path(__file__).with_suffix(".cpp")
+SLOW = 1.4  # times as fast as MKL that oneDNN is where MKL is slow; a Zen 5 has 2.2, a Xeon 0.9 (docs/log.md)
 # Plain registration: `torch.library.custom_op` adds 10 microseconds to every call.
 _LIBRARY = torch.library.Library("monograph", "DEF")
+
+
+@functools.cache
+def mkl_is_slow() -> bool:
+    """Return whether MKL wastes this CPU's vector width in fp32: whether oneDNN is far faster.
+
+    A machine is measured once, as the choice decides on the bits of a run, which may be resumed.
+    """
+    name, flags = cpu_model()
+    built_in = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
+    return built_in and "avx512f" in flags and found_once(f"slow MKL {name} {torch.__version__}", _onednn_is_faster)
+
+
+def _onednn_is_faster() -> bool:
+    def seconds(product: Callable[[Tensor, Tensor], Tensor]) -> float:
+        left, right = torch.ones(1024, 192), torch.ones(192, 512)
+        start = clock()
+        product(left, right)
+        return clock() - start
+
+    # In turns, and the best time of each, which other processes can hardly change. The caller may be in a mode whose
+    # tensors have no numbers, or in autocast.
+    with compat.without_modes(), torch.autocast("cpu", enabled=False):
+        times = [(seconds(torch.mm), seconds(onednn)) for _ in range(10)]
+    mkl_s, onednn_s = (min(column) for column in zip(*times, strict=True))
+    return mkl_s > SLOW * onednn_s
 
 
 def onednn(left_NK: Tensor, right_KM: Tensor) -> Tensor:

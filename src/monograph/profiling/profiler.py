@@ -20,10 +20,10 @@ import torch
 from torch.profiler import ProfilerActivity, record_function
 
 from monograph.compat import quiet_profiler, watched_kernels
-from monograph.device import clock, compiler_obstacle, describe, measured_matmul_flops, mkl_is_slow, synchronize
+from monograph.device import clock, compiler_obstacle, describe, measured_matmul_flops, synchronize
 from monograph.engine import Engine
 from monograph.errors import DiskFull, InputRefused, UsageError
-from monograph.graph.matmul import onednn
+from monograph.graph.matmul import mkl_is_slow, onednn
 from monograph.model.llama import Llama
 from monograph.predict.roofline import measured_memory_bytes_per_s
 from monograph.profiling import trace

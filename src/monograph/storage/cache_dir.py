@@ -5,6 +5,7 @@ import os
 import stat
 import subprocess
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -131,4 +132,22 @@ def mark_compiled(key: str) -> None:
 
 def _mark(key: str) -> Path | None:
     folder = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
-    return Path(folder, "steps", hashlib.sha256(key.encode()).hexdigest()) if folder else None
+    return Path(folder, "steps", _digest(key)) if folder else None
+
+
+def found_once(key: str, find: Callable[[], bool]) -> bool:
+    """Return what `find` returned when it was first called with this key, which the cache folder keeps."""
+    answers = {answer: cache_root()[0] / "found" / f"{_digest(key)}.{answer}" for answer in (True, False)}
+    with suppress(OSError):
+        for answer, path in answers.items():
+            if path.exists():
+                return answer
+    found = find()
+    with suppress(OSError):
+        answers[found].parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        answers[found].touch()
+    return found
+
+
+def _digest(key: str) -> str:
+    return hashlib.sha256(key.encode()).hexdigest()
