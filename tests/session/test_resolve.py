@@ -83,7 +83,7 @@ def test_what_nothing_fits_is_refused_before_its_weights_are_made(pinned, folder
         monkeypatch.setattr(Recipe, "checked", lambda self: self)  # here is no file of weights
         (tmp_path / "config.json").write_text(json.dumps(LlamaConfig.preset("8b").to_hf()))
         keys = {"model__init": str(tmp_path), "data__tokenizer": "bytes", **pinned}
-    text = SimpleNamespace(vocab_size=259, tokenizer=Tokenizer.bytes())
+    text = SimpleNamespace(vocab_size=259, tokenizer=Tokenizer.bytes(), train=SimpleNamespace(per_epoch=1))
     host = replace(CARD, type="cpu")
     with pytest.raises(OutOfDeviceMemory, match="nothing fits"):
         setup.build_run(resolve(settings(**keys), host), text, host)
@@ -169,18 +169,25 @@ def test_only_presets_that_were_measured_have_fields_of_muon_of_their_own():
 
 
 @pytest.mark.parametrize(
-    ("keys", "decay"),
+    ("keys", "epoch_rows", "decay"),
     [
-        ({}, 0.3),
-        ({"train__epochs": 2}, 0.6),
-        ({"train__epochs": 9}, 1.0),
-        ({"train__epochs": 9, "optim__weight_decay": 0.2}, 0.2),
-        ({"optim__name": "adamw"}, 0.1),
-        ({"model__preset": "olmo3:micro", "train__epochs": 9}, 0.1),
+        ({}, 0, 0.3),
+        ({"train__epochs": 2}, 0, 0.6),
+        ({"train__epochs": 9}, 0, 1.0),
+        ({"train__epochs": 2}, 1, 0.6),
+        ({"train__updates": 100}, 400, 0.6),
+        ({"train__updates": 100}, 4000, 0.3),
+        ({"train__minutes": 1000.0}, 400, 1.0),
+        ({"train__minutes": 0.001}, 400, 0.3),
+        ({"train__minutes": 1000.0}, 0, 0.3),
+        ({"train__epochs": 9, "optim__weight_decay": 0.2}, 0, 0.2),
+        ({"optim__name": "adamw"}, 1, 0.1),
+        ({"model__preset": "olmo3:micro", "train__epochs": 9}, 0, 0.1),
     ],
 )
-def test_the_decay_of_a_new_small_model_grows_with_its_epochs(keys, decay):
-    given = sized(**({"model__preset": "micro"} | keys))
-    assert given.update_rule.weight_decay == pytest.approx(decay)
-    recorded = resolve(given, CARD, shape(given)).settings
-    assert recorded.optim.weight_decay == pytest.approx(decay), "a resumed run reads it"
+def test_the_decay_of_a_new_small_model_grows_with_its_epochs(keys, epoch_rows, decay):
+    given = sized(**({"model__preset": "micro", "train__tokens_per_update": 2048} | keys))
+    assert given.rows == 8
+    found = resolve(given, CARD, shape(given)._replace(per_epoch=epoch_rows, minutes=given.minutes))
+    assert found.update_rule.weight_decay == pytest.approx(decay)
+    assert found.settings.optim.weight_decay == found.update_rule.weight_decay, "a resumed run reads it"

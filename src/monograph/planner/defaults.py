@@ -36,8 +36,8 @@ MUON_LEARNING_RATES = {"nano": 6e-3, "micro": 6e-3}
 # Muon's momentum, and the embedding's rate over that of the matrices, where they were measured to be better than 0.95
 # and 1 (benchmarks/recipe.py).
 MUON_FIELDS = dict.fromkeys(("nano", "micro"), {"momentum": 0.9, "embedding_lr": 6.0})
-# There the decay is DECAY for each epoch that is given, as a text that is read again is learned by heart, and at most
-# MOST_DECAY (docs/training.md). The length of a run by the clock is not known when its optimizer is made.
+# There the decay is DECAY for each epoch, as a text that is read again is learned by heart, and at most MOST_DECAY
+# (docs/training.md).
 DECAY, MOST_DECAY = 0.3, 1.0
 # Rates for existing weights. Adapters need ten times the rate of all weights (Schulman et al. 2025, "LoRA Without
 # Regret").
@@ -73,6 +73,12 @@ def most_updates(rows_per_epoch: int, rows_per_update: int) -> int:
     return MOST_EPOCHS * -(-rows_per_epoch // rows_per_update)
 
 
+def likely_updates(minutes: float, seconds_per_update: float, rows_per_epoch: int, rows_per_update: int) -> int:
+    """Return the number of updates of a run by the clock, from a prediction of their seconds."""
+    most = most_updates(rows_per_epoch, rows_per_update)
+    return updates_for(UPDATES_SHARE * 60 * minutes, seconds_per_update, most)
+
+
 def warmup(updates: int) -> int:
     """Return the updates of the warm-up: 5 % of the run, at least 10 (or half of a shorter run), at most 2,000."""
     return min(2000, max(min(10, updates // 2), updates // 20))
@@ -104,11 +110,11 @@ def known_learning_rate(preset: str, optimizer: str) -> float:
     return (MUON_LEARNING_RATES if optimizer == "muon" else {}).get(shape, LEARNING_RATES[shape])
 
 
-def muon_fields(preset: str, epochs: int | None) -> dict[str, Any]:
-    """Return the fields of Muon in which a new model of this preset, trained for so many epochs, differs from defaults.
+def muon_fields(preset: str, optimizer: str, epochs: int = 1) -> dict[str, Any]:
+    """Return the fields in which a new model's optimizer "adamw" or "muon" differs from its class's defaults.
 
     A family's own presets have none: some, such as Gemma, scale what the embedding gives.
     """
-    if preset not in MUON_FIELDS:
+    if optimizer != "muon" or preset not in MUON_FIELDS:
         return {}
-    return {**MUON_FIELDS[preset], "weight_decay": min(MOST_DECAY, DECAY * (epochs or 1))}
+    return {**MUON_FIELDS[preset], "weight_decay": min(MOST_DECAY, DECAY * max(1, epochs))}

@@ -79,8 +79,9 @@ def begin(session: Session, window: Batch, progress: Progress) -> None:
 def _update_eagerly(session: Session, progress: Progress) -> None:
     engine, plan = session.engine, session.plan
     assert plan.expected
-    most = defaults.most_updates(session.text.train.per_epoch, plan.rows)
-    likely = defaults.updates_for(60 * plan.minutes, plan.expected.update_s, most)
+    per_epoch = session.text.train.per_epoch
+    most = defaults.most_updates(per_epoch, plan.rows)
+    likely = defaults.likely_updates(plan.minutes, plan.expected.update_s, per_epoch, plan.rows)
     engine.step.schedule = constant(resolve(plan, describe(), Length(likely)).warmup_updates)
     log, began, threads, spent_s = MetricsLog(session.run, every=1), clock(), torch.get_num_threads(), 0.0
     compiler = python_aside(_CHILD, str(session.run.folder))

@@ -119,6 +119,8 @@ class Shape(NamedTuple):
         ranks: number of processes that train the model together.
         like: the plan of another run of the same shape, whose choices are taken over.
         slots: the most tokens of a prompt and its answer; 0 as long as the prompts are unknown.
+        per_epoch: rows of an epoch of the text; 0 as long as it is unknown.
+        minutes: how long a run by the clock trains; 0 for one whose share of the time is unknown, as in a sweep.
     """
 
     config: LlamaConfig | None
@@ -126,6 +128,8 @@ class Shape(NamedTuple):
     ranks: int = 1
     like: Plan | None = None
     slots: int = 0
+    per_epoch: int = 0
+    minutes: float = 0
 
 
 class Length(NamedTuple):

@@ -76,8 +76,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         name = "adamw" if train.parallel == "fsdp" else defaults.optimizer(fresh=recipe.init is None)
     reward, compared = settings.rl.reward, settings.prefer.loss
     judged = reward is not None or compared is not None
-    epochs = train.epochs
-    update_rule = _update_rule(settings, recipe, name, epochs, adapted=lora is not None, judged=judged)
+    update_rule = _update_rule(settings, recipe, name, adapted=lora is not None, judged=judged)
     schedule, _, final = settings.optim.schedule.partition(":")
     per_update = int(train.tokens_per_update)
     updates = train.updates or (defaults.updates_of(train.tokens, per_update) if train.tokens else 0)
@@ -89,7 +88,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         tokens_per_update=per_update,
         minutes=train.minutes or DEFAULT_MINUTES,
         minutes_given="train.minutes" in settings.origins,
-        epochs=epochs,
+        epochs=train.epochs,
         optimizer=name,
         update_rule=update_rule,
         clip=_clip(settings, rewarded=reward is not None),
@@ -169,14 +168,11 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
         raise UsageError(f"{settings.said('optim.transfer')}: {error}") from None
 
 
-def _update_rule(
-    settings: Settings, recipe: Recipe, name: str, epochs: int | None, *, adapted: bool, judged: bool
-) -> Optimizer:
+def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool, judged: bool) -> Optimizer:
     """Return the optimizer, without the changes of width transfer."""
     optim, (rule, _, state) = settings.optim, name.partition(":")
     usual = _usual_rate(recipe, rule, adapted) * (defaults.JUDGED_SHARE if judged else 1)
-    is_new = rule == "muon" and recipe.init is None
-    fields = defaults.muon_fields(recipe.preset, epochs) if is_new else {}
+    fields = {} if recipe.init else defaults.muon_fields(recipe.preset, rule)
     if optim.weight_decay != "auto":
         fields = {**fields, "weight_decay": optim.weight_decay}
     return (Muon if rule == "muon" else AdamW)(
@@ -235,6 +231,11 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         fixed["compile"] = "blocks"
     fixed |= {key: getattr(plan, key) for key in fixed if getattr(plan, key) not in (0, "auto")}
     fixed["micro_batch"] = min(fixed["micro_batch"], plan.rows)  # larger micro-batches would be partly empty
+    if settings.optim.weight_decay == "auto" and not plan.recipe.init:
+        name = plan.optimizer.partition(":")[0]
+        fields = defaults.muon_fields(plan.recipe.preset, name, _epochs(plan, expected, shape))
+        decay = fields.get("weight_decay", plan.update_rule.weight_decay)
+        plan = replace(plan, update_rule=replace(plan.update_rule, weight_decay=decay))
     recorded = {"optim.name": plan.optimizer, "optim.lr": plan.update_rule.lr, "train.precision": plan.precision}
     recorded["optim.weight_decay"] = plan.update_rule.weight_decay
     transfer = transfer_of(settings, None if plan.recipe.init else config)
@@ -246,6 +247,14 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         expected=None if plan.parallel == "fsdp" else expected,  # unknown if a rank holds only some rows of each weight
         **fixed | {"micro_batch": min(fixed["micro_batch"], share)},
     )
+
+
+def _epochs(plan: Plan, expected: Candidate | None, shape: Shape) -> int:
+    """Return how often the text will be read, as far as that is known."""
+    updates = plan.updates
+    if expected and shape.per_epoch and shape.minutes and not updates:
+        updates = defaults.likely_updates(shape.minutes, expected.update_s, shape.per_epoch, plan.rows)
+    return plan.epochs or (round(updates * plan.rows / shape.per_epoch) if shape.per_epoch else 1)
 
 
 def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[int, ...] = ()) -> Request:

@@ -127,7 +127,7 @@ def open_session(
         reward: what scores the answers of a run with rewards.
     """
     world, machine = world or World(), describe()
-    built = build_run(plan, text, machine, device, world.size) if world.leads else None
+    built = build_run(plan, text, machine, device, world.size, minutes=plan.minutes) if world.leads else None
     settings = agreed(world, (built.plan if built else plan).settings)
     built = built or build_run(resolve(settings, machine), text, machine, device, world.size)
     built = built._replace(loss=mixture_loss(run, built.plan, text, built.model, device, world.size) or built.loss)
@@ -147,7 +147,13 @@ def open_session(
 
 
 def build_run(
-    plan: Plan, text: Corpus | Prompts, machine: Device, device: Place = None, ranks: int = 1, like: Plan | None = None
+    plan: Plan,
+    text: Corpus | Prompts,
+    machine: Device,
+    device: Place = None,
+    ranks: int = 1,
+    like: Plan | None = None,
+    minutes: float = 0,
 ) -> BuiltRun:
     """Build the model and decide the values that depend on its shape.
 
@@ -158,6 +164,7 @@ def build_run(
         device: where frozen weights go if there are adapters, each as soon as it has the dtype in which it is kept.
         ranks: number of processes that train the model together.
         like: the plan of another run of the same shape, whose choices are taken over.
+        minutes: see `Shape`.
 
     Raises:
         OutOfDeviceMemory: nothing fits according to the plan; raised before anything is built if the shape is known.
@@ -172,9 +179,10 @@ def build_run(
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
     new = new_tokens_of(settings, text.tokenizer)
     slots = text.longest + options_of(plan).max_new_tokens if isinstance(text, Prompts) else 0
+    facts = ranks, like, slots, 0 if isinstance(text, Prompts) else text.train.per_epoch, minutes
     if known_shape := shape_in(recipe.init) if recipe.init else recipe.shape():
         tokens = new.trained(known_shape.vocab_size) if new else ()
-        plan = resolve(plan, machine, Shape(with_rows(known_shape, new), tokens, ranks, like, slots))
+        plan = resolve(plan, machine, Shape(with_rows(known_shape, new), tokens, *facts))
     model, loss = build(recipe)
     rows = model.config.vocab_size if isinstance(model, Llama) else 0
     tokens, notes = new.trained(rows) if new else (), token_notes(settings, new, rows)
@@ -184,9 +192,7 @@ def build_run(
         recipe = recipe._replace(vocabulary=extended(model, new.vocabulary, str(recipe.init)))
     if config := _shape(model):
         _require_fit(config, text, plan.sequence_length)
-    plan = replace(
-        plan if known_shape else resolve(plan, machine, Shape(config, tokens, ranks, like, slots)), recipe=recipe
-    )
+    plan = replace(plan if known_shape else resolve(plan, machine, Shape(config, tokens, *facts)), recipe=recipe)
     if plan.transfer:
         plan.transfer.initialise_(model)
     if lora:
