@@ -81,6 +81,7 @@ class Plane:
     start: int | Tensor = 0
     state: dict[str, Tensor] = field(default_factory=dict)
     rounded: Tensor | None = None
+    _linked: tuple[Tensor, list[Tensor]] | None = field(default=None, init=False)  # `grad`, and its views
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield each parameter's name and its part of `flat`, in its shape unless `flat` has one number per block."""
@@ -101,8 +102,12 @@ class Plane:
 
     def link(self) -> None:
         """Point every parameter's `.grad` at the plane, even if it was set to something else."""
-        for (_, parameter, _), (_, view) in zip(self.slots, self.views(self.grad), strict=True):
-            parameter.grad = view.data  # for autograd it is no view, or Dynamo would trace its base with symbols
+        if self._linked is None or self._linked[0] is not self.grad:
+            # For autograd these are no views, or Dynamo would trace their base with symbols.
+            self._linked = self.grad, [view.data for _, view in self.views(self.grad)]
+        for slot, view in zip(self.slots, self._linked[1], strict=True):
+            if slot.parameter.grad is not view:
+                slot.parameter.grad = view
 
     def fuse(self) -> None:
         """Let products add the gradients of matrices; see `monograph.ops.fused_gradients`."""
