@@ -17,7 +17,12 @@ def pages() -> dict[Path, list[str]]:
     """Return the tables of each page, in order."""
     made = {
         "README.md": [tables.table(), tables.climbing()],
-        "docs/peers.md": [tables.peers(), tables.quality("now/time_to_quality"), tables.quality()],
+        "docs/peers.md": [
+            tables.peers("xeon/train_peers"),
+            tables.peers("train_peers"),
+            tables.quality("now/time_to_quality"),
+            tables.quality(),
+        ],
         "docs/generate.md": [tables.generating()],
         "docs/serve.md": [tables.serving(), tables.serving("gpu/serve")],
         "docs/siblings.md": [tables.fusing()],

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 Found = dict[str, Any]  # a result file
-RIVALS = ("trainer", "lightning", "litgpt")
+RIVALS = ("plain loop", "trainer", "lightning", "litgpt")
 
 
 def first_run(found: Found) -> str:
@@ -266,7 +266,12 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
         "([how](docs/gpu.md#measured-on-a-card))",
         train,
     ),
-    "train_peers": ("tokens/s compared with compiled peers, fp32, one thread ([how](docs/peers.md))", train_peers),
+    "xeon/train_peers": (
+        "tokens/s compared with compiled peers, fp32, one thread, on a processor for which MKL is fast "
+        "([how](docs/peers.md))",
+        train_peers,
+    ),
+    "train_peers": ("the same on one for which it is slow", train_peers),
     "now/time_to_quality": (
         "held-out bits per byte of a default run, mean of the seeds, compared with 0.1.0 and the best compiled peer at "
         "its best rate ([how](docs/peers.md#quality-after-the-same-time))",

@@ -44,9 +44,9 @@ CASES = {
 COLUMNS = ("", "tokens/s", "tokens/CPU-s", "Monograph is", "in CPU time", "gradient error", "step MiB")
 
 
-def peers() -> str:
-    """Return one table for each case of benchmarks/train_peers.py."""
-    found = result("train_peers")["cases"]
+def peers(name: str) -> str:
+    """Return one table for each case of a result of benchmarks/train_peers.py."""
+    found = result(name)["cases"]
     lines = []
     for case, title in CASES.items():
         lines += [f"**{title}**", "", f"| {' | '.join(COLUMNS)} |".replace("|  |", "| |"), "|---" * len(COLUMNS) + "|"]

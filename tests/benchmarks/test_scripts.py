@@ -141,6 +141,28 @@ def test_recipe(script, monkeypatch, tmp_path):
     ]
 
 
+def test_few_texts_trains_each_arm_by_a_command_and_scores_what_it_left(script, monkeypatch, tmp_path):
+    few, calls = script("few_texts"), []
+
+    def called(arguments, home):
+        calls.append(arguments)
+        if arguments[0] == "evaluate":
+            return {"bits_per_byte": 2.0}
+        folder = Path(arguments[-1])
+        for name in (".", "distilled") if arguments[0] == "sweep" else (".",):
+            (folder / name).mkdir(parents=True)
+            (folder / name / "metrics.jsonl").write_text('{"update": 7}\n')
+        return {}
+
+    monkeypatch.setattr(few, "called", called)
+    found = smoke(few, monkeypatch, tmp_path / "found.json")
+    assert [list(case["bits_per_byte"]) for case in found["cases"]] == [["."], ["."], ["best", "mixture", "distilled"]]
+    assert {case["updates"] for case in found["cases"]} == {7}
+    trained = [call for call in calls if "--out" in call]
+    assert [call[0] for call in trained].count("train") == 2 and all("train.compile=none" in call for call in trained)
+    assert few.table(found["cases"]).splitlines()[-1].endswith("| 4 seeds, distilled | 0.0 | 7 | 2.000 |")
+
+
 def test_balance(script, monkeypatch, tmp_path):
     cases = smoke(script("balance"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [case["factor"] for case in cases] == [0, 0.001, 0.01]
