@@ -11,13 +11,14 @@ from torch import nn
 
 from batches import ragged, tiny_llama
 from monograph.distributed.engine import Replicated, seed
-from monograph.distributed.sharded import require_rows, rows_of
+from monograph.distributed.rows import rows_of
+from monograph.distributed.sharded import require_rows
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.remat import Remat
 from monograph.loss import token_loss
 from monograph.ops.philox import LOW32
-from monograph.optim import AdamW, Muon
+from monograph.optim import AdamW
 from monograph.session import setup
 
 TWO: Any = SimpleNamespace(alone=False, size=2, rank=1)
@@ -37,7 +38,6 @@ def adapted() -> nn.Module:
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "optim.name = muon needs whole matrices": {"optim": Muon()},
     "adamw:8bit is not for fsdp": {"optim": AdamW(state="8bit")},
     "adamw:all-bf16 is not for fsdp": {"optim": AdamW(state="all-bf16")},
     "train.remat: with fsdp it is none or full": {"remat": Remat.Budget(0.5)},

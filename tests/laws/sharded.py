@@ -6,10 +6,12 @@ import functools
 import hashlib
 import itertools
 import json
+import math
 import sys
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,6 +22,7 @@ from batches import large_batch_gradient, packed, ragged, tiny_llama
 from monograph import checkpointing, compat
 from monograph.checkpointing import Checkpoint
 from monograph.device import default_device
+from monograph.distributed import matrices
 from monograph.distributed.checkpoint import save
 from monograph.distributed.engine import Replicated, Sharded
 from monograph.distributed.world import World, place
@@ -27,7 +30,7 @@ from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loop import EngineState
-from monograph.optim import AdamW, Group, Muon
+from monograph.optim import AdamW, Group, Muon, newton_schulz
 from monograph.resident import Resident
 from monograph.storage import blocks
 from numerics import relative_error
@@ -121,10 +124,17 @@ def average(engine: Any) -> None:
 def trajectories(world: World) -> dict[str, dict[str, float]]:
     """Thirty clipped updates in fp64 and an evaluation: the largest relative error of each number and tensor."""
     found = {}
-    options: dict[str, Any] = {"clip": 0.5, "micro_batch": ROWS, "optim": AdamW(lr=1e-3, ema=0.9)}
-    one, numbers = Resident(model(torch.float64, True), **options), ("loss", "grad_norm", "count", "tokens")
     windows = [ragged((3, 5, 8)[index % 3], seed=index) for index in range(30)]
     windows[4]["targets"].fill_(-100)  # nothing to learn: refused alike on all ranks
+    for optim in (AdamW(lr=1e-3, ema=0.9), Muon(lr=1e-3, ema=0.9)):
+        found |= trajectory(world, optim, windows)
+    return found
+
+
+def trajectory(world: World, optim: AdamW | Muon, windows: list[dict[str, Tensor]]) -> dict[str, dict[str, float]]:
+    found = {}
+    options: dict[str, Any] = {"clip": 0.5, "micro_batch": ROWS, "optim": optim}
+    one, numbers = Resident(model(torch.float64, True), **options), ("loss", "grad_norm", "count", "tokens")
     expected = [one_update(one, window) for window in windows]
     exact = {**one.state().model, **one.state().optimizer}
     for kind in ENGINES:
@@ -142,8 +152,31 @@ def trajectories(world: World) -> dict[str, dict[str, float]]:
         state = {**many.state().model, **many.state().optimizer}
         assert state.keys() == exact.keys()
         worst["state"] = max(relative_error(whole(tensor), exact[name]) for name, tensor in state.items())
-        found[kind] = worst
+        found[f"{kind} {type(optim).__name__}"] = worst
     return found
+
+
+def owners(world: World) -> dict[str, float]:
+    """Of one update with Muon: the matrices that ranks iterate on, and how often each number leaves a rank."""
+    engine = Sharded(model(torch.float64, False), world=world, micro_batch=ROWS, optim=Muon())
+    shapes = [plane.kind.matrix for plane in engine.step.planes if plane.kind.matrix is not None]
+    iterated, left, exchange = [0] * world.size, [0], world.exchange
+
+    def counted(matrices: Tensor, compute: torch.dtype) -> Tensor:
+        iterated[world.rank] += len(matrices)
+        return newton_schulz(matrices, compute)
+
+    def counting(tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        left[0] += sum(sent) - sent[world.rank]
+        return exchange(tensor, sent, received)
+
+    with patch.object(matrices, "newton_schulz", counted), patch.object(world, "exchange", counting):
+        one_update(engine, ragged(5, seed=0))
+    *each, sent = world.sum(torch.tensor([*iterated, *left])).tolist()
+    return {
+        "matrices": len(shapes), "iterated": sum(each), "most": max(each), "least": min(each),
+        "sent": sent / sum(math.prod(shape) for shape in shapes),
+    }  # fmt: skip
 
 
 # What stands beside ddp, and with a star beside fsdp too: the dtype of the weights, and the engine's options.
@@ -158,7 +191,9 @@ BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "state in bf16*": (torch.float64, {"optim": AdamW(state="bf16")}),
     "state in 8 bits": (torch.float64, {"optim": AdamW(state="8bit")}),
     "groups*": (torch.float64, {"optim": AdamW(groups=[Group("*.q_proj.*", lr=3.0, eps=0.1)])}),
-    "muon": (torch.float64, {"optim": Muon()}),
+    "muon*": (torch.float64, {"optim": Muon()}),
+    "muon in bf16*": (torch.float64, {"optim": Muon(state="bf16")}),
+    "muon of experts*": (torch.float64, {"optim": Muon()}),
     "packed*": (torch.float64, {}),
     "adapters": (torch.float64, {}),
     "balanced experts*": (torch.float64, {}),
@@ -194,7 +229,7 @@ def combinations(world: World) -> dict[str, dict[str, float]]:
 
 
 def beside(name: str, dtype: torch.dtype) -> Any:
-    sizes = EXPERTS if name == "balanced experts*" else {}
+    sizes = EXPERTS if "experts" in name else {}
     made = model(dtype, True, **sizes)
     if name == "adapters":
         adapt(made, Lora(rank=4), seed=0)
@@ -266,9 +301,12 @@ def snapshot(engine: Any) -> EngineState:
 def captured(world: World) -> dict[str, Any]:
     """Compiled steps beside an eager one: recompiles, graph breaks, and the largest difference of loss and norm."""
     found = {}
-    cases = (("ddp", "whole", Remat.Off()), ("ddp", "blocks", Remat.Full()), ("fsdp", "blocks", Remat.Full()))
-    for kind, scope, remat in cases:
-        optim = AdamW(ema=0.9)
+    adamw, muon = AdamW(ema=0.9), Muon(ema=0.9)
+    cases = (
+        ("ddp", "whole", Remat.Off(), adamw), ("ddp", "blocks", Remat.Full(), adamw),
+        ("fsdp", "blocks", Remat.Full(), adamw), ("fsdp", "blocks", Remat.Off(), muon),
+    )  # fmt: skip
+    for kind, scope, remat, optim in cases:
         one = Resident(model(torch.float64, True), micro_batch=ROWS, clip=0.5, optim=optim)
         many = ENGINES[kind](
             model(torch.float64, True), world=world, micro_batch=ROWS, clip=0.5, optim=optim, remat=remat
@@ -283,7 +321,7 @@ def captured(world: World) -> dict[str, Any]:
             pairs.append((one.evaluate(window)[0], many.evaluate(window)[0]))
             worst = max(worst, *(abs(float(a) - float(b)) / abs(float(a)) for a, b in pairs))
         recompiles = compat.captured_graphs() - graphs
-        found[f"{kind} {scope}"] = {"error": worst, "recompiles": recompiles, "breaks": compat.graph_breaks()}
+        found[f"{kind} {scope} {type(optim).__name__}"] = {"error": worst, "recompiles": recompiles, "breaks": compat.graph_breaks()}
     return found
 
 
@@ -309,7 +347,7 @@ def assembled(world: World) -> dict[str, float]:
 
 
 PROGRAMS = {
-    "equations": (gradients, wrong_ways, trajectories, assembled),
+    "equations": (gradients, wrong_ways, trajectories, assembled, owners),
     "combinations": (combinations,),
     "restarted": (restarted,),
     "captured": (captured,),

@@ -62,6 +62,12 @@ def test_thirty_updates_are_those_of_one_process(found: dict[str, Any]) -> None:
         assert max(errors.values()) <= 1e-12, (case, errors)
 
 
+def test_each_matrix_is_orthogonalised_once_in_the_world_by_ranks_with_equal_shares(found: dict[str, Any]) -> None:
+    owned = found["owners"]
+    assert owned["iterated"] == owned["matrices"] > 0 and owned["most"] - owned["least"] <= 1
+    assert owned["sent"] < 2, "to the owner and back, but for the owner's own rows"
+
+
 def test_the_assembled_model_is_that_of_one_process(found: dict[str, Any]) -> None:
     assert max(found["assembled"].values()) <= 1e-12
 

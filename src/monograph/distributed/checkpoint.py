@@ -18,7 +18,7 @@ from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.checkpointing.folder import MODEL, OPTIMIZER
 from monograph.checkpointing.rotation import unfinished
-from monograph.distributed.sharded import rows_of
+from monograph.distributed.rows import rows_of
 from monograph.distributed.world import World
 from monograph.errors import DiskFull, NoValidCheckpoint, Warn
 from monograph.storage import blocks, tensor_layout

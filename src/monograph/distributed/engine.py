@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from monograph import compat
-from monograph.distributed.sharded import OwnRows, Shards
+from monograph.distributed.rows import OwnRows
+from monograph.distributed.sharded import Shards
 from monograph.distributed.world import World
 from monograph.engine import Engine, out_of_memory
 from monograph.errors import OutOfDeviceMemory, UsageError

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor
 
 from monograph.device import default_device, describe
+from monograph.distributed.matrices import orthogonalised
+from monograph.distributed.rows import of_rows, rows_of
 from monograph.distributed.world import World
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
@@ -27,7 +29,8 @@ from monograph.graph.lora import adapters, kept_state
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.graph.remat import Remat
 from monograph.loss import pair
-from monograph.optim import Kind, Muon, Plane, trainable
+from monograph.optim import Kind, Plane, nesterov, newton_schulz, trainable
+from monograph.optim.narrow import unpacked
 from monograph.optim.planes import Slot
 from monograph.step import Layout, Step
 
@@ -58,6 +61,7 @@ class Shards:
             ),
             sums=lambda step, batch: self.root(batch),  # type: ignore[operator]
             add_squares=self._of_all_ranks,
+            orthogonalise=self._orthogonalise,
             score=self._score,
             weights=self._weights,
             assembled=self._assembled,
@@ -83,6 +87,25 @@ class Shards:
     def _of_all_ranks(self, squares: Sequence[Tensor]) -> Tensor:
         zero = torch.zeros((), dtype=torch.float64, device=default_device())  # a rank may have no rows at all
         return self.world.sum(functools.reduce(torch.add, squares, zero))
+
+    def _orthogonalise(self, step: Step, grads: Sequence[Tensor], scale: Tensor) -> None:
+        """Compute the directions of all of Muon's matrices, those of one kind together."""
+        of_kind: dict[Kind, list[tuple[Plane, Tensor]]] = {}
+        for plane, total in zip(step.planes, grads, strict=True):
+            if plane.kind.matrix is not None:
+                of_kind.setdefault(plane.kind, []).append((plane, total))
+        first = 0
+        for kind, members in of_kind.items():
+            assert kind.matrix is not None
+            directions = [_direction(plane, total * scale.to(total.dtype)) for plane, total in members]
+            compute = step.precision.products(directions[0].dtype)
+            if len(kind.matrix) == 2:
+                found = orthogonalised(self.world, directions, kind.matrix[0], first, compute)
+                first += len(members)
+            else:  # a rank has whole matrices of a stack
+                found = [newton_schulz(each, compute) if len(each) else each for each in directions]
+            for (plane, _), each in zip(members, found, strict=True):
+                plane.orthogonal = each.flatten()
 
     def _score(self, step: Step, batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
         try:
@@ -115,17 +138,22 @@ class Shards:
         yield whole
 
 
+def _direction(plane: Plane, grad: Tensor) -> Tensor:
+    """Return this rank's rows of the matrices that Muon orthogonalises."""
+    assert plane.kind.matrix is not None
+    moment = unpacked(plane.state, "momentum_buffer", grad.dtype)
+    return nesterov(grad, moment, plane.kind.momentum)[1].view(-1, *plane.kind.matrix[1:])
+
+
 def require_rows(step: Any) -> None:
     """Refuse a step that cannot be trained by rows.
 
     Raises:
-        UsageError: the optimizer needs whole matrices or blocks of numbers, the recomputation policy needs a copy of
-            the model, or there are adapters or a parameter without rows.
+        UsageError: the optimizer needs blocks of numbers, the recomputation policy needs a copy of the model, or there
+            are adapters or a parameter without rows.
     """
-    if isinstance(step.optim, Muon):
-        raise UsageError("optim.name = muon needs whole matrices, of which fsdp has rows: take adamw, or ddp")
     if step.optim.state in ("8bit", "all-bf16"):
-        raise UsageError(f"optim.name = adamw:{step.optim.state} is not for fsdp: take adamw, adamw:bf16, or ddp")
+        raise UsageError(f"optim.name = adamw:{step.optim.state} is not for fsdp: take fp32 or bf16 state, or ddp")
     if not isinstance(step.remat, (Remat.Off, Remat.Full)):
         raise UsageError("train.remat: with fsdp it is none or full, as what to keep is found on a whole model")
     if adapters(step.model):
@@ -162,47 +190,6 @@ def hollow(model: nn.Module) -> nn.Module:
         numbers = torch.empty(weight.shape, dtype=kept_dtype(weight), device="meta")
         empty[id(weight)] = nn.Parameter(numbers, weight.requires_grad)
     return copy.deepcopy(model, empty)
-
-
-# ── rows ────────────────────────────────────────────────────────────────────────────────────────
-
-
-def rows_of(rank: int, size: int, rows: int) -> slice:
-    """Return the slice of a parameter's rows that one of `size` ranks holds."""
-    share = -(-rows // size)
-    return slice(min(rank * share, rows), min((rank + 1) * share, rows))
-
-
-def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
-    """Return this rank's rows as the local part of a DTensor of the shape of `whole`."""
-    shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
-
-
-def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's rows of a whole tensor where `like` is sharded, otherwise the tensor itself."""
-    if not isinstance(like, DTensor):
-        return tensor
-    mesh = like.device_mesh
-    return of_rows(tensor[rows_of(mesh.get_local_rank(), mesh.size(), len(tensor))].to(mesh.device_type), mesh, tensor)
-
-
-class OwnRows(Mapping[str, Tensor]):
-    """Whole tensors by name, each cut to this rank's rows when it is asked for."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]):
-        """Shard `tensors` as those of the same name in `like` are."""
-        self._tensors, self._like = tensors, like
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._tensors)
-
-    def __len__(self) -> int:
-        return len(self._tensors)
-
-    def __getitem__(self, name: str) -> Tensor:
-        tensor, like = self._tensors[name], self._like.get(name)
-        return tensor if like is None or like.shape != tensor.shape else own_rows(tensor, like)
 
 
 @dataclass

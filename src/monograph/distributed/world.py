@@ -163,6 +163,12 @@ class World:
         work: Any = dist.all_reduce(tensor, async_op=True)
         return work.get_future().then(lambda done: done.value()[0])  # type: ignore[no-any-return]
 
+    def exchange(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
+        """Send `sent[r]` numbers of a flat tensor to rank r, and return `received[r]` from each; a collective."""
+        out = tensor.new_empty(sum(received))
+        dist.all_to_all_single(out, tensor, received, sent)
+        return out
+
     def any(self, *flags: bool) -> list[bool]:
         """Return for each flag whether it is set on some rank; a collective."""
         if self.alone:

@@ -3,10 +3,10 @@
 from monograph.optim.narrow import join, split, split_, splittable
 from monograph.optim.optimizers import AdamW, Group, Muon, Optimizer, checked, hidden_matrices, initialise, update_
 from monograph.optim.planes import Kind, Plane, holding, planes, trainable, unlinked, vectors_at_once
-from monograph.optim.updates import adamw_, ema_, muon_, newton_schulz
+from monograph.optim.updates import adamw_, ema_, muon_, nesterov, newton_schulz
 
 __all__ = [
     "AdamW", "Group", "Kind", "Muon", "Optimizer", "Plane",
-    "adamw_", "checked", "ema_", "hidden_matrices", "holding", "initialise", "join", "muon_", "newton_schulz",
-    "planes", "splittable", "split", "split_", "trainable", "unlinked", "update_", "vectors_at_once",
+    "adamw_", "checked", "ema_", "hidden_matrices", "holding", "initialise", "join", "muon_", "nesterov",
+    "newton_schulz", "planes", "splittable", "split", "split_", "trainable", "unlinked", "update_", "vectors_at_once",
 ]  # fmt: skip

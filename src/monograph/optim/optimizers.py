@@ -205,7 +205,7 @@ def update_(
     moments = {name: unpacked(state, name, grad.dtype) for name in _moments(plane)}
     param = plane.param.to(grad.dtype)
     stacks = [param, grad, *moments.values()]
-    if kind.matrix is not None:
+    if kind.matrix is not None and plane.orthogonal is None:
         stacks = [_matrices(flat, plane) for flat in stacks]
     over = functools.partial(_over, stacks[0])
     shared = {"lr": over(lr * kind.lr), "accepted": over(accepted), "weight_decay": over(kind.weight_decay)}
@@ -214,7 +214,10 @@ def update_(
         betas = over(beta1), over(beta2)
         adamw_(*stacks, applied=over(applied), betas=betas, eps=over(optim.eps * kind.eps), **shared)
     else:
-        muon_(*stacks, momentum=over(kind.momentum), compute=compute, **shared)
+        muon_(
+            *stacks, momentum=over(kind.momentum), compute=compute, orthogonal=plane.orthogonal, sides=kind.matrix[-2:],
+            **shared,
+        )  # fmt: skip
     # Words 1 and 2 round the moments, word 0 the weights, as roundings of one update must be independent.
     rounds = optim.state in ("bf16", "all-bf16")
     words = noise(param, optim.seed, applied, plane.number, plane.start) if rounds else None

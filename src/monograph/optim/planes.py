@@ -70,6 +70,7 @@ class Plane:
         start: the index of its first element in the module's plane of this number, if it is only a part of that.
         state: the optimizer's buffers by name, each [size], or [size / 256] with one number for each block of 256.
         rounded: the parameters in the dtype of products, which `round` writes; None if products read them themselves.
+        orthogonal: Muon's directions [size] of this update, where ranks have only rows of the matrices; else None.
     """
 
     kind: Kind
@@ -81,6 +82,7 @@ class Plane:
     start: int | Tensor = 0
     state: dict[str, Tensor] = field(default_factory=dict)
     rounded: Tensor | None = None
+    orthogonal: Tensor | None = None
     _linked: tuple[Tensor, list[Tensor]] | None = field(default=None, init=False)  # `grad`, and its views
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ is; the host reads no value.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -96,9 +97,16 @@ def newton_schulz(matrices: Tensor, compute: torch.dtype) -> Tensor:
     return orthogonal.mT if tall else orthogonal
 
 
-def muon_(
+def nesterov(grad: Tensor, momentum_buffer: Tensor, momentum: Knob) -> tuple[Tensor, Tensor]:
+    """Return Muon's next momentum m and its direction before it is orthogonalised, u; see `muon_`."""
+    m = torch.lerp(momentum_buffer, grad, _like(1 - momentum, grad))
+    return m, torch.lerp(grad, m, _like(momentum, grad))
+
+
+def muon_(  # noqa: PLR0913 - the symbols of the equation
     param: Tensor, grad: Tensor, momentum_buffer: Tensor,
     *, lr: Tensor, accepted: Tensor, momentum: Knob, weight_decay: Knob, compute: torch.dtype,
+    orthogonal: Tensor | None = None, sides: Sequence[int] = (),
 ) -> None:  # fmt: skip
     """Make one Muon update (Jordan et al. 2024) with Nesterov momentum, scaled to AdamW's RMS (Liu et al. 2025).
 
@@ -117,11 +125,13 @@ def muon_(
         momentum: mu.
         weight_decay: wd.
         compute: dtype of the matrix products in `newton_schulz`.
+        orthogonal: newton_schulz(u), if it is known; then all tensors may be flat parts of matrices.
+        sides: (rows, cols) of whole matrices; () for those of `param`.
     """
-    m = torch.lerp(momentum_buffer, grad, _like(1 - momentum, param))
-    update = newton_schulz(torch.lerp(grad, m, _like(momentum, param)), compute)
+    m, ahead = nesterov(grad, momentum_buffer, momentum)
+    update = newton_schulz(ahead, compute) if orthogonal is None else orthogonal
     decay = materialize((lr * weight_decay).to(param.dtype))
-    step_size = materialize((lr * (ADAMW_RMS * math.sqrt(max(param.shape[-2:])))).to(param.dtype))
+    step_size = materialize((lr * (ADAMW_RMS * math.sqrt(max(sides or param.shape[-2:])))).to(param.dtype))
     param.copy_(torch.where(accepted, param - (decay * param + step_size * update), param))
     momentum_buffer.copy_(torch.where(accepted, m, momentum_buffer))
 

@@ -88,8 +88,8 @@ def require_with_ranks(settings: Settings) -> None:
     if train.parallel == "fsdp":
         excluded |= {
             f"optim.name = {name}": (
-                not name.startswith(("auto", "adamw")) or name.endswith(("8bit", "all-bf16")),
-                "a rank has some rows of each matrix: take adamw or adamw:bf16, or ddp",
+                name.endswith(("8bit", "all-bf16")),
+                "a rank has some rows of each matrix: take :bf16, or ddp",
             ),
             "train.compile = whole": (train.compile == "whole", "blocks are gathered one by one: take blocks or none"),
             f"train.remat = {train.remat}": (
@@ -258,5 +258,3 @@ def notes_on(plan: Plan, machine: Device) -> Iterator[str]:
         yield "train.precision = fp32: products keep all digits, without tensor cores (no TF32); bf16 is much faster"
     if plan.micro_batch > plan.rows:
         yield f"train.micro_batch = {plan.micro_batch}: an update has {plan.rows} rows, so micro-batches of {plan.rows}"
-    if plan.parallel == "fsdp" and plan.settings.optim.name == "auto":
-        yield "train.parallel = fsdp: AdamW and its rate, as a new model's Muon needs whole matrices"

@@ -72,8 +72,8 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     settings, recipe, shape = _with_model(settings, length, shape_alone)
     train, lora = settings.train, lora_of(settings)
     name: str = settings.optim.name
-    if name == "auto":  # fsdp shards rows, and Muon needs whole matrices
-        name = "adamw" if train.parallel == "fsdp" else defaults.optimizer(fresh=recipe.init is None)
+    if name == "auto":
+        name = defaults.optimizer(fresh=recipe.init is None)
     reward, compared = settings.rl.reward, settings.prefer.loss
     judged = reward is not None or compared is not None
     update_rule = _update_rule(settings, recipe, name, adapted=lora is not None, judged=judged)

@@ -1,0 +1,46 @@
+"""Share out a tensor's rows: of n rows each of W ranks has ceil(n / W), in order, the last ones fewer or none."""
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+
+def rows_of(rank: int, size: int, rows: int) -> slice:
+    """Return the slice of a parameter's rows that one of `size` ranks holds."""
+    share = -(-rows // size)
+    return slice(min(rank * share, rows), min((rank + 1) * share, rows))
+
+
+def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
+    """Return this rank's rows as the local part of a DTensor of the shape of `whole`."""
+    shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
+    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+
+
+def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's rows of a whole tensor where `like` is sharded, otherwise the tensor itself."""
+    if not isinstance(like, DTensor):
+        return tensor
+    mesh = like.device_mesh
+    return of_rows(tensor[rows_of(mesh.get_local_rank(), mesh.size(), len(tensor))].to(mesh.device_type), mesh, tensor)
+
+
+class OwnRows(Mapping[str, Tensor]):
+    """Whole tensors by name, each cut to this rank's rows when it is asked for."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], like: Mapping[str, Tensor]):
+        """Shard `tensors` as those of the same name in `like` are."""
+        self._tensors, self._like = tensors, like
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors)
+
+    def __len__(self) -> int:
+        return len(self._tensors)
+
+    def __getitem__(self, name: str) -> Tensor:
+        tensor, like = self._tensors[name], self._like.get(name)
+        return tensor if like is None or like.shape != tensor.shape else own_rows(tensor, like)
