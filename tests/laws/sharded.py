@@ -158,7 +158,9 @@ def trajectory(world: World, optim: AdamW | Muon, windows: list[dict[str, Tensor
 
 def owners(world: World) -> dict[str, float]:
     """Of one update with Muon: the matrices that ranks iterate on, and how often each number leaves a rank."""
-    engine = Sharded(model(torch.float64, False), world=world, micro_batch=ROWS, optim=Muon())
+    odd = model(torch.float64, False, num_hidden_layers=3)
+    optim = Muon(matrices=["*.q_proj.weight", "*.k_proj.weight", "*.down_proj.weight"])  # three of each shape
+    engine = Sharded(odd, world=world, micro_batch=ROWS, optim=optim)
     shapes = [plane.kind.matrix for plane in engine.step.planes if plane.kind.matrix is not None]
     iterated, left, exchange = [0] * world.size, [0], world.exchange
 
@@ -321,7 +323,11 @@ def captured(world: World) -> dict[str, Any]:
             pairs.append((one.evaluate(window)[0], many.evaluate(window)[0]))
             worst = max(worst, *(abs(float(a) - float(b)) / abs(float(a)) for a, b in pairs))
         recompiles = compat.captured_graphs() - graphs
-        found[f"{kind} {scope} {type(optim).__name__}"] = {"error": worst, "recompiles": recompiles, "breaks": compat.graph_breaks()}
+        found[f"{kind} {scope} {type(optim).__name__}"] = {
+            "error": worst,
+            "recompiles": recompiles,
+            "breaks": compat.graph_breaks(),
+        }
     return found
 
 

@@ -3,6 +3,7 @@
 Shapes: n matrices [rows, cols] of one shape on W ranks; rank r has R_r rows of each (`rows_of`).
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -16,9 +17,8 @@ from monograph.optim import newton_schulz
 def orthogonalised(world: World, own: Sequence[Tensor], rows: int, first: int, compute: torch.dtype) -> list[Tensor]:
     """Return this rank's rows of the n orthogonal matrices `newton_schulz(whole, compute)`; a collective.
 
-    Matrix i belongs to rank (first + i) mod W, so that each is iterated on once in the world, and no rank has two more
-    than another. A rank sends its rows of a matrix to the owner and gets them back: 2 n rows cols (W - 1) / W numbers
-    leave each W ranks in all.
+    Matrix i belongs to rank (first + i) mod W, so each is iterated on once in the world. A rank sends its rows of a
+    matrix to the owner and gets them back: 2 n rows cols (W - 1) / W numbers are sent in all.
 
     Args:
         world: the ranks.
@@ -27,16 +27,16 @@ def orthogonalised(world: World, own: Sequence[Tensor], rows: int, first: int, c
         first: the owner of the first matrix.
         compute: the dtype of products.
     """
-    ranks, cols = range(world.size), own[0].shape[-1]
+    cols, mine = own[0].shape[-1], own[0].numel()
+    ranks = range(world.size)
     belonging = [[i for i in range(len(own)) if (first + i) % world.size == rank] for rank in ranks]
     places = [rows_of(rank, world.size, rows) for rank in ranks]
     order = [i for those in belonging for i in those]
-    owned, mine = len(belonging[world.rank]), own[0].numel()
-    sent = [len(those) * mine for those in belonging]
-    received = [owned * (place.stop - place.start) * cols for place in places]
+    shapes = [(len(belonging[world.rank]), place.stop - place.start, cols) for place in places]
+    sent, received = [len(those) * mine for those in belonging], [math.prod(shape) for shape in shapes]
     parts = world.exchange(torch.cat([own[i].flatten() for i in order]), sent, received).split(received)
-    whole = torch.cat([part.view(owned, -1, cols) for part in parts if len(part)], dim=1) if owned else own[0][:0]
-    done = newton_schulz(whole, compute) if owned else whole
-    back = torch.cat([done[:, place].flatten() for place in places]) if owned else done.flatten()
+    whole = torch.cat([part.view(shape) for part, shape in zip(parts, shapes, strict=True)], dim=1)
+    done = newton_schulz(whole, compute)
+    back = torch.cat([done[:, place].flatten() for place in places])
     returned = world.exchange(back, received, sent).view(len(own), *own[0].shape)
     return [returned[order.index(i)] for i in range(len(own))]
