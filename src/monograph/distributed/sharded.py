@@ -61,7 +61,7 @@ class Shards:
             ),
             sums=lambda step, batch: self.root(batch),  # type: ignore[operator]
             add_squares=self._of_all_ranks,
-            orthogonalise=self._orthogonalise,
+            directed=self._directed,
             score=self._score,
             weights=self._weights,
             assembled=self._assembled,
@@ -88,8 +88,9 @@ class Shards:
         zero = torch.zeros((), dtype=torch.float64, device=default_device())  # a rank may have no rows at all
         return self.world.sum(functools.reduce(torch.add, squares, zero))
 
-    def _orthogonalise(self, step: Step, grads: Sequence[Tensor], scale: Tensor) -> None:
-        """Compute the directions of all of Muon's matrices, those of one kind together."""
+    @contextmanager
+    def _directed(self, step: Step, grads: Sequence[Tensor], scale: Tensor) -> Iterator[None]:
+        """Let Muon's planes hold their directions in the block, those of one kind computed together."""
         of_kind: dict[Kind, list[tuple[Plane, Tensor]]] = {}
         for plane, total in zip(step.planes, grads, strict=True):
             if plane.kind.matrix is not None:
@@ -106,6 +107,9 @@ class Shards:
                 found = [newton_schulz(each, compute) if len(each) else each for each in directions]
             for (plane, _), each in zip(members, found, strict=True):
                 plane.orthogonal = each.flatten()
+        yield
+        for plane in step.planes:
+            plane.orthogonal = None
 
     def _score(self, step: Step, batches: Iterable[Any]) -> list[tuple[Tensor, Tensor]]:
         try:
@@ -140,9 +144,9 @@ class Shards:
 
 def _direction(plane: Plane, grad: Tensor) -> Tensor:
     """Return this rank's rows of the matrices that Muon orthogonalises."""
-    assert plane.kind.matrix is not None
+    local: Any = plane.slots[0].parameter
     moment = unpacked(plane.state, "momentum_buffer", grad.dtype)
-    return nesterov(grad, moment, plane.kind.momentum)[1].view(-1, *plane.kind.matrix[1:])
+    return nesterov(grad, moment, plane.kind.momentum)[1].view(local.to_local().shape)
 
 
 def require_rows(step: Any) -> None:
@@ -153,7 +157,8 @@ def require_rows(step: Any) -> None:
             are adapters or a parameter without rows.
     """
     if step.optim.state in ("8bit", "all-bf16"):
-        raise UsageError(f"optim.name = adamw:{step.optim.state} is not for fsdp: take fp32 or bf16 state, or ddp")
+        name = f"{type(step.optim).__name__.lower()}:{step.optim.state}"
+        raise UsageError(f"optim.name = {name} is not for fsdp: take fp32 or bf16 state, or ddp")
     if not isinstance(step.remat, (Remat.Off, Remat.Full)):
         raise UsageError("train.remat: with fsdp it is none or full, as what to keep is found on a whole model")
     if adapters(step.model):

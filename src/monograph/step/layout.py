@@ -204,8 +204,8 @@ class Layout:
         accumulate: adds the gradients of a window's micro-batches.
         complete: is called when a window is complete, before its update.
         add_squares: adds up the squares of all parts.
-        orthogonalise: computes the directions of Muon's matrices from the planes' gradients and their common factor,
-            where no rank has whole ones.
+        directed: returns a context in which Muon's directions are known where no rank has whole matrices; it gets the
+            planes' gradients and their common factor.
         discard: forgets the gradients.
         score: returns the sums of micro-batches in evaluation.
         at_rest: waits until the planes may be read, and if `written` also written.
@@ -228,7 +228,7 @@ class Layout:
     complete: Callable[[Any], None] = lambda step: None
     # Squares are added one by one, as the bits of a sum of many depend on the code that computes it.
     add_squares: Callable[[Sequence[Tensor]], Tensor] = functools.partial(functools.reduce, torch.add)
-    orthogonalise: Callable[[Any, Sequence[Tensor], Tensor], None] = lambda step, grads, scale: None
+    directed: Callable[[Any, Sequence[Tensor], Tensor], AbstractContextManager[None]] = lambda *of_step: nullcontext()
     discard: Callable[[Any], None] = zeroed
     score: Callable[[Any, Iterable[Any]], list[Sums]] = scored
     at_rest: Callable[[Any, bool], None] = lambda step, written: None

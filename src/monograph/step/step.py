@@ -276,9 +276,9 @@ class Step:
         """Clip and apply the summed gradients, [size] for each plane; return their norm before clipping."""
         filled = [(plane, grad) for plane, grad in zip(self.planes, grads, strict=True) if grad.numel()]
         grad_norm, scale, accepted = self.decide([part for pair in filled for part in self.squares(*pair)])
-        self.layout.orthogonalise(self, grads, scale)
-        for plane, total in filled:
-            self.update_plane(plane, total, scale, accepted)
+        with self.layout.directed(self, grads, scale):
+            for plane, total in filled:
+                self.update_plane(plane, total, scale, accepted)
         return grad_norm
 
     def decide(self, squares: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
