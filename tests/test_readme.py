@@ -337,6 +337,13 @@ def test_the_tables_of_recipes_are_those_of_their_results() -> None:
         assert part.split("<!-- end -->")[0].strip() == script("benchmarks/recipe.py").table(kept["cases"]), name
 
 
+def test_the_table_of_few_texts_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    kept = json.loads((ROOT / "benchmarks/results/few_texts.json").read_text())
+    shown = (ROOT / "docs/training.md").read_text().split("<!-- printed by benchmarks/few_texts.py -->")[1]
+    assert shown.split("<!-- end -->")[0].strip() == script("benchmarks/few_texts.py").table(kept["cases"])
+
+
 def test_the_table_of_balance_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/balance.json").read_text())
