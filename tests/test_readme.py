@@ -99,6 +99,7 @@ def test_commands_are_ones_that_the_program_takes(
         "evaluate",
         "compare",
         "export",
+        "follow",
         "data",
         "check",
     ):

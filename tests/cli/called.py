@@ -12,7 +12,10 @@ import monograph
 from monograph import cli
 
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(monograph.__file__).parents[1])}
-COMMANDS = ("train", "sweep", "plan", "profile", "generate", "serve", "evaluate", "compare", "export", "data", "check")
+COMMANDS = (
+    "train", "sweep", "plan", "profile", "generate", "serve", "evaluate", "compare", "export", "follow", "data",
+    "check",
+)  # fmt: skip
 
 
 class Calls(list[tuple[tuple[Any, ...], dict[str, Any]]]):

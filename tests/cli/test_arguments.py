@@ -81,11 +81,12 @@ def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
     assert monograph_("evaluate", "last", "--data", "a", "--data", "b", "--json") == 0
     assert monograph_("compare", "last", "m", "--data", "q", "--chat") == 0
     assert monograph_("export", "last", "--to", "there", "--format", "gguf", "--dtype", "q8_0") == 0
+    assert monograph_("follow", "last", "--to", "mlflow", "--out", "there") == 0
     assert monograph_("data", "show", "train.seed=1", "--row", "3") == 0
     assert monograph_("data", "build") == 0
     assert monograph_("check") == 0
     assert monograph_("profile", "train.seed=2", "--out", "there") == 0
-    generated, evaluated, compared, exported, shown, built, checked, profiled = calls
+    generated, evaluated, compared, exported, followed, shown, built, checked, profiled = calls
     how = {"n": 2, "max_tokens": 128, "stop": ["x", "y"], "file": None, "pairs": [], "chat": False, "json": False}
     how["numbers"] = {"temperature": 0.8, "top_k": 5, "top_p": 1.0, "min_p": 0.0, "seed": 0}
     how["constraints"] = {"choices": None, "regex": None, "json_schema": None}
@@ -93,6 +94,7 @@ def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
     assert evaluated == (("last",), {"data": ["a", "b"], "chat": False, "json": True})
     assert compared == ((["last", "m"],), {"data": ["q"], "chat": True, "json": False})
     assert exported == (("last",), {"to": Path("there"), "format": "gguf", "dtype": "q8_0"})
+    assert followed == (("last",), {"to": "mlflow", "out": Path("there")})
     assert shown[0][0].train.seed == 1 and shown[1] == {"row": 3}
     assert built[0][0].train.seed == 0 and built[1] == {}
     assert checked == ((None,), {"laws": False, "json": False})
@@ -116,6 +118,7 @@ def test_print_config_is_a_file_that_loads(calls: Calls, capsys: pytest.CaptureF
         (["generate", "last", "--temprature", "1"], "did you mean --temperature?"),
         (["generate"], "RUN|FOLDER"),
         (["export", "last"], "--to"),
+        (["follow", "last"], "--to"),
         (["generate", "last", "--top-k", "-1"], "--top-k"),
         (["train", "--minutes", "ten"], "--minutes"),
         (["train", "train.minutes=3", "--minutes", "4"], "train.minutes is given twice, as 3 and as 4"),

@@ -278,6 +278,18 @@ def export(
     interrupts.working(command)(run, to=to, format=format, dtype=dtype)
 
 
+@app.command()
+def follow(
+    run: Annotated[str, typer.Argument(metavar="RUN|SWEEP", help="a run, `last`, or a sweep: each of its members")],
+    to: Annotated[str, _option("TRACKER", "tensorboard, wandb, trackio or mlflow")],
+    out: Annotated[Path | None, _place("DIR", "for the tracker's files; default: the tracker's own place")] = None,
+) -> None:
+    """Send a run's metrics to a tracker, until the run stops; training knows nothing of it."""
+    from monograph.commands.follow import run as command
+
+    interrupts.working(command)(run, to=to, out=out)
+
+
 @data_app.command()
 def show(
     arguments: ConfigArguments = None,

@@ -76,8 +76,11 @@ def record(folder: Path) -> dict[str, Any]:
     return parsed(contents(folder / "run.lock") or b"")
 
 
-def wait_until_free(folder: Path, limit_s: float) -> None:
-    """Wait until no other process holds the run's lock, at most `limit_s` seconds."""
+def wait_until_free(folder: Path, limit_s: float) -> bool:
+    """Wait until no other process holds the run's lock, at most `limit_s` seconds; return whether none does.
+
+    If that cannot be asked, as the folder is gone, none does.
+    """
     end = time.monotonic() + limit_s
     with suppress(OSError, Unreadable), open_input(folder / "run.lock") as file:
         while time.monotonic() < end:
@@ -86,7 +89,9 @@ def wait_until_free(folder: Path, limit_s: float) -> None:
             except BlockingIOError:
                 time.sleep(POLL_S)
             else:
-                return
+                return True
+        return False
+    return True
 
 
 def parsed(text: str | bytes) -> dict[str, Any]:

@@ -1,0 +1,147 @@
+"""`monograph follow`: send a run's metrics to a tracker, while it trains or afterwards, from a process of its own.
+
+The process that trains knows nothing of it: only `metrics.jsonl` and `config.toml` are read, and nothing is written to
+the run. A run that goes back cuts rows off, which no tracker can; then the run there is begun anew.
+"""
+
+import errno
+import hashlib
+import os
+import sys
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+from monograph.errors import InputRefused, MonographError
+from monograph.interrupts import taken_back
+from monograph.report.quantities import counted
+from monograph.report.trackers import Opener, Point, Settings, Tracker, tracker_named
+from monograph.run.folder import Run, explained
+from monograph.run.run_index import SWEEP, parsed, runs_in, wait_until_free
+from monograph.storage.reading import contents, is_file, open_input, refusing, without_links
+
+POLL_S = 1.0
+# So many bytes before the next row are compared, to see that the run did not go back and write as many others: about
+# twenty rows, each with its times.
+COMPARED_BYTES = 4096
+
+
+def run(run: str, *, to: str, out: Path | None) -> None:
+    """Send the rows until no process holds the run; see the command line's help."""
+    folder, tracker = Run.located(run), tracker_named(to)
+    if out:
+        with explained(out):
+            out.mkdir(parents=True, exist_ok=True)
+    followed: dict[Path, _Followed] = {}
+    over = False
+    with taken_back(), _refused(to), ExitStack() as trackers:
+        while not over:
+            over = wait_until_free(folder, POLL_S)  # asked first, so that no row comes after the last look
+            for each in _runs(folder):
+                if each not in followed:
+                    followed[each] = trackers.enter_context(closing(_Followed(each, tracker, out)))
+                followed[each].send()
+    if not any(each.rows for each in followed.values()):
+        raise InputRefused(f"{folder} has no metrics yet: follow it while it trains, or afterwards")
+    for one in followed.values():
+        print(f"{one.name}: {counted(one.rows, 'row')}, up to update {one.update}; {one.seen}")
+
+
+def _runs(folder: Path) -> list[Path]:
+    """Return the folders of the runs: a sweep's members and what learned from them, without its link to the best."""
+    if is_file(folder / SWEEP):
+        return [*dict.fromkeys(map(without_links, [*runs_in(folder / "members"), *runs_in(folder)]))]
+    return [without_links(folder)]
+
+
+class _Followed:
+    """A run and its place in the tracker, which is opened with the first row.
+
+    Attributes:
+        name: the run's name; that of a sweep's member is SWEEP/MEMBER.
+        rows, update: how many rows the tracker has, and the last one's update.
+        seen: how to look at them.
+    """
+
+    def __init__(self, folder: Path, tracker: Opener, out: Path | None):
+        sweeps = [above.name for above in (folder.parent, folder.parent.parent) if is_file(above / SWEEP)]
+        self.name, self.rows, self.update, self.seen = "/".join([*sweeps, folder.name]), 0, 0, ""
+        self._run, self._tracker, self._out = Run(folder), tracker, out
+        self._open: Tracker | None = None
+        self._config, self._before, self._offset = b"", b"", 0
+
+    def send(self) -> None:
+        """Send the rows since the last call, or all rows if earlier ones are void or the settings have changed.
+
+        Settings change once, when a run knows the number of its updates.
+
+        Raises:
+            InputRefused: a row or `config.toml` is damaged.
+            Unreadable: the system failed to read one.
+        """
+        config, content = contents(self._run.config) or b"", self._content(self._offset - len(self._before))
+        if config != self._config or not content.startswith(self._before):
+            self.close()
+            self.rows, self._config, self._before, self._offset = 0, config, b"", 0
+            content = self._content(0)
+        added = content[len(self._before) : content.rfind(b"\n") + 1]  # a row may be half written
+        if not added:
+            return
+        points = [self._point(number, line) for number, line in enumerate(added.splitlines(), self.rows + 1)]
+        if not self._open:
+            key = hashlib.sha256(os.fsencode(self._run.folder)).hexdigest()[:12]
+            self._open = self._tracker(self.name, key, self._settings(), self._out)
+        self._open.write(points)
+        self.rows, self.update, self.seen = self.rows + len(points), points[-1][0], self._open.seen
+        self._offset, self._before = self._offset + len(added), (self._before + added)[-COMPARED_BYTES:]
+
+    def close(self) -> None:
+        """Finish what is open in the tracker."""
+        opened, self._open = self._open, None
+        if opened:
+            opened.close()
+
+    def _content(self, offset: int) -> bytes:
+        with refusing(self._run.metrics):
+            if not is_file(self._run.metrics):
+                return b""
+            with open_input(self._run.metrics) as file:
+                file.seek(offset)
+                return file.read()
+
+    def _point(self, number: int, line: bytes) -> Point:
+        row = parsed(line)
+        update = row.pop("update", None)
+        if type(update) is not int or not 0 <= update <= 10**15:
+            raise InputRefused(f"{self._run.metrics}:{number}: not a row of metrics; put it back")
+        return update, dict(_numbers(row))
+
+    def _settings(self) -> Settings:
+        try:
+            sections = tomllib.loads(self._config.decode())
+            return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
+        except (ValueError, AttributeError, RecursionError):
+            raise InputRefused(f"{self._run.config}: not the settings of a run; put it back") from None
+
+
+def _numbers(row: Mapping[str, Any], prefix: str = "", depth: int = 3) -> Iterator[tuple[str, float]]:
+    """Yield the finite numbers of a row; those of an object inside have its name before theirs."""
+    for name, value in row.items():
+        if isinstance(value, int | float) and abs(value) <= sys.float_info.max:
+            yield prefix + name, float(value)
+        elif isinstance(value, Mapping) and depth:
+            yield from _numbers(value, f"{prefix}{name}/", depth - 1)
+
+
+@contextmanager
+def _refused(to: str) -> Iterator[None]:
+    """Turn an error of the tracker's library into one line; a full or failing disk keeps its own."""
+    try:
+        yield
+    except Exception as error:
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        if full or isinstance(error, MonographError):
+            raise
+        raise InputRefused(f"{to}: {type(error).__name__}: {error}") from error

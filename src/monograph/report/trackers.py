@@ -1,0 +1,146 @@
+"""Show runs in TensorBoard, Weights & Biases, trackio or MLflow, whose libraries only that needs.
+
+What opens a run in a tracker puts it in the place of an earlier one of the same run, so no number is there twice. It
+uses no network unless the tracker's own settings say so.
+"""
+
+import importlib.util
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from contextvars import Context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from monograph.errors import InputRefused, UsageError
+from monograph.storage.reading import entries
+from monograph.terminal import shell_words
+
+PROJECT = "monograph"
+Point = tuple[int, dict[str, float]]  # an update, and the numbers of a row by name
+Settings = Mapping[str, Any]  # by key, such as "optim.lr"
+_BATCH = 1000  # numbers that MLflow takes at once
+
+
+class Tracker(NamedTuple):
+    """A run that is open in a tracker.
+
+    Attributes:
+        write: adds points.
+        close: finishes the run.
+        seen: how to look at it.
+    """
+
+    write: Callable[[list[Point]], None]
+    close: Callable[[], Any]
+    seen: str
+
+
+def _tensorboard(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
+    """Write event files to OUT/NAME, by default to tensorboard/NAME."""
+    from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+    from tensorboard.plugins.hparams.summary_v2 import hparams_pb
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    out, suffix = out or Path("tensorboard"), f".{key}"
+    for file in entries(out / name, "events."):
+        if file.suffix != suffix:
+            raise InputRefused(f"{file}: is not of this run; name another folder with --out")
+        file.unlink()
+    writer = EventFileWriter(str(out / name), flush_secs=2, filename_suffix=suffix)
+
+    def add(update: int, **what: Any) -> None:
+        writer.add_event(Event(step=update, wall_time=time.time(), **what))
+
+    def write(points: list[Point]) -> None:
+        for update, numbers in points:
+            add(update, summary={"value": [{"tag": tag, "simple_value": number} for tag, number in numbers.items()]})
+
+    add(0, session_log=SessionLog(status=SessionLog.START))  # drops what a TensorBoard has read of an earlier file
+    plain = {each: str(value) if isinstance(value, list) else value for each, value in settings.items()}
+    add(0, summary=hparams_pb(plain, trial_id=key))
+    return Tracker(write, writer.close, f"tensorboard --logdir {shell_words(out)}")
+
+
+def _wandb(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
+    """Begin a run of wandb, offline unless WANDB_MODE says otherwise."""
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # it would report its own errors even if offline
+    import wandb
+
+    place = out or Path(os.environ.get("WANDB_DIR", "."))
+    for folder in entries(place / "wandb", "offline-run-"):
+        if folder.name.endswith(f"-{key}"):
+            shutil.rmtree(folder)
+    how = wandb.Settings(silent=True, console="off", disable_git=True, x_disable_stats=True)
+    mode, project = os.environ.get("WANDB_MODE", "offline"), os.environ.get("WANDB_PROJECT", PROJECT)
+    where = {"dir": place, "mode": mode, "project": project, "id": key, "name": name}
+    run = wandb.init(**where, config=dict(settings), reinit="create_new", settings=how)
+    seen = run.url or f"wandb sync {shell_words(Path(run.dir).parent)}"
+    return Tracker(lambda points: _log(run, points), run.finish, seen)
+
+
+def _trackio(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
+    """Begin a run of trackio, on this machine unless its variables name another."""
+    if out:
+        os.environ["TRACKIO_DIR"] = str(out.absolute())  # is read by the import
+    import trackio
+
+    with suppress(ValueError):  # there is no such project yet
+        for earlier in trackio.Api().runs(PROJECT):
+            if (earlier.config or {}).get("key") == key:
+                earlier.delete()
+    how = {"config": {**settings, "key": key}, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
+    # In a context of its own, since `init` finishes the open run of this one, and a sweep's runs are open together.
+    run = Context().run(trackio.init, PROJECT, name, **how)
+    return Tracker(lambda points: _log(run, points), run.finish, f"trackio show --project {PROJECT}")
+
+
+def _log(run: Any, points: Iterable[Point]) -> None:
+    for update, numbers in points:
+        run.log(numbers, step=update)
+
+
+def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
+    """Begin a run of MLflow, in OUT/mlflow.db unless MLFLOW_TRACKING_URI names another place."""
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # it would tell of its use
+    from mlflow.entities import Metric, Param
+    from mlflow.tracking import MlflowClient
+
+    uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out or Path()).absolute()}/mlflow.db"
+    client, project = MlflowClient(uri), os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+    experiment = client.get_experiment_by_name(project)
+    into = experiment.experiment_id if experiment else client.create_experiment(project)
+    for earlier in client.search_runs([into], f"tags.monograph = '{key}'"):
+        client.delete_run(earlier.info.run_id)
+    run = client.create_run(into, tags={"monograph": key}, run_name=name).info.run_id
+    client.log_batch(run, params=[Param(each, str(value)) for each, value in settings.items()])
+
+    def write(points: list[Point]) -> None:
+        now_ms = int(1000 * time.time())
+        metrics = [Metric(*named, now_ms, update) for update, numbers in points for named in numbers.items()]
+        for begin in range(0, len(metrics), _BATCH):
+            client.log_batch(run, metrics=metrics[begin : begin + _BATCH])
+
+    return Tracker(write, lambda: client.set_terminated(run), f"mlflow ui --backend-store-uri {shell_words(uri)}")
+
+
+Opener = Callable[[str, str, Settings, Path | None], Tracker]
+_TRACKERS = {"tensorboard": _tensorboard, "wandb": _wandb, "trackio": _trackio, "mlflow": _mlflow}
+
+
+def tracker_named(name: str) -> Opener:
+    """Return what opens a run in the tracker of a name.
+
+    Its arguments are the run's name; a key, which tells it from runs of that name in other folders; its settings; and
+    the folder for the tracker's files, where None means the tracker's own.
+
+    Raises:
+        UsageError: there is no such tracker, or its library is not installed.
+    """
+    if name not in _TRACKERS:
+        raise UsageError(f"--to {name}: expected one of {', '.join(_TRACKERS)}")
+    if importlib.util.find_spec(name) is None:
+        raise UsageError(f"--to {name} needs its library: pip install {name}")
+    return _TRACKERS[name]
