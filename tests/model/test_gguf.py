@@ -142,6 +142,12 @@ _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 
             "clip_qkv = 3.0: llama.cpp computes olmoe with None",
         ),
         ({"intermediate_size": 100}, "q8_0", "intermediate_size = 100 is not a multiple of 32"),
+        (
+            {"model_type": "qwen3_next", "num_experts": 2, "num_experts_per_tok": 1, "norm_topk_prob": True}
+            | {"shared_expert_intermediate_size": 48},
+            "q4_k_m",
+            "shared_expert_intermediate_size = 48 is not a multiple of 32, a block of q4_k_m: use --dtype f16",
+        ),
     ],
 )
 def test_what_llama_cpp_does_not_compute_is_refused(tmp_path: Path, changes: dict, dtype: str, why: str) -> None:
@@ -150,12 +156,14 @@ def test_what_llama_cpp_does_not_compute_is_refused(tmp_path: Path, changes: dic
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize(("dtype", "weight"), [("f16", 1e5), ("q8_0", 1e7)])
-def test_a_weight_that_does_not_fit_is_refused(tmp_path: Path, dtype: str, weight: float) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "weight", "kind"), [("f16", 1e5, "f16"), ("q8_0", 1e7, "q8_0"), ("q4_k_m", 1e5, "q5_0")]
+)
+def test_a_weight_that_does_not_fit_is_refused(tmp_path: Path, dtype: str, weight: float, kind: str) -> None:
     model = Llama(SMALL)
     with torch.no_grad():
         model.model.layers[1].mlp.up_proj.weight[3, 4] = weight
-    with pytest.raises(InputRefused, match=f"blk.1.ffn_up.weight: a weight of .* does not fit {dtype}"):
+    with pytest.raises(InputRefused, match=f"blk.1.ffn_up.weight: a weight of .* does not fit {kind}"):
         save_gguf(model, tmp_path / "out", Tokenizer.bytes(), dtype, refuse)
     assert not list(tmp_path.iterdir())
 

@@ -269,7 +269,7 @@ def export(
     to: Annotated[Path, _place("DIR", "the folder to write")],
     format: Annotated[str, _option("hf|gguf", "hf: for transformers; gguf: for llama.cpp and Ollama")] = "hf",
     dtype: Annotated[
-        str | None, _option("f32|f16|bf16|q8_0", "of the weights in a GGUF file; default: their own")
+        str | None, _option("f32|f16|bf16|q8_0|q4_k_m|q5_k_m|q6_k", "of the weights in a GGUF file; default: their own")
     ] = None,
 ) -> None:
     """Write a run's model for other tools."""

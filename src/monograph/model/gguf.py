@@ -23,6 +23,8 @@ from monograph.model import gguf_experts, gguf_linear
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Norms
 from monograph.model.files import new_folder
+from monograph.model.gguf_blocks import quantize
+from monograph.model.gguf_mixtures import MIXTURES, chosen
 from monograph.model.gguf_words import add_words
 from monograph.model.joined import joined
 from monograph.model.llama import Llama
@@ -33,14 +35,10 @@ from monograph.text.tokenizer import Tokenizer
 
 FILE = "model.gguf"
 BLOCK = 32  # weights that share one scale in Q8_0
-# gguf's name of a type and the dtype before conversion to it, by the name on the command line.
-DTYPES = {
-    "f32": ("F32", torch.float32),
-    "f16": ("F16", torch.float16),
-    "bf16": ("BF16", torch.bfloat16),
-    "q8_0": ("Q8_0", torch.float32),
-}
-_FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}  # llama.h, llama_ftype
+# gguf's name of the type of most matrices, by the name on the command line.
+DTYPES = {"f32": "F32", "f16": "F16", "bf16": "BF16", "q8_0": "Q8_0"} | MIXTURES
+_FILE_TYPES = {"f32": 0, "f16": 1, "q8_0": 7, "q4_k_m": 15, "q5_k_m": 17, "q6_k": 18, "bf16": 32}  # llama_ftype
+_BEFORE = {"F16": torch.float16, "BF16": torch.bfloat16}  # the dtype before conversion to a type, if not fp32
 _OWN = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 
 # llama.cpp loads a Mistral as a "llama" and an OLMo 3 as an "olmo2"; the others keep their names.
@@ -79,8 +77,9 @@ def save_gguf(
 
     Matrices are stored as `dtype`, vectors (norms, biases) as f32, as llama.cpp requires, and routers as its own
     converter does. q8_0 stores 32 neighbours w of a row as a float16 scale d and integers q with w = d q and
-    d = max|w| / 127, so that no weight is off by more than d / 2 and the rounding of d. Besides the model, one tensor
-    at a time is in memory.
+    d = max|w| / 127, so that no weight is off by more than d / 2 and the rounding of d. In q4_k_m, q5_k_m and q6_k each
+    matrix has the type (`gguf_mixtures`) and the bytes (`gguf_blocks`) that llama.cpp's own quantizer writes. Besides
+    the model, one tensor at a time is in memory.
 
     Args:
         model: its weights may be on any device or in a mapped file; adapters are merged.
@@ -99,20 +98,21 @@ def save_gguf(
     gguf, config = package(), model.config
     _check(config, name)
     _warn_of_positions(config, warn)
-    kind = getattr(gguf.GGMLQuantizationType, DTYPES[name][0])
+    shapes = {tensor: like.shape for tensor, like, _ in _tensors(model)}
+    kinds = _kinds(shapes, name, config)
     with new_folder(Path(folder)) as new:
         writer = gguf.GGUFWriter(new / FILE, _architecture(config))
         _add_shape(gguf, writer, config)
-        writer.add_file_type(_FILE_TYPES[kind.name])
-        if kind.name == "Q8_0":
+        writer.add_file_type(_FILE_TYPES[name])
+        if name.startswith("q"):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         stops = add_words(writer, tokenizer, config, warn)
-        for tensor, like, _ in _tensors(model):
-            stored = kind if _is_matrix(tensor, like) else gguf.GGMLQuantizationType.F32
+        for tensor, shape in shapes.items():
+            stored = gguf.GGMLQuantizationType[kinds[tensor]]
             per_block, block_bytes = gguf.GGML_QUANT_SIZES[stored]
-            writer.add_tensor_info(tensor, like.shape, None, like.numel() // per_block * block_bytes, raw_dtype=stored)
+            writer.add_tensor_info(tensor, shape, None, shape.numel() // per_block * block_bytes, raw_dtype=stored)
         try:
-            _write(gguf, writer, model, name)
+            _write(gguf, writer, model, kinds)
         finally:
             writer.close()
         (new / "Modelfile").write_text(modelfile(FILE, tokenizer, stops), encoding="utf-8")
@@ -146,16 +146,16 @@ def _check(config: LlamaConfig, dtype: str) -> None:
     gguf_experts.check(config, instead)
     if config.attention_bias and family not in ("llama", "granite", "gpt_oss"):
         raise InputRefused(f"attention_bias = true is not computed by llama.cpp for a {family}{instead}")
-    if dtype == "q8_0":
+    if dtype.startswith("q"):
         inner = config.family.experts or "intermediate_size"
-        widths = {"hidden_size": config.hidden_size, inner: getattr(config, inner)}
+        widths = {key: getattr(config, key) for key in ("hidden_size", inner, "shared_expert_intermediate_size")}
         widths["num_attention_heads * head_dim"] = config.num_attention_heads * config.head_dim
         if config.family.others == LINEAR:
             values = config.linear_num_value_heads * config.linear_value_head_dim
             widths["linear_num_value_heads * linear_value_head_dim"] = values
         for key, width in widths.items():
             if width % BLOCK:
-                raise InputRefused(f"{key} = {width} is not a multiple of {BLOCK}, the block of q8_0: use --dtype f16")
+                raise InputRefused(f"{key} = {width} is not a multiple of {BLOCK}, a block of {dtype}: use --dtype f16")
 
 
 def _check_scores(config: LlamaConfig, instead: str) -> None:
@@ -277,9 +277,17 @@ def _tensors(model: Llama) -> Iterator[Plain]:
         yield Plain(f"blk.{layer}.{inner_names[inner]}.{suffix}", like, read)
 
 
-def _is_matrix(name: str, tensor: Tensor) -> bool:
-    """Return whether llama.cpp reads a tensor in the file's dtype, by its name there; not biases or a router."""
-    return tensor.ndim > 1 and not name.endswith(("ssm_conv1d.weight", f"{gguf_experts.ROUTER}.weight", ".bias"))
+def _kinds(shapes: dict[str, torch.Size], dtype: str, config: LlamaConfig) -> dict[str, str]:
+    """Return gguf's name of each tensor's type, by llama.cpp's name of the tensor."""
+    columns = {name: shape[-1] for name, shape in shapes.items() if _is_matrix(name, shape)}
+    matrices = chosen(columns, dtype, config) if dtype in MIXTURES else dict.fromkeys(columns, DTYPES[dtype])
+    return dict.fromkeys(shapes, "F32") | matrices
+
+
+def _is_matrix(name: str, shape: torch.Size) -> bool:
+    """Return whether llama.cpp reads a tensor in the file's dtype, by its name there; not biases, a router or a row."""
+    kept = ("ssm_conv1d.weight", f"{gguf_experts.ROUTER}.weight", ".bias")
+    return shape.numel() > shape[-1] and not name.endswith(kept)
 
 
 def _then(read: Callable[[], Tensor], change: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
@@ -308,7 +316,7 @@ def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
     return {"rope_freqs.weight": (plain_F / scaled_F).float()}
 
 
-def _write(gguf: Any, writer: Any, model: Llama, dtype: str) -> None:
+def _write(gguf: Any, writer: Any, model: Llama, kinds: dict[str, str]) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
@@ -316,19 +324,21 @@ def _write(gguf: Any, writer: Any, model: Llama, dtype: str) -> None:
     writer.write_padding(file, file.tell())
     for name, _, read in _tensors(model):
         # Not by numpy's tofile as in the package, whose error does not say that the disk is full.
-        writer.write_padding(file, file.write(memoryview(_stored(gguf, name, read(), dtype)).cast("B")))
+        writer.write_padding(file, file.write(memoryview(_stored(gguf, name, read(), kinds[name])).cast("B")))
 
 
-def _stored(gguf: Any, name: str, weight: Tensor, dtype: str) -> Any:
+def _stored(gguf: Any, name: str, weight: Tensor, kind: str) -> Any:
     """Return the bytes of a tensor as a contiguous array."""
-    if not _is_matrix(name, weight):
-        return weight.float().cpu().contiguous().numpy()
-    weight_RC, (kind, before) = weight, DTYPES[dtype]
-    cast_RC = weight_RC.to("cpu", before).contiguous()
-    # Q8_0's scale, max|w| / 127, is a float16.
-    largest = float(torch.stack(weight_RC.aminmax()).abs().max()) / (127 if kind == "Q8_0" else 1)
-    if not largest <= torch.finfo(torch.float16 if kind == "Q8_0" else before).max:
-        raise InputRefused(f"{name}: a weight of {largest:.3g} does not fit {dtype}: use --dtype f32 or bf16")
+    before = _BEFORE.get(kind, torch.float32)
+    cast = weight.to("cpu", before).contiguous()
+    if weight.ndim == 1:
+        return cast.numpy()
+    # The scales of integers are float16; Q8_0's is max|w| / 127, those of others may be as large as a weight.
+    largest = float(torch.stack(weight.aminmax()).abs().max()) / (127 if kind == "Q8_0" else 1)
+    if not largest <= torch.finfo(torch.float16 if kind.startswith("Q") else before).max:
+        raise InputRefused(f"{name}: a weight of {largest:.3g} does not fit {kind.lower()}: use --dtype f32 or bf16")
     if kind == "BF16":
-        return cast_RC.view(torch.uint16).numpy()
-    return gguf.quantize(cast_RC.numpy(), getattr(gguf.GGMLQuantizationType, kind))
+        return cast.view(torch.uint16).numpy()
+    if kind.endswith("_K"):
+        return quantize(cast.numpy(), kind)
+    return gguf.quantize(cast.numpy(), gguf.GGMLQuantizationType[kind])
