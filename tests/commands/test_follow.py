@@ -271,6 +271,7 @@ while at + 7 <= len(content):
         points += [(key, items["_step"], value) for key, value in items.items() if key[0] != "_"]
 """,
     "trackio": """
+import os
 os.environ["TRACKIO_DIR"] = os.path.abspath("out")
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
@@ -290,28 +291,58 @@ points = [(key, each.step, each.value) for key, several in history.items() for e
 }
 
 
-@pytest.mark.parametrize("to", READERS)
-def test_the_tracker_s_own_reader_finds_each_number_once(to: str, tmp_path: Path) -> None:
-    """After two calls, the second of which has one more row and another loss."""
+def library(to: str) -> None:
     if importlib.util.find_spec(to) is None:
         pytest.skip(f"{to} is not installed")
-    run = begun(tmp_path / "run")
+
+
+def call(folder: Path, *arguments: str) -> str:
     environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith(("WANDB_", "MLFLOW_"))}
+    command = [sys.executable, "-W", "ignore", *arguments]
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
-    def call(*arguments: str) -> str:
-        command = [sys.executable, "-W", "ignore", *arguments]
-        done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        return done.stdout
 
+@pytest.mark.parametrize("to", READERS)
+def test_the_tracker_s_own_reader_finds_each_number_once(to: str, tmp_path: Path) -> None:
+    """After two calls, the second of which has more rows and other losses."""
+    library(to)
+    run = begun(tmp_path / "run")
     for rows in ([update(1, 9.0), update(2, 9.0)], [*ROWS, update(3, 3.0)]):
         run.truncate_metrics(0)
         run.log(*rows)
-        call("-m", "monograph", "follow", "run", "--to", to, "--out", "out")
-    printed = call("-c", READERS[to] + "\nimport json\nprint(json.dumps([rate, points]))").splitlines()[-1]
+        said = call(tmp_path, "-m", "monograph", "follow", "run", "--to", to, "--out", "out")
+        assert said.startswith("run: ") and said.count("\n") == 1  # and nothing of the library's
+    printed = call(tmp_path, "-c", READERS[to] + "\nimport json\nprint(json.dumps([rate, points]))").splitlines()[-1]
     rate, points = json.loads(printed)
     assert rate == 0.001
     expected = [*POINTS, (3, {"tokens": 96, "train_loss": 3.0, "skipped": 0, "wall_s": 1})]
     sent = sorted([name, number, value] for number, numbers in expected for name, value in numbers.items())
     assert sorted(points) == sent
     assert sorted(path.name for path in tmp_path.iterdir()) == ["out", "run"]
+
+
+def test_a_tensorboard_that_runs_forgets_what_it_has_read_of_an_earlier_call(tmp_path: Path) -> None:
+    library("tensorboard")
+    begun(tmp_path / "run")
+    program = """
+import json, os, time
+from pathlib import Path
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from monograph.commands.follow import run
+board = EventAccumulator("out/run")
+for loss in (3.0, 2.0, 1.0):
+    Path("run/metrics.jsonl").write_text(json.dumps({"update": 1, "train_loss": loss}) + "\\n")
+    run("run", to="tensorboard", out=Path("out"))
+    board.Reload()
+    assert [each.value for each in board.Scalars("train_loss")] == [loss]
+    assert len(os.listdir("out/run")) <= 2
+    time.sleep(1.1)  # files are told apart by seconds
+Path("out/run/events.out.tfevents.1.other").touch()
+try:
+    run("run", to="tensorboard", out=Path("out"))
+except Exception as refused:
+    print(refused)
+"""
+    assert "events.out.tfevents.1.other: is not of this run" in call(tmp_path, "-c", program)

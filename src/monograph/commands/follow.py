@@ -6,11 +6,12 @@ the run. A run that goes back cuts rows off, which no tracker can; then the run 
 
 import errno
 import hashlib
+import io
 import os
 import sys
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def run(run: str, *, to: str, out: Path | None) -> None:
             out.mkdir(parents=True, exist_ok=True)
     followed: dict[Path, _Followed] = {}
     over = False
-    with taken_back(), _refused(to), ExitStack() as trackers:
+    with taken_back(), _refused(to), redirect_stdout(io.StringIO()), ExitStack() as trackers:  # some print a lot
         while not over:
             over = wait_until_free(folder, POLL_S)  # asked first, so that no row comes after the last look
             for each in _runs(folder):

@@ -45,9 +45,10 @@ def _tensorboard(name: str, key: str, settings: Settings, out: Path | None) -> T
     from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
     out, suffix = out or Path("tensorboard"), f".{key}"
-    for file in entries(out / name, "events."):
-        if file.suffix != suffix:
-            raise InputRefused(f"{file}: is not of this run; name another folder with --out")
+    earlier = entries(out / name, "events.")
+    if others := [file for file in earlier if file.suffix != suffix]:
+        raise InputRefused(f"{others[0]}: is not of this run; name another folder with --out")
+    for file in earlier[:-1]:
         file.unlink()
     writer = EventFileWriter(str(out / name), flush_secs=2, filename_suffix=suffix)
 
@@ -58,7 +59,8 @@ def _tensorboard(name: str, key: str, settings: Settings, out: Path | None) -> T
         for update, numbers in points:
             add(update, summary={"value": [{"tag": tag, "simple_value": number} for tag, number in numbers.items()]})
 
-    add(0, session_log=SessionLog(status=SessionLog.START))  # drops what a TensorBoard has read of an earlier file
+    # This voids the earlier file, which stays since a TensorBoard that reads it would not find the next one without it.
+    add(0, session_log=SessionLog(status=SessionLog.START))
     plain = {each: str(value) if isinstance(value, list) else value for each, value in settings.items()}
     add(0, summary=hparams_pb(plain, trial_id=key))
     return Tracker(write, writer.close, f"tensorboard --logdir {shell_words(out)}")
@@ -77,7 +79,7 @@ def _wandb(name: str, key: str, settings: Settings, out: Path | None) -> Tracker
     mode, project = os.environ.get("WANDB_MODE", "offline"), os.environ.get("WANDB_PROJECT", PROJECT)
     where = {"dir": place, "mode": mode, "project": project, "id": key, "name": name}
     run = wandb.init(**where, config=dict(settings), reinit="create_new", settings=how)
-    seen = run.url or f"wandb sync {shell_words(Path(run.dir).parent)}"
+    seen = f"wandb sync {shell_words(Path(run.dir).parent)}" if mode == "offline" else str(run.url)
     return Tracker(lambda points: _log(run, points), run.finish, seen)
 
 
@@ -94,7 +96,8 @@ def _trackio(name: str, key: str, settings: Settings, out: Path | None) -> Track
     how = {"config": {**settings, "key": key}, "embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
     # In a context of its own, since `init` finishes the open run of this one, and a sweep's runs are open together.
     run = Context().run(trackio.init, PROJECT, name, **how)
-    return Tracker(lambda points: _log(run, points), run.finish, f"trackio show --project {PROJECT}")
+    place = f"TRACKIO_DIR={shell_words(out.absolute())} " if out else ""
+    return Tracker(lambda points: _log(run, points), run.finish, f"{place}trackio show --project {PROJECT}")
 
 
 def _log(run: Any, points: Iterable[Point]) -> None:
