@@ -44,6 +44,7 @@ HYBRID = replace(
     partial_rotary_factor=0.5,
     num_experts=3,
     num_experts_per_tok=2,
+    norm_topk_prob=True,
     moe_intermediate_size=64,
     shared_expert_intermediate_size=32,
     tie_word_embeddings=True,
@@ -81,7 +82,7 @@ def hard_rows() -> np.ndarray:
     one_sided = draw.uniform(size=(4, 512)) * np.array([[1.0], [-1.0], [1.0], [1.0]]) + [[0.0], [0.0], [10.0], [-10.0]]
     by_group = draw.normal(size=(8, 32, 16)) * 10.0 ** draw.uniform(-12, 2, size=(8, 32, 1))
     by_weight = draw.normal(size=(8, 512)) * 10.0 ** draw.uniform(-12, 2, size=(8, 512))
-    integers, heavy = draw.integers(-8, 8, size=(4, 512)), draw.standard_cauchy(size=(16, 512)).clip(-6e4, 6e4)
+    integers, heavy = draw.integers(-8, 8, size=(4, 512)), draw.standard_cauchy(size=(64, 512)).clip(-6e4, 6e4)
     parts = (normal, same, outlier, far, half, one_sided, by_group.reshape(8, 512), by_weight, integers, heavy)
     return np.concatenate(parts).astype(np.float32)
 

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 BLOCK = 256
 _AT_ONCE = 128  # blocks: what one search reads and writes stays in a core's cache
-_DEAD = np.float32(1e-15)  # Q6_K takes a group whose weights are all smaller for zeros
+_DEAD = 1e-15  # Q6_K takes a group whose weights are all smaller for zeros
 
 _Floats = NDArray[np.floating[Any]]  # of fp32, which the stubs of numpy's quotients do not say
 _Bytes = NDArray[np.uint8]
@@ -46,14 +46,14 @@ def _total(values_WN: _Floats) -> _Floats:
 
 def _nearest(values: _Floats) -> NDArray[np.int32]:
     """Round to the nearest integer, half to even; what is beyond 22 bits becomes what it becomes there."""
-    return ((values + np.float32(1.5 * 2**23)).view(np.int32) & 0x7FFFFF) - 0x400000
+    return ((values + 1.5 * 2**23).view(np.int32) & 0x7FFFFF) - 0x400000
 
 
 def _levels(values: _Floats, inverse: _Floats, lowest: int, most: int) -> _Floats:
     """Round values, which are overwritten, times the inverse scale to integers of a range."""
     np.multiply(values, inverse, out=values)
     np.rint(values, out=values)
-    return np.clip(values, np.float32(lowest), np.float32(most), out=values)
+    return np.clip(values, lowest, most, out=values)
 
 
 def _in_32s(blocks: _Floats, bits: int) -> _Bytes:
@@ -79,9 +79,9 @@ def _in_32s(blocks: _Floats, bits: int) -> _Bytes:
 def _in_6_bits(values_BG: _Floats) -> tuple[NDArray[np.float16], _Bytes]:
     """Return a float16 number of each block and an integer of 6 bits of each group, whose product is the value."""
     largest_B = np.maximum(values_BG.max(axis=1), 0)
-    inverse_B = np.where(largest_B > 0, np.float32(63) / largest_B, np.float32(0))
+    inverse_B = np.where(largest_B > 0, 63 / largest_B, 0)
     integers = _nearest(inverse_B[:, None] * values_BG).astype(np.uint8)
-    return (largest_B / np.float32(63)).astype(np.float16), np.minimum(integers, 63)
+    return (largest_B / 63).astype(np.float16), np.minimum(integers, 63)
 
 
 def _with_minimum(x_WN: _Floats, most: int, first: float, steps: int) -> tuple[_Floats, _Floats, _Floats]:
@@ -92,11 +92,11 @@ def _with_minimum(x_WN: _Floats, most: int, first: float, steps: int) -> tuple[_
     Returns:
         The scale and the negated minimum of each group, [N], and the integers, [W, N].
     """
-    v_WN = np.sqrt(_total(x_WN * x_WN) / np.float32(32)) + np.abs(x_WN)
+    v_WN = np.sqrt(_total(x_WN * x_WN) / 32) + np.abs(x_WN)
     sum_v, sum_x = _total(v_WN), _total(v_WN * x_WN)
     low_N, high_N = np.minimum(x_WN.min(axis=0), 0), x_WN.max(axis=0)
 
-    def candidate(part: np.float32) -> tuple[_Floats, _Floats]:
+    def candidate(part: float) -> tuple[_Floats, _Floats]:
         inverse_N = part / (high_N - low_N)
         # Of equal or subnormal weights; an infinity times zero is no number.
         inverse_N[np.isinf(inverse_N)] = 0
@@ -106,28 +106,24 @@ def _with_minimum(x_WN: _Floats, most: int, first: float, steps: int) -> tuple[_
         off_WN = q_WN * scale_N
         off_WN += low_N
         off_WN -= x_WN
-        off_WN *= off_WN
-        off_WN *= v_WN
-        return _total(off_WN)
+        return _total(off_WN * off_WN * v_WN)
 
-    used_N, q_WN = candidate(np.float32(most))
-    scale_N, base_N = 1 / (np.float32(most) / (high_N - low_N)), low_N
+    used_N, q_WN = candidate(most)
+    scale_N, base_N = 1 / (most / (high_N - low_N)), low_N.copy()
     least_N = error(q_WN, scale_N, low_N)
     for step in range(steps + 1):
-        inverse_N, q_WN = candidate(np.float32(first) + np.float32(0.1) * np.float32(step) + np.float32(most))
+        inverse_N, q_WN = candidate(most + first + 0.1 * step)
         vq_WN = v_WN * q_WN
         sum_q, sum_qq, sum_xq = _total(vq_WN), _total(vq_WN * q_WN), _total(vq_WN * x_WN)
         determinant = sum_v * sum_qq - sum_q * sum_q
-        a_N = (sum_v * sum_xq - sum_x * sum_q) / determinant
         b_N = (sum_qq * sum_x - sum_q * sum_xq) / determinant
-        a_N = np.where(b_N > 0, sum_xq / sum_qq, a_N)
+        a_N = np.where(b_N > 0, sum_xq / sum_qq, (sum_v * sum_xq - sum_x * sum_q) / determinant)
         b_N = np.minimum(b_N, 0)
         error_N = error(q_WN, a_N, b_N)
         better = (determinant > 0) & (error_N < least_N)
-        used_N, base_N = np.where(better, inverse_N, used_N), np.where(better, low_N, base_N)
-        least_N, scale_N, low_N = (
-            np.where(better, new, old) for new, old in ((error_N, least_N), (a_N, scale_N), (b_N, low_N))
-        )
+        new = (inverse_N, low_N, error_N, a_N, b_N)
+        for best_N, new_N in zip((used_N, base_N, least_N, scale_N, low_N), new, strict=True):
+            np.copyto(best_N, new_N, where=better)
     return scale_N, -low_N, _levels(x_WN - base_N, used_N, 0, most)
 
 
@@ -137,8 +133,8 @@ def _in_16s(blocks: _Floats) -> _Bytes:
     scale_BG = scale_N.reshape(-1, 16)
     largest_B1 = np.take_along_axis(scale_BG, np.abs(scale_BG).argmax(axis=1)[:, None], axis=1)
     dead_B1 = np.abs(largest_B1) < _DEAD
-    inverse_B1 = np.float32(-128) / largest_B1
-    d_B1 = np.where(dead_B1, np.float32(0), 1 / inverse_B1).astype(np.float16)
+    inverse_B1 = -128 / largest_B1
+    d_B1 = np.where(dead_B1, 0, 1 / inverse_B1).astype(np.float16)
     scales_BG = np.where(dead_B1, 0, np.minimum(_nearest(inverse_B1 * scale_BG), 127)).astype(np.int8)
     step_N = (d_B1.astype(np.float32) * scales_BG).ravel()
     nearest_WN = np.clip(_nearest(x_WN / step_N), -32, 31) + 32
@@ -163,7 +159,7 @@ def _symmetric(x_WN: _Floats) -> tuple[_Floats, _Floats]:
     cubes_WN = squares_WN * x_WN
     best_N, scale_N, used_N = np.full_like(top_N, -1), np.zeros_like(top_N), np.zeros_like(top_N)
     for step in (0, *range(-9, 0), *range(1, 10)):
-        inverse_N = -(np.float32(32) + np.float32(0.1) * np.float32(step)) / top_N
+        inverse_N = -(32 + 0.1 * step) / top_N
         q_WN = _levels(x_WN.copy(), inverse_N, -32, 31)
         sum_xq, sum_qq = _total(cubes_WN * q_WN), _total(squares_WN * q_WN * q_WN)
         better = (sum_qq > 0) & (sum_xq * sum_xq > best_N * sum_qq)
