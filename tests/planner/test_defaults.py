@@ -11,11 +11,11 @@ from monograph.model.config import LlamaConfig
 from monograph.planner.defaults import (
     DEFAULT,
     LEARNING_RATES,
-    MOST_EPOCHS,
     UPDATES_SHARE,
     default_seconds,
     interval,
     known_learning_rate,
+    most_epochs,
     updates_for,
     warmup,
 )
@@ -61,4 +61,4 @@ def test_intervals_happen_about_as_often_as_asked(updates, times):
 
 
 def test_few_epochs():
-    assert 1 <= MOST_EPOCHS <= 10
+    assert 1 <= most_epochs(0.3) <= most_epochs(1.0) <= 16

@@ -44,7 +44,8 @@ DECAY, MOST_DECAY = 0.3, 1.0
 FINETUNING_RATES = {"all": 2e-5, "adapters": 2e-4}
 JUDGED_SHARE = 0.1  # of these rates, for rewards and preferences: a careful choice, as answers say less than texts
 UNKNOWN_RATE = 1e-3  # for a shape without a name
-MOST_EPOCHS = 8
+# Epochs after which a run by the clock ends, and those where the decay is MOST_DECAY (docs/training.md).
+MOST_EPOCHS, MOST_DECAYED_EPOCHS = 8, 16
 # From this many layers on, one graph for all of them takes minutes to compile (benchmarks/scopes.py).
 DEEP = 16
 # The share of a run's time that evaluations, samples and checkpoints leave for updates.
@@ -68,14 +69,19 @@ def updates_of(tokens: int, tokens_per_update: int) -> int:
     return max(1, round(tokens / tokens_per_update))
 
 
-def most_updates(rows_per_epoch: int, rows_per_update: int) -> int:
-    """Return the most updates of a run that is limited by time: it reads its text at most MOST_EPOCHS times."""
-    return MOST_EPOCHS * -(-rows_per_epoch // rows_per_update)
+def most_epochs(weight_decay: float) -> int:
+    """Return how often a run that is limited by time reads its text at most."""
+    return MOST_DECAYED_EPOCHS if weight_decay >= MOST_DECAY else MOST_EPOCHS
+
+
+def most_updates(rows_per_epoch: int, rows_per_update: int, weight_decay: float) -> int:
+    """Return the most updates of a run that is limited by time."""
+    return most_epochs(weight_decay) * -(-rows_per_epoch // rows_per_update)
 
 
 def likely_updates(minutes: float, seconds_per_update: float, rows_per_epoch: int, rows_per_update: int) -> int:
     """Return the number of updates of a run by the clock, from a prediction of their seconds."""
-    most = most_updates(rows_per_epoch, rows_per_update)
+    most = most_updates(rows_per_epoch, rows_per_update, MOST_DECAY)
     return updates_for(UPDATES_SHARE * 60 * minutes, seconds_per_update, most)
 
 

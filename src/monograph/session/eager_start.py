@@ -80,7 +80,7 @@ def _update_eagerly(session: Session, progress: Progress) -> None:
     engine, plan = session.engine, session.plan
     assert plan.expected
     per_epoch = session.text.train.per_epoch
-    most = defaults.most_updates(per_epoch, plan.rows)
+    most = defaults.most_updates(per_epoch, plan.rows, plan.update_rule.weight_decay)
     likely = defaults.likely_updates(plan.minutes, plan.expected.update_s, per_epoch, plan.rows)
     engine.step.schedule = constant(resolve(plan, describe(), Length(likely)).warmup_updates)
     log, began, threads, spent_s = MetricsLog(session.run, every=1), clock(), torch.get_num_threads(), 0.0

@@ -206,7 +206,8 @@ class Reporter:
         if session.budget_s:  # where the text's epochs ended the run, the time was only allowed
             kind = "promised"
             if isinstance(session.corpus, Corpus):
-                most = most_updates(session.corpus.train.per_epoch, session.batches.rows_per_window)
+                decay, per_update = session.plan.update_rule.weight_decay, session.batches.rows_per_window
+                most = most_updates(session.corpus.train.per_epoch, per_update, decay)
                 kind = "allowed" if session.plan.updates >= most else "promised"
             promised = f" ({duration(session.budget_s)} {kind})"
         progress.line("done", f"{trained} of training{promised}{self._standing()}")

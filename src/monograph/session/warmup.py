@@ -290,12 +290,13 @@ def fix_length(session: Session, progress: Progress) -> None:
             longer = f"{duration(session.budget_s)} instead of {plan.minutes:g} min"
             progress.line("time", f"{longer}: what a good first model needs on this machine")
         # Answers are new each time, so prompts may come up again without end.
-        most = recorded_state.MOST if isinstance(text, Prompts) else defaults.most_updates(per_epoch, rows)
+        decay = plan.update_rule.weight_decay
+        most = recorded_state.MOST if isinstance(text, Prompts) else defaults.most_updates(per_epoch, rows, decay)
         left = defaults.updates_for(defaults.UPDATES_SHARE * session.budget_s, seconds, most)
         updates = max(left, min(most, session.engine.index + left))  # some were made before the step was compiled
         lasting = f", about {duration(session.budget_s)}" + (" more" if session.engine.index else "")
         if updates >= most:
-            lasting = f", {defaults.MOST_EPOCHS} epochs and no more, about {duration(seconds * updates)}"
+            lasting = f", {defaults.most_epochs(decay)} epochs and no more, about {duration(seconds * updates)}"
         session.budget_s += session.elapsed_s
     plan = session.plan = resolve(plan, describe(), Length(updates))
     session.engine.step.schedule = session.schedule()

@@ -317,7 +317,11 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) ->
         longer = duration(least_tokens * per_token_s + evaluations_s)
         progress.line("time", f"{longer} instead of {minutes:g} min: what a rate can be judged by")
         tokens = least_tokens
-    most = [defaults.most_updates(timing.text.train.per_epoch, timing.group.plan.rows) for timing in timings]
+    plans = [timing.group.plan for timing in timings]
+    most = [
+        defaults.most_updates(timing.text.train.per_epoch, plan.rows, plan.update_rule.weight_decay)
+        for timing, plan in zip(timings, plans, strict=True)
+    ]
     return [
         _given(timing) or defaults.updates_for(tokens, _size(timing), limit)
         for timing, limit in zip(timings, most, strict=True)
