@@ -26,7 +26,7 @@ from pretended_gpu.memory import on_host
 # Each writes its first argument.
 NAMES = (
     "allreduce_", "broadcast_", "allgather_", "_allgather_base_", "_reduce_scatter_base_",
-    "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_",
+    "allgather_into_tensor_coalesced_", "reduce_scatter_tensor_coalesced_", "alltoall_base_",
 )  # fmt: skip
 _library = torch.library.Library("c10d", "IMPL")
 

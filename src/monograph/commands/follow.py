@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from monograph.errors import InputRefused, MonographError
+from monograph.errors import DiskFull, InputRefused, MonographError
 from monograph.interrupts import taken_back
 from monograph.report.quantities import counted
 from monograph.report.trackers import Opener, Point, Settings, Tracker, tracker_named
@@ -30,14 +30,17 @@ COMPARED_BYTES = 4096
 
 
 def run(run: str, *, to: str, out: Path | None) -> None:
-    """Send the rows until no process holds the run; see the command line's help."""
+    """Send the rows until no process holds the run; see the command line's help.
+
+    What the tracker's library prints is left out: it has escape sequences, and is not the result.
+    """
     folder, tracker = Run.located(run), tracker_named(to)
     if out:
         with explained(out):
             out.mkdir(parents=True, exist_ok=True)
     followed: dict[Path, _Followed] = {}
     over = False
-    with taken_back(), _refused(to), redirect_stdout(io.StringIO()), ExitStack() as trackers:  # some print a lot
+    with taken_back(), _refused(to), redirect_stdout(io.StringIO()), ExitStack() as trackers:
         while not over:
             over = wait_until_free(folder, POLL_S)  # asked first, so that no row comes after the last look
             for each in _runs(folder):
@@ -138,11 +141,12 @@ def _numbers(row: Mapping[str, Any], prefix: str = "", depth: int = 3) -> Iterat
 
 @contextmanager
 def _refused(to: str) -> Iterator[None]:
-    """Turn an error of the tracker's library into one line; a full or failing disk keeps its own."""
+    """Turn an error of the tracker's library into one line."""
     try:
         yield
+    except MonographError:
+        raise
     except Exception as error:
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-        if full or isinstance(error, MonographError):
-            raise
+        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise DiskFull(f"{to}: its files cannot be written: {error}; see the disk, then follow again") from error
         raise InputRefused(f"{to}: {type(error).__name__}: {error}") from error
