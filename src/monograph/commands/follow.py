@@ -9,6 +9,7 @@ import hashlib
 import io
 import os
 import sys
+import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
@@ -38,6 +39,7 @@ def run(run: str, *, to: str, out: Path | None) -> None:
     if out:
         with explained(out):
             out.mkdir(parents=True, exist_ok=True)
+            tempfile.TemporaryFile(dir=out).close()  # some trackers write elsewhere, or wait, if they cannot write here
     followed: dict[Path, _Followed] = {}
     over = False
     with taken_back(), _refused(to), redirect_stdout(io.StringIO()), ExitStack() as trackers:
@@ -49,7 +51,7 @@ def run(run: str, *, to: str, out: Path | None) -> None:
                 followed[each].send()
     if not any(each.rows for each in followed.values()):
         raise InputRefused(f"{folder} has no metrics yet: follow it while it trains, or afterwards")
-    for one in followed.values():
+    for one in (each for each in followed.values() if each.rows):
         print(f"{one.name}: {counted(one.rows, 'row')}, up to update {one.update}; {one.seen}")
 
 

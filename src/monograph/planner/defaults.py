@@ -123,4 +123,4 @@ def muon_fields(preset: str, optimizer: str, epochs: int = 1) -> dict[str, Any]:
     """
     if optimizer != "muon" or preset not in MUON_FIELDS:
         return {}
-    return {**MUON_FIELDS[preset], "weight_decay": min(MOST_DECAY, DECAY * max(1, epochs))}
+    return {**MUON_FIELDS[preset], "weight_decay": min(MOST_DECAY, round(DECAY * max(1, epochs), 6))}

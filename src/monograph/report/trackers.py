@@ -5,6 +5,7 @@ uses no network unless the tracker's own settings say so.
 """
 
 import importlib.util
+import logging
 import os
 import shutil
 import time
@@ -111,6 +112,7 @@ def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracke
     from mlflow.entities import Metric, Param
     from mlflow.tracking import MlflowClient
 
+    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of each table of a new file
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out or Path()).absolute()}/mlflow.db"
     client, project = MlflowClient(uri), os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
     experiment = client.get_experiment_by_name(project)

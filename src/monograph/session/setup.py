@@ -147,14 +147,9 @@ def open_session(
 
 
 def build_run(
-    plan: Plan,
-    text: Corpus | Prompts,
-    machine: Device,
-    device: Place = None,
-    ranks: int = 1,
-    like: Plan | None = None,
+    plan: Plan, text: Corpus | Prompts, machine: Device, device: Place = None, ranks: int = 1, like: Plan | None = None,
     minutes: float = 0,
-) -> BuiltRun:
+) -> BuiltRun:  # fmt: skip
     """Build the model and decide the values that depend on its shape.
 
     Args:
