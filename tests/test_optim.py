@@ -151,6 +151,14 @@ def test_gradients_that_somebody_dropped_are_linked_again():
     assert float(step([torch.ones(2, 5, dtype=torch.float64)]).grad_norm) > 0
 
 
+def test_gradients_are_those_of_a_plane_that_got_other_memory():
+    model = nn.Linear(3, 2)
+    plane = planes(trainable(model), AdamW().kinds(model))[0]
+    plane.grad = torch.ones_like(plane.grad)
+    plane.link()
+    assert plane.slots[0].parameter.grad.data_ptr() == plane.grad.data_ptr()
+
+
 def test_gradients_are_not_views_to_autograd():
     """A compiler looks at each view's base as well, with sizes that are symbols, which takes time (docs/log.md)."""
     step = Step(tiny_llama())
