@@ -207,7 +207,7 @@ class Engine:
         Raises:
             OutOfDeviceMemory: nothing is left to try.
         """
-        rows = min(self.micro_batch or self._rows(window), self._rows(window))
+        rows = min(self._size(window), self._rows(window))
         self.step.discard()
         # The change that costs least comes first: replays save only launching, fewer rows cost some speed, and
         # recomputed blocks cost about a third more computing.
@@ -222,11 +222,7 @@ class Engine:
             raise OutOfDeviceMemory(
                 f"one row does not fit the device's memory: {message}; use a smaller model or sequence_length"
             )
-        # The failed pass's tensors are in reference cycles of autograd, and the allocator keeps freed memory in pieces
-        # of the old size.
-        gc.collect()
-        if self.step.device.type == "cuda":
-            torch.cuda.empty_cache()
+        emptied(self.step.device)
         self.announce(f"out of memory at {_rows(rows)}: {change}, the update stays the same")
 
     def _recompute(self) -> bool:
@@ -315,14 +311,16 @@ class Engine:
             counter.copy_(saved)
 
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
-        rows, dim = self._rows(window), self._row_dim
-        size = self.micro_batch or rows
+        rows, dim, size = self._rows(window), self._row_dim, self._size(window)
         if rows % size:
             self._require_empty_rows_add_nothing(window, size)
         for start in range(0, rows, size):
             parts = {name: tensor.narrow(dim, start, min(size, rows - start)) for name, tensor in window.items()}
             part = {name: tensor.to(self.step.device, non_blocking=True) for name, tensor in parts.items()}
             yield self._filled(part, size)
+
+    def _size(self, window: Batch) -> int:
+        return self.micro_batch or self._rows(window)
 
     def _rows(self, window: Batch) -> int:
         """Return the number of a window's rows.
@@ -376,6 +374,14 @@ def require_member_axis(tensors: Any, members: int, what: str) -> None:
     if odd := [list(leaf.shape) for leaf in leaves if leaf.shape[:1] != (members,)]:
         axis = f"have a leading member axis, [{members}, ...], as every member has its own"
         raise UsageError(f"each=True: the {what} {axis}; one is {odd[0]}")
+
+
+def emptied(device: torch.device) -> None:
+    """Free what a failed pass held on a device."""
+    # Its tensors are in reference cycles of autograd, and the allocator keeps freed memory in pieces of the old size.
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _rows(number: int) -> str:

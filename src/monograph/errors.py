@@ -84,9 +84,14 @@ class Diverged(MonographError):
 
 
 class OutOfDeviceMemory(MonographError):
-    """The smallest micro-batch does not fit the device."""
+    """The smallest micro-batch does not fit the device.
+
+    Attributes:
+        retry_rows: the rows of the micro-batches with which restarted ranks try again; 0 if none could be fewer.
+    """
 
     exit_code = 6
+    retry_rows = 0
 
 
 class DiskFull(MonographError):

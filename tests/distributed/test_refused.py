@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from batches import ragged, tiny_llama
-from monograph.distributed.engine import Replicated, seed
+from monograph.distributed.engine import Replicated, Sharded, seed
 from monograph.distributed.rows import rows_of
 from monograph.distributed.sharded import require_rows
 from monograph.errors import OutOfDeviceMemory, UsageError
@@ -88,7 +88,7 @@ def test_a_micro_batch_is_seeded_by_its_number_in_the_window(size: int) -> None:
 
 
 def test_memory_that_ran_out_names_the_rank_and_other_errors_stay() -> None:
-    engine: Any = object.__new__(Replicated)
+    engine: Any = object.__new__(Sharded)
     engine.world = TWO
 
     def fails(error: Exception) -> None:

@@ -84,6 +84,26 @@ def test_an_error_that_a_restart_does_not_mend_is_said_once_and_kept(server: Com
         assert json.loads((tmp_path / "run/exit.json").read_text())["exit_code"] == 5
 
 
+def test_sharded_ranks_that_ran_out_of_memory_are_restarted_with_half_the_rows(
+    server: CommandServer, tmp_path: Path
+) -> None:
+    with_texts(tmp_path)
+    full = "calls.append(1)\n    if os.environ['RANK'] == '1' and len(calls) > 14 and len(batch['tokens']) > 1:"
+    full += "\n        raise torch.OutOfMemoryError('no room\\nat all')"
+    own = SLOW.replace("time.sleep(0.05)", full).replace("def build", "calls = []\n\ndef build")
+    (tmp_path / "own.py").write_text("import os\n" + own)
+    settings = over(OWN, "model.init=own.py:build", "train.parallel=fsdp", "train.save_every=1")
+    first = ranks(server, tmp_path, 2, "train", *settings, "--out", "run")
+    assert 6 in [each.code for each in first]
+    assert "rank 1: out of memory at micro_batch = 2: no room; let torchrun restart it" in the_error_of(first)
+    saved = sound(tmp_path / "run")
+    assert 0 < saved < 8
+    again = ranks(server, tmp_path, 2, "train", *settings, "--out", "run", TORCHELASTIC_RESTART_COUNT="1")
+    assert [each.code for each in again] == [0, 0], the_error_of(again)
+    assert "ran out of memory: micro_batch is now 1, the update stays the same" in again[0].err
+    assert [row["update"] for row in rows(tmp_path / "run")] == [*range(1, 9)]
+
+
 def the_error_of(done: list[Done]) -> str:
     lines = [line for each in done for line in each.err.splitlines() if line.startswith("error:")]
     # Where a busy machine takes long to end the others, one of them says after 30 s that it waits no more.

@@ -22,10 +22,12 @@ from batches import large_batch_gradient, packed, ragged, tiny_llama
 from monograph import checkpointing, compat
 from monograph.checkpointing import Checkpoint
 from monograph.device import default_device
+from monograph.distributed import engine as rank_engines
 from monograph.distributed import matrices
 from monograph.distributed.checkpoint import save
 from monograph.distributed.engine import Replicated, Sharded
 from monograph.distributed.world import World, place
+from monograph.errors import OutOfDeviceMemory
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
@@ -291,6 +293,58 @@ def restarted(world: World) -> dict[str, list[bool]]:
     return found
 
 
+def halved(world: World) -> dict[str, dict[str, Any]]:
+    """The last rank runs out of memory at more than one row, once in each place: how all ranks go on."""
+    found, window = {}, ragged(4 * world.size - 1, seed=5)
+    exact = large_batch_gradient(model(torch.float64, False), window)
+    for where in ("trial", "first forward", "last forward", "last backward", "evaluation", "one row"):
+        lines: list[str] = []
+        # Some buckets are summed before it fails.
+        small_buckets = functools.partial(DistributedDataParallel, bucket_cap_mb=0.01)
+        with patch.object(rank_engines, "DistributedDataParallel", small_buckets):
+            engine = Replicated(model(torch.float64, False), world=world, micro_batch=ROWS)
+            engine.announce = lines.append
+            if world.rank == world.size - 1:
+                run_out(engine.model, where)
+            scored, ended = None, ""
+            try:
+                if where == "trial":
+                    engine.trial(window)
+                elif where == "evaluation":
+                    scored = engine.evaluate(window)
+                engine.accumulate(window)
+            except OutOfDeviceMemory as error:
+                ended = str(error)
+        error = relative_error(gradient(engine), exact)
+        if scored:
+            alone = Resident(model(torch.float64, False), micro_batch=ROWS).evaluate(window)
+            error = max(error, *(abs(float(a) / float(b) - 1) for a, b in zip(scored, alone, strict=True)))
+        alike = int(world.sum(torch.tensor(engine.micro_batch))) == world.size * engine.micro_batch
+        found[where] = {"error": error, "rows": engine.micro_batch, "lines": lines, "ended": ended, "alike": alike}
+        found[where] |= {"buckets": len(engine._buckets)}
+    return found
+
+
+def run_out(module: Any, where: str) -> None:
+    """Let the module's first block run out of memory in a micro-batch of several rows, or of one."""
+    seen = [0]
+
+    def fail(*of_hook: Any) -> None:
+        raise torch.OutOfMemoryError("no room\nof any kind")
+
+    def hook(block: Any, inputs: Any, output: Tensor) -> None:
+        if where == "one row":
+            fail()
+        if len(output) > 1:
+            seen[0] += 1
+        if len(output) > 1 and where == "last backward" and seen[0] == 2:
+            output.register_hook(fail)
+        elif len(output) > 1 and where != "last backward" and seen[0] == (2 if where == "last forward" else 1):
+            fail()
+
+    module.model.layers[0].register_forward_hook(hook)
+
+
 def snapshot(engine: Any) -> EngineState:
     """A copy of its state, of whole tensors."""
     state = engine.state()
@@ -355,6 +409,7 @@ def assembled(world: World) -> dict[str, float]:
 PROGRAMS = {
     "equations": (gradients, wrong_ways, trajectories, assembled, owners),
     "combinations": (combinations,),
+    "halved": (halved,),
     "restarted": (restarted,),
     "captured": (captured,),
 }

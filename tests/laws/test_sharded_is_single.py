@@ -78,6 +78,18 @@ def test_what_stands_beside_it_is_that_of_one_process(server: CommandServer, tmp
         assert max(errors.values()) <= BOUND[case.split()[-1]], (case, errors)
 
 
+def test_replicated_ranks_halve_the_micro_batch_together(server: CommandServer, tmp_path: Path) -> None:
+    """One runs out of memory before or in the middle of the sums; the gradient is that of one process afterwards."""
+    for where, found in run(server, "halved", 2, tmp_path)["halved"].items():
+        assert found["alike"] and found["rows"] == 1 and found["buckets"] > 3, (where, found)
+        if where == "one row":
+            assert found["ended"].startswith("one row does not fit the device's memory"), found
+            assert len(found["lines"]) == 2, found
+        else:
+            assert found["error"] <= 1e-12 and not found["ended"], (where, found)
+            assert found["lines"] == ["out of memory at 2 rows: micro_batch is now 1, the update stays the same"], where
+
+
 def test_checkpoints_are_the_same_bytes_for_any_number_of_ranks(
     server: CommandServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

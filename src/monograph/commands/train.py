@@ -61,7 +61,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     folder, resumed = ranks.folder_of(world, out, resume)
     with (
         folder.lock(new=not resumed),
-        ranks.one_end(world, folder, unbegun=lambda: not resumed and not exists(folder.checkpoints)),
+        ranks.one_end(world, folder, unbegun=lambda: not resumed and not exists(folder.checkpoints)) as retry_rows,
     ):
         if resumed:
             if world.leads:
@@ -81,7 +81,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
             ranks.require_launched(settings, world.own)
             name = settings.rl.reward
             with closing(reward_of(name)) if name else nullcontext() as reward:
-                session = _open(folder, ranks.agreed(world, settings), world, progress, reward)
+                session = _open(folder, ranks.agreed(world, settings), world, progress, reward, retry_rows)
                 report = Reporter(session, progress)
                 _loop(session, report, progress)
                 measure_memory(session)
@@ -97,7 +97,9 @@ def _warn_of_text(run: Run, settings: Settings, progress: Progress) -> None:
         progress.line("warning", warning)
 
 
-def _open(folder: Run, settings: Settings, world: World, progress: Progress, reward: Reward | None) -> Session:
+def _open(
+    folder: Run, settings: Settings, world: World, progress: Progress, reward: Reward | None, retry_rows: int
+) -> Session:
     machine = describe()
     require_possible(settings, machine)
     plan = resolve(settings, machine)
@@ -119,6 +121,10 @@ def _open(folder: Run, settings: Settings, world: World, progress: Progress, rew
     session.engine.announce = partial(progress.line, "memory")
     session.engine.step.announce = partial(progress.line, "note")
     resumed = _taken_up(session, progress)
+    if retry_rows:
+        session.engine.micro_batch = min(session.engine.micro_batch or retry_rows, retry_rows)
+        smaller = f"micro_batch is now {session.engine.micro_batch}, the update stays the same"
+        progress.line("memory", f"the attempt before ran out of memory: {smaller}")
     keep_first_weights(session, resumed)
     window = try_step(session, progress)
     if resumed:

@@ -20,13 +20,13 @@ from monograph import compat
 from monograph.distributed.rows import OwnRows
 from monograph.distributed.sharded import Shards
 from monograph.distributed.world import World
-from monograph.engine import Engine, out_of_memory
-from monograph.errors import OutOfDeviceMemory, UsageError
+from monograph.engine import Engine, emptied, out_of_memory
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.loop import EngineState
 from monograph.loss import Batch, fill_of
 from monograph.ops.philox import LOW32
 from monograph.optim import unlinked
-from monograph.step import Layout, Step
+from monograph.step import Layout, Step, accumulate
 from monograph.step.layout import on_device
 
 T = TypeVar("T")
@@ -44,8 +44,7 @@ class RankEngine(Engine):
     joining: Callable[[bool], AbstractContextManager[None]]
 
     def _micro_batches(self, window: Batch) -> Iterator[Batch]:
-        rows, ranks = self._rows(window), self.world.size
-        size = self.micro_batch or -(-rows // ranks)
+        rows, ranks, size = self._rows(window), self.world.size, self._size(window)
         turns = -(-rows // (size * ranks))
         if rows < turns * size * ranks and fill_of(self.step.loss, window) is None:
             raise UsageError(
@@ -55,18 +54,11 @@ class RankEngine(Engine):
         for turn in range(turns):
             start = (turn * ranks + self.world.rank) * size
             own = {name: tensor[start : start + size] for name, tensor in window.items()}
-            yield from super()._micro_batches(self._filled(own, size))
+            device = self.step.device
+            yield self._filled({name: tensor.to(device, non_blocking=True) for name, tensor in own.items()}, size)
 
-    def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
-        # A rank cannot halve its micro-batch alone, since the other ranks wait for its gradients.
-        try:
-            return work()
-        except RuntimeError as error:
-            if not out_of_memory(error):
-                raise
-            raise OutOfDeviceMemory(
-                f"rank {self.world.rank}: {str(error).splitlines()[0]}; use a smaller train.micro_batch"
-            ) from error
+    def _size(self, window: Batch) -> int:
+        return self.micro_batch or -(-self._rows(window) // self.world.size)
 
     def _accumulate(self, step: Step, batches: Sequence[Any]) -> None:
         step.link()
@@ -121,16 +113,60 @@ class Replicated(RankEngine):
         step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
         step.recorder = None  # a replayed micro-step would contain collectives
         compat.one_graph_under_ddp()
-        # gradient_as_bucket_view stays off, because gradients are views of the planes already.
-        self.parallel = DistributedDataParallel(_Whole(step))
-        # This is a lambda because torch refuses a hook whose annotations are strings, as all are in this file.
-        self.parallel.register_comm_hook(None, lambda _, bucket: world.summing(bucket.buffer()))
         # Gradients are summed over ranks all at once, with the window's last micro-batch.
         self.joining = lambda last: nullcontext() if last else self.parallel.no_sync()
-        # After its first backward pass DDP rebuilds its buckets, so that the gradients of more than two ranks are
-        # summed in another order. This pass, made before the first update, gives restarted ranks the same bits.
-        self.parallel(None, step.loss_factor).backward()
         super().__init__(lambda: step, micro_batch)
+        self._wrap()
+
+    def _wrap(self) -> None:
+        """Give the step's module to a new DDP, as one whose backward pass failed cannot go on."""
+        # gradient_as_bucket_view stays off, because gradients are views of the planes already.
+        self.parallel = DistributedDataParallel(_Whole(self.step))
+        # This is a lambda because torch refuses a hook whose annotations are strings, as all are in this file.
+        self.parallel.register_comm_hook(None, lambda _, bucket: self._summing(bucket.buffer()))
+        # After its first backward pass DDP rebuilds its buckets, so that the gradients of more than two ranks are
+        # summed in another order. These passes, made before the first update, give restarted ranks the same bits.
+        for _ in range(2):
+            self._summed = list[Tensor]()
+            with torch.enable_grad():  # memory may have run out in an evaluation
+                self.parallel(None, self.step.loss_factor).backward()
+        self._buckets = self._summed
+
+    def _summing(self, bucket: Tensor) -> torch.futures.Future[Tensor]:
+        self._summed.append(torch.empty_like(bucket, device="meta"))
+        return self.world.summing(bucket)
+
+    def accumulate(self, window: Batch) -> None:
+        """Add the window's exact gradient, as `Engine.accumulate` does."""
+
+        def work() -> None:
+            self._summed = []
+            accumulate(self.step, self._micro_batches(window))
+
+        self._fitting(window, work)
+
+    def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
+        # Ranks step down together. One that fails first takes part in the sums of gradients that the others wait for.
+        def together() -> T:
+            try:
+                done, message = work(), ""
+            except (RuntimeError, InputRefused) as error:
+                if not out_of_memory(error):
+                    raise
+                message = str(error).splitlines()[0]
+            if message:
+                emptied(self.step.device)
+                for bucket in self._buckets[len(self._summed) :]:
+                    self.world.sum(torch.zeros_like(bucket, device=self.step.device))
+            if self.world.any(bool(message))[0]:
+                raise torch.OutOfMemoryError(message or "on another rank")
+            return done
+
+        return super()._fitting(window, together)
+
+    def _step_down(self, window: Batch, message: str) -> None:
+        super()._step_down(window, message)
+        self._wrap()
 
     def _forward(self, step: Step, batch: Any) -> tuple[Tensor, Tensor, Tensor]:
         return self.parallel(batch, step.loss_factor)
@@ -159,6 +195,22 @@ class Sharded(RankEngine):
         step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)
         step.recorder = None  # a replayed micro-step would contain collectives
         super().__init__(lambda: step, micro_batch)
+
+    def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
+        # The other ranks wait for this rank's rows of the next block, so all of them have to begin again.
+        try:
+            return work()
+        except (RuntimeError, InputRefused) as error:
+            if not out_of_memory(error):
+                raise
+            rows = self._size(window)
+            remedy = "let torchrun restart it (--max-restarts 3), or " if rows > 1 else ""
+            failed = OutOfDeviceMemory(
+                f"rank {self.world.rank}: out of memory at micro_batch = {rows}: {str(error).splitlines()[0]}; "
+                f"{remedy}use a smaller train.micro_batch, model or sequence_length"
+            )
+            failed.retry_rows = (rows + 1) // 2 if rows > 1 else 0
+            raise failed from error
 
     def load_state(self, state: EngineState) -> None:
         """Load a state as `Engine.load_state` does; each rank takes its rows of whole tensors."""

@@ -17,7 +17,7 @@ from monograph import __version__
 from monograph.config import Settings, build, check
 from monograph.device import describe
 from monograph.distributed.world import Place, World, lost, place
-from monograph.errors import Ended, InputRefused, MonographError, PeerLost, Stopped, UsageError
+from monograph.errors import Ended, InputRefused, MonographError, OutOfDeviceMemory, PeerLost, Stopped, UsageError
 from monograph.graph.trial import refused_by_others
 from monograph.run.folder import Follower, Run
 from monograph.run.progress import LABEL_WIDTH, Progress
@@ -159,10 +159,11 @@ def agreed(world: World, settings: Settings) -> Settings:
 
 
 @contextmanager
-def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[None]:
+def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[int]:
     """Make only one rank report an error of the `with` block, and record the error so that a restart ends with it, too.
 
-    If an error ends a single process before its run began, the run's folder is removed.
+    If an error ends a single process before its run began, the run's folder is removed. The block gets the most rows
+    that a micro-batch may have because the attempt before ran out of memory, or 0.
 
     Raises:
         KeyboardInterrupt: the block was interrupted; the message has the command that goes on, if there is one.
@@ -170,9 +171,9 @@ def one_end(world: World, run: Run, unbegun: Callable[[], bool]) -> Iterator[Non
         PeerLost: another rank is gone.
         InputRefused: a user's module failed, or the run's folder is gone.
     """
-    _require_not_ended(world, run.folder / ENDED)
+    retry_rows = _require_not_ended(world, run.folder / ENDED)
     try:
-        yield
+        yield retry_rows
     except KeyboardInterrupt:
         if not (world.alone and run.begun):
             raise
@@ -206,23 +207,28 @@ def _ending(world: World, run: Run, error: BaseException) -> BaseException:
     return error
 
 
-def _require_not_ended(world: World, kept: Path) -> None:
+def _require_not_ended(world: World, kept: Path) -> int:
     before: dict[str, Any] | None = parsed(contents(kept) or b"") if world.leads and world.attempt else None
     # A run that was only stopped goes on after a restart.
     before = world.agreed(before if before and before["exit_code"] != Stopped.exit_code else None)
-    if world.leads and not before:
+    retry_rows = int(before.get("retry_rows", 0)) if before else 0
+    if world.leads and (retry_rows or not before):
         kept.unlink(missing_ok=True)
-    if before:
+    if before and not retry_rows:
         error = Ended(f"ended before with exit code {before['exit_code']}: {before['message']}", before["exit_code"])
         error.told = not world.leads
         raise error
+    return retry_rows
 
 
 def _first(kept: Path, error: MonographError) -> bool:
     """Record how the run ended; return False if another rank has done so already."""
     try:
         with kept.open("x", encoding="utf-8") as file:
-            file.write(json.dumps({"exit_code": error.exit_code, "message": str(error)}))
+            ended = {"exit_code": error.exit_code, "message": str(error)}
+            if isinstance(error, OutOfDeviceMemory) and error.retry_rows:
+                ended["retry_rows"] = error.retry_rows
+            file.write(json.dumps(ended))
     except FileExistsError:
         return False
     except OSError:  # a full disk may be the reason for the end
