@@ -50,7 +50,10 @@ WITH_RANKS = {
     "optim.name": ("adamw", *(f"adamw:{state}" for state in STATES[1:]), "muon"),
     "optim.ema": ("none", "0.9"),
     "lora.rank": ("16",),
+    "rl.reward": ("exact",),
+    "prefer.loss": ("dpo",),
 }
+OF_ANSWERS = "[law 13](../tests/distributed/test_answers.py)"
 SHARDED = "[law 13](../tests/laws/test_sharded_is_single.py)"
 NARROW = "[test_narrow](../tests/test_narrow.py)"
 DEVICES = {
@@ -141,9 +144,10 @@ def ranks() -> str:
     lines = [f"| with `train.parallel=...` | {' | '.join(f'`{kind}`' for kind in kinds)} |", "|---|---|---|"]
     for key, values in WITH_RANKS.items():
         for value in values:
-            base = {"model.init": "FOLDER"} if key == "lora.rank" else {}
+            base = {"model.init": "FOLDER"} if key in ("lora.rank", "rl.reward", "prefer.loss") else {}
             found = [refusal(**{"train.parallel": kind, key: value, **base}) for kind in kinds]
-            lines.append(f"| `{key}={value}` | {' | '.join(each or SHARDED for each in found)} |")
+            law = OF_ANSWERS if key in ("rl.reward", "prefer.loss") else SHARDED
+            lines.append(f"| `{key}={value}` | {' | '.join(each or law for each in found)} |")
     return "\n".join(lines)
 
 

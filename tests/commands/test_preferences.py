@@ -26,7 +26,6 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *RUN, "prefer.loss=dpo", "rl.reward=exact"], 2, "prefer.loss does not go with rl.reward"),
     (["train", *RUN, "data.packing=padded"], 2, "prefer.loss does not go with data.packing = padded"),
     (["train", *RUN, "train.memory=stream"], 2, "prefer.loss does not go with train.memory = stream"),
-    (["train", *RUN, "train.parallel=ddp"], 2, "prefer.loss does not go with train.parallel = ddp"),
     (["train", *over(RUN[:4], "train.tokens=99")], 2, "prefer.loss does not go with train.tokens"),
     (["train", *over(RUN, "model.init=own.py:build")], 2, "prefer.loss does not go with model.init = own.py:build"),
     (["train", *over(RUN[1:], "data.source=texts", "prefer.loss=dpo")], 3, "needs records with 'chosen' and"),

@@ -4,11 +4,11 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from monograph.errors import PeerLost, UsageError
 from monograph.storage.reading import entries
+
+T = TypeVar("T")
 
 # The longest that a rank waits for work that rank 0 does alone, such as reading a text. A launcher ends the others if
 # rank 0 dies, so this limit need not be short.
@@ -190,6 +192,29 @@ class World:
         else:
             self._wait_for(key)
         return json.loads(self._of_attempt.get(key))
+
+    def once(self, work: Callable[[], T]) -> T:
+        """Return what `work()` gives on rank 0, which alone calls it, on all ranks; see `agreed`."""
+        return work() if self.alone else self.agreed(work() if self.leads else None)  # type: ignore[no-any-return]
+
+    def gathered(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order and after a round trip through JSON; a collective."""
+        if self.alone:
+            return [value]
+        own = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        sizes = self.sum(torch.tensor([own.numel() * (rank == self.rank) for rank in range(self.size)])).tolist()
+        # Gathered tensors are equally long.
+        each = [torch.empty(max(sizes), dtype=torch.uint8) for _ in sizes]
+        dist.all_gather(each, torch.nn.functional.pad(own, (0, max(sizes) - own.numel())))
+        return [json.loads(text[:size].numpy().tobytes()) for text, size in zip(each, sizes, strict=True)]
+
+    def shared(self, work: Callable[[Sequence[T]], list[Any]], items: Sequence[T]) -> list[Any]:
+        """Return `work(items)`, a value of JSON for each, of which every rank computes a part; a collective."""
+        if self.alone:
+            return work(items)
+        own = items[self.rank :: self.size]
+        parts = self.gathered(work(own) if own else [])
+        return [parts[index % self.size][index // self.size] for index in range(len(items))]
 
     def remember(self, what: str, text: str) -> None:
         """Keep a text for as long as the launcher lives."""

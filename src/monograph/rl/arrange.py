@@ -1,8 +1,9 @@
-"""Arrange drawn answers in the rows of a window, and read what is computed there back by answer.
+"""Arrange drawn answers in the rows of a window, read what is computed there back by answer, and describe groups.
 
 Shapes: R rows, T positions.
 """
 
+import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,9 +13,11 @@ import torch
 from torch import Tensor
 
 from monograph.data.pack import best_fit_decreasing
+from monograph.decode.completion import Completion
 from monograph.loss import IGNORE, Batch
 from monograph.rl.loss import Kl
 from monograph.rl.objectives import Objective, Weight, weights
+from monograph.rl.prompts import Prompt
 
 
 @dataclass(frozen=True)
@@ -169,3 +172,34 @@ def by_answer(compute: Callable[[Batch], Tensor], rollouts: Rollouts, options: O
     values = torch.cat([compute(part).double().cpu() for part in parts])
     order, lengths = torch.argsort(window["factors"].flatten(), stable=True), [len(one.token_ids) for one in rollouts]
     return [part.tolist() for part in values[order][len(order) - sum(lengths) :].split(lengths)]
+
+
+class Group(NamedTuple):
+    """The answers to one prompt."""
+
+    prompt: Prompt
+    completions: Sequence[Completion]
+    rollouts: Sequence[Rollout]
+    rewards: Sequence[float]
+    weights: Sequence[Weight]
+    teaches: bool  # whether the rewards say anything, whatever a KL term does
+
+
+def described(groups: Sequence[Group]) -> dict[str, float]:
+    """Return figures on the answers of an update.
+
+    Returns:
+        dead: the share of groups that teach nothing; entropy: the mean of -log-probability of the drawn tokens, which
+        estimates the entropy a token; length: mean tokens of an answer; cut: the share of answers that did not end by
+        themselves; longest: tokens of the longest; drawn_tokens: of all answers.
+    """
+    completions = [completion for group in groups for completion in group.completions]
+    logprobs = [one.processed_drawn for completion in completions for one in completion.logprobs or ()]
+    return {
+        "dead": statistics.fmean(not group.teaches for group in groups),
+        "entropy": -statistics.fmean(logprobs),
+        "length": statistics.fmean(len(completion.token_ids) for completion in completions),
+        "longest": max(len(completion.token_ids) for completion in completions),
+        "cut": statistics.fmean(completion.finish_reason == "length" for completion in completions),
+        "drawn_tokens": sum(len(completion.token_ids) for completion in completions),
+    }

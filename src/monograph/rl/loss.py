@@ -3,9 +3,9 @@
 Shapes: B rows, T positions, N = B T.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -128,16 +128,20 @@ class PolicyLoss(nn.Module):
         """Return the sum of the shares, 0-d fp64."""
         return batch["shares"].sum()
 
-    def taken(self) -> dict[str, float]:
+    def taken(self, gathered: Callable[[Any], list[Any]] = lambda own: [own]) -> dict[str, float]:
         """Return figures on all targets since the last call; see `totals`.
+
+        Args:
+            gathered: returns the values of all ranks.
 
         Returns:
             drawn_minus_scored, drawn_minus_scored_max; ratio: mean rho; clipped: share of targets; kl: nats a token.
         """
-        total, largest, targets, rho, clipped, far = self.totals.tolist()
+        totals, largest, *others = zip(*gathered(self.totals.tolist()), strict=True)
+        total, targets, rho, clipped, far = map(sum, (totals, *others))
         self.totals.zero_()
         number = max(1.0, targets)
         return {
-            "drawn_minus_scored": total / number, "drawn_minus_scored_max": largest, "ratio": rho / number,
+            "drawn_minus_scored": total / number, "drawn_minus_scored_max": max(largest), "ratio": rho / number,
             "clipped": clipped / number, "kl": far / number,
         }  # fmt: skip

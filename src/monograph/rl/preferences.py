@@ -24,7 +24,7 @@ Shapes: B rows, T positions, N = B T, S places for answers, P pairs.
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -300,13 +300,16 @@ class PreferenceLoss(nn.Module):
         """Return the number of pairs, 0-d int64."""
         return (batch["answers"] > 0).sum() // 2
 
-    def taken(self) -> dict[str, float]:
+    def taken(self, gathered: Callable[[Any], list[Any]] = lambda own: [own]) -> dict[str, float]:
         """Return figures on all pairs since the last call: see `totals`.
+
+        Args:
+            gathered: returns the values of all ranks.
 
         Returns:
             accuracy: the share of pairs with the chosen answer ahead; margin and chosen_gain: means; answer_tokens.
         """
-        number, ahead, margin, gain, tokens, good = self.totals.tolist()
+        number, ahead, margin, gain, tokens, good = map(sum, zip(*gathered(self.totals.tolist()), strict=True))
         self.totals.zero_()
         pairs = max(1.0, number)
         return {

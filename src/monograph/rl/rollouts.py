@@ -13,8 +13,8 @@ import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from monograph.decode.completion import Completion, Generation, mode_for, rows_t
 from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of
 from monograph.decode.reproducible import rollout_seeds
-from monograph.decode.request import Request
+from monograph.decode.request import LogProbability, Request
 from monograph.decode.sampling import Sampling
 from monograph.device import clock
 from monograph.engine import Engine
@@ -36,7 +36,7 @@ from monograph.loss import Batch
 from monograph.model.llama import Llama
 from monograph.ops.attention import SAME_ROWS, block_of
 from monograph.optim import holding
-from monograph.rl.arrange import Options, Rollout, arranged, by_answer, judged, weighted
+from monograph.rl.arrange import Group, Options, Rollout, arranged, by_answer, described, judged, weighted
 from monograph.rl.form import Form
 from monograph.rl.loss import PolicyLoss
 from monograph.rl.objectives import Weight
@@ -49,22 +49,30 @@ SOLVED = 1.0  # the reward from which on an answer counts as right
 HELD_OUT = 1 << 62  # the position of the first held-out prompt, beyond all that a run trains on
 
 
-class _Group(NamedTuple):
-    """The answers to one prompt."""
+@dataclass(frozen=True)
+class Sharing:
+    """How ranks share the work of drawing; the defaults are for one process.
 
-    prompt: Prompt
-    completions: Sequence[Completion]
-    rollouts: Sequence[Rollout]
-    rewards: Sequence[float]
-    weights: Sequence[Weight]
-    teaches: bool  # whether the rewards say anything, whatever a KL term does
+    Attributes:
+        ranks: their number.
+        share: returns work(items), a value of JSON for each item, of which every rank computes a part.
+        once: returns what a function gives on one rank, on all of them.
+    """
+
+    ranks: int = 1
+    share: Callable[[Callable[[Sequence[Any]], list[Any]], Sequence[Any]], list[Any]] = lambda work, items: work(items)
+    once: Callable[[Callable[[], list[float]]], list[float]] = lambda work: work()
 
 
 class Drawer:
     """Draws answers from an engine's weights, and scores them."""
 
-    def __init__(self, engine: Engine, prompts: Prompts, reward: Reward, options: Options, updates: Callable[[], int]):
+    def __init__(
+        self, engine: Engine, prompts: Prompts, reward: Reward, options: Options, updates: Callable[[], int],
+        sharing: Sharing | None = None,
+    ):  # fmt: skip
         """Take the parts; `updates` returns the number of updates of the run, 0 as long as it is unknown."""
+        self.sharing = sharing or Sharing()
         self.engine, self.prompts, self.reward, self.options, self.updates = engine, prompts, reward, options, updates
         self.ends = prompts.ends(self.model.config)
         self.reference: list[Tensor] | None = None  # the planes of the weights that the run begins from
@@ -105,7 +113,8 @@ class Drawer:
             return self._made[1]
         least, most = SAME_ROWS if options.exact else 1, options.max_new_tokens
         form = Slots(self.slots, block_of(self.slots), min(options.prompts, MOST_PROMPTS), least, prompts.longest)
-        rows = rows_that_fit(model, form, min(max(answers, SAME_ROWS), MOST_ROWS), "lower rl.max_new_tokens")
+        own = -(-answers // self.sharing.ranks)
+        rows = rows_that_fit(model, form, min(max(own, SAME_ROWS), MOST_ROWS), "lower rl.max_new_tokens")
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
         chain = replace(chain, processed=not self._is_raw)
         with modes_kept(model):
@@ -130,11 +139,22 @@ class Drawer:
                 gc.enable()
 
     def draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
-        """Return an answer to each prompt, with its log-probabilities, by its seed.
+        """Return an answer to each prompt, with its log-probabilities, by its seed; ranks share the work.
 
         Raises:
             Diverged: the model's logits are not finite.
         """
+
+        def written(part: Sequence[tuple[Prompt, int]]) -> list[Any]:
+            return [(c.text, c.token_ids, c.finish_reason, c.logprobs) for c in self._draw(*zip(*part, strict=True))]
+
+        drawn = self.sharing.share(written, list(zip(prompts, seeds, strict=True)))
+        return [
+            Completion(text, token_ids, finish, [LogProbability(*one) for one in logprobs])
+            for text, token_ids, finish, logprobs in drawn
+        ]
+
+    def _draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
         sampling, most = Sampling(temperature=self.options.temperature, logprobs=0), self.options.max_new_tokens
         pairs, automaton = zip(prompts, seeds, strict=True), self.form.automaton if self.form else None
         requests = [Request(prompt.ids, sampling, most, self.ends, automaton, seed=seed) for prompt, seed in pairs]
@@ -185,11 +205,15 @@ class Drawer:
     def scored(self, rollouts: Sequence[Rollout], model: Llama) -> list[list[float]]:
         """Return a model's log-probabilities of the answers' tokens, computed as the loss computes them, uncaptured."""
         loss, device = cast(PolicyLoss, self.engine.step.loss), self.engine.step.device
-        with self._decoding():
-            return by_answer(
-                lambda part: loss.log_probabilities(model, {name: each.to(device) for name, each in part.items()}),
-                rollouts, self.arrangement, self.engine.micro_batch or len(rollouts),
-            )  # fmt: skip
+
+        def log_probabilities(batch: Batch) -> Tensor:
+            return loss.log_probabilities(model, {name: each.to(device) for name, each in batch.items()})
+
+        def scored(part: Sequence[Rollout]) -> list[list[float]]:
+            with self._decoding():
+                return by_answer(log_probabilities, part, self.arrangement, self.engine.micro_batch or len(part))
+
+        return self.sharing.share(scored, rollouts)
 
     def advantages(self, prompts: Sequence[Prompt], rollouts: Sequence[Rollout]) -> list[list[float]] | None:
         """Return log-probability of the teacher - of the student for each answer's tokens; None without a teacher."""
@@ -208,7 +232,8 @@ class Drawer:
             found = self.advantages(prompts, self.rollouts(prompts, completions)) or []
             return [statistics.fmean(each) for each in found]
         pairs = zip(prompts, completions, strict=True)
-        scores = self.reward.score([Answer(p.text, c.text, p.record, p.where) for p, c in pairs])
+        answers = [Answer(p.text, c.text, p.record, p.where) for p, c in pairs]
+        scores = self.sharing.once(lambda: self.reward.score(answers))
         if len(scores) != len(prompts) or not all(map(math.isfinite, scores)):
             raise InputRefused(f"{prompts[0].where}: the reward gave {scores!r:.60} for {len(prompts)} answers")
         return scores
@@ -279,7 +304,7 @@ class Rollouts(Iterator[Batch]):
         if self._again:
             self._again, self.is_fresh = self._again - 1, False
             return self._window
-        wanted, groups, drawn_s, scored_s = self.rows_per_window, list[_Group](), 0.0, 0.0
+        wanted, groups, drawn_s, scored_s = self.rows_per_window, list[Group](), 0.0, 0.0
         for _ in range(self.drawer.options.draws):
             if not (at := self._next_positions()):
                 break
@@ -318,7 +343,7 @@ class Rollouts(Iterator[Batch]):
         prompts = [asked[order[position - at[0]]] for position in at for _ in range(options.group)]
         return prompts, self.drawer.draw(prompts, rollout_seeds(options.seed, at, options.group))
 
-    def _weighed(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[_Group]:
+    def _weighed(self, prompts: Sequence[Prompt], completions: Sequence[Completion]) -> list[Group]:
         options, drawer = self.drawer.options, self.drawer
         rollouts = drawer.rollouts(prompts, completions)
         taught = drawer.advantages(prompts, rollouts)
@@ -333,7 +358,7 @@ class Rollouts(Iterator[Batch]):
             _, judgements = judged(rollouts[own], rewards[own], options)
             differ = any(judgements) if options.objective == "reinforce" else len({*judgements}) > 1
             teaches = bool(taught) or differ
-            groups.append(_Group(prompts[first], completions[own], rollouts[own], rewards[own], weighed, teaches))
+            groups.append(Group(prompts[first], completions[own], rollouts[own], rewards[own], weighed, teaches))
         return groups
 
     def _next_positions(self) -> list[int]:
@@ -357,23 +382,3 @@ class Rollouts(Iterator[Batch]):
 
     def close(self) -> None:
         """Do nothing: no window is made ahead."""
-
-
-def described(groups: Sequence[_Group]) -> dict[str, float]:
-    """Return figures on the answers of an update.
-
-    Returns:
-        dead: the share of groups that teach nothing; entropy: the mean of -log-probability of the drawn tokens, which
-        estimates the entropy a token; length: mean tokens of an answer; cut: the share of answers that did not end by
-        themselves; longest: tokens of the longest; drawn_tokens: of all answers.
-    """
-    completions = [completion for group in groups for completion in group.completions]
-    logprobs = [one.processed_drawn for completion in completions for one in completion.logprobs or ()]
-    return {
-        "dead": statistics.fmean(not group.teaches for group in groups),
-        "entropy": -statistics.fmean(logprobs),
-        "length": statistics.fmean(len(completion.token_ids) for completion in completions),
-        "longest": max(len(completion.token_ids) for completion in completions),
-        "cut": statistics.fmean(completion.finish_reason == "length" for completion in completions),
-        "drawn_tokens": sum(len(completion.token_ids) for completion in completions),
-    }

@@ -100,6 +100,7 @@ def score_with_first_weights(session: Session, resumed: bool, progress: Progress
     with progress.stage("reference", "log-probabilities of the weights before the first update") as stage:
         sides = session.text.train, session.text.held_out
         loss.remember(sides, session.engine.evaluate, session.batches.rows_per_window, stage.report)
+        loss.reference.copy_(session.world.sum(loss.reference))  # each answer is scored by one rank
         stage.result = f"of {counted(len(loss.reference) - 1, 'answer')}"
     _write(session, tensors)
 
@@ -116,6 +117,8 @@ def verify_reference(run: Run) -> None:
 
 def _write(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
     """Store a reference in the run's folder, before the run's first checkpoint."""
+    if not session.world.leads:
+        return
     there = {name: tensor.cpu() for name, tensor in tensors.items()}
     content = save(there, {"fingerprint": session.corpus.fingerprint, "sha256": _digest(there)})
     write_whole(session.run.folder / REFERENCE, content, "nothing was trained yet: make room there, and start again")

@@ -130,7 +130,7 @@ class Reporter:
         bits = self.held_out.bits_per_byte
         scores = {"eval_loss": self.held_out.loss, "eval_bits_per_byte": bits}
         if isinstance(loss := self.session.engine.step.loss, PreferenceLoss):
-            figures, tokens, bits = loss.taken(), self.session.answer_tokens, None
+            figures, tokens, bits = loss.taken(self.session.world.gathered), self.session.answer_tokens, None
             scores |= {f"eval_{name}": figures[name] for name in ("accuracy", "margin")}
             block.held_out(tokens, figures["accuracy"])
         used = min(limit or len(rows), len(rows))

@@ -121,7 +121,7 @@ def require_with_rewards(settings: Settings) -> None:
     excluded = {
         f"model.init = {init}": (code_file(init) is not None, "a program says no tokenizer: name a run or a folder"),
         "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),
-        f"train.parallel = {train.parallel}": (train.parallel != "none", "one device draws answers: leave it out"),
+        f"train.parallel = {train.parallel}": (train.parallel == "fsdp", "whole weights draw answers: take ddp"),
         "train.precision = fp8": (train.precision == "fp8", "answers are not drawn in fp8: take bf16"),
         f"train.tokens = {tokens}": (tokens is not None, "answers have any length: give updates or minutes"),
         f"optim.ema = {ema}": (ema != "none", "answers are the weights' own: leave it out"),
@@ -141,7 +141,6 @@ def require_with_preferences(settings: Settings) -> None:
         "rl.reward": (settings.rl.reward is not None, "a run learns from one of both: leave one out"),
         f"model.init = {init}": (code_file(init) is not None, "a program says no tokenizer: name a run or a folder"),
         "train.memory = stream": (train.memory == "stream", "it is not built for streaming: leave it out"),
-        f"train.parallel = {train.parallel}": (train.parallel != "none", "it is built for one device: leave it out"),
         "train.precision = fp8": (train.precision == "fp8", "it was not tried: take bf16"),
         "train.tokens": (train.tokens is not None, "pairs are counted, not tokens: give updates, epochs or minutes"),
         "data.packing = padded": (data.packing == "padded", "the two answers of a pair share a row: leave it out"),

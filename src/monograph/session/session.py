@@ -35,7 +35,7 @@ from monograph.rl.loss import PolicyLoss
 from monograph.rl.preferences import PreferenceLoss
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import Reward
-from monograph.rl.rollouts import Drawer, Rollouts
+from monograph.rl.rollouts import Drawer, Rollouts, Sharing
 from monograph.run import recorded_state
 from monograph.run.base import require_base
 from monograph.run.folder import TEACHERS, Run
@@ -278,18 +278,19 @@ class Session:
     def drawer(self) -> Drawer:
         """Return what draws answers, in a run with rewards."""
         assert isinstance(self.corpus, Prompts) and self.reward
-        return Drawer(self.engine, self.corpus, self.reward, options_of(self.plan), lambda: self.plan.updates)
+        sharing = Sharing(self.world.size, self.world.shared, self.world.once)
+        return Drawer(self.engine, self.corpus, self.reward, options_of(self.plan), lambda: self.plan.updates, sharing)
 
     def judged(self) -> dict[str, Any]:
         """Return figures on the answers of the last update, for its row of the metrics; empty for a run on text."""
         loss = self.engine.step.loss
         if isinstance(loss, PreferenceLoss):
-            figures = loss.taken()
+            figures = loss.taken(self.world.gathered)
             self.answer_tokens += int(figures["answer_tokens"])
             return {**figures, "tokens": self.answer_tokens}
         if not isinstance(self.batches, Rollouts) or not isinstance(loss, PolicyLoss):
             return {}
-        figures = loss.taken()
+        figures = loss.taken(self.world.gathered)
         if self.drawer.options.kl is None or not self.drawer.options.kl.needs_reference:
             del figures["kl"]
         if not self.batches.is_fresh:  # the answers are those of an update before
