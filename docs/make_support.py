@@ -53,7 +53,7 @@ WITH_RANKS = {
     "rl.reward": ("exact",),
     "prefer.loss": ("dpo",),
 }
-OF_ANSWERS = "[law 13](../tests/distributed/test_answers.py)"
+OF_ANSWERS = "[law 13](../tests/distributed/test_kinds_of_runs.py)"
 SHARDED = "[law 13](../tests/laws/test_sharded_is_single.py)"
 NARROW = "[test_narrow](../tests/test_narrow.py)"
 DEVICES = {

@@ -245,7 +245,8 @@ def bottleneck(found: Found) -> str:
 def ranks(found: Found) -> str:
     """Bytes per parameter at the peak of an update, here and in torch's engines, and the CPU time over theirs."""
     cases = [
-        (f"{case['parallel']} on {case['ranks']}", *(case[loop]["peak"] for loop in ("monograph", "torch")),
+        (f"{case['parallel']} on {case['ranks']}{', Muon' * (case['optim'] == 'muon')}",
+         *(case[loop]["peak"] for loop in ("monograph", "torch")),
          case["slower"]["cpu"]["median"])
         for case in found["cases"] if case["parallel"] != "none"
     ]  # fmt: skip
@@ -307,7 +308,7 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     ),
     "ranks": (
         "bytes per parameter on a rank at the peak of an update, and CPU time, of `train.parallel`, compared with "
-        "torch's DDP and FSDP2 in a plain loop, AdamW in fp32, a graph per block "
+        "torch's DDP and FSDP2 in a plain loop, AdamW in fp32 or Muon, a graph per block "
         "([how](docs/distributed.md#what-a-rank-holds))",
         ranks,
     ),

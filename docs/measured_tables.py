@@ -244,11 +244,14 @@ def changing() -> str:
 def sharing() -> str:
     """Return one line for each number of ranks of benchmarks/ranks.py."""
     found = result("ranks")
-    lines = ["| | held | torch's loop | at the peak of an update | torch's loop | CPU time over torch's loop |"]
-    lines.append("|---" * 6 + "|")
+    theirs = "torch's loop"
+    head = ["", "held", theirs, "at the peak of an update", theirs, "sent in one", theirs, f"CPU time over {theirs}"]
+    lines = [f"| {' | '.join(head)} |", "|---" * 8 + "|"]
     for case in found["cases"]:
         name = "one device" if case["parallel"] == "none" else f"`{case['parallel']}`, {case['ranks']} ranks"
-        cells = [f"{case[loop][kind]:.1f}" for kind in ("held", "peak") for loop in ("monograph", "torch")]
+        name += ", Muon" * (case["optim"] == "muon")
+        kinds = ("held", "peak", "sent")
+        cells = [f"{case[loop][kind]:.1f}" for kind in kinds for loop in ("monograph", "torch")]
         cpu = case["slower"]["cpu"]
         lines.append(f"| {name} | {' | '.join(cells)} | {cpu['median']:.2f} × ({cpu['low']:.2f}-{cpu['high']:.2f}) |")
     return "\n".join(lines)

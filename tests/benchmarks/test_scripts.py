@@ -86,10 +86,10 @@ def test_ladder(script, monkeypatch, tmp_path):
 def test_ranks(script, monkeypatch, tmp_path):
     ranks = script("ranks")
     started, shape = ranks.started, replace(ranks.TINY, captured=False)
-    monkeypatch.setattr(ranks, "started", lambda parallel, size, names, _: ranks.rank(parallel, names, shape, 2))
+    monkeypatch.setattr(ranks, "started", lambda parallel, size, names, _: ranks.rank(parallel, names[1:], shape, 2))
     [case] = smoke(ranks, monkeypatch, tmp_path / "found.json", "--ranks", "1")["cases"]
-    assert set(case["monograph"]) == set(case["torch"]) == {"held", "peak"} and case["slower"]["cpu"]["low"] > 0
-    assert len(started("fsdp", 2, [*ranks.LOOPS], True)["wall"]["values"]) == 2
+    assert set(case["monograph"]) == set(case["torch"]) == {"held", "peak", "sent"} and case["slower"]["cpu"]["low"] > 0
+    assert len(started("fsdp", 2, ["muon", *ranks.LOOPS], True)["wall"]["values"]) == 2
 
 
 def test_accumulation(script, monkeypatch, tmp_path):

@@ -14,7 +14,6 @@ from monograph.distributed.engine import Replicated, Sharded, seed
 from monograph.distributed.rows import rows_of
 from monograph.distributed.sharded import require_rows
 from monograph.errors import OutOfDeviceMemory, UsageError
-from monograph.graph.lora import Lora, adapt
 from monograph.graph.remat import Remat
 from monograph.loss import token_loss
 from monograph.ops.philox import LOW32
@@ -32,16 +31,10 @@ class Scaled(nn.Module):
         self.gain = nn.Parameter(torch.ones(()))
 
 
-def adapted() -> nn.Module:
-    adapt(model := tiny_llama(), Lora(rank=2))
-    return model
-
-
 REFUSED: dict[str, dict[str, Any]] = {
     "adamw:8bit is not for fsdp": {"optim": AdamW(state="8bit")},
     "adamw:all-bf16 is not for fsdp": {"optim": AdamW(state="all-bf16")},
     "train.remat: with fsdp it is none or full": {"remat": Remat.Budget(0.5)},
-    "with lora.rank take train.parallel = ddp": {"model": adapted()},
     "gain has no rows": {"model": Scaled()},
 }
 

@@ -199,7 +199,9 @@ BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "muon in bf16*": (torch.float64, {"optim": Muon(state="bf16")}),
     "muon of experts*": (torch.float64, {"optim": Muon()}),
     "packed*": (torch.float64, {}),
-    "adapters": (torch.float64, {}),
+    "adapters*": (torch.float64, {}),
+    "adapters in int8*": (torch.float32, {}),
+    "adapters in nf4*": (torch.float32, {}),
     "balanced experts*": (torch.float64, {}),
 }
 EXPERTS = {
@@ -235,8 +237,8 @@ def combinations(world: World) -> dict[str, dict[str, float]]:
 def beside(name: str, dtype: torch.dtype) -> Any:
     sizes = EXPERTS if "experts" in name else {}
     made = model(dtype, True, **sizes)
-    if name == "adapters":
-        adapt(made, Lora(rank=4), seed=0)
+    if name.startswith("adapters"):
+        adapt(made, Lora(rank=4, base=name.strip("*").partition(" in ")[2] or "auto", tokens=(3, 5)), seed=0)  # type: ignore[arg-type]
     return made
 
 

@@ -25,7 +25,7 @@ from monograph.distributed.rows import of_rows, rows_of
 from monograph.distributed.world import World
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
-from monograph.graph.lora import adapters, kept_state
+from monograph.graph.lora import kept_state
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.graph.remat import Remat
 from monograph.loss import pair
@@ -74,10 +74,15 @@ class Shards:
         kinds, model = step.optim.kinds(step.model), step.model
         self.names, self._empty = list(kept_state(model)), hollow(model)
         mesh = init_device_mesh(default_device().type, (self.world.size,))
+        single = {parameter for parameter in model.parameters() if not parameter.ndim}  # of a quantised base
+        for parameter in single:
+            parameter.data = parameter.data.to(default_device())
+        for parameter in single:
+            parameter.data = parameter.data.to(default_device())
         # Mapped weights are read from their file one block at a time, and a rank keeps only its rows.
         for block in blocks(model).values():
-            fully_shard(materialize_(block), mesh=mesh)
-        self.root = fully_shard(_Summed(step), mesh=mesh)  # type: ignore[assignment]
+            fully_shard(materialize_(block), mesh=mesh, ignored_params=single)
+        self.root = fully_shard(_Summed(step), mesh=mesh, ignored_params=single)  # type: ignore[assignment]
         for module in self.root.modules():  # type: ignore[attr-defined]
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
@@ -132,7 +137,7 @@ class Shards:
         needed = sum(parameter.nbytes for parameter in whole.parameters())
         device = step.device if needed < ROOM * describe(step.device).free_memory_bytes else torch.device("cpu")
         for name, empty in list(whole.named_parameters()):
-            full = own[name].full_tensor()
+            full = own[name].full_tensor() if isinstance(own[name], DTensor) else own[name]
             if self.world.leads:
                 _replace(whole, empty, nn.Parameter(full.to(device), empty.requires_grad))
         if self.world.leads:
@@ -153,17 +158,15 @@ def require_rows(step: Any) -> None:
     """Refuse a step that cannot be trained by rows.
 
     Raises:
-        UsageError: the optimizer needs blocks of numbers, the recomputation policy needs a copy of the model, or there
-            are adapters or a parameter without rows.
+        UsageError: the optimizer needs blocks of numbers, the recomputation policy needs a copy of the model, or a
+            trained parameter has no rows.
     """
     if step.optim.state in ("8bit", "all-bf16"):
         name = f"{type(step.optim).__name__.lower()}:{step.optim.state}"
         raise UsageError(f"optim.name = {name} is not for fsdp: take fp32 or bf16 state, or ddp")
     if not isinstance(step.remat, (Remat.Off, Remat.Full)):
         raise UsageError("train.remat: with fsdp it is none or full, as what to keep is found on a whole model")
-    if adapters(step.model):
-        raise UsageError("fsdp is for weights that are trained: with lora.rank take train.parallel = ddp")
-    if scalars := [name for name, parameter in step.model.named_parameters() if not parameter.ndim]:
+    if scalars := [name for name, parameter in trainable(step.model).items() if not parameter.ndim]:
         raise UsageError(f"{scalars[0]} has no rows that fsdp could share out: take train.parallel = ddp")
 
 

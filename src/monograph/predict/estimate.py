@@ -46,6 +46,26 @@ EAGER_UPDATE_BYTES = {"fp32": 28, "8bit": 36, "bf16": 116, "all-bf16": 120}
 ORTHOGONAL_NUMBERS = 3
 
 
+def spared_bytes(parameters: int, parallel: str, ranks: int, base: tuple[str, str] | None = None) -> int:
+    """Return how many bytes fewer a rank holds than one device; negative if it holds more.
+
+        ddp:  a second copy of the gradients
+        fsdp: less by 1 - 1 / ranks of the weights, and of gradients and moments, if the weights are trained
+
+    Two whole blocks, which a rank of fsdp gathers, are not counted.
+
+    Args:
+        parameters: their number.
+        parallel: "ddp" or "fsdp".
+        ranks: their number.
+        base: the format of frozen weights beside adapters, and the precision; None: all weights are trained, in fp32.
+    """
+    if base is None:
+        return -4 * parameters if parallel == "ddp" else int(16 * parameters * (1 - 1 / ranks))
+    each = FROZEN_BYTES.get(base[0], 4.0 if base[1] == "fp32" else 2.0)
+    return 0 if parallel == "ddp" else int(each * parameters * (1 - 1 / ranks))
+
+
 def stored_numbers(work: Work, remat: str | float) -> float:
     """Return how many numbers of the compute dtype a block keeps per token for its backward pass, its input included.
 

@@ -96,7 +96,6 @@ def require_with_ranks(settings: Settings) -> None:
                 train.remat not in ("auto", "none", "full"),
                 "what to keep is found on a whole model: take none or full",
             ),
-            "lora.rank": (settings.lora.rank is not None, "it shards weights that are trained: take ddp"),
         }
     _refuse_first(f"train.parallel = {train.parallel}", excluded)
 

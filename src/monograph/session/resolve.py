@@ -18,13 +18,14 @@ from monograph.model.config import LlamaConfig
 from monograph.model.files import has_weights
 from monograph.optim import AdamW, Muon, Optimizer
 from monograph.planner import Candidate, Limits, Request, StreamCandidate, defaults
+from monograph.predict.estimate import spared_bytes
 from monograph.predict.footprint import Compile
 from monograph.predict.roofline import Calibration
 from monograph.rl.preferences import preference
 from monograph.run.base import tokenizer_named, tokenizer_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, require_tokens
-from monograph.session.plan import FP32_BYTES, Length, Plan, Shape
+from monograph.session.plan import Length, Plan, Shape
 from monograph.session.recorded import own_copies
 from monograph.session.reinforcing import bytes_beside, fixed_rl, judging
 from monograph.session.requirements import require_positions, require_room, require_targets, require_together
@@ -38,7 +39,6 @@ ORIGIN = "plan"  # the origin of a value that is decided here
 WIDTH = "width"
 # The policies among which the planner chooses for "auto"; a CPU has no other memory for the last, "offload".
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
-COPIES = 4  # numbers for a parameter: weight, gradient, two moments
 RANKING_FLOPS = 1e12  # any rate will do, since only the order of candidates of one precision matters
 FINAL = 0.05  # share of the peak learning rate that the schedule falls to if optim.schedule names none
 
@@ -307,9 +307,7 @@ def without(machine: Device, taken_bytes: int) -> Device:
 def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> Candidate:
     """Return the candidate that `monograph plan` would choose for one rank on this machine.
 
-    What a run with rewards holds beside its step is taken off. DDP needs memory for a second copy of the gradients.
-    FSDP2 holds a rank's share of weights, gradients and moments, and two whole blocks; all memory except the share is
-    taken to be free for these.
+    What a run with rewards holds beside its step is taken off; for ranks see `spared_bytes`.
 
     Raises:
         OutOfDeviceMemory: nothing fits; the message names the nearest candidate and by how much it misses.
@@ -318,9 +316,9 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
     if plan.reward is not None:
         machine, memory = without(machine, sum(plan.beside.values())), "device"
     if plan.parallel != "none":
-        rows, weights = -(-plan.rows // shape.ranks), FP32_BYTES * config.parameter_count()
-        spared = -weights if plan.parallel == "ddp" else int(COPIES * weights * (1 - 1 / shape.ranks))
-        machine = without(machine, -spared)
+        rows, lora = -(-plan.rows // shape.ranks), lora_of(plan.settings, shape.tokens)
+        kept = (lora.base, plan.precision) if lora else None
+        machine = without(machine, -spared_bytes(config.parameter_count(), plan.parallel, shape.ranks, kept))
         plan, memory = replace(plan, tokens_per_update=rows * plan.sequence_length), "device"
     request = request_of(plan, config, machine, shape.tokens)
     eager = request.scopes == ("none",) or (machine.type == "cpu" and compiler_obstacle() is not None)

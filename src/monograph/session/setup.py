@@ -194,7 +194,9 @@ def build_run(
         start = read_adapter(recipe.adapter) if recipe.adapter else None
         if start:
             require_base_of(start, str(recipe.base_sha256))
-        put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.precision), device=device)
+        # Under fsdp the base is rounded on the host, as no device need have room for all of it.
+        there = None if plan.parallel == "fsdp" else device
+        put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.precision), device=there)
     return BuiltRun(plan, model, _judging(plan, text, model) or loss, notes)
 
 

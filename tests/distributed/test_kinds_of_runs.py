@@ -1,4 +1,4 @@
-"""Run: pytest tests/distributed/test_answers.py (law 13 for runs on rewarded and on compared answers)."""
+"""Run: pytest tests/distributed/test_kinds_of_runs.py (law 13 for runs on answers, and of adapters)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from commands.forked import CommandServer
-from commands.inputs import over, rows
+from commands.inputs import over, rows, with_texts
+from commands.test_lora import LORA
 from commands.test_preferences import RUN as COMPARED
 from commands.test_rewards import RUN as REWARDED
 from distributed.launched import ranks
@@ -19,16 +20,17 @@ CASES = {
     "an odd number of answers": (over(REWARDED, "rl.prompts=1", "train.updates=2"), "ddp", "reward"),
     "pairs, ddp": (over(COMPARED, "train.micro_batch=1"), "ddp", "accuracy"),
     "pairs, fsdp": (over(COMPARED, "optim.name=adamw"), "fsdp", "accuracy"),
+    "adapters on nf4": (over(LORA, "lora.base=nf4", "train.updates=3"), "fsdp", "loss"),
     "judged answers": (over(COMPARED[1:], "data.source=labelled.jsonl", "train.updates=3"), "ddp", "accuracy"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_two_ranks_learn_from_the_answers_that_one_process_has(
-    case: str, server: CommandServer, tmp_path: Path
-) -> None:
+def test_two_ranks_make_the_run_that_one_makes(case: str, server: CommandServer, tmp_path: Path) -> None:
     """Draws, rewards, references, figures: each number of the log but times, to the rounding of sums."""
     write_inputs(tmp_path)
+    if not (tmp_path / "texts").exists():
+        with_texts(tmp_path)
     settings, parallel, figure = CASES[case]
     assert server.run(tmp_path, "train", *settings, "--out", "alone", figures=0).code == 0
     done = ranks(server, tmp_path, 2, "train", *settings, f"train.parallel={parallel}", "--out", "shared")
