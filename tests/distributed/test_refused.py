@@ -14,7 +14,6 @@ from monograph.distributed.engine import Replicated, Sharded, seed
 from monograph.distributed.rows import rows_of
 from monograph.distributed.sharded import require_rows
 from monograph.errors import OutOfDeviceMemory, UsageError
-from monograph.graph.remat import Remat
 from monograph.loss import token_loss
 from monograph.ops.philox import LOW32
 from monograph.optim import AdamW
@@ -34,14 +33,13 @@ class Scaled(nn.Module):
 REFUSED: dict[str, dict[str, Any]] = {
     "adamw:8bit is not for fsdp": {"optim": AdamW(state="8bit")},
     "adamw:all-bf16 is not for fsdp": {"optim": AdamW(state="all-bf16")},
-    "train.remat: with fsdp it is none or full": {"remat": Remat.Budget(0.5)},
     "gain has no rows": {"model": Scaled()},
 }
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_what_rows_cannot_do(sentence: str) -> None:
-    fields = {"optim": AdamW(), "remat": Remat.Off(), "model": tiny_llama()} | REFUSED[sentence]
+    fields = {"optim": AdamW(), "model": tiny_llama()} | REFUSED[sentence]
     with pytest.raises(UsageError, match=sentence):
         require_rows(SimpleNamespace(**fields))
 

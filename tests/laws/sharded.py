@@ -189,9 +189,9 @@ BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "bf16*": (torch.float32, {"precision": Precision("bf16")}),
     "fp16*": (torch.float32, {"precision": Precision("fp16")}),
     "recomputed*": (torch.float64, {"remat": Remat.Full()}),
-    "pointwise": (torch.float64, {"remat": Remat.Pointwise()}),
-    "budget": (torch.float64, {"remat": Remat.Budget(0.3)}),
-    "offloaded": (torch.float64, {"remat": Remat.Offload()}),
+    "pointwise*": (torch.float64, {"remat": Remat.Pointwise()}),
+    "budget*": (torch.float64, {"remat": Remat.Budget(0.3)}),
+    "offloaded*": (torch.float64, {"remat": Remat.Offload()}),
     "state in bf16*": (torch.float64, {"optim": AdamW(state="bf16")}),
     "state in 8 bits": (torch.float64, {"optim": AdamW(state="8bit")}),
     "groups*": (torch.float64, {"optim": AdamW(groups=[Group("*.q_proj.*", lr=3.0, eps=0.1)])}),
@@ -228,10 +228,15 @@ def combinations(world: World) -> dict[str, dict[str, float]]:
                 for a, b in ((alone.loss, shared.loss), (alone.grad_norm, shared.grad_norm)):
                     worst = max(worst, abs(float(a) - float(b)) / abs(float(a)))
             state = {**many.state().model, **many.state().optimizer}
-            assert state.keys() == exact.keys()
+            assert state.keys() == exact.keys() and kept_results(many.model) == kept_results(one.model)
             errors = {n: relative_error(whole(tensor).double(), exact[n].double()) for n, tensor in state.items()}
             found[f"{kind} {name} {dtype}"] = {"numbers": worst, "state": max(errors.values())}
     return found
+
+
+def kept_results(module: Any) -> list[str]:
+    """What the blocks keep for the backward pass."""
+    return [getattr(block.__dict__.get("remat"), "kept", "") for block in module.model.layers]
 
 
 def beside(name: str, dtype: torch.dtype) -> Any:
@@ -363,6 +368,7 @@ def captured(world: World) -> dict[str, Any]:
     cases = (
         ("ddp", "whole", Remat.Off(), adamw), ("ddp", "blocks", Remat.Full(), adamw),
         ("fsdp", "blocks", Remat.Full(), adamw), ("fsdp", "blocks", Remat.Off(), muon),
+        ("fsdp", "blocks", Remat.Budget(0.4), muon), ("fsdp", "blocks", Remat.Offload(), adamw),
     )  # fmt: skip
     for kind, scope, remat, optim in cases:
         one = Resident(model(torch.float64, True), micro_batch=ROWS, clip=0.5, optim=optim)
@@ -379,7 +385,7 @@ def captured(world: World) -> dict[str, Any]:
             pairs.append((one.evaluate(window)[0], many.evaluate(window)[0]))
             worst = max(worst, *(abs(float(a) - float(b)) / abs(float(a)) for a, b in pairs))
         recompiles = compat.captured_graphs() - graphs
-        found[f"{kind} {scope} {type(optim).__name__}"] = {
+        found[f"{kind} {scope} {remat} {type(optim).__name__}"] = {
             "error": worst,
             "recompiles": recompiles,
             "breaks": compat.graph_breaks(),

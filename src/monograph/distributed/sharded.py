@@ -27,7 +27,6 @@ from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
 from monograph.graph.lora import kept_state
 from monograph.graph.mmap_weights import kept_dtype, materialize_
-from monograph.graph.remat import Remat
 from monograph.loss import pair
 from monograph.optim import Kind, Plane, nesterov, newton_schulz, trainable
 from monograph.optim.narrow import unpacked
@@ -64,6 +63,7 @@ class Shards:
             directed=self._directed,
             score=self._score,
             weights=self._weights,
+            whole=lambda step: self._empty,
             assembled=self._assembled,
             **others,
         )
@@ -158,14 +158,11 @@ def require_rows(step: Any) -> None:
     """Refuse a step that cannot be trained by rows.
 
     Raises:
-        UsageError: the optimizer needs blocks of numbers, the recomputation policy needs a copy of the model, or a
-            trained parameter has no rows.
+        UsageError: the optimizer needs blocks of numbers, or a trained parameter has no rows.
     """
     if step.optim.state in ("8bit", "all-bf16"):
         name = f"{type(step.optim).__name__.lower()}:{step.optim.state}"
         raise UsageError(f"optim.name = {name} is not for fsdp: take fp32 or bf16 state, or ddp")
-    if not isinstance(step.remat, (Remat.Off, Remat.Full)):
-        raise UsageError("train.remat: with fsdp it is none or full, as what to keep is found on a whole model")
     if scalars := [name for name, parameter in trainable(step.model).items() if not parameter.ndim]:
         raise UsageError(f"{scalars[0]} has no rows that fsdp could share out: take train.parallel = ddp")
 

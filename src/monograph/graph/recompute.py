@@ -263,12 +263,15 @@ def _put(buffers: list[_Buffer]) -> None:
 # ---- budgets --------------------------------------------------------------------------------------------------------
 
 
-def choose_kept(module: nn.Module, run: Pass, *, captured: bool, device: torch.device | None = None) -> None:
+def choose_kept(
+    module: nn.Module, run: Pass, *, captured: bool, device: torch.device | None = None, whole: nn.Module | None = None
+) -> None:
     """Choose which results blocks with a `Pointwise` or `Budget` policy keep, from one pass with fake tensors.
 
     Args:
         module: a module whose blocks follow a policy.
         run: runs a module on a batch; it is given a copy with fake tensors.
+        whole: the module with tensors of its own shapes, if those of `module` are sharded.
         device: where the blocks will compute, if the module's tensors are elsewhere, as those of a streamed one are.
         captured: whether the blocks will run in a compiled graph, where they may compute and keep other tensors.
 
@@ -286,7 +289,7 @@ def choose_kept(module: nn.Module, run: Pass, *, captured: bool, device: torch.d
     if captured:
         compat.quiet_selective_recompute()
     budgeted = any(isinstance(plan.policy, Remat.Budget) for plan in choosing.values())
-    recordings = recorded(module, run, device, captured=captured, stored=budgeted)
+    recordings = recorded(whole or module, run, device, captured=captured, stored=budgeted)
     for name, plan in choosing.items():
         names = _kept_of(plan.policy, recordings[name])
         plan.contexts, plan.kept = (_keeping(names), str(sorted(names))) if names else (None, "")

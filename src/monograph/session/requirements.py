@@ -92,10 +92,6 @@ def require_with_ranks(settings: Settings) -> None:
                 "a rank has some rows of each matrix: take :bf16, or ddp",
             ),
             "train.compile = whole": (train.compile == "whole", "blocks are gathered one by one: take blocks or none"),
-            f"train.remat = {train.remat}": (
-                train.remat not in ("auto", "none", "full"),
-                "what to keep is found on a whole model: take none or full",
-            ),
         }
     _refuse_first(f"train.parallel = {train.parallel}", excluded)
 

@@ -281,7 +281,7 @@ def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[i
         plan.micro_batch or None,
         (plan.precision,),
         _scopes(plan.parallel, config) if plan.compile == "auto" else (plan.compile,),
-        _remats(plan.parallel, machine) if plan.remat == "auto" else (plan.remat,),
+        (REMATS if machine.type == "cuda" else REMATS[:-1]) if plan.remat == "auto" else (plan.remat,),
         plan.reading["packing"] == "packed" and judged != "exact",
         plan.clip,
         lora_of(plan.settings, tokens),
@@ -291,11 +291,6 @@ def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[i
 
 def _scopes(parallel: str, config: LlamaConfig) -> tuple[Compile, ...]:
     return ("blocks",) if parallel == "fsdp" else defaults.scopes(config.num_hidden_layers)
-
-
-def _remats(parallel: str, machine: Device) -> tuple[str | float, ...]:
-    here = REMATS if machine.type == "cuda" else REMATS[:-1]
-    return ("none", "full") if parallel == "fsdp" else here
 
 
 def without(machine: Device, taken_bytes: int) -> Device:

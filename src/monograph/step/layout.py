@@ -211,6 +211,7 @@ class Layout:
         at_rest: waits until the planes may be read, and if `written` also written.
         weights: returns the model's tensors that training changes, by name, tied ones once.
         take_weights: is called after other values were copied into these tensors.
+        whole: returns a module of the same shapes, perhaps without values, if the step's own is sharded.
         assembled: returns a context with a module that can be called on its own, all of its weights in one place.
         counters: tensors of a state in addition to the step's own counters, by name.
         frozen: which members are never updated again, bool [N].
@@ -234,6 +235,7 @@ class Layout:
     at_rest: Callable[[Any, bool], None] = lambda step, written: None
     weights: Callable[[Any], dict[str, Tensor]] = lambda step: kept_state(step.model)
     take_weights: Callable[[Any, Mapping[str, Tensor]], None] = lambda step, taken: None
+    whole: Callable[[Any], nn.Module | None] = lambda step: None
     assembled: Callable[[Any], AbstractContextManager[nn.Module]] = lambda step: nullcontext(step.model)
     counters: Mapping[str, Tensor] = field(default_factory=dict)
     frozen: Tensor | None = None

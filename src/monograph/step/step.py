@@ -222,7 +222,8 @@ class Step:
         if self.kept_for != captured:
             with unlinked(self.planes), self.context(), buffers_kept(self.loss):
                 run, device = lambda twin: self.loss(twin, batch), self.device
-                recompute.choose_kept(self.model, run, captured=captured, device=device)
+                whole = self.layout.whole(self)
+                recompute.choose_kept(self.model, run, captured=captured, device=device, whole=whole)
             self.kept_for = captured
 
     def _micro_step(self, batch: Any) -> None:
