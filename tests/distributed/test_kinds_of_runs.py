@@ -1,4 +1,4 @@
-"""Run: pytest tests/distributed/test_kinds_of_runs.py (law 13 for runs on answers, and of adapters)."""
+"""Run: pytest tests/distributed/test_kinds_of_runs.py (law 13 for runs on answers, of adapters, streamed)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from commands.forked import CommandServer
-from commands.inputs import over, rows, with_texts
+from commands.inputs import TINY, over, rows, with_texts
 from commands.test_lora import LORA
 from commands.test_preferences import RUN as COMPARED
 from commands.test_rewards import RUN as REWARDED
@@ -21,6 +21,7 @@ CASES = {
     "pairs, ddp": (over(COMPARED, "train.micro_batch=1"), "ddp", "accuracy"),
     "pairs, fsdp": (over(COMPARED, "optim.name=adamw"), "fsdp", "accuracy"),
     "adapters on nf4": (over(LORA, "lora.base=nf4", "train.updates=3"), "fsdp", "loss"),
+    "streaming": (over(TINY, "train.memory=stream", "model.num_hidden_layers=3"), "ddp", "loss"),
     "judged answers": (over(COMPARED[1:], "data.source=labelled.jsonl", "train.updates=3"), "ddp", "accuracy"),
 }
 

@@ -25,7 +25,7 @@ from monograph.device import default_device
 from monograph.distributed import engine as rank_engines
 from monograph.distributed import matrices
 from monograph.distributed.checkpoint import save
-from monograph.distributed.engine import Replicated, Sharded
+from monograph.distributed.engine import Replicated, Sharded, StreamedReplica
 from monograph.distributed.world import World, place
 from monograph.errors import OutOfDeviceMemory
 from monograph.graph.lora import Lora, adapt
@@ -35,6 +35,8 @@ from monograph.loop import EngineState
 from monograph.optim import AdamW, Group, Muon, newton_schulz
 from monograph.resident import Resident
 from monograph.storage import blocks
+from monograph.stream.engine import Streamed
+from monograph.stream.placement import Placement
 from numerics import relative_error
 
 ENGINES = {"ddp": Replicated, "fsdp": Sharded}
@@ -239,6 +241,36 @@ def kept_results(module: Any) -> list[str]:
     return [getattr(block.__dict__.get("remat"), "kept", "") for block in module.model.layers]
 
 
+def streamed(world: World) -> dict[str, dict[str, float]]:
+    """Three clipped updates and an evaluation of ranks that each stream, beside one process's: relative errors."""
+    found = {}
+    for name, options in STREAMED.items():
+        dtype = torch.float32 if options.get("precision") else torch.float64
+        settings: dict[str, Any] = {"clip": 0.5, "micro_batch": ROWS, **options}
+        sizes = {"num_hidden_layers": 3, "tie_word_embeddings": "tied" in name}
+        one = Streamed(tiny_llama(dtype, **sizes), **settings)
+        many = StreamedReplica(tiny_llama(dtype, **sizes), world=world, **settings)
+        numbers = []
+        for index in range(3):
+            window = ragged(windows(world.size)["2W+1"], seed=index)
+            alone, shared = one_update(one, window), one_update(many, window)
+            numbers += [(alone.loss, shared.loss), (alone.grad_norm, shared.grad_norm), (alone.count, shared.count)]
+        numbers += zip(one.evaluate(window), many.evaluate(window), strict=True)
+        state, exact = (each.state().model | each.state().optimizer for each in (many, one))
+        worst = max(abs(float(a) - float(b)) / abs(float(a)) for a, b in numbers)
+        errors = [relative_error(state[n].double(), tensor.double()) for n, tensor in exact.items()]
+        found[f"{name} {dtype}"] = {"numbers": worst, "state": max(errors)}
+    return found
+
+
+STREAMED: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "tied, next forward": {"placement": Placement(when="next forward"), "optim": Muon()},
+    "backward": {"placement": Placement(when="backward"), "clip": None},
+    "on the host, bf16": {"placement": Placement(where="host"), "precision": Precision("bf16")},
+}
+
+
 def beside(name: str, dtype: torch.dtype) -> Any:
     sizes = EXPERTS if "experts" in name else {}
     made = model(dtype, True, **sizes)
@@ -416,7 +448,7 @@ def assembled(world: World) -> dict[str, float]:
 
 PROGRAMS = {
     "equations": (gradients, wrong_ways, trajectories, assembled, owners),
-    "combinations": (combinations,),
+    "combinations": (combinations, streamed),
     "halved": (halved,),
     "restarted": (restarted,),
     "captured": (captured,),

@@ -73,8 +73,9 @@ def test_the_assembled_model_is_that_of_one_process(found: dict[str, Any]) -> No
 
 
 def test_what_stands_beside_it_is_that_of_one_process(server: CommandServer, tmp_path: Path) -> None:
-    """Precisions, recomputation, what optimizers keep, Muon, packed rows, adapters: each cell of docs/support.md."""
-    for case, errors in run(server, "combinations", 2, tmp_path)["combinations"].items():
+    """Precisions, recomputation, optimizers, packed rows, adapters, streams: each cell of docs/support.md."""
+    found = run(server, "combinations", 2, tmp_path)
+    for case, errors in (found["combinations"] | found["streamed"]).items():
         assert max(errors.values()) <= BOUND[case.split()[-1]], (case, errors)
 
 

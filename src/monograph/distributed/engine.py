@@ -10,6 +10,7 @@ subnormals differently. So they are set to sum instead. A window's micro-batches
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, TypeVar, final
 
 import torch
@@ -27,7 +28,9 @@ from monograph.loss import Batch, fill_of
 from monograph.ops.philox import LOW32
 from monograph.optim import unlinked
 from monograph.step import Layout, Step, accumulate
-from monograph.step.layout import on_device
+from monograph.step.layout import on_device, total
+from monograph.stream.engine import Streamed
+from monograph.stream.placement import Placement
 
 T = TypeVar("T")
 
@@ -60,6 +63,22 @@ class RankEngine(Engine):
     def _size(self, window: Batch) -> int:
         return self.micro_batch or -(-self._rows(window) // self.world.size)
 
+    def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
+        # The other ranks wait for this rank in the middle of a pass, so all of them have to begin again.
+        try:
+            return work()
+        except (RuntimeError, InputRefused) as error:
+            if not out_of_memory(error):
+                raise
+            rows = self._size(window)
+            remedy = "let torchrun restart it (--max-restarts 3), or " if rows > 1 else ""
+            failed = OutOfDeviceMemory(
+                f"rank {self.world.rank}: out of memory at micro_batch = {rows}: {str(error).splitlines()[0]}; "
+                f"{remedy}use a smaller train.micro_batch, model or sequence_length"
+            )
+            failed.retry_rows = (rows + 1) // 2 if rows > 1 else 0
+            raise failed from error
+
     def _accumulate(self, step: Step, batches: Sequence[Any]) -> None:
         step.link()
         for unit, batch in enumerate(batches):
@@ -76,13 +95,6 @@ class RankEngine(Engine):
     def _without_gradient(self, step: Step) -> None:
         """Do what ranks must where a micro-batch's loss depends on no parameter."""
         raise NotImplementedError
-
-
-def total(step: Step) -> None:
-    """Sum loss and count over the ranks, once before the update."""
-    totals = step.sum_over_ranks(torch.stack([step.loss_sum, step.count.double()]))
-    step.loss_sum.copy_(totals[0])
-    step.count.copy_(totals[1])
 
 
 def seed(world: World, step: Step, unit: int) -> None:
@@ -162,7 +174,7 @@ class Replicated(RankEngine):
                 raise torch.OutOfMemoryError(message or "on another rank")
             return done
 
-        return super()._fitting(window, together)
+        return Engine._fitting(self, window, together)
 
     def _step_down(self, window: Batch, message: str) -> None:
         super()._step_down(window, message)
@@ -196,22 +208,6 @@ class Sharded(RankEngine):
         step.recorder = None  # a replayed micro-step would contain collectives
         super().__init__(lambda: step, micro_batch)
 
-    def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
-        # The other ranks wait for this rank's rows of the next block, so all of them have to begin again.
-        try:
-            return work()
-        except (RuntimeError, InputRefused) as error:
-            if not out_of_memory(error):
-                raise
-            rows = self._size(window)
-            remedy = "let torchrun restart it (--max-restarts 3), or " if rows > 1 else ""
-            failed = OutOfDeviceMemory(
-                f"rank {self.world.rank}: out of memory at micro_batch = {rows}: {str(error).splitlines()[0]}; "
-                f"{remedy}use a smaller train.micro_batch, model or sequence_length"
-            )
-            failed.retry_rows = (rows + 1) // 2 if rows > 1 else 0
-            raise failed from error
-
     def load_state(self, state: EngineState) -> None:
         """Load a state as `Engine.load_state` does; each rank takes its rows of whole tensors."""
         own = self.state()
@@ -226,6 +222,24 @@ class Sharded(RankEngine):
             "a micro-batch's loss does not depend on the parameters, and fsdp needs a backward pass through all of "
             "them: have the loss call the model for rows without targets too, or take train.parallel = ddp"
         )
+
+
+@final
+class StreamedReplica(RankEngine, Streamed):
+    """The engine of a module that every rank streams whole from its host; gradients are summed stage by stage."""
+
+    def __init__(self, model: nn.Module, *, world: World, placement: Placement | None = None, **others: Any):
+        """Move the module's parameters to their homes; the other arguments are those of `Streamed`."""
+        self.world, placement = world, placement or Placement()
+        if placement.when == "backward":  # an update then is decided on by one rank's losses
+            placement = replace(placement, when="next forward")
+        Streamed.__init__(self, model, placement=placement, sum_over_ranks=world.sum, **others)
+
+    def accumulate(self, window: Batch) -> None:
+        """Add the window's exact gradient, as `Engine.accumulate` does."""
+        if not self.walk.fresh:
+            raise UsageError("several ranks take one window an update")  # the first one's sum would be summed again
+        super().accumulate(window)
 
 
 class _Whole(nn.Module):

@@ -81,12 +81,12 @@ def require_with_ranks(settings: Settings) -> None:
     if train.parallel == "none":
         return
     excluded = {
-        "train.memory = stream": (train.memory == "stream", "weights stay on the devices: leave it out"),
         "train.precision = fp8": (train.precision == "fp8", "take bf16"),
         f"optim.name = {name}": (name.endswith(":all-bf16"), "gradients are of the weights' dtype: take :bf16"),
     }
     if train.parallel == "fsdp":
         excluded |= {
+            "train.memory = stream": (train.memory == "stream", "a rank that streams has whole weights: take ddp"),
             f"optim.name = {name}": (
                 name.endswith(("8bit", "all-bf16")),
                 "a rank has some rows of each matrix: take :bf16, or ddp",

@@ -313,13 +313,16 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
     if plan.parallel != "none":
         rows, lora = -(-plan.rows // shape.ranks), lora_of(plan.settings, shape.tokens)
         kept = (lora.base, plan.precision) if lora else None
-        machine = without(machine, -spared_bytes(config.parameter_count(), plan.parallel, shape.ranks, kept))
-        plan, memory = replace(plan, tokens_per_update=rows * plan.sequence_length), "device"
+        plan, memory = replace(plan, tokens_per_update=rows * plan.sequence_length), "stream"
+        if plan.memory != "stream":
+            machine = without(machine, -spared_bytes(config.parameter_count(), plan.parallel, shape.ranks, kept))
+            memory = "device"
     request = request_of(plan, config, machine, shape.tokens)
     eager = request.scopes == ("none",) or (machine.type == "cpu" and compiler_obstacle() is not None)
     scopes: tuple[Compile, ...] = ("none",) if eager else tuple(scope for scope in request.scopes if scope != "none")
     rates, known = dict.fromkeys(request.precisions, RANKING_FLOPS), Calibration(calibration_file())
     limits = Limits.here(machine, planner.budget(machine), cache_root()[0])
+    limits = replace(limits, host_bytes=limits.host_bytes // shape.ranks)  # at worst all ranks are on this machine
     require_room(plan.settings, config, machine, limits)
     # A CPU has no other memory to stream from.
     memory = "device" if machine.type == "cpu" and memory == "auto" else memory

@@ -9,7 +9,7 @@ from torch import nn
 
 from monograph.data.corpus import Corpus, corpus
 from monograph.device import Device, describe
-from monograph.distributed.engine import Replicated, Sharded
+from monograph.distributed.engine import Replicated, Sharded, StreamedReplica
 from monograph.distributed.world import World
 from monograph.engine import Engine
 from monograph.errors import InputRefused, UsageError
@@ -236,13 +236,15 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         "remat": named(plan.remat),
         "micro_batch": plan.micro_batch,
     }
+    world = None if plan.parallel == "none" else world
+    if world and (mixing := mixing_rows(model)):
+        raise UsageError(f"{mixing[0]} normalises over the rows of one rank: with train.parallel take another norm")
     if plan.memory == "stream":
-        return Streamed(model, placement=plan.placement or Placement(device), **shared)
-    if world is None or plan.parallel == "none":
+        shared["placement"] = plan.placement or Placement(device)
+        return StreamedReplica(model, world=world, **shared) if world else Streamed(model, **shared)
+    if world is None:
         # On a CPU, mapped weights that are trained are copied from their file straight into the step's planes.
         return Resident(materialize_(model, device, trained=device.type != "cpu").to(device), **shared)
-    if mixing := mixing_rows(model):
-        raise UsageError(f"{mixing[0]} normalises over the rows of one rank: with train.parallel take another norm")
     if plan.parallel == "fsdp":
         return Sharded(model, world=world, **shared)
     return Replicated(materialize_(model, device).to(device), world=world, **shared)

@@ -129,6 +129,13 @@ def shared(step: Any, batch: Any) -> Any:
     return {**batch, SHARES: (batch["targets"] != IGNORE) * factor}
 
 
+def total(step: Any) -> None:
+    """Sum loss and count over the ranks, once before the update."""
+    totals = step.sum_over_ranks(torch.stack([step.loss_sum, step.count.double()]))
+    step.loss_sum.copy_(totals[0])
+    step.count.copy_(totals[1])
+
+
 def put_(loss: Loss, device: torch.device) -> None:
     """Move a loss that has buffers to the step's device."""
     if isinstance(loss, nn.Module):

@@ -1,9 +1,9 @@
 """Train with weights that live on the host and come to the device stage by stage."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, final
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,7 +19,7 @@ from monograph.loss import Batch, Loss, token_loss
 from monograph.optim import AdamW, Optimizer, Plane
 from monograph.schedule import Schedule
 from monograph.step import Clip, Layout, Step, Update
-from monograph.step.layout import fuse, fuses
+from monograph.step.layout import fuse, fuses, total
 from monograph.step.step import all_or_nothing
 from monograph.stream.chunked_update import HALF_DONE
 from monograph.stream.cuda import executor
@@ -29,7 +29,6 @@ from monograph.stream.store import stored
 from monograph.stream.walk import Walk
 
 
-@final
 class Streamed(Engine):
     """An engine for a module whose weights, gradients and optimizer state need not fit on the device, to the same bits.
 
@@ -57,6 +56,7 @@ class Streamed(Engine):
         micro_batch: int | None = None,
         placement: Placement | None = None,
         lanes: Lanes | None = None,
+        sum_over_ranks: Callable[[Tensor], Tensor] | None = None,
     ):
         """Move the module's parameters to their homes.
 
@@ -71,6 +71,7 @@ class Streamed(Engine):
             micro_batch: rows per micro-batch; None: the whole window at once.
             placement: where buffers live and when weights are updated; by default all on the host, and in a sweep.
             lanes: the lanes that copy and compute; by default the device's own.
+            sum_over_ranks: sums a tensor over the processes that train together, if there are several.
         """
         self.placement = placement or Placement()
         # This comes before anything is moved, as a refusal later would leave half of the model elsewhere.
@@ -80,7 +81,7 @@ class Streamed(Engine):
             planes=self._stored,
             captured=self._captured_functions,
             accumulate=lambda step, batches: self._walk_through(batches),
-            complete=lambda step: self.walk.updates.flush(),  # a waiting update is made with its own learning rate
+            complete=self._complete,
             discard=lambda step: self.walk.discard(),
             score=lambda step, batches: self.walk.evaluate(list(batches)),
             at_rest=self._at_rest,
@@ -91,9 +92,10 @@ class Streamed(Engine):
         step = Step(
             model, loss=loss, optim=optim, schedule=schedule, clip=clip, precision=precision, remat=remat, layout=layout
         )
+        step.sum_over_ranks = sum_over_ranks or step.sum_over_ranks
         step.recorder = None  # copies differ from update to update, and a replay would repeat those of one
         self.walk = Walk(step, self.store, lanes or Lanes(executor(self.placement.device)), self.placement)
-        step.apply = self.walk.update
+        step.apply, self.walk.sum_over_ranks = self.walk.update, sum_over_ranks
         super().__init__(lambda: step, micro_batch)
 
     def accumulate(self, window: Batch) -> None:
@@ -169,6 +171,12 @@ class Streamed(Engine):
                 f"a backward pass that updates weights does not fit the device's memory: {HALF_DONE}"
             )
             raise self.walk.updates.failed from error
+
+    def _complete(self, step: Step) -> None:
+        self.walk.updates.flush()  # a waiting update is made with its own learning rate
+        if self.walk.sum_over_ranks:
+            self.walk.lanes.finish()  # all ranks sum in one order
+            total(step)
 
     def _at_rest(self, step: Step, written: bool) -> None:
         """Finish every update and its copies; if weights at home may be `written`, fetch them anew afterwards."""

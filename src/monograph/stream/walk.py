@@ -36,6 +36,7 @@ class Walk:
         boundaries: the inputs of stages.
         updates: the updates of stages.
         fresh: whether no gradient was added since the last update.
+        sum_over_ranks: sums a tensor over the processes that train together; None for a single process.
     """
 
     def __init__(self, step: Step, store: Store, lanes: Lanes, placement: Placement):
@@ -47,6 +48,7 @@ class Walk:
         self.updates = Updates(step, store, lanes, placement)
         # Gradients at home need no zeros then: a slot's gradients are set to zero before they are first added to.
         self.fresh = True
+        self.sum_over_ranks: Callable[[Tensor], Tensor] | None = None
         lanes.finish()  # no lane knows of the work that made this memory and the planes
 
     @property
@@ -81,6 +83,9 @@ class Walk:
             if observe:
                 self.lanes.compute(functools.partial(observe, here.planes), here.writes)
                 continue
+            if self.sum_over_ranks:
+                for plane in here.planes:
+                    self.lanes.compute(functools.partial(self._sum, plane, self.sum_over_ranks), here.writes)
             if in_backward and here.stage is last:
                 updates.decide_by_losses()
             updates.measure(here)
@@ -202,6 +207,10 @@ class Walk:
                 # A second window of the same update adds to the gradient that the first one left at home.
                 elif home.space.home != Home.DEVICE:
                     self.lanes.copy(plane.grad, home.tensor, stage.slot.gradients.space, home.space)
+
+    @staticmethod
+    def _sum(plane: Plane, sum_over_ranks: Callable[[Tensor], Tensor]) -> None:
+        plane.grad.copy_(sum_over_ranks(plane.grad))
 
     # ── updates ─────────────────────────────────────────────────────────────────────────────────
 
