@@ -14,6 +14,7 @@ from monograph.distributed.engine import Replicated, Sharded, seed
 from monograph.distributed.rows import rows_of
 from monograph.distributed.sharded import require_rows
 from monograph.errors import OutOfDeviceMemory, UsageError
+from monograph.graph.precision import Precision
 from monograph.loss import token_loss
 from monograph.ops.philox import LOW32
 from monograph.optim import AdamW
@@ -33,15 +34,17 @@ class Scaled(nn.Module):
 REFUSED: dict[str, dict[str, Any]] = {
     "adamw:8bit is not for fsdp": {"optim": AdamW(state="8bit")},
     "adamw:all-bf16 is not for fsdp": {"optim": AdamW(state="all-bf16")},
+    "fsdp:bf16 is for train.precision = bf16, not fp32": {"halved": True},
     "gain has no rows": {"model": Scaled()},
 }
 
 
 @pytest.mark.parametrize("sentence", REFUSED)
 def test_what_rows_cannot_do(sentence: str) -> None:
-    fields = {"optim": AdamW(), "model": tiny_llama()} | REFUSED[sentence]
+    fields = {"optim": AdamW(), "model": tiny_llama(), "precision": Precision()} | REFUSED[sentence]
+    halved = bool(fields.pop("halved", False))
     with pytest.raises(UsageError, match=sentence):
-        require_rows(SimpleNamespace(**fields))
+        require_rows(SimpleNamespace(**fields), halved)
 
 
 def test_a_window_whose_loss_cannot_be_filled_up_must_be_shared_out_evenly() -> None:

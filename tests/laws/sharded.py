@@ -241,6 +241,25 @@ def kept_results(module: Any) -> list[str]:
     return [getattr(block.__dict__.get("remat"), "kept", "") for block in module.model.layers]
 
 
+def halved_weights(world: World) -> dict[str, float]:
+    """Of a gradient in bf16, of weights that are gathered in bf16: errors beside one process's, and who reads what.
+
+    Norms are ones at first, which bf16 holds.
+    """
+    options: dict[str, Any] = {"micro_batch": ROWS, "precision": Precision("bf16")}
+    one = Resident(model(torch.float32, True), **options)
+    many = Sharded(model(torch.float32, True), world=world, halved=True, **options)
+    read = []
+    for layer in (*many.model.model.layers, many.model.model.norm):
+        layer.register_forward_pre_hook(lambda layer, _: read.append(next(layer.parameters()).dtype.itemsize))
+    for engine in (one, many):
+        engine.accumulate(ragged(windows(world.size)["2W+1"], seed=7))
+    ours, exact = ({n: whole(v) for p in each.step.planes for n, v in p.views(p.grad)} for each in (many, one))
+    errors = {name: relative_error(ours[name], exact[name]) for name in exact}
+    matrices = max(error for name, error in errors.items() if exact[name].ndim == 2)
+    return {"matrices": matrices, "all": max(errors.values()), "blocks": max(read[:2]), "norm": read[2]}
+
+
 def streamed(world: World) -> dict[str, dict[str, float]]:
     """Three clipped updates and an evaluation of ranks that each stream, beside one process's: relative errors."""
     found = {}
@@ -448,7 +467,7 @@ def assembled(world: World) -> dict[str, float]:
 
 PROGRAMS = {
     "equations": (gradients, wrong_ways, trajectories, assembled, owners),
-    "combinations": (combinations, streamed),
+    "combinations": (combinations, streamed, halved_weights),
     "halved": (halved,),
     "restarted": (restarted,),
     "captured": (captured,),

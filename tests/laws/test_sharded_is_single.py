@@ -77,6 +77,9 @@ def test_what_stands_beside_it_is_that_of_one_process(server: CommandServer, tmp
     found = run(server, "combinations", 2, tmp_path)
     for case, errors in (found["combinations"] | found["streamed"]).items():
         assert max(errors.values()) <= BOUND[case.split()[-1]], (case, errors)
+    halved = found["halved_weights"]
+    assert (halved["blocks"], halved["norm"]) == (2, 4)
+    assert halved["matrices"] <= 1e-6 and halved["all"] <= 2**-8, halved
 
 
 def test_replicated_ranks_halve_the_micro_batch_together(server: CommandServer, tmp_path: Path) -> None:

@@ -47,10 +47,16 @@ def test_a_rank_takes_the_memory_that_is_planned(server: CommandServer, tmp_path
 
 def test_two_updates_are_those_of_one_process(server: CommandServer, tmp_path: Path) -> None:
     """In fp32, bf16 and fp16, and with all that may stand beside `ddp` and `fsdp`; each rank only on its own card."""
-    found = run(server, "combinations", 2, tmp_path, call=LAW)["combinations"]
+    made = run(server, "combinations", 2, tmp_path, call=LAW)
+    found = made["combinations"] | made["streamed"]
     assert {"ddp fp32* torch.float32", "fsdp bf16* torch.float32"} < found.keys()
     for case, errors in found.items():
         assert max(errors.values()) <= BOUND[case.split()[-1]], (case, errors)
+
+
+def test_ranks_halve_the_micro_batch_together(server: CommandServer, tmp_path: Path) -> None:
+    for where, found in run(server, "halved", 2, tmp_path, call=LAW)["halved"].items():
+        assert found["rows"] == 1 and (found["ended"] if where == "one row" else found["error"] <= 1e-12), where
 
 
 def test_a_checkpoint_of_two_ranks_is_taken_up_by_one_and_by_two(server: CommandServer, tmp_path: Path) -> None:

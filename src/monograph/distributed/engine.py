@@ -199,9 +199,11 @@ class Sharded(RankEngine):
         shards: the layout of the sharded parameters.
     """
 
-    def __init__(self, model: nn.Module, *, world: World, micro_batch: int | None = None, **others: Any):
-        """Give each rank its rows; the arguments are those of `Replicated`."""
-        self.world, self.shards = world, Shards(world)
+    def __init__(
+        self, model: nn.Module, *, world: World, micro_batch: int | None = None, halved: bool = False, **others: Any
+    ):
+        """Give each rank its rows; the arguments are those of `Replicated`, and `halved` of `Shards`."""
+        self.world, self.shards = world, Shards(world, halved)
         self.joining = lambda last: nullcontext()
         layout = self.shards.layout(accumulate=self._accumulate, complete=total)
         step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from monograph.device import default_device, describe
@@ -47,9 +47,15 @@ class Shards:
     root: FSDPModule
     names: list[str]
 
-    def __init__(self, world: World):
-        """Store the ranks; nothing is sharded until a step asks for its planes."""
-        self.world = world
+    def __init__(self, world: World, halved: bool = False):
+        """Store the ranks; nothing is sharded until a step asks for its planes.
+
+        Args:
+            world: the ranks.
+            halved: whether the weights of blocks are rounded to bf16 before they are gathered. Products read the bits
+                that autocast would give them. Norms have rounded weights and gradients. Sums over ranks are in fp32.
+        """
+        self.world, self.halved = world, halved
 
     def layout(self, **others: Any) -> Layout:
         """Return the layout; `others` are the fields that do not depend on sharding."""
@@ -70,7 +76,7 @@ class Shards:
 
     def _planes(self, step: Step) -> list[Plane]:
         """Shard the model block by block and return planes of this rank's rows."""
-        require_rows(step)
+        require_rows(step, self.halved)
         kinds, model = step.optim.kinds(step.model), step.model
         self.names, self._empty = list(kept_state(model)), hollow(model)
         mesh = init_device_mesh(default_device().type, (self.world.size,))
@@ -79,9 +85,12 @@ class Shards:
             parameter.data = parameter.data.to(default_device())
         for parameter in single:
             parameter.data = parameter.data.to(default_device())
+        policy = MixedPrecisionPolicy()
+        if self.halved:
+            policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         # Mapped weights are read from their file one block at a time, and a rank keeps only its rows.
         for block in blocks(model).values():
-            fully_shard(materialize_(block), mesh=mesh, ignored_params=single)
+            fully_shard(materialize_(block), mesh=mesh, ignored_params=single, mp_policy=policy)
         self.root = fully_shard(_Summed(step), mesh=mesh, ignored_params=single)  # type: ignore[assignment]
         for module in self.root.modules():  # type: ignore[attr-defined]
             if isinstance(module, FSDPModule):
@@ -154,15 +163,18 @@ def _direction(plane: Plane, grad: Tensor) -> Tensor:
     return nesterov(grad, moment, plane.kind.momentum)[1].view(local.to_local().shape)
 
 
-def require_rows(step: Any) -> None:
+def require_rows(step: Any, halved: bool = False) -> None:
     """Refuse a step that cannot be trained by rows.
 
     Raises:
-        UsageError: the optimizer needs blocks of numbers, or a trained parameter has no rows.
+        UsageError: the optimizer needs blocks of numbers, a trained parameter has no rows, or weights are `halved`
+            for other products than those in bf16.
     """
     if step.optim.state in ("8bit", "all-bf16"):
         name = f"{type(step.optim).__name__.lower()}:{step.optim.state}"
         raise UsageError(f"optim.name = {name} is not for fsdp: take fp32 or bf16 state, or ddp")
+    if halved and step.precision.name != "bf16":
+        raise UsageError(f"fsdp:bf16 is for train.precision = bf16, not {step.precision.name}: take bf16 or fsdp")
     if scalars := [name for name, parameter in trainable(step.model).items() if not parameter.ndim]:
         raise UsageError(f"{scalars[0]} has no rows that fsdp could share out: take train.parallel = ddp")
 

@@ -84,8 +84,14 @@ def require_with_ranks(settings: Settings) -> None:
         "train.precision = fp8": (train.precision == "fp8", "take bf16"),
         f"optim.name = {name}": (name.endswith(":all-bf16"), "gradients are of the weights' dtype: take :bf16"),
     }
-    if train.parallel == "fsdp":
+    if train.parallel.startswith("fsdp"):
+        halved = train.parallel == "fsdp:bf16"
         excluded |= {
+            f"train.precision = {train.precision}": (
+                halved and train.precision not in ("auto", "bf16"),
+                "products read bf16 weights: take bf16",
+            ),
+            "lora.rank": (halved and settings.lora.rank is not None, "frozen weights stay as they are: take fsdp"),
             "train.memory = stream": (train.memory == "stream", "a rank that streams has whole weights: take ddp"),
             f"optim.name = {name}": (
                 name.endswith(("8bit", "all-bf16")),
@@ -116,7 +122,10 @@ def require_with_rewards(settings: Settings) -> None:
     excluded = {
         f"model.init = {init}": (code_file(init) is not None, "a program says no tokenizer: name a run or a folder"),
         "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),
-        f"train.parallel = {train.parallel}": (train.parallel == "fsdp", "whole weights draw answers: take ddp"),
+        f"train.parallel = {train.parallel}": (
+            train.parallel.startswith("fsdp"),
+            "whole weights draw answers: take ddp",
+        ),
         "train.precision = fp8": (train.precision == "fp8", "answers are not drawn in fp8: take bf16"),
         f"train.tokens = {tokens}": (tokens is not None, "answers have any length: give updates or minutes"),
         f"optim.ema = {ema}": (ema != "none", "answers are the weights' own: leave it out"),

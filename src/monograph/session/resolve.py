@@ -227,7 +227,7 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         fixed |= {"micro_batch": expected.work.rows, "remat": expected.work.remat, "compile": holds}
     if plan.memory == "stream" or isinstance(expected, StreamCandidate):
         fixed |= {"memory": "stream", "compile": "blocks"}
-    if plan.remat == "offload" or plan.parallel == "fsdp":  # tensors move between graphs
+    if plan.remat == "offload" or plan.parallel.startswith("fsdp"):  # tensors move between graphs
         fixed["compile"] = "blocks"
     fixed |= {key: getattr(plan, key) for key in fixed if getattr(plan, key) not in (0, "auto")}
     fixed["micro_batch"] = min(fixed["micro_batch"], plan.rows)  # larger micro-batches would be partly empty
@@ -244,7 +244,9 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         settings=settings.resolve(recorded | {f"train.{key}": value for key, value in fixed.items()}, ORIGIN),
         update_rule=transfer.optimizer(plan.update_rule) if transfer else plan.update_rule,
         transfer=transfer,
-        expected=None if plan.parallel == "fsdp" else expected,  # unknown if a rank holds only some rows of each weight
+        expected=None
+        if plan.parallel.startswith("fsdp")
+        else expected,  # unknown if a rank holds only some rows of each weight
         **fixed | {"micro_batch": min(fixed["micro_batch"], share)},
     )
 
@@ -290,7 +292,7 @@ def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[i
 
 
 def _scopes(parallel: str, config: LlamaConfig) -> tuple[Compile, ...]:
-    return ("blocks",) if parallel == "fsdp" else defaults.scopes(config.num_hidden_layers)
+    return ("blocks",) if parallel.startswith("fsdp") else defaults.scopes(config.num_hidden_layers)
 
 
 def without(machine: Device, taken_bytes: int) -> Device:

@@ -195,7 +195,7 @@ def build_run(
         if start:
             require_base_of(start, str(recipe.base_sha256))
         # Under fsdp the base is rounded on the host, as no device need have room for all of it.
-        there = None if plan.parallel == "fsdp" else device
+        there = None if plan.parallel.startswith("fsdp") else device
         put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.precision), device=there)
     return BuiltRun(plan, model, _judging(plan, text, model) or loss, notes)
 
@@ -245,8 +245,8 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     if world is None:
         # On a CPU, mapped weights that are trained are copied from their file straight into the step's planes.
         return Resident(materialize_(model, device, trained=device.type != "cpu").to(device), **shared)
-    if plan.parallel == "fsdp":
-        return Sharded(model, world=world, **shared)
+    if plan.parallel.startswith("fsdp"):
+        return Sharded(model, world=world, halved=plan.parallel.endswith(":bf16"), **shared)
     return Replicated(materialize_(model, device).to(device), world=world, **shared)
 
 
