@@ -354,7 +354,8 @@ def restarted(world: World) -> dict[str, list[bool]]:
 def halved(world: World) -> dict[str, dict[str, Any]]:
     """The last rank runs out of memory at more than one row, once in each place: how all ranks go on."""
     found, window = {}, ragged(4 * world.size - 1, seed=5)
-    exact = large_batch_gradient(model(torch.float64, False), window)
+    there = {name: tensor.to(default_device()) for name, tensor in window.items()}
+    exact = large_batch_gradient(model(torch.float64, False), there)
     for where in ("trial", "first forward", "last forward", "last backward", "evaluation", "one row"):
         lines: list[str] = []
         # Some buckets are summed before it fails.
