@@ -6,7 +6,7 @@ The names below are the library. Each is imported on first use, so that `import 
 import importlib
 from typing import Any
 
-__version__ = "0.1.1"
+__version__ = "0.2.0"
 
 # Where each public name lives: module, and its names.
 _ROOMS = {

@@ -188,6 +188,15 @@ def test_a_working_folder_that_is_gone(calls: Calls, capsys: pytest.CaptureFixtu
     assert not calls
 
 
+def test_on_windows_one_line_says_what_it_needs() -> None:
+    """All that is imported before that line does without what Windows' Python lacks."""
+    lacking = "import sys; sys.modules |= dict.fromkeys(['fcntl', 'resource', 'termios'])"
+    program = f"{lacking}\nimport monograph.__main__ as m\nsys.platform = 'win32'\nm.main(['train'])"
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert done.stderr == "error: monograph needs Linux, whose locks and limits it uses: on Windows, run it in WSL\n"
+
+
 @pytest.mark.parametrize("where", ["argument", "MONOGRAPH_HOME", "working folder"])
 def test_names_that_are_not_utf8_are_refused_before_any_library_sees_them(
     where: str, calls: Calls, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

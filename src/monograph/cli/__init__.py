@@ -71,16 +71,18 @@ def _require_surroundings(arguments: list[str]) -> None:
     """Refuse arguments and an environment that no library below could work with.
 
     Raises:
-        InputRefused: the working folder is gone, or its name, an argument or a MONOGRAPH_ variable is not UTF-8.
+        InputRefused: the system is Windows; the working folder is gone, or its name, an argument or a MONOGRAPH_
+            variable is not UTF-8.
         UsageError: an option that names a place has an empty value.
     """
+    if sys.platform == "win32":
+        raise errors.InputRefused("monograph needs Linux, whose locks and limits it uses: on Windows, run it in WSL")
     try:
         told = {"the working folder": os.getcwd()} | {f"argument {i}": text for i, text in enumerate(arguments, 1)}
     except FileNotFoundError:
         raise errors.InputRefused("the working folder was deleted: change to one that is there") from None
-    for option, value in itertools.pairwise(arguments):
-        if option in _NAMES_A_PLACE and not value:
-            raise errors.UsageError(f"{option} is empty: name what it is for, or leave it out")
+    if empty := [option for option, value in itertools.pairwise(arguments) if option in _NAMES_A_PLACE and not value]:
+        raise errors.UsageError(f"{empty[0]} is empty: name what it is for, or leave it out")
     told |= {name: value for name, value in os.environ.items() if name.startswith("MONOGRAPH_")}
     for what, text in told.items():
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
@@ -100,10 +102,9 @@ def command_tree() -> Any:
 
 def _run(arguments: list[str]) -> int:
     """Run one command and return its exit code. Typer's own `main` would turn some exceptions into its own codes."""
-    command = command_tree()
     try:
-        with command.make_context("monograph", list(arguments)) as context:
-            return command.invoke(context) or 0
+        with command_tree().make_context("monograph", list(arguments)) as context:
+            return context.command.invoke(context) or 0
     except typer.Exit as exit_:
         return exit_.exit_code
     except errors.MonographError as error:  # a user's module may raise one, too
