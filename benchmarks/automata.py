@@ -18,7 +18,7 @@ from typing import Any
 import harness
 import torch
 
-from monograph.decode.automata import Automaton, Tables, advance, allowed, constraint, stop_strings, stopped
+from monograph.decode.automata import Arena, Automaton, advance, allowed, constraint, stop_strings, stopped
 from monograph.device import default_device
 
 END = 0
@@ -79,7 +79,7 @@ def measured(
     times = [harness.timed(lambda: made.append(build(pieces)), torch.device("cpu")) for _ in range(min(rounds, 3))]
     automaton = made[-1]
     states, classes = automaton.next_SC.shape
-    tables = Tables([automaton], len(pieces), device)
+    tables = Arena.holding([automaton], len(pieces), device)
     start = tables.take(automaton)
     assert start is not None
     token_B = torch.full((rows,), len(pieces) - 1, device=device)

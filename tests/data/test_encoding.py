@@ -18,7 +18,7 @@ from monograph.data import encoding, reading
 from monograph.data.documents import Documents, Reading
 from monograph.data.encoding import encode_documents, train_tokenizer
 from monograph.data.progress import Meter
-from monograph.data.shards import open_shard, seal
+from monograph.data.shards import INDEX, open_shard, seal, token_dtype
 from monograph.data.sources import find
 from monograph.errors import InputRefused
 from monograph.text.tokenizer import Tokenizer
@@ -44,7 +44,8 @@ def encoded(documents, tokenizer, folder):
     found = {}
     for name, side in sides.items():
         paths = [folder / f"{name}.{suffix}" for suffix in ("tokens", "starts", "records")]
-        found[name] = [open_shard(path, tokenizer.hash, seal(path)) for path in paths]
+        kinds = token_dtype(tokenizer.vocab_size), INDEX, INDEX
+        found[name] = [open_shard(path, kind, seal(path)) for path, kind in zip(paths, kinds, strict=True)]
         assert side.tokens.count == len(found[name][0]) and sum(side.counts) == len(found[name][2])
     assert meter.done == sum(side.bytes for side in sides.values()) == documents.text_bytes
     return found, sides
@@ -171,7 +172,8 @@ def test_a_space_is_put_before_a_document_and_before_no_other_part(tmp_path, mon
     folder.mkdir()
     documents = documents_of(f"{tmp_path}/*.txt", tmp_path)
     sides = encode_documents(documents, documents.files, tokenizer, folder, Meter(None, "tokens", None))
-    tokens = open_shard(folder / "train.tokens", tokenizer.hash, seal(folder / "train.tokens")).tolist()
+    kind = token_dtype(tokenizer.vocab_size)
+    tokens = open_shard(folder / "train.tokens", kind, seal(folder / "train.tokens")).tolist()
     wanted = [[0, *theirs.encode(each, add_special_tokens=False).ids, 1] for each in (words, " begun" + words)]
     assert tokens == [*wanted[0], *wanted[1]]
     read = [" " * space_first + words, " begun" + words]

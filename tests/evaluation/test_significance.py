@@ -90,7 +90,7 @@ def test_a_member_that_diverged() -> None:
     values = [1.0, None, 2.0, 2.1, math.nan, math.inf]
     table = tabulate(values, grid(3, 2))
     assert table.best and table.best.setting is table.settings[1], "the first has a lower mean, of one seed of two"
-    assert table.settings[0].failed == (1,) and "1 of 2 diverged" in table.standing(table.settings[0])
+    assert table.settings[0].failed == (1,) and "1 of 2 diverged" in table.line(table.settings[0])
     assert table.settings[2].mean is None and "diverged" in table.line(table.settings[2])
     assert table.values == (1.0, None, 2.0, 2.1, None, None)
     assert tabulate([None, None], grid(1, 2)).best is None

@@ -292,16 +292,11 @@ def manifest(draws: random.Random, folder: Path) -> None:
 
 
 def shard(draws: random.Random, folder: Path) -> None:
-    """A header whose checksum is right."""
-    numbers = [0, 1, 2, 3, 4, 8, 1 << 20, 2**31, 2**32 - 1, 2**63, 2**64 - 1]
-    wide = [draws.choice([each, draws.choice(numbers)]) for each in (259, 3, 1 << 20)]
-    sizes = (1, draws.choice([2, 4, 8, draws.choice(numbers[:9])]), *wide)
-    header = struct.pack("<8sIIQQQ32s", b"MONOGRPH", *sizes, bytes(32)).ljust(124, b"\0")
-    items = draws.randbytes(draws.choice([0, 6, 12]))
-    path = folder / "some.tokens"
+    """Items with checksums that are right, wrong, missing or too many, and a seal of them that is right."""
+    items, path = draws.randbytes(draws.choice([0, 1, 6, 12])), folder / "some.tokens"
     checksum = struct.pack("<I", zlib.crc32(items))
-    path.write_bytes(header + struct.pack("<I", zlib.crc32(header)) + items + draws.choice([checksum, b""]))
-    shards.open_shard(path, "00" * 32, shards.seal(path))
+    path.write_bytes(items + draws.choice([checksum, b"", draws.randbytes(draws.randrange(9)), 2 * checksum]))
+    shards.open_shard(path, draws.choice([shards.INDEX, shards.token_dtype(9)]), shards.seal(path))
 
 
 def run_files(draws: random.Random, folder: Path) -> None:

@@ -358,7 +358,7 @@ def test_groups_over_the_wrong_axis_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_wrong_weight_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(objectives._OF, "rloo", FAULTS[fault])
+    monkeypatch.setitem(globals(), "weights", lambda _, *group: FAULTS[fault](*group))
     with pytest.raises(AssertionError):
         test_the_mean_gradient_over_all_groups_is_that_of_the_expected_reward("rloo")
 

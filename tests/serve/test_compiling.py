@@ -22,8 +22,8 @@ import pytest
 from automata_vocabularies import END, vocabulary
 from clocks import HANG_S
 from monograph.decode.automata import Automaton, constraint, stop_strings
-from monograph.errors import InputRefused, UsageError
-from monograph.serve import compiling
+from monograph.errors import InputRefused
+from monograph.serve import compiling, fields
 from monograph.serve.compiling import Compiler, _automaton, _written
 
 PIECES = [b"", b"", *(bytes([byte]) for byte in range(256)), *vocabulary('ab{}":,1', 200)[2:]]
@@ -216,39 +216,46 @@ def test_refusals_of_the_compiler_are_passed_on(served: Served, kind: str, value
     ("kind", "value", "words"),
     [
         ("regex", "a" * 65_537, "65,537 bytes; at most 65,536"),
-        ("regex", "\ud800", "half of a surrogate pair"),
-        ("regex", 1, "the regular expression: expected a text"),
         ("choices", ["a"] * 1025, "1,025 texts; from 1 to 1,024"),
-        ("choices", [], "0 texts; from 1"),
         ("choices", ["é" * 20_000, "é" * 20_000], "80,000 bytes"),
-        ("choices", ["a", "\udfff"], "half of a surrogate pair"),
-        ("choices", "yes", "a list of texts"),
-        ("choices", ["yes", None], "a list of texts"),
         ("json_schema", {"const": "é" * 40_000}, "80,013 bytes"),
-        ("json_schema", {"const": "\ud800"}, "half of a surrogate pair"),
-        ("json_schema", {"const": float("nan")}, "cannot be written as JSON"),
-        ("json_schema", nested(100_000, True), "cannot be written as JSON"),
-        ("stop", ["a"] * 5, "5 texts; from 1 to 4"),
-        ("stop", [], "0 texts"),
-        ("stop", "a", "a list of texts"),
-        ("stop", ["a", ""], "an empty one"),
-        ("stop", ["a", "é" * 33], "a stop string: 66 bytes; at most 64"),
-        ("stop", ["\ud800"], "half of a surrogate pair"),
     ],
-    ids=range(19),
+    ids=range(4),
 )
-def test_what_is_too_long_or_no_text_is_never_sent(kind: str, value: Any, words: str) -> None:
+def test_what_is_too_long_is_never_sent(kind: str, value: Any, words: str) -> None:
     async def go() -> None:
-        compiler = Compiler(PIECES, [END])
-        await (compiler.stop_strings(value) if kind == "stop" else compiler.constraint(kind, value))
+        await Compiler(PIECES, [END]).constraint(kind, value)
 
     with pytest.raises(InputRefused, match=words):
         asyncio.run(go())
 
 
-def test_an_unknown_kind_is_a_usage_error(served: Served) -> None:
-    with pytest.raises(UsageError, match="expected choices, regex, json_schema"):
-        served("stop", ["a"])
+def schema(value: str) -> str:
+    return f'"response_format": {{"type": "json_schema", "json_schema": {{"schema": {value}}}}}'
+
+
+@pytest.mark.parametrize(
+    ("field", "words"),
+    [
+        (r'"regex": "\ud800"', "half of a surrogate pair"),
+        ('"regex": 1', "regex = 1: expected a text"),
+        ('"choice": []', "choice: expected a list of texts"),
+        (r'"choice": ["a", "\udfff"]', "half of a surrogate pair"),
+        ('"choice": "yes"', "choice: expected a list of texts"),
+        ('"choice": ["yes", null]', "choice: expected a list of texts"),
+        (schema(r'{"const": "\ud800"}'), "half of a surrogate pair"),
+        (schema('{"const": 1e999}'), "a number is not finite"),
+        (schema("[" * 70 + "]" * 70), "more than 64 deep"),
+        ('"stop": ["a", "a", "a", "a", "a"]', "stop: expected up to 4 texts of 1 to 64 bytes"),
+        ('"stop": ["a", ""]', "stop: expected up to 4 texts of 1 to 64 bytes"),
+        ('"stop": ["a", "' + "é" * 33 + '"]', "stop: expected up to 4 texts of 1 to 64 bytes"),
+        (r'"stop": ["\ud800"]', "half of a surrogate pair"),
+    ],
+    ids=range(13),
+)
+def test_what_no_compiler_expects_is_refused_in_the_request(field: str, words: str) -> None:
+    with pytest.raises(fields.Refused, match=words):
+        fields.completion(fields.parsed(f'{{"model": "m", "prompt": "a", {field}}}'.encode()), 8)
 
 
 def answered(value: str) -> bytearray:

@@ -198,8 +198,8 @@ def test_the_other_bounds_are_those_that_are_read() -> None:
     bias = SCHEMAS["logit_bias"]
     assert bias["maxProperties"] == fields.MOST_BIASES
     assert (bias["additionalProperties"]["minimum"], bias["additionalProperties"]["maximum"]) == (_BIAS.low, _BIAS.high)
-    assert SCHEMAS["stop"]["anyOf"][1]["maxItems"] == fields.MOST_STOPS == compiling.MOST_STOPS
-    assert SCHEMAS["StopText"]["maxLength"] == fields.MOST_STOP_BYTES == compiling.MOST_STOP_BYTES
+    assert SCHEMAS["stop"]["anyOf"][1]["maxItems"] == fields.MOST_STOPS
+    assert SCHEMAS["StopText"]["maxLength"] == fields.MOST_STOP_BYTES
     assert SCHEMAS["choice"]["maxItems"] == compiling.MOST_CHOICES
     assert SCHEMAS["Message"]["properties"]["role"]["enum"] == list(fields._ROLES)
     assert set(KINDS) == {"choices", "regex", "json_schema"} and {"choice", "regex", "response_format"} < SCHEMAS.keys()

@@ -10,7 +10,7 @@ import os
 import struct
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -184,23 +184,18 @@ def watched_kernels() -> Iterator[None]:
         return call
 
     places = [
-        (vars(module), name, value, name)
-        for module in PyCodeCache.modules
+        (vars(module), name, value)
+        for module in (*PyCodeCache.modules, extern_kernels)
         for name, value in vars(module).items()
-        if name.startswith("cpp_fused_") and callable(value)
+        if name.startswith(("cpp_fused_", "monograph_")) and callable(value)
     ]
-    # Functions of `lower_to_call` are shown under the names that the dispatcher would give them.
-    places += [
-        (vars(extern_kernels), name, value, name.replace("_", "::", 1))
-        for name, value in vars(extern_kernels).items()
-        if name.startswith("monograph_")
-    ]
-    for place, name, kernel, shown in places:
-        place[name] = watched(shown, kernel)
+    for place, name, kernel in places:
+        # Functions of `lower_to_call` are shown under the names that the dispatcher would give them.
+        place[name] = watched(name.replace("_", "::", 1) if name.startswith("monograph_") else name, kernel)
     try:
         yield
     finally:
-        for place, name, kernel, _ in places:
+        for place, name, kernel in places:
             place[name] = kernel
 
 
@@ -343,13 +338,8 @@ def partitioned(forward: Callable[[Any], Any], backward: Callable[[Any], Any]) -
     )
 
 
-@contextmanager
-def activations_kept(share: float) -> Iterator[None]:
+def activations_kept(share: float) -> AbstractContextManager[Any]:
     """In the block, compile graphs that keep at most this share of the activations for the backward pass."""
-    if share == 1:
-        yield
-        return
     import torch._functorch.config as config
 
-    with config.patch(activation_memory_budget=share):
-        yield
+    return nullcontext() if share == 1 else config.patch(activation_memory_budget=share)

@@ -38,13 +38,9 @@ class Conversation(NamedTuple):
         numbers = range(self.trained_from, len(self.messages))
         return [number for number in numbers if self.messages[number]["role"] == "assistant"]
 
-    def to_text(self) -> str:
-        """Return the conversation as JSON, which `of_text` reads; equal conversations have equal texts."""
-        return json.dumps(self, ensure_ascii=False)
-
     @classmethod
     def of_text(cls, text: str) -> Self:
-        """Return the conversation that `to_text` wrote."""
+        """Return the conversation that `conversation_text` wrote."""
         return cls(*json.loads(text))
 
 
@@ -72,16 +68,19 @@ def _begins(file: SourceFile, key: str) -> bool:
 
 
 def conversation_records(file: SourceFile) -> Iterator[Record]:
-    """Yield (record number from 1, the conversation as `to_text` writes it, or its fault) for every record."""
+    """Yield (record number from 1, what `conversation_text` returns) for every record."""
     keys = (*_ASKED, COMPLETION, TOOLS)
     records = json_objects(file.path, exact=True) if file.suffix in LINES else table_objects(file.path, keys)
     yield from ((number, each if isinstance(each, Fault) else conversation_text(each)) for number, each in records)
 
 
 def conversation_text(record: Mapping[str, Any]) -> str | Fault:
-    """Return a record's conversation as `to_text` writes it, or the record's fault."""
+    """Return a record's conversation as JSON, which `Conversation.of_text` reads, or the record's fault.
+
+    Equal conversations have equal texts.
+    """
     try:
-        text = read_conversation(record).to_text()
+        text = json.dumps(read_conversation(record), ensure_ascii=False)
         text.encode()
     except Unusable as unusable:
         return unusable.fault

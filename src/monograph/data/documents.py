@@ -163,7 +163,7 @@ class Reading(NamedTuple):
         text_key: the key of a record's text.
         skip_bad: whether bad records are skipped; otherwise they are errors.
         answering: how conversations become rows; None if records are texts. Conversations are read as the texts that
-            `Conversation.to_text` returns.
+            `conversation_text` returns.
     """
 
     text_key: str

@@ -21,7 +21,7 @@ from monograph.data.loss_mask import Answers, Row
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import read_text
 from monograph.data.records import Unusable
-from monograph.data.shards import ShardWriter, token_dtype
+from monograph.data.shards import INDEX, ShardWriter, token_dtype
 from monograph.data.sources import SourceFile
 from monograph.errors import InputRefused
 from monograph.text.tokenizer import Tokenizer
@@ -57,7 +57,6 @@ _BATCH_CHARS, _READ_AHEAD = 1 << 19, 2
 # Python's lock, its own threads work on the other batch.
 _ENCODERS = 2
 _FED_PARTS = 256  # parts of text that the tokenizers library takes at a time while it counts words
-_INDEX = np.dtype("<u8")
 
 
 class Part(NamedTuple):
@@ -131,12 +130,12 @@ class SideWriter:
     """
 
     def __init__(self, stem: Path, tokenizer: Tokenizer, files: int, stack: ExitStack, conversations: bool = False):
-        def shard(suffix: str, dtype: np.dtype[Any], vocab_size: int) -> ShardWriter:
-            return stack.enter_context(ShardWriter(stem.with_suffix(suffix), dtype, vocab_size, tokenizer.hash))
+        def shard(suffix: str, dtype: np.dtype[Any] = INDEX) -> ShardWriter:
+            return stack.enter_context(ShardWriter(stem.with_suffix(suffix), dtype))
 
-        self.tokens = shard(".tokens", token_dtype(tokenizer.vocab_size), tokenizer.vocab_size)
-        self._starts, self._records = shard(".starts", _INDEX, 0), shard(".records", _INDEX, 0)
-        self._answers = shard(".answers", _INDEX, 0) if conversations else None
+        self.tokens = shard(".tokens", token_dtype(tokenizer.vocab_size))
+        self._starts, self._records = shard(".starts"), shard(".records")
+        self._answers = shard(".answers") if conversations else None
         self._bos, self._eos, self._tokenizer = tokenizer.bos_id, tokenizer.eos_id, tokenizer
         self._document: Document | None = None
         self.bytes, self.counts = 0, [0] * files

@@ -117,12 +117,9 @@ def weighted(item: str) -> tuple[str, float]:
         UsageError: the weight is out of range.
     """
     place, _, weight = item.rpartition("@")
-    if not place or not re.fullmatch(r"[-+]?[0-9.]+(e[-+]?[0-9]+)?", weight) or exists(item):
+    if not place or not re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", weight) or exists(item):
         return item, 1.0
-    try:
-        value = float(weight)
-    except ValueError:
-        return item, 1.0
+    value = float(weight)
     if not _LIGHTEST <= value <= _HEAVIEST:
         bounds = f"from {_LIGHTEST:g} to {_HEAVIEST:g}"
         raise UsageError(f"data.source {item!r}: a weight is how often an epoch sees the text, {bounds}")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tokenizers
 from numpy.typing import NDArray
 
 from monograph.data import encoding
@@ -26,7 +25,7 @@ from monograph.data.documents import Documents, Reading, check_fraction
 from monograph.data.loss_mask import DAY, stops_of
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import status_of
-from monograph.data.shards import open_shard, seal
+from monograph.data.shards import INDEX, open_shard, seal, token_dtype
 from monograph.data.sources import Sources
 from monograph.errors import InputRefused
 from monograph.storage.cache_dir import cache_root
@@ -36,7 +35,7 @@ from monograph.text.chat import template_of
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
-FORMAT = 2
+FORMAT = 3
 
 
 class Request(NamedTuple):
@@ -228,26 +227,10 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
     text = tokenizer.to_json()
     write_durably(building / "tokenizer.json", text)
     manifest = {
-        "format": FORMAT,
         "key": request.key,
-        "sources": {"name": request.text.name, "sha256": request.text.sha256, "bytes": request.text.bytes},
-        "settings": {
-            "held_out": request.held_out,
-            "text_key": reading.text_key,
-            "skip_bad": reading.skip_bad,
-            **({"answering": reading.answering._asdict(), "day": DAY} if reading.answering else {}),
-        },
-        "tokenizer": {
-            "sha256": tokenizer.hash,
-            "bos": tokenizer.bos_id,
-            "eos": tokenizer.eos_id,
-            "trained_by": f"tokenizers {tokenizers.__version__}",
-        },
+        "tokenizer": tokenizer.hash,
         "names": [file.name for file in files],
-        "sides": {
-            name: {"tokens": side.tokens.count, "bytes": side.bytes, "documents": side.counts}
-            for name, side in sides.items()
-        },
+        "sides": {name: {"bytes": side.bytes, "documents": side.counts} for name, side in sides.items()},
         "skipped": skipped,
         "notes": stored_notes,
         "files": {
@@ -283,7 +266,9 @@ def _open(folder: Path, request: Request, progress: Progress | None, notes: tupl
     meter = Meter(progress, "verify", sum(entry.st_size for entry in statuses if entry))
     sides = {}
     for side in encoding.SIDES:
-        tokens, *index = (open_shard(path, tokenizer.hash, manifest["files"][path.name], meter) for path in paths[side])
+        kinds = token_dtype(tokenizer.vocab_size), INDEX, INDEX, INDEX
+        pairs = zip(paths[side], kinds, strict=False)
+        tokens, *index = (open_shard(path, kind, manifest["files"][path.name], meter) for path, kind in pairs)
         kept = manifest["sides"][side]
         first = np.cumsum([0, *kept["documents"]])
         starts, records, *answers = (array.view(np.int64) for array in index)
@@ -315,6 +300,6 @@ def _tokenizer(path: Path, manifest: dict[str, Any], asked: Tokenizer | int) -> 
     if isinstance(asked, Tokenizer):
         return asked
     tokenizer = Tokenizer.from_file(path, trusted=True)
-    if tokenizer.hash != manifest["tokenizer"]["sha256"]:
+    if tokenizer.hash != manifest["tokenizer"]:
         raise InputRefused(f"{path}: is read differently by this version of Monograph")
     return tokenizer

@@ -6,7 +6,6 @@ Shapes: N blocks, B rows, K key-value heads, H query heads, C slots of a block, 
 chunk, 1 broadcasts.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, Self
 
@@ -53,7 +52,9 @@ class KVCache:
         shapes = [(-(-slots // block), rows, each, block, config.head_dim) for each in heads]
         # A tensor for each layer: a captured graph that writes into a part of a tensor copies all of it (docs/log.md).
         keys, values = ([torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(2))
-        inputs, state = _recurrent_shapes(config)
+        size, wide_size, count = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_num_value_heads
+        inputs = config.linear_conv_kernel_dim, 2 * config.linear_num_key_heads * size + count * wide_size
+        state = count, size, wide_size
         wide = torch.promote_types(dtype, torch.float32)
         recurrences = {
             layer: Recurrence(
@@ -67,14 +68,11 @@ class KVCache:
         }
         return cls(keys, values, recurrences)
 
-    @staticmethod
-    def bytes_per_row(config: LlamaConfig, slots: int, dtype: torch.dtype, block: int = BLOCK) -> int:
+    @classmethod
+    def bytes_per_row(cls, config: LlamaConfig, slots: int, dtype: torch.dtype, block: int = BLOCK) -> int:
         """Return how many bytes `allocate` takes for one row."""
-        linear = sum(map(config.is_linear, range(config.num_hidden_layers)))
-        heads = (config.num_hidden_layers - linear) * config.num_key_value_heads * config.head_dim
-        keys_and_values = 2 * heads * -(-slots // block) * block * dtype.itemsize
-        inputs, state = map(math.prod, _recurrent_shapes(config))
-        return keys_and_values + linear * (inputs * dtype.itemsize + state * max(4, dtype.itemsize))
+        cache = cls.allocate(config, 1, slots, dtype, torch.device("meta"), block)
+        return sum(tensor.nbytes for tensor in (*cache.keys, *cache.values, *cache.carried()))
 
     @property
     def block(self) -> int:
@@ -146,13 +144,6 @@ class KVCache:
             tensor[:, row] = 0
         for tensor in self.carried():
             tensor[row] = 0
-
-
-def _recurrent_shapes(config: LlamaConfig) -> tuple[tuple[int, int], tuple[int, int, int]]:
-    """Return the shapes of one row's inputs and state in a layer without attention."""
-    keys = config.linear_num_key_heads * config.linear_key_head_dim
-    values, heads = config.linear_value_head_dim, config.linear_num_value_heads
-    return (config.linear_conv_kernel_dim, 2 * keys + heads * values), (heads, config.linear_key_head_dim, values)
 
 
 class Slots(NamedTuple):

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from monograph import compat
-from monograph.decode.automata import Automaton, Tables
+from monograph.decode.automata import Arena, Automaton
 from monograph.decode.cache import KVCache, Slots
 from monograph.decode.candidates import Truncation
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
@@ -56,7 +56,7 @@ class Generator:
         rows: int,
         slots: int | Slots,
         vocabulary: int,
-        automata: Collection[Automaton] | Tables = (),
+        automata: Collection[Automaton] | Arena = (),
         block: int | Pace | None = None,
         mode: Mode = "eager",
     ) -> None:
@@ -94,7 +94,7 @@ class Generator:
         # Two halves of lines: the host reads one while the device writes the other.
         self.state = State.allocate(rows, self.slots, vocabulary, 2 * self.pace.steps, self.chain, weight.device)
         self.knobs = new_knobs(self.chain, rows, weight.device)
-        self.tables = automata if isinstance(automata, Tables) else Tables(automata, vocabulary, weight.device)
+        self.tables = automata if isinstance(automata, Arena) else Arena.holding(automata, vocabulary, weight.device)
         self.vocabulary = vocabulary
 
         def step(chain: Chain) -> Step:
@@ -331,7 +331,7 @@ class Generator:
         longest = max(len(record.request.prompt_ids) + min(record.launched + steps, record.limit) for record in running)
         # If one row needs the exact search, all rows use it: it gives the same bits.
         truncation: Truncation = "search" if any(record.exact for record in running) else "window"
-        chain = self.steps.chosen({record.least for record in running})
+        chain = self.steps.chosen(frozenset(record.least for record in running))
         follows = any(record.request.constraint or record.request.stop for record in running)
         self.outbox.begin(self.state.line_1)
         # Where the reader has read all of a prompt, its first draw needs no pass.

@@ -21,7 +21,7 @@ from enum import IntEnum
 import torch
 from torch import Tensor
 
-from monograph.decode.automata import Tables, advance, allowed, stopped
+from monograph.decode.automata import Arena, advance, allowed, stopped
 from monograph.decode.cache import KVCache
 from monograph.decode.candidates import Truncation
 from monograph.decode.chain import OK, Drawn, LogProbabilities, Rows, log_probabilities, sample
@@ -212,7 +212,7 @@ class DecodeStep:
     cache: KVCache
     chain: Chain
     knobs: dict[str, Tensor]
-    tables: Tables
+    tables: Arena
     vocabulary: int
 
     @torch.no_grad()

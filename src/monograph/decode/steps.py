@@ -1,7 +1,8 @@
 """The steps of several chains over the same rows, of which each block of steps takes one."""
 
+import functools
 import itertools
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from monograph.decode.candidates import Truncation
@@ -17,6 +18,8 @@ class Steps:
     Attributes:
         chains: the chains that are given; the last one covers every request.
         replays: the calls and captures of all steps.
+        of: a function that returns the step of a chain.
+        chosen: a function that returns the chain for a block of requests, given their smallest chains as a frozenset.
     """
 
     def __init__(
@@ -31,22 +34,11 @@ class Steps:
             few: whether to make steps for these chains alone, as each takes time; otherwise for any that is asked for.
         """
         self.chains, self.replays = tuple(chains), Replays(self._call, recorder)
-        self._made, self._few = made, few
-        self._steps: dict[Chain, Step] = {}
-        self._chosen: dict[frozenset[Chain], Chain] = {}  # by the smallest chains of a block's requests
+        self._few, self.of, self.chosen = few, functools.cache(made), functools.cache(self._chosen)
 
-    def of(self, chain: Chain) -> Step:
-        """Return the step of a chain."""
-        if chain not in self._steps:
-            self._steps[chain] = self._made(chain)
-        return self._steps[chain]
-
-    def chosen(self, least: Collection[Chain]) -> Chain:
-        """Return the chain for a block of requests with these smallest chains."""
-        if (key := frozenset(least)) not in self._chosen:
-            smallest = joint(key, self.chains[-1])
-            self._chosen[key] = next(c for c in self.chains if c.covers(smallest)) if self._few else smallest
-        return self._chosen[key]
+    def _chosen(self, least: frozenset[Chain]) -> Chain:
+        smallest = joint(least, self.chains[-1])
+        return next(c for c in self.chains if c.covers(smallest)) if self._few else smallest
 
     def warm_up(self, sizes: Sequence[int], begin: Callable[[], None]) -> None:
         """Capture every variant of a step that reads so many blocks; `begin` is called before each."""

@@ -126,16 +126,15 @@ class Table:
         """Return a setting in one line: knobs, mean ± standard error, and how it compares with the best."""
         name = " ".join(f"{key}={value:g}" if isinstance(value, float) else f"{key}={value}"
                         for key, value in setting.knobs.items())  # fmt: skip
-        return f"{name or 'all'}: {written(setting.mean)} {self.unit}{self.standing(setting)}"
+        lost = f"{len(setting.failed)} of {len(setting.members)} diverged" if setting.failed and setting.mean else ""
+        standing = self.standing(setting, lost)
+        scored = f"{name or 'all'}: {written(setting.mean)} {self.unit}"
+        return f"{scored}   {standing}" if standing else scored
 
-    def standing(self, setting: Setting) -> str:
-        """Return a setting's standing in words (best, tied, some diverged); empty if there is nothing to say."""
-        words = [f"{len(setting.failed)} of {len(setting.members)} diverged"] if setting.failed and setting.mean else []
-        if self.best and setting is self.best.setting:
-            words.insert(0, "best")
-        elif setting.tied and setting.difference:
-            words.insert(0, f"tied (+{setting.difference.value:.3f})")
-        return f"   {', '.join(words)}" if words else ""
+    def standing(self, setting: Setting, lost: str) -> str:
+        """Return a setting's standing in words: best, tied, and what is said of members that were `lost`."""
+        tied = f"tied (+{setting.difference.value:.3f})" if setting.tied and setting.difference else ""
+        return ", ".join(filter(None, ("best" if self.best and setting is self.best.setting else tied, lost)))
 
 
 def written(value: Mean | None) -> str:

@@ -125,11 +125,6 @@ def ways(request: Request) -> list[Ways]:
     return [way for way in every if way[1] != "whole" or way[2] in in_whole]
 
 
-def way_of(work: Work) -> Ways:
-    """Return the combination that a step uses."""
-    return work.precision, work.compile, work.remat
-
-
 _RECOMPUTED = {
     "none": "nothing recomputed",
     "pointwise": "all but products recomputed",

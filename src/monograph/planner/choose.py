@@ -11,7 +11,7 @@ from typing import Literal
 
 from monograph.device import Device
 from monograph.errors import OutOfDeviceMemory, UsageError
-from monograph.planner.candidates import ByDtype, Candidate, Request, Ways, closed_form, described, of_way, way_of, ways
+from monograph.planner.candidates import ByDtype, Candidate, Request, Ways, closed_form, described, of_way, ways
 from monograph.planner.streaming import Limits, streamed
 from monograph.predict.footprint import Work, footprint
 from monograph.predict.roofline import Calibration
@@ -120,7 +120,8 @@ def plan(request: Request, device: Device, peak_flops: ByDtype, calibration: Cal
         by_origin = footprint(best.work).by_origin
         residual = calibration.residual(device, best.work, by_origin) if calibration else 0
         truth = traced[best.work] = best.of_trace(by_origin, residual)
-        corrections[way_of(best.work)] = truth.peak_memory_bytes / closed_form(request, best.work)
+        way = best.work.precision, best.work.compile, best.work.remat
+        corrections[way] = truth.peak_memory_bytes / closed_form(request, best.work)
     fits = best.peak_memory_bytes <= limit
     rest = sorted((one for one in tried if one.work != best.work), key=attrgetter("update_s"))
     first = replace(best, why="" if fits else _too_large(best, limit))

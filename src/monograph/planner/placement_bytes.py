@@ -10,6 +10,7 @@ stage and the last one, which the engine's own code makes on tensors without dat
 
 import functools
 import itertools
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -344,10 +345,7 @@ class Way:
         if self.where == "host":
             return self.resident(ends[whole])
         low, high = ends[whole], ends[min(whole + 1, len(ends) - 1)]
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if fits(middle) else (low, middle)
-        return self.resident(low)
+        return self.resident(low + bisect_left(range(low + 1, high), True, key=lambda count: not fits(count)))
 
     def tiers(self, resident: Sequence[Names]) -> Tiers:
         """Return the bytes by origin on the device, on the host and on disk."""

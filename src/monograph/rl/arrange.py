@@ -16,7 +16,7 @@ from monograph.data.pack import best_fit_decreasing
 from monograph.decode.completion import Completion
 from monograph.loss import IGNORE, Batch
 from monograph.rl.loss import Kl
-from monograph.rl.objectives import Objective, Weight, weights
+from monograph.rl.objectives import BY_LENGTH, Objective, Weight, weights
 from monograph.rl.prompts import Prompt
 
 
@@ -151,8 +151,7 @@ def _compared(rollouts: Rollouts, rewards: Sequence[float], options: Options) ->
     if kl is None or kl.estimator == "k1":
         return weighed
     # Where tokens of long answers weigh less, so does their KL term.
-    by_length = options.objective in ("grpo", "gspo")
-    penalties = [kl.strength / length if by_length else kl.strength for length in lengths]
+    penalties = [kl.strength / length if options.objective in BY_LENGTH else kl.strength for length in lengths]
     return [weight._replace(penalty=penalty) for weight, penalty in zip(weighed, penalties, strict=True)]
 
 

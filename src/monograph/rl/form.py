@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Sequence
 import torch
 from torch import Tensor
 
-from monograph.decode.automata import Tables, allowed, constraint
+from monograph.decode.automata import Arena, allowed, constraint
 from monograph.errors import InputRefused
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import FormName
@@ -46,15 +46,15 @@ class Form:
                 "data.answers cannot have a form"
             )
         self.automaton = constraint(name.kind, name.value, tokenizer.pieces, ends, leads.pop())
-        tables = Tables([self.automaton], tokenizer.vocab_size, device)
+        tables = Arena.holding([self.automaton], tokenizer.vocab_size, device)
+        start = tables.take(self.automaton)
+        assert start is not None
+        self._start = start
         self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed, tables)
         states = len(tables.row_S)
         if states * tokenizer.vocab_size <= MOST_MASKS:  # to compute a mask takes more memory than to look it up
             each = [allowed(tables, torch.tensor([state], device=device)) for state in range(states)]
             self.allowed = functools.partial(_looked_up, torch.cat(each))
-        start = tables.take(self.automaton)
-        assert start is not None
-        self._start = start
 
     def states(self, token_ids: Sequence[int]) -> list[int]:
         """Return the state before each of an answer's tokens, as `allowed` takes it; 0 allows every token."""

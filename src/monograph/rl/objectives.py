@@ -31,12 +31,13 @@ the unbiased one. A group whose rewards are all equal has the advantage 0, exact
 """
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 Objective = Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce", "cispo", "gspo"]
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 UNSCALED: tuple[Objective, ...] = ("dr_grpo", "rloo", "reinforce")  # those that do not divide by a deviation
+BY_LENGTH: tuple[Objective, ...] = ("grpo", "gspo")  # those in which tokens of long answers weigh less
 _LEAST_DEVIATION = 1e-4
 
 
@@ -88,7 +89,19 @@ def weights(objective: Objective, rewards: Sequence[float], lengths: Sequence[in
         lengths: the number of tokens of each answer, with the one that ends it.
         longest: most tokens that an answer may have.
     """
-    return _OF[objective](rewards, lengths, longest)
+    size = len(rewards)
+    if objective == "reinforce":
+        return [Weight(reward, 1) for reward in rewards]
+    if objective == "dr_grpo":
+        return [Weight(value, longest) for value in centred(rewards)]
+    if objective == "rloo":
+        # r[i] - (S - r[i]) / (G - 1) = G / (G - 1) (r[i] - S / G), where S is the sum of all G rewards
+        return [Weight(value * size / (size - 1), 1) for value in centred(rewards)]
+    deviation = statistics.stdev(rewards) + _LEAST_DEVIATION
+    pairs = [(value / deviation, length) for value, length in zip(centred(rewards), lengths, strict=True)]
+    if objective in BY_LENGTH:
+        return [Weight(value / length, 1) for value, length in pairs]
+    return [Weight(value, length) for value, length in pairs]
 
 
 def centred(rewards: Sequence[float]) -> list[float]:
@@ -97,35 +110,3 @@ def centred(rewards: Sequence[float]) -> list[float]:
         return [0.0] * len(rewards)
     mean = statistics.fmean(rewards)
     return [reward - mean for reward in rewards]
-
-
-def _standardised(rewards: Sequence[float]) -> list[float]:
-    deviation = statistics.stdev(rewards) + _LEAST_DEVIATION
-    return [value / deviation for value in centred(rewards)]
-
-
-def _reinforce(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
-    return [Weight(reward, 1) for reward in rewards]
-
-
-def _rloo(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
-    # r[i] - (S - r[i]) / (G - 1) = G / (G - 1) (r[i] - S / G), where S is the sum of all G rewards
-    return [Weight(value * len(rewards) / (len(rewards) - 1), 1) for value in centred(rewards)]
-
-
-def _grpo(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
-    return [Weight(value / length, 1) for value, length in zip(_standardised(rewards), lengths, strict=True)]
-
-
-def _dr_grpo(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
-    return [Weight(value, longest) for value in centred(rewards)]
-
-
-def _dapo(rewards: Sequence[float], lengths: Sequence[int], longest: int) -> list[Weight]:
-    return [Weight(value, length) for value, length in zip(_standardised(rewards), lengths, strict=True)]
-
-
-_OF: dict[Objective, Callable[[Sequence[float], Sequence[int], int], list[Weight]]] = {
-    "dr_grpo": _dr_grpo, "rloo": _rloo, "grpo": _grpo, "dapo": _dapo, "reinforce": _reinforce, "cispo": _dapo,
-    "gspo": _grpo,
-}  # fmt: skip

@@ -204,10 +204,12 @@ class _Python(Reward):
         return self._solutions
 
 
-class _Parted(Reward):
+class Called(Reward):
     """What a function of (prompt, answer, record) returns: a number, or the sum of the parts that it names."""
 
-    def __init__(self) -> None:
+    def __init__(self, function: Callable[[str, str, Mapping[str, Any]], Any] | Function) -> None:
+        """Take the function, which is called in this process."""
+        self._function: Any = function
         self._parts: defaultdict[str, list[float]] = defaultdict(list)
 
     def parts(self) -> dict[str, float]:  # noqa: D102 - of the base class
@@ -222,18 +224,6 @@ class _Parted(Reward):
         return sum(parts.values())
 
     def _scored(self, answer: Answer) -> dict[str, float]:
-        raise NotImplementedError
-
-
-class Called(_Parted):
-    """The score of a function that is called in this process."""
-
-    def __init__(self, function: Callable[[str, str, Mapping[str, Any]], Any]) -> None:
-        """Take the function."""
-        super().__init__()
-        self._function = function
-
-    def _scored(self, answer: Answer) -> dict[str, float]:
         score = self._function(answer.prompt, answer.completion, answer.record)
         parts = None
         with suppress(TypeError, ValueError, RuntimeError):  # of what is no plain data
@@ -243,12 +233,12 @@ class Called(_Parted):
         return parts
 
 
-class _Own(_Parted):
-    """The score of a function in a file, which is called in a process of its own."""
+class _Own(Called):
+    """The same for a function in a file, which is called in a process of its own."""
 
     def __init__(self, file: Path, name: str) -> None:
-        super().__init__()
-        self.file, self._function = file, Function(file, name)
+        super().__init__(Function(file, name))
+        self.file = file
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
         self._function.start()
@@ -257,7 +247,7 @@ class _Own(_Parted):
         self._function.close()
 
     def _scored(self, answer: Answer) -> dict[str, float]:
-        return self._function.score(answer.prompt, answer.completion, answer.record, answer.where)
+        return self._function.score(answer.prompt, answer.completion, answer.record, answer.where)  # type: ignore[no-any-return]
 
 
 class Taught(Reward):

@@ -28,11 +28,11 @@ from typing import Any, NoReturn
 
 import numpy as np
 
-from monograph.decode.automata import KINDS, Automaton, constraint, stop_strings
-from monograph.errors import InputRefused, UsageError
+from monograph.decode.automata import Automaton, constraint, stop_strings
+from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
-MOST_BYTES, MOST_CHOICES, MOST_STOPS, MOST_STOP_BYTES = 1 << 16, 1_024, 4, 64  # of a request
+MOST_BYTES, MOST_CHOICES = 1 << 16, 1_024  # of a request
 PROCESSOR_S, MEMORY_BYTES, LONGEST_S = 2, 1 << 29, 10.0  # of a child, by the clock at last
 KEPT, KEPT_BYTES = 64, 1 << 28  # of the automata that are kept for further requests
 
@@ -82,38 +82,30 @@ class Compiler:
 
         Args:
             kind: one of `monograph.decode.automata.KINDS`.
-            value: the choices, the regular expression, or the schema as JSON text or as an object.
+            value: the choices, the regular expression, or the schema as JSON text or as an object, all of UTF-8 and of
+                finite numbers, as `monograph.serve.fields` lets through.
             lead: bytes that come before the text and do not belong to it.
 
         Raises:
-            UsageError: the kind is unknown.
             InputRefused: the value is too long, its compiler refuses it, or it needs more than a child may use.
             Busy: too many others wait.
             RuntimeError: the maker died twice, or the compiler is closed.
         """
-        if kind not in KINDS:
-            raise UsageError(f"constraint {kind!r}: expected {', '.join(KINDS)}")
-        if kind == "json_schema" and not isinstance(value, str):
-            try:
-                value = json.dumps(value, ensure_ascii=False, allow_nan=False)
-            except (ValueError, TypeError, RecursionError) as error:
-                raise InputRefused(f"the JSON schema cannot be written as JSON: {error}") from None
-        texts, most = (value, MOST_CHOICES) if kind == "choices" else ([value], 1)
-        _require(_NAMES[kind], texts, most, MOST_BYTES)
+        if isinstance(value, dict):
+            value = json.dumps(value, ensure_ascii=False)
+        texts = value if kind == "choices" else [value]
+        if len(texts) > MOST_CHOICES:
+            raise InputRefused(f"{_NAMES[kind]}: {len(texts):,} texts; from 1 to {MOST_CHOICES:,} are compiled")
+        if (count := len("".join(texts).encode())) > MOST_BYTES:
+            raise InputRefused(f"{_NAMES[kind]}: {count:,} bytes; at most {MOST_BYTES:,} are compiled")
         return await self._shared(kind, value, lead)
 
     async def stop_strings(self, strings: Sequence[str]) -> Automaton:
         """Return the automaton of stop strings; see `monograph.decode.automata.stop_strings`.
 
         Raises:
-            InputRefused: there is none or there are too many, or one is empty or too long.
             RuntimeError: the maker died twice, or the compiler is closed.
         """
-        _require(_NAMES[_STOP], strings, MOST_STOPS, MOST_BYTES)
-        if "" in strings:
-            raise InputRefused("the stop strings: an empty one would end every text at once")
-        for string in strings:
-            _require("a stop string", [string], 1, MOST_STOP_BYTES)
         return await self._shared(_STOP, strings, b"")
 
     def close(self) -> None:
@@ -203,20 +195,6 @@ class Compiler:
         if self._streams is not None:
             self._streams[1].close()
         self._maker = self._streams = None
-
-
-def _require(name: str, texts: Any, most: int, most_bytes: int) -> None:
-    """Refuse what is no list of texts, cannot be written in UTF-8 or has too many bytes in all."""
-    if not isinstance(texts, list | tuple) or not all(isinstance(text, str) for text in texts):
-        raise InputRefused(f"{name}: expected {'a text' if most == 1 else 'a list of texts'}")
-    if not 0 < len(texts) <= most:
-        raise InputRefused(f"{name}: {len(texts):,} texts; from 1 to {most:,} are compiled")
-    try:
-        count = len("".join(texts).encode())
-    except UnicodeEncodeError:
-        raise InputRefused(f"{name}: half of a surrogate pair cannot be written in UTF-8") from None
-    if count > most_bytes:
-        raise InputRefused(f"{name}: {count:,} bytes; at most {most_bytes:,} are compiled")
 
 
 def _refusal(kind: str, code: int) -> str:

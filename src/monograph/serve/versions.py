@@ -3,7 +3,7 @@
 import hashlib
 import json
 import time
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class Version:
         precision: the precision in which a text is scored, that of the run, as `monograph evaluate` does.
         rows, context: texts written at once, and the most tokens of a prompt and its text, as the memory holds them.
         created: when it was loaded, in seconds since 1970.
+        breakers: `monograph.decode.penalties.breakers` of a tuple of texts, by its pieces; the last answers are kept.
     """
 
     def __init__(self, identity: str, names: tuple[str, ...], model: Llama, tokenizer: Tokenizer, precision: Precision):
@@ -47,7 +48,7 @@ class Version:
         self.model = model.to(default_device()).eval().requires_grad_(False)
         self.rows, self.context = 0, model.config.max_position_embeddings  # until it has a decoder
         self.created = int(time.time())
-        self._breakers: dict[tuple[str, ...], torch.Tensor] = {}
+        self.breakers = lru_cache(64)(lambda texts: breakers(texts, tokenizer.pieces))
 
     @cached_property
     def fingerprint(self) -> str:
@@ -74,14 +75,6 @@ class Version:
     def longest_piece(self) -> int:
         """Return the bytes of the longest token."""
         return max(map(len, self.tokenizer.pieces))
-
-    def breakers(self, texts: tuple[str, ...]) -> torch.Tensor:
-        """Return the ids that no repetition goes across; see `monograph.decode.penalties.breakers`."""
-        if (found := self._breakers.get(texts)) is None:  # threads call this, of which another may clear what is kept
-            if len(self._breakers) > 64:
-                self._breakers.clear()
-            found = self._breakers[texts] = breakers(texts, self.tokenizer.pieces)
-        return found
 
     def shown(self, name: str) -> dict[str, Any]:
         """Return the entry of /v1/models under one of its names."""

@@ -168,16 +168,9 @@ def lines(table: Table, diverged: Mapping[int, int]) -> list[str]:
 
 
 def _standing(table: Table, setting: Setting, diverged: Mapping[int, int]) -> str:
-    words = []
-    if table.best and setting is table.best.setting:
-        words.append("best")
-    elif setting.tied and setting.difference:
-        words.append(f"tied (+{setting.difference.value:.3f})")
     lost = [diverged[member] for member in setting.members.values() if member in diverged]
-    if lost:
-        who = f"{len(lost)} of {len(setting.members)} diverged" if len(lost) < len(setting.members) else "diverged"
-        words.append(f"{who} at update {', '.join(map(str, lost))}")
-    return ", ".join(words)
+    who = f"{len(lost)} of {len(setting.members)} diverged" if len(lost) < len(setting.members) else "diverged"
+    return table.standing(setting, f"{who} at update {', '.join(map(str, lost))}" if lost else "")
 
 
 def verdict(table: Table) -> str:

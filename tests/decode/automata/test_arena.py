@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from monograph.decode.automata import Arena, Automaton, Tables, advance, allowed, constraint, stop_strings, stopped
+from monograph.decode.automata import Arena, Automaton, advance, allowed, constraint, stop_strings, stopped
 from monograph.errors import InputRefused
 from monograph.text.tokenizer import Tokenizer
 
@@ -22,7 +22,7 @@ AUTOMATA = [
 
 def follows(arena: Arena, automaton: Automaton, start: int) -> bool:
     """Whether a text's states say the same as in tables of the automaton alone."""
-    alone = Tables([automaton], V, CPU)
+    alone = Arena.holding([automaton], V, CPU)
     states = [torch.tensor([start], dtype=torch.int32), torch.tensor([alone.take(automaton)], dtype=torch.int32)]
     for token in [*b"abab", *b"\n\n"]:
         ours, theirs = ((allowed(t, s), stopped(t, s)) for t, s in zip((arena, alone), states, strict=True))

@@ -8,18 +8,9 @@ import torch
 import torch._dynamo.testing
 
 from automata_vocabularies import END, PAD, allowed_ids, state_after, vocabulary
-from monograph.decode.automata import (
-    DEAD,
-    FREE,
-    Automaton,
-    Tables,
-    advance,
-    allowed,
-    constraint,
-    stop_strings,
-    stopped,
-)
-from monograph.errors import InputRefused, UsageError
+from monograph.decode.automata import Arena, Automaton, advance, allowed, constraint, stop_strings, stopped
+from monograph.decode.automata.arena import DEAD, FREE
+from monograph.errors import InputRefused
 
 PIECES = vocabulary("abé", longer=6)
 AUTOMATA = [
@@ -29,15 +20,15 @@ AUTOMATA = [
 ]
 
 
-def tables(device: str = "cpu") -> tuple[Tables, list[int]]:
+def tables(device: str = "cpu") -> tuple[Arena, list[int]]:
     """All automata, and where each begins."""
-    there = Tables(AUTOMATA, len(PIECES), torch.device(device))
+    there = Arena.holding(AUTOMATA, len(PIECES), torch.device(device))
     starts = [start for automaton in AUTOMATA if (start := there.take(automaton)) is not None]
     assert len(starts) == len(AUTOMATA)
     return there, starts
 
 
-def agrees(there: Tables, automaton: Automaton, start: int) -> None:
+def agrees(there: Arena, automaton: Automaton, start: int) -> None:
     """Every state's mask, stop and successors are the automaton's own."""
     states = len(automaton.stops_S)
     state_B = torch.arange(start, start + states, dtype=torch.int32)
@@ -60,7 +51,7 @@ def test_the_tables_say_what_the_automata_say() -> None:
 
 
 def test_rows_without_an_automaton() -> None:
-    for there in (tables()[0], Tables([], len(PIECES), torch.device("cpu"))):
+    for there in (tables()[0], Arena.holding([], len(PIECES), torch.device("cpu"))):
         state_B, token_B = torch.tensor([FREE, DEAD], dtype=torch.int32), torch.tensor([PAD, 3])
         assert allowed(there, state_B).all(1).tolist() == [True, False] and not allowed(there, state_B)[1].any()
         assert advance(there, state_B, token_B).tolist() == [FREE, DEAD]
@@ -68,10 +59,10 @@ def test_rows_without_an_automaton() -> None:
 
 
 def test_an_automaton_that_is_not_there() -> None:
-    with pytest.raises(UsageError, match="made without it"):
-        tables()[0].require(constraint("regex", "a{9}", PIECES, [END]))
+    with pytest.raises(InputRefused, match="more than there is room for"):
+        tables()[0].require(constraint("regex", "a{99}", PIECES, [END]))
     with pytest.raises(InputRefused, match="was made for .* tokens"):
-        Tables([stop_strings(["a"], PIECES[:-1])], len(PIECES), torch.device("cpu"))
+        Arena.holding([stop_strings(["a"], PIECES[:-1])], len(PIECES), torch.device("cpu"))
 
 
 def test_compiled_is_eager_in_one_graph() -> None:

@@ -1,28 +1,24 @@
 """Stop strings and constraints as automata over tokens, which the decode step follows on the device.
 
-`constraint` and `stop_strings` make an `Automaton`, `Tables` holds several of them on the device, an `Arena` those that
-are in use, and a decode step calls `allowed`, `advance` and `stopped`.
+`constraint` and `stop_strings` make an `Automaton`, an `Arena` holds those that are in use on the device, and a decode
+step calls `allowed`, `advance` and `stopped`.
 """
 
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from monograph.decode.automata.arena import Arena as Arena
-from monograph.decode.automata.dfa import ByteAutomaton as ByteAutomaton
-from monograph.decode.automata.dfa import compiled
+from monograph.decode.automata.arena import Arena, advance, allowed, stopped
+from monograph.decode.automata.dfa import ByteAutomaton, compiled
 from monograph.decode.automata.expression import Alternation, Expression, joined, literal
-from monograph.decode.automata.lift import DEAD as DEAD
-from monograph.decode.automata.lift import FREE as FREE
-from monograph.decode.automata.lift import Automaton as Automaton
-from monograph.decode.automata.lift import Tables as Tables
-from monograph.decode.automata.lift import advance as advance
-from monograph.decode.automata.lift import allowed as allowed
-from monograph.decode.automata.lift import constrainer, searcher
-from monograph.decode.automata.lift import stopped as stopped
+from monograph.decode.automata.lift import Automaton, constrainer, searcher
 from monograph.decode.automata.pattern import whole
 from monograph.decode.automata.schema import document, parsed
 from monograph.errors import InputRefused, UsageError
 
+__all__ = [
+    "KINDS", "Arena", "Automaton", "ByteAutomaton", "acceptor", "advance", "allowed", "constraint",
+    "stop_strings", "stopped",
+]  # fmt: skip
 KINDS = ("choices", "regex", "json_schema")
 
 

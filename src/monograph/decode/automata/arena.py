@@ -1,15 +1,23 @@
-"""Room on the device for automata that come and go while a decoder runs.
+"""Automata on the device, which come and go while a decoder runs.
 
-The tensors keep their sizes and places, so a captured step goes on to read them.
+The decode step follows them by gathers in tensors of fixed size, without the host. The tensors keep their sizes and
+places, so a captured step goes on to read them.
+
+Shapes: B rows, V tokens, S states and N cells of all automata, A automata.
 """
 
 from collections import Counter
-from typing import NamedTuple
+from collections.abc import Collection
+from typing import NamedTuple, Self
 
+import numpy as np
 import torch
+from torch import Tensor
 
-from monograph.decode.automata.lift import DEAD, FREE, Automaton, Tables
+from monograph.decode.automata.lift import Automaton
 from monograph.errors import InputRefused
+
+FREE, DEAD = 0, 1  # states of an arena: in FREE every token is allowed and no text is over, in DEAD none is allowed
 
 
 class _Place(NamedTuple):
@@ -21,29 +29,53 @@ class _Place(NamedTuple):
     number: int
 
 
-class Arena(Tables):
-    """`Tables` of fixed sizes, in which each automaton has a place while a request uses it, and longer if nobody asks.
+class Arena:
+    """Automata over one vocabulary as a few tensors of 4 N + 9 S + 2 A V bytes.
+
+    Each automaton has a place while a request uses it, and longer if nobody asks. Each row of a batch has a state,
+    int32: FREE if it has no automaton, else a state of an automaton.
 
     Attributes:
         cells: most cells of all automata.
         states: most states of all.
         automata: most automata.
+        next_N: int32 [N], the state after each class of tokens, state by state; DEAD where the token is forbidden.
+        row_S: int32 [S], the index in `next_N` of each state's first cell.
+        automaton_S: int32 [S], the number of each state's automaton, from 1; 0 for FREE and DEAD.
+        stops_S: bool [S], whether the text is over in the state.
+        class_AV: int16 [A, V], each automaton's class of each token.
     """
 
     def __init__(
         self, vocabulary: int, device: torch.device, cells: int = 1 << 22, states: int = 1 << 16, automata: int = 64
     ) -> None:
-        """Allocate tables of so many cells, states and automata, all free: 4 N + 9 S + 2 A V bytes."""
-        super().__init__((), vocabulary, device, (cells, states, automata))
+        """Allocate tables of so many cells, states and automata, all free."""
         self.cells, self.states, self.automata = cells, states, automata
+        self.next_N, self.row_S, self.automaton_S = (
+            torch.zeros(size, dtype=torch.int32, device=device) for size in (cells, states, states)
+        )
+        self.stops_S = torch.zeros(states, dtype=torch.bool, device=device)
+        self.class_AV = torch.zeros(1 + automata, vocabulary, dtype=torch.int16, device=device)
+        # FREE and DEAD have one cell each: FREE leads to FREE, DEAD to DEAD.
+        self.next_N[DEAD] = self.row_S[DEAD] = DEAD
+        self._vocabulary = vocabulary
         self._places: dict[int, _Place] = {}  # by identity, the longest unused first
         self._uses: Counter[int] = Counter()
+
+    @classmethod
+    def holding(cls, automata: Collection[Automaton], vocabulary: int, device: torch.device) -> Self:
+        """Allocate as much as these automata take together; raises InputRefused like `require`."""
+        cells, states = sum(each.next_SC.size for each in automata), sum(len(each.next_SC) for each in automata)
+        arena = cls(vocabulary, device, 2 + cells, 2 + states, len(automata))
+        arena.require(*automata)
+        return arena
 
     def require(self, *automata: Automaton | None) -> None:
         """Refuse the automata of one text if they never have room together; raises InputRefused."""
         given = [automaton for automaton in automata if automaton is not None]
         for automaton in given:
-            self._require_vocabulary(automaton)
+            if (made_for := len(automaton.class_V)) != self._vocabulary:
+                raise InputRefused(f"{automaton.where} was made for {made_for:,} tokens, not {self._vocabulary:,}")
         size, states = sum(each.next_SC.size for each in given), sum(len(each.next_SC) for each in given)
         if size + 2 > self.cells or states + 2 > self.states or len(given) > self.automata:
             raise InputRefused(
@@ -87,6 +119,19 @@ class Arena(Tables):
         state = _gap([(p.state, len(p.automaton.next_SC)) for p in there], len(automaton.next_SC), self.states)
         return None if number is None or cell is None or state is None else _Place(automaton, cell, state, number)
 
+    def _write(self, automaton: Automaton, cell: int, state: int, number: int) -> None:
+        """Write an automaton's table from `cell` and `state` on."""
+        table_SC, device = automaton.next_SC.astype(np.int32), self.next_N.device
+        states = slice(state, state + len(table_SC))
+        # A forbidden token's -1 becomes the dead state here, so that the device needs no case for it.
+        following = np.where(table_SC < 0, DEAD, table_SC + state).reshape(-1)
+        rows = np.arange(len(table_SC), dtype=np.int32) * table_SC.shape[1] + cell
+        self.next_N[cell : cell + table_SC.size] = torch.from_numpy(following.astype(np.int32)).to(device)
+        self.row_S[states] = torch.from_numpy(rows.astype(np.int32)).to(device)
+        self.automaton_S[states] = number
+        self.stops_S[states] = torch.from_numpy(automaton.stops_S).to(device)
+        self.class_AV[number] = torch.from_numpy(automaton.class_V).to(device)
+
 
 def _gap(taken: list[tuple[int, int]], size: int, most: int) -> int | None:
     """Return where so many entries find room between those that are taken (begin, size), or None."""
@@ -96,3 +141,45 @@ def _gap(taken: list[tuple[int, int]], size: int, most: int) -> int | None:
             return begin
         begin = at + length
     return begin if begin + size <= most else None
+
+
+def allowed(tables: Arena, state_B: Tensor) -> Tensor:
+    """Return which tokens may come next, those that do not lead to DEAD.
+
+    Args:
+        tables: the automata.
+        state_B: int32 [B].
+
+    Returns:
+        bool [B, V]; all true in state FREE, all false in state DEAD.
+    """
+    class_BV = tables.class_AV[tables.automaton_S[state_B]].int()
+    return tables.next_N[tables.row_S[state_B][:, None] + class_BV] != DEAD
+
+
+def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
+    """Return the states after one token of each row: DEAD after a forbidden token, FREE for rows in FREE.
+
+    Args:
+        tables: the automata.
+        state_B: int32 [B].
+        token_B: int64 or int32 [B], ids below V.
+
+    Returns:
+        int32 [B].
+    """
+    class_B = tables.class_AV[tables.automaton_S[state_B], token_B].int()
+    return tables.next_N[tables.row_S[state_B] + class_B]
+
+
+def stopped(tables: Arena, state_B: Tensor) -> Tensor:
+    """Return whether each row's text is over: a stop string has occurred, or only an end token could still come.
+
+    Args:
+        tables: the automata.
+        state_B: int32 [B].
+
+    Returns:
+        bool [B]; never true in states FREE and DEAD.
+    """
+    return tables.stops_S[state_B]

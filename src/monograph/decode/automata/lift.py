@@ -1,25 +1,21 @@
-"""Turns an automaton over bytes into one over tokens, and follows several of them on the device.
+"""Turns an automaton over bytes into one over tokens.
 
 Tokens that lead from every state to the same next state form one class, so a table over states and classes, and the
-class of each token, stand for the table over states and tokens. The decode step follows them by gathers in tensors of
-fixed size, without the host (`Tables`).
+class of each token, stand for the table over states and tokens.
 
 Stop strings form such an automaton too; its state tracks the progress in each of them (Aho and Corasick 1975).
 
-Shapes: B rows, V tokens, S states (in `Tables`, of all automata), C classes of tokens, K classes of bytes, N cells of
-all tables, A automata.
+Shapes: V tokens, S states, C classes of tokens, K classes of bytes.
 """
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from monograph.decode.automata.dfa import ByteAutomaton
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused
 
 MAX_BYTES = 4_096  # most bytes of all stop strings together
 
@@ -138,8 +134,8 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
     next_SC = np.concatenate([numbers[next_SC[:states][live_S]], np.full((1, next_SC.shape[1]), -1, dtype=np.int16)])
     next_SC[np.append(automaton.accepting_S[live_S], True), -1] = len(next_SC) - 1
     stops_S = np.asarray((next_SC[:, :-1] < 0).all(axis=1))
-    merged_CS, merged_C = _merged(next_SC.T)
-    return Automaton(where, np.ascontiguousarray(merged_CS.T), merged_C[class_V], stops_S)
+    next_SC, merged_C = np.unique(next_SC, axis=1, return_inverse=True)
+    return Automaton(where, next_SC, merged_C.reshape(-1).astype(np.int16)[class_V], stops_S)
 
 
 def _columns(
@@ -210,136 +206,3 @@ def _spread(edges_SS: NDArray[np.bool_], start: NDArray[np.int64]) -> NDArray[np
         front = np.flatnonzero(edges_SS[front].any(axis=0) & ~seen)
         seen[front] = True
     return seen
-
-
-def _merged(columns_CS: NDArray[np.int16]) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
-    """Return the distinct columns, and the index of each column among them."""
-    index_of: dict[bytes, int] = {}
-    chosen = np.array([index_of.setdefault(column.tobytes(), len(index_of)) for column in columns_CS], dtype=np.int16)
-    first = np.unique(chosen, return_index=True)[1]
-    return columns_CS[first], chosen
-
-
-FREE, DEAD = 0, 1  # states of `Tables`: in FREE every token is allowed and no text is over, in DEAD none is allowed
-
-
-class Tables:
-    """Several automata over one vocabulary as a few tensors of 4 N + 9 S + 2 A V bytes.
-
-    Each row of a batch has a state, int32: FREE if it has no automaton, else a state of an automaton.
-
-    Attributes:
-        next_N: int32 [N], the state after each class of tokens, state by state; DEAD where the token is forbidden.
-        row_S: int32 [S], the index in `next_N` of each state's first cell.
-        automaton_S: int32 [S], the number of each state's automaton, from 1; 0 for FREE and DEAD.
-        stops_S: bool [S], whether the text is over in the state.
-        class_AV: int16 [A, V], each automaton's class of each token.
-    """
-
-    def __init__(
-        self, automata: Collection[Automaton], vocabulary: int, device: torch.device, room: tuple[int, ...] = ()
-    ) -> None:
-        """Write the automata's tables one after another.
-
-        Args:
-            automata: they are numbered from 1.
-            vocabulary: tokens that each of them was made for.
-            device: where the tables lie.
-            room: cells, states and automata to allocate; by default as many as the automata have.
-
-        Raises:
-            InputRefused: an automaton was made for another vocabulary.
-        """
-        needed = 2 + sum(each.next_SC.size for each in automata), 2 + sum(len(each.next_SC) for each in automata)
-        cells, states, most = room or (*needed, len(automata))
-        self.next_N, self.row_S, self.automaton_S = (
-            torch.zeros(size, dtype=torch.int32, device=device) for size in (cells, states, states)
-        )
-        self.stops_S = torch.zeros(states, dtype=torch.bool, device=device)
-        self.class_AV = torch.zeros(1 + most, vocabulary, dtype=torch.int16, device=device)
-        # FREE and DEAD have one cell each: FREE leads to FREE, DEAD to DEAD.
-        self.next_N[DEAD] = self.row_S[DEAD] = DEAD
-        self._vocabulary = vocabulary
-        self._starts: dict[int, int] = {}
-        cell = state = 2
-        for number, automaton in enumerate(automata, 1):
-            self._require_vocabulary(automaton)
-            # By identity: to compare tables would cost more than to keep two equal ones.
-            self._starts[id(automaton)] = state
-            self._write(automaton, cell, state, number)
-            cell, state = cell + automaton.next_SC.size, state + len(automaton.next_SC)
-
-    def _write(self, automaton: Automaton, cell: int, state: int, number: int) -> None:
-        """Write an automaton's table from `cell` and `state` on."""
-        table_SC, device = automaton.next_SC.astype(np.int32), self.next_N.device
-        states = slice(state, state + len(table_SC))
-        # A forbidden token's -1 becomes the dead state here, so that the device needs no case for it.
-        following = np.where(table_SC < 0, DEAD, table_SC + state).reshape(-1)
-        rows = np.arange(len(table_SC), dtype=np.int32) * table_SC.shape[1] + cell
-        self.next_N[cell : cell + table_SC.size] = torch.from_numpy(following.astype(np.int32)).to(device)
-        self.row_S[states] = torch.from_numpy(rows.astype(np.int32)).to(device)
-        self.automaton_S[states] = number
-        self.stops_S[states] = torch.from_numpy(automaton.stops_S).to(device)
-        self.class_AV[number] = torch.from_numpy(automaton.class_V).to(device)
-
-    def _require_vocabulary(self, automaton: Automaton) -> None:
-        if (made_for := len(automaton.class_V)) != self._vocabulary:
-            raise InputRefused(f"{automaton.where} was made for {made_for:,} tokens, not {self._vocabulary:,}")
-
-    def require(self, *automata: Automaton | None) -> None:
-        """Refuse the automata of one text if the tables lack one; raises UsageError."""
-        for automaton in automata:
-            if automaton is not None and id(automaton) not in self._starts:
-                raise UsageError(f"{automaton.where}: the generator was made without it; give it as one of `automata`")
-
-    def take(self, automaton: Automaton | None) -> int | None:
-        """Use an automaton; return the state in which its texts begin, or None if there is no room for it now."""
-        return FREE if automaton is None else self._starts[id(automaton)]
-
-    def give_back(self, automaton: Automaton | None) -> None:
-        """Use it no longer."""
-
-    def clear(self) -> None:
-        """Forget what nobody uses, so that it is not in the way where it lies."""
-
-
-def allowed(tables: Tables, state_B: Tensor) -> Tensor:
-    """Return which tokens may come next, those that do not lead to DEAD.
-
-    Args:
-        tables: the automata.
-        state_B: int32 [B].
-
-    Returns:
-        bool [B, V]; all true in state FREE, all false in state DEAD.
-    """
-    class_BV = tables.class_AV[tables.automaton_S[state_B]].int()
-    return tables.next_N[tables.row_S[state_B][:, None] + class_BV] != DEAD
-
-
-def advance(tables: Tables, state_B: Tensor, token_B: Tensor) -> Tensor:
-    """Return the states after one token of each row: DEAD after a forbidden token, FREE for rows in FREE.
-
-    Args:
-        tables: the automata.
-        state_B: int32 [B].
-        token_B: int64 or int32 [B], ids below V.
-
-    Returns:
-        int32 [B].
-    """
-    class_B = tables.class_AV[tables.automaton_S[state_B], token_B].int()
-    return tables.next_N[tables.row_S[state_B] + class_B]
-
-
-def stopped(tables: Tables, state_B: Tensor) -> Tensor:
-    """Return whether each row's text is over: a stop string has occurred, or only an end token could still come.
-
-    Args:
-        tables: the automata.
-        state_B: int32 [B].
-
-    Returns:
-        bool [B]; never true in states FREE and DEAD.
-    """
-    return tables.stops_S[state_B]
