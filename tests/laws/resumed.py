@@ -85,7 +85,10 @@ LETTERS = """
 def score(prompt, completion, record):
     return {"odd": len(completion) % 2, "good": 0.5 * any(letter in completion for letter in record["good"])}
 """
-TIMES = {"tokens_per_s", "wall_s", "drawn_s", "scored_s"}
+TIMES = {
+    "tokens_per_s", "wall_s", "drawn_s", "scored_s", "gpu_utilization_percent", "gpu_memory_bytes", "gpu_power_w",
+    "gpu_temperature_c", "gpu_clock_hz",
+}  # fmt: skip
 
 
 def write_inputs(folder: Path) -> None:

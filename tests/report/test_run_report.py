@@ -107,6 +107,21 @@ def page(folder: Path) -> Page:
     return page
 
 
+def test_a_card_s_numbers_and_moments_at_which_it_became_slower_are_shown(tmp_path: Path) -> None:
+    slower = {"tokens_per_s": 9000.0, "before": 15_000.0, "why": "the GPU is slowed by <heat>"}
+    gauges = {"gpu_utilization_percent": 93, "gpu_memory_bytes": 3e9, "gpu_power_w": 312.5, "gpu_temperature_c": 71,
+              "gpu_clock_hz": 1.98e9}  # fmt: skip
+    rows = [{"update": n, "tokens": 2000 * n, "tokens_per_s": 15_000, **(gauges if n % 2 else {})} for n in range(4)]
+    write_report(tmp_path, SUMMARY, [*rows, {"update": 3, "tokens": 6000, "slower": slower}], {}, [])
+    page = (tmp_path / "report.html").read_text()
+    figures = ("utilisation, %", "power, W", "temperature, °C", "clock, Hz", "memory of all programs, bytes")
+    assert all(f"GPU {name}" in page for name in figures) and "slower at each triangle" in page
+    assert "Slower than before" in page and "slowed by &lt;heat&gt;" in page
+    write_report(tmp_path, SUMMARY, rows[:1], {}, [])
+    page = (tmp_path / "report.html").read_text()
+    assert "GPU" not in page and "lower" not in page
+
+
 def test_every_figure_is_a_file_and_part_of_the_sheet(folder: Path) -> None:
     names = {path.name for path in (folder / "figures").iterdir()}
     assert names == {f"{name}.png" for name in ("sheet", "held_out", "loss", "learning_rate", "gradient_norm", "speed")}

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from monograph import __version__, checkpointing
-from monograph.device import compiler_obstacle, default_device, describe, measured_matmul_flops
+from monograph.device import clock, compiler_obstacle, default_device, describe, measured_matmul_flops
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable, UsageError
 from monograph.profiling.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.report.quantities import gibibytes, megabytes
@@ -56,19 +56,23 @@ def _laws() -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
     from monograph.profiling.laws import Compared, laws
 
     keep_compiled()
-    device, found = default_device(), dict[str, Compared]()
-    print(f"{'machine':<40}{describe().summary}; one to three minutes")
-    for name, compare in laws(device):
-        print(f"{name:<40}", end="", flush=True)
+    device, listed, broken, began = default_device(), list[dict[str, Any]](), list[str](), clock()
+    print(f"machine         {describe().summary}; about two minutes\n")
+    print(f"{'began':>7}{'law':>5}  {'compared':<34}{'error':>10}{'bound':>9}{'seconds':>9}  verdict")
+    for number, name, compare in laws(device):
+        start = clock()
+        print(f"{start - began:>5.0f} s{number:>5}  {name:<34}", end="", flush=True)
         try:
-            found[name] = compare()
+            found = compare()
         except Exception as error:  # of torch or a driver: the other laws are compared all the same
-            found[name] = Compared(float("inf"), 0, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
-        print(found[name].said)
-    broken = [name for name, law in found.items() if not law.holds]
-    listed = standard_json([{"name": name, "holds": law.holds, **law._asdict()} for name, law in found.items()])
+            found = Compared(float("inf"), 0, f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}")
+        spent_s, (off, bound, verdict) = clock() - start, found.said
+        print(f"{off:>10}{bound:>9}{spent_s:>9.1f}  {verdict}")
+        law = {"number": number, "name": name, "holds": found.holds, **found._asdict(), "seconds": spent_s}
+        listed.append(standard_json(law))
+        broken += [] if found.holds else [f"{number} ({name})"]
     facts = {"device": describe().name, "torch_version": torch.__version__, "laws": listed}
-    said = f"computes wrong on this machine with torch {torch.__version__}: {'; '.join(broken)}; please report it"
+    said = f"computes wrong on this machine with torch {torch.__version__}: law {', '.join(broken)}; please report it"
     return facts, {}, MonographError(said) if broken else None
 
 

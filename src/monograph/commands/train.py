@@ -177,7 +177,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     # Reading an update's numbers waits for a GPU to finish it, as drawing answers from its weights does anyway.
     log = MetricsLog(session.run, every=1 if session.judges or engine.step.device.type == "cpu" else 10)
     graphs = compat.captured_graphs()
-    rate, session.training_since_s = 0.0, clock()
+    session.training_since_s = clock()
     with report.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
         if not engine.index and (session.reward or session.text.stats.conversations):
             report.evaluate(block, 0, limit=None)  # the untrained model's score
@@ -187,10 +187,10 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             last = done == session.updates
             report.recompiles = compat.captured_graphs() - graphs
             session.account(done)
-            written = log.add(update, {"tokens_per_s": rate or None, "wall_s": session.spent_s, **session.judged()})
+            written = log.add(update, {**report.read, "wall_s": session.spent_s, **session.judged()})
             if written or last or clock() - began > SHOWN_S:
                 log.flush()
-                rate = report.rate(since, clock() - began)
+                rate = report.rate(since, clock() - began, log.last)
                 loss, memory = log.last["train_loss"], session.peak_memory_bytes
                 score = "   ".join(f"{name} {log.last[name]:.3f}" for name in SHOWN if name in log.last) or score
                 figures = {"loss": loss, "score": score, "skipped": log.skipped}

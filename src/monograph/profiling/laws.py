@@ -1,8 +1,9 @@
 """Compare fast paths with slow ones on this machine: a small model, on the device that a run would take.
 
-The error of a gradient and of an evaluated loss is relative, to each document computed alone in float64 on the CPU.
-It may be twice that of the gradient of documents computed alone in the same dtype and eagerly, and a rounding. Where
-all is to be equal, the error is how many tensors or tokens differ.
+The bounds are the laws' own. In float64 that is an error of 1e-12. In fewer bits the error of a gradient and of an
+evaluated loss, relative to each document computed alone in float64 on the CPU, may be twice that of the gradient of
+documents computed alone in the same dtype and eagerly, and a rounding. Where all is to be equal, the error is how many
+tensors, tokens or numbers differ. Laws that need other programs, ranks, rewards or hours are left to the tests.
 """
 
 import copy
@@ -10,31 +11,42 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import ne
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from monograph.decode.generator import Generator
-from monograph.decode.knobs import chain_of
+from monograph.decode.cache import KVCache
+from monograph.decode.chain import Rows, narrowed, sample
+from monograph.decode.generator import Generator, Mode
+from monograph.decode.knobs import chain_of, knobs_of, new_knobs, write_rows
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.device import describe
 from monograph.engine import Engine
+from monograph.ensemble import Ensemble
 from monograph.errors import MonographError
 from monograph.graph.capture import is_replayed
+from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
-from monograph.loop import train
+from monograph.graph.remat import Remat
+from monograph.graph.siblings import fuse_siblings
+from monograph.loop import load_checkpoint, save_checkpoint, train
 from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.ops.log_probabilities import token_log_probabilities
 from monograph.optim import AdamW
 from monograph.resident import Resident
+from monograph.storage.writing import temporary_folder
 from monograph.stream import Placement, Streamed
 
 SHAPE = LlamaConfig.preset("nano", vocab_size=256, max_position_embeddings=512, tie_word_embeddings=False)
 ROWS = ((300, 84), (100, 284), (384,), (200, 150))  # documents; the last row ends with padding
-LENGTH, PROMPT, WRITTEN = 384, 40, 24
+LENGTH, PROMPT, WRITTEN, DRAWS = 384, 40, 24, 64
+DRAWN, LIKELIEST = (Sampling(temperature, logprobs=0, seed=1) for temperature in (1.0, 0.0))
 
 
 class Compared(NamedTuple):
@@ -50,45 +62,68 @@ class Compared(NamedTuple):
         return not self.why and self.error <= self.bound
 
     @property
-    def said(self) -> str:
-        """Return the comparison in words."""
-        off = f"{self.error:.1e} off, at most {self.bound:.1e}" if self.bound else f"{self.error:.0f} differ"
-        return off if self.holds else f"BROKEN: {self.why or off}"
+    def said(self) -> tuple[str, str, str]:
+        """Return the error, the bound and the verdict in words."""
+        figures = (f"{self.error:.1e}", f"{self.bound:.1e}") if self.bound else (f"{self.error:.0f} differ", "0")
+        return (*figures, "holds" if self.holds else ": ".join(filter(None, ("BROKEN", self.why))))
 
 
-def laws(device: torch.device) -> Iterator[tuple[str, Callable[[], Compared]]]:
-    """Yield each law's name and its comparison, which takes seconds."""
-    names = ("fp32", "bf16") if device.type == "cpu" or describe(device).has_bf16 else ("fp32",)
-    for small in (_Small(device, name) for name in names):
-        once = functools.partial(small.engine, micro_batch=1)
-        for what, make in (("packed = separate", small.engine), ("accumulated = large batch", once)):
-            yield f"{what}, {small.name}", functools.partial(small.off, make)
-        yield f"compiled = eager, {small.name}", functools.partial(small.off, small.captured)
-        yield f"streamed = resident, {small.name}", small.streamed
-        if device.type == "cuda":
-            yield f"replayed = called, {small.name}", small.replayed
-    yield "generated = computed again, fp32", functools.partial(_generated, device)
+class Law(NamedTuple):
+    """A law's number in the README, what is compared, and the comparison, which takes seconds."""
+
+    number: int
+    name: str
+    compare: Callable[[], Compared]
+
+
+def laws(device: torch.device) -> list[Law]:
+    """Return the laws that can be compared on a device, by number."""
+    has_bf16 = device.type == "cpu" or describe(device).has_bf16
+    exact, single, *half = (_Small(device, name) for name in ("fp64", "fp32", *["bf16"] * has_bf16))
+    trained, all_ = (single, *half), (exact, single, *half)
+    table: tuple[tuple[int, str, Callable[[_Small], Compared], tuple[_Small, ...]], ...] = (
+        (1, "compiled = eager", lambda small: small.off(small.captured()), trained),
+        (1, "replayed = called", _Small.replayed, trained if device.type == "cuda" else ()),
+        (2, "accumulated = large batch", lambda small: small.off(small.engine(micro_batch=1)), all_),
+        (3, "recomputed = stored", _Small.recomputed, trained),
+        (4, "streamed = resident", _Small.streamed, trained),
+        (5, "member = solo", _Small.member, (exact,)),
+        (6, "fused siblings = separate", _Small.fused, all_),
+        (7, "sampled = reference", _Small.sampled, (single,)),
+        (8, "cached = full", _Small.cached, (exact,)),
+        (8, "generated = computed again", _Small.generated, (single,)),
+        (9, "packed = separate", lambda small: small.off(small.engine()), all_),
+        (10, "resumed = uninterrupted", _Small.resumed, (single,)),
+        (16, "scored = drawn", _Small.scored, (single,)),
+        (18, "adapters off = base", _Small.adapted, (single,)),
+        (19, "nothing stale", _Small.stale, (single,)),
+    )
+    return [
+        Law(number, f"{what}, {small.name}", functools.partial(compare, small))
+        for number, what, compare, smalls in table
+        for small in smalls
+    ]
 
 
 class _Small:
     """A small model on a device, in one precision."""
 
     def __init__(self, device: torch.device, name: str) -> None:
-        self.name, self.device, self.precision = name, device, Precision(name)
-        self.model = Llama(SHAPE).to(device)
+        self.name, self.device = name, device
+        self.precision = Precision("fp32" if name == "fp64" else name)
+        self.model = Llama(SHAPE).to(device, torch.float64 if name == "fp64" else torch.float32)
         self.rows, self.alone = _windows()
 
-    def engine(self, **more: Any) -> Resident:
-        return Resident(copy.deepcopy(self.model), optim=AdamW(lr=0.01), precision=self.precision, **more)
-
-    @functools.cached_property
-    def exact(self) -> tuple[Tensor, Tensor]:
-        return _computed(Resident(Llama(SHAPE).double(), optim=AdamW()), self.alone)
+    def engine(self, model: Llama | None = None, **more: Any) -> Resident:
+        model = copy.deepcopy(self.model) if model is None else model
+        return Resident(model, optim=AdamW(lr=0.01), precision=self.precision, **more)
 
     @functools.cached_property
     def bound(self) -> float:
+        if self.name == "fp64":
+            return 1e-12
         slow = _computed(self.engine(), self.alone)
-        return 2 * (_off(slow[:1], self.exact[:1]) + torch.finfo(self.precision.dtype).eps / 2)
+        return 2 * (_off(slow[:1], _exact()[:1]) + torch.finfo(self.precision.dtype).eps / 2)
 
     def captured(self, given: Resident | None = None) -> Resident:
         engine = given or self.engine()
@@ -96,14 +131,8 @@ class _Small:
             raise MonographError(f"the step of a small model cannot be compiled here: {obstacle}")
         return engine
 
-    def off(self, make: Callable[[], Engine]) -> Compared:
-        return Compared(_off(_computed(make(), self.rows), self.exact), self.bound)
-
-    def streamed(self) -> Compared:
-        place, model = Placement(self.device), copy.deepcopy(self.model).cpu()
-        with _one_order():
-            engine = Streamed(model, optim=AdamW(lr=0.01), precision=self.precision, placement=place)
-            return Compared(_differing(engine, self.engine(), self.rows), 0)
+    def off(self, engine: Engine) -> Compared:
+        return Compared(_off(_computed(engine, self.rows), _exact()), self.bound)
 
     def replayed(self) -> Compared:
         replayed, called, notes = self.engine(), self.engine(), list[str]()
@@ -111,6 +140,139 @@ class _Small:
         with _one_order():  # for the compiler, too
             found = _differing(self.captured(replayed), self.captured(called), self.rows)
         return Compared(found, 0, "" if is_replayed(replayed.step) else "; ".join(["nothing is replayed", *notes]))
+
+    def recomputed(self) -> Compared:
+        with _one_order():
+            return Compared(_differing(self.engine(remat=Remat.Full()), self.engine(), self.rows), 0)
+
+    def streamed(self) -> Compared:
+        place, model = Placement(self.device), copy.deepcopy(self.model).cpu()
+        with _one_order():
+            engine = Streamed(model, optim=AdamW(lr=0.01), precision=self.precision, placement=place)
+            return Compared(_differing(engine, self.engine(), self.rows), 0)
+
+    def member(self) -> Compared:
+        """Compare the second of two members with the same model alone: losses, norms, weights and moments."""
+        members = [Llama(SHAPE, seed).to(self.device, torch.float64) for seed in range(2)]
+        solo = self.engine(copy.deepcopy(members[1]), clip=0.5)
+        together = Ensemble(members, optim=AdamW(lr=0.01), clip=0.5)
+        found, expected = list[Tensor](), list[Tensor]()
+        for ours, its in zip(train(together, [self.rows] * 2), train(solo, [self.rows] * 2), strict=True):
+            found += [ours.loss[1], ours.grad_norm[1]]
+            expected += [its.loss, its.grad_norm]
+        states = together.member_state(1), solo.state()
+        for values, state in zip((found, expected), states, strict=True):
+            values += [part[name] for part in (state.model, state.optimizer) for name in sorted(part)]
+        return Compared(_off(tuple(found), tuple(expected)), 1e-10)
+
+    def fused(self) -> Compared:
+        engine = self.engine()
+        fusion = fuse_siblings(engine.model, self.rows["tokens"].to(self.device))
+        return self.off(engine) if fusion.families else Compared(0, 0, str(fusion))
+
+    @torch.no_grad()
+    def sampled(self) -> Compared:
+        """Count tokens that filters leave otherwise than their definitions in float64, and draws of tokens not left."""
+        options, draw = Sampling(0.8, top_k=40, top_p=0.9, min_p=0.02), torch.Generator().manual_seed(1)
+        chain, logits_BV = chain_of([options]), 2.5 * torch.randn(DRAWS, SHAPE.vocab_size, generator=draw)
+        # Rounding may decide on a token beside a threshold, which a threshold moved a little shows.
+        least_BV, most_BV = (_left(logits_BV.double(), options, by) for by in (1 + 1e-6, 1 - 1e-6))
+        logits_BV = logits_BV.to(self.device).repeat(DRAWS, 1)
+        seed_B = torch.arange(len(logits_BV), device=self.device)
+        knobs = new_knobs(chain, len(seed_B), self.device)
+        write_rows(knobs, range(len(seed_B)), [knobs_of(options, chain)] * len(seed_B))
+        rows = Rows(seed_B, torch.full_like(seed_B, PROMPT), torch.zeros_like(seed_B), knobs)
+        left = narrowed(logits_BV, rows, chain, "window")
+        assert left.ids_BN is not None
+        left_BV = torch.zeros_like(logits_BV, dtype=torch.bool).scatter(-1, left.ids_BN, left.scores_BN > -torch.inf)
+        wrong_BV = (left_BV.cpu() & ~most_BV.repeat(DRAWS, 1)) | (least_BV.repeat(DRAWS, 1) & ~left_BV.cpu())
+        token_B = sample(logits_BV, rows, None, chain).token_B
+        return Compared(int(wrong_BV.sum()) + int((~left_BV[seed_B, token_B]).sum()), 0)
+
+    @torch.no_grad()
+    def cached(self) -> Compared:
+        """Compare the logits of a prompt's rest, read token by token, with those of a whole pass."""
+        model, ids_BT = self.model.train(False), self.alone["tokens"][:2, :PROMPT].to(self.device)
+        cache = KVCache.allocate(SHAPE, 2, PROMPT, torch.float64, self.device)
+        positions_BT = torch.arange(PROMPT, device=self.device).expand(2, -1)
+        parts = [slice(0, WRITTEN), *(slice(place, place + 1) for place in range(WRITTEN, PROMPT))]
+        steps = [model(ids_BT[:, part], positions=positions_BT[:, part], cache=cache) for part in parts]
+        return Compared(_off((model.logits(torch.cat(steps, 1)),), (model.logits(model(ids_BT)),)), self.bound)
+
+    @torch.no_grad()
+    def generated(self) -> Compared:
+        """Count the likeliest tokens that the decode graph writes and whole forward passes do not."""
+        written, ids = self._written(self._generator(LIKELIEST, "compiled"), LIKELIEST), self._prompt
+        for _ in range(WRITTEN):
+            ids = torch.cat([ids, self.model.logits(self.model(ids[None])[0, -1]).argmax()[None]])
+        return Compared(sum(map(ne, [token for token, _ in written], ids[PROMPT:].tolist())), 0)
+
+    def resumed(self) -> Compared:
+        whole, resumed, no_data = self.engine(), self.engine(), SimpleNamespace(state=dict)
+        with _one_order(), temporary_folder() as folder:
+            list(train(whole, [self.rows] * 2))
+            save_checkpoint(whole, no_data, folder)  # type: ignore[arg-type]
+            load_checkpoint(resumed, folder)
+            return Compared(_differing(resumed, whole, self.rows), 0)
+
+    def scored(self) -> Compared:
+        """Compare the log-probabilities of drawn tokens with those that the training pass computes."""
+        tokens, drawn = zip(*self._written(self._generator(DRAWN), DRAWN), strict=True)
+        ids, model = torch.cat([self._prompt, torch.tensor(tokens, device=self.device)]), self.model.train()
+        scored = token_log_probabilities(model(ids[None])[0, PROMPT - 1 : -1], model.lm_head.weight, ids[PROMPT:])
+        return Compared(float((scored.detach().cpu() - torch.tensor(drawn)).abs().max()), 1e-5)
+
+    def adapted(self) -> Compared:
+        """Count the numbers of hidden states that differ from the base's once trained adapters are off."""
+        model, window = copy.deepcopy(self.model), {name: rows.to(self.device) for name, rows in self.rows.items()}
+        layers = adapt(model, Lora(rank=4)).values()
+        list(train(self.engine(model), [self.rows] * 2))
+        trained = all(layer.lora_B.weight.any() for layer in layers)
+        with torch.no_grad():
+            for layer in layers:
+                layer.lora_B.weight.zero_()
+            given = {"segments": window["segments"], "positions": window["positions"]}
+            ours, its = (each(window["tokens"], **given) for each in (model, self.model))
+        return Compared(int((ours != its).sum()), 0, "" if trained else "the adapters learned nothing")
+
+    def stale(self) -> Compared:
+        """Count the tokens, with their probabilities, that a decoder writes after an update and a new one does not."""
+        model = copy.deepcopy(self.model)
+        kept, engine = self._generator(DRAWN, model=model), self.engine(model)
+        before = self._written(kept, DRAWN)
+        list(train(engine, [self.rows]))
+        kept.forget()
+        after, fresh = (self._written(each, DRAWN) for each in (kept, self._generator(DRAWN, model=model)))
+        return Compared(sum(map(ne, after, fresh)), 0, "" if after != before else "the update changed nothing")
+
+    @property
+    def _prompt(self) -> Tensor:
+        return self.alone["tokens"][0, :PROMPT].to(self.device)
+
+    def _generator(self, sampling: Sampling, mode: Mode = "eager", model: Llama | None = None) -> Generator:
+        chain, slots = chain_of([sampling]), PROMPT + WRITTEN
+        return Generator(model or self.model, chain, rows=1, slots=slots, vocabulary=SHAPE.vocab_size, mode=mode)
+
+    def _written(self, generator: Generator, sampling: Sampling) -> list[tuple[int, float]]:
+        """Return the tokens that follow the prompt and their log-probabilities."""
+        generator.submit(Request(tuple(self._prompt.tolist()), sampling, WRITTEN))
+        pairs = (pair for event in generator.run() for pair in zip(event.token_ids, event.logprobs, strict=True))
+        return [(token, logprob.drawn) for token, logprob in pairs]
+
+
+def _left(logits_BV: Tensor, options: Sampling, by: float) -> Tensor:
+    """Return which tokens top-k, top-p and min-p leave, by definition, with the last two's thresholds times `by`."""
+    logits_BV = logits_BV / options.temperature
+    above_BVV = logits_BV[:, None, :] > logits_BV[:, :, None]
+    logits_BV = logits_BV.masked_fill(above_BVV.sum(-1) >= options.top_k, -torch.inf)
+    mass_BV = (above_BVV * logits_BV.softmax(-1)[:, None, :]).sum(-1)
+    p_BV = logits_BV.masked_fill(mass_BV >= options.top_p / by, -torch.inf).softmax(-1)
+    return (p_BV > 0) & (p_BV >= by * options.min_p * p_BV.amax(-1, keepdim=True))
+
+
+@functools.cache
+def _exact() -> tuple[Tensor, Tensor]:
+    return _computed(Resident(Llama(SHAPE).double(), optim=AdamW()), _windows()[1])
 
 
 def _windows() -> tuple[Batch, Batch]:
@@ -168,18 +330,3 @@ def _one_order() -> Iterator[None]:
             yield
         finally:
             torch.use_deterministic_algorithms(before)
-
-
-@torch.no_grad()
-def _generated(device: torch.device) -> Compared:
-    """Compare the likeliest tokens that the decode graph writes with those of whole forward passes."""
-    model, slots = Llama(SHAPE).to(device).train(False), PROMPT + WRITTEN
-    ids = _windows()[1]["tokens"][0, :PROMPT].to(device)
-    generator = Generator(
-        model, chain_of([Sampling(0)]), rows=1, slots=slots, vocabulary=SHAPE.vocab_size, mode="compiled"
-    )
-    generator.submit(Request(tuple(ids.tolist()), Sampling(0), WRITTEN))
-    written = [token for event in generator.run() for token in event.token_ids]
-    for _ in range(WRITTEN):
-        ids = torch.cat([ids, (model(ids[None])[0, -1] @ model.lm_head.weight.T).argmax()[None]])
-    return Compared(sum(ours != its for ours, its in zip(written, ids[PROMPT:].tolist(), strict=True)), 0)

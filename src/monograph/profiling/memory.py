@@ -7,6 +7,7 @@ import resource
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -33,14 +34,23 @@ def peak_memory_bytes(device: torch.device) -> int:
         stats = torch.cuda.memory_stats(device)  # empty before the first tensor
         held = _held_by_graphs(device, stats.get("segment.all.allocated", 0), stats.get("segment.all.freed", 0))
         return torch.cuda.max_memory_allocated(device) + held
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    if (match := re.search(r"^VmHWM:\s+(\d+) kB", status, re.MULTILINE)) is None:
-        raise RuntimeError("/proc/self/status has no VmHWM line")
-    return int(match[1]) * 1024
+    if (peak_bytes := _status_bytes("VmHWM")) is not None:
+        return peak_bytes
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def swapped_bytes() -> int:
+    """Return how much of this process's memory is swapped out; 0 where the system does not tell."""
+    return _status_bytes("VmSwap") or 0
+
+
+def _status_bytes(name: str) -> int | None:
+    """Return an entry of /proc/self/status (proc(5)) in bytes; None if this system has none."""
+    with suppress(OSError):
+        match = re.search(rf"^{name}:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        return int(match[1]) * 1024 if match else None
+    return None
 
 
 @functools.lru_cache(maxsize=1)  # counting takes milliseconds and is asked for often

@@ -1,9 +1,10 @@
 """Draw a run's figures: held-out score against its yardsticks, loss, learning rate, gradient norm, speed and memory.
 
 A metrics row is a dictionary with these keys: `tokens` (seen so far), `train_loss` (nats per token), `lr`, `grad_norm`,
-`tokens_per_s`, `skipped` (true if the update was skipped), `eval_bits_per_byte`, and `memory`
-(`monograph.profiling.memory.ledger`); with rewards also `reward`, `eval_reward` and `entropy`, and then the score and
-the loss give their places to the reward and the entropy. A figure shows the rows in which its key has a value.
+`tokens_per_s`, `skipped` (true if the update was skipped), `eval_bits_per_byte`, `memory`
+(`monograph.profiling.memory.ledger`), and `slower` and a card's numbers (`monograph.session.gauges`); with rewards also
+`reward`, `eval_reward` and `entropy`, and then the score and the loss give their places to the reward and the entropy.
+A figure shows the rows in which its key has a value.
 """
 
 from __future__ import annotations
@@ -50,6 +51,11 @@ def draw(metrics: Sequence[Row], yardsticks: Yardsticks, title: str, subtitle: s
         "learning_rate": ("lr", _learning_rate),
         "gradient_norm": ("grad_norm", _gradient_norm),
         "speed": ("tokens_per_s", _speed),
+        "utilization": ("gpu_utilization_percent", partial(_gauge, title="GPU utilisation, %")),
+        "power": ("gpu_power_w", partial(_gauge, title="GPU power, W")),
+        "temperature": ("gpu_temperature_c", partial(_gauge, title="GPU temperature, °C")),
+        "clock": ("gpu_clock_hz", partial(_gauge, title="GPU clock, Hz")),
+        "device_memory": ("gpu_memory_bytes", partial(_gauge, title="GPU memory of all programs, bytes")),
     }
     present: dict[str, Callable[[Axes], None]] = {
         name: partial(panel, metrics=metrics, key=key)
@@ -85,8 +91,8 @@ def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: s
     lower = figure.add_gridspec(1, 4 if "memory" in panels else 3, **sides, top=0.325, bottom=0.065, wspace=0.28)
     places = dict.fromkeys(_FIRST, upper[0]) | dict.fromkeys(_SECOND, upper[1])
     places |= {"learning_rate": lower[0], "gradient_norm": lower[1], "speed": lower[2], "memory": lower[-1]}
-    for name, panel in panels.items():
-        panel(figure.add_subplot(places[name]))
+    for name in filter(places.get, panels):
+        panels[name](figure.add_subplot(places[name]))
     return png(figure, dpi=160)
 
 
@@ -146,8 +152,20 @@ def _speed(axes: Axes, metrics: Sequence[Row], key: str) -> None:
         skipped, np.full(len(skipped), 0.035 * axes.get_ylim()[1]), "|", color=WARN, markersize=9, markeredgewidth=1.6
     )
     words = f"{quantities.counted(len(skipped), 'update')} skipped"
+    slower = np.array([(row["tokens"], row["slower"]["tokens_per_s"]) for row in metrics if "slower" in row])
+    if len(slower):
+        axes.plot(*slower.T, "v", color=WARN, markersize=6)
+        words += ", slower at each triangle"
     # The words stand above the curve, where the limit leaves room, and away from the last value at the right.
-    axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=8, color=WARN if skipped else MUTED)
+    color = WARN if skipped or len(slower) else MUTED
+    axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=8, color=color)
+
+
+def _gauge(axes: Axes, metrics: Sequence[Row], key: str, title: str) -> None:
+    tokens, values = _series(axes, metrics, key, title)
+    axes.set_ylim(0, 1.15 * float(values.max()) or 1)
+    axes.yaxis.set_major_formatter(lambda value, _: quantities.count(value))
+    _trend(axes, tokens, values, quantities.count)
 
 
 def _memory(axes: Axes, ledger: Mapping[str, Mapping[str, int]]) -> None:

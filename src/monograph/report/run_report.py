@@ -73,6 +73,7 @@ def write_report(
         sections=[
             section(said, _samples(samples)),
             section("Held out", _evaluations(metrics)),
+            section("Slower than before", _slower(metrics)),
             section("The run", pairs(_rest(summary)), config_of(run_folder)),
         ],
     )
@@ -164,6 +165,17 @@ def _evaluations(metrics: Sequence[Row]) -> str:
     columns = {key: column for key, column in _SCORES.items() if any(row.get(key) is not None for row in scored)}
     rows = [[number(row.get(key), form) for key, (_, form) in columns.items()] for row in scored]
     return table("Scores on held-out text", [head for head, _ in columns.values()], rows)
+
+
+def _slower(metrics: Sequence[Row]) -> str:
+    """Return a table of the moments at which the run had become slower."""
+    heads, keys = ["update", "tokens/s", "before", "likely reason"], ("tokens_per_s", "before")
+    events = [(row["update"], row["slower"]) for row in metrics if "slower" in row]
+    rows = [
+        [number(update, "{:,}"), *(number(event[key], "{:,.0f}") for key in keys), event["why"] or "unknown"]
+        for update, event in events
+    ]
+    return table("Moments at which the run had become slower", heads, rows)
 
 
 def _samples(samples: Sequence[Sample]) -> str:

@@ -5,6 +5,7 @@ import json
 import math
 import statistics
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -21,13 +22,14 @@ from monograph.model.llama import Llama
 from monograph.planner.defaults import most_updates, updates_for
 from monograph.predict.roofline import flops_per_token, mfu
 from monograph.profiling.memory import reset_peak_memory
-from monograph.report.quantities import counted, duration, memory
+from monograph.report.quantities import count, counted, duration, memory
 from monograph.report.run_report import write_report
 from monograph.rl.preferences import PreferenceLoss
 from monograph.rl.prompts import Prompts
 from monograph.rl.rollouts import Rollouts
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
+from monograph.session.gauges import Alarm, Gauges
 from monograph.session.opening import opening_of
 from monograph.session.preferring import preferred_in
 from monograph.session.ranks import show
@@ -69,6 +71,8 @@ class Reporter:
         self.opening = opening_of(session.corpus, session.model_config, str(session.plan.reading["answers"]))
         self.python = session.corpus.name == "stdlib"
         self.recompiles = 0
+        self.gauges = Gauges(session.engine.step.device)
+        self.alarm, self.read = Alarm(self.gauges), dict[str, Any](tokens_per_s=None)  # for the rows to come
         self.rates: deque[float] = deque(maxlen=RECENT)
         self.update_s: deque[float] = deque(maxlen=RECENT)
         self.held_out: Evaluation | None = None
@@ -97,10 +101,17 @@ class Reporter:
                 block.sample(row["share"], row["sample"])
         return block
 
-    def rate(self, updates: int, seconds: float) -> float:
-        """Return the tokens per second of the last updates."""
+    def rate(self, updates: int, seconds: float, row: Mapping[str, Any]) -> float:
+        """Return the tokens per second of the last updates, the last of which has this row; notice if they are few."""
         self.update_s.append(seconds / updates)
         self.rates.append(self._tokens / self.update_s[-1])
+        self.read = {"tokens_per_s": self.rates[-1] or None, **self.gauges.read()}
+        # How fast answers are drawn depends on their lengths.
+        if not self.session.reward and (slower := self.alarm.note(self.rates[-1], seconds)):
+            self.session.run.log({"update": row["update"], "tokens": row["tokens"], "slower": slower})
+            now, before = (count(slower[name], "tok/s") for name in ("tokens_per_s", "before"))
+            why = slower["why"] or "neither the card nor the system says why"
+            self.progress.line("warning", f"slower: {now}, {before} before: {why}")
         return self.rates[-1]
 
     @property
