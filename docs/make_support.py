@@ -40,6 +40,9 @@ WITH_ADAPTERS = {
     "data.packing": ("packed", "padded"),
     "optim.name": ("adamw", "muon", *(f"adamw:{state}" for state in STATES[1:])),
     "optim.ema": ("none", "0.9"),
+    "lora.rank": ("16:dora",),
+    "lora.alpha": ("32:sqrt",),
+    "optim.lr": ("1e-4:16",),
 }
 WITH_RANKS = {
     "train.precision": PRECISIONS,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from monograph.model.adapter import put
 from monograph.model.llama import Llama
 
 SMALL = Lora(rank=4, alpha=6.0)
+KINDS = {"lora": SMALL, "rslora": replace(SMALL, rslora=True), "dora": replace(SMALL, dora=True)}
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
@@ -28,10 +30,12 @@ def peft():
 
 @torch.no_grad()
 def trained(module: nn.Module, seed: int = 1, spread: float = 0.05) -> nn.Module:
-    """The module with B, and rows of tokens, as if they had been trained."""
+    """The module with B, magnitudes and rows of tokens, as if they had been trained."""
     generator = torch.Generator().manual_seed(seed)
     for layer in adapters(module).values():
         layer.lora_B.weight.copy_(torch.randn(layer.lora_B.weight.shape, generator=generator) * spread)
+        if (lengths := layer.lora_magnitude_vector) is not None:
+            lengths.mul_(1 + torch.randn(lengths.shape, generator=generator) * spread)
     for table in tables(module).values():
         table.token_rows.add_(torch.randn(table.token_rows.shape, generator=generator) * spread)
     return module

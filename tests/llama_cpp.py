@@ -15,7 +15,7 @@ import pytest
 class LlamaCpp:
     """A server of a GGUF file, for as long as the process lives; skips the test where the package is missing."""
 
-    def __init__(self, path: Path, context: int = 256) -> None:
+    def __init__(self, path: Path, context: int = 256, adapter: Path | None = None) -> None:
         client = pytest.importorskip("xllamacpp", reason="llama.cpp is not installed: pip install xllamacpp")
         asked = client.CommonParams()
         asked.model.path = str(path)
@@ -25,6 +25,8 @@ class LlamaCpp:
         # Its defaults keep keys and values in fp16.
         asked.cache_type_k = asked.cache_type_v = client.ggml_type.GGML_TYPE_F32
         asked.flash_attn_type = client.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        if adapter:
+            asked.lora_adapters = [client.CommonAdapterLoraInfo(str(adapter))]
         self._server = client.Server(asked)
         # Never destroyed: on a busy machine its destructor was seen to wait for its own thread for ever.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._server))

@@ -22,15 +22,18 @@ def test_combinations_with_adapters_that_the_page_says_are_tested_are_in_their_l
     from laws.test_lora import CROSS, OPTIMIZERS
 
     tested = {
-        "train.precision": {(precision, base) for precision, _, _, _, base in CROSS},
-        "train.remat": {(str(remat), base) for _, remat, _, _, base in CROSS},
-        "train.compile": {(scope, base) for _, _, scope, _, base in CROSS},
+        "train.precision": {(precision, base) for precision, _, _, _, base, _ in CROSS},
+        "train.remat": {(str(remat), base) for _, remat, _, _, base, _ in CROSS},
+        "train.compile": {(scope, base) for _, _, scope, _, base, _ in CROSS},
         "train.memory": {("device", base) for base in made.BASES},
         "data.packing": {(each, base) for each in ("packed", "padded") for base in made.BASES},
         "optim.name": {(name, base) for name in OPTIMIZERS for base in made.BASES},
         "optim.ema": {(each, base) for each in ("none", "0.9") for base in made.BASES},
+        "lora.rank": {(f"16:{kind}", base) for *_, base, kind in CROSS},
+        "lora.alpha": {("32:sqrt", base) for base in made.BASES},  # a number in the same graph
+        "optim.lr": {("1e-4:16", base) for base in made.BASES},
     }
-    assert "ema" in OPTIMIZERS
+    assert {"ema", "lora+"} <= OPTIMIZERS.keys()
     for key, values in made.WITH_ADAPTERS.items():
         for value in values:
             name = str(named(float(value) if value == "0.3" else value)) if key == "train.remat" else value

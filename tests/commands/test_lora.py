@@ -97,6 +97,30 @@ def test_every_command_takes_the_run_and_the_adapter(folder: Path, server: Comma
     assert all(torch.equal(whole[f"base_model.model.{name}"], tensor) for name, tensor in first.items())
 
 
+def test_magnitudes_a_stable_scale_and_a_rate_of_bs_own(folder: Path, server: CommandServer) -> None:
+    wanted = over(LORA, "lora.rank=4:dora", "lora.alpha=8:sqrt", "optim.lr=1e-3:16", "train.updates=3")
+    done = server.run(folder, "train", *wanted, "--out", "three", "--json", figures=0)
+    assert done.code == 0, done.err
+    config = (folder / "three" / "config.toml").read_text()
+    assert all(line in config for line in ('rank = "4:dora"', 'alpha = "8:sqrt"', 'lr = "1e-3:16"')), config
+    loss = json.loads(done.out.splitlines()[-1])["eval_loss"]
+    scored = server.run(folder, "evaluate", "three", "--json")
+    assert json.loads(scored.out.splitlines()[-1])["loss"] == pytest.approx(loss, rel=1e-6), scored.err
+    assert server.run(folder, "export", "three", "--to", "three.out").code == 0
+    values = json.loads((folder / "three.out/adapter/adapter_config.json").read_text())
+    assert (values["r"], values["lora_alpha"], values["use_rslora"], values["use_dora"]) == (4, 8, True, True)
+    merged, adapted = (load(folder / name)[0] for name in ("three.out", "three.out/adapter"))
+    assert all(map(torch.equal, merged.parameters(), adapted.parameters()))
+    wanted = over(OWN, "train.updates=2", "model.init=three.out/adapter", "lora.alpha=8:sqrt", "optim.lr=1e-3:16")
+    done = server.run(folder, "train", *wanted, "--out", "three.on", figures=0)
+    assert done.code == 0, done.err
+    done = server.run(folder, "export", "three", "--to", "three.gguf", "--format", "gguf")
+    assert done.code == 0 and "has no form for magnitudes (lora.rank = ...:dora): the model is written" in done.err
+    assert not (folder / "three.gguf" / "adapter").exists()
+    done = server.run(folder, "export", "run", "--to", "run.gguf", "--format", "gguf")
+    assert done.code == 0 and "run.gguf/adapter/adapter.gguf: the adapters alone" in done.out, done.err
+
+
 def test_a_sweep_of_ranks(folder: Path, server: CommandServer) -> None:
     settings = [each for each in LORA if not each.startswith("lora.rank")]
     done = server.run(folder, "sweep", *settings, "lora.rank=2,4", "--out", "sweep", figures=0)
@@ -115,6 +139,10 @@ def test_a_sweep_of_ranks(folder: Path, server: CommandServer) -> None:
         (["model.init=base", "lora.rank=4", "train.precision=fp8"], "with lora.rank take bf16 or fp32"),
         (["model.init=base", "lora.rank=0"], "lora.rank = \"0\": expected a whole number above 0"),
         (["model.init=base", "lora.rank=1000"], "lora.rank = 1000: these layers' weights have rank 16 at most; lower"),
+        (["model.init=base", "lora.rank=4:dori"], "also with :dora, as in 16:dora"),
+        (["model.init=base", "lora.rank=4", "lora.alpha=0:sqrt"], "also with :sqrt, as in 32:sqrt"),
+        (["model.init=base", "lora.rank=4", "optim.lr=1e-3:0"], "also with a factor, as in 2e-4:16"),
+        (["model.init=base", "optim.lr=1e-3:16"], "optim.lr = 1e-3:16 is of adapters, and none are trained: give"),
         (["model.init=base", "lora.rank=4", "lora.base=int4"], "lora.base = \"int4\": expected auto, int8 or nf4"),
     ],
 )  # fmt: skip

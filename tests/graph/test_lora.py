@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import monograph as mono
-from adapted import LINEAR, SMALL, adapted_llama, trained
+from adapted import KINDS, LINEAR, SMALL, adapted_llama, trained
 from batches import packed, ragged, tiny_llama
 from monograph.errors import UsageError
 from monograph.graph.fp8 import use
@@ -173,6 +173,25 @@ def test_a_merged_weight_has_the_dtype_of_the_others(base, dtype, tmp_path):
         mono.save(model, tmp_path / "out")
     merge(model)
     assert {p.dtype for p in model.parameters()} == {dtype} and model(ragged(2)["tokens"]).isfinite().all()
+
+
+def test_experts_have_no_magnitudes():
+    model = tiny_llama(model_type="olmoe", num_experts=2, num_experts_per_tok=1)
+    with pytest.raises(UsageError, match=r"lora.rank: model\..*experts.up_proj holds experts, which have no DoRA"):
+        adapt(model, Lora(4, targets=("up_proj",), dora=True))
+    assert all(p.requires_grad for p in model.parameters()) and len(adapt(model, Lora(4, dora=True))) == 2 * 4
+
+
+def test_a_row_of_zeros_stays_one():
+    module = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8))
+    with torch.no_grad():
+        module[1].weight[3] = 0
+    adapt(module, KINDS["dora"])
+    output = module(torch.arange(9))
+    output.square().sum().backward()
+    assert output.isfinite().all() and all(p.grad.isfinite().all() for p in module.parameters() if p.requires_grad)
+    merge(module)
+    assert module(torch.arange(9)).isfinite().all()
 
 
 def test_biases_stay_where_they_are():

@@ -294,7 +294,8 @@ def beside(name: str, dtype: torch.dtype) -> Any:
     sizes = EXPERTS if "experts" in name else {}
     made = model(dtype, True, **sizes)
     if name.startswith("adapters"):
-        adapt(made, Lora(rank=4, base=name.strip("*").partition(" in ")[2] or "auto", tokens=(3, 5)), seed=0)  # type: ignore[arg-type]
+        base: Any = name.strip("*").partition(" in ")[2] or "auto"
+        adapt(made, Lora(rank=4, base=base, tokens=(3, 5), dora=base != "int8"), seed=0)
     return made
 
 

@@ -13,11 +13,16 @@ import torch
 from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Engine
 
+from adapted import KINDS, adapted_llama, trained
 from chats import CHATS, speaking
 from llama_cpp import LlamaCpp
+from monograph.errors import InputRefused
 from monograph.graph.experts import ExpertLinear
+from monograph.graph.lora import Lora, adapt, adapters, merge
+from monograph.model.adapter import packed
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import BLOCK, FILE, save_gguf
+from monograph.model.gguf_adapter import save_gguf_adapter
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
 from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
@@ -308,6 +313,58 @@ def test_a_token_that_is_no_stop_does_not_stop(tmp_path: Path) -> None:
     save_gguf(model, tmp_path / "out", tokenizer, "f32", lambda line: None)
     answer = LlamaCpp(tmp_path / "out" / FILE).answered(CHATS[0], 8)
     assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@needs_gguf
+@pytest.mark.parametrize(
+    "family",
+    [
+        family
+        for family, shape in SHAPES.items()
+        if family != "phi3" and "num_experts" not in shape and LINEAR not in shape.get("layer_types", ())
+    ],
+)
+def test_llama_cpp_adds_adapters_to_the_base(tmp_path: Path, family: str) -> None:
+    """A base's file and one of adapters go on as the merged model does, and not as the base."""
+    import gguf
+
+    tokenizer = speaking(tmp_path / "words", "chatml")
+    model, lora = model_of(family, tokenizer), Lora(4, 8.0, rslora=True)
+    save_gguf(model, tmp_path / "base", tokenizer, "f32", lambda line: None)
+    adapt(model, lora)
+    trained(model, spread=0.3)
+    layer = adapters(model)["model.layers.1.mlp.down_proj"]
+    save_gguf_adapter(packed(model, lora, "base"), model.config, tmp_path / "adapter")
+    path = tmp_path / "adapter" / "adapter.gguf"
+    read, fields = read_back(path), gguf.GGUFReader(path).fields
+    assert len(read) == 14 * model.config.num_hidden_layers
+    assert torch.equal(read["blk.1.ffn_down.weight.lora_a"], layer.lora_A.weight)
+    assert torch.equal(read["blk.1.ffn_down.weight.lora_b"], layer.lora_B.weight)
+    assert fields["adapter.lora.alpha"].contents() == 16.0, "divided by the rank it is alpha / sqrt(rank)"
+    prompt = [tokenizer.bos_id, *tokenizer.encode(PROMPT)]
+    plain, drawn = (
+        LlamaCpp(tmp_path / "base" / FILE, adapter=each).greedy(prompt, 16)["tokens"] for each in (None, path)
+    )
+    assert plain != drawn
+    merge(model)
+    assert drawn == logits_of(model, prompt + drawn)[len(prompt) - 1 : -1].argmax(-1).tolist()
+
+
+@needs_gguf
+def test_adapters_without_a_form_in_a_gguf_file_are_refused_by_name(tmp_path: Path) -> None:
+    for lora, sizes, words in (
+        (KINDS["dora"], {}, r"magnitudes \(lora.rank = ...:dora\)"),
+        (Lora(4, tokens=(3,)), {}, "rows of tokens"),
+        (
+            Lora(4, targets=("q_proj",)),
+            {"model_type": "olmoe", "num_experts": 2, "num_experts_per_tok": 1},
+            "family olmoe",
+        ),
+    ):
+        model = adapted_llama(lora, **sizes)
+        with pytest.raises(InputRefused, match=f"^a GGUF file of adapters has no form for .*{words}"):
+            save_gguf_adapter(packed(model, lora, "base"), model.config, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("family", SHAPES)

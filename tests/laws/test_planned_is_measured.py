@@ -97,7 +97,8 @@ EAGER = {
         compile="none", lora=Lora(8, targets=("q_proj", "up_proj", "down_proj"), base="nf4"),
     ),
     "adapters and rows of tokens, a large vocabulary": Work(
-        shape(vocab_size=3000, num_hidden_layers=3), 4, 48, AdamW(), compile="none", lora=Lora(4, tokens=(3, 2999))
+        shape(vocab_size=3000, num_hidden_layers=3), 4, 48, AdamW(), compile="none",
+        lora=Lora(4, tokens=(3, 2999), dora=True),
     ),
 }  # fmt: skip
 
@@ -147,6 +148,9 @@ CAPTURED = {
         shape(vocab_size=8000, num_hidden_layers=1), 32, 48, AdamW(), precision="bf16", compile="blocks", packed=False
     ),
     "adapters, one graph": Work(shape(num_hidden_layers=2), 8, 48, AdamW(), packed=False, lora=Lora(8)),
+    "adapters with magnitudes, a graph per block": Work(
+        shape(num_hidden_layers=2), 8, 48, AdamW(), compile="blocks", packed=False, lora=Lora(8, dora=True)
+    ),
     "adapters and rows of tokens, a tied table, bf16": Work(
         shape(vocab_size=3000, num_hidden_layers=2, tie_word_embeddings=True),
         4,

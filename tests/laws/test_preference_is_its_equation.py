@@ -216,7 +216,7 @@ def compared(precision: str, adapters: bool, captured: bool = False) -> tuple[Re
     layers = 1 if captured else 2  # the same lines for each layer of a graph, traced one by one
     rows, model = rows_of(pairs()), tiny_llama(vocab_size=VOCABULARY, num_hidden_layers=layers)
     if adapters:
-        adapt(model, Lora(rank=3, dropout=0.3, base="nf4"), seed=1)
+        adapt(model, Lora(rank=3, dropout=0.3, base="nf4", dora=True), seed=1)
     engine = Resident(
         model, loss=loss_of("dpo:0.3", rows), optim=AdamW(lr=1e-2), precision=Precision(precision), micro_batch=2
     )
@@ -247,7 +247,7 @@ def test_the_first_loss_is_ln_2_to_the_bit(precision: str, adapters: bool) -> No
 def test_the_reference_of_adapters_is_the_base_in_the_same_bits() -> None:
     adapted, _ = compared("fp32", adapters=True)
     base = tiny_llama(vocab_size=VOCABULARY)
-    adapt(base, Lora(rank=3, base="nf4"), seed=2)  # other adapters, which say nothing yet
+    adapt(base, Lora(rank=3, base="nf4"), seed=2)  # other adapters, without magnitudes, which say nothing yet
     rows = rows_of(pairs())
     other = Resident(base, loss=loss_of("dpo:0.3", rows), micro_batch=2)
     other.step.loss.recording.fill_(True)  # type: ignore[attr-defined]

@@ -51,8 +51,11 @@ CHANGES = {
     "taught": {"rl.reward": "teacher:taught"},
     "preferred": {"data.held_out": 0.2},
     "adapters": {},
-    "adapters, 4 bits": {"lora.base": "nf4", "train.precision": "bf16", "optim.name": "adamw:8bit"},
-}
+    "adapters, 4 bits": {
+        "lora.base": "nf4", "train.precision": "bf16", "optim.name": "adamw:8bit", "lora.rank": "3:dora",
+        "lora.alpha": "8:sqrt", "optim.lr": "1e-3:4",
+    },
+}  # fmt: skip
 
 
 # By day test_replayed_is_called.py resumes a run with a graph, every change stands for what it changes, three updates a

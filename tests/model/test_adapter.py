@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from adapted import LINEAR, SMALL, adapted_llama, peft
+from adapted import KINDS, LINEAR, SMALL, adapted_llama, peft
 from batches import ragged, tiny_llama
 from monograph.errors import InputRefused
 from monograph.graph.lora import Lora, adapters
@@ -63,24 +64,27 @@ def test_peft_loads_what_is_written_here(folder, tmp_path):
     assert not torch.allclose(theirs(input_ids=tokens).logits, plain(tokens) @ plain.lm_head.weight.T, atol=1e-3)
 
 
-@pytest.mark.parametrize("rslora", [False, True])
-def test_what_peft_writes_is_loaded_here(tmp_path, rslora):
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_peft_writes_is_loaded_here(tmp_path, kind):
     library, transformers = peft(), pytest.importorskip("transformers", reason="transformers is not installed")
     save_model(tiny_llama(), tmp_path / "base")
     base = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    config = library.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], use_rslora=rslora,
-                                task_type="CAUSAL_LM", lora_dropout=0.1)  # fmt: skip
+    config = library.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], use_rslora=kind == "rslora",
+                                use_dora=kind == "dora", task_type="CAUSAL_LM", lora_dropout=0.1)  # fmt: skip
     theirs = library.get_peft_model(base, config).eval()
     for name, parameter in theirs.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.05, generator=torch.Generator().manual_seed(len(name)))
+        if "magnitude" in name:
+            parameter.data.mul_(1.1)
     theirs.save_pretrained(tmp_path / "theirs")
     stored = read_adapter(tmp_path / "theirs")
-    assert stored.lora == Lora(4, 12.0 if rslora else 6.0, ("down_proj", "q_proj"), 0.1)
+    assert stored.lora == replace(KINDS[kind], targets=("down_proj", "q_proj"), dropout=0.1)
     model = tiny_llama()
     put(model, stored.lora, start=stored)
     model.eval()
     found = {n.replace(".default", "").removeprefix("base_model.model."): p for n, p in theirs.named_parameters()}
+    found |= {name.replace("_vector.weight", "_vector"): p for name, p in found.items()}
     assert all(torch.equal(found[name], tensor) for name, tensor in adapter_state(model).items())
     tokens = ragged(3)["tokens"]
     ours = model(tokens) @ model.lm_head.weight.T
@@ -89,6 +93,7 @@ def test_what_peft_writes_is_loaded_here(tmp_path, rslora):
     save_adapter(packed(model, stored.lora, stored.base), tmp_path / "again")
     one, two = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("theirs", "again"))
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert read_adapter(tmp_path / "again").lora == stored.lora
 
 
 def test_a_round_trip_is_bits(folder, tmp_path):
@@ -116,7 +121,7 @@ def test_targets_mean_the_same_when_they_are_read(tmp_path, targets):
 
 REFUSED = {
     "another kind": ({"peft_type": "IA3"}, "peft_type = 'IA3': only LORA is read"),
-    "dora": ({"use_dora": True}, "use_dora = True is set"),
+    "a number for yes": ({"use_dora": 3}, "use_dora = 3 is not read: expected one of"),
     "a pattern": ({"rank_pattern": {"q_proj": 8}}, "rank_pattern = .* is set"),
     "whole modules": ({"modules_to_save": ["lm_head"]}, "modules_to_save = .* is set"),
     "a key of tomorrow": ({"use_wonder": 3}, "use_wonder = 3 is set"),

@@ -132,6 +132,7 @@ LORA = {"rank": 2, "alpha": 4.0, "targets": ["q_proj"], "dropout": 0.0, "base": 
         {"lora": LORA},
         *({"init": "base", "lora": change} for change in ({"rank": -1}, {**LORA, "rank": -1}, {**LORA, "targets": 5})),
         {"init": "base", "lora": {**LORA, "tokens": ["a"]}},
+        {"init": "base", "lora": {**LORA, "dora": 1}},
         {"init": "base", "lora": {**LORA, "targets": [5]}},
         *({"vocabulary": each} for each in (5, [1], [1, 2, 3], ["a", "b"], [5, 2], [1, 2**40])),
         *({name: 5} for name in ("init", "sha256", "adapter", "base_sha256", "preset", "sizes")),

@@ -6,11 +6,14 @@ from pathlib import Path
 
 import pytest
 
+from batches import tiny_llama
 from monograph.config import load
 from monograph.errors import UsageError
+from monograph.model.hub import save_model
 from monograph.run.folder import Run
 from monograph.session.recorded import write_config
 from monograph.sweeps import spec
+from monograph.text.tokenizer import Tokenizer
 
 SHAPE = ["model.hidden_size=64", "model.num_hidden_layers=2", "model.num_attention_heads=4"]
 
@@ -38,6 +41,9 @@ def test_without_an_axis_rates_about_the_known_one_and_two_seeds() -> None:
     rates = [point["optim.lr"] for point in found.points[::2]]
     assert rates == [0.01 * 2.0**step for step in range(-4, 4)] and {p["train.seed"] for p in found.points} == {0, 1}
     assert spec.spec_of(["model.preset=nano"], None).points[8]["optim.lr"] == 6e-3, "nano's, for Muon"
+    save_model(tiny_llama(vocab_size=259), "base", Tokenizer.bytes())
+    found = spec.spec_of(["model.init=base", "lora.rank=4", "optim.lr=1e-3:16", "data.sequence_length=32"], None)
+    assert [point["optim.lr"] for point in found.points[::8]] == ["6.25e-05:16", "0.001:16"], "with its factor"
 
 
 def test_a_fresh_machine_sweeps_the_default_models_proxy() -> None:

@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from monograph.errors import InputRefused
 from monograph.model.adapter import save_adapter
+from monograph.model.gguf_adapter import FILE, save_gguf_adapter
 from monograph.run.models import check, load_to_export, save
 from monograph.terminal import shell_words, warn
 
@@ -15,6 +17,12 @@ def run(run: str, *, to: Path, format: str, dtype: str | None) -> None:
     model, tokenizer, adapters = load_to_export(run, warn)
     save(model, to, tokenizer, format, dtype, warn)
     if format == "gguf":
+        if adapters:
+            try:
+                save_gguf_adapter(adapters, model.config, to / ADAPTER)
+                print(f"{to / ADAPTER / FILE}: the adapters alone, for llama.cpp beside a GGUF file of the base")
+            except InputRefused as error:
+                warn(f"{error}: the model is written merged, without a file of its adapters")
         modelfile = shell_words(to / "Modelfile")
         print(f"{to}: a GGUF file for llama.cpp, and a Modelfile: ollama create NAME -f {modelfile}")
         return

@@ -52,6 +52,13 @@ def _without_nul(value: str) -> str:
     return value
 
 
+def _above_0(value: str) -> str:
+    """Refuse `2e-4:16` and `32:sqrt` with a number that is not above 0."""
+    for number in value.removesuffix(":sqrt").split(":"):
+        ABOVE_0.checked(float(number))
+    return value
+
+
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_strings)]
 # No model needs more than these. Building or counting a model of such sizes would take hours before it could be
@@ -67,7 +74,10 @@ Fraction = Annotated[float, AfterValidator(FRACTION.checked)]
 Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
 Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
 Momentum = Annotated[float, AfterValidator(DECAY.checked)]
+Dora = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,4}:dora$")]
 ClipAll = Annotated[str, Field(pattern=r"^([1-9][0-9]{0,8}(\.[0-9]{1,9})?|0\.0{0,9}[1-9][0-9]{0,9}):all$")]
+Rates = Annotated[str, Field(pattern=r"^[0-9.e+-]+:[0-9.]+$"), AfterValidator(_above_0)]
+Stable = Annotated[str, Field(pattern=r"^[0-9.e+-]+:sqrt$"), AfterValidator(_above_0)]
 Floored = Annotated[str, Field(pattern=r"^(cosine|wsd):(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$")]
 _NUMBER = r"(:[0-9]{1,9}(\.[0-9]{1,9})?)"
 Preference = Annotated[str, Field(pattern=rf"^((dpo|ipo|orpo){_NUMBER}?|(robust|simpo|kto){_NUMBER}{{0,2}})$")]
@@ -153,7 +163,11 @@ class OptimSection(Section):
         "auto, adamw or muon, the latter two also with :bf16, :8bit or :all-bf16 for less memory",
         "the update rule; muon for matrices of blocks; auto: muon for a new model; adamw:8bit: its state in 8 bits",
     )
-    lr: Auto | PositiveFloat = _key("auto", f"{ABOVE_0.expected}, or auto", "peak learning rate")
+    lr: Auto | PositiveFloat | Rates = _key(
+        "auto",
+        f"{ABOVE_0.expected}, or auto, or with adapters also with a factor, as in 2e-4:16",
+        "peak learning rate; 2e-4:16: of the adapters' second matrices 16 times as much",
+    )
     weight_decay: Auto | NonNegativeFloat = _key(
         "auto", f"{NOT_NEGATIVE.expected}, or auto", "decoupled decay of the matrices"
     )
@@ -225,11 +239,15 @@ class TrainSection(Section):
 class LoraSection(Section):
     """Low-rank adapters, trained next to frozen weights that model.init names."""
 
-    rank: Annotated[int, Field(ge=1, le=MOST_RANK)] | None = _key(
-        None, f"a whole number above 0, at most {MOST_RANK}", "rank of the adapters; default: none are trained"
+    rank: Annotated[int, Field(ge=1, le=MOST_RANK)] | Dora | None = _key(
+        None,
+        f"a whole number above 0, at most {MOST_RANK}, also with :dora, as in 16:dora",
+        "rank of the adapters; :dora: rows' lengths are trained apart from their directions; default: none are trained",
     )
-    alpha: PositiveFloat | None = _key(
-        None, ABOVE_0.expected, "the adapters' output is scaled by alpha / rank; default: 32"
+    alpha: PositiveFloat | Stable | None = _key(
+        None,
+        f"{ABOVE_0.expected}, also with :sqrt, as in 32:sqrt",
+        "the adapters' output is scaled by alpha / rank; :sqrt: by alpha / sqrt(rank); default: 32",
     )
     targets: Texts | None = _key(
         None,

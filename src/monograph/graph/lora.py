@@ -3,7 +3,8 @@
 The rows of a few tokens may be trained along with them (`monograph.graph.token_rows`). `plain_parameters` yields the
 weights with adapters merged in, one at a time; `narrow` stores frozen weights in the 16 bits that products read.
 
-Source: Hu et al. 2021, "LoRA", arXiv 2106.09685. Order of operations, initial values and names are PEFT's.
+Source: Hu et al. 2021, "LoRA", arXiv 2106.09685; Kalajdzievski 2023, "rsLoRA", arXiv 2312.03732; Liu et al. 2024,
+"DoRA", arXiv 2402.09353. Order of operations, initial values and names are PEFT's.
 Shapes: N outputs, K inputs, R rank.
 """
 
@@ -24,6 +25,7 @@ from monograph.graph.frozen import FrozenWeight, Int8Linear, NF4Linear
 from monograph.graph.mmap_weights import MappedWeight, in_file_order, keep, kept_dtype, require_finite
 from monograph.graph.siblings import families
 from monograph.graph.token_rows import ROWS, Table, merge_rows, put_rows, tables
+from monograph.ops.row_norms import row_norms, sum_row_norms
 from monograph.ops.token_rows import replaced
 from monograph.ranges import ABOVE_0, COUNT, DECAY
 
@@ -38,13 +40,15 @@ class Lora:
 
     Attributes:
         rank: R.
-        alpha: the adapter's output is multiplied by alpha / rank.
+        alpha: the adapter's output is multiplied by `scale`, alpha / rank.
         targets: "all-linear": every linear layer but the head and the experts of mixtures, as in PEFT; another string:
             a regular expression that matches whole names; a tuple: the last parts of names, also of experts'.
         dropout: probability with which elements of an adapter's input are dropped in training.
         base: how the weights of all linear layers but the head, and of experts, are kept: "auto" (as they are), "int8"
             or "nf4".
         tokens: ids of tokens whose rows of embedding and head are trained as well, in ascending order.
+        rslora: whether `scale` is alpha / sqrt(rank) instead, with which a larger rank learns no slower.
+        dora: whether the length of each row of a weight is trained apart from its direction, see `Adapted`.
     """
 
     rank: int = 16
@@ -53,6 +57,13 @@ class Lora:
     dropout: float = 0.0
     base: Base = "auto"
     tokens: tuple[int, ...] = ()
+    rslora: bool = False
+    dora: bool = False
+
+    @property
+    def scale(self) -> float:
+        """Return s, by which an adapter's output is multiplied."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
     def __post_init__(self) -> None:
         """Refuse values outside their range."""
@@ -61,6 +72,8 @@ class Lora:
         DECAY.require("dropout", self.dropout)
         if self.base not in get_args(Base):
             raise UsageError(f"base = {self.base!r}: expected one of {', '.join(get_args(Base))}")
+        if not {type(self.rslora), type(self.dora)} == {bool}:
+            raise UsageError(f"rslora = {self.rslora!r}, dora = {self.dora!r}: expected True or False")
 
 
 class Factor(nn.Linear):
@@ -73,29 +86,43 @@ class Factor(nn.Linear):
 class Adapted(nn.Linear):
     """Base class of linear layers with an adapter.
 
-        y = W x + b + s B A D(x),   s = alpha / rank
+        y = W x + b + s B A D(x)
+        y = W x + b + g (W D(x) + s B A D(x)) - W D(x),   g = m / ||W + s B A||     with a magnitude
 
-    A is `lora_A.weight` [R, K], B is `lora_B.weight` [N, R], D is dropout in training.
+    A is `lora_A.weight` [R, K], B is `lora_B.weight` [N, R], D is dropout in training. m is `lora_magnitude_vector`
+    [N], or None. Norms are those of rows, and constants in the backward pass (DoRA, section 4.3).
     """
 
     lora_A: nn.Linear
     lora_B: nn.Linear
     lora_dropout: nn.Module
+    lora_magnitude_vector: Tensor | None
+    lora_norms: Tensor
     scale: float
 
     def forward(self, input: Tensor) -> Tensor:
         """Map [..., K] to [..., N], in the dtype of the base layer's output."""
-        output = super().forward(input)
+        output, given = super().forward(input), input.dtype
         # Without autocast, a linear layer wants its weight's dtype. With dropout the input is cast under autocast as
         # well, so that the mask's factor 1 / (1 - p) is not rounded to fewer bits.
         if not torch.is_autocast_enabled(input.device.type) or isinstance(self.lora_dropout, nn.Dropout):
             input = input.to(self.lora_A.weight.dtype)
-        inner = self.lora_A(self.lora_dropout(input))
+        dropped = self.lora_dropout(input)
+        inner = self.lora_A(dropped)
         # In a graph, scaling [..., R] instead of [..., N] is cheaper, forward and backward, and no scaled copy of
         # either is kept. Eager code has PEFT's order, and so its bits.
-        if torch.compiler.is_compiling():
-            return (output + self.lora_B(inner * self.scale)).to(output.dtype)
-        return (output + self.lora_B(inner) * self.scale).to(output.dtype)
+        change = self.lora_B(inner * self.scale) if torch.compiler.is_compiling() else self.lora_B(inner) * self.scale
+        if self.lora_magnitude_vector is None:
+            return (output + change).to(output.dtype)
+        drops = self.training and isinstance(self.lora_dropout, nn.Dropout)
+        plain = super().forward(dropped.to(given)) if drops else output
+        A, scaled_B = self.lora_A.weight.detach(), self.lora_B.weight.detach() * self.scale
+        of_A = super().forward(A.to(given))  # it costs as much as R tokens more
+        if self.bias is not None:
+            plain, of_A = plain - self.bias, of_A - self.bias
+        gain = self.lora_magnitude_vector / sum_row_norms(self.lora_norms, of_A, A, scaled_B).to(A.dtype)
+        # In this order the output has the base's bits where m is the norm, and one tensor waits for the backward pass.
+        return (output + (gain * (plain + change) - plain)).to(output.dtype)
 
 
 class ExpertFactor(ExpertLinear):
@@ -108,6 +135,7 @@ class AdaptedExperts(ExpertLinear):
     lora_A: ExpertFactor
     lora_B: ExpertFactor
     lora_dropout: nn.Module
+    lora_magnitude_vector: None
     scale: float
 
     def forward(self, input: Tensor, ends_E: Tensor | None) -> Tensor:
@@ -164,15 +192,16 @@ def adapt(
         The adapted layers by name.
 
     Raises:
-        UsageError: a target matches nothing, no plain linear layer, the head, or a layer that shares its weight; the
-            module has adapters or fused siblings already; tokens' rows cannot be trained, see `put_rows`.
+        UsageError: a target matches nothing, no plain linear layer, the head, a layer that shares its weight, or
+            experts with `dora`; the module has adapters or fused siblings already; tokens' rows cannot be trained, see
+            `put_rows`.
     """
     module = inspect.unwrap_(module)
     if families(module):
         raise UsageError("an adapter belongs to one layer: unfuse_siblings(model) first")
     if adapters(module):
         raise UsageError("the module has adapters already: merge(module) first")
-    chosen = inspect.targeted(module, lora.targets)
+    chosen = chosen_layers(module, lora)
     if lora.tokens:
         put_rows(module, lora.tokens, dtype)
     rows = {id(table.token_rows) for table in tables(module).values()}
@@ -191,7 +220,34 @@ def adapt(
                 layer.to(device)
     for name, layer in chosen.items():
         _adapt(layer, lora, f"{seed} {name}.lora_A.weight", device, dtype)
+    measure(module)
     return adapters(module)
+
+
+def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | ExpertLinear]:
+    """Return the layers that get an adapter, by name; raises UsageError, see `adapt`."""
+    chosen = inspect.targeted(module, lora.targets)
+    if lora.dora and (experts := [name for name, layer in chosen.items() if isinstance(layer, ExpertLinear)]):
+        raise UsageError(f"lora.rank: {experts[0]} holds experts, which have no DoRA: leave :dora out, or the experts")
+    return chosen
+
+
+@torch.no_grad()
+def measure(module: nn.Module, fresh: bool = True) -> None:
+    """Take the norms of the rows of W, as it is kept now, for layers with a magnitude; if `fresh` it begins as these.
+
+    It is called again after W was rounded.
+    """
+    for layer in adapters(module).values():
+        if layer.lora_magnitude_vector is not None:
+            norms = row_norms(_base_weight(layer)).to(layer.lora_magnitude_vector.device)
+            layer.register_buffer("lora_norms", norms, persistent=False)
+            if fresh:
+                layer.lora_magnitude_vector.copy_(norms)
+
+
+def _base_weight(layer: AnyAdapted) -> Tensor:
+    return layer.dense() if isinstance(layer, FrozenWeight) else layer.weight
 
 
 def adapters(module: nn.Module) -> dict[str, AnyAdapted]:
@@ -211,7 +267,9 @@ def _adapt(layer: Any, lora: Lora, key: str, device: Place, dtype: torch.dtype |
             factor = ExpertFactor(layer.experts, inputs, outputs, **like)
         setattr(layer, name, factor)
     layer.lora_dropout = nn.Dropout(lora.dropout) if lora.dropout else nn.Identity()
-    layer.scale = lora.alpha / lora.rank
+    layer.scale = lora.scale
+    magnitude = nn.Parameter(torch.empty(layer.out_features, **like)) if lora.dora else None
+    layer.register_parameter("lora_magnitude_vector", magnitude)
     layer.lora_B.weight.zero_()
     if not weight.is_meta:
         # A is seeded by its name and drawn on the CPU, so that it depends neither on other layers nor on the device.
@@ -234,8 +292,9 @@ def merge(module: nn.Module) -> None:
     dtype = dtypes.pop() if len(dtypes) == 1 else torch.float32
     for layer in adapters(module).values():
         weight = merged(layer)
-        for name in ("lora_A", "lora_B", "lora_dropout"):
+        for name in ("lora_A", "lora_B", "lora_dropout", "lora_magnitude_vector"):
             delattr(layer, name)
+        layer._buffers.pop("lora_norms", None)
         if isinstance(layer, FrozenWeight):
             for name in [name for name in layer._parameters if name != "bias"]:
                 del layer._parameters[name]
@@ -251,13 +310,16 @@ def merge(module: nn.Module) -> None:
 def merged(layer: AnyAdapted) -> Tensor:
     """Return a layer's weight with its adapter merged in, a new tensor [N, K], or [E, N, K] of experts.
 
-    round(W + s B A),   the sum in fp32 (fp64 if W or B is), rounded once to W's dtype
+    round(W + s B A),   the sum in fp32 (fp64 if W or B is), rounded once to W's dtype; with a magnitude, round(g (...))
     """
-    weight = layer.dense() if isinstance(layer, FrozenWeight) else layer.weight
+    weight = _base_weight(layer)
     kept = kept_dtype(weight)
     wide = torch.promote_types(torch.promote_types(kept, layer.lora_B.weight.dtype), torch.float32)
     change = layer.lora_B.weight.to(wide) @ layer.lora_A.weight.to(wide)
-    return weight.detach().to(wide, copy=True).add_(change, alpha=layer.scale).to(kept)
+    whole = weight.detach().to(wide, copy=True).add_(change, alpha=layer.scale)
+    if (magnitude := layer.lora_magnitude_vector) is not None:
+        whole *= (magnitude.to(wide) / row_norms(whole).to(magnitude.dtype))[:, None]
+    return whole.to(kept)
 
 
 def kept_state(module: nn.Module) -> dict[str, Tensor]:
@@ -297,6 +359,7 @@ def plain_parameters(module: nn.Module) -> Iterator[Plain]:
     module = inspect.unwrapped(module)
     adapted, with_rows = adapters(module), tables(module)
     trained = {id(p) for child in module.modules() if isinstance(child, FACTORS) for p in child.parameters()}
+    trained |= {id(layer.lora_magnitude_vector) for layer in adapted.values()}
     trained |= {id(table.token_rows) for table in with_rows.values()}
     for name, parameter in module.named_parameters():  # not the state dict: a tied head appears once
         if id(parameter) in trained:

@@ -3,7 +3,6 @@
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.inspect import ALL_LINEAR
-from monograph.graph.lora import AdaptedExperts, AnyAdapted, Lora, adapt, adapters, narrow
+from monograph.graph.lora import AdaptedExperts, AnyAdapted, Lora, adapt, adapters, measure, narrow
 from monograph.graph.precision import Precision
 from monograph.graph.token_rows import ROWS, tables
 from monograph.model.config import LlamaConfig
@@ -38,6 +37,7 @@ _ALLOWED = {
     "bias": ("none",),
     "init_lora_weights": (True, False, "gaussian", "orthogonal"),
     "use_rslora": (None, False, True),
+    "use_dora": (None, False, True),
 }
 MOST_RANK, MOST_ALPHA = 2**16, 10**9
 
@@ -47,7 +47,7 @@ class Adapter(NamedTuple):
 
     Attributes:
         folder: the folder.
-        lora: rank, alpha, targets, dropout, tokens.
+        lora: rank, alpha, targets, dropout, tokens, rslora, dora.
         base: the base model's name in the file; "" if the file names none.
         tokens: the file's value of `trainable_token_indices`.
     """
@@ -123,9 +123,9 @@ def read_adapter(folder: str | Path) -> Adapter:
     if not listed and not (isinstance(targets, str) and targets):
         raise InputRefused(f"{path}: target_modules = {targets!r}: expected a list of names or a regular expression")
     assert alpha is not None
-    factor = math.sqrt(rank) if values.get("use_rslora") else 1.0  # rank-stabilised: s = alpha / sqrt(r)
+    kind: dict[str, Any] = {"rslora": bool(values.get("use_rslora")), "dora": bool(values.get("use_dora"))}
     chosen = tuple(sorted(targets)) if isinstance(targets, list) else str(targets)
-    lora = Lora(rank, alpha * factor, chosen, float(dropout), tokens=read_tokens(values.get(KEY), path))
+    lora = Lora(rank, alpha, chosen, float(dropout), tokens=read_tokens(values.get(KEY), path), **kind)
     base = values.get("base_model_name_or_path")
     return Adapter(Path(folder), lora, base if isinstance(base, str) else "", values.get(KEY))
 
@@ -195,16 +195,18 @@ def put(
     if precision is not None and precision.name in ("bf16", "fp16"):
         # A Llama rounds its hidden states right after the embedding, so the embedding can be stored in 16 bits, too.
         narrow(module, precision.dtype, [module.model.embed_tokens] if isinstance(module, Llama) else [], device)
+        measure(module, fresh=start is None)
 
 
 def adapter_state(module: nn.Module) -> dict[str, Tensor]:
     """Return a module's adapter tensors, including trained rows of tokens, by name; they share memory with it."""
-    factors = {
-        f"{name}.{factor}.weight": getattr(layer, factor).weight.detach()
+    own = {
+        f"{name}.{part}": parameter.detach()
         for name, layer in adapters(module).items()
-        for factor in ("lora_A", "lora_B")
+        for part, parameter in layer.named_parameters()
+        if part.startswith("lora_")
     }
-    return factors | {f"{name}.{ROWS}": layer.token_rows.detach() for name, layer in tables(module).items()}
+    return own | {f"{name}.{ROWS}": layer.token_rows.detach() for name, layer in tables(module).items()}
 
 
 class Packed(NamedTuple):
@@ -250,6 +252,7 @@ def packed(module: nn.Module, lora: Lora, base: str, config: LlamaConfig | None 
         "lora_alpha": alpha, "target_modules": _targets(module, adapted, lora), "lora_dropout": lora.dropout,
         "bias": "none", "inference_mode": True,
     }  # fmt: skip
+    values |= {f"use_{kind}": True for kind in ("rslora", "dora") if getattr(lora, kind)}
     if tokens := written_tokens(module):
         values[KEY] = tokens
     tensors = {to_peft(name): tensor.contiguous().clone() for name, tensor in adapter_state(module).items()}

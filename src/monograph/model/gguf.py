@@ -8,7 +8,7 @@ Shape suffixes: V vocabulary, D hidden size, F = head dimension / 2 frequencies,
 
 import functools
 import importlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -98,27 +98,23 @@ def save_gguf(
     gguf, config = package(), model.config
     _check(config, name)
     _warn_of_positions(config, warn)
-    shapes = {tensor: like.shape for tensor, like, _ in _tensors(model)}
+    tensors = [*named(plain_parameters(model), config)]
+    tensors[:0] = [Plain(name, divisors, divisors.clone) for name, divisors in _rope_divisors(config).items()]
+    shapes = {tensor.name: tensor.like.shape for tensor in tensors}
     kinds = _kinds(shapes, name, config)
     with new_folder(Path(folder)) as new:
-        writer = gguf.GGUFWriter(new / FILE, _architecture(config))
+        writer = gguf.GGUFWriter(new / FILE, architecture(config))
         _add_shape(gguf, writer, config)
         writer.add_file_type(_FILE_TYPES[name])
         if name.startswith("q"):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         stops = add_words(writer, tokenizer, config, warn)
-        for tensor, shape in shapes.items():
-            stored = gguf.GGMLQuantizationType[kinds[tensor]]
-            per_block, block_bytes = gguf.GGML_QUANT_SIZES[stored]
-            writer.add_tensor_info(tensor, shape, None, shape.numel() // per_block * block_bytes, raw_dtype=stored)
-        try:
-            _write(gguf, writer, model, kinds)
-        finally:
-            writer.close()
+        write_tensors(gguf, writer, tensors, kinds)
         (new / "Modelfile").write_text(modelfile(FILE, tokenizer, stops), encoding="utf-8")
 
 
-def _architecture(config: LlamaConfig) -> str:
+def architecture(config: LlamaConfig) -> str:
+    """Return llama.cpp's name of a model's family."""
     return _ARCHITECTURES.get(config.model_type, config.model_type)
 
 
@@ -140,7 +136,7 @@ def _check(config: LlamaConfig, dtype: str) -> None:
     unrotated = [layer for layer in layers if not config.rotates(layer)]
     if "no_rope_layers" in config.family.keys and unrotated != [*layers[_EVERY - 1 :: _EVERY]]:
         raise InputRefused(f"no_rope_layers: llama.cpp rotates all layers of a {family} but each {_EVERY}th{instead}")
-    if isinstance(config.rope_scaling, Llama3Scaling) and _architecture(config) not in _NEIGHBOURING:
+    if isinstance(config.rope_scaling, Llama3Scaling) and architecture(config) not in _NEIGHBOURING:
         raise InputRefused(f"rope_scaling = 'llama3' is not computed by llama.cpp for a {family}{instead}")
     _check_scores(config, instead)
     gguf_experts.check(config, instead)
@@ -197,7 +193,7 @@ def _check_windows(config: LlamaConfig, instead: str) -> None:
             f"llama.cpp computes no window for a {config.model_type}{instead}"
         )
     # However long the window is, layers with one have a base of their own.
-    base = _LOCAL_BASES.get(_architecture(config), config.rope_theta)
+    base = _LOCAL_BASES.get(architecture(config), config.rope_theta)
     whole = [layer for layer in layers if config.window(layer) is None]
     if every and (whole != [*layers[every - 1 :: every]] or config.rope(local=True)[0] != base):
         raise InputRefused(
@@ -247,14 +243,12 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
         writer.add_logit_scale(config.logits_scaling)
 
 
-def _tensors(model: Llama) -> Iterator[Plain]:
-    """Yield every tensor once, with llama.cpp's name, in the order of the file; they are not converted yet."""
-    config = model.config
-    yield from (Plain(name, divisors, divisors.clone) for name, divisors in _rope_divisors(config).items())
+def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
+    """Yield a model's tensors with llama.cpp's names and its order of rows, in the order of the file."""
     its_own = config.family.others == LINEAR or config.family.sinks
     norms = _NORMS._replace(before_mlp=gguf_linear.POST_NORM) if its_own else _NORMS
     inner_names = _INNER | {own: name for own, name in zip(config.family.norms, norms, strict=True) if own}
-    for name, like, read in joined(plain_parameters(model), config):
+    for name, like, read in joined(parameters, config):
         module, _, suffix = name.rpartition(".")
         if suffix == "sinks":
             module, suffix = name, "weight"
@@ -267,10 +261,10 @@ def _tensors(model: Llama) -> Iterator[Plain]:
             read = _then(read, lambda weight: 1 + weight)
         if module in _OUTER:
             yield Plain(f"{_OUTER[module]}.{suffix}", like, read)
-            if config.tie_word_embeddings and "embed" in module and _architecture(config) in _OWN_HEADS:
+            if config.tie_word_embeddings and "embed" in module and architecture(config) in _OWN_HEADS:
                 yield Plain("output.weight", like, read)
             continue
-        if inner in ("self_attn.q_proj", "self_attn.k_proj") and _architecture(config) in _NEIGHBOURING:
+        if inner in ("self_attn.q_proj", "self_attn.k_proj") and architecture(config) in _NEIGHBOURING:
             read = _then(read, functools.partial(neighbouring, head_dim=config.head_dim))
         if inner_names[inner] == gguf_experts.SHARED_GATE:  # one row there
             like, read = like[0], _then(read, lambda weight: weight[0])
@@ -316,15 +310,23 @@ def _rope_divisors(config: LlamaConfig) -> dict[str, Tensor]:
     return {"rope_freqs.weight": (plain_F / scaled_F).float()}
 
 
-def _write(gguf: Any, writer: Any, model: Llama, kinds: dict[str, str]) -> None:
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_ti_data_to_file()
-    (file,) = writer.fout
-    writer.write_padding(file, file.tell())
-    for name, _, read in _tensors(model):
-        # Not by numpy's tofile as in the package, whose error does not say that the disk is full.
-        writer.write_padding(file, file.write(memoryview(_stored(gguf, name, read(), kinds[name])).cast("B")))
+def write_tensors(gguf: Any, writer: Any, tensors: Sequence[Plain], kinds: dict[str, str]) -> None:
+    """Write a file's header and these tensors, each as the kind of its name, and close it."""
+    for name, like, _ in tensors:
+        stored = gguf.GGMLQuantizationType[kinds[name]]
+        per_block, block_bytes = gguf.GGML_QUANT_SIZES[stored]
+        writer.add_tensor_info(name, like.shape, None, like.numel() // per_block * block_bytes, raw_dtype=stored)
+    try:
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        (file,) = writer.fout
+        writer.write_padding(file, file.tell())
+        for name, _, read in tensors:
+            # Not by numpy's tofile as in the package, whose error does not say that the disk is full.
+            writer.write_padding(file, file.write(memoryview(_stored(gguf, name, read(), kinds[name])).cast("B")))
+    finally:
+        writer.close()
 
 
 def _stored(gguf: Any, name: str, weight: Tensor, kind: str) -> Any:

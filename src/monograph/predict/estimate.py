@@ -246,7 +246,8 @@ def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
     moments = 1 if lora and rule == "muon" else MOMENTS[rule]
     rounded = 2 if work.fused and work.remat == "none" and weight == 4 else 0
     static = frozen_bytes + trained * (weight + rounded + 4 + moments * STATE_BYTES[state or "fp32"] + weight * ema)
-    inner = lora.rank * len(block_multiplied(config, config.num_hidden_layers - 1)) if lora and not whole_blocks else 0
+    layers = block_multiplied(config, config.num_hidden_layers - 1) if lora and not whole_blocks else []
+    inner = sum(lora.rank + lora.dora * shape[0] for shape in layers) if lora else 0
     kept = (stored_numbers(work, work.remat) + inner) * tokens + _rounded(work) * (work.remat == "none")
     stored = ON_THEIR_WAY * work.input_bytes if work.remat == "offload" else config.num_hidden_layers * kept * number
     dense = (4 + number) * _largest_weight(config) if lora and lora.base != "auto" else 0

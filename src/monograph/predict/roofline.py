@@ -186,7 +186,8 @@ def update_time(work: Work, device: Device, peak_flops: float) -> UpdateTime:
     if again if captured else work.remat != "none":
         numbers *= 4 / 3
     traffic = 3 * numbers * work.number_bytes * layers
-    steps, passes = work.micro_batches, 2 + (work.remat in ("full", "offload"))
+    forwards = 1 + (work.remat in ("full", "offload"))
+    steps, passes = work.micro_batches, 1 + forwards + forwards * (work.lora is not None and work.lora.dora)
     calls_s = steps * (MICRO_STEP_S + (2 * layers * CALL_S if work.compile == "blocks" else 0.0))
     crossing = 2 * layers * config.hidden_size * work.number_bytes
     link = device.link_bytes_per_s or LINK_BYTES_PER_S

@@ -123,8 +123,9 @@ def _shown(text: str) -> str:
 def recorded(lora: Lora) -> dict[str, Any]:
     """Return the adapters' options as JSON values, for a recipe."""
     values = {**vars(lora), "targets": lora.targets if isinstance(lora.targets, str) else list(lora.targets)}
-    tokens = {"tokens": list(values.pop("tokens"))}
-    return values | (tokens if lora.tokens else {})  # runs from before rows of tokens were trained lack them
+    values["tokens"] = list(lora.tokens)
+    # Runs from before there were these lack them.
+    return {key: value for key, value in values.items() if value or key not in ("tokens", "rslora", "dora")}
 
 
 def digest(module: nn.Module) -> str:

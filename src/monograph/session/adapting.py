@@ -8,6 +8,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.graph.inspect import ALL_LINEAR
 from monograph.graph.lora import Lora
 from monograph.model.adapter import is_adapter, read_adapter, resolved_base
+from monograph.optim import Group
 from monograph.report.quantities import counted
 from monograph.run.base import Vocabulary, compared, own_file, tokenizer_named, tokenizer_of
 from monograph.run.trust import code_file
@@ -31,14 +32,26 @@ def lora_of(settings: Settings, tokens: tuple[int, ...] = ()) -> Lora | None:
     if asked.rank is None:
         return None
     targets = asked.targets if asked.targets is not None else ALL_LINEAR
+    (rank, _, dora), (alpha, _, rslora) = (str(value).partition(":") for value in (asked.rank, asked.alpha))
     return Lora(
-        asked.rank,
-        USUAL.alpha if asked.alpha is None else asked.alpha,
+        int(rank),
+        USUAL.alpha if asked.alpha is None else float(alpha),
         targets if isinstance(targets, str) else tuple(targets),
         asked.dropout or 0.0,
         asked.base or USUAL.base,
         tokens,
+        bool(rslora),
+        bool(dora),
     )
+
+
+def rates(settings: Settings, usual: float) -> dict[str, Any]:
+    """Return the optimizer's peak learning rate, and the group of adapters' parameters that have a multiple of it.
+
+    These are B and, as in PEFT, the magnitudes (LoRA+, Hayou et al. 2024, arXiv 2402.12354).
+    """
+    rate, _, factor = str(usual if settings.optim.lr == "auto" else settings.optim.lr).partition(":")
+    return {"lr": float(rate), "groups": (Group("*.lora_[Bm]*", float(factor)),) if factor else ()}
 
 
 def fixed_lora(settings: Settings) -> dict[str, Any]:
@@ -50,6 +63,8 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
     init, given = settings.model.init, {key: settings.origins[key] for key in KEYS if key in settings.origins}
     if init and is_adapter(init):
         return {**_as_stored(settings, init, given), "model.init": str(without_links(init))}
+    if ":" in str(settings.optim.lr):
+        given[f"optim.lr = {settings.optim.lr}"] = settings.origins["optim.lr"]
     if not given:
         return {}
     key, origin = next(iter(given.items()))
@@ -65,7 +80,9 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
 
 def _values(lora: Lora) -> dict[str, Any]:
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
-    return dict(zip(FIXED, (lora.rank, lora.alpha, targets, lora.dropout, lora.base), strict=True))
+    rank = f"{lora.rank}:dora" if lora.dora else lora.rank
+    alpha = f"{lora.alpha:.12g}:sqrt" if lora.rslora else lora.alpha
+    return dict(zip(FIXED, (rank, alpha, targets, lora.dropout, lora.base), strict=True))
 
 
 def _as_stored(settings: Settings, init: str, given: dict[str, str]) -> dict[str, Any]:

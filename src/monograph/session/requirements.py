@@ -8,8 +8,7 @@ import torch
 from monograph.config import Settings
 from monograph.device import Device
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
-from monograph.graph.inspect import targeted
-from monograph.graph.lora import Lora
+from monograph.graph.lora import Lora, chosen_layers
 from monograph.graph.precision import Precision
 from monograph.model.adapter import is_adapter
 from monograph.model.config import LlamaConfig
@@ -233,7 +232,7 @@ def require_targets(lora: Lora | None, config: LlamaConfig | None) -> None:
     if lora is None or config is None:
         return
     with torch.device("meta"):
-        layers = targeted(Llama(config), lora.targets)
+        layers = chosen_layers(Llama(config), lora)
     most = max(min(layer.weight.shape[-2:]) for layer in layers.values())
     if lora.rank > most:
         raise UsageError(f"lora.rank = {lora.rank}: these layers' weights have rank {most} at most; lower it")

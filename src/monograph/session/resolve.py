@@ -24,7 +24,7 @@ from monograph.predict.roofline import Calibration
 from monograph.rl.preferences import preference
 from monograph.run.base import tokenizer_named, tokenizer_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
-from monograph.session.adapting import NewTokens, fixed_lora, lora_of, require_tokens
+from monograph.session.adapting import NewTokens, fixed_lora, lora_of, rates, require_tokens
 from monograph.session.plan import Length, Plan, Shape
 from monograph.session.recorded import own_copies
 from monograph.session.reinforcing import bytes_beside, fixed_rl, judging
@@ -172,13 +172,12 @@ def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool
     """Return the optimizer, without the changes of width transfer."""
     optim, (rule, _, state) = settings.optim, name.partition(":")
     usual = _usual_rate(recipe, rule, adapted) * (defaults.JUDGED_SHARE if judged else 1)
-    fields = {} if recipe.init else defaults.muon_fields(recipe.preset, rule)
+    fields = rates(settings, usual) | ({} if recipe.init else defaults.muon_fields(recipe.preset, rule))
     if optim.weight_decay != "auto":
         fields = {**fields, "weight_decay": optim.weight_decay}
     return (Muon if rule == "muon" else AdamW)(
         state=state or "fp32",
         seed=recipe.seed,
-        lr=usual if optim.lr == "auto" else optim.lr,
         betas=optim.betas,
         eps=optim.eps,
         ema=None if optim.ema == "none" else optim.ema,
@@ -236,8 +235,10 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         fields = defaults.muon_fields(plan.recipe.preset, name, _epochs(plan, expected, shape))
         decay = fields.get("weight_decay", plan.update_rule.weight_decay)
         plan = replace(plan, update_rule=replace(plan.update_rule, weight_decay=decay))
-    recorded = {"optim.name": plan.optimizer, "optim.lr": plan.update_rule.lr, "train.precision": plan.precision}
+    recorded: dict[str, Any] = {"optim.name": plan.optimizer, "train.precision": plan.precision}
     recorded["optim.weight_decay"] = plan.update_rule.weight_decay
+    if settings.optim.lr == "auto":
+        recorded["optim.lr"] = plan.update_rule.lr
     transfer = transfer_of(settings, None if plan.recipe.init else config)
     return replace(
         plan,

@@ -210,8 +210,9 @@ def _proxy(settings: Settings) -> tuple[Settings, Settings]:
 
 def _usual_axes(settings: Settings) -> list[Axis]:
     """Return an axis of learning rates around the model's default rate, and an axis of two seeds."""
-    middle = resolve(settings, describe()).update_rule.lr
-    return [Axis("optim.lr", tuple(float(f"{middle * 2.0**step:.4g}") for step in STEPS)), Axis(SEED, SEEDS)]
+    middle, factor = resolve(settings, describe()).update_rule.lr, "".join(str(settings.optim.lr).partition(":")[1:])
+    rates = [f"{middle * 2.0**step:.4g}" for step in STEPS]
+    return [Axis("optim.lr", tuple(rate + factor if factor else float(rate) for rate in rates)), Axis(SEED, SEEDS)]
 
 
 def _of_newest_run() -> Settings:
