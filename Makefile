@@ -8,7 +8,7 @@ RUN = .venv/bin/python -m
 WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))') --dist=loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-costs test-all gpu-less mutants lint format python setup setup-dev
+.PHONY: help train quick test test-costs test-all gpu-less mutants site lint format python setup setup-dev
 
 help:
 	@echo 'make train       install what training needs, then train a small model (ARGS: see monograph train --help)'
@@ -17,6 +17,7 @@ help:
 	@echo 'make test-all    the slow tests too'
 	@echo 'make gpu-less    what a GPU would run, on a pretended one (downloads 5 GB once; ARGS=--quick for less)'
 	@echo 'make mutants     how many of the faults put into the code the tests notice (hours; ARGS: --room step --count 20)'
+	@echo 'make site       the pages of docs/ as a site, in site/ (installs mkdocs-material)'
 	@echo 'make lint        style, types and layers only'
 	@echo 'make format      apply the style'
 
@@ -46,6 +47,11 @@ gpu-less: python
 mutants: setup-dev
 	$(RUN) pip install -q cosmic-ray==8.7.0
 	.venv/bin/python tests/mutants.py $(ARGS)
+
+# mkdocs is needed for nothing else. A link or an anchor that leads nowhere stops it.
+site: setup
+	$(RUN) pip install -q --no-build-isolation --constraint constraints.txt --editable '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(RUN) mkdocs build --strict $(ARGS)
 
 lint: setup-dev
 	$(RUN) ruff check

@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import sys
+import tomllib
 import types
 import xml.etree.ElementTree as xml
 from collections.abc import Iterator
@@ -25,29 +26,11 @@ from monograph.model.families import FAMILIES
 from monograph.predict.roofline import EFFICIENCIES
 from monograph.report.run_report import write_report
 from monograph.text.tokenizer import Tokenizer
+from pages import PAGES, README, TAUGHT, blocks, commands, files
 from scripts import ROOT, script
 from served import Served, small
 
-README = ROOT / "README.md"
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-# The log holds findings, not instructions, and says its machine and date itself.
-TAUGHT = [page for page in PAGES if page.name != "log.md"]
-
-
-def texts(directory: Path) -> None:
-    """What the examples read: two folders of text, a conversation and a configuration."""
-    for name in ("my_texts", "other_texts"):
-        (directory / name).mkdir()
-        for part in range(8):
-            (directory / name / f"{part}.txt").write_text(f"{name} {part}: the quick brown fox jumps.\n" * 40)
-    (directory / "chats.jsonl").write_text('{"prompt": "What does it do?", "completion": "It jumps."}\n')
-    (directory / "prompts.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
-    (directory / "pairs.jsonl").write_text('{"prompt": "1 + 1 =", "chosen": "2", "rejected": "3"}\n')
-    (directory / "pictures.jsonl").write_text('{"text": "10233"}\n')
-    (directory / "run.toml").write_text("[train]\nupdates = 2\n")
-    (directory / "RUN").mkdir()
-    (directory / "RUN" / "config.toml").write_text("[train]\nupdates = 2\n")
 
 
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
@@ -71,17 +54,26 @@ def test_every_page_says_the_same_of_what_was_measured_on_a_gpu() -> None:
 # ---- commands -------------------------------------------------------------------------------------------------------
 
 
-def commands() -> Iterator[tuple[str, str]]:
-    for page in TAUGHT:
-        text = page.read_text()
-        for found in re.findall(r"^ {4}(monograph .+)$", text, re.MULTILINE) + re.findall(r"`(monograph [^`]+)`", text):
-            if "..." not in found:
-                yield page.name, re.split(r" {2,}", found)[0]
+def of_monograph() -> list[tuple[str, str]]:
+    """Every command of the pages, and what torchrun, alone or by SLURM, starts."""
+    found = ((page.name, re.sub(r"^.*-m monograph (?!\S*lm_eval)", "monograph ", each)) for page in TAUGHT
+             for each in commands(page))  # fmt: skip
+    return sorted({(page, command) for page, command in found if command.startswith("monograph ")})
 
 
-@pytest.mark.parametrize(("page", "command"), sorted(set(commands())))
+@pytest.fixture(scope="module")
+def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the files that commands name, and a run's settings."""
+    folder = tmp_path_factory.mktemp("named")
+    files(folder)
+    (folder / "RUN").mkdir()
+    (folder / "RUN" / "config.toml").write_text("[train]\nupdates = 2\n")
+    return folder
+
+
+@pytest.mark.parametrize(("page", "command"), of_monograph())
 def test_commands_are_ones_that_the_program_takes(
-    page: str, command: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    page: str, command: str, monkeypatch: pytest.MonkeyPatch, named: Path
 ) -> None:
     calls: list[Any] = []
 
@@ -107,8 +99,7 @@ def test_commands_are_ones_that_the_program_takes(
         module.run = module.show = module.build = record  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, "monograph.serve.command", module)
-    texts(tmp_path)
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.chdir(named)
     with pytest.raises(SystemExit) as exit_:
         cli.main(shlex.split(command)[1:])
     assert not exit_.value.code and (calls or "--print-config" in command), command
@@ -122,21 +113,47 @@ def test_make_targets_are_there() -> None:
     assert named and named <= targets
 
 
+def test_what_other_commands_name_is_there() -> None:
+    """Scripts and their options, files of tests, extras."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    scripts = (ROOT / "benchmarks/harness.py").read_text()
+    seen = set()
+    for command in {each for page in TAUGHT for each in commands(page)}:
+        program, *words = shlex.split(command)
+        if found := re.search(r"^pip .*(?:\.|monograph)\[([\w-]+)\]", command):
+            assert found[1] in extras, command
+        files_named = [word for word in words if re.match(r"(tests|benchmarks)/", word)]
+        assert all((ROOT / name).exists() for name in files_named), command
+        if program == "python" and words[0].startswith("benchmarks/"):
+            text = scripts + (ROOT / words[0]).read_text()
+            assert all(f'"{word}"' in text for word in words if word.startswith("--")), command
+        seen.add(program)
+    assert {"pip", "python", "make", "pytest", "torchrun", "srun"} <= seen
+
+
 # ---- examples -------------------------------------------------------------------------------------------------------
 
 
 def examples() -> Iterator[Any]:
     for page in TAUGHT:
-        for number, code in enumerate(re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)):
-            yield pytest.param(code, id=f"{page.stem}-{number}")
+        python = [block.text for block in blocks(page) if block.language == "python"]
+        yield from (pytest.param(code, id=f"{page.stem}-{number}") for number, code in enumerate(python))
+
+
+def test_examples_stand_between_fences() -> None:
+    """An indented one would not be run."""
+    code = re.compile(r"^(import|from|def|with) \w", re.M)
+    assert not [block for page in TAUGHT for block in blocks(page) if not block.language and code.search(block.text)]
 
 
 @pytest.mark.parametrize("code", [*examples()])
 def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    texts(tmp_path)
+    files(tmp_path)
     monkeypatch.chdir(tmp_path)
     # Traced as it is for everybody; machine code of a module of one's own is made by tests/profiling/test_trace.py.
     monkeypatch.setattr(mono, "capture", functools.partial(mono.capture, backend="aot_eager"))
+    if "lm_eval" in code:
+        pytest.skip("its data come from the network; tests/test_lm_eval.py has a task of its own")
     if 'load("out/")' in code:
         data = mono.corpus("my_texts", tokenizer="bytes", sequence_length=64, held_out=0.1)
         model = mono.Llama(mono.LlamaConfig.preset("nano", vocab_size=data.vocab_size))
@@ -173,6 +190,20 @@ def test_the_default_takes_as_long_as_the_readme_says() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
     assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
+
+
+def anchors(page: Path) -> set[str]:
+    """Of the headings of a page as GitHub makes them, and those that are written out."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.S | re.M)
+    plain = (re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", each) for each in re.findall(r"^#+ (.*)$", text, re.M))
+    made = {re.sub(r"[^\w\- ]", "", each.lower()).strip().replace(" ", "-") for each in plain}
+    return made | set(re.findall(r'<a id="([^"]+)"', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_lead_to_headings(page: Path) -> None:
+    links = re.findall(r"\]\(([^)#:]*\.md|)#([^)]+)\)", page.read_text())
+    assert not [link for link in links if link[1] not in anchors((page.parent / link[0]) if link[0] else page)]
 
 
 def test_every_page_is_on_the_tour() -> None:

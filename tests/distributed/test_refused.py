@@ -88,8 +88,12 @@ def test_memory_that_ran_out_names_the_rank_and_other_errors_stay() -> None:
     def fails(error: Exception) -> None:
         raise error
 
-    with pytest.raises(OutOfDeviceMemory, match="^rank 1: no more; use a smaller train.micro_batch$"):
-        engine._fitting({}, lambda: fails(torch.OutOfMemoryError("no more\nof it")))
+    for rows, remedy in ((3, "let torchrun restart it .--max-restarts 3., or use a smaller"), (1, "use a smaller")):
+        engine.micro_batch = rows
+        said = f"^rank 1: out of memory at micro_batch = {rows}: no more; {remedy} train.micro_batch, model or"
+        with pytest.raises(OutOfDeviceMemory, match=said) as raised:
+            engine._fitting({}, lambda: fails(torch.OutOfMemoryError("no more\nof it")))
+        assert raised.value.retry_rows == (2 if rows == 3 else 0)
     with pytest.raises(RuntimeError, match="^another$"):
         engine._fitting({}, lambda: fails(RuntimeError("another")))
 

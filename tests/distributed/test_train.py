@@ -113,7 +113,7 @@ def the_error_of(done: list[Done]) -> str:
 
 REFUSALS = {
     "train.parallel=ddp": "torchrun --standalone --nproc-per-node 2 -m monograph train ... train.parallel=ddp",
-    "train.parallel=two": "expected none, ddp or fsdp",
+    "train.parallel=two": "expected none, ddp, fsdp or fsdp:bf16",
 }
 
 

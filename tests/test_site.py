@@ -1,0 +1,56 @@
+"""Run: pytest tests/test_site.py (the pages as a site, `make site`: it is whole, and asks nobody else)"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pages import PAGES, README
+from scripts import ROOT, script
+
+# What a browser fetches without being asked to: of a page, and of a style sheet.
+FETCHED = {
+    ".html": re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?(?:src|href)=\"?(?:https?:)?//"),
+    ".css": re.compile(r"url\(\"?(?:https?:)?//|@import"),
+}
+
+
+SITE = script("docs/site_hook.py")
+THERE = {SITE.place(path) for path in [*SITE.outside(), *(ROOT / "docs").rglob("*")]}
+
+
+def test_each_page_is_in_the_navigation_once() -> None:
+    groups = SITE.navigation()
+    named = [
+        name for group in groups for found in group.values() for name in ([found] if found == "README.md" else found)
+    ]
+    pages = [page.name for page in PAGES if page != README]
+    assert sorted(name for name in named if not name.startswith("code/")) == sorted(pages)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_links_lead_to_pages_of_the_site(page: Path) -> None:
+    text = SITE.as_page(page)
+    links = [
+        posixpath.normpath(posixpath.join(posixpath.dirname(SITE.place(page)), at)) for at in SITE.LINK.findall(text)
+    ]
+    assert links and not set(links) - THERE
+    assert not re.findall(r"^\|.*`[^`|]*\\\|[^`]*`.*\|$", text, re.M), "a backslash that the site would show"
+
+
+@pytest.mark.slow(reason="builds the site, where mkdocs is installed")
+def test_the_site_is_built_and_asks_nobody_else(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs", reason="pip install -e '.[docs]'")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for suffix, fetched in FETCHED.items():
+        paths = [*(tmp_path / "site").rglob(f"*{suffix}")]
+        assert paths and not [path for path in paths if fetched.search(path.read_text())]
+    assert all((tmp_path / "site/figures" / figure.name).exists() for figure in (ROOT / "docs/figures").iterdir())
+    assert len([*(tmp_path / "site").glob("*.html")]) >= len(PAGES) - 1
