@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch._inductor import async_compile
@@ -36,15 +38,25 @@ def test_kernels_share_as_many_files_as_threads_compile_and_compute_the_same(thr
     assert kernels >= 3 and len(written) == (2 if threads == 2 else kernels)
 
 
-def test_torchs_template_has_the_parts_that_a_file_of_several_kernels_is_made_of():
+@pytest.mark.parametrize(
+    "entry",  # of torch 2.13 and 2.15
+    [
+        '{{"{entry_func}", {entry_func}_py, METH_VARARGS, ""}},',
+        '{{\n"{entry_func}",\n({entry_func}_py),\nMETH_FASTCALL\n}},',
+    ],
+)
+def test_torchs_template_has_the_parts_that_a_file_of_several_kernels_is_made_of(entry):
+    template = CppPythonBindingsCodeCache.suffix_template
+    template, changed = re.subn(r'\{\{\s*"\{entry_func\}".*?\}\},', lambda _: entry, template, count=1, flags=re.DOTALL)
     kind = ["const float*", "int64_t"]
     source = '#include <vector>\nextern "C"  void  kernel(const float* in_ptr0, const int64_t ks0)\n{\n}\n'
     made = cpp_kernels._file({"a": cpp_kernels._Source(kind, source), "b": cpp_kernels._Source(kind, source)},
-                             CppPythonBindingsCodeCache.suffix_template)  # fmt: skip
-    assert made.startswith("#include <vector>\n#define kernel kernel_0") and made.count("#include <vector>") == 1
+                             template)  # fmt: skip
+    assert changed and made.count("#include <vector>") == 1
+    assert made.startswith("#include <vector>\n#define kernel kernel_0")
     for number in (0, 1):
         assert f"kernel_{number}(parse_arg<float*>(args, 0), parse_arg<int64_t>(args, 1)); Py_RETURN_NONE;" in made
-        assert f'{{"kernel_{number}", kernel_{number}_py, METH_VARARGS, ""}},' in made
+        assert entry.format(entry_func=f"kernel_{number}") in made
     assert "PyInit_kernels" in made and "{entry" not in made
 
 

@@ -58,8 +58,8 @@ def _file(sources: dict[str, _Source], template: str) -> str:
     """
     lines = {number: source.code.splitlines() for number, source in enumerate(sources.values())}
     headers = dict.fromkeys(line for code in lines.values() for line in code if line.startswith("#include"))
-    reading, binding, table = _cut(template, "static PyObject* {entry_func}_py", "static PyMethodDef")
-    entry = '{{"{entry_func}", {entry_func}_py, METH_VARARGS, ""}},'
+    opening = "static PyMethodDef py_methods[] = {{"  # an entry, which torch 2.15 writes otherwise, then an empty one
+    reading, binding, table, end = _cut(template, "static PyObject* {entry_func}_py", opening, "{{NULL, NULL")
     code, bindings, entries = [*headers], [reading.format(entry_func="kernels", extra_parse_arg="")], []
     for number, source in enumerate(sources.values()):
         name, types = f"kernel_{number}", [kind.replace("const ", "") for kind in source.argument_types]
@@ -71,10 +71,8 @@ def _file(sources: dict[str, _Source], template: str) -> str:
             f"{name}({', '.join(f'parse_arg<{kind}>(args, {at})' for at, kind in enumerate(types))}); Py_RETURN_NONE;"
         )
         bindings.append(binding.format(entry_func=name, arg_len=len(types), call_entry_func=call))
-        entries.append(entry.format(entry_func=name))
-    return "\n".join(
-        [*code, *bindings, table.replace(entry, "{entries}").format(entry_func="kernels", entries="\n".join(entries))]
-    )
+        entries.append(table.removeprefix(opening).format(entry_func=name))
+    return "\n".join([*code, *bindings, opening.format(), *entries, end.format(entry_func="kernels")])
 
 
 def _cut(text: str, *marks: str) -> list[str]:
