@@ -45,7 +45,7 @@ NOT_RUN = {
 # Refused here, on purpose, with these words: what they need is not on every machine.
 REFUSED = {
     r"monograph train my_texts/ train\.precision=fp8": "no fp8 arithmetic",
-    r"monograph follow .*": "needs its library: pip install",
+    r"monograph follow .* --to (wandb|trackio|mlflow).*": "needs its library: pip install",
 }
 # What is changed in a command, so that it is small, and why.
 SMALLER = [

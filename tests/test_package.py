@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 BUILD = "import sys; from setuptools import build_meta; getattr(build_meta, sys.argv[1])(sys.argv[2])"
 NEEDED = {"pyproject.toml", "README.md", "LICENSE", "MANIFEST.in", "setup.cfg", "PKG-INFO"}
 EXTRAS = ["serve", "gguf"]
-TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "transformers", "accelerate", "xllamacpp"]
+TEST_TOOLS = ["pytest", "pytest-timeout", "hypothesis", "transformers", "accelerate", "xllamacpp", "tensorboard"]
 # Where MKL is slow, a step calls what is compiled from matmul.cpp, which only AVX-512 runs.
 PROGRAM = """
 import sys, torch, monograph

@@ -1,6 +1,7 @@
 """Run: pytest tests/test_story.py
 
-Data, sweep, train, kill, stream, two ranks, resume, compare, generate, serve, export, finetune, reinforce, prefer.
+Data, sweep, train, kill, stream, two ranks, resume, follow, compare, generate, serve, export, finetune, reinforce on
+two ranks, prefer.
 """
 
 from __future__ import annotations
@@ -76,6 +77,10 @@ def test_the_story(server: CommandServer, tmp_path: Path) -> None:
     assert trained["eval_bits_per_byte"] < 4, "it learned something"
     assert "<svg" in (run / "report.html").read_text() and (run / "figures" / "sheet.png").stat().st_size > 1000
 
+    # follow: a tracker gets what the log has
+    assert monograph.run(tmp_path, "follow", "last", "--to", "tensorboard").code == 0
+    assert list((tmp_path / "tensorboard").rglob("events.out.*"))
+
     # compare with where the sweep's best member stopped
     compared = monograph.run(tmp_path, "compare", "swept/best", str(run), "--json")
     [found] = json.loads(compared.out.splitlines()[-1])["differences"]
@@ -105,8 +110,8 @@ def test_the_story(server: CommandServer, tmp_path: Path) -> None:
     # finetune what was exported: chat tokens that it never saw, killed once
     finetune(monograph, tmp_path)
 
-    # reinforce what was exported, by a reward that it gets now and then, answered by llama.cpp; then prefer another
-    # word by pairs; each killed once
+    # reinforce what was exported, by a reward that it gets now and then, by two processes until they are killed,
+    # answered by llama.cpp; then prefer another word by pairs
     prefer(monograph, tmp_path, reinforced=reinforce(monograph, tmp_path))
 
     model, tokenizer = load(run)
@@ -191,10 +196,11 @@ def reinforce(monograph: CommandServer, here: Path) -> str:
         "data.held_out=0", "data.sequence_length=16", "optim.lr=3e-3", "train.updates=40", "train.save_every=10",
         "train.compile=none", "train.precision=fp32",
     ]  # fmt: skip
-    killed(
-        monograph.start(here, "train", *typed, "--out", "better", figures=0), here, "better/checkpoints/step-0000001*"
-    )
-    done = monograph.run(here, "train", "--resume", "better", "--json", figures=0)
+    first, second = started(monograph, here, 2, "train", *typed, "train.parallel=ddp", "--out", "better")
+    killed(first, here, "better/checkpoints/step-0000001*")
+    second.signal(signal.SIGKILL)
+    second.wait()
+    done = monograph.run(here, "train", "--resume", "better", "train.parallel=none", "--json", figures=0)
     found = json.loads(done.out.splitlines()[-1])
     assert found["update"] == 40 and found["reward"] > found["reward_first"] + 0.3, done.err
     assert found["drawn_minus_scored_max"] < 1e-5
