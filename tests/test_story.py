@@ -77,12 +77,8 @@ def test_the_story(server: CommandServer, tmp_path: Path) -> None:
     assert trained["eval_bits_per_byte"] < 4, "it learned something"
     assert "<svg" in (run / "report.html").read_text() and (run / "figures" / "sheet.png").stat().st_size > 1000
 
-    # follow: a tracker gets what the log has
-    assert monograph.run(tmp_path, "follow", "last", "--to", "tensorboard").code == 0
-    assert list((tmp_path / "tensorboard").rglob("events.out.*"))
-
-    # compare with where the sweep's best member stopped
-    compared = monograph.run(tmp_path, "compare", "swept/best", str(run), "--json")
+    # follow the run in a tracker, and compare it with where the sweep's best member stopped
+    compared = followed(monograph, tmp_path).run(tmp_path, "compare", "swept/best", str(run), "--json")
     [found] = json.loads(compared.out.splitlines()[-1])["differences"]
     assert found["paired_by"] == "document" and found["difference"] < 0, "three times as many updates"
 
@@ -123,6 +119,13 @@ def test_the_story(server: CommandServer, tmp_path: Path) -> None:
     [text] = generate(exported, tokenizer, ["alpha "], Sampling(seed=1), max_tokens=8)
     assert text.token_ids == first[0]["token_ids"]
     same_in_transformers(tmp_path / "out", model, tokenizer.encode("alpha beta gamma delta"))
+
+
+def followed(monograph: CommandServer, here: Path) -> CommandServer:
+    """Give TensorBoard what the log of the newest run has."""
+    assert monograph.run(here, "follow", "last", "--to", "tensorboard").code == 0
+    assert list((here / "tensorboard").rglob("events.out.*"))
+    return monograph
 
 
 def served(monograph: CommandServer, here: Path) -> str:
