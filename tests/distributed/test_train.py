@@ -113,7 +113,7 @@ def the_error_of(done: list[Done]) -> str:
 
 REFUSALS = {
     "train.parallel=ddp": "torchrun --standalone --nproc-per-node 2 -m monograph train ... train.parallel=ddp",
-    "train.parallel=two": "expected none, ddp, fsdp or fsdp:bf16",
+    "train.parallel=two": "expected none, ddp, fsdp or hsdp",
 }
 
 
@@ -184,13 +184,13 @@ def test_who_this_is_comes_from_torchrun_or_slurm() -> None:
         "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a",
         "MASTER_PORT": "1", "TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "False",
     }  # fmt: skip
-    assert place(torchrun) == Place(3, 4, 1, 2, True, "a", 1, False)
+    assert place(torchrun) == Place(3, 4, 1, 2, 2, True, "a", 1, False)
     slurm = {
         "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "16", "SLURM_LOCALID": "1", "SLURM_STEP_NODELIST": "gpu[03-04,9]",
-        "SLURM_JOB_ID": "123456", "SLURM_RESTART_COUNT": "1",
+        "SLURM_JOB_ID": "123456", "SLURM_RESTART_COUNT": "1", "SLURM_TASKS_PER_NODE": "6(x2),4",
     }  # fmt: skip
     assert place(slurm) is None  # four tasks may be four runs
-    assert place(slurm, srun=True) == Place(5, 16, 1, 0, True, "gpu03", 23456)
+    assert place(slurm, srun=True) == Place(5, 16, 1, 6, 0, True, "gpu03", 23456)
     assert place(slurm | torchrun, srun=True) == place(torchrun)
     assert place({"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, srun=True) is None and place({}) is None
     shared = torchrun | {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_MAX_RESTARTS": "3"}

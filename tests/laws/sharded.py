@@ -304,6 +304,32 @@ def one_update(engine: Any, window: dict[str, Tensor]) -> Any:
     return engine.update()
 
 
+def by_machine(world: World, folder: Path) -> dict[str, Any]:
+    """Of two machines with two ranks each: updates beside one process's, and the checkpoint beside that of `fsdp`."""
+    machines = functools.partial(Sharded, by_machine=True)
+    windows = [ragged((3, 5, 8)[index % 3], seed=index) for index in range(6)]
+    windows[4]["targets"].fill_(-100)
+    with patch.dict(ENGINES, {"hsdp": machines}, clear=True):  # type: ignore[dict-item]
+        found: dict[str, Any] = trajectory(world, Muon(lr=1e-3, ema=0.9), windows)
+    engine = machines(model(torch.float32, False), world=world, micro_batch=ROWS)
+    for index in range(2):
+        one_update(engine, ragged(7, seed=index))
+    manifests = []
+    for number, each in enumerate(
+        (engine, Sharded(model(torch.float32, False), world=world), machines(model(torch.float32, False), world=world))
+    ):
+        if number:
+            last = checkpointing.newest(folder / str(number - 1), print)
+            each.load_state(EngineState(last.model, last.optimizer, last.state["engine"]))
+        state = each.state()
+        save(
+            world, folder / str(number), Checkpoint(2, state.model, state.optimizer, {"engine": state.scalars}), keep=2
+        )
+        manifests.append((folder / str(number) / "step-00000002" / "MANIFEST.json").read_text())
+    weight = engine.model.model.layers[0].mlp.down_proj.weight
+    return {"errors": found, "same": len({*manifests}) == 1, "share": weight.to_local().numel() / weight.numel()}
+
+
 def saved(world: World, folder: Path) -> dict[str, str]:
     """Three updates on these ranks, saved; or, where there is a checkpoint, that one loaded and saved once more."""
     found = {}
@@ -480,6 +506,8 @@ def main() -> None:
     ours = World(place())
     if sys.argv[1] == "saved":
         results: dict[str, Any] = saved(ours, Path(sys.argv[3]))
+    elif sys.argv[1] == "by_machine":
+        results = by_machine(ours, Path(sys.argv[3]))
     else:
         results = {each.__name__: each(ours) for each in PROGRAMS[sys.argv[1]]}
     if ours.leads:

@@ -26,10 +26,16 @@ BOUND = {"torch.float32": 1e-6, "torch.float64": 1e-12}
 
 
 def run(
-    server: CommandServer, program: str, size: int, folder: Path, *more: object, call: str = "laws.sharded:main"
+    server: CommandServer,
+    program: str,
+    size: int,
+    folder: Path,
+    *more: object,
+    call: str = "laws.sharded:main",
+    **variables: str,
 ) -> dict[str, Any]:
     out = folder / "results.json"
-    done = ranks(server, folder, size, program, out, *more, call=call)
+    done = ranks(server, folder, size, program, out, *more, call=call, **variables)
     assert not any(each.code for each in done), done
     found: dict[str, Any] = json.loads(out.read_text())
     return found
@@ -113,6 +119,13 @@ def test_checkpoints_are_the_same_bytes_for_any_number_of_ranks(
         folder = checkpointing.save(tmp_path / "alone" / name, checkpoint)
         assert hashlib.sha256((folder / "MANIFEST.json").read_bytes()).hexdigest() == digest, name
         assert len(read_manifest(folder).files["optimizer.safetensors"].sha256) > 10
+
+
+def test_rows_that_each_machine_shares_out_are_those_of_one_process(server: CommandServer, tmp_path: Path) -> None:
+    """HSDP: two machines with two ranks each, and one checkpoint."""
+    found = run(server, "by_machine", 4, tmp_path, tmp_path, LOCAL_WORLD_SIZE="2")
+    assert max(found["errors"]["hsdp Muon"].values()) <= 1e-12, found["errors"]
+    assert found["same"] and found["share"] == 0.5
 
 
 def test_ranks_that_begin_anew_go_on_in_the_same_bits(server: CommandServer, tmp_path: Path) -> None:

@@ -225,11 +225,11 @@ class TrainSection(Section):
     memory: Literal["auto", "device", "stream"] = _key(
         "auto", "auto, device or stream", "where weights live; stream: on the host, fetched stage by stage"
     )
-    parallel: Literal["none", "ddp", "fsdp", "fsdp:bf16"] = _key(
+    parallel: Literal["none", "ddp", "fsdp", "fsdp:bf16", "hsdp", "hsdp:bf16"] = _key(
         "none",
-        "none, ddp, fsdp or fsdp:bf16",
-        "how several devices share the work, a process each; :bf16 halves the "
-        "traffic of weights; see docs/distributed.md",
+        "none, ddp, fsdp or hsdp, the last two also with :bf16",
+        "how several devices share the work, a process each; hsdp: fsdp within each machine; :bf16 halves the traffic "
+        "of weights; see docs/distributed.md",
     )
     eval_every: Auto | Whole = _key("auto", f"{_WHOLE}, or auto", "updates between evaluations")
     save_every: Auto | Whole = _key("auto", f"{_WHOLE}, or auto", "updates between checkpoints")

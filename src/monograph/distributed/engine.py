@@ -200,10 +200,11 @@ class Sharded(RankEngine):
     """
 
     def __init__(
-        self, model: nn.Module, *, world: World, micro_batch: int | None = None, halved: bool = False, **others: Any
-    ):
-        """Give each rank its rows; the arguments are those of `Replicated`, and `halved` of `Shards`."""
-        self.world, self.shards = world, Shards(world, halved)
+        self, model: nn.Module, *, world: World, micro_batch: int | None = None, halved: bool = False,
+        by_machine: bool = False, **others: Any,
+    ):  # fmt: skip
+        """Give each rank its rows; the arguments are those of `Replicated`, and the last two of `Shards`."""
+        self.world, self.shards = world, Shards(world, halved, by_machine)
         self.joining = lambda last: nullcontext()
         layout = self.shards.layout(accumulate=self._accumulate, complete=total)
         step = Step(model, sum_over_ranks=world.sum, layout=layout, **others)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 
 def rows_of(rank: int, size: int, rows: int) -> slice:
@@ -14,10 +14,16 @@ def rows_of(rank: int, size: int, rows: int) -> slice:
     return slice(min(rank * share, rows), min((rank + 1) * share, rows))
 
 
+def among(mesh: DeviceMesh) -> tuple[int, int]:
+    """Return this rank's number among those that share out rows, a mesh's last dimension, and how many these are."""
+    return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
+
+
 def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
     """Return this rank's rows as the local part of a DTensor of the shape of `whole`."""
     shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
-    return DTensor.from_local(own, mesh, [Shard(0)], run_check=False, shape=shape, stride=stride)
+    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
+    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
 def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
@@ -25,7 +31,7 @@ def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
-    return of_rows(tensor[rows_of(mesh.get_local_rank(), mesh.size(), len(tensor))].to(mesh.device_type), mesh, tensor)
+    return of_rows(tensor[rows_of(*among(mesh), len(tensor))].to(mesh.device_type), mesh, tensor)
 
 
 class OwnRows(Mapping[str, Tensor]):

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from monograph.device import default_device, describe
 from monograph.distributed.matrices import orthogonalised
-from monograph.distributed.rows import of_rows, rows_of
+from monograph.distributed.rows import among, of_rows, rows_of
 from monograph.distributed.world import World
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
@@ -42,20 +42,25 @@ class Shards:
     Attributes:
         root: the forward pass and loss as one module, whose parameters FSDP2 gathers and whose gradients it scatters.
         names: the names of the model's tensors, as in one process.
+        sharing: the ranks that share out the rows.
     """
 
     root: FSDPModule
     names: list[str]
 
-    def __init__(self, world: World, halved: bool = False):
+    def __init__(self, world: World, halved: bool = False, by_machine: bool = False):
         """Store the ranks; nothing is sharded until a step asks for its planes.
 
         Args:
             world: the ranks.
             halved: whether the weights of blocks are rounded to bf16 before they are gathered. Products read the bits
                 that autocast would give them. Norms have rounded weights and gradients. Sums over ranks are in fp32.
+            by_machine: whether the ranks of each machine share out the rows among them (HSDP): blocks are gathered
+                within a machine, and only gradients are summed between machines, each of which has all rows.
         """
-        self.world, self.halved = world, halved
+        if world.size % world.near and by_machine:
+            raise UsageError(f"hsdp: {world.size} ranks, {world.near} of them here: let each machine have as many")
+        self.world, self.halved, self.by_machine, self.sharing = world, halved, by_machine, world
 
     def layout(self, **others: Any) -> Layout:
         """Return the layout; `others` are the fields that do not depend on sharding."""
@@ -80,6 +85,10 @@ class Shards:
         kinds, model = step.optim.kinds(step.model), step.model
         self.names, self._empty = list(kept_state(model)), hollow(model)
         mesh = init_device_mesh(default_device().type, (self.world.size,))
+        if self.by_machine:
+            shape = (self.world.size // self.world.near, self.world.near)
+            mesh = init_device_mesh(default_device().type, shape, mesh_dim_names=("machine", "rank"))
+            self.sharing = self.world.within(mesh.get_group("rank"))
         single = {parameter for parameter in model.parameters() if not parameter.ndim}  # of a quantised base
         for parameter in single:
             parameter.data = parameter.data.to(default_device())
@@ -100,7 +109,7 @@ class Shards:
 
     def _of_all_ranks(self, squares: Sequence[Tensor]) -> Tensor:
         zero = torch.zeros((), dtype=torch.float64, device=default_device())  # a rank may have no rows at all
-        return self.world.sum(functools.reduce(torch.add, squares, zero))
+        return self.sharing.sum(functools.reduce(torch.add, squares, zero))
 
     @contextmanager
     def _directed(self, step: Step, grads: Sequence[Tensor], scale: Tensor) -> Iterator[None]:
@@ -115,7 +124,7 @@ class Shards:
             directions = [_direction(plane, total * scale.to(total.dtype)) for plane, total in members]
             compute = step.precision.products(directions[0].dtype)
             if len(kind.matrix) == 2:
-                found = orthogonalised(self.world, directions, kind.matrix[0], first, compute)
+                found = orthogonalised(self.sharing, directions, kind.matrix[0], first, compute)
                 first += len(members)
             else:  # a rank has whole matrices of a stack
                 found = [newton_schulz(each, compute) if len(each) else each for each in directions]
@@ -231,7 +240,7 @@ def rows_planes(model: nn.Module, kinds: Mapping[str, Kind]) -> list[RowsPlane]:
     for name, parameter in trainable(model).items():
         sharded, kind = parameter, kinds[name]
         assert isinstance(sharded, DTensor)
-        rows = rows_of(sharded.device_mesh.get_local_rank(), sharded.device_mesh.size(), len(parameter))
+        rows = rows_of(*among(sharded.device_mesh), len(parameter))
         before = reached[kind] + rows.start * math.prod(parameter.shape[1:])
         reached[kind] += parameter.numel()
         local = sharded.to_local().detach().view(-1)

@@ -1,5 +1,6 @@
 """Connect the processes (ranks) that train one run together: they meet, agree on values and sum tensors."""
 
+import copy
 import json
 import os
 import re
@@ -8,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +34,7 @@ class Place(NamedTuple):
 
     Attributes:
         rank: the process's number among all processes; size: the number of processes; local: its number on its machine.
+        near: the number of processes on its machine.
         attempt: how often the launcher has restarted all processes; again: whether the launcher or SLURM has.
         host, port: the address of the store where the processes meet; shared: whether the launcher itself holds that
             store, for all attempts.
@@ -41,6 +43,7 @@ class Place(NamedTuple):
     rank: int = 0
     size: int = 1
     local: int = 0
+    near: int = 1
     attempt: int = 0
     again: bool = False
     host: str = ""
@@ -61,18 +64,19 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
     requeued = int(environment.get("SLURM_RESTART_COUNT", 0)) > 0
     if {"RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"} <= environment.keys():
         attempt = int(environment.get("TORCHELASTIC_RESTART_COUNT", 0))
+        near = int(environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]))
         here = Place(
             int(environment["RANK"]),
             int(environment["WORLD_SIZE"]),
             int(environment.get("LOCAL_RANK", 0)),
+            near,
             attempt,
             attempt > 0 or requeued,
             environment["MASTER_ADDR"],
             int(environment["MASTER_PORT"]),
             environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
         )
-        several = environment.get("LOCAL_WORLD_SIZE", environment["WORLD_SIZE"]) != environment["WORLD_SIZE"]
-        if several and here.shared and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        if near < here.size and here.shared and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
             raise UsageError(
                 "restarts on several machines need TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in torchrun's environment, "
                 "or a restart waits for processes that are gone"
@@ -83,6 +87,7 @@ def place(environment: Mapping[str, str] = os.environ, srun: bool = False) -> Pl
             int(environment["SLURM_PROCID"]),
             int(environment["SLURM_STEP_NUM_TASKS"]),
             int(environment["SLURM_LOCALID"]),
+            int(re.match("[0-9]+", environment.get("SLURM_TASKS_PER_NODE", "1"))[0]),  # type: ignore[index]
             again=requeued,
             host=environment.get("MASTER_ADDR") or first_host(environment["SLURM_STEP_NODELIST"]),
             port=int(environment.get("MASTER_PORT") or PORTS + int(environment["SLURM_JOB_ID"]) % 10_000),
@@ -111,7 +116,8 @@ class World:
         """
         self.own, self.alone, self._asked = own, own is None, 0
         own = own or Place()
-        self.rank, self.size, self.attempt, self.again = own.rank, own.size, own.attempt, own.again
+        self.rank, self.size, self.near, self.attempt, self.again = own.rank, own.size, own.near, own.attempt, own.again
+        self.group: dist.ProcessGroup | None = None  # the processes among which tensors are summed; None: all
         if self.alone:
             return
         listens = not own.shared and own.rank == 0
@@ -157,8 +163,14 @@ class World:
         if self.alone:
             return tensor
         total = tensor.clone()
-        dist.all_reduce(total)
+        dist.all_reduce(total, group=self.group)
         return total
+
+    def within(self, group: dist.ProcessGroup) -> Self:
+        """Return this world with the processes of a group alone, for sums and exchanges."""
+        part = copy.copy(self)
+        part.group, part.rank, part.size = group, dist.get_rank(group), dist.get_world_size(group)
+        return part
 
     def summing(self, tensor: Tensor) -> torch.futures.Future[Tensor]:
         """Start summing a tensor over ranks in place; return the future of the sum; a collective."""
@@ -168,7 +180,7 @@ class World:
     def exchange(self, tensor: Tensor, sent: list[int], received: list[int]) -> Tensor:
         """Send `sent[r]` numbers of a flat tensor to rank r, and return `received[r]` from each; a collective."""
         out = tensor.new_empty(sum(received))
-        dist.all_to_all_single(out, tensor, received, sent)
+        dist.all_to_all_single(out, tensor, received, sent, group=self.group)
         return out
 
     def any(self, *flags: bool) -> list[bool]:

@@ -56,8 +56,8 @@ def spared_bytes(parameters: int, parallel: str, ranks: int, base: tuple[str, st
 
     Args:
         parameters: their number.
-        parallel: "ddp" or "fsdp".
-        ranks: their number.
+        parallel: "ddp", or "fsdp" or "hsdp".
+        ranks: the number of those that share out the weights.
         base: the format of frozen weights beside adapters, and the precision; None: all weights are trained, in fp32.
     """
     if base is None:

@@ -110,6 +110,11 @@ class Plan:
 FP32_BYTES = 4
 
 
+def is_sharded(parallel: str) -> bool:
+    """Return whether a rank holds some rows of each weight, by `train.parallel`."""
+    return parallel.partition(":")[0] in ("fsdp", "hsdp")
+
+
 class Shape(NamedTuple):
     """The facts about a run's model that are known once the text is read.
 

@@ -16,7 +16,7 @@ from monograph.model.llama import Llama
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, gibibytes
 from monograph.run.trust import code_file
-from monograph.session.plan import Plan
+from monograph.session.plan import Plan, is_sharded
 from monograph.session.reinforcing import with_records
 
 LEAST_BYTES = 2  # the least bytes of a parameter, its weight in 16 bits
@@ -83,8 +83,8 @@ def require_with_ranks(settings: Settings) -> None:
         "train.precision = fp8": (train.precision == "fp8", "take bf16"),
         f"optim.name = {name}": (name.endswith(":all-bf16"), "gradients are of the weights' dtype: take :bf16"),
     }
-    if train.parallel.startswith("fsdp"):
-        halved = train.parallel == "fsdp:bf16"
+    if is_sharded(train.parallel):
+        halved = train.parallel.endswith(":bf16")
         excluded |= {
             f"train.precision = {train.precision}": (
                 halved and train.precision not in ("auto", "bf16"),
@@ -122,7 +122,7 @@ def require_with_rewards(settings: Settings) -> None:
         f"model.init = {init}": (code_file(init) is not None, "a program says no tokenizer: name a run or a folder"),
         "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),
         f"train.parallel = {train.parallel}": (
-            train.parallel.startswith("fsdp"),
+            is_sharded(train.parallel),
             "whole weights draw answers: take ddp",
         ),
         "train.precision = fp8": (train.precision == "fp8", "answers are not drawn in fp8: take bf16"),

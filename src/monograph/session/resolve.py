@@ -11,6 +11,7 @@ from typing import Any
 from monograph import planner
 from monograph.config import DEFAULT_MINUTES, Settings
 from monograph.device import Device, compiler_obstacle, default_device
+from monograph.distributed.world import place
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model import hub
 from monograph.model.adapter import is_adapter, read_adapter, resolved_base
@@ -25,7 +26,7 @@ from monograph.rl.preferences import preference
 from monograph.run.base import tokenizer_named, tokenizer_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, rates, require_tokens
-from monograph.session.plan import Length, Plan, Shape
+from monograph.session.plan import Length, Plan, Shape, is_sharded
 from monograph.session.recorded import own_copies
 from monograph.session.reinforcing import bytes_beside, fixed_rl, judging
 from monograph.session.requirements import require_positions, require_room, require_targets, require_together
@@ -226,7 +227,7 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         fixed |= {"micro_batch": expected.work.rows, "remat": expected.work.remat, "compile": holds}
     if plan.memory == "stream" or isinstance(expected, StreamCandidate):
         fixed |= {"memory": "stream", "compile": "blocks"}
-    if plan.remat == "offload" or plan.parallel.startswith("fsdp"):  # tensors move between graphs
+    if plan.remat == "offload" or is_sharded(plan.parallel):  # tensors move between graphs
         fixed["compile"] = "blocks"
     fixed |= {key: getattr(plan, key) for key in fixed if getattr(plan, key) not in (0, "auto")}
     fixed["micro_batch"] = min(fixed["micro_batch"], plan.rows)  # larger micro-batches would be partly empty
@@ -246,7 +247,7 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
         update_rule=transfer.optimizer(plan.update_rule) if transfer else plan.update_rule,
         transfer=transfer,
         expected=None
-        if plan.parallel.startswith("fsdp")
+        if is_sharded(plan.parallel)
         else expected,  # unknown if a rank holds only some rows of each weight
         **fixed | {"micro_batch": min(fixed["micro_batch"], share)},
     )
@@ -293,7 +294,7 @@ def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[i
 
 
 def _scopes(parallel: str, config: LlamaConfig) -> tuple[Compile, ...]:
-    return ("blocks",) if parallel.startswith("fsdp") else defaults.scopes(config.num_hidden_layers)
+    return ("blocks",) if is_sharded(parallel) else defaults.scopes(config.num_hidden_layers)
 
 
 def without(machine: Device, taken_bytes: int) -> Device:
@@ -318,7 +319,8 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
         kept = (lora.base, plan.precision) if lora else None
         plan, memory = replace(plan, tokens_per_update=rows * plan.sequence_length), "stream"
         if plan.memory != "stream":
-            machine = without(machine, -spared_bytes(config.parameter_count(), plan.parallel, shape.ranks, kept))
+            shared = own.near if plan.parallel[0] == "h" and (own := place(srun=True)) else shape.ranks
+            machine = without(machine, -spared_bytes(config.parameter_count(), plan.parallel, shared, kept))
             memory = "device"
     request = request_of(plan, config, machine, shape.tokens)
     eager = request.scopes == ("none",) or (machine.type == "cpu" and compiler_obstacle() is not None)

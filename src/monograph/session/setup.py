@@ -33,7 +33,7 @@ from monograph.run.recipe import is_weight_file, left_out_of, shape_in
 from monograph.run.trust import code_digest
 from monograph.session.adapting import lora_of, new_tokens_of, token_notes
 from monograph.session.distilling import mixture_loss
-from monograph.session.plan import Plan, Shape
+from monograph.session.plan import Plan, Shape, is_sharded
 from monograph.session.preferring import preference_loss
 from monograph.session.ranks import agreed
 from monograph.session.reinforcing import options_of, policy_loss
@@ -195,7 +195,7 @@ def build_run(
         if start:
             require_base_of(start, str(recipe.base_sha256))
         # Under fsdp the base is rounded on the host, as no device need have room for all of it.
-        there = None if plan.parallel.startswith("fsdp") else device
+        there = None if is_sharded(plan.parallel) else device
         put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.precision), device=there)
     return BuiltRun(plan, model, _judging(plan, text, model) or loss, notes)
 
@@ -245,8 +245,9 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     if world is None:
         # On a CPU, mapped weights that are trained are copied from their file straight into the step's planes.
         return Resident(materialize_(model, device, trained=device.type != "cpu").to(device), **shared)
-    if plan.parallel.startswith("fsdp"):
-        return Sharded(model, world=world, halved=plan.parallel.endswith(":bf16"), **shared)
+    if is_sharded(plan.parallel):
+        kind, _, narrow = plan.parallel.partition(":")
+        return Sharded(model, world=world, halved=bool(narrow), by_machine=kind == "hsdp", **shared)
     return Replicated(materialize_(model, device).to(device), world=world, **shared)
 
 
