@@ -51,7 +51,10 @@ BEHIND: dict[str, dict[str, str]] = {
     "train.remat": dict.fromkeys(("none", "pointwise", "full", "a number between 0 and 1"), RECOMPUTED)
     | {"offload": "tests/graph/test_offload.py"},
     "train.compile": {"whole": COMPILED, "blocks": BLOCKS, "none": ACCUMULATED},
-    "train.parallel": {"none": ACCUMULATED, **dict.fromkeys(("ddp", "fsdp", "fsdp:bf16", "hsdp", "hsdp:bf16"), SHARDED)},
+    "train.parallel": {
+        "none": ACCUMULATED,
+        **dict.fromkeys(("ddp", "fsdp", "fsdp:bf16", "hsdp", "hsdp:bf16"), SHARDED),
+    },
     "data.packing": {"packed": PACKED, "padded": ACCUMULATED},
     "data.bad_records": dict.fromkeys(("refuse", "skip"), "tests/data/test_records.py"),
     "data.answers": dict.fromkeys(("every", "last"), "tests/data/test_loss_mask.py")
