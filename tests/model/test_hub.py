@@ -122,6 +122,18 @@ def test_what_transformers_saved_is_loaded(tmp_path, config, shard):
     assert relative_error(_logits(model), _logits(theirs)) < 1e-6
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_torchs_distributed_checkpoints_read_what_is_saved(tmp_path):
+    """So larger trainers begin from it."""
+    from torch.distributed import checkpoint
+
+    model = Llama(UNTIED, seed=3)
+    save_model(model, tmp_path / "model", max_shard_bytes=SHARD_BYTES)
+    back = {name: torch.empty_like(tensor) for name, tensor in model.state_dict().items()}
+    checkpoint.load(back, storage_reader=checkpoint.HuggingFaceStorageReader(str(tmp_path / "model")))
+    assert all(torch.equal(back[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def test_the_tokenizer_travels_with_the_model(tmp_path):
     from transformers import AutoTokenizer
 
