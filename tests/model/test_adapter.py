@@ -130,6 +130,7 @@ REFUSED = {
     "no rank": ({"r": 0}, "r = 0: expected a whole number"),
     "a rank that is none": ({"r": True}, "r = True: expected a whole number"),
     "no alpha": ({"lora_alpha": None}, "lora_alpha = None"),
+    "an alpha of nothing": ({"lora_alpha": 0}, "lora_alpha = 0"),
     "an infinite alpha": ({"lora_alpha": float("inf")}, "lora_alpha = inf"),
     "an alpha beyond all": ({"lora_alpha": 10**400}, "lora_alpha = 1000"),
     "a text for yes": ({"use_rslora": "no"}, "use_rslora = 'no' is not read: expected one of"),

@@ -115,8 +115,8 @@ def read_adapter(folder: str | Path) -> Adapter:
     rank, alpha, dropout = values.get("r"), values.get("lora_alpha"), values.get("lora_dropout", 0.0)
     if type(rank) is not int or not 0 < rank <= MOST_RANK:
         raise InputRefused(f"{path}: r = {rank!r}: expected a whole number from 1 to {MOST_RANK}")
-    if not _number(alpha) or not _number(dropout) or not 0 <= dropout < 1:
-        expected = "expected numbers from 0, at most 1e9 and below 1"
+    if not alpha or not _number(alpha) or not _number(dropout) or not 0 <= dropout < 1:
+        expected = "expected a number above 0 and at most 1e9, and one from 0 and below 1"
         raise InputRefused(f"{path}: lora_alpha = {alpha!r}, lora_dropout = {dropout!r}: {expected}")
     targets = values.get("target_modules")
     listed = isinstance(targets, list) and targets and all(isinstance(target, str) for target in targets)
