@@ -93,7 +93,7 @@ def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
     assert generated == (("last", ["a", "b"]), how)
     assert evaluated == (("last",), {"data": ["a", "b"], "chat": False, "json": True})
     assert compared == ((["last", "m"],), {"data": ["q"], "chat": True, "json": False})
-    assert exported == (("last",), {"to": Path("there"), "format": "gguf", "dtype": "q8_0"})
+    assert exported == (("last",), {"to": "there", "format": "gguf", "dtype": "q8_0"})
     assert followed == (("last",), {"to": "mlflow", "out": Path("there")})
     assert shown[0][0].train.seed == 1 and shown[1] == {"row": 3}
     assert built[0][0].train.seed == 0 and built[1] == {}

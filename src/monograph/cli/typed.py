@@ -41,10 +41,24 @@ AxisArguments = Annotated[
         show_default=False,
     ),
 ]
+
+
+def _fetched(names: Any) -> Any:
+    if isinstance(names, list):
+        return [_fetched(name) for name in names]
+    if not names.startswith("hf://"):
+        return names
+    from monograph.run.repository import fetched
+
+    return fetched(names)
+
+
 Run = Annotated[
     str,
     typer.Argument(
-        metavar="RUN|FOLDER", help="a run, `last`, a checkpoint's folder, a Hugging Face folder or a .pth file"
+        metavar="RUN|FOLDER",
+        callback=_fetched,
+        help="a run, `last`, a checkpoint's folder, a Hugging Face folder, hf://OWNER/NAME or a .pth file",
     ),
 ]
 
@@ -247,7 +261,7 @@ def evaluate(
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN|FOLDER", help="a run, a sweep or a model's folder; the others against the first"),
+        typer.Argument(metavar="RUN|FOLDER", help="runs, sweeps, models; all against the first", callback=_fetched),
     ],
     data: Annotated[
         list[str] | None, _option("PATH", "text, or a file of questions; default: what the first held out")
@@ -266,7 +280,7 @@ def compare(
 @app.command()
 def export(
     run: Run,
-    to: Annotated[Path, _place("DIR", "the folder to write")],
+    to: Annotated[str, _option("DIR", "the folder to write; hf://OWNER/NAME: push it to the Hugging Face Hub")],
     format: Annotated[str, _option("hf|gguf", "hf: for transformers; gguf: for llama.cpp and Ollama")] = "hf",
     dtype: Annotated[
         str | None, _option("f32|f16|bf16|q8_0|q4_k_m|q5_k_m|q6_k", "of the weights in a GGUF file; default: their own")
@@ -346,9 +360,9 @@ def _settings(arguments: list[str] | None, minutes: float | None = None, runs_co
             given = overrides["train.minutes"]
             raise UsageError(f"command line: train.minutes is given twice, as {given} and as {minutes:g}")
         overrides["train.minutes"] = minutes
-    from monograph.session.recorded import hold_to_its_run, require_text
+    from monograph.session.recorded import fetched_model, hold_to_its_run, require_text
 
     hold_to_its_run(toml, runs_code=runs_code and "model.init" not in overrides)
-    settings = load(toml, overrides)
+    settings = fetched_model(load(toml, overrides))
     require_text(settings)
     return settings

@@ -2,19 +2,26 @@
 
 from pathlib import Path
 
-from monograph.errors import InputRefused
+from monograph.data.resolve_sources import HUB
+from monograph.errors import InputRefused, UsageError
 from monograph.model.adapter import save_adapter
 from monograph.model.gguf_adapter import FILE, save_gguf_adapter
 from monograph.run.models import check, load_to_export, save
+from monograph.run.repository import push, require_account
+from monograph.storage.writing import temporary_folder
 from monograph.terminal import shell_words, warn
 
 ADAPTER = "adapter"  # the folder of the adapters alone, inside the merged model's folder
 
 
-def run(run: str, *, to: Path, format: str, dtype: str | None) -> None:
+def run(run: str, *, to: str | Path, format: str, dtype: str | None) -> None:
     """Write the newest sound checkpoint's model; see the command line's help."""
     check(format, dtype)
+    if (name := str(to)).startswith(HUB):
+        _pushed(run, name, format)
+        return
     model, tokenizer, adapters = load_to_export(run, warn)
+    to = Path(to)
     save(model, to, tokenizer, format, dtype, warn)
     if format == "gguf":
         if adapters:
@@ -31,3 +38,15 @@ def run(run: str, *, to: Path, format: str, dtype: str | None) -> None:
         print(f"{to / ADAPTER}: the adapters alone, for PEFT and for model.init")
     call = f"AutoModelForCausalLM.from_pretrained({str(to)!r})"
     print(f"{to}: a Hugging Face folder; transformers loads it with {call}")
+
+
+def _pushed(run: str, name: str, format: str) -> None:
+    """Export into a temporary folder, and push that. Adapters stay here: they name their base's folder on this disk."""
+    if format != "hf":
+        raise UsageError(f"--to {name}: --format {format} is written to a folder; only hf is pushed")
+    require_account(name)
+    with temporary_folder() as place:
+        model, tokenizer, _ = load_to_export(run, warn)
+        save(model, place / "model", tokenizer, warn=warn)
+        address = push(place / "model", name)
+    print(f"{address}: one commit with the whole model; model.init={name} begins from it")

@@ -26,6 +26,7 @@ from monograph.run import recorded_state
 from monograph.run.base import compared, digest, extended, require_base, require_base_of, tokenizer_of
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe, from_file, is_weight_file, left_out_of, lora_of, require_same_file, run_named
+from monograph.run.repository import fetched
 from monograph.storage.reading import contents, exists
 from monograph.terminal import shell_words
 from monograph.text import tokenizer_config
@@ -69,12 +70,13 @@ def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tok
 
     The model of a run is its newest checkpoint that passes verification, or the checkpoint whose folder is named, with
     averaged weights if the run kept an average (`optim.ema`). The tokenizer.json of a weight file is in its folder.
-    Nothing is fetched from the network.
+    Only for the name hf://OWNER/NAME is the network asked, see `monograph.run.repository.fetched`.
 
     Raises:
         InputRefused: the name is none of these, or the files are damaged; the message says what is wrong.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
+    folder = fetched(folder)
     if run := run_named(folder):
         return load_run(run, warn)[:2]
     model = materialize_(_merged(_load(folder, warn, None, {})))

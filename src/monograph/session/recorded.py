@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.config import EXCLUSIVE, Settings, load
+from monograph.data.resolve_sources import HUB
 from monograph.data.sources import weighted
 from monograph.errors import InputRefused, UsageError
 from monograph.planner import defaults
@@ -16,6 +17,7 @@ from monograph.rl.preferences import preference
 from monograph.run import recorded_state
 from monograph.run.folder import Follower, Run
 from monograph.run.recipe import names_run
+from monograph.run.repository import fetched
 from monograph.run.run_index import checkpoint_named
 from monograph.run.trust import carries_mark, is_ours, marked, require_trusted
 from monograph.run.writing import write_whole
@@ -97,6 +99,16 @@ def own_copies(settings: Settings) -> dict[str, Any]:
             here = [str(run.folder / name) if item in gone else item for item in items]
             copies[key] = here[0] if isinstance(value, str) else here
     return copies
+
+
+def fetched_model(settings: Settings) -> Settings:
+    """Return the settings with a `model.init` of the Hub fetched: it is then the folder of one commit in the cache.
+
+    Raises:
+        UsageError, InputRefused, DiskFull: see `monograph.run.repository.fetched`.
+    """
+    init = settings.model.init
+    return settings.resolve({"model.init": fetched(init)}, init) if init and init.startswith(HUB) else settings
 
 
 def require_text(settings: Settings) -> None:

@@ -17,7 +17,7 @@ from monograph.report.quantities import counted
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.run_index import SWEEP, runs_in
 from monograph.session.plan import Plan
-from monograph.session.recorded import hold_to_its_run, require_text, run_settings
+from monograph.session.recorded import fetched_model, hold_to_its_run, require_text, run_settings
 from monograph.session.requirements import require_one_device, require_texts
 from monograph.session.resolve import WIDTH, resolve, transfer_of
 from monograph.storage.reading import is_file
@@ -177,7 +177,7 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     fixed, axes = axes_of(overrides)
     hold_to_its_run(toml, runs_code="model.init" not in overrides)
     first = {axis.key: axis.first for axis in axes}  # a shape is checked with a value for each of its sizes
-    settings, target = (load(toml, fixed | first), None) if arguments else (_of_newest_run(), None)
+    settings, target = (fetched_model(load(toml, fixed | first)), None) if arguments else (_of_newest_run(), None)
     require_text(settings)
     require_texts(settings, "sweep")
     require_one_device(settings, "sweep")
