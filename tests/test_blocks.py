@@ -32,7 +32,7 @@ from scripts import ROOT
 NOT_RUN = {
     r"make (train|test|test-all|gpu-less|quick|site)\b.*": "installs packages or is all tests; its target is there",
     r"pip install .*": "needs a package index; test_readme.py looks whether such an extra is there",
-    r"(pip wheel|uv|pipx)\b.*": "needs a package index; tests/test_package.py builds and installs the wheel",
+    r"(pip wheel|uv|pipx|python -m build)\b.*": "needs a package index; tests/test_package.py builds and installs the wheel",
     r"llama-cli .*": "llama.cpp's program; tests/laws/test_exported_is_original.py gives it such files",
     r"pytest .*": "the nightly run is this very command; test_readme.py looks whether the file is there",
     r"python benchmarks/.*": "minutes to hours; tests/benchmarks/test_scripts.py runs each small",
@@ -40,6 +40,7 @@ NOT_RUN = {
     r"(srun|export|head=).*": "SLURM on two machines; test_readme.py looks whether the program takes it",
     r"python -m monograph\.lm_eval.*": "its data come from the network; tests/test_lm_eval.py has a task of its own",
     r"monograph profile .*--ladder": "minutes of compiling; tests/commands/test_ladder.py runs it",
+    r"monograph export .* --to hf://.*": "the Hub; tests/commands/test_hub.py pushes to a stand-in",
     r"monograph check --laws": "one to three minutes; tests/profiling/test_laws.py runs it",
 }
 # Refused here, on purpose, with these words: what they need is not on every machine.
