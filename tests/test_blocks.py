@@ -32,7 +32,7 @@ from scripts import ROOT
 NOT_RUN = {
     r"make (train|test|test-all|gpu-less|quick|site)\b.*": "installs packages or is all tests; its target is there",
     r"pip install .*": "needs a package index; test_readme.py looks whether such an extra is there",
-    r"(pip wheel|uv|pipx|python -m build)\b.*": "needs a package index; tests/test_package.py builds and installs the wheel",
+    r"(pip wheel|uv|pipx|python -m build)\b.*": "needs a package index; tests/test_package.py installs the wheel",
     r"llama-cli .*": "llama.cpp's program; tests/laws/test_exported_is_original.py gives it such files",
     r"pytest .*": "the nightly run is this very command; test_readme.py looks whether the file is there",
     r"python benchmarks/.*": "minutes to hours; tests/benchmarks/test_scripts.py runs each small",
