@@ -90,7 +90,7 @@ def test_a_spike_is_one_of_the_gradient_and_of_the_mean_loss(monkeypatch: pytest
 
 def test_what_is_kept_is_chosen_once_and_once_more_for_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     chosen: list[bool] = []
-    monkeypatch.setattr(recompute, "choose_kept", lambda model, call, captured, device: chosen.append(captured))
+    monkeypatch.setattr(recompute, "choose_kept", lambda *_, captured, **others: chosen.append(captured))
     step = step_of()
     batch = torch.ones(2, 3)
     for scope in ("none", "blocks", "none", "whole"):
