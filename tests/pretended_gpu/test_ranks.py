@@ -26,9 +26,9 @@ SETTINGS = over(TINY, "optim.name=adamw", "train.updates=4", "train.save_every=2
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[CommandServer]:
-    """Its forks have two cards: each process counts them when it first uses one."""
+    """Its forks have four cards: each process counts them when it first uses one."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PRETENDED_CARDS", "2")
+        patch.setenv("PRETENDED_CARDS", "4")
         with CommandServer() as forks:
             yield forks
 
@@ -57,6 +57,11 @@ def test_two_updates_are_those_of_one_process(server: CommandServer, tmp_path: P
 def test_ranks_halve_the_micro_batch_together(server: CommandServer, tmp_path: Path) -> None:
     for where, found in run(server, "halved", 2, tmp_path, call=LAW)["halved"].items():
         assert found["rows"] == 1 and (found["ended"] if where == "one row" else found["error"] <= 1e-12), where
+
+
+def test_rows_that_each_machine_shares_out(server: CommandServer, tmp_path: Path) -> None:
+    found = run(server, "by_machine", 4, tmp_path, tmp_path, call=LAW, LOCAL_WORLD_SIZE="2")
+    assert max(found["errors"]["hsdp Muon"].values()) <= 1e-12 and found["same"] and found["share"] == 0.5
 
 
 def test_a_checkpoint_of_two_ranks_is_taken_up_by_one_and_by_two(server: CommandServer, tmp_path: Path) -> None:
