@@ -92,8 +92,6 @@ class Shards:
         single = {parameter for parameter in model.parameters() if not parameter.ndim}  # of a quantised base
         for parameter in single:
             parameter.data = parameter.data.to(default_device())
-        for parameter in single:
-            parameter.data = parameter.data.to(default_device())
         policy = MixedPrecisionPolicy()
         if self.halved:
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
