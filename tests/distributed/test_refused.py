@@ -32,8 +32,7 @@ class Scaled(nn.Module):
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "adamw:8bit is not for fsdp": {"optim": AdamW(state="8bit")},
-    "adamw:all-bf16 is not for fsdp": {"optim": AdamW(state="all-bf16")},
+    "gradients would be summed in the weights' dtype": {"optim": AdamW(state="all-bf16")},
     "fsdp:bf16 is for train.precision = bf16, not fp32": {"halved": True},
     "gain has no rows": {"model": Scaled()},
 }

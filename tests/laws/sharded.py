@@ -53,6 +53,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+def in_state(tensor: Tensor, exact: Tensor) -> float:
+    """Return the error of a tensor of a state; of scales of 8-bit blocks, that of this rank's own blocks."""
+    place = getattr(tensor, "place", None)
+    ours, theirs = (whole(tensor), exact) if place is None else (tensor.to_local(), exact[place])  # type: ignore[attr-defined]
+    return relative_error(ours.double(), theirs.double())
+
+
 def gradient(engine: Any) -> Tensor:
     """As one flat vector in the order of the module's parameters."""
     views = {name: view for plane in engine.step.planes for name, view in plane.views(plane.grad)}
@@ -190,16 +197,18 @@ BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
     "fp32*": (torch.float32, {}),
     "bf16*": (torch.float32, {"precision": Precision("bf16")}),
     "fp16*": (torch.float32, {"precision": Precision("fp16")}),
+    "fp8*": (torch.float32, {"precision": Precision("fp8")}),
     "recomputed*": (torch.float64, {"remat": Remat.Full()}),
     "pointwise*": (torch.float64, {"remat": Remat.Pointwise()}),
     "budget*": (torch.float64, {"remat": Remat.Budget(0.3)}),
     "offloaded*": (torch.float64, {"remat": Remat.Offload()}),
     "state in bf16*": (torch.float64, {"optim": AdamW(state="bf16")}),
-    "state in 8 bits": (torch.float64, {"optim": AdamW(state="8bit")}),
+    "state in 8 bits*": (torch.float64, {"optim": AdamW(state="8bit")}),
     "groups*": (torch.float64, {"optim": AdamW(groups=[Group("*.q_proj.*", lr=3.0, eps=0.1)])}),
     "muon*": (torch.float64, {"optim": Muon()}),
     "muon in bf16*": (torch.float64, {"optim": Muon(state="bf16")}),
     "muon of experts*": (torch.float64, {"optim": Muon()}),
+    "muon in 8 bits*": (torch.float64, {"optim": Muon(state="8bit")}),
     "packed*": (torch.float64, {}),
     "adapters*": (torch.float64, {}),
     "adapters in int8*": (torch.float32, {}),
@@ -231,7 +240,7 @@ def combinations(world: World) -> dict[str, dict[str, float]]:
                     worst = max(worst, abs(float(a) - float(b)) / abs(float(a)))
             state = {**many.state().model, **many.state().optimizer}
             assert state.keys() == exact.keys() and kept_results(many.model) == kept_results(one.model)
-            errors = {n: relative_error(whole(tensor).double(), exact[n].double()) for n, tensor in state.items()}
+            errors = {n: in_state(tensor, exact[n]) for n, tensor in state.items()}
             found[f"{kind} {name} {dtype}"] = {"numbers": worst, "state": max(errors.values())}
     return found
 
@@ -291,7 +300,9 @@ STREAMED: dict[str, dict[str, Any]] = {
 
 
 def beside(name: str, dtype: torch.dtype) -> Any:
-    sizes = EXPERTS if "experts" in name else {}
+    sizes: dict[str, Any] = EXPERTS if "experts" in name else {}
+    if "8 bits" in name:
+        sizes = {"hidden_size": 40}  # rows end in the middle of blocks
     made = model(dtype, True, **sizes)
     if name.startswith("adapters"):
         base: Any = name.strip("*").partition(" in ")[2] or "auto"
@@ -330,13 +341,19 @@ def by_machine(world: World, folder: Path) -> dict[str, Any]:
     return {"errors": found, "same": len({*manifests}) == 1, "share": weight.to_local().numel() / weight.numel()}
 
 
+SAVED = {
+    "plain": AdamW(lr=1e-2),
+    "ema": AdamW(lr=1e-2, ema=0.9),
+    "8bit": AdamW(lr=1e-2, state="8bit"),
+}
+
+
 def saved(world: World, folder: Path) -> dict[str, str]:
     """Three updates on these ranks, saved; or, where there is a checkpoint, that one loaded and saved once more."""
     found = {}
     blocks.BLOCK_BYTES = SMALL_BLOCK
-    for kind, ema in itertools.product(ENGINES, (None, 0.9)):
-        name = f"{kind} ema={ema}"
-        optim = AdamW(lr=1e-2, ema=ema)
+    for kind, form in itertools.product(ENGINES, SAVED):
+        name, optim = f"{kind} {form}", SAVED[form]
         engine = ENGINES[kind](model(torch.float32, False), world=world, micro_batch=ROWS, optim=optim)
         here = folder / f"{world.size} ranks" / name
         before = [path for path in folder.glob(f"*/{name}") if path != here]  # which rank 0 may have begun by now
@@ -443,11 +460,12 @@ def snapshot(engine: Any) -> EngineState:
 def captured(world: World) -> dict[str, Any]:
     """Compiled steps beside an eager one: recompiles, graph breaks, and the largest difference of loss and norm."""
     found = {}
-    adamw, muon = AdamW(ema=0.9), Muon(ema=0.9)
+    adamw, muon, narrow = AdamW(ema=0.9), Muon(ema=0.9), Muon(state="8bit")
     cases = (
         ("ddp", "whole", Remat.Off(), adamw), ("ddp", "blocks", Remat.Full(), adamw),
         ("fsdp", "blocks", Remat.Full(), adamw), ("fsdp", "blocks", Remat.Off(), muon),
         ("fsdp", "blocks", Remat.Budget(0.4), muon), ("fsdp", "blocks", Remat.Offload(), adamw),
+        ("fsdp", "blocks", Remat.Off(), narrow),
     )  # fmt: skip
     for kind, scope, remat, optim in cases:
         one = Resident(model(torch.float64, True), micro_batch=ROWS, clip=0.5, optim=optim)
@@ -464,7 +482,7 @@ def captured(world: World) -> dict[str, Any]:
             pairs.append((one.evaluate(window)[0], many.evaluate(window)[0]))
             worst = max(worst, *(abs(float(a) - float(b)) / abs(float(a)) for a, b in pairs))
         recompiles = compat.captured_graphs() - graphs
-        found[f"{kind} {scope} {remat} {type(optim).__name__}"] = {
+        found[f"{kind} {scope} {remat} {type(optim).__name__} {optim.state}"] = {
             "error": worst,
             "recompiles": recompiles,
             "breaks": compat.graph_breaks(),

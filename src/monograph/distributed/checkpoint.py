@@ -18,7 +18,7 @@ from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.checkpointing.folder import MODEL, OPTIMIZER
 from monograph.checkpointing.rotation import unfinished
-from monograph.distributed.rows import among, rows_of
+from monograph.distributed.rows import place_of
 from monograph.distributed.world import World
 from monograph.errors import DiskFull, NoValidCheckpoint, Warn
 from monograph.storage import blocks, tensor_layout
@@ -125,8 +125,7 @@ def _own(
         if isinstance(tensor, DTensor):
             if any(tensor.device_mesh.get_coordinate()[:-1]):  # type: ignore[index]
                 continue  # another machine has the same rows
-            rows = rows_of(*among(tensor.device_mesh), len(tensor))
-            start += rows.start * (entry.end - entry.begin) // max(1, len(tensor))
+            start += place_of(tensor).start * (entry.end - entry.begin) // max(1, len(tensor))
             yield start, tensor_layout.bytes_of(tensor.to_local())
         elif world.leads:
             yield start, tensor_layout.bytes_of(tensor)

@@ -19,19 +19,30 @@ def among(mesh: DeviceMesh) -> tuple[int, int]:
     return mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
 
 
-def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor) -> DTensor:
-    """Return this rank's rows as the local part of a DTensor of the shape of `whole`."""
+def place_of(tensor: DTensor) -> slice:
+    """Return the slice of a sharded tensor's rows that this rank holds."""
+    own: slice | None = getattr(tensor, "place", None)
+    return own or rows_of(*among(tensor.device_mesh), len(tensor))
+
+
+def of_rows(own: Tensor, mesh: DeviceMesh, whole: Tensor, place: slice | None = None) -> DTensor:
+    """Return this rank's rows as the local part of a DTensor of the shape of `whole`.
+
+    `place` says which rows they are, if they are not those of `rows_of`: torch's own functions then cannot gather them.
+    """
     shape, stride = whole.shape, torch.empty(whole.shape, device="meta").stride()
     placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    return DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+    made = DTensor.from_local(own, mesh, placements, run_check=False, shape=shape, stride=stride)
+    made.place = place  # type: ignore[attr-defined]
+    return made
 
 
 def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
     """Return this rank's rows of a whole tensor where `like` is sharded, otherwise the tensor itself."""
     if not isinstance(like, DTensor):
         return tensor
-    mesh = like.device_mesh
-    return of_rows(tensor[rows_of(*among(mesh), len(tensor))].to(mesh.device_type), mesh, tensor)
+    mesh, place = like.device_mesh, place_of(like)
+    return of_rows(tensor[place].to(mesh.device_type), mesh, tensor, place)
 
 
 class OwnRows(Mapping[str, Tensor]):

@@ -8,9 +8,9 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from monograph.device import default_device, describe
 from monograph.distributed.matrices import orthogonalised
 from monograph.distributed.rows import among, of_rows, rows_of
+from monograph.distributed.shared_blocks import Ends, ends, shared
 from monograph.distributed.world import World
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
@@ -29,7 +30,7 @@ from monograph.graph.lora import kept_state
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.loss import pair
 from monograph.optim import Kind, Plane, nesterov, newton_schulz, trainable
-from monograph.optim.narrow import unpacked
+from monograph.optim.narrow import BLOCK, unpacked
 from monograph.optim.planes import Slot
 from monograph.step import Layout, Step
 
@@ -67,7 +68,7 @@ class Shards:
         return Layout(
             planes=self._planes,
             captured=lambda step, scope: (
-                [(step, "squares"), (step, "update_plane")] if scope == "blocks" else Layout().captured(step, scope)
+                [(step, "squares"), (self, "update_plane")] if scope == "blocks" else Layout().captured(step, scope)
             ),
             sums=lambda step, batch: self.root(batch),  # type: ignore[operator]
             add_squares=self._of_all_ranks,
@@ -103,7 +104,12 @@ class Shards:
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo cannot scale while it reduces
+        self.update_plane, step.update_plane = step.update_plane, functools.partial(self._update, step.update_plane)  # type: ignore[method-assign]
         return [step.begun(plane) for plane in rows_planes(model, kinds)]
+
+    def _update(self, eager: Callable[..., None], plane: Plane, *others: Tensor) -> None:
+        # torch 2.13 compiles the padding of cut blocks to code that reads beyond their end (docs/log.md).
+        (eager if plane.ends else self.update_plane)(plane, *others)
 
     def _of_all_ranks(self, squares: Sequence[Tensor]) -> Tensor:
         zero = torch.zeros((), dtype=torch.float64, device=default_device())  # a rank may have no rows at all
@@ -111,7 +117,7 @@ class Shards:
 
     @contextmanager
     def _directed(self, step: Step, grads: Sequence[Tensor], scale: Tensor) -> Iterator[None]:
-        """Let Muon's planes hold their directions in the block, those of one kind computed together."""
+        """Let planes hold in the block what takes other ranks' rows: Muon's directions, and 8-bit blocks' largest."""
         of_kind: dict[Kind, list[tuple[Plane, Tensor]]] = {}
         for plane, total in zip(step.planes, grads, strict=True):
             if plane.kind.matrix is not None:
@@ -128,7 +134,10 @@ class Shards:
                 found = [newton_schulz(each, compute) if len(each) else each for each in directions]
             for (plane, _), each in zip(members, found, strict=True):
                 plane.orthogonal = each.flatten()
-        yield
+        planes: Any = zip(step.planes, grads, strict=True)
+        cut = [(plane, total, plane.cut) for plane, total in planes if plane.cut and step.optim.state == "8bit"]
+        with shared(self.sharing, cut, scale, step.optim):
+            yield
         for plane in step.planes:
             plane.orthogonal = None
 
@@ -166,7 +175,7 @@ class Shards:
 def _direction(plane: Plane, grad: Tensor) -> Tensor:
     """Return this rank's rows of the matrices that Muon orthogonalises."""
     local: Any = plane.slots[0].parameter
-    moment = unpacked(plane.state, "momentum_buffer", grad.dtype)
+    moment = unpacked(plane.state, "momentum_buffer", grad.dtype, plane.before)
     return nesterov(grad, moment, plane.kind.momentum)[1].view(local.to_local().shape)
 
 
@@ -174,12 +183,11 @@ def require_rows(step: Any, halved: bool = False) -> None:
     """Refuse a step that cannot be trained by rows.
 
     Raises:
-        UsageError: the optimizer needs blocks of numbers, a trained parameter has no rows, or weights are `halved`
-            for other products than those in bf16.
+        UsageError: FSDP2 would sum gradients in bf16, a trained parameter has no rows, or weights are `halved` for
+            other products than those in bf16.
     """
-    if step.optim.state in ("8bit", "all-bf16"):
-        name = f"{type(step.optim).__name__.lower()}:{step.optim.state}"
-        raise UsageError(f"optim.name = {name} is not for fsdp: take fp32 or bf16 state, or ddp")
+    if step.optim.state == "all-bf16":
+        raise UsageError("state = all-bf16: gradients would be summed in the weights' dtype: take bf16 or 8bit")
     if halved and step.precision.name != "bf16":
         raise UsageError(f"fsdp:bf16 is for train.precision = bf16, not {step.precision.name}: take bf16 or fsdp")
     if scalars := [name for name, parameter in trainable(step.model).items() if not parameter.ndim]:
@@ -218,13 +226,26 @@ def hollow(model: nn.Module) -> nn.Module:
 
 @dataclass
 class RowsPlane(Plane):
-    """A plane of this rank's rows of one parameter. It holds one parameter because FSDP2 owns the weights' memory."""
+    """A plane of this rank's rows of one parameter. It holds one parameter because FSDP2 owns the weights' memory.
+
+    Attributes:
+        begin: the index of its first element in the parameter.
+        cut: the blocks of 256 at the ends of each rank's rows, if some of these blocks are not whole.
+    """
+
+    begin: int = field(kw_only=True)
+    cut: Ends | None = field(kw_only=True)
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:
         """Yield views as `Plane.views` does, as DTensors in the parameter's shape."""
         [(name, parameter, _)] = self.slots
         local: Any = parameter
-        yield name, of_rows(flat.view(local.to_local().shape), local.device_mesh, parameter)
+        if any(flat is buffer for key, buffer in self.state.items() if key.endswith("_scale")):
+            blocks = torch.empty(-(-parameter.numel() // BLOCK), device="meta")
+            first = self.begin // BLOCK
+            yield name, of_rows(flat, local.device_mesh, blocks, slice(first, first + len(flat)))
+        else:
+            yield name, of_rows(flat.view(local.to_local().shape), local.device_mesh, parameter)
 
 
 def rows_planes(model: nn.Module, kinds: Mapping[str, Kind]) -> list[RowsPlane]:
@@ -238,13 +259,17 @@ def rows_planes(model: nn.Module, kinds: Mapping[str, Kind]) -> list[RowsPlane]:
     for name, parameter in trainable(model).items():
         sharded, kind = parameter, kinds[name]
         assert isinstance(sharded, DTensor)
-        rows = rows_of(*among(sharded.device_mesh), len(parameter))
-        before = reached[kind] + rows.start * math.prod(parameter.shape[1:])
+        rank, size = among(sharded.device_mesh)
+        width, places = math.prod(parameter.shape[1:]), [rows_of(r, size, len(parameter)) for r in range(size)]
+        bounds = [(place.start * width, place.stop * width) for place in places]
+        local, begin = sharded.to_local().detach().view(-1), bounds[rank][0]
+        start = torch.tensor(reached[kind] + begin, device=local.device)
         reached[kind] += parameter.numel()
-        local = sharded.to_local().detach().view(-1)
-        start = torch.tensor(before, device=local.device)
         number = numbers.setdefault(kind, len(numbers))
-        made.append(
-            RowsPlane(kind, [Slot(name, parameter, 0)], local, torch.zeros_like(local), number, (local.numel(),), start)
-        )
+        plane = RowsPlane(
+            kind, [Slot(name, parameter, 0)], local, torch.zeros_like(local), number, (local.numel(),), start,
+            before=begin % BLOCK if local.numel() else 0, begin=begin,
+            cut=ends(bounds, rank) if any(end % BLOCK for _, end in bounds) else None,
+        )  # fmt: skip
+        made.append(plane)
     return made

@@ -1,9 +1,11 @@
 """Keep an optimizer's buffers, and weights, in fewer bits: stochastic rounding to bf16, and blocks of 8-bit codes.
 
-Shapes: N elements of a plane, K blocks of 256.
+Shapes: N elements of a plane, K blocks of 256. Where ranks have rows of a parameter, the first block may have `before`
+elements that are another rank's, and the last one may end in another rank's rows.
 """
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from monograph.ops.philox import LOW32, philox
@@ -16,7 +18,7 @@ SIGNED_STEPS, SQUARE_STEPS = 127, 255
 Noise = tuple[Tensor, Tensor, Tensor]
 
 
-def zeros(like_N: Tensor, name: str, state: str) -> dict[str, Tensor]:
+def zeros(like_N: Tensor, name: str, state: str, before: int = 0) -> dict[str, Tensor]:
     """Return a buffer of zeros in the form of `state`; for "8bit" also the blocks' largest, `<name>_scale` [K] fp32."""
     if state == "fp32":
         return {name: torch.zeros_like(like_N)}
@@ -24,22 +26,25 @@ def zeros(like_N: Tensor, name: str, state: str) -> dict[str, Tensor]:
         return {name: torch.zeros_like(like_N, dtype=torch.bfloat16)}
     # A second moment has no sign, so its bit doubles the steps.
     dtype = torch.uint8 if name == "exp_avg_sq" else torch.int8
-    scale_K = like_N.new_zeros(len(like_N) // BLOCK, dtype=torch.float32)
+    scale_K = like_N.new_zeros(len(_blocks(like_N, before)), dtype=torch.float32)
     return {name: torch.zeros_like(like_N, dtype=dtype), f"{name}_scale": scale_K}
 
 
-def unpacked(buffers: dict[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
+def unpacked(buffers: dict[str, Tensor], name: str, dtype: torch.dtype, before: int = 0) -> Tensor:
     """Return the values of a buffer [N] in `dtype`; the buffer itself if it has this dtype."""
     scale_K = buffers.get(f"{name}_scale")
-    return buffers[name].to(dtype) if scale_K is None else dequantised(buffers[name], scale_K).to(dtype)
+    return buffers[name].to(dtype) if scale_K is None else dequantised(buffers[name], scale_K, before).to(dtype)
 
 
-def pack_(buffers: dict[str, Tensor], name: str, values_N: Tensor, accepted: Tensor, word_N: Tensor | None) -> None:
+def pack_(
+    buffers: dict[str, Tensor], name: str, values_N: Tensor, accepted: Tensor, word_N: Tensor | None,
+    before: int = 0, ends_2: Tensor | None = None,
+) -> None:  # fmt: skip
     """Write values to a buffer of bf16 (if there is noise `word_N`) or of codes; nothing where `accepted` is false."""
     if word_N is not None:
         new = {name: stochastic(values_N, word_N)}
     else:
-        codes_N, scale_K = quantised(values_N, signed=buffers[name].dtype == torch.int8)
+        codes_N, scale_K = quantised(values_N, buffers[name].dtype == torch.int8, before, ends_2)
         new = {name: codes_N, f"{name}_scale": scale_K}
     for key, tensor in new.items():
         buffers[key].copy_(torch.where(accepted, tensor, buffers[key]))
@@ -110,7 +115,7 @@ def join(hi: Tensor, lo: Tensor) -> Tensor:
     return ((hi.view(torch.int16).to(torch.int32) << 16) + lo).view(torch.float32)
 
 
-def quantised(values_N: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+def quantised(values_N: Tensor, signed: bool, before: int = 0, ends_2: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Return 8-bit codes of values, block by block of 256, after the idea of Dettmers et al. 2022 (arXiv 2110.02861).
 
         a = max |x| of the block
@@ -122,14 +127,18 @@ def quantised(values_N: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     gradient is tiny compared with its block's.
 
     Args:
-        values_N: [N], N a multiple of 256; v is not negative.
+        values_N: [N]; v is not negative.
         signed: true for m, false for v.
+        before: elements of the first block that are missing here.
+        ends_2: a of the first and the last block, if their other elements are missing here; None: no other counts.
 
     Returns:
         Codes [N], int8 for signed, else uint8; a [K], fp32.
     """
-    blocks_K256 = values_N.to(torch.float32).view(-1, BLOCK)
+    blocks_K256 = _blocks(values_N.to(torch.float32), before)
     scale_K1 = blocks_K256.abs().amax(-1, keepdim=True)
+    if ends_2 is not None:
+        scale_K1[0], scale_K1[-1] = ends_2
     root_K256 = (blocks_K256.abs() / torch.where(scale_K1 > 0, scale_K1, 1.0)).sqrt()
     if signed:
         codes = ((root_K256 * SIGNED_STEPS).round() * blocks_K256.sign()).to(torch.int8)
@@ -137,13 +146,18 @@ def quantised(values_N: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
         # A code is at least 1, or an element whose second moment rounds to 0 would be divided by eps alone.
         steps = (root_K256.sqrt() * SQUARE_STEPS).round().clamp_min(1)
         codes = torch.where(blocks_K256 > 0, steps, 0.0).to(torch.uint8)
-    return codes.view(-1), scale_K1.squeeze(-1)
+    return codes.view(-1)[before : before + len(values_N)], scale_K1.squeeze(-1)
 
 
-def dequantised(codes_N: Tensor, scale_K: Tensor) -> Tensor:
+def dequantised(codes_N: Tensor, scale_K: Tensor, before: int = 0) -> Tensor:
     """Return the values [N], fp32, that codes stand for; see `quantised`."""
-    codes_K256 = codes_N.view(-1, BLOCK).to(torch.float32)
-    if codes_N.dtype == torch.int8:
-        share = codes_K256 / SIGNED_STEPS
-        return (share * share.abs() * scale_K[:, None]).view(-1)
-    return ((codes_K256 / SQUARE_STEPS).square().square() * scale_K[:, None]).view(-1)
+    codes_K256 = _blocks(codes_N, before).to(torch.float32)
+    share = codes_K256 / (SIGNED_STEPS if codes_N.dtype == torch.int8 else SQUARE_STEPS)
+    powers = share * share.abs() if codes_N.dtype == torch.int8 else share.square().square()
+    return (powers * scale_K[:, None]).view(-1)[before : before + len(codes_N)]
+
+
+def _blocks(values_N: Tensor, before: int) -> Tensor:
+    """Return values as blocks [K, 256], zeros in the place of those that are missing here."""
+    after = -(before + len(values_N)) % BLOCK
+    return (F.pad(values_N, (before, after)) if before or after else values_N).view(-1, BLOCK)

@@ -184,8 +184,8 @@ def _require_list(name: str, values: Any, kind: type, words: str) -> None:
 
 def initialise(plane: Plane, optim: Optimizer) -> None:
     """Give the plane its state: zero moments, and the average, which equals the weights before the first update."""
-    for name in _moments(plane):
-        plane.state |= zeros(plane.grad, name, optim.state)
+    for name in moments_of(plane):
+        plane.state |= zeros(plane.grad, name, optim.state, plane.before)
     if optim.ema is not None:
         # It is copied, as an average that is a view of the weights would move with them.
         plane.state["ema"] = plane.param.to(plane.grad.dtype, copy=True)
@@ -202,7 +202,7 @@ def update_(
     """
     kind, state = plane.kind, plane.state
     # All arithmetic is in the gradient's dtype, so that one formula serves every form of the state.
-    moments = {name: unpacked(state, name, grad.dtype) for name in _moments(plane)}
+    moments = {name: unpacked(state, name, grad.dtype, plane.before) for name in moments_of(plane)}
     param = plane.param.to(grad.dtype)
     stacks = [param, grad, *moments.values()]
     if kind.matrix is not None and plane.orthogonal is None:
@@ -223,7 +223,8 @@ def update_(
     words = noise(param, optim.seed, applied, plane.number, plane.start) if rounds else None
     if optim.state != "fp32":
         for number, (name, values) in enumerate(moments.items(), start=1):
-            pack_(state, name, values, accepted, None if words is None else words[number])
+            word = None if words is None else words[number]
+            pack_(state, name, values, accepted, word, plane.before, plane.ends.get(name))
     if words is not None and optim.state == "all-bf16":
         plane.param.copy_(stochastic(param, words[0]))
     if optim.ema is not None:
@@ -232,7 +233,8 @@ def update_(
         ema_(average, plane.param.to(average.dtype), decay=optim.ema, **of_members)
 
 
-def _moments(plane: Plane) -> tuple[str, ...]:
+def moments_of(plane: Plane) -> tuple[str, ...]:
+    """Return the names of the moments that an update of the plane has."""
     return ("momentum_buffer",) if plane.kind.matrix else ("exp_avg", "exp_avg_sq")
 
 

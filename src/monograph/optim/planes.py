@@ -68,9 +68,12 @@ class Plane:
         number: its number among the module's planes.
         parts: the elements of each part of the module in it, one part after another: see `planes`.
         start: the index of its first element in the module's plane of this number, if it is only a part of that.
+        before: elements of other ranks in its first block of 256.
         state: the optimizer's buffers by name, each [size], or [size / 256] with one number for each block of 256.
         rounded: the parameters in the dtype of products, which `round` writes; None if products read them themselves.
         orthogonal: Muon's directions [size] of this update, where ranks have only rows of the matrices; else None.
+        ends: by buffer, the largest number of its first and last block [2] after this update, where other ranks have
+            parts of these blocks.
     """
 
     kind: Kind
@@ -80,9 +83,11 @@ class Plane:
     number: int
     parts: tuple[int, ...] = ()
     start: int | Tensor = 0
+    before: int = 0
     state: dict[str, Tensor] = field(default_factory=dict)
     rounded: Tensor | None = None
     orthogonal: Tensor | None = None
+    ends: dict[str, Tensor] = field(default_factory=dict)
     _linked: tuple[Tensor, list[Tensor]] | None = field(default=None, init=False)  # `grad`, and its views
 
     def views(self, flat: Tensor) -> Iterator[tuple[str, Tensor]]:

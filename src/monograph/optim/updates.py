@@ -55,9 +55,7 @@ def adamw_(  # noqa: PLR0913 - the symbols of the equation
         weight_decay: wd.
     """
     beta1, beta2 = betas
-    # lerp instead of b1 m + (1 - b1) g is what torch.optim computes, and where m = g it gives exactly g.
-    m = torch.lerp(exp_avg, grad, _like(1 - beta1, param))
-    v = exp_avg_sq * _like(beta2, param) + grad * grad * _like(1 - beta2, param)
+    m, v = next_moments(grad, exp_avg, exp_avg_sq, betas)
     t = applied.to(torch.float64)  # 1 - b2^t loses digits in fp32
     step_size = materialize((lr / (1 - beta1**t)).to(param.dtype))
     root_correction = materialize((1 - beta2**t).sqrt().to(param.dtype))
@@ -67,6 +65,14 @@ def adamw_(  # noqa: PLR0913 - the symbols of the equation
     param.copy_(torch.where(accepted, new, param))
     exp_avg.copy_(torch.where(accepted, m, exp_avg))
     exp_avg_sq.copy_(torch.where(accepted, v, exp_avg_sq))
+
+
+def next_moments(grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, betas: tuple[Knob, Knob]) -> tuple[Tensor, Tensor]:
+    """Return AdamW's next moments m and v; see `adamw_`."""
+    beta1, beta2 = betas
+    # lerp instead of b1 m + (1 - b1) g is what torch.optim computes, and where m = g it gives exactly g.
+    m = torch.lerp(exp_avg, grad, _like(1 - beta1, grad))
+    return m, exp_avg_sq * _like(beta2, grad) + grad * grad * _like(1 - beta2, grad)
 
 
 def newton_schulz(matrices: Tensor, compute: torch.dtype) -> Tensor:

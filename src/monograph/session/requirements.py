@@ -79,10 +79,8 @@ def require_with_ranks(settings: Settings) -> None:
     train, name = settings.train, settings.optim.name
     if train.parallel == "none":
         return
-    excluded = {
-        "train.precision = fp8": (train.precision == "fp8", "take bf16"),
-        f"optim.name = {name}": (name.endswith(":all-bf16"), "gradients are of the weights' dtype: take :bf16"),
-    }
+    narrow = name.endswith(":all-bf16")
+    excluded = {f"optim.name = {name}": (narrow, "gradients would be summed in bf16: take :bf16")}
     if is_sharded(train.parallel):
         halved = train.parallel.endswith(":bf16")
         excluded |= {
@@ -92,10 +90,6 @@ def require_with_ranks(settings: Settings) -> None:
             ),
             "lora.rank": (halved and settings.lora.rank is not None, "frozen weights stay as they are: take fsdp"),
             "train.memory = stream": (train.memory == "stream", "a rank that streams has whole weights: take ddp"),
-            f"optim.name = {name}": (
-                name.endswith(("8bit", "all-bf16")),
-                "a rank has some rows of each matrix: take :bf16, or ddp",
-            ),
             "train.compile = whole": (train.compile == "whole", "blocks are gathered one by one: take blocks or none"),
         }
     _refuse_first(f"train.parallel = {train.parallel}", excluded)

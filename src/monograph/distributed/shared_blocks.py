@@ -1,0 +1,97 @@
+"""Let ranks agree on the largest numbers of 8-bit blocks: one of 256 numbers may lie in the rows of several ranks.
+
+Shapes: P planes with such blocks, M moments of each, W ranks, E = 2 ends of a rank's rows, their first and last block.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from monograph.distributed.world import World
+from monograph.optim import Muon, Optimizer, nesterov, next_moments
+from monograph.optim.narrow import BLOCK, dequantised
+from monograph.optim.optimizers import moments_of
+from monograph.optim.planes import Plane
+
+
+class Ends(NamedTuple):
+    """The blocks at which each rank's elements of one parameter begin and end.
+
+    Attributes:
+        numbers_WE: the blocks' numbers in the parameter; -1 for a rank without elements.
+        places: this rank's elements in its first and in its last block.
+    """
+
+    numbers_WE: Tensor
+    places: tuple[slice, slice]
+
+
+def ends(bounds: Sequence[tuple[int, int]], rank: int) -> Ends:
+    """Return the ends of a parameter of which rank r has the elements `bounds[r]`, from the first to below the last."""
+    numbers = [(begin // BLOCK, (end - 1) // BLOCK) if end > begin else (-1, -1) for begin, end in bounds]
+    (begin, end), (first, last) = bounds[rank], numbers[rank]
+    size = end - begin
+    places = slice(0, min(size, (first + 1) * BLOCK - begin)), slice(max(0, last * BLOCK - begin), size)
+    return Ends(torch.tensor(numbers), places if size else (slice(0, 0), slice(0, 0)))
+
+
+@contextmanager
+def shared(
+    sharing: World, members: Sequence[tuple[Plane, Tensor, Ends]], scale: Tensor, optim: Optimizer
+) -> Iterator[None]:
+    """In the block planes know the largest numbers of their first and last blocks after the update; a collective.
+
+    Args:
+        sharing: the ranks that share out rows.
+        members: the planes, their summed gradients and ends.
+        scale: the factor of the summed gradients.
+        optim: the optimizer.
+    """
+    found, rest = [], list(members)
+    while rest:  # planes with the same moments, all at once
+        names = moments_of(rest[0][0])
+        alike, rest = [m for m in rest if moments_of(m[0]) == names], [m for m in rest if moments_of(m[0]) != names]
+        same_PEWE = torch.stack([ends.numbers_WE for _, _, ends in alike]).to(scale.device)
+        same_PEWE = same_PEWE[:, sharing.rank, :, None, None] == same_PEWE[:, None]
+        own_MPE = _largest(alike, names, scale, optim)
+        each_WMPE = own_MPE.new_zeros(sharing.size, *own_MPE.shape)
+        each_WMPE[sharing.rank] = own_MPE
+        found.append((alike, names, same_PEWE, each_WMPE))
+    for alike, names, same_PEWE, each_WMPE in found:
+        each_MPWE = sharing.sum(each_WMPE).permute(1, 2, 0, 3)
+        ends_MPE = torch.where(same_PEWE, each_MPWE.unsqueeze(2), 0.0).amax((-1, -2))
+        for number, (plane, _, _) in enumerate(alike):
+            plane.ends = dict(zip(names, ends_MPE[:, number], strict=True))
+    yield
+    for plane, _, _ in members:
+        plane.ends = {}
+
+
+def _largest(
+    members: Sequence[tuple[Plane, Tensor, Ends]], names: Sequence[str], scale: Tensor, optim: Optimizer
+) -> Tensor:
+    """Return the largest numbers [M, P, E] of this rank's next moments at its ends, fp32; 0 without elements."""
+    slices = [(plane, total, place) for plane, total, ends in members for place in ends.places]
+    grads = _stacked([total[place] for _, total, place in slices], BLOCK)
+    grads = grads * scale.to(grads.dtype)
+    old = []
+    for name in names:
+        codes = _stacked([plane.state[name][place] for plane, _, place in slices], BLOCK)
+        scales = [plane.state[f"{name}_scale"] for plane, _, _ in members]
+        ends = _stacked([part for each in scales for part in (each[:1], each[-1:])], 1)
+        old.append(dequantised(codes.view(-1), ends.view(-1)).view_as(grads).to(grads.dtype))
+    if isinstance(optim, Muon) and len(names) == 1:
+        new: tuple[Tensor, ...] = nesterov(grads, old[0], optim.momentum)[:1]
+    else:
+        new = next_moments(grads, old[0], old[1], optim.betas)
+    return torch.stack([each.to(torch.float32).abs().amax(-1).view(len(members), 2) for each in new])
+
+
+def _stacked(parts: Sequence[Tensor], width: int) -> Tensor:
+    """Return parts of at most `width` numbers as rows, with zeros after them."""
+    rows = parts[0].new_zeros(len(parts), width)
+    torch._foreach_copy_([row[: len(part)] for row, part in zip(rows, parts, strict=True)], list(parts))
+    return rows
