@@ -18,7 +18,6 @@ from monograph.graph.precision import Precision
 from monograph.loss import token_loss
 from monograph.ops.philox import LOW32
 from monograph.optim import AdamW
-from monograph.session import setup
 
 TWO: Any = SimpleNamespace(alone=False, size=2, rank=1)
 
@@ -95,15 +94,6 @@ def test_memory_that_ran_out_names_the_rank_and_other_errors_stay() -> None:
         assert raised.value.retry_rows == (2 if rows == 3 else 0)
     with pytest.raises(RuntimeError, match="^another$"):
         engine._fitting({}, lambda: fails(RuntimeError("another")))
-
-
-def test_statistics_over_the_rows_of_a_rank() -> None:
-    plan = SimpleNamespace(
-        update_rule=AdamW(), clip=None, precision="fp32", remat="none", micro_batch=2, memory="device", parallel="ddp"
-    )
-    made: Any = SimpleNamespace(model=nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)), loss=token_loss, plan=plan)
-    with pytest.raises(UsageError, match="1 normalises over the rows of one rank"):
-        setup.make_engine(made, torch.device("cpu"), TWO)
 
 
 def test_rows_are_shared_out_as_torch_chunks_them() -> None:

@@ -158,6 +158,9 @@ class Replicated(RankEngine):
         self._fitting(window, work)
 
     def _fitting(self, window: Batch, work: Callable[[], T]) -> T:
+        if any(isinstance(module, nn.SyncBatchNorm) for module in self.step.model.modules()):
+            return super()._fitting(window, work)  # the others wait for its rows in the middle of a pass
+
         # Ranks step down together. One that fails first takes part in the sums of gradients that the others wait for.
         def together() -> T:
             try:

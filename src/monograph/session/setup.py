@@ -223,7 +223,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     """Return the engine for a model, with its weights on the device or streamed to it.
 
     Raises:
-        UsageError: there are several ranks, and the module has statistics over rows, which would differ between them.
+        UsageError: there are several ranks without GPUs, and the module has statistics over rows.
     """
     plan, model = built.plan, built.model
     if isinstance(model, Llama) and not isinstance(built.loss, TokenLoss):
@@ -238,7 +238,10 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
     }
     world = None if plan.parallel == "none" else world
     if world and (mixing := mixing_rows(model)):
-        raise UsageError(f"{mixing[0]} normalises over the rows of one rank: with train.parallel take another norm")
+        if device.type != "cuda":
+            one = "torch sums their statistics over ranks on GPUs alone: take another norm, or train.parallel = none"
+            raise UsageError(f"{mixing[0]} normalises over the rows of all ranks, and {one}")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
     if plan.memory == "stream":
         shared["placement"] = plan.placement or Placement(device)
         return StreamedReplica(model, world=world, **shared) if world else Streamed(model, **shared)

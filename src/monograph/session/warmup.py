@@ -222,10 +222,11 @@ def _try(session: Session, window: Batch, progress: Progress) -> None:
         progress.line("note", f"{layers} of the blocks in bf16, not fp8: no multiple of 16 is a side of {left[0]}")
     rows = session.batches.rows_per_window
     mixing = mixing_rows(engine.model)
-    if mixing and (engine.micro_batch or rows) < rows:
+    at_once = (engine.micro_batch or rows) * session.world.size
+    if mixing and at_once < rows:
         progress.line(
             "note",
-            f"{mixing[0]} normalises over micro-batches of {engine.micro_batch} rows, not over the update's {rows}: "
+            f"{mixing[0]} normalises over micro-batches of {at_once} rows, not over the update's {rows}: "
             "its statistics, and so the gradient, depend on train.micro_batch",
         )
     choose_kernel(session, window, progress)
