@@ -30,9 +30,8 @@ import monograph as mono
 from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
 from monograph.model.families import FAMILIES
-from monograph.model.fused import fused
 from monograph.model.hub import load_model, save_model
-from monograph.model.joined import joined
+from monograph.model.layouts import fused, joined
 from monograph.model.rope import cos_sin
 from monograph.model.scaling import FULL, LONG, SLIDING, LinearScaling, Llama3Scaling, LongScaling, Scaling, YarnScaling
 

@@ -57,8 +57,8 @@ class Device:
     type: str
     memory_bytes: int
     free_memory_bytes: int
-    cores: int
-    has_bf16: bool
+    cores: int = field(default_factory=lambda: _cores())
+    has_bf16: bool = False
     peak_flops: Mapping[str, float] = field(default_factory=dict)
     bandwidth_bytes_per_s: float | None = None
     driver: str | None = None
@@ -102,7 +102,6 @@ def named(name: str) -> Device:
         type="cuda",
         memory_bytes=memory_bytes,
         free_memory_bytes=memory_bytes,
-        cores=_cores(),
         has_bf16="bf16" in rates.flops,
         has_fp8="fp8" in rates.flops,
         peak_flops=rates.flops,
@@ -148,7 +147,6 @@ def describe(device: torch.device | None = None) -> Device:
             type="cuda",
             memory_bytes=total_bytes,
             free_memory_bytes=free_bytes,
-            cores=_cores(),
             has_bf16=capability >= (8, 0),
             peak_flops=rates.flops if rates else {},
             bandwidth_bytes_per_s=rates.bandwidth_bytes_per_s if rates else None,
@@ -162,7 +160,6 @@ def describe(device: torch.device | None = None) -> Device:
         type="cpu",
         memory_bytes=total_bytes,
         free_memory_bytes=free_bytes,
-        cores=_cores(),
         has_bf16=not instructions.isdisjoint({"avx512_bf16", "amx_bf16", "bf16"}),
     )
 

@@ -7,8 +7,7 @@ import torch.nn.functional as F
 
 from monograph.graph.experts import Router
 from monograph.graph.lora import Plain
-from monograph.model.fused import fused
-from monograph.model.joined import joined
+from monograph.model.layouts import fused, joined
 from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 
 

@@ -4,17 +4,48 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from chats import speaking
 from monograph.model import modelfile as room
-from monograph.model.modelfile import evaluate, held_out_chats, modelfile
+from monograph.model.modelfile import Chat, held_out_chats, modelfile
 from monograph.text.chat import stop_ids
 from monograph.text.tokenizer import Tokenizer
 
 LOOP = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+
+
+def evaluate(go: str, chat: Chat) -> str:
+    """Evaluate a Go template of the few forms written here: range .Messages, if eq .Role, .Content, else, end.
+
+    Raises:
+        ValueError: the template uses another form.
+    """
+    parts = re.split(r"\{\{ ?(.*?) ?\}\}", go)
+    body, rest = parts[1:].index("range .Messages"), len(parts) - 1 - parts[::-1].index("end")
+    loop = parts[body + 2 : rest]
+    return parts[0] + "".join(_evaluated(loop, message) for message in chat) + "".join(parts[rest + 1 :])
+
+
+def _evaluated(parts: Sequence[str], message: dict[str, str]) -> str:
+    """Return the text of the loop's body for one message; odd `parts` are actions, even ones text."""
+    written, taken, inside, active = [parts[0]], False, False, True
+    for action, text in zip(parts[1::2], parts[2::2], strict=True):
+        condition = re.fullmatch(r'(?:else )?if eq \.Role "(\w+)"', action)
+        if condition and inside == action.startswith("else"):
+            active = not taken and message["role"] == condition[1]
+            inside, taken = True, taken or active
+        elif action == "end" and inside:
+            inside, taken, active = False, False, True
+        elif action == ".Content":
+            written.append(message["content"] * active)
+        else:
+            raise ValueError(f"the form {action!r} is not known here")
+        written.append(text * active)
+    return "".join(written)
 
 
 def written(folder: Path, source: str | None, name: str = "chatml") -> str:
@@ -57,6 +88,7 @@ def test_what_is_written_renders_like_the_chat_template(tmp_path: Path, name: st
         (LOOP + "{% if messages | length > 4 %}and so on{% endif %}", "does more than put text around each message"),
         ("{{ '{{' }}" + LOOP, "other text around|marks that Go's templates"),
         (LOOP.replace("\n", "\n{{ '{{' }}"), "marks that Go's templates or a Modelfile would read as their own"),
+        (LOOP.replace("{{ m.content }}", "{ {{- m.content }}"), "marks that Go's templates or a Modelfile would read"),
         ("{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + LOOP, "no system"),
     ],
 )  # fmt: skip
@@ -73,7 +105,7 @@ def test_without_a_chat_template_there_is_none() -> None:
 
 def test_what_was_probed_wrongly_is_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     right = room._probed
-    monkeypatch.setattr(room, "_probed", lambda *arguments: right(*arguments) + " ")
+    monkeypatch.setattr(room, "_probed", lambda *arguments: (right(*arguments)[0], " "))
     assert "does more than put text around each message" in written(tmp_path, None)
 
 

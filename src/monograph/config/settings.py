@@ -1,7 +1,5 @@
 """Hold the settings of one run: frozen values, where each came from, and their text form."""
 
-from __future__ import annotations
-
 import difflib
 import hashlib
 import json
@@ -61,7 +59,7 @@ class Settings(BaseModel):
         """Return the values that were set, without defaults."""
         return {key: value for key, value in self.values().items() if key in self.origins}
 
-    def resolve(self, values: Mapping[str, Any], origin: str) -> Settings:
+    def resolve(self, values: Mapping[str, Any], origin: str) -> "Settings":
         """Return the same settings with some keys fixed, for example by the plan; `origin` is shown with each.
 
         Fixing one key of an exclusive group (say `train.updates` after a calibration) unsets the others.

@@ -3,8 +3,6 @@
 `render_row` shows one row as text: its documents, and which of its tokens are trained on.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -106,7 +104,7 @@ class Corpus:
         epochs: int | None = None,
         pin: bool = False,
         skip: Sequence[Sequence[int]] = (),
-    ) -> Batches:
+    ) -> "Batches":
         """Return the training rows in shuffled order, in windows; see `monograph.data.batches.Batches`."""
         from monograph.data.batches import Batches  # importing torch takes seconds, and only training needs it here
 

@@ -5,8 +5,6 @@ The order is a keyed permutation for each epoch, without state, so that the row 
 Shape suffixes: D documents, P pieces, R rows, T positions of a row, N inputs of all requested pieces, S shares.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -292,7 +290,7 @@ class Rows:
         assert self._side.answers is not None
         return self._side.tokens[: self._side.answers[0]].tolist()
 
-    def in_order(self, batch_rows: int, limit: int | None = None) -> Iterator[Batch]:
+    def in_order(self, batch_rows: int, limit: int | None = None) -> "Iterator[Batch]":
         """Yield every row once, or `limit` evenly spaced rows, in batches of `batch_rows` rows.
 
         Empty rows fill up the last batch to the same shape.

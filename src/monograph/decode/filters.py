@@ -4,8 +4,6 @@ In the equations x is a score, high the likeliest token's, S the sum of exp(x - 
 probability of a token among those that are left.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -1,7 +1,5 @@
 """Name the values that members of an ensemble differ in, and make combinations and ranges of them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import ItemsView, Iterable, KeysView, Mapping
@@ -21,7 +19,7 @@ class Knobs:
         self.__setstate__(values)
 
     @staticmethod
-    def unread(knobs: Knobs) -> list[str]:
+    def unread(knobs: "Knobs") -> list[str]:
         """Return the names whose values were not read yet."""
         return [name for name in knobs._values if name not in knobs._read]
 

@@ -6,8 +6,6 @@ others takes its output if it is given the very same input, and computes its own
 Shapes: K inputs, N outputs of all siblings together.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from itertools import pairwise
@@ -25,7 +23,7 @@ from monograph.ops.fused_gradients import Fused, fused_of, linear
 class Sibling(nn.Linear):
     """A linear layer computed together with its siblings; `Family` gives layers this class and takes it back."""
 
-    family: Family
+    family: "Family"
     place: int
 
     def forward(self, input: Tensor) -> Tensor:
@@ -152,7 +150,7 @@ class Family:
             return linear(input, self.weights[0], bias, owner=self).split(self.sizes, -1)
         return F.linear(input, _joined(self.weight, self.weights), bias).split(self.sizes, -1)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Family:
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Family":
         """Copy the family, and join the copies of its parameters in memory."""
         # Parameters are copied one by one, so the copies do not lie side by side.
         copied = object.__new__(type(self))

@@ -11,8 +11,6 @@ products of blocks of rows (`monograph.graph.grouped_blocks`). Members under vma
 Shapes: P rows, E groups, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

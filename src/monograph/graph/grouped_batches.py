@@ -7,8 +7,6 @@ group by group, filled up to multiples of C.
 Shapes: P rows, E groups, N outputs, K inputs.
 """
 
-from __future__ import annotations
-
 import functools
 from typing import NamedTuple
 

@@ -7,8 +7,6 @@ blocks are computed at a time, so that copies of matrices have at most `MOST` nu
 Shapes: P rows, E groups, N outputs, K inputs, B blocks of C rows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import NamedTuple
 

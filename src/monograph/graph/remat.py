@@ -3,8 +3,6 @@
 Under a budget the choice is a 0-1 knapsack: keeping a result costs bytes, computing it again costs FLOPs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -130,7 +128,7 @@ class Remat:
             policies: as many as the module has blocks; none of them a `PerLayer`.
         """
 
-        policies: tuple[Remat.Off | Remat.Pointwise | Remat.Full | Remat.Offload | Remat.Budget, ...]
+        policies: "tuple[OfBlock, ...]"
 
 
 OfBlock = Remat.Off | Remat.Pointwise | Remat.Full | Remat.Offload | Remat.Budget

@@ -1,7 +1,5 @@
 """Read and write the files of a model folder: JSON and safetensors, verified when read, written whole or not at all."""
 
-from __future__ import annotations
-
 import errno
 import json
 import os
@@ -59,7 +57,7 @@ class Stored(NamedTuple):
     known_as: str = ""
     part: tuple[int, int, int, int] | None = None
     transposed: bool = False
-    pieces: Mapping[str, Stored] = MappingProxyType({})
+    pieces: "Mapping[str, Stored]" = MappingProxyType({})
     join: Callable[[list[Tensor]], Tensor] = torch.stack
 
 

@@ -26,7 +26,7 @@ from monograph.model.files import new_folder
 from monograph.model.gguf_blocks import quantize
 from monograph.model.gguf_mixtures import MIXTURES, chosen
 from monograph.model.gguf_words import add_words
-from monograph.model.joined import joined
+from monograph.model.layouts import joined
 from monograph.model.llama import Llama
 from monograph.model.modelfile import modelfile
 from monograph.model.rope import inverse_frequencies

@@ -18,9 +18,8 @@ from monograph.graph.mmap_weights import kept_dtype, mapped, materialize_
 from monograph.model import parameters
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, Stored, mapped_weights, new_folder, read_headers, write_json, write_tensors
-from monograph.model.joined import joined, parted
+from monograph.model.layouts import apart, joined, parted, stacked
 from monograph.model.llama import Llama
-from monograph.model.stacked import apart, stacked
 from monograph.model.wrapped import is_wrapped, text_tensors, text_values
 from monograph.storage.reading import exists, inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer

@@ -4,8 +4,6 @@ Shape suffixes: B batch, T positions, S cache slots, D hidden size, H query head
 F = E / 2; 1 broadcasts.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
@@ -30,7 +28,7 @@ class Cache(Protocol):
         """Store new keys and values at their positions; return the queries' attention to the slots that they see."""
         ...
 
-    def recurrence(self, layer_index: int) -> Recurrence:
+    def recurrence(self, layer_index: int) -> "Recurrence":
         """Return what a layer without attention has taken of each row."""
         ...
 

@@ -9,8 +9,6 @@ row of a softmax is empty.
 Shape suffixes: B batch, T positions, N blocks of positions; 1 broadcasts.
 """
 
-from __future__ import annotations
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor

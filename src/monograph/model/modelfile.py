@@ -2,12 +2,12 @@
 
 Ollama runs no Jinja, and there is no general translation from Jinja to Go. Without a TEMPLATE it takes that of a model
 with a similar template, or sends the bare prompt. So the chat template is probed for the text around each role's
-message, the same is written in Go, and both are compared on chats that the probe did not use.
+message, what was found is compared with it on chats that the probe did not use, and the same is written in Go.
 """
 
 import re
 from collections.abc import Sequence
-from itertools import cycle, islice
+from itertools import chain, cycle, islice
 
 from monograph.errors import InputRefused
 from monograph.text.template import ChatTemplate
@@ -46,17 +46,22 @@ def _in_go(template: ChatTemplate | None, bos: str) -> str:
     if "strftime_now" in template.source:
         raise _NotInGo("the chat template writes the day's date")
     try:
-        go = _probed(template, bos)
+        around, turn = _probed(template, bos)
         for chat in held_out_chats():
-            if template.render(chat, add_generation_prompt=True).removeprefix(bos) != evaluate(go, chat):
+            said = ((around[message["role"]], message["content"]) for message in chat)
+            same = "".join(before + content + after for (before, after), content in said) + turn
+            if template.render(chat, add_generation_prompt=True).removeprefix(bos) != same:
                 raise _NotInGo("the chat template does more than put text around each message")
     except InputRefused as error:  # its message begins with the model's folder, which must not get into the export
         raise _NotInGo("the chat template " + " ".join(str(error).partition("the chat template ")[2].split())) from None
-    return go
+    cases = (
+        f'if eq .Role "{role}" }}}}{before}{{{{ .Content }}}}{after}{{{{' for role, (before, after) in around.items()
+    )
+    return f"{{{{ range .Messages }}}}{{{{ {' else '.join(cases)} end }}}}{{{{ end }}}}{turn}"
 
 
-def _probed(template: ChatTemplate, bos: str) -> str:
-    """Return a Go template that puts the same text around each role's message as the chat template."""
+def _probed(template: ChatTemplate, bos: str) -> tuple[dict[str, tuple[str, str]], str]:
+    """Return the text before and after each role's message, and the text that asks for an answer."""
 
     def around(*roles: str, prompt: bool = False) -> list[str]:
         chat = [{"role": role, "content": f"Q{number}q"} for number, role in enumerate(roles)]
@@ -71,15 +76,16 @@ def _probed(template: ChatTemplate, bos: str) -> str:
     ends_alike = to_user.endswith(before_user) and from_system.endswith(before_user)
     if not (ends_alike and to_answer.startswith(after_user) and turn.startswith(after_user)):
         raise _NotInGo("the chat template writes other text around a message that follows another")
-    branches = [
-        ("system", before_system, from_system.removesuffix(before_user)),
-        ("user", before_user, after_user),
-        ("assistant", to_answer.removeprefix(after_user), to_user.removesuffix(before_user)),
-    ]
-    if any(mark in part for branch in (*branches, ("", turn, "")) for part in branch for mark in ("{{", "}}", '"""')):
+    found = {
+        "system": (before_system, from_system.removesuffix(before_user)),
+        "user": (before_user, after_user),
+        "assistant": (to_answer.removeprefix(after_user), to_user.removesuffix(before_user)),
+    }
+    turn = turn.removeprefix(after_user)
+    # A brace at the end would be read with those of the action that follows.
+    if any(re.search(r'\{\{|\}\}|"""|\{\Z', part) for part in (*chain(*found.values()), turn)):
         raise _NotInGo("the chat template writes marks that Go's templates or a Modelfile would read as their own")
-    cases = " else ".join(f'if eq .Role "{role}" }}}}{pre}{{{{ .Content }}}}{post}{{{{' for role, pre, post in branches)
-    return f"{{{{ range .Messages }}}}{{{{ {cases} end }}}}{{{{ end }}}}{turn.removeprefix(after_user)}"
+    return found, turn
 
 
 def held_out_chats() -> list[Chat]:
@@ -92,33 +98,3 @@ def held_out_chats() -> list[Chat]:
             roles.insert(0, "system")
         chats.append([{"role": role, "content": word} for role, word in zip(roles, islice(words, 11), strict=False)])
     return chats
-
-
-def evaluate(go: str, chat: Chat) -> str:
-    """Evaluate a Go template of the few forms written here: range .Messages, if eq .Role, .Content, else, end.
-
-    Raises:
-        ValueError: the template uses another form.
-    """
-    parts = re.split(r"\{\{ ?(.*?) ?\}\}", go)
-    body, rest = parts[1:].index("range .Messages"), len(parts) - 1 - parts[::-1].index("end")
-    loop = parts[body + 2 : rest]
-    return parts[0] + "".join(_evaluated(loop, message) for message in chat) + "".join(parts[rest + 1 :])
-
-
-def _evaluated(parts: Sequence[str], message: dict[str, str]) -> str:
-    """Return the text of the loop's body for one message; odd `parts` are actions, even ones text."""
-    written, taken, inside, active = [parts[0]], False, False, True
-    for action, text in zip(parts[1::2], parts[2::2], strict=True):
-        condition = re.fullmatch(r'(?:else )?if eq \.Role "(\w+)"', action)
-        if condition and inside == action.startswith("else"):
-            active = not taken and message["role"] == condition[1]
-            inside, taken = True, taken or active
-        elif action == "end" and inside:
-            inside, taken, active = False, False, True
-        elif action == ".Content":
-            written.append(message["content"] * active)
-        else:
-            raise ValueError(f"the form {action!r} is not known here")
-        written.append(text * active)
-    return "".join(written)

@@ -4,31 +4,14 @@ An axis is a key, or several that are multiplied or added: "num_attention_heads 
 """
 
 import math
-from typing import Protocol
+from typing import Any
 
 from monograph.model.families import Family
 
 Axes = dict[str, tuple[str, ...]]
 
 
-class Config(Protocol):
-    """What is read here of a `LlamaConfig`, besides the keys of axes."""
-
-    @property
-    def family(self) -> Family: ...  # noqa: D102
-    @property
-    def num_hidden_layers(self) -> int: ...  # noqa: D102
-    @property
-    def tie_word_embeddings(self) -> bool: ...  # noqa: D102
-    @property
-    def attention_bias(self) -> bool: ...  # noqa: D102
-    def is_linear(self, layer: int) -> bool: ...  # noqa: D102
-    @property
-    def num_experts_per_tok(self) -> int: ...  # noqa: D102
-    def is_mixture(self, layer: int) -> bool: ...  # noqa: D102
-
-
-def layer_axes(config: Config, layer: int) -> Axes:
+def layer_axes(config: Any, layer: int) -> Axes:
     """Return the axes of a block's parameters, by the parameters' names in the block."""
     axes: Axes = {f"{name}.weight": ("hidden_size",) for name in config.family.norms if name}
     axes |= _delta_net(config.family.by_key_head) if config.is_linear(layer) else _attention(config)
@@ -61,7 +44,7 @@ def _mixture(family: Family) -> Axes:
     return axes
 
 
-def _attention(config: Config) -> Axes:
+def _attention(config: Any) -> Axes:
     query, key_value = "num_attention_heads * head_dim", "num_key_value_heads * head_dim"
     axes: Axes = {
         "self_attn.q_proj.weight": (f"2 * {query}" if config.family.gated else query, "hidden_size"),
@@ -105,19 +88,19 @@ def _delta_net(by_key_head: bool) -> Axes:
     }
 
 
-def outer_axes(config: Config) -> Axes:
+def outer_axes(config: Any) -> Axes:
     """Return the axes of the parameters outside the blocks, by full name, without a tied head."""
     embedding = ("vocab_size", "hidden_size")
     head = {} if config.tie_word_embeddings else {"lm_head.weight": embedding}
     return {"model.embed_tokens.weight": embedding, "model.norm.weight": ("hidden_size",), **head}
 
 
-def layer_shapes(config: Config, layer: int) -> dict[str, tuple[int, ...]]:
+def layer_shapes(config: Any, layer: int) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a block's parameters, by their names in the block."""
     return {name: shape_of(config, axes) for name, axes in layer_axes(config, layer).items()}
 
 
-def shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all parameters by full name, without a tied head."""
     found = {name: shape_of(config, axes) for name, axes in outer_axes(config).items()}
     for layer in range(config.num_hidden_layers):
@@ -125,7 +108,7 @@ def shapes(config: Config) -> dict[str, tuple[int, ...]]:
     return found
 
 
-def block_matrices(config: Config, layer: int, most: int | None = None) -> list[tuple[int, ...]]:
+def block_matrices(config: Any, layer: int, most: int | None = None) -> list[tuple[int, ...]]:
     """Return the shapes of a block's matrices, those of each expert, or of `most` experts, included."""
     found = list[tuple[int, ...]]()
     for name, shape in layer_shapes(config, layer).items():
@@ -134,25 +117,25 @@ def block_matrices(config: Config, layer: int, most: int | None = None) -> list[
     return found
 
 
-def matrices(config: Config) -> list[tuple[int, ...]]:
+def matrices(config: Any) -> list[tuple[int, ...]]:
     """Return the shapes of the matrices of all blocks."""
     return [shape for layer in range(config.num_hidden_layers) for shape in block_matrices(config, layer)]
 
 
-def block_multiplied(config: Config, layer: int) -> list[tuple[int, ...]]:
+def block_multiplied(config: Any, layer: int) -> list[tuple[int, ...]]:
     """Return the shapes of a block's matrices that a token is multiplied with: of experts, those of its own."""
     return block_matrices(config, layer, config.num_experts_per_tok)
 
 
-def multiplied(config: Config) -> list[tuple[int, ...]]:
+def multiplied(config: Any) -> list[tuple[int, ...]]:
     """Return the shapes of `block_multiplied` of all blocks."""
     return [shape for layer in range(config.num_hidden_layers) for shape in block_multiplied(config, layer)]
 
 
-def shape_of(config: Config, axes: tuple[str, ...]) -> tuple[int, ...]:
+def shape_of(config: Any, axes: tuple[str, ...]) -> tuple[int, ...]:
     """Return the sizes of axes."""
     return tuple(sum(_product(config, part) for part in axis.split(" + ")) for axis in axes)
 
 
-def _product(config: Config, part: str) -> int:
+def _product(config: Any, part: str) -> int:
     return math.prod(int(key) if key.isdigit() else getattr(config, key) for key in part.split(" * "))

@@ -28,7 +28,6 @@ def linear_cross_entropy(
     weight_VD: Tensor,
     targets_N: Tensor,
     *,
-    ignore_index: int = -100,
     chunks: int | None = None,
     impl: Literal["chunked", "reference"] = "chunked",
     rows: Rows | None = None,
@@ -36,7 +35,7 @@ def linear_cross_entropy(
 ) -> tuple[Tensor, Tensor]:
     """Return the summed cross-entropies of a linear classifier and the number of targets.
 
-    loss = sum over n with targets[n] != ignore_index of  logsumexp(z[n]) - z[n, targets[n]],   z = hidden @ weight.T
+    loss = sum over n with targets[n] != -100 of  logsumexp(z[n]) - z[n, targets[n]],   z = hidden @ weight.T
     d loss / d z[n] = softmax(z[n]) - onehot(targets[n])
 
     "chunked" computes loss and gradients chunk by chunk in the forward pass, so that at most one chunk's logits are
@@ -47,8 +46,7 @@ def linear_cross_entropy(
         hidden_ND: [N, D] float; the matrix products run in this dtype (or in autocast's), softmax and sums in fp32
             (fp64 for fp64).
         weight_VD: [V, D]; it is cast to the hidden dtype, its gradient has its own dtype.
-        targets_N: [N] int64 class ids in [0, V), or `ignore_index`.
-        ignore_index: the target value that is not predicted (torch's default).
+        targets_N: [N] int64 class ids in [0, V), or -100 where nothing is predicted.
         chunks: number of pieces into which N is cut; None: chosen by the size of a chunk's logits.
         impl: "chunked" or "reference".
         rows: trained rows that replace some of a frozen weight's; only they get a gradient, and the weight is not
@@ -60,7 +58,7 @@ def linear_cross_entropy(
     """
     if torch.is_autocast_enabled(hidden_ND.device.type):
         hidden_ND = hidden_ND.to(torch.get_autocast_dtype(hidden_ND.device.type))
-    kept_N = targets_N != ignore_index
+    kept_N = targets_N != -100
     count = kept_N.sum()
     # An ignored target must still be a valid index; its term is multiplied by zero.
     safe_N = torch.where(kept_N, targets_N, 0)
@@ -68,7 +66,7 @@ def linear_cross_entropy(
     if impl == "reference":
         weight_VD = weight_VD if rows is None else replaced(weight_VD, rows)
         logits_NV = (hidden_ND @ weight_VD.to(hidden_ND.dtype).T).to(weights_N.dtype)
-        return F.cross_entropy(logits_NV, targets_N, ignore_index=ignore_index, reduction="sum"), count
+        return F.cross_entropy(logits_NV, targets_N, reduction="sum"), count
     if impl != "chunked":
         raise ValueError(f"impl must be 'chunked' or 'reference', not {impl!r}")
     device_type = device_type or hidden_ND.device.type

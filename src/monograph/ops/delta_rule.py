@@ -116,11 +116,7 @@ def _zero_state(key_BHTE: Tensor, value_BHTV: Tensor) -> Tensor:
 
 
 def unit_inverse(strict: Tensor) -> Tensor:
-    """Return (1 + L)^-1 for strictly lower triangular L, [..., C, C], C a power of two.
-
-    The inverses of the blocks on the diagonal, of twice the size each time, are
-    [[A, 0], [B, D]]^-1 = [[A^-1, 0], [-D^-1 B A^-1, D^-1]].
-    """
+    """Return (1 + L)^-1 for strictly lower triangular L, [..., C, C]."""
     return torch.ops.monograph.unit_inverse(strict)
 
 
@@ -139,19 +135,9 @@ def scan(
 # Operators, because a compiler would unroll their loops, and its time would grow with the length of a row.
 @torch.library.custom_op("monograph::unit_inverse", mutates_args=())
 def _unit_inverse(strict: Tensor) -> Tensor:
-    inverse = torch.eye(strict.shape[-1], dtype=strict.dtype, device=strict.device).expand(strict.shape).clone()
-    size = 1
-    while size < strict.shape[-1]:
-        first, second = (_blocks(inverse, size, at, at) for at in (0, 1))
-        _blocks(inverse, size, 1, 0).copy_(-(second @ _blocks(strict, size, 1, 0) @ first))
-        size *= 2
-    return inverse
-
-
-def _blocks(matrices: Tensor, size: int, row: int, column: int) -> Tensor:
-    """Return one of four blocks of this size, of each pair of blocks on the diagonal, a view [..., n, size, size]."""
-    pairs = matrices.unflatten(-1, (-1, 2, size)).unflatten(-4, (-1, 2, size))
-    return pairs[..., row, :, :, column, :].diagonal(dim1=-4, dim2=-2).movedim(-1, -3)
+    # Transposed, as the solver returns columns next to each other.
+    one = torch.eye(strict.shape[-1], dtype=strict.dtype, device=strict.device).expand(strict.shape)
+    return torch.linalg.solve_triangular(strict.mT, one, upper=True, unitriangular=True).mT.contiguous()
 
 
 @_unit_inverse.register_fake

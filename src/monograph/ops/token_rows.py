@@ -3,7 +3,7 @@
 Shapes: V rows of the table, D channels, K trained rows, N tokens; ... any leading dimensions.
 """
 
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -34,19 +34,14 @@ def change(weight_VD: Tensor, rows: Rows) -> Tensor:
     return rows.values_KD.to(weight_VD.dtype) - weight_VD[rows.index_K]
 
 
-def embedding(
-    tokens: Tensor, weight_VD: Tensor, rows: Rows, impl: Literal["gathered", "reference"] = "gathered"
-) -> Tensor:
+def embedding(tokens: Tensor, weight_VD: Tensor, rows: Rows) -> Tensor:
     """Look tokens up in the table with the rows in it, as `F.embedding`: int64 [...] to [..., D] in the table's dtype.
 
     Args:
         tokens: ids.
         weight_VD: the table, which gets no gradient.
         rows: the rows that replace some of the table's.
-        impl: "gathered" reads the table and the rows; "reference" reads a copy of the table with the rows in it.
     """
-    if impl == "reference":
-        return F.embedding(tokens, replaced(weight_VD, rows))
     return _Lookup.apply(F.embedding(tokens, weight_VD), rows.slot_V[tokens], rows.values_KD)
 
 

@@ -1,7 +1,5 @@
 """List the ways in which a run could be trained, with the memory and time of each in closed form."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Mapping
@@ -106,7 +104,7 @@ class Candidate:
             return self.by_origin
         return {**self.by_origin, "workspace": self.by_origin["workspace"] - self.residual_bytes}
 
-    def of_trace(self, by_origin: Mapping[str, int], residual_bytes: int) -> Candidate:
+    def of_trace(self, by_origin: Mapping[str, int], residual_bytes: int) -> "Candidate":
         """Return the candidate with the traced memory `by_origin`, and `residual_bytes` added to its workspace."""
         if residual_bytes:
             by_origin = {**by_origin, "workspace": by_origin["workspace"] + residual_bytes}

@@ -1,7 +1,5 @@
 """Search the ways to stream a model, given the memory of device and host, a disk, and the rates of copies."""
 
-from __future__ import annotations
-
 import itertools
 import tempfile
 from collections import Counter
@@ -61,7 +59,7 @@ class Limits:
         return self.host_bytes_per_s or roofline.measured_memory_bytes_per_s()
 
     @classmethod
-    def here(cls, device: Device, device_bytes: int, folder: Path | None = None) -> Limits:
+    def here(cls, device: Device, device_bytes: int, folder: Path | None = None) -> "Limits":
         """Return the limits of this machine, with `device_bytes` on the device."""
         host = describe(torch.device("cpu"))
         disk = free_bytes(folder or Path(tempfile.gettempdir()))

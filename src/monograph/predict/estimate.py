@@ -192,7 +192,8 @@ def _kept(work: Work, remat: str | float) -> Choice:
 def _rounded(work: Work) -> int:
     """Return how many numbers of a captured block's weights are kept rounded to the compute dtype."""
     as_kept = work.compile == "none" or work.precision == "fp32" or work.optim.state == "all-bf16" or work.lora
-    return 0 if as_kept or work.fused else _numbers(_largest_block(work.config))
+    layers = range(work.config.num_hidden_layers)
+    return 0 if as_kept or work.fused else max(_numbers(block_matrices(work.config, layer)) for layer in layers)
 
 
 class _Frozen(NamedTuple):
@@ -277,11 +278,6 @@ def _largest_stack(config: LlamaConfig) -> int:
 def _matrices(config: LlamaConfig) -> int:
     """Return how many numbers the matrices of all blocks have."""
     return _numbers(matrices(config))
-
-
-def _largest_block(config: LlamaConfig) -> list[tuple[int, ...]]:
-    """Return the shapes of the matrices of the block that has the most numbers."""
-    return max(map(functools.partial(block_matrices, config), range(config.num_hidden_layers)), key=_numbers)
 
 
 def _largest_weight(config: LlamaConfig) -> int:

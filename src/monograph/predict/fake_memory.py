@@ -4,8 +4,6 @@ Code inside a `FakeMemory` runs unchanged, on a CPU and in almost no memory. Eag
 dispatched; captured graphs are counted by walking their kernels (`monograph.predict.kernels`).
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
@@ -35,7 +33,7 @@ class Graphs:
         memory: the `FakeMemory` that is counting.
     """
 
-    memory: FakeMemory
+    memory: "FakeMemory"
 
     def __init__(self) -> None:
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)  # random generators have real state
@@ -85,7 +83,7 @@ class FakeMemory:
         self._known: dict[int, tuple[str, int]] = {}
         self._modes = ExitStack()
 
-    def __enter__(self) -> FakeMemory:
+    def __enter__(self) -> "FakeMemory":
         self._graphs.memory = self
         self._modes.enter_context(self._graphs.mode)
         self._modes.enter_context(_Listener(self))

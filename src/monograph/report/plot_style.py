@@ -1,7 +1,5 @@
 """Style figures for a reader's light or dark theme, and turn them into files."""
 
-from __future__ import annotations
-
 import io
 import warnings
 from collections.abc import Iterator
@@ -32,34 +30,25 @@ def style() -> Iterator[None]:
     """Draw the figures of the block in this project's style."""
     import matplotlib  # imported here, as it takes a good part of a second, and most commands draw nothing
 
-    with matplotlib.rc_context():
+    with matplotlib.rc_context(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="constrained_layout not applied")  # labels can fill an early figure
         matplotlib.rcdefaults()  # a person's own matplotlibrc must not change these pages
         matplotlib.rcParams.update(STYLE)
         yield
 
 
-@contextmanager
-def _tight() -> Iterator[None]:
-    """Silence the warning that a panel has no room: early in a run, labels can fill a figure."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="constrained_layout not applied")
-        yield
-
-
-def png(figure: Figure, dpi: int) -> bytes:
+def png(figure: "Figure", dpi: int) -> bytes:
     """Return a figure as a PNG file."""
     buffer = io.BytesIO()
-    with _tight():
-        figure.savefig(buffer, format="png", dpi=dpi)
+    figure.savefig(buffer, format="png", dpi=dpi)
     return buffer.getvalue()
 
 
-def svg(figure: Figure) -> str:
+def svg(figure: "Figure") -> str:
     """Return a figure as an SVG element, with a transparent background and no metadata."""
     buffer = io.StringIO()
-    with _tight():
-        none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(buffer, format="svg", transparent=True, metadata=none)
+    none = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+    figure.savefig(buffer, format="svg", transparent=True, metadata=none)
     text = buffer.getvalue()
     return text[text.index("<svg") :]
 

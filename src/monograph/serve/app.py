@@ -87,11 +87,9 @@ class _Asked:
     def tokenize(self, body: dict[str, Any]) -> dict[str, Any]:
         given, version = Fields(body), self._service.newest
         given.take("model", a_text)
-        text = given.take("prompt", a_text)
+        text = given.need("prompt", a_text, "expected a text")
         special = given.take("add_special_tokens", a_bool, True)
         given.end()
-        if text is None:
-            raise Refused(400, "prompt is missing: expected a text", "prompt")
         try:
             ids = version.tokenizer.encode(text)
         except MonographError as error:

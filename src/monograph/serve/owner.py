@@ -4,8 +4,6 @@ Requests come over a queue, and events go to the event loop once a block. A new 
 while those of the old one end on the old weights.
 """
 
-from __future__ import annotations
-
 import asyncio
 import queue
 import threading
@@ -78,7 +76,7 @@ class Text:
         piecewise: whether it is told block by block; otherwise once, at its end.
     """
 
-    def __init__(self, request: Request, version: Version, index: int, inbox: Inbox, piecewise: bool) -> None:
+    def __init__(self, request: Request, version: Version, index: int, inbox: "Inbox", piecewise: bool) -> None:
         self.request, self.version, self.index, self.inbox, self.piecewise = request, version, index, inbox, piecewise
         self._event: Event | None = None
 

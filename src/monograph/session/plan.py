@@ -28,8 +28,7 @@ class Plan:
         reading: the arguments of `monograph.corpus`.
         seed: seed of the weights and of the order of rows.
         tokens_per_update: tokens of an update.
-        minutes: minutes of training, used if neither updates nor epochs are given; minutes_given: whether the user gave
-            them.
+        minutes: minutes of training, used if neither updates nor epochs are given.
         epochs: passes over the text; None if another key gives the run's length.
         optimizer: the optimizer's name, with the format of its state.
         update_rule: the optimizer itself; once the model's shape is known, with the changes of width transfer.
@@ -55,7 +54,6 @@ class Plan:
     seed: int
     tokens_per_update: int
     minutes: float
-    minutes_given: bool
     epochs: int | None
     optimizer: str
     update_rule: Optimizer

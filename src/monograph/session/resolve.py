@@ -88,7 +88,6 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         seed=recipe.seed,
         tokens_per_update=per_update,
         minutes=train.minutes or DEFAULT_MINUTES,
-        minutes_given="train.minutes" in settings.origins,
         epochs=train.epochs,
         optimizer=name,
         update_rule=update_rule,

@@ -285,7 +285,7 @@ def fix_length(session: Session, progress: Progress) -> None:
             stage.result = f"{seconds * 1000:.0f} ms each"
         remember(session, seconds)
         given_s = 60 * plan.minutes
-        given = plan.minutes_given or session.judges
+        given = "train.minutes" in plan.settings.origins or session.judges
         session.budget_s = given_s if given else defaults.default_seconds(plan.minutes, seconds)
         if session.budget_s > given_s:
             longer = f"{duration(session.budget_s)} instead of {plan.minutes:g} min"

@@ -121,7 +121,7 @@ class Step:
         self.announce: Callable[[str], None] = lambda line: None
         self.micro_step: Callable[[Any], None] = self._micro_step
         self.forward: Callable[[Any, Tensor], tuple[Tensor, Tensor, Tensor]] = self._forward
-        self.evaluate: Callable[[Any], tuple[Tensor, Tensor]] = self._evaluate
+        self.evaluate: Callable[[Any], tuple[Tensor, Tensor]] = functools.partial(layout.sums, self)
         self.apply: Callable[[], Tensor] = self._apply
         self.squares: Callable[[Plane, Tensor], list[Tensor]] = squares
         self.held = Held(self.model, self.planes)
@@ -258,9 +258,6 @@ class Step:
     def _forward(self, batch: Any, loss_factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         loss_sum, count = self.layout.sums(self, batch)
         return self.scaled(loss_sum, loss_factor), loss_sum.detach(), count
-
-    def _evaluate(self, batch: Any) -> tuple[Tensor, Tensor]:
-        return self.layout.sums(self, batch)
 
     def scaled(self, loss_sum: Tensor, loss_factor: Tensor) -> Tensor:
         """Return the number to differentiate: the loss times its factor, summed over all members."""

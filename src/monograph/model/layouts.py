@@ -1,7 +1,9 @@
-"""Tensors that hold gate and up of all of a layer's experts in one, as the files of some families have them.
+"""Tensors that families' files hold in other forms than the decoder: joined ones, and the matrices of experts.
 
-By halves such a tensor is [E, 2 I, D], with gate's rows above up's. By columns it is [E, D, 2 I], with both in turns,
-and it may be in MXFP4 (`Family.fused_experts`).
+A joined tensor is several of the decoder's, one below another (`Family.joined`). The decoder's tensors hold all
+experts' matrices; files hold each expert's own, or gate and up of all of a layer's experts in one. By halves such a
+tensor is [E, 2 I, D], with gate's rows above up's. By columns it is [E, D, 2 I], with both in turns, and it may be in
+MXFP4 (`Family.fused_experts`).
 
 Shapes: E experts, I an expert's width, D hidden size, R rows of an expert's matrix, G blocks of 32 numbers of a row.
 """
@@ -15,7 +17,130 @@ from torch import Tensor
 
 from monograph.errors import InputRefused
 from monograph.graph.lora import Plain
+from monograph.model.config import LlamaConfig
 from monograph.model.files import Stored
+from monograph.model.parameters import layer_shapes
+
+
+def joined(named: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
+    """Yield a model's tensors as its family's files have them; a joined one comes where its last part came."""
+    whole_of = {part: (name, parts) for name, parts in config.family.joined.items() for part in parts}
+    waiting: dict[str, Plain] = {}
+    for tensor in named:
+        block, inner, kind = _place(tensor.name)
+        if inner not in whole_of:
+            yield tensor
+            continue
+        whole, parts = whole_of[inner]
+        waiting[tensor.name] = tensor
+        if inner == parts[-1]:
+            taken = [waiting.pop(f"{block}{part}{kind}") for part in parts]
+            like = torch.cat([each.like for each in taken])
+            yield Plain(f"{block}{whole}{kind}", like, functools.partial(_below, taken))
+
+
+def _below(parts: list[Plain]) -> Tensor:
+    return torch.cat([part.read() for part in parts])
+
+
+def parted(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]:
+    """Return a file's tensors as the decoder's parameters, each with its rows of a joined one.
+
+    Raises:
+        InputRefused: a joined tensor has not as many rows as its parts.
+    """
+    # The layers of a family that joins tensors are alike.
+    shapes, found = layer_shapes(config, 0), dict[str, Stored]()
+    for name, tensor in stored.items():
+        block, inner, kind = _place(name)
+        if (parts := config.family.joined.get(inner)) is None:
+            found[name] = tensor
+            continue
+        sizes = [shapes[f"{part}{kind}"][0] for part in parts]
+        if tensor.shape[:1] != (sum(sizes),):
+            raise InputRefused(
+                f"{tensor.path}: {name} has shape {list(tensor.shape)}, expected {' + '.join(map(str, sizes))} rows, "
+                f"those of {', '.join(parts)} by config.json"
+            )
+        begin, tensor = 0, tensor._replace(known_as=tensor.known_as or name)
+        for part, rows in zip(parts, sizes, strict=True):
+            if (own := f"{block}{part}{kind}") in stored:
+                raise InputRefused(f"{tensor.path}: {tensor.known_as} and {own} are one tensor of the model")
+            shape = (rows, *tensor.shape[1:])
+            found[f"{block}{part}{kind}"] = tensor._replace(shape=shape, part=(begin, begin + rows, 1, 0))
+            begin += rows
+    return found
+
+
+def _place(name: str) -> tuple[str, str, str]:
+    """Return the block, the module in it, and ".weight" or ".bias" of a parameter's name."""
+    module, _, kind = name.rpartition(".")
+    inner = ".".join(module.split(".")[-2:])
+    return module.removesuffix(inner), inner, f".{kind}"
+
+
+_EXPERT = re.compile(r"(.+\.mlp\.experts\.)(0|[1-9]\d{0,8})\.(\w+_proj\.weight)")
+
+
+def apart(named: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
+    """Yield a model's tensors with each expert's matrices as tensors of their own, or fused, as its files have them.
+
+    A stack that is read stays in memory until another one is.
+    """
+    if config.family.fused_experts:
+        yield from fused(named, config.family.fused_experts == "columns")
+        return
+    last = dict[str, Tensor]()
+    for tensor in named:
+        if (match := STACK.fullmatch(tensor.name)) is None:
+            yield tensor
+            continue
+        for expert in range(len(tensor.like)):
+            read = functools.partial(_expert, tensor, expert, last)
+            yield Plain(f"{match[1]}{expert}.{match[2]}_proj.{match[3]}", tensor.like[expert], read)
+
+
+def _expert(stack: Plain, expert: int, last: dict[str, Tensor]) -> Tensor:
+    if stack.name not in last:
+        last.clear()
+        last[stack.name] = stack.read()
+    return last[stack.name][expert]
+
+
+def stacked(stored: dict[str, Stored], config: LlamaConfig) -> dict[str, Stored]:
+    """Return a file's tensors as the decoder's parameters, in which all experts' matrices are one.
+
+    Raises:
+        InputRefused: an expert's matrix is missing, or differs from the first one's in shape or dtype.
+    """
+    if config.family.fused_experts:  # transformers 5 writes these, too, apart if the model sees
+        stored = split(stored, config.family.fused_experts == "columns")
+    found, stacks = dict[str, Stored](), dict[str, dict[int, tuple[str, Stored]]]()
+    for name, tensor in stored.items():
+        if config.family.experts and (match := _EXPERT.fullmatch(name)):
+            stacks.setdefault(match[1] + match[3], {})[int(match[2])] = name, tensor
+        else:
+            found[name] = tensor
+    for name, experts in stacks.items():
+        if name in found:
+            whole = found[name]
+            raise InputRefused(f"{whole.path}: {whole.known_as} is there, and tensors of each expert, too")
+        first_name, first = experts[min(experts)]
+        if len(experts) != config.num_experts or max(experts) >= config.num_experts:
+            raise InputRefused(
+                f"{first.path}: there are {len(experts)} tensors such as {first_name!r}, the last of expert "
+                f"{max(experts)}, but num_experts = {config.num_experts}"
+            )
+        for other_name, other in experts.values():
+            if (other.shape, other.dtype) != (first.shape, first.dtype):
+                raise InputRefused(
+                    f"{other.path}: {other_name} has shape {list(other.shape)} and dtype {other.dtype}, but "
+                    f"{first_name} {list(first.shape)} and {first.dtype}"
+                )
+        of_stack = dict(experts[expert] for expert in range(config.num_experts))
+        found[name] = Stored(first.path, (config.num_experts, *first.shape), first.dtype, pieces=of_stack)
+    return found
+
 
 STACK = re.compile(r"(.+\.mlp\.experts\.)(gate|up|down)_proj\.(weight|bias)")
 _FUSED = re.compile(r"(.+\.mlp\.experts\.)(gate_up|down)_proj(_bias|_blocks)?")
