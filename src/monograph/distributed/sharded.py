@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from monograph.device import default_device, describe
 from monograph.distributed.matrices import orthogonalised
 from monograph.distributed.rows import among, of_rows, rows_of
-from monograph.distributed.shared_blocks import Ends, ends, shared
+from monograph.distributed.shared_blocks import Ends, agree, ends
 from monograph.distributed.world import World
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
@@ -136,8 +136,8 @@ class Shards:
                 plane.orthogonal = each.flatten()
         planes: Any = zip(step.planes, grads, strict=True)
         cut = [(plane, total, plane.cut) for plane, total in planes if plane.cut and step.optim.state == "8bit"]
-        with shared(self.sharing, cut, scale, step.optim):
-            yield
+        agree(self.sharing, cut, scale, step.optim)
+        yield
         for plane in step.planes:
             plane.orthogonal = None
 

@@ -3,8 +3,7 @@
 Shapes: P planes with such blocks, M moments of each, W ranks, E = 2 ends of a rank's rows, their first and last block.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -38,11 +37,8 @@ def ends(bounds: Sequence[tuple[int, int]], rank: int) -> Ends:
     return Ends(torch.tensor(numbers), places if size else (slice(0, 0), slice(0, 0)))
 
 
-@contextmanager
-def shared(
-    sharing: World, members: Sequence[tuple[Plane, Tensor, Ends]], scale: Tensor, optim: Optimizer
-) -> Iterator[None]:
-    """In the block planes know the largest numbers of their first and last blocks after the update; a collective.
+def agree(sharing: World, members: Sequence[tuple[Plane, Tensor, Ends]], scale: Tensor, optim: Optimizer) -> None:
+    """Tell planes the largest numbers that their first and last blocks will have after the update; a collective.
 
     Args:
         sharing: the ranks that share out rows.
@@ -50,24 +46,19 @@ def shared(
         scale: the factor of the summed gradients.
         optim: the optimizer.
     """
-    found, rest = [], list(members)
+    rest = list(members)
     while rest:  # planes with the same moments, all at once
         names = moments_of(rest[0][0])
         alike, rest = [m for m in rest if moments_of(m[0]) == names], [m for m in rest if moments_of(m[0]) != names]
-        same_PEWE = torch.stack([ends.numbers_WE for _, _, ends in alike]).to(scale.device)
-        same_PEWE = same_PEWE[:, sharing.rank, :, None, None] == same_PEWE[:, None]
         own_MPE = _largest(alike, names, scale, optim)
         each_WMPE = own_MPE.new_zeros(sharing.size, *own_MPE.shape)
         each_WMPE[sharing.rank] = own_MPE
-        found.append((alike, names, same_PEWE, each_WMPE))
-    for alike, names, same_PEWE, each_WMPE in found:
         each_MPWE = sharing.sum(each_WMPE).permute(1, 2, 0, 3)
+        numbers_PWE = torch.stack([ends.numbers_WE for _, _, ends in alike]).to(scale.device)
+        same_PEWE = numbers_PWE[:, sharing.rank, :, None, None] == numbers_PWE[:, None]
         ends_MPE = torch.where(same_PEWE, each_MPWE.unsqueeze(2), 0.0).amax((-1, -2))
         for number, (plane, _, _) in enumerate(alike):
             plane.ends = dict(zip(names, ends_MPE[:, number], strict=True))
-    yield
-    for plane, _, _ in members:
-        plane.ends = {}
 
 
 def _largest(
