@@ -14,7 +14,7 @@ from commands.test_rewards import RUN as REWARDED
 from distributed.launched import ranks
 from laws.resumed import write_inputs
 
-TIMES = {"tokens_per_s", "wall_s", "drawn_s", "scored_s"}
+TIMES = {"tokens_per_s", "wall_s", "drawn_s", "scored_s", "forward_s", "backward_s", "optimizer_s"}
 COUNTED = """
 def score(prompt, answer, record):
     print(end=".", file=open("calls", "a"))

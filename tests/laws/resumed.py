@@ -87,7 +87,7 @@ def score(prompt, completion, record):
 """
 TIMES = {
     "tokens_per_s", "wall_s", "drawn_s", "scored_s", "gpu_utilization_percent", "gpu_memory_bytes", "gpu_power_w",
-    "gpu_temperature_c", "gpu_clock_hz",
+    "gpu_temperature_c", "gpu_clock_hz", "forward_s", "backward_s", "passes_s", "optimizer_s",
 }  # fmt: skip
 
 

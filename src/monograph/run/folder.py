@@ -38,6 +38,7 @@ _RECORD = b'{"serial": '  # the first bytes of run.lock
 _NUMBERS = (
     "train_loss", "grad_norm", "tokens_per_s", "wall_s", "eval_loss", "eval_bits_per_byte", "share",
     "gpu_utilization_percent", "gpu_memory_bytes", "gpu_power_w", "gpu_temperature_c", "gpu_clock_hz",
+    "forward_s", "backward_s", "passes_s", "optimizer_s",
 )  # fmt: skip
 # The entries of a row that commands rely on, with their types.
 _Row = create_model(

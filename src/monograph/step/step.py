@@ -36,6 +36,7 @@ from monograph.step.clip import (
     without_spikes_,
 )
 from monograph.step.layout import Held, Layout, balances, of_the_update, put_, shared
+from monograph.step.parts import Parts
 
 
 @final
@@ -124,7 +125,7 @@ class Step:
         self.evaluate: Callable[[Any], tuple[Tensor, Tensor]] = functools.partial(layout.sums, self)
         self.apply: Callable[[], Tensor] = self._apply
         self.squares: Callable[[Plane, Tensor], list[Tensor]] = squares
-        self.held = Held(self.model, self.planes)
+        self.held, self.parts = Held(self.model, self.planes), Parts(self.device)
 
     def __call__(self, window: Iterable[Any]) -> Update:
         """Accumulate over the window's micro-batches, then update."""
@@ -163,6 +164,7 @@ class Step:
     def discard(self) -> None:
         """Forget gradient, loss and count since the last update."""
         self.layout.discard(self)
+        self.parts = Parts(self.device)
         self.loss_sum.zero_()
         self.count.zero_()
 
@@ -241,6 +243,7 @@ class Step:
         Raises:
             UsageError: the loss is a constant although there are targets.
         """
+        self.parts.begin("backward")
         if loss.requires_grad:
             loss.backward()
         elif bool((count > 0).any()):
@@ -250,6 +253,7 @@ class Step:
             )
         self.loss_sum += loss_sum
         self.count += count
+        self.parts.begin("forward")  # of the next micro-batch
         return loss.requires_grad
 
     # A capture replaces the functions named by the layout's `captured` by compiled ones. They are called in the step's
@@ -360,6 +364,7 @@ def accumulate(step: Step, window: Iterable[Any]) -> None:
         batches = [shared(step, batch) for batch in batches]
         for batch in batches:
             step.choose_kept(batch)
+        step.parts.begin("forward")
         step.layout.accumulate(step, batches)
 
 
@@ -370,6 +375,7 @@ def update(step: Step) -> Update:
     state; the device decides, and `Update.skipped` counts.
     """
     with all_or_nothing(step):
+        step.parts.begin("optimizer")
         step.layout.complete(step)
         return closed(step, step.set_lr(), step.apply())
 
@@ -386,6 +392,7 @@ def all_or_nothing(step: Step) -> Iterator[None]:
 
 def closed(step: Step, lr: float | tuple[float, ...], grad_norm: Tensor) -> Update:
     """Return the numbers of the update that was just applied, and begin the next window."""
+    step.parts.end()
     loss, count = step.loss_sum / step.count, step.count.clone()
     step.loss_sum.zero_()
     step.count.zero_()
