@@ -61,7 +61,6 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *over(RUN, "rl.max_new_tokens=28")], 3, "prompts.jsonl:1: the prompt has 6 tokens, more than 4"),
     (["train", *RUN, "train.tokens_per_update=64"], 2, "with rl.reward an update has rl.prompts x rl.group answers"),
     (["train", *RUN, "train.memory=stream"], 2, "rl.reward does not go with train.memory = stream"),
-    (["train", *RUN, "train.parallel=fsdp"], 2, "does not go with train.parallel = fsdp: whole weights draw answers"),
     (["train", *RUN, "optim.ema=0.9"], 2, "rl.reward does not go with optim.ema = 0.9"),
     (["train", *over(RUN, "model.init=own.py:build")], 2, "rl.reward does not go with model.init = own.py:build"),
     (["train", *over(RUN[1:], "data.source=texts")], 3, "rl.reward needs records with a prompt each"),

@@ -24,6 +24,7 @@ from monograph.checkpointing import Checkpoint
 from monograph.device import default_device
 from monograph.distributed import engine as rank_engines
 from monograph.distributed import matrices
+from monograph.distributed import sharded as room
 from monograph.distributed.checkpoint import save
 from monograph.distributed.engine import Replicated, Sharded, StreamedReplica
 from monograph.distributed.world import World, place
@@ -33,6 +34,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loop import EngineState
 from monograph.optim import AdamW, Group, Muon, newton_schulz
+from monograph.predict.estimate import copied_bytes
 from monograph.resident import Resident
 from monograph.storage import blocks
 from monograph.stream.engine import Streamed
@@ -511,8 +513,46 @@ def assembled(world: World) -> dict[str, float]:
     return found
 
 
+# Engines whose ranks gather the model: options, and what stands beside it.
+GATHERED: dict[str, tuple[str, dict[str, Any]]] = {
+    "fp32": ("", {}),
+    "bf16": ("", {"precision": Precision("bf16")}),
+    "halved": ("", {"precision": Precision("bf16"), "halved": True}),
+    "adapters in nf4": ("adapters in nf4", {"precision": Precision("bf16")}),
+    "experts": ("balanced experts", {"precision": Precision("bf16")}),
+}
+
+
+def gathered(world: World) -> dict[str, dict[str, Any]]:
+    """The whole copy that draws answers, before and after an update: whether it is the weights' and scores their bits.
+
+    It stays in one place, takes the planned bytes, and what is gathered the second time is rounded before.
+    """
+    found = {}
+    for name, (stands, options) in GATHERED.items():
+        engine = Sharded(beside(stands, torch.float32), world=world, micro_batch=ROWS, optim=AdamW(lr=0.1), **options)
+        step, memory, batch, same = engine.step, list[list[int]](), ragged(3), list[bool]()
+        for _ in range(2):
+            with patch.object(room, "whole_rows", side_effect=room.whole_rows) as called:
+                copied: Any = step.layout.gathered(step)
+            memory.append([parameter.data_ptr() for parameter in copied.parameters()])
+            state = step.model.state_dict()
+            same += [torch.equal(p, whole(state[key]).to(p.dtype)) for key, p in copied.named_parameters()]
+            with torch.no_grad(), step.context():
+                [(trained, _)], (drawn, _) = step.layout.score(step, [batch]), step.loss(copied, batch)
+            same += [torch.equal(trained, drawn), not copied.training]
+            one_update(engine, ragged(5))
+        same += [memory[0] == memory[1], copied.lm_head.weight is copied.model.embed_tokens.weight]
+        held = sum(parameter.nbytes for parameter in copied.parameters())
+        planned = copied_bytes(copied.config, None, step.precision.name, bool(options.get("halved")))
+        sent = [given[0].dtype for given, _ in called.call_args_list]
+        found[name] = {"same": all(same), "planned": "adapters" in name or held == planned}
+        found[name] |= {"in 16 bits": sent.count(torch.bfloat16), "in all": len(sent)}
+    return found
+
+
 PROGRAMS = {
-    "equations": (gradients, wrong_ways, trajectories, assembled, owners),
+    "equations": (gradients, wrong_ways, trajectories, assembled, gathered, owners),
     "combinations": (combinations, streamed, halved_weights),
     "halved": (halved,),
     "restarted": (restarted,),

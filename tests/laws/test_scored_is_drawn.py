@@ -146,8 +146,8 @@ def test_an_answer_from_old_weights_is_noticed(fault: str, monkeypatch: pytest.M
     if fault == "the prompt read last is kept":
         monkeypatch.setattr(Generator, "forget", lambda generator: None)
     if fault == "answers come from a copy of the weights":
-        copy = deepcopy(drawing.model)
-        monkeypatch.setattr(Drawer, "model", copy)
+        drawing.model = deepcopy(drawing.model)
+        monkeypatch.setattr(Drawer, "_gather", lambda drawer: None)
     drawing.draw(last, [3])
     drawing.engine.accumulate(next(rollouts))
     drawing.draw(last, [3])

@@ -77,6 +77,15 @@ def test_the_assembled_model_is_that_of_one_process(found: dict[str, Any]) -> No
     assert max(found["assembled"].values()) <= 1e-12
 
 
+def test_the_copy_that_draws_answers_has_the_bits_that_are_trained(found: dict[str, Any]) -> None:
+    """Matrices of blocks are gathered in 16 bits in bf16, all weights of blocks if halved, and frozen ones once."""
+    for case, of in found["gathered"].items():
+        assert of["same"] and of["planned"], (case, of)
+    assert {case: (of["in 16 bits"], of["in all"]) for case, of in found["gathered"].items()} == {
+        "fp32": (0, 20), "bf16": (14, 20), "halved": (18, 20), "adapters in nf4": (0, 43), "experts": (16, 26),
+    }  # fmt: skip
+
+
 def test_what_stands_beside_it_is_that_of_one_process(server: CommandServer, tmp_path: Path) -> None:
     """Precisions, recomputation, optimizers, packed rows, adapters, streams: each cell of docs/support.md."""
     found = run(server, "combinations", 2, tmp_path)

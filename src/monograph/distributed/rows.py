@@ -45,6 +45,11 @@ def own_rows(tensor: Tensor, like: Tensor) -> Tensor:
     return of_rows(tensor[place].to(mesh.device_type), mesh, tensor, place)
 
 
+def whole_rows(tensor: Tensor) -> Tensor:
+    """Return all rows of a tensor that may be sharded; then a collective of those that share out the rows."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
 class OwnRows(Mapping[str, Tensor]):
     """Whole tensors by name, each cut to this rank's rows when it is asked for."""
 

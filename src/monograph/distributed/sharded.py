@@ -21,12 +21,12 @@ from torch.distributed.tensor import DTensor
 
 from monograph.device import default_device, describe
 from monograph.distributed.matrices import orthogonalised
-from monograph.distributed.rows import among, of_rows, rows_of
+from monograph.distributed.rows import among, of_rows, rows_of, whole_rows
 from monograph.distributed.shared_blocks import Ends, agree, ends
 from monograph.distributed.world import World
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
-from monograph.graph.lora import kept_state
+from monograph.graph.lora import kept_state, narrow
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.loss import pair
 from monograph.optim import Kind, Plane, nesterov, newton_schulz, trainable
@@ -62,6 +62,7 @@ class Shards:
         if world.size % world.near and by_machine:
             raise UsageError(f"hsdp: {world.size} ranks, {world.near} of them here: let each machine have as many")
         self.world, self.halved, self.by_machine, self.sharing = world, halved, by_machine, world
+        self._copy: nn.Module | None = None  # see `_gathered`
 
     def layout(self, **others: Any) -> Layout:
         """Return the layout; `others` are the fields that do not depend on sharding."""
@@ -77,6 +78,7 @@ class Shards:
             weights=self._weights,
             whole=lambda step: self._empty,
             assembled=self._assembled,
+            gathered=self._gathered,
             **others,
         )
 
@@ -162,7 +164,7 @@ class Shards:
         needed = sum(parameter.nbytes for parameter in whole.parameters())
         device = step.device if needed < ROOM * describe(step.device).free_memory_bytes else torch.device("cpu")
         for name, empty in list(whole.named_parameters()):
-            full = own[name].full_tensor() if isinstance(own[name], DTensor) else own[name]
+            full = whole_rows(own[name])
             if self.world.leads:
                 _replace(whole, empty, nn.Parameter(full.to(device), empty.requires_grad))
         if self.world.leads:
@@ -170,6 +172,31 @@ class Shards:
             for name, buffer in step.model.named_buffers():
                 whole.get_buffer(name).copy_(buffer)
         yield whole
+
+    def _gathered(self, step: Step) -> nn.Module:
+        """Return the model with the weights of this moment, whole on each rank, for evaluation; a collective.
+
+        It is one copy, filled anew in the same memory each time, so graphs that read it stay right. Weights that
+        products alone read are rounded to the dtype of products before they are gathered, to autocast's bits; so are
+        all weights of blocks where they are `halved`, as in training. Frozen weights are gathered the first time only.
+        """
+        own, whole = step.model.state_dict(), self._copy
+        if whole is None:
+            whole = copy.deepcopy(self._empty)
+            for block in blocks(whole).values():
+                narrow(block, step.precision.products(torch.float32))
+                for parameter in block.parameters() if self.halved else ():
+                    parameter.data = parameter.data.bfloat16()
+            for empty in list(whole.parameters()):
+                _replace(whole, empty, nn.Parameter(torch.empty_like(empty, device=step.device), empty.requires_grad))
+            whole.to(step.device).eval()
+            for name, buffer in step.model.named_buffers():
+                whole.get_buffer(name).copy_(buffer)
+        for name, parameter in whole.named_parameters():
+            if parameter.requires_grad or self._copy is None:
+                parameter.data.copy_(whole_rows(own[name].to(parameter.dtype)))
+        self._copy = whole
+        return whole
 
 
 def _direction(plane: Plane, grad: Tensor) -> Tensor:

@@ -223,6 +223,23 @@ def trained_numbers(config: LlamaConfig, lora: Lora | None, precision: str) -> i
     return _frozen(config, lora, precision).adapters if lora else config.parameter_count()
 
 
+def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, halved: bool) -> int:
+    """Return the bytes of the whole copy that draws answers from a sharded model; see `Layout.gathered`.
+
+    Args:
+        config: the model's shape.
+        lora: the adapters; None: all weights are trained.
+        precision: the precision, in whose 16 bits the matrices of blocks are kept.
+        halved: whether all weights of blocks are.
+    """
+    if lora:
+        frozen = _frozen(config, lora, precision)
+        return frozen.base_bytes + 4 * frozen.adapters
+    shapes = [shape for layer in range(config.num_hidden_layers) for shape in layer_shapes(config, layer).values()]
+    narrow = 0 if precision == "fp32" else _numbers(shapes if halved else matrices(config))
+    return 4 * config.parameter_count() - 2 * narrow
+
+
 def trained_adapters(work: Work) -> int:
     """Return the adapters' parameters that a token is multiplied with; 0 if the model itself is trained."""
     return _frozen(work.config, work.lora, work.precision).multiplied if work.lora else 0

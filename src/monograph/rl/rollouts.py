@@ -65,7 +65,11 @@ class Sharing:
 
 
 class Drawer:
-    """Draws answers from an engine's weights, and scores them."""
+    """Draws answers from an engine's weights, and scores them.
+
+    Attributes:
+        model: the model, whose weights are read where they are trained, or from a copy if ranks train rows of them.
+    """
 
     def __init__(
         self, engine: Engine, prompts: Prompts, reward: Reward, options: Options, updates: Callable[[], int],
@@ -74,14 +78,10 @@ class Drawer:
         """Take the parts; `updates` returns the number of updates of the run, 0 as long as it is unknown."""
         self.sharing = sharing or Sharing()
         self.engine, self.prompts, self.reward, self.options, self.updates = engine, prompts, reward, options, updates
+        self.model = cast(Llama, engine.model)
         self.ends = prompts.ends(self.model.config)
         self.reference: list[Tensor] | None = None  # the planes of the weights that the run begins from
         self._made: tuple[Mode, Generator] | None = None
-
-    @property
-    def model(self) -> Llama:
-        """Return the model, whose weights are read where they are trained."""
-        return cast(Llama, self.engine.model)
 
     @property
     def form(self) -> Form | None:
@@ -148,11 +148,15 @@ class Drawer:
         def written(part: Sequence[tuple[Prompt, int]]) -> list[Any]:
             return [(c.text, c.token_ids, c.finish_reason, c.logprobs) for c in self._draw(*zip(*part, strict=True))]
 
+        self._gather()
         drawn = self.sharing.share(written, list(zip(prompts, seeds, strict=True)))
         return [
             Completion(text, token_ids, finish, [LogProbability(*one) for one in logprobs])
             for text, token_ids, finish, logprobs in drawn
         ]
+
+    def _gather(self) -> None:
+        self.model = cast(Llama, self.engine.step.layout.gathered(self.engine.step))
 
     def _draw(self, prompts: Sequence[Prompt], seeds: Sequence[int]) -> list[Completion]:
         sampling, most = Sampling(temperature=self.options.temperature, logprobs=0), self.options.max_new_tokens
@@ -169,10 +173,12 @@ class Drawer:
 
     @property
     def held(self) -> list[Tensor]:
-        """Return the tensors that are held beside the step: keys and values, the reference, a teacher's weights."""
+        """Return the tensors held beside the step: keys and values, the reference, a teacher's weights, a copy."""
         caches = [self._made[1].cache, self._made[1].reader.cache] if self._made else []
         teacher = self.reward.teacher.parameters() if self.reward.teacher else ()
-        return [*(each for cache in caches for each in (*cache.keys, *cache.values)), *(self.reference or ()), *teacher]
+        cached = (each for cache in caches for each in (*cache.keys, *cache.values))
+        copied = self.model.parameters() if self.model is not self.engine.model else ()
+        return [*cached, *(self.reference or ()), *teacher, *copied]
 
     @property
     def arrangement(self) -> Options:
@@ -199,6 +205,7 @@ class Drawer:
         if not self.options.kl.needs_reference:
             return [rollout._replace(reference=[0.0] * len(rollout.token_ids)) for rollout in made]
         with holding(self.engine.step.planes, self.reference or ()):
+            self._gather()
             near = self.scored(made, self.model)
         return [rollout._replace(reference=own) for rollout, own in zip(made, near, strict=True)]
 

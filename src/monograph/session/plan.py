@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from monograph.config import Settings
+from monograph.distributed.world import place
 from monograph.model.config import LlamaConfig
 from monograph.optim import Optimizer
 from monograph.planner import Candidate, StreamCandidate
@@ -111,6 +112,12 @@ FP32_BYTES = 4
 def is_sharded(parallel: str) -> bool:
     """Return whether a rank holds some rows of each weight, by `train.parallel`."""
     return parallel.partition(":")[0] in ("fsdp", "hsdp")
+
+
+def sharing(parallel: str, ranks: int) -> int:
+    """Return how many of the ranks share out the rows of each weight, by `train.parallel`."""
+    own = place(srun=True) if parallel[0] == "h" else None
+    return own.near if own else ranks if is_sharded(parallel) else 1
 
 
 class Shape(NamedTuple):

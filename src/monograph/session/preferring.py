@@ -7,6 +7,7 @@ reads them.
 """
 
 import hashlib
+import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,7 @@ from safetensors.torch import save
 from torch import nn
 
 from monograph.data.corpus import Corpus
+from monograph.distributed.rows import own_rows, whole_rows
 from monograph.errors import InputRefused
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
@@ -78,9 +80,11 @@ def keep_first_weights(session: Session, resumed: bool) -> None:
     """
     if not session.reward or not (kl := session.drawer.options.kl) or not kl.needs_reference:
         return
-    session.drawer.reference = [plane.param.clone() for plane in session.engine.step.planes]
-    tensors = {f"weights.{number}": param for number, param in enumerate(session.drawer.reference)}
-    (_read if resumed else _write)(session, tensors)
+    planes = session.engine.step.planes
+    session.drawer.reference = [plane.param.clone() for plane in planes]
+    # By name, as the planes of another number of ranks are others.
+    views = (plane.views(own) for plane, own in zip(planes, session.drawer.reference, strict=True))
+    (_read if resumed else _write)(session, dict(itertools.chain.from_iterable(views)))
 
 
 def score_with_first_weights(session: Session, resumed: bool, progress: Progress) -> None:
@@ -117,9 +121,10 @@ def verify_reference(run: Run) -> None:
 
 def _write(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
     """Store a reference in the run's folder, before the run's first checkpoint."""
+    gathered = ((name, whole_rows(tensor)) for name, tensor in tensors.items())  # one at a time, by all ranks
+    there = {name: whole.cpu() for name, whole in gathered if session.world.leads}
     if not session.world.leads:
         return
-    there = {name: tensor.cpu() for name, tensor in tensors.items()}
     content = save(there, {"fingerprint": session.corpus.fingerprint, "sha256": _digest(there)})
     write_whole(session.run.folder / REFERENCE, content, "nothing was trained yet: make room there, and start again")
     sync(session.run.folder)
@@ -135,7 +140,7 @@ def _read(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
     if not like or fingerprint != session.corpus.fingerprint:
         raise InputRefused(LOST.format(path, DAMAGED))
     for name, tensor in tensors.items():
-        tensor.copy_(stored[name])
+        tensor.copy_(own_rows(stored[name], tensor))
 
 
 def _stored(path: Path) -> tuple[dict[str, torch.Tensor], str | None]:

@@ -17,7 +17,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import SAME_ROWS, block_of
 from monograph.predict.drawing import Drawing, drawing_s
-from monograph.predict.estimate import trained_numbers
+from monograph.predict.estimate import copied_bytes, trained_numbers
 from monograph.predict.footprint import Judged
 from monograph.predict.roofline import peak_flops
 from monograph.report.quantities import counted
@@ -35,7 +35,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import run_named, shape_in
 from monograph.run.trust import code_digest
 from monograph.session.adapting import lora_of
-from monograph.session.plan import FP32_BYTES, Plan
+from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
 from monograph.storage.reading import without_links
 
 TEACHER = "teacher:"
@@ -172,7 +172,7 @@ def _kl(plan: Plan) -> Kl | None:
     return Kl(cast(Estimator, estimator), float(strength)) if strength else None
 
 
-def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 0) -> dict[str, int]:
+def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1) -> dict[str, int]:
     """Return the bytes that a run with rewards holds beside its step, by origin; empty for other runs.
 
     Args:
@@ -180,19 +180,24 @@ def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 
         config: the model's shape.
         machine: the device; keys and values take no more than half of its free memory (`Drawer`).
         slots: the most tokens of a prompt and its answer; 0: a whole row, as long as the prompts are unknown.
+        ranks: the number of those that draw, of which this is one.
     """
     if plan.reward is None:
         return {}
-    options = options_of(plan)
-    narrow = plan.precision != "fp32" and (lora_of(plan.settings) or plan.optimizer.endswith(":all-bf16"))
+    options, lora = options_of(plan), lora_of(plan.settings)
+    narrow = plan.precision != "fp32" and (lora or plan.optimizer.endswith(":all-bf16"))
     dtype, slots = torch.bfloat16 if narrow else torch.float32, slots or options.length + 1
-    rows = min(max(options.prompts * options.group, SAME_ROWS), MOST_ROWS) + min(options.prompts, MOST_PROMPTS)
+    own = -(-options.prompts * options.group // ranks)
+    rows = min(max(own, SAME_ROWS), MOST_ROWS) + min(options.prompts, MOST_PROMPTS)
     answers = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
     beside = {"answers": min(answers, machine.free_memory_bytes // 2)}
+    if is_sharded(plan.parallel):
+        beside["whole weights"] = copied_bytes(config, lora, plan.precision, plan.parallel.endswith(":bf16"))
     if options.kl and options.kl.needs_reference:
         width = 2 if plan.optimizer.endswith(":all-bf16") else FP32_BYTES
         # The weights that are trained wait in a second copy while the reference scores.
-        beside["reference"] = 2 * width * trained_numbers(config, lora_of(plan.settings), plan.precision)
+        numbers = trained_numbers(config, lora, plan.precision) // sharing(plan.parallel, ranks)
+        beside["reference"] = 2 * width * numbers
     if plan.reward.startswith(TEACHER) and (shape := shape_in(plan.reward.removeprefix(TEACHER))):
         beside["teacher"] = shape.parameter_count() * FP32_BYTES
     return beside

@@ -115,10 +115,6 @@ def require_with_rewards(settings: Settings) -> None:
     excluded = {
         f"model.init = {init}": (code_file(init) is not None, "a program says no tokenizer: name a run or a folder"),
         "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),
-        f"train.parallel = {train.parallel}": (
-            is_sharded(train.parallel),
-            "whole weights draw answers: take ddp",
-        ),
         "train.precision = fp8": (train.precision == "fp8", "answers are not drawn in fp8: take bf16"),
         f"train.tokens = {tokens}": (tokens is not None, "answers have any length: give updates or minutes"),
         f"optim.ema = {ema}": (ema != "none", "answers are the weights' own: leave it out"),

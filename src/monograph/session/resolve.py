@@ -11,7 +11,6 @@ from typing import Any
 from monograph import planner
 from monograph.config import DEFAULT_MINUTES, Settings
 from monograph.device import Device, compiler_obstacle, default_device
-from monograph.distributed.world import place
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model import hub
 from monograph.model.adapter import is_adapter, read_adapter, resolved_base
@@ -26,7 +25,7 @@ from monograph.rl.preferences import preference
 from monograph.run.base import tokenizer_named, tokenizer_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, rates, require_tokens
-from monograph.session.plan import Length, Plan, Shape, is_sharded
+from monograph.session.plan import Length, Plan, Shape, is_sharded, sharing
 from monograph.session.recorded import own_copies
 from monograph.session.reinforcing import bytes_beside, fixed_rl, judging
 from monograph.session.requirements import require_positions, require_room, require_targets, require_together
@@ -213,7 +212,7 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
     The memory that a module other than a Llama needs is unknown. With several ranks, the share of one rank is planned.
     """
     settings, config, share = plan.settings, shape.config, -(-plan.rows // shape.ranks)
-    plan = replace(plan, beside=bytes_beside(plan, config, machine, shape.slots)) if config else plan
+    plan = replace(plan, beside=bytes_beside(plan, config, machine, shape.slots, shape.ranks)) if config else plan
     expected: Candidate | None = None
     fixed: dict[str, Any] = {"micro_batch": share, "remat": "none", "compile": "whole", "memory": "device"}
     if shape.like:
@@ -318,7 +317,7 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
         kept = (lora.base, plan.precision) if lora else None
         plan, memory = replace(plan, tokens_per_update=rows * plan.sequence_length), "stream"
         if plan.memory != "stream":
-            shared = own.near if plan.parallel[0] == "h" and (own := place(srun=True)) else shape.ranks
+            shared = sharing(plan.parallel, shape.ranks)
             machine = without(machine, -spared_bytes(config.parameter_count(), plan.parallel, shared, kept))
             memory = "device"
     request = request_of(plan, config, machine, shape.tokens)

@@ -175,8 +175,8 @@ def remember(session: Session, seconds: float) -> None:
 
 
 def remember_drawing(session: Session) -> None:
-    """Store how long drawing took beside its closed form, for later plans, if each update drew once."""
-    if not isinstance(session.corpus, Prompts) or session.drawer.options.draws > 1:
+    """Store how long drawing took beside its closed form, for later plans, if one process drew once for each update."""
+    if not isinstance(session.corpus, Prompts) or session.drawer.options.draws > 1 or not session.world.alone:
         return
     machine, config, prompt = describe(), session.drawer.model.config, session.corpus.longest
     rows = [row for row in session.run.rows() if "longest" in row][-CALIBRATING:]

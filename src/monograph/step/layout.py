@@ -220,6 +220,7 @@ class Layout:
         take_weights: is called after other values were copied into these tensors.
         whole: returns a module of the same shapes, perhaps without values, if the step's own is sharded.
         assembled: returns a context with a module that can be called on its own, all of its weights in one place.
+        gathered: returns a module with all weights as they are now, to be called on every rank; the same each time.
         counters: tensors of a state in addition to the step's own counters, by name.
         frozen: which members are never updated again, bool [N].
     """
@@ -244,6 +245,7 @@ class Layout:
     take_weights: Callable[[Any, Mapping[str, Tensor]], None] = lambda step, taken: None
     whole: Callable[[Any], nn.Module | None] = lambda step: None
     assembled: Callable[[Any], AbstractContextManager[nn.Module]] = lambda step: nullcontext(step.model)
+    gathered: Callable[[Any], nn.Module] = lambda step: step.model
     counters: Mapping[str, Tensor] = field(default_factory=dict)
     frozen: Tensor | None = None
 
