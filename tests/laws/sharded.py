@@ -55,11 +55,13 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def in_state(tensor: Tensor, exact: Tensor) -> float:
-    """Return the error of a tensor of a state; of scales of 8-bit blocks, that of this rank's own blocks."""
-    place = getattr(tensor, "place", None)
-    ours, theirs = (whole(tensor), exact) if place is None else (tensor.to_local(), exact[place])  # type: ignore[attr-defined]
-    return relative_error(ours.double(), theirs.double())
+def in_state(world: World, tensor: Tensor, exact: Tensor) -> float:
+    """Return the error of a tensor of a state; of scales of 8-bit blocks, the sum of those of each rank's own."""
+    place: slice | None = getattr(tensor, "place", None)
+    if place is None:
+        return relative_error(whole(tensor).double(), exact.double())
+    own = relative_error(tensor.to_local().double(), exact[place].double())  # type: ignore[attr-defined]
+    return float(world.sum(torch.tensor(own, dtype=torch.float64)))
 
 
 def gradient(engine: Any) -> Tensor:
@@ -242,7 +244,7 @@ def combinations(world: World) -> dict[str, dict[str, float]]:
                     worst = max(worst, abs(float(a) - float(b)) / abs(float(a)))
             state = {**many.state().model, **many.state().optimizer}
             assert state.keys() == exact.keys() and kept_results(many.model) == kept_results(one.model)
-            errors = {n: in_state(tensor, exact[n]) for n, tensor in state.items()}
+            errors = {n: in_state(world, tensor, exact[n]) for n, tensor in state.items()}
             found[f"{kind} {name} {dtype}"] = {"numbers": worst, "state": max(errors.values())}
     return found
 
