@@ -7,6 +7,9 @@ RUN = .venv/bin/python -m
 # One process more than there are cores, as some wait, up to four; each takes whole files.
 WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))') --dist=loadfile
 
+# Bytecode that is kept spares every worker, and every command that a test starts, seconds of compiling.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help train quick test test-costs test-all gpu-less mutants site lint format python setup setup-dev
 

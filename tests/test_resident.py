@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from batches import copied, flat_gradient, large_batch_gradient, ragged, tiny_llama
+from batches import captured_to_train, copied, flat_gradient, large_batch_gradient, ragged, tiny_llama
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.graph.capture import capture
 from monograph.graph.remat import Remat
@@ -122,7 +122,7 @@ def test_out_of_memory_at_one_row_recomputes_the_blocks_and_keeps_the_bits():
 
 def test_what_was_captured_is_captured_again_with_recomputed_blocks():
     engine, plain = (Resident(tiny_llama(num_hidden_layers=1), micro_batch=1) for _ in range(2))
-    assert engine.capture(ragged(3), "aot_eager") is None
+    captured_to_train(engine, ragged(3))
 
     def too_much(batch, seed):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")

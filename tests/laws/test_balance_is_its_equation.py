@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from batches import flat_gradient, packed, ragged, rows_of, tiny_llama
+from batches import captured_to_train, flat_gradient, packed, ragged, rows_of, tiny_llama
 from monograph.ensemble import Ensemble
 from monograph.errors import UsageError
 from monograph.graph import balance
@@ -111,23 +111,29 @@ def test_every_engine_adds_its_gradient(kind: str, batch: dict[str, Tensor]) -> 
     assert relative_error(torch.cat([view.flatten() for view in mine]), exact) <= 1e-12
 
 
-@pytest.mark.parametrize("scope, remat", [("whole", Remat.Off()), ("blocks", Remat.Full())])
+FEW = {"num_hidden_layers": 2, "mlp_only_layers": (0,)}  # a graph has the same lines for each layer more
+
+
+# By day members have one graph for the whole of it.
+@pytest.mark.parametrize(
+    ("scope", "remat"), [pytest.param("whole", Remat.Off(), marks=pytest.mark.slow), ("blocks", Remat.Full())]
+)
 def test_a_captured_step_adds_it(scope: Any, remat: Any) -> None:
-    batch, model = packed(ROWS), mixture()
+    batch, model = packed(ROWS), mixture(**FEW)
     exact = slow_gradient(model, batch)
     engine = Resident(model, micro_batch=3, remat=remat)
-    assert engine.capture(batch, "aot_eager", scope) is None
+    captured_to_train(engine, batch, scope=scope)
     assert relative_error(accumulated(engine, batch), exact) <= 1e-12
 
 
-@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_captured_update_of_members_adds_it(each: bool) -> None:
     """Gradient and update are one graph; Dynamo would trace an autograd.Function's forward pass alone there."""
-    batch, models = packed(ROWS), [mixture(seed=seed) for seed in (0, 1)]
+    batch, models = packed(ROWS), [mixture(seed=seed, **FEW) for seed in (0, 1)]
     exact = [float(slow_gradient(model, batch).norm()) for model in models]
     engine = Ensemble(models, each=each)
     window = {name: rows.expand(2, *rows.shape).contiguous() for name, rows in batch.items()} if each else batch
-    assert engine.capture(window, "aot_eager") is None
+    captured_to_train(engine, window)
     engine.accumulate(window)
     assert engine.update().grad_norm.tolist() == pytest.approx(exact, rel=1e-12)
 

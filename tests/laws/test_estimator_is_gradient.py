@@ -356,7 +356,9 @@ def test_groups_over_the_wrong_axis_are_noticed(monkeypatch: pytest.MonkeyPatch)
         test_a_window_groups_answers_by_their_prompts()
 
 
-@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize(
+    "fault", [pytest.param(fault, marks=pytest.mark.slow if at else ()) for at, fault in enumerate(FAULTS)]
+)
 def test_a_wrong_weight_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(globals(), "weights", lambda _, *group: FAULTS[fault](*group))
     with pytest.raises(AssertionError):

@@ -172,7 +172,9 @@ def test_transformers_llama_is_a_module_like_any_other():
 
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
-@pytest.mark.parametrize("spread", [0.02, 0.05, 0.2])
+@pytest.mark.parametrize(
+    "spread", [pytest.param(0.02, marks=pytest.mark.slow), 0.05, pytest.param(0.2, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
 def test_merged_is_as_near_to_the_truth_as_unmerged(dtype, spread, kind):
     """Both against float64 of the same numbers, base and adapters; averaged over seeds, as it is a matter of luck."""
@@ -233,8 +235,15 @@ OPTIMIZERS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("base", BASES)
-@pytest.mark.parametrize("name", OPTIMIZERS)
+# By day each optimizer has one base, and AdamW every one.
+@pytest.mark.parametrize(
+    ("name", "base"),
+    [
+        pytest.param(name, base, marks=() if place % 3 == at or name == "adamw" else pytest.mark.slow)
+        for place, name in enumerate(OPTIMIZERS)
+        for at, base in enumerate(BASES)
+    ],
+)
 def test_every_optimizer_resumes_and_leaves_the_base_alone(name, base):
     kind = "dora" if base == "nf4" else "lora"
     ones = [engine("bf16", Remat.Off(), 4, base, kind, OPTIMIZERS[name]) for _ in range(2)]

@@ -85,8 +85,8 @@ def naive(student: Llama, teachers: Sequence[Llama], batch: Batch) -> tuple[floa
     return float(mean.detach()), torch.cat([each.flatten() for each in torch.autograd.grad(mean, parameters)])
 
 
-def learning(dtype: torch.dtype, micro_batch: int, remat: object = None) -> Resident:
-    student, teachers = tiny_llama(dtype), models(3, dtype)
+def learning(dtype: torch.dtype, micro_batch: int, remat: object = None, **sizes: int) -> Resident:
+    student, teachers = tiny_llama(dtype, **sizes), models(3, dtype, **sizes)
     return Resident(student, loss=MixtureLoss(teachers, SHARE), micro_batch=micro_batch, remat=remat)  # type: ignore[arg-type]
 
 
@@ -127,18 +127,24 @@ def test_teachers_stay_as_they_are_and_scores_are_everybodys():
 
 @pytest.mark.parametrize(
     ("scope", "remat"),
-    [("blocks", None), ("whole", None), ("blocks", Remat.Full()), ("blocks", Remat.Budget(0.3))],
+    [
+        pytest.param("blocks", None, marks=pytest.mark.slow),  # by day a part of the blocks is recomputed
+        ("whole", None),
+        pytest.param("blocks", Remat.Full(), marks=pytest.mark.slow),
+        ("blocks", Remat.Budget(0.3)),
+    ],
     ids=["blocks", "whole", "full", "budget"],
 )
 def test_captured_is_eager(scope, remat, monkeypatch):
     """Full graphs: `capture` refuses a break. The head with all its teachers is one graph, in chunks."""
     monkeypatch.setattr(mixture, "chunk_count", lambda *_: 2)
-    batch, eager = packed(6), learning(torch.float32, 3)
-    captured = learning(torch.float32, 3, remat)
+    layers = {"num_hidden_layers": 1 if scope == "whole" else 2}  # one graph has the same lines for each layer more
+    batch, eager = packed(6), learning(torch.float32, 3, **layers)
+    captured = learning(torch.float32, 3, remat, **layers)
     assert captured.capture(batch, "aot_eager", scope) is None
     for each in (eager, captured):
         each.accumulate(batch)
-    _, truth = naive(tiny_llama(torch.float64), models(3), batch)
+    _, truth = naive(tiny_llama(torch.float64, **layers), models(3, **layers), batch)
     assert error_within(flat_gradient(captured.model), flat_gradient(eager.model), truth)
     captured.update()
     graphs = compat.captured_graphs()

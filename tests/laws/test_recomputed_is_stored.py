@@ -61,8 +61,15 @@ def trained(engine, windows):
     return [*seen, *engine.model.state_dict().values()]
 
 
-@pytest.mark.parametrize(("precision", "rows"), [("fp32", ragged), ("bf16", packed)])
-@pytest.mark.parametrize("family", FAMILIES)
+# By day every second family has the one precision and the others the other.
+@pytest.mark.parametrize(
+    ("family", "precision", "rows"),
+    [
+        pytest.param(family, *way, marks=() if family == "llama" or place % 2 == at else pytest.mark.slow)
+        for place, family in enumerate(FAMILIES)
+        for at, way in enumerate([("fp32", ragged), ("bf16", packed)])
+    ],
+)
 def test_bits_of_losses_gradients_and_weights(family, precision, rows):
     windows = [rows(5, seed=seed) for seed in range(2)]
     stored = trained(engine(Remat.Off(), precision, **FAMILIES[family]), windows)

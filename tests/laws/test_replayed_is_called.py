@@ -36,7 +36,7 @@ def test_recomputed(policy, precision):
     [
         ("aot_eager", "whole", "fp32", Remat.Off()),
         pytest.param("aot_eager", "whole", "bf16", Remat.Full(), marks=pytest.mark.slow),
-        ("aot_eager", "blocks", "fp32", Remat.Off()),
+        pytest.param("aot_eager", "blocks", "fp32", Remat.Off(), marks=pytest.mark.slow),
         ("eager", "whole", "bf16", Remat.Off()),
     ],
 )

@@ -58,9 +58,12 @@ CHANGES = {
 }  # fmt: skip
 
 
-# By day test_replayed_is_called.py resumes a run with a graph, every change stands for what it changes, three updates a
-# draw for all that is rewarded (its penalty has the reference, too), and adapters beside 4 bits for adapters.
-AT_NIGHT = {"aot", "llama", "rewarded", "rewarded, near where it began", "adapters"}
+# By day test_replayed_is_called.py resumes a run with a graph, tests/commands/test_stream.py a streamed one, and
+# tests/test_narrow.py an engine with rounded moments; every change stands for what it changes, three updates a draw for
+# all that is rewarded (its penalty has the reference, too), and adapters beside 4 bits for adapters.
+AT_NIGHT = {
+    "aot", "llama", "streamed", "rounded", "rewarded", "rewarded, near where it began", "taught", "adapters",
+}  # fmt: skip
 CASES = [
     pytest.param(case, marks=pytest.mark.slow if case in AT_NIGHT else ())
     for case in ("llama", "own", "cooled", *CHANGES)
@@ -74,7 +77,7 @@ def test_resumed_at_every_checkpoint(case: str, apart: int, monkeypatch: pytest.
     settings = dict(others.get(case.partition(",")[0]) or (LORA if case.startswith("adapters") else SETTINGS))
     settings |= {**CHANGES.get(case, {}), "train.save_every": apart}
     # Draws of one update: of more, only what lies between draws is saved, as after 12.
-    soon = case in ("rewarded", "rewarded, near where it began", "taught")
+    soon = case in ("rewarded", "rewarded, near where it began", "taught", "a hybrid with mixtures")
     if case in CHANGES:  # past the second epoch's end, which comes after what is resumed; of prompts that are few soon
         settings["train.updates"] = 8 if soon and apart == 4 else 16
     if case == "epochs":
@@ -101,7 +104,8 @@ def test_resumed_at_every_checkpoint(case: str, apart: int, monkeypatch: pytest.
             whole = f"cut-{update}"
 
 
-def test_after_updates_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("later", [(), pytest.param((8,), marks=pytest.mark.slow)])
+def test_after_updates_without_a_graph(later: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the clock says how many there are, so what is saved comes after them; what is killed before begins anew."""
 
     def compiling_for(updates: int, end: object = 0) -> None:
@@ -126,7 +130,7 @@ def test_after_updates_without_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [row["update"] for row in rows if eager_start.MARK in row and "lr" in row] == [1, 2, 3, 4, 5]
     saved = sorted(path.name for path in Path("whole/checkpoints").iterdir())
     assert saved[0] == "step-00000005", "a checkpoint from before the graph"
-    for update in (5, 8):
+    for update in (5, *later):
         cut_back("whole", f"cut-{update}", update)
         resume(f"cut-{update}")
         assert fingerprint(Path(f"cut-{update}")) == expected, update

@@ -23,7 +23,6 @@ from monograph.stream import Placement, chunked_update, host_update
 from numerics import error_within
 from streamed import (
     AT_ONCE,
-    DAY,
     EVERY,
     FAMILIES,
     LAYERS,
@@ -72,7 +71,8 @@ def test_placements(place):
     assert_same(placement=EVERY[place], precision="bf16", **unclipped(EVERY[place]))
 
 
-@pytest.mark.parametrize("place", by_day(EVERY))
+@pytest.mark.slow  # by day tests/stream/test_lanes.py compares every placement with a resident engine in fp32
+@pytest.mark.parametrize("place", EVERY)
 def test_placements_of_whole_weights(place):
     assert_same(placement=EVERY[place], precision="fp32", **unclipped(EVERY[place]))
 
@@ -199,7 +199,7 @@ def kinked_windows(odd, level):
         PLACEMENTS,
         [0.0, float("inf")],
         [(place, 0.0) for place in ("on the host", "updated on both")],
-        [(place, float("inf")) for place in DAY & PLACEMENTS.keys()],
+        [(place, float("inf")) for place in ("all on disk", "everywhere")],
     ),
 )
 def test_what_is_not_finite_changes_nothing(place, level):

@@ -16,7 +16,6 @@ from monograph.loss import TokenLoss
 from monograph.optim import AdamW, Muon
 from monograph.stream import Placement, Streamed
 from streamed import (
-    DAY,
     EVERY,
     PLACEMENTS,
     PRECISIONS,
@@ -63,7 +62,13 @@ EMA = {"averaged": 0.5, "plain": None}
 
 @pytest.mark.parametrize(
     ("place", "ema"),
-    crossed(EVERY, EMA, [(place, "averaged") for place in DAY], [("updated on both", "plain")]),
+    # By day tests/stream/test_lanes.py evaluates averaged weights in every placement.
+    crossed(
+        EVERY,
+        EMA,
+        [(place, "averaged") for place in ("all on disk", "backward, updated on both")],
+        [("updated on both", "plain")],
+    ),  # fmt: skip
 )
 def test_evaluated(place, ema):
     changes = {"optim": AdamW(lr=1e-2, ema=EMA[ema]), "precision": "bf16", **unclipped(EVERY[place])}
@@ -181,12 +186,15 @@ class Nowhere:
 
 
 PLAIN, MUON = AdamW(lr=1e-2), Muon(lr=1e-2, state="8bit", ema=0.9)
+DAYS = (MUON, "next forward", "bf16"), (PLAIN, "everywhere", "fp32")
 
 
-@pytest.mark.parametrize("optim", [PLAIN, MUON])
 @pytest.mark.parametrize(
-    ("place", "precision"),
-    crossed(["next forward", "everywhere"], PRECISIONS, [("next forward", "bf16"), ("everywhere", "fp32")]),
+    ("optim", "place", "precision"),
+    [
+        pytest.param(optim, place, precision, marks=() if (optim, place, precision) in DAYS else pytest.mark.slow)
+        for optim, place, precision in itertools.product([PLAIN, MUON], ["next forward", "everywhere"], PRECISIONS)
+    ],
 )
 def test_streamed_then_resident_then_streamed(place, precision, optim, tmp_path):
     """By their states, and by the files of checkpoints, which are the same bytes."""

@@ -26,6 +26,11 @@ from numerics import relative_error
 TOKENS = (4, 19, 59)  # all of them in the first rows of `ragged`
 WITH_ROWS = replace(SMALL, tokens=TOKENS)
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
+# By day each dtype, and a table that is tied and one that is not.
+EACH = [
+    pytest.param(dtype, tied, marks=() if tied == (dtype == torch.float32) else pytest.mark.slow)
+    for dtype in DTYPES for tied in (True, False)
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -83,8 +88,7 @@ def loss_and_gradients(model):
     return found
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("dtype", "tied"), EACH)
 def test_loss_and_gradients_are_pefts(dtype, tied):
     """While the rows are the base's PEFT's bits but for the rows' own gradient, which it adds up over all of the table.
 
@@ -144,8 +148,7 @@ def test_transformers_llama_is_a_module_like_any_other():
     torch.testing.assert_close(merged(input_ids=tokens).logits, model(input_ids=tokens).logits, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(("dtype", "tied"), EACH)
 def test_merged_is_as_near_to_the_truth_as_unmerged(dtype, tied):
     tokens, squares = ragged(8)["tokens"], {"merged": 0.0, "unmerged": 0.0}
     for seed in range(8):

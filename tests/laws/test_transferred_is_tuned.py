@@ -300,12 +300,12 @@ def test_without_transfer_they_do_not(rule: str, tied: bool) -> None:
 
 
 MUTANTS = [
-    ("adamw", HEAD, 1.0),
+    pytest.param("adamw", HEAD, 1.0, marks=pytest.mark.slow),
     ("adamw", DOWN, 1.0),
-    ("adamw", Q, 1.0),
-    ("adamw", EMBEDDING, -1.0),
+    pytest.param("adamw", Q, 1.0, marks=pytest.mark.slow),
+    pytest.param("adamw", EMBEDDING, -1.0, marks=pytest.mark.slow),
     ("muon", DOWN, 0.5),
-    ("muon", HEAD, 1.0),
+    pytest.param("muon", HEAD, 1.0, marks=pytest.mark.slow),
 ]
 
 

@@ -57,10 +57,11 @@ def pairwise(every: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
 def by_day(chosen: Sequence[tuple[Any, ...]], *compiled: int) -> list[Any]:
     """The combinations as parameters of a test; slow are those whose every choice one before them has.
 
-    Eager ones come first, as they cost little. `compiled`: places whose every choice is compiled once, too.
+    Eager ones come first, as they cost little. Compiled ones with a budget come last, as each layer is traced for
+    itself there. `compiled`: places whose every choice is compiled once, too.
     """
     seen, parameters = set[Any](), []
-    for each in sorted(chosen, key=lambda each: each[2] != "none"):
+    for each in sorted(chosen, key=lambda each: (each[2] != "none") * (1 + isinstance(each[1], Remat.Budget))):
         has = {*enumerate(each), *((place, each[place], each[2] != "none") for place in compiled)}
         parameters.append(pytest.param(*each, marks=pytest.mark.slow if has <= seen else ()))
         seen |= has

@@ -108,10 +108,21 @@ def _assert_near(named, expected, bound):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=6)
+@settings(max_examples=3)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_float64_equals_the_plain_decoder(family, data, seed):
-    config = data.draw(configs(family))
+    _equals_the_plain_decoder(data.draw(configs(family)), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=30)
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_more_configurations_equal_the_plain_decoder(family, data, seed):
+    _equals_the_plain_decoder(data.draw(configs(family)), seed)
+
+
+def _equals_the_plain_decoder(config, seed):
     model, tokens = _model(config, seed).double(), _tokens(config, 9, seed)
     segments = torch.tensor([[1, 1, 1, 2, 2, 2, 2, 0, 0], [1] * 9])
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0, 0], [*range(9)]])
@@ -126,9 +137,21 @@ def test_float64_equals_the_plain_decoder(family, data, seed):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=8)
+@settings(max_examples=4)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_fp32_equals_transformers(family, data, seed):
+    _equals_transformers(family, data, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=40)
+@given(data=st.data(), seed=st.integers(0, 99))
+def test_more_configurations_equal_transformers(family, data, seed):
+    _equals_transformers(family, data, seed)
+
+
+def _equals_transformers(family, data, seed):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     # With fewer channels a norm leaves so little of them that fp32 itself is worse than the bound.
@@ -160,8 +183,13 @@ def _in_files(model, logits, config):
     return in_files(dict(zip(named, _gradients(logits, list(named.values())), strict=True)), config)
 
 
-@pytest.mark.parametrize("shard", ["20KB", "1GB"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "shard"),
+    [
+        *((family, "20KB") for family in FAMILIES),
+        *(pytest.param(family, "1GB", marks=() if family == "llama" else pytest.mark.slow) for family in FAMILIES),
+    ],
+)
 def test_a_folder_goes_out_and_comes_back_as_its_family(tmp_path, family, shard):
     from transformers import AutoModelForCausalLM
 

@@ -29,6 +29,9 @@ SEVERAL = [
     "backward, updated on the host",
 ]
 
+# By day each operation is watched for every home and every time of an update, once on the host and once on the device.
+WATCHED = {"everywhere", "updated on both", "backward, offloaded"}
+
 
 def of(place: str, executor: Any, **changes: Any) -> Any:
     """A streamed engine with that executor, its weights averaged."""
@@ -171,7 +174,9 @@ class Watching(Recorder):
             self.work = None
 
 
-@pytest.mark.parametrize("place", by_day(EVERY))
+@pytest.mark.parametrize(
+    "place", [pytest.param(place, marks=() if place in WATCHED else pytest.mark.slow) for place in EVERY]
+)
 def test_works_touch_what_they_declare_and_the_host_nothing_before_all_is_done(place: str) -> None:
     """What works touch of the shared memory, and what the host does of it between them; nor is there a race."""
     watching, touches, odd = Watching(), 0, list[str]()

@@ -15,7 +15,7 @@ from monograph.stream.lanes import Home
 from monograph.stream.placement import When
 from monograph.stream.store import Buffer
 from stream.traffic import Traffic, device_bytes, traffic
-from streamed import DAY, EVERY, LAYERS, WHOLE, crossed, streamed, unclipped
+from streamed import EVERY, LAYERS, WHOLE, crossed, streamed, unclipped
 
 HIDDEN, INTERMEDIATE = 32, 48
 DEVICE, HOST, DISK = Home.DEVICE, Home.HOST, Home.DISK
@@ -53,7 +53,12 @@ def held(engine: Any) -> tuple[int, int, int]:
 
 @pytest.mark.parametrize(
     ("place", "tied"),
-    crossed(EVERY, [False, True], [(place, False) for place in DAY], [("everywhere", True), ("updated on both", True)]),
+    # By day every home and every time of an update, and weights that are tied and that are not.
+    crossed(
+        EVERY,
+        [False, True],
+        [("all on disk", False), ("backward, offloaded", False), ("everywhere", True), ("updated on both", True)],
+    ),
 )
 def test_copied_and_held_bytes(place: str, tied: bool) -> None:
     for blocks_per_stage, micro_batches in ((1, 3), (2, 1), (3, 2), (4, 3)):
