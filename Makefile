@@ -20,7 +20,7 @@ help:
 	@echo 'make test-all    the slow tests too'
 	@echo 'make gpu-less    what a GPU would run, on a pretended one (downloads 5 GB once; ARGS=--quick for less)'
 	@echo 'make mutants     how many of the faults put into the code the tests notice (hours; ARGS: --room step --count 20)'
-	@echo 'make site       the pages of docs/ as a site, in site/ (installs mkdocs-material)'
+	@echo 'make site        the pages of docs/ as a site, in site/ (installs mkdocs-material)'
 	@echo 'make lint        style, types and layers only'
 	@echo 'make format      apply the style'
 

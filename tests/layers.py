@@ -131,7 +131,8 @@ def losses() -> dict[str, Case]:
 def layers() -> dict[str, Case]:
     """By the name of the class."""
     found = {name: Case(getattr(nn, name), (VECTOR,)) for name in PLAIN if name != "DataParallel"}
-    found |= in_dimensions() | recurrent() | losses()
+    found |= in_dimensions() | recurrent()
+    found |= {name: case for name, case in losses().items() if hasattr(nn, name)}  # torch 2.11 lacks one
     attention = (ROWS, 5, 8)
     transformer = {"dim_feedforward": 12, "batch_first": True}
     return found | {

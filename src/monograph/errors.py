@@ -101,7 +101,7 @@ class DiskFull(MonographError):
 
 
 class RunInUse(MonographError):
-    """Another process holds the run folder's lock."""
+    """Another process holds the run folder's lock, or sends the run to the same tracker."""
 
     exit_code = 8
 

@@ -183,7 +183,23 @@ def test_each_member_of_a_sweep_and_what_learned_from_them_is_a_run(fake: Fake, 
     assert fake.opened[-1] == fake.opened[1]
 
 
-@pytest.mark.parametrize(("interrupt", "code"), [(KeyboardInterrupt, 130), (OSError(28, "full"), 7), (ValueError, 3)])
+def test_a_second_call_is_refused_for_the_same_tracker_alone(fake: Fake, tmp_path: Path, capsys: Any) -> None:
+    run = begun(tmp_path / "run")
+    run.log(update(1, 3.5))
+    with follow._alone(run.folder, "wandb"):
+        assert monograph_("follow", str(run.folder), "--to", "wandb") == 8
+        assert "run: another process sends this run to wandb" in capsys.readouterr().err
+        assert monograph_("follow", str(run.folder), "--to", "mlflow") == 0
+    assert monograph_("follow", str(run.folder), "--to", "wandb") == 0
+    assert len(fake.opened) == 2
+
+
+FULL = RuntimeError("(sqlite3.OperationalError) database or disk is full")
+
+
+@pytest.mark.parametrize(
+    ("interrupt", "code"), [(KeyboardInterrupt, 130), (OSError(28, "full"), 7), (FULL, 7), (ValueError, 3)]
+)
 def test_what_was_sent_is_kept_however_it_ends(
     interrupt: Any, code: int, fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
@@ -251,24 +267,14 @@ rate = settings["optim.lr"].number_value
 points = [(tag, each.step, each.value) for tag in events.Tags()["scalars"] for each in events.Scalars(tag)]
 """,
     "wandb": """
-# The offline file is 7 bytes and then LevelDB's log: records in parts, blocks of 32 KiB.
-import json, struct
+import json, subprocess, sys
 from pathlib import Path
-from wandb.proto.wandb_internal_pb2 import Record
 (file,) = Path("out/wandb").glob("offline-run-*/*.wandb")
-content, at, part, points, rate = file.read_bytes(), 7, b"", [], None
-while at + 7 <= len(content):
-    if 32768 - at % 32768 < 7:
-        at += 32768 - at % 32768
-        continue
-    size, kind = struct.unpack("<HB", content[at + 4 : at + 7])
-    part, at = part + content[at + 7 : at + 7 + size], at + 7 + size
-    if kind in (1, 4):
-        record, part = Record.FromString(part), b""
-        for each in [*record.run.config.update, *record.config.update]:
-            rate = json.loads(each.value_json) if each.key == "optim.lr" else rate
-        items = {"/".join(each.nested_key) or each.key: json.loads(each.value_json) for each in record.history.item}
-        points += [(key, items["_step"], value) for key, value in items.items() if key[0] != "_"]
+command = [Path(sys.executable).with_name("wandb"), "leet", "inspect", "--json", file]
+records = [*map(json.loads, subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.splitlines())]
+(rate,) = [each["run"]["config"]["update"]["optim.lr"] for each in records if each["type"] == "run"]
+rows = [each["history"]["item"] for each in records if each["type"] == "history"]
+points = [(key, row["_step"], value) for row in rows for key, value in row.items() if key[0] != "_"]
 """,
     "trackio": """
 import os
@@ -296,10 +302,12 @@ def library(to: str) -> None:
         pytest.skip(f"{to} is not installed")
 
 
-def call(folder: Path, *arguments: str) -> str:
+def call(folder: Path, *arguments: str, python: str = sys.executable) -> str:
     environment = {name: value for name, value in ENVIRONMENT.items() if not name.startswith(("WANDB_", "MLFLOW_"))}
-    command = [sys.executable, "-W", "ignore", *arguments]
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    environment["WANDB_ERROR_REPORTING"] = "false"  # of wandb's reader
+    done = subprocess.run(
+        [python, "-W", "ignore", *arguments], cwd=folder, env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

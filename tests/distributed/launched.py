@@ -8,7 +8,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -34,18 +34,24 @@ def environment() -> dict[str, str]:
 
 
 def started(
-    server: CommandServer, folder: Path, size: int, *arguments: object, call: str = CLI, **variables: str
+    server: CommandServer, folder: Path, size: int, *arguments: object, call: str = CLI, **variables: str | list[str]
 ) -> list[Command]:
-    """The ranks of a command, which are forks: without torchrun, whose own imports take seconds in each rank."""
-    shared = variables | {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    """The ranks of a command, which are forks: without torchrun, whose own imports take seconds in each rank.
+
+    A variable that is a list has a value for each rank.
+    """
+    shared = {"WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     if torch.cuda.device_count() < size:  # NCCL refuses two ranks on one card
         shared["CUDA_VISIBLE_DEVICES"] = ""
-    places = [shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(size)]
+    places = list[dict[str, str]]()
+    for rank in range(size):
+        given = {name: value if isinstance(value, str) else value[rank] for name, value in variables.items()}
+        places.append(given | shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
     return [server.start(folder, *map(str, arguments), env=each, call=call, figures=0) for each in places]
 
 
 def ranks(
-    server: CommandServer, folder: Path, size: int, *arguments: object, call: str = CLI, **variables: str
+    server: CommandServer, folder: Path, size: int, *arguments: object, call: str = CLI, **variables: str | list[str]
 ) -> list[Done]:
     """How the ranks of a command ended: the first that fails ends all, as a launcher has it."""
     running = started(server, folder, size, *arguments, call=call, **variables)
@@ -63,11 +69,20 @@ def ranks(
 class Torchrun:
     """A command under torchrun, as a person would start it; its workers can be killed."""
 
-    def __init__(self, size: int, folder: Path, *arguments: object, restarts: int = 0, **variables: str):
-        """Start `monograph` with so many ranks in a folder."""
-        self.out, self.err = folder / "torchrun.out", folder / "torchrun.err"
+    def __init__(
+        self,
+        size: int,
+        folder: Path,
+        *arguments: object,
+        restarts: int = 0,
+        meeting: Sequence[str] = ("--standalone",),
+        name: str = "torchrun",
+        **variables: str,
+    ):
+        """Start `monograph` with so many ranks in a folder; they meet those of other launchers as `meeting` says."""
+        self.out, self.err = folder / f"{name}.out", folder / f"{name}.err"
         command = [
-            sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(size),
+            sys.executable, "-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(size),
             "--max-restarts", str(restarts), "-m", "monograph", *map(str, arguments),
         ]  # fmt: skip
         with self.out.open("w") as out, self.err.open("w") as err:

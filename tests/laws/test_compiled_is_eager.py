@@ -244,6 +244,8 @@ def test_mixtures_of_experts_are_captured_once(scope, remat, backend):
     """However tokens are shared out among experts; float64, so that rounding chooses no other expert."""
     mixed = {"model_type": "qwen3_moe", "mlp_only_layers": (0,)}
     if scope == "whole":  # to compile less; with biases and sinks
+        if torch.__version__.startswith("2.11."):
+            pytest.skip("torch 2.11's graphs take a log-sum-exp in fp64, which sinks read, for one in fp32")
         mixed = {"model_type": "gpt_oss", "num_hidden_layers": 1}
     balance = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
     sizes = {"num_experts": 5, "num_experts_per_tok": 2, **balance, **mixed}

@@ -8,6 +8,7 @@ import errno
 import hashlib
 import io
 import os
+import socket
 import sys
 import tempfile
 import tomllib
@@ -16,7 +17,7 @@ from contextlib import ExitStack, closing, contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-from monograph.errors import DiskFull, InputRefused, MonographError
+from monograph.errors import DiskFull, InputRefused, MonographError, RunInUse
 from monograph.interrupts import taken_back
 from monograph.report.quantities import counted
 from monograph.report.trackers import Opener, Point, Settings, Tracker, tracker_named
@@ -47,6 +48,7 @@ def run(run: str, *, to: str, out: Path | None) -> None:
             over = wait_until_free(folder, POLL_S)  # asked first, so that no row comes after the last look
             for each in _runs(folder):
                 if each not in followed:
+                    trackers.enter_context(_alone(each, to))
                     followed[each] = trackers.enter_context(closing(_Followed(each, tracker, out)))
                 followed[each].send()
     if not any(each.rows for each in followed.values()):
@@ -97,8 +99,7 @@ class _Followed:
             return
         points = [self._point(number, line) for number, line in enumerate(added.splitlines(), self.rows + 1)]
         if not self._open:
-            key = hashlib.sha256(os.fsencode(self._run.folder)).hexdigest()[:12]
-            self._open = self._tracker(self.name, key, self._settings(), self._out)
+            self._open = self._tracker(self.name, _key(self._run.folder), self._settings(), self._out)
         self._open.write(points)
         self.rows, self.update, self.seen = self.rows + len(points), points[-1][0], self._open.seen
         self._offset, self._before = self._offset + len(added), (self._before + added)[-COMPARED_BYTES:]
@@ -132,6 +133,25 @@ class _Followed:
             raise InputRefused(f"{self._run.config}: not the settings of a run; put it back") from None
 
 
+def _key(folder: Path) -> str:
+    return hashlib.sha256(os.fsencode(folder)).hexdigest()[:12]
+
+
+@contextmanager
+def _alone(folder: Path, to: str) -> Iterator[None]:
+    """Keep away a second call, which would take the run in the tracker away from this one.
+
+    The lock is a socket's name without a file: the run is not touched, and the kernel frees it however this ends.
+    """
+    with socket.socket(socket.AF_UNIX) as lock:
+        try:
+            lock.bind(f"\0monograph follow {_key(folder)} {to}")
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:  # other systems than Linux have no such names
+                raise RunInUse(f"{folder}: another process sends this run to {to}; wait, or end it first") from None
+        yield
+
+
 def _numbers(row: Mapping[str, Any], prefix: str = "", depth: int = 3) -> Iterator[tuple[str, float]]:
     """Yield the finite numbers of a row; those of an object inside have its name before theirs."""
     for name, value in row.items():
@@ -149,6 +169,7 @@ def _refused(to: str) -> Iterator[None]:
     except MonographError:
         raise
     except Exception as error:
-        if getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        if full or "disk is full" in str(error):  # SQLite's words, which MLflow's error repeats
             raise DiskFull(f"{to}: its files cannot be written: {error}; see the disk, then follow again") from error
         raise InputRefused(f"{to}: {type(error).__name__}: {error}") from error

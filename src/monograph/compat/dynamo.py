@@ -30,7 +30,7 @@ def graph_breaks() -> int:
     return int(sum(torch._dynamo.utils.counters["graph_break"].values()))
 
 
-def is_capture_error(error: BaseException) -> bool:
+def is_capture_error(error: BaseException | None) -> bool:
     """Return whether an error means that torch could not trace or compile a function, not that the function failed."""
     import torch._dynamo.exc as dynamo
     import torch._inductor.exc as inductor

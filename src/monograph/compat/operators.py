@@ -17,7 +17,8 @@ def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> int:
 
     attention = torch.ops.aten._scaled_dot_product_flash_attention
     packet = getattr(operator, "overloadpacket", operator)
-    if packet is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # torch's list lacks it
+    lacking = ("_scaled_dot_product_flash_attention_for_cpu", "flex_attention")  # torch's list lacks one, 2.11's both
+    if packet not in flop_registry and getattr(packet, "__name__", "") in lacking:
         packet = attention
     if str(packet).startswith("aten._scaled_dot_product"):  # torch 2.11 does not support fewer key heads here
         heads = args[0].shape[1]
@@ -92,6 +93,19 @@ def attributes(owner: Any, replaced: dict[str, Any]) -> Iterator[None]:
             delattr(owner, name)
         for name, value in before.items():
             setattr(owner, name, value)
+
+
+def integer_parameters() -> AbstractContextManager[None]:
+    """In the block, let a parameter of integers be made without saying that it takes no gradient.
+
+    FSDP2 of torch 2.11 says so only afterwards, when torch has refused, for the rows of a quantised base.
+    """
+    make = torch.nn.Parameter.__new__
+
+    def made(kind: Any, data: Any = None, requires_grad: bool = True) -> Any:
+        return make(kind, data, requires_grad and (data is None or data.is_floating_point()))
+
+    return attributes(torch.nn.Parameter, {"__new__": staticmethod(made)})
 
 
 @contextmanager

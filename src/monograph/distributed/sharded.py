@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from monograph import compat
 from monograph.device import default_device, describe
 from monograph.distributed.matrices import orthogonalised
 from monograph.distributed.rows import among, of_rows, rows_of, whole_rows
@@ -99,9 +100,10 @@ class Shards:
         if self.halved:
             policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
         # Mapped weights are read from their file one block at a time, and a rank keeps only its rows.
-        for block in blocks(model).values():
-            fully_shard(materialize_(block), mesh=mesh, ignored_params=single, mp_policy=policy)
-        self.root = fully_shard(_Summed(step), mesh=mesh, ignored_params=single)  # type: ignore[assignment]
+        with compat.integer_parameters():
+            for block in blocks(model).values():
+                fully_shard(materialize_(block), mesh=mesh, ignored_params=single, mp_policy=policy)
+            self.root = fully_shard(_Summed(step), mesh=mesh, ignored_params=single)  # type: ignore[assignment]
         for module in self.root.modules():  # type: ignore[attr-defined]
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)

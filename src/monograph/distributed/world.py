@@ -129,8 +129,8 @@ class World:
             reason = str(error).split(". ")[0]
             raise PeerLost(f"rank {own.rank}: nobody was met at {own.host}:{own.port}: {reason}") from error
         # torchrun's store outlives an attempt and keeps addresses of processes that are gone (docs/log.md), so each
-        # attempt has its own prefix.
-        self._of_attempt = dist.PrefixStore(f"monograph/{own.attempt}", self.store)
+        # attempt has its own prefix. Rank 0's own store does not, and is for launchers that count differently.
+        self._of_attempt = dist.PrefixStore(f"monograph/{own.attempt if own.shared else 0}", self.store)
         self._meet(say)
         backend = "gloo"
         if torch.cuda.is_available():
@@ -139,9 +139,12 @@ class World:
         dist.init_process_group(backend, store=self._of_attempt, rank=own.rank, world_size=own.size)
 
     def _meet(self, say: Callable[[str], None]) -> None:
-        """Wait for all processes, which a launcher starts at about the same time."""
+        """Wait for all processes, which launchers start at about the same time, and agree on the number of the attempt.
+
+        Each machine's torchrun counts only the restarts for which its own ranks were the reason.
+        """
         here = [f"there/{rank}" for rank in range(self.size)]
-        self._of_attempt.set(here[self.rank], "")
+        self._of_attempt.set(here[self.rank], str(self.attempt))
         began = said = time.monotonic()
         while not self._of_attempt.check(here):  # polled, since torch prints lines of its own when a wait times out
             now = time.monotonic()
@@ -152,6 +155,8 @@ class World:
                 say(f"waiting for {len(absent)} of {self.size} ranks: {', '.join(absent)}")
                 said = now
             time.sleep(POLL_S)
+        self.attempt = max(int(self._of_attempt.get(key)) for key in here)
+        self.again |= self.attempt > 0
 
     @property
     def leads(self) -> bool:

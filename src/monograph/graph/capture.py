@@ -241,9 +241,11 @@ def compiled(
             with compat.hooks_kept():
                 return graph(*arguments, **keywords)
         except Exception as error:
-            if not compat.is_capture_error(error):
+            # torch 2.11 fails once more as it leaves a transform, with an error that says nothing.
+            first = error if compat.is_capture_error(error) else error.__context__
+            if not compat.is_capture_error(first):
                 raise
-            failure = CaptureFailed(reason(error))
+            failure = CaptureFailed(reason(first or error))
         # Outside the except block: torch's own trace, dozens of lines, says no more (TORCH_LOGS="+dynamo" does).
         raise failure
 

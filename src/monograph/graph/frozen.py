@@ -152,7 +152,8 @@ class _Int8Product(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, codes_NK: Tensor, scale_N: Tensor) -> Tensor:
-        return ((x @ codes_NK.to(x.dtype).mT) * scale_N).to(x.dtype)
+        y = (x @ codes_NK.to(x.dtype).mT) * scale_N
+        return y if y.dtype == x.dtype else y.to(x.dtype)  # torch 2.11: captured, a `to` of no effect has no gradient
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:

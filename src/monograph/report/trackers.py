@@ -8,14 +8,15 @@ import importlib.util
 import logging
 import os
 import shutil
+import tempfile
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from contextvars import Context
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.storage.reading import entries
 from monograph.terminal import shell_words
 
@@ -81,7 +82,13 @@ def _wandb(name: str, key: str, settings: Settings, out: Path | None) -> Tracker
     where = {"dir": place, "mode": mode, "project": project, "id": key, "name": name}
     run = wandb.init(**where, config=dict(settings), reinit="create_new", settings=how)
     seen = f"wandb sync {shell_words(Path(run.dir).parent)}" if mode == "offline" else str(run.url)
-    return Tracker(lambda points: _log(run, points), run.finish, seen)
+
+    def look() -> None:
+        # On a full disk it drops rows. Without the folder it writes nothing to this machine.
+        with suppress(FileNotFoundError), tempfile.TemporaryFile(dir=run.dir) as file:
+            file.write(bytes(1 << 20))
+
+    return _watched(run, look, seen)
 
 
 def _trackio(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
@@ -98,12 +105,23 @@ def _trackio(name: str, key: str, settings: Settings, out: Path | None) -> Track
     # In a context of its own, since `init` finishes the open run of this one, and a sweep's runs are open together.
     run = Context().run(trackio.init, PROJECT, name, **how)
     place = f"TRACKIO_DIR={shell_words(out.absolute())} " if out else ""
-    return Tracker(lambda points: _log(run, points), run.finish, f"{place}trackio show --project {PROJECT}")
+
+    def look() -> None:
+        if any("logs" in failed for failed in getattr(run, "_warned_failures", ())):
+            raise DiskFull("trackio: it dropped rows; see the disk, then follow again")
+
+    return _watched(run, look, f"{place}trackio show --project {PROJECT}")
 
 
-def _log(run: Any, points: Iterable[Point]) -> None:
-    for update, numbers in points:
-        run.log(numbers, step=update)
+def _watched(run: Any, look: Callable[[], Any], seen: str) -> Tracker:
+    """Have a look after a library has written, which raises no error where it cannot."""
+
+    def write(points: list[Point]) -> None:
+        for update, numbers in points:
+            run.log(numbers, step=update)
+        look()
+
+    return Tracker(write, lambda: (run.finish(), look()), seen)
 
 
 def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracker:
@@ -112,7 +130,7 @@ def _mlflow(name: str, key: str, settings: Settings, out: Path | None) -> Tracke
     from mlflow.entities import Metric, Param
     from mlflow.tracking import MlflowClient
 
-    logging.getLogger("mlflow").setLevel(logging.WARNING)  # it tells of each table of a new file
+    logging.getLogger("mlflow").setLevel(logging.CRITICAL)  # it tells of each table of a new file, and errors twice
     uri = os.environ.get("MLFLOW_TRACKING_URI") or f"sqlite:///{(out or Path()).absolute()}/mlflow.db"
     client, project = MlflowClient(uri), os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
     experiment = client.get_experiment_by_name(project)
