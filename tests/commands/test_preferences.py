@@ -157,7 +157,7 @@ def test_a_lost_or_damaged_reference_is_refused_by_name(here: Path, monograph: C
     command.signal(2)
     assert command.wait().code == 75
     file = here / "stopped" / "reference.safetensors"
-    content, damaged = file.read_bytes(), "damaged, or of another run"
+    content, damaged = file.read_bytes(), "damaged, of another run"
     assert "reference.safetensors sound" in " ".join(monograph.run(here, "check", "stopped").out.split())
     changed = content[:-3] + bytes([content[-3] ^ 1]) + content[-2:]  # a number that stays finite
     for bad, said in ((content[:-3], damaged), (changed, damaged), (None, "missing")):

@@ -48,6 +48,18 @@ def test_the_settings_that_were_written_are_read_back(run: Run) -> None:
     assert not list(run.folder.glob("*.partial"))
 
 
+@pytest.mark.parametrize(
+    ("taken", "compile"),
+    [("train.memory=stream", "blocks"), ("train.parallel=hsdp:bf16", "blocks"), ("train.parallel=ddp", "whole")],
+)
+def test_a_step_of_one_graph_goes_on_block_by_block_where_weights_come_so(
+    taken: str, compile: str, tmp_path: Path
+) -> None:
+    run = Run.create(tmp_path / "whole")
+    write_config(run, settings(SHAPE | FIXED | {"train.compile": "whole"}))
+    assert settings_of(run, settings(dict([taken.split("=")]))).train.compile == compile
+
+
 def test_a_run_that_builds_its_model_from_a_file(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "own")
     (tmp_path / "own.py").write_text("")

@@ -9,6 +9,7 @@ import torch
 
 from monograph.run.folder import Run
 from monograph.step import Update
+from monograph.step.parts import seconds
 
 PATIENCE = 20  # so many skipped updates in a row are no accident
 
@@ -122,11 +123,12 @@ def numbers(updates: Sequence[Update]) -> list[list[dict[str, Any]]]:
     rows = []
     for update, (loss, norm, tokens, skipped) in zip(updates, torch.stack(columns).tolist(), strict=True):
         rate: Any = update.lr
-        lr = rate if isinstance(rate, tuple) else (rate,) * len(loss)
+        together = isinstance(rate, tuple)  # then the seconds would be those of all members
+        lr, parts = rate if together else (rate,) * len(loss), {} if together else seconds(update.marks)
         rows.append([
             {
                 "update": update.index + 1, "tokens": int(tokens[i]), "train_loss": loss[i], "lr": lr[i],
-                "grad_norm": norm[i], "skipped": int(skipped[i]),
+                "grad_norm": norm[i], "skipped": int(skipped[i]), **parts,
             }
             for i in range(len(loss))
         ])  # fmt: skip

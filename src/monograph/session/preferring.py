@@ -36,7 +36,7 @@ from monograph.storage.writing import sync
 
 REFERENCE = "reference.safetensors"  # in the run's folder
 LOST = "{}: the reference of this run is {}: put the file back, or begin a new run"
-DAMAGED = "damaged, or of another run"
+DAMAGED = "damaged, of another run, or of an earlier version"
 
 
 def open_pairs(plan: Plan, progress: Progress) -> Corpus:
@@ -125,7 +125,8 @@ def _write(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
     there = {name: whole.cpu() for name, whole in gathered if session.world.leads}
     if not session.world.leads:
         return
-    content = save(there, {"fingerprint": session.corpus.fingerprint, "sha256": _digest(there)})
+    # One entry, as safetensors writes several in any order.
+    content = save(there, {"whose": f"{session.corpus.fingerprint} {_digest(there)}"})
     write_whole(session.run.folder / REFERENCE, content, "nothing was trained yet: make room there, and start again")
     sync(session.run.folder)
 
@@ -143,13 +144,13 @@ def _read(session: Session, tensors: Mapping[str, torch.Tensor]) -> None:
         tensor.copy_(own_rows(stored[name], tensor))
 
 
-def _stored(path: Path) -> tuple[dict[str, torch.Tensor], str | None]:
+def _stored(path: Path) -> tuple[dict[str, torch.Tensor], str]:
     """Return the tensors of a stored reference, and the fingerprint of what it was made for."""
     with suppress(SafetensorError, OSError, RuntimeError), safe_open(path, "pt") as file:
         stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
-        whose = file.metadata() or {}
-        if whose.get("sha256") == _digest(stored):
-            return stored, whose.get("fingerprint")
+        fingerprint, _, digest = (file.metadata() or {}).get("whose", "").rpartition(" ")
+        if digest == _digest(stored):
+            return stored, fingerprint
     raise InputRefused(LOST.format(path, DAMAGED))
 
 

@@ -22,6 +22,7 @@ from monograph.run.run_index import checkpoint_named
 from monograph.run.trust import carries_mark, is_ours, marked, require_trusted
 from monograph.run.writing import write_whole
 from monograph.session.adapting import KEYS, require_no_new
+from monograph.session.plan import is_sharded
 from monograph.storage.reading import contents, entries, exists, is_file, is_folder, matching, resolved, without_links
 from monograph.terminal import shell_words
 
@@ -186,8 +187,8 @@ def settings_of(run: Run, given: Settings) -> Settings:
         ):
             continue
         if key in ("train.memory", "train.parallel"):  # the updates stay the same
-            # A streamed run has no graph of the whole step.
-            split = value == "stream" and own.train.compile == "whole"
+            # A run that is streamed, or gathered block by block, has no graph of the whole step.
+            split = (value == "stream" or is_sharded(str(value))) and own.train.compile == "whole"
             own = own.resolve({key: value} | ({"train.compile": "blocks"} if split else {}), given.origins[key])
             continue
         if key in EXCLUSIVE[0]:

@@ -106,8 +106,6 @@ class Reporter:
         self.update_s.append(seconds / updates)
         self.rates.append(self._tokens / self.update_s[-1])
         self.read = {"tokens_per_s": self.rates[-1] or None, **self.gauges.read()}
-        if self.session.plan.memory == "device":  # a streamed update is made stage by stage
-            self.read |= self.session.engine.step.parts.read()
         # How fast answers are drawn depends on their lengths.
         if not self.session.reward and (slower := self.alarm.note(self.rates[-1], seconds)):
             self.session.run.log({"update": row["update"], "tokens": row["tokens"], "slower": slower})

@@ -80,7 +80,9 @@ def require_with_ranks(settings: Settings) -> None:
     if train.parallel == "none":
         return
     narrow = name.endswith(":all-bf16")
-    excluded = {f"optim.name = {name}": (narrow, "gradients would be summed in bf16: take :bf16")}
+    excluded = {
+        f"optim.name = {name}": (narrow, f"gradients would be summed in bf16: take {name.partition(':')[0]}:bf16")
+    }
     if is_sharded(train.parallel):
         halved = train.parallel.endswith(":bf16")
         excluded |= {

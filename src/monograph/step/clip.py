@@ -17,6 +17,7 @@ from monograph.graph.precision import Precision
 from monograph.ops.materialize import materialize
 from monograph.optim import Kind, Optimizer, Plane, splittable, update_
 from monograph.ranges import ABOVE_0
+from monograph.step.parts import Marks
 
 WINDOW = 128
 SIGMAS = 6.0
@@ -168,6 +169,7 @@ class Update:
             window.
         skipped: updates skipped since the start because the loss, the gradient, the count or the rate was not finite,
             or the window had no target, int64.
+        marks: when the parts of the update began; see `monograph.step.parts`.
     """
 
     index: int
@@ -177,3 +179,4 @@ class Update:
     grad_norm: Tensor
     tokens: Tensor
     skipped: Tensor
+    marks: Marks = ()

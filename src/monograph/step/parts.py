@@ -3,9 +3,12 @@
 import itertools
 import time
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+Marks = Sequence[tuple[str, Any]]  # the names of parts, each with the time or the event at which it begins
 
 
 class Parts:
@@ -13,7 +16,7 @@ class Parts:
 
     def __init__(self, device: torch.device):
         """Take the device that computes."""
-        self._cuda, self._now, self._last = device.type == "cuda", list[tuple[str, Any]](), list[tuple[str, Any]]()
+        self._cuda, self._now = device.type == "cuda", list[tuple[str, Any]]()
 
     def begin(self, part: str) -> None:
         """End the part before and begin another; parts that begin inside a replayed graph are not told apart."""
@@ -24,21 +27,20 @@ class Parts:
             event.record()
             self._now.append((part, event))
 
-    def end(self) -> None:
-        """End the update."""
+    def end(self) -> Marks:
+        """End the update; return its parts."""
         self.begin("")
-        self._last, self._now = self._now, []
+        ended, self._now = self._now, []
+        return ended
 
-    def read(self) -> dict[str, float]:
-        """Return the seconds of each part of the last update, `passes_s` where forward and backward are one launch.
 
-        Empty if the device has not done them yet, or if the engine does not go through these parts.
-        """
-        parts = {part for part, _ in self._last}
-        if "forward" not in parts or (self._cuda and not self._last[-1][1].query()):
-            return {}
-        seconds = Counter[str]()
-        for (part, begun), (_, ended) in itertools.pairwise(self._last):
-            name = part if "backward" in parts or part != "forward" else "passes"
-            seconds[f"{name}_s"] += begun.elapsed_time(ended) / 1000 if self._cuda else ended - begun
-        return dict(seconds)
+def seconds(marks: Marks) -> dict[str, float]:
+    """Return the seconds of each part, `passes_s` where forward and backward are one launch; the device must be done.
+
+    Empty if the engine does not go through these parts.
+    """
+    parts, found = {part for part, _ in marks}, Counter[str]()
+    for (part, begun), (_, ended) in itertools.pairwise(marks) if "forward" in parts else ():
+        name = part if "backward" in parts or part != "forward" else "passes"
+        found[f"{name}_s"] += ended - begun if isinstance(begun, float) else begun.elapsed_time(ended) / 1000
+    return dict(found)

@@ -392,9 +392,9 @@ def all_or_nothing(step: Step) -> Iterator[None]:
 
 def closed(step: Step, lr: float | tuple[float, ...], grad_norm: Tensor) -> Update:
     """Return the numbers of the update that was just applied, and begin the next window."""
-    step.parts.end()
+    marks = step.parts.end() if step.layout.device is None else ()  # streamed stages are updated in turn
     loss, count = step.loss_sum / step.count, step.count.clone()
     step.loss_sum.zero_()
     step.count.zero_()
     step.index += 1
-    return Update(step.index - 1, loss, count, lr, grad_norm, step.tokens.clone(), step.skipped.clone())
+    return Update(step.index - 1, loss, count, lr, grad_norm, step.tokens.clone(), step.skipped.clone(), marks)
