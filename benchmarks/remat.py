@@ -302,7 +302,7 @@ def spread(curve: Sequence[Choice], off_bytes: int, layers: int, limit_bytes: in
     go to the fewest bytes, except that nothing is recomputed if everything fits.
 
     Args:
-        curve: the choices of one block, `monograph.graph.recording.Recording.curve`.
+        curve: the choices of one block, `monograph.graph.remat.Recording.curve`.
         off_bytes: bytes that a block keeps if nothing is recomputed.
         layers: how many blocks.
         limit_bytes: bytes that all blocks together may keep, not counting their inputs.

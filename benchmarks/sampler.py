@@ -15,10 +15,9 @@ import harness
 import torch
 from systems import drawn_on
 
-from monograph.decode.chain import OK, Rows, sample
+from monograph.decode.chain import COUNTS, OK, Rows, sample
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
-from monograph.decode.penalties import COUNTS
 from monograph.decode.request import Request
 from monograph.decode.sampling import Sampling
 from monograph.device import default_device

@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from monograph.report import plot_style
-from monograph.report.plot_style import themed
+from monograph.report import figures
+from monograph.report.figures import themed
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "ensemble.md", DOCS / "figures" / "crossover.svg"
@@ -56,17 +56,17 @@ def drawn(found: Found) -> str:
     """Draw the gain against the size of a member: all in one graph, and as recommended."""
     from matplotlib.figure import Figure
 
-    with plot_style.style():
+    with figures.style():
         figure = Figure(figsize=(6.2, 3.2), layout="constrained")
         axes = figure.subplots()
         cases = found["cases"]
         sizes = [case["parameters"] for case in cases]
-        axes.axhline(1, color=plot_style.MUTED, linewidth=0.8)
+        axes.axhline(1, color=figures.MUTED, linewidth=0.8)
         widest = max(cases[0]["gain"], key=int)
-        marks: Any = {"color": plot_style.WARN, "linewidth": 1.8, "marker": "o", "markersize": 3.5}
+        marks: Any = {"color": figures.WARN, "linewidth": 1.8, "marker": "o", "markersize": 3.5}
         axes.plot(sizes, [case["gain"][widest] for case in cases], label=f"all {widest} in one graph", **marks)
         best = [case["gain"][str(case["chosen"])] for case in cases]
-        marks |= {"color": plot_style.ACCENT, "linestyle": "none", "marker": "D", "markersize": 6, "fillstyle": "none"}
+        marks |= {"color": figures.ACCENT, "linestyle": "none", "marker": "D", "markersize": 6, "fillstyle": "none"}
         axes.plot(sizes, best, label="recommended, and how many at once", **marks)
         for case, gain in zip(cases, best, strict=True):
             place = (case["parameters"], gain)
@@ -79,7 +79,7 @@ def drawn(found: Found) -> str:
         axes.set_title(f"Faster than {found['settings']['members']} members one after another")
         axes.set_xlabel("parameters of a member", fontsize=8, loc="right")
         axes.legend(frameon=False, fontsize=8)
-        return themed(plot_style.svg(figure))
+        return themed(figures.svg(figure))
 
 
 def made() -> tuple[str, str]:

@@ -21,10 +21,9 @@ from typing import Any
 from rich.cells import cell_len
 
 from monograph.report import figures, quantities
-from monograph.report.plot_style import themed
-from monograph.run.curve import SCALE_WIDTH, YARDSTICK_WIDTH, curve_pieces
+from monograph.report.figures import themed
 from monograph.run.progress import LABEL_WIDTH
-from monograph.run.screen import cut, shown
+from monograph.run.screen import SCALE_WIDTH, YARDSTICK_WIDTH, curve_pieces, cut, shown
 
 YARDSTICKS = ("trigram", "gzip -9", "order 6", "xz -9")
 COLUMNS, CURVE_ROWS, FRAMES = 100, 8, 30

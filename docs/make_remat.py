@@ -9,8 +9,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from monograph.report import plot_style
-from monograph.report.plot_style import themed
+from monograph.report import figures
+from monograph.report.figures import themed
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "memory.md", DOCS / "figures" / "remat.svg"
@@ -19,9 +19,9 @@ BEGIN, END = "<!-- made by docs/make_remat.py -->", "<!-- end -->"
 Found = dict[str, Any]  # a case of the result file
 # The lines of the picture: the way, its name, and its style.
 LINES = (
-    ("torch, whole", "torch's budget, one graph", plot_style.WARN, "-"),
-    ("spread, whole", "over the blocks, one graph", plot_style.ACCENT, "-"),
-    ("spread, blocks", "over the blocks, a graph for each", plot_style.ACCENT, (0, (2, 1.5))),
+    ("torch, whole", "torch's budget, one graph", figures.WARN, "-"),
+    ("spread, whole", "over the blocks, one graph", figures.ACCENT, "-"),
+    ("spread, blocks", "over the blocks, a graph for each", figures.ACCENT, (0, (2, 1.5))),
 )
 # At share 0 every policy is `Remat.Full`, at share 1 `Remat.Off`.
 ENDS = {0.0: "full", 1.0: "none"}
@@ -78,7 +78,7 @@ def drawn(found: Found) -> str:
     """Draw bytes against the share, and against the recomputed FLOPs."""
     from matplotlib.figure import Figure
 
-    with plot_style.style():
+    with figures.style():
         figure = Figure(figsize=(7.3, 3.1), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         shares = sorted({case["share"] for case in found["cases"]})
@@ -93,7 +93,7 @@ def drawn(found: Found) -> str:
         right.set_xlabel("FLOPs of products computed again, %", fontsize=8, loc="right")
         left.set_ylim(0, None)
         left.legend(frameon=False, fontsize=8, loc="lower right")
-        return themed(plot_style.svg(figure))
+        return themed(figures.svg(figure))
 
 
 def main() -> None:

@@ -10,8 +10,8 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from monograph.report import plot_style
-from monograph.report.plot_style import themed
+from monograph.report import figures
+from monograph.report.figures import themed
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "rewards.md", DOCS / "figures" / "rewards.svg"
@@ -148,8 +148,8 @@ def drawn() -> str:
     """Draw right answers over seconds for the tasks, and over updates for the objectives."""
     from matplotlib.figure import Figure
 
-    colours = (plot_style.ACCENT, plot_style.WARN, plot_style.MUTED)
-    with plot_style.style():
+    colours = (figures.ACCENT, figures.WARN, figures.MUTED)
+    with figures.style():
         figure = Figure(figsize=(7.3, 3.1), layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True)
         for case, colour in zip(cases("rewards"), colours, strict=True):
@@ -157,9 +157,7 @@ def drawn() -> str:
             left.plot(seconds, smooth(list(passed)), color=colour, linewidth=1.8, label=case["task"])
         for (name, runs), style in zip(objectives().items(), STYLES, strict=True):
             columns = zip(*(smooth([row[1] for row in run["curve"]]) for run in runs), strict=True)
-            right.plot(
-                [statistics.fmean(each) for each in columns], color=plot_style.ACCENT, linestyle=style, label=name
-            )
+            right.plot([statistics.fmean(each) for each in columns], color=figures.ACCENT, linestyle=style, label=name)
         left.set_title("Right answers, by task")
         right.set_title("The first task, mean of three seeds")
         left.set_xlabel("seconds of training", fontsize=8, loc="right")
@@ -167,7 +165,7 @@ def drawn() -> str:
         left.set_ylim(0, 1)
         for axes in (left, right):
             axes.legend(frameon=False, fontsize=8, loc="lower right")
-        return themed(plot_style.svg(figure))
+        return themed(figures.svg(figure))
 
 
 TABLES = {PAGE: (tasks, ladder, planned, beside), DOCS / "preferences.md": (preferences, beside_dpo)}

@@ -14,7 +14,7 @@ from typing import Literal, Union, get_args, get_origin
 
 import monograph
 from monograph.config.keys import KEYS, SECTIONS, AnswerForm, Floored, Fraction, Width
-from monograph.model.presets import PRESETS
+from monograph.model.families import PRESETS
 from monograph.session.plan import Plan
 
 # Fields of a plan whose names differ from their keys'.

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET_CPU_S = 60.0  # of both workers together; lint takes the other half of the minute
 UNKNOWN_CPU_S = 5.0
-BUDGETS = [f"tests/test_house.py::test_at_most_{what}" for what in ("35738_lines_of_code", "60_toml_keys")]
+BUDGETS = [f"tests/test_house.py::test_at_most_{what}" for what in ("35655_lines_of_code", "60_toml_keys")]
 TEST = r"tests/[\w/]+(?:\.py)?"
 
 

@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from monograph.decode.candidates import Candidates
-from monograph.decode.chain import Rows, narrowed
+from monograph.decode.chain import COUNTS, Past, Rows, narrowed
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
-from monograph.decode.penalties import COUNTS, Past
 from monograph.decode.sampling import Sampling
 
 TRUNCATIONS = ("window", "search", "sort")

@@ -70,8 +70,8 @@ def lines_of_code(source: str, nodes: list[ast.AST]) -> int:
     return len({line for token in code for line in range(token.start[0], token.end[0] + 1)} - prose)
 
 
-def test_at_most_35738_lines_of_code(nodes: dict[Path, list[ast.AST]]) -> None:
-    most = 35_738
+def test_at_most_35655_lines_of_code(nodes: dict[Path, list[ast.AST]]) -> None:
+    most = 35_655
     assert f"{most:,} lines of code" in (ROOT / "docs" / "design.md").read_text()
     lines = sum(lines_of_code(path.read_text(), nodes[path]) for path in SOURCES)
     assert lines <= most, f"{lines - most} lines too many"
@@ -83,7 +83,8 @@ def test_what_counts_as_a_line_of_code() -> None:
     assert lines_of_code(source, [*ast.walk(ast.parse(source))]) == 3
 
 
-def test_files_have_at_most_400_lines() -> None:
+def test_at_most_280_files_of_at_most_400_lines() -> None:
+    assert len(SOURCES) <= 280
     longer = {name(path): len(path.read_text().splitlines()) for path in SOURCES}
     longer = {path: lines for path, lines in longer.items() if lines > 400}
     assert longer.keys() == LONGER_FILES.keys(), longer
@@ -187,7 +188,7 @@ OWN_JSON |= {
     "data/conversations.py",
     "profiling/profiler.py",
     "profiling/memory.py",
-    "rl/functions.py",
+    "rl/processes.py",
     "rl/worker.py",
 }
 

@@ -86,7 +86,6 @@ def test_commands_are_ones_that_the_program_takes(
         "sweep",
         "plan",
         "profile",
-        "ladder",
         "generate",
         "evaluate",
         "compare",
@@ -96,7 +95,7 @@ def test_commands_are_ones_that_the_program_takes(
         "check",
     ):
         module = types.ModuleType(f"monograph.commands.{name}")
-        module.run = module.show = module.build = record  # type: ignore[attr-defined]
+        module.run = module.run_ladder = module.show = module.build = record  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, "monograph.serve.command", module)
     monkeypatch.chdir(named)

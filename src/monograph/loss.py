@@ -22,8 +22,7 @@ from torch import Tensor, nn
 
 from monograph.errors import UsageError
 from monograph.graph.token_rows import rows_of
-from monograph.ops.cross_entropy import linear_cross_entropy
-from monograph.ops.log_probabilities import token_log_probabilities
+from monograph.ops.cross_entropy import linear_cross_entropy, token_log_probabilities
 from monograph.ops.mixture import mixture_cross_entropy
 from monograph.ranges import NOT_NEGATIVE
 

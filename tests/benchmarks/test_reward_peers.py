@@ -13,7 +13,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
 from monograph.rl.arrange import Rollout
-from monograph.rl.objectives import Weight
+from monograph.rl.loss import Weight
 from scripts import smoke
 
 

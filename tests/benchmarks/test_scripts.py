@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch._functorch.config
 
-from monograph.model import masks
+from monograph.model import llama
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FAMILIES
 from monograph.session.ladder import RUNGS
@@ -204,10 +204,10 @@ def test_families(script, monkeypatch, tmp_path):
 
 
 def test_families_notices_a_window_that_is_off_by_one(script, monkeypatch):
-    families, exact = script("families"), masks.dense_mask
+    families, exact = script("families"), llama.dense_mask
     config = LlamaConfig.preset("nano", model_type="mistral", sliding_window=5, initializer_range=0.3)
     assert families.compared(config, 0)["logits_fp32"] < 1e-5
-    monkeypatch.setattr(masks, "dense_mask", lambda segments, window: exact(segments, window + 1))
+    monkeypatch.setattr(llama, "dense_mask", lambda segments, window: exact(segments, window + 1))
     off = families.compared(config, 0)
     assert min(off[error] for error in families.ERRORS) > 0.01 and off["round_trip"]
 

@@ -233,7 +233,6 @@ def serve() -> None:
     import monograph.commands.evaluate
     import monograph.commands.export
     import monograph.commands.generate
-    import monograph.commands.ladder
     import monograph.commands.profile
     import monograph.commands.sweep
     import monograph.commands.train  # noqa: F401

@@ -16,7 +16,7 @@ import pytest
 
 from commands.forked import CommandServer
 from commands.inputs import TINY, over
-from monograph.commands.ladder import Climb, _climbed, _object, _show, measured
+from monograph.commands.profile import Climb, _climbed, _ladder_object, _show_ladder, measured_rungs
 from monograph.config import classify, load
 from monograph.device import describe
 from monograph.run.progress import Progress
@@ -71,7 +71,7 @@ def test_a_busy_machine_changes_no_ratio() -> None:
     quick = Climbed((0.1,) * 8, (0.1,) * 8, 1e3, 4, 1, 1 << 20, 5.0, None, 0.0, ())
     disturbed = replace(quick, seconds=(0.3,) * 8)
     climbs = [Climb(RUNGS[0], "", quick), Climb(RUNGS[1], RUNGS[0].name, disturbed)]
-    assert [measured(climbs, timed)[1]["times"] for timed in ("cpu", "wall")] == pytest.approx([1.0, 1 / 3])
+    assert [measured_rungs(climbs, timed)[1]["times"] for timed in ("cpu", "wall")] == pytest.approx([1.0, 1 / 3])
 
 
 def test_without_held_out_text_the_loss_is_the_trainings(
@@ -82,8 +82,8 @@ def test_without_held_out_text_the_loss_is_the_trainings(
     settings = load(*classify(over(TINY, "data.held_out=0", "train.precision=fp32")))
     ladder = Ladder.of(resolve(settings, describe()), here / "seen", Progress())
     monkeypatch.setattr(Ladder, "obstacle", lambda self, way, rung: "no" if rung.fields else None)
-    found = _object(ladder, _climbed(ladder, Progress()), here / "seen")
-    _show(found, here / "seen")
+    found = _ladder_object(ladder, _climbed(ladder, Progress()), here / "seen")
+    _show_ladder(found, here / "seen")
     first, (out, error) = found["rungs"][0], capsys.readouterr()
     assert first["eval_loss"] is None and 4 < first["train_loss"] < 7 and f"{first['train_loss']:.3f}" in out
     assert "train.compile, train.precision: the rungs differ in this" in " ".join(error.split())

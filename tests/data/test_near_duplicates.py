@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from monograph.data.documents import BUCKETS, split
-from monograph.data.resolve_sources import near_duplicates
-from monograph.data.sources import find
+from monograph.data.sources import find, near_duplicates
 
 LINES = [f"    result_{i} = compute_something_long({i}, {i * i})" for i in range(100)]
 

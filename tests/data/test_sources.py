@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 
 from modes import binding_modes
-from monograph.data import resolve_sources
+from monograph.data import sources
 from monograph.data.corpus import corpus
 from monograph.data.sources import find
 from monograph.errors import InputRefused, Unreadable, UsageError
@@ -165,7 +165,7 @@ def endless(monkeypatch, block, then=None):
 
 
 def test_a_pipe_without_an_end_is_refused_at_a_bound_that_is_said(tmp_path, monkeypatch):
-    monkeypatch.setattr(resolve_sources, "MOST_STDIN_BYTES", 1 << 16, raising=False)
+    monkeypatch.setattr(sources, "MOST_STDIN_BYTES", 1 << 16, raising=False)
     endless(monkeypatch, b"again and again\n" * 4096, then=lambda: pytest.fail("read beyond the bound"))
     with pytest.raises(InputRefused, match=r"standard input: has more than 6.1e-05 GiB .* write it to a file and give"):
         find("-", tmp_path)

@@ -11,19 +11,21 @@ from torch import Tensor
 
 from monograph.decode.candidates import Candidates
 from monograph.decode.chain import (
+    COUNTS,
     DEAD,
     NAN,
     OK,
     OVERFLOW,
     Rows,
     _processed,
+    count_drawn,
     edited,
+    first_counts,
     log_probabilities,
     narrowed,
     sample,
 )
 from monograph.decode.knobs import chain_of, knobs_of, new_knobs, write_rows
-from monograph.decode.penalties import COUNTS, count_drawn, first_counts
 from monograph.decode.sampling import Sampling
 from monograph.graph.capture import compiled
 from sampled import TRUNCATIONS, rows_of, scattered

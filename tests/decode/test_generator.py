@@ -13,8 +13,7 @@ from monograph.decode.automata import Arena, stop_strings
 from monograph.decode.chain import OVERFLOW, Drawn
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
-from monograph.decode.records import Pace
-from monograph.decode.request import Finish, Request
+from monograph.decode.request import Finish, Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama

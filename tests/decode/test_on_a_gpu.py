@@ -14,8 +14,7 @@ from batches import tiny_llama
 from monograph.decode.automata import Arena, constraint, stop_strings
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
-from monograph.decode.records import Pace
-from monograph.decode.request import Request
+from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.text.tokenizer import Tokenizer
 

@@ -27,5 +27,5 @@ def test_the_picture_has_every_line_and_follows_the_reader_s_theme(made):
     words = {element.text for element in xml.fromstring(picture).iter() if element.tag.endswith("}text")}
     assert {name for _, name, _, _ in made.LINES} <= words
     assert "prefers-color-scheme: dark" in picture and not any(colour in picture.split("</style>", 1)[1] for colour in (
-        made.plot_style.INK, made.plot_style.ACCENT, made.plot_style.WARN,
+        made.figures.INK, made.figures.ACCENT, made.figures.WARN,
     ))  # fmt: skip

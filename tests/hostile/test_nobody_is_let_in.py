@@ -27,13 +27,13 @@ NEVER = {
 ALLOWED = {
     "eval": {  # a module's own method: it is to compute, not to learn
         "commands/compare.py", "commands/evaluate.py", "decode/completion.py", "decode/generator.py",
-        "evaluation/choices.py", "rl/rollouts.py",
-        "serve/versions.py", "engine.py", "graph/siblings.py", "lm_eval/model.py",
+        "distributed/sharded.py", "evaluation/choices.py", "rl/rollouts.py",
+        "serve/owner.py", "engine.py", "graph/siblings.py", "lm_eval/model.py",
     },
     "zipfile": {"model/torch_file.py"},  # what an archive says of its entries is read, and none of them
 }  # fmt: skip
 RUNS_A_TEXT = {"rl/worker.py"}  # a reward's programs, in processes of their own
-STARTS_PROGRAMS = {"text/template.py", "text/tokenizer_trial.py", "rl/functions.py", "rl/solutions.py"}
+STARTS_PROGRAMS = {"text/template.py", "text/tokenizer_trial.py", "rl/processes.py"}
 # This package's own: one compiles the constraints of requests, one a first graph for a new cache folder.
 STARTS_PROGRAMS |= {"serve/compiling.py", "storage/cache_dir.py"}
 RUNS_A_FILE = {"run/recipe.py"}  # of model.init = FILE.py:FUNCTION, which a person names as they name a program
@@ -78,7 +78,7 @@ def test_weights_are_the_only_thing_that_torch_loads(nodes: dict[str, list[ast.A
     assert calls == [("model/torch_file.py", "True")]
 
 
-def test_programs_are_started_in_six_places_and_files_run_in_one() -> None:
+def test_programs_are_started_in_five_places_and_files_run_in_one() -> None:
     by_file = {path.relative_to(PACKAGE).as_posix(): compiled(path) for path in SOURCES}
     started = {file for file, found in by_file.items() if found & {"Popen", "check_output", "posix_spawn", "execv"}}
     started |= {file for file, found in by_file.items() if {"subprocess", "run"} <= found}

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from batches import captured_to_train, flat_gradient, packed, ragged, rows_of, tiny_llama
 from monograph.ensemble import Ensemble
 from monograph.errors import UsageError
-from monograph.graph import balance
+from monograph.graph import experts
 from monograph.graph.experts import Router
 from monograph.graph.lora import Lora, adapt
 from monograph.graph.precision import Precision
@@ -185,7 +185,7 @@ def test_values_and_reported_losses_are_the_cross_entropy_alone() -> None:
     "off", [{"output_router_logits": False}, {"router_aux_loss_coef": 0.0}, {"mlp_only_layers": (0, 1, 2)}]
 )
 def test_without_it_nothing_is_computed(off: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(balance, "balance_of", lambda *_: pytest.fail("computed"))
+    monkeypatch.setattr(experts, "balance_of", lambda *_: pytest.fail("computed"))
     monkeypatch.setattr("monograph.graph.experts.balanced", lambda *_: pytest.fail("computed"))
     step = Step(mixture(**off))
     accumulate(step, [rows_of(packed(ROWS), 0, 4)])

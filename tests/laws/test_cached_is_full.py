@@ -10,8 +10,7 @@ from torch import Tensor
 
 from batches import tiny_llama
 from monograph.decode import Sampling, generate
-from monograph.decode.cache import KVCache, Slots
-from monograph.decode.reader import Reader
+from monograph.decode.cache import KVCache, Reader, Slots
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
 from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling

@@ -18,12 +18,10 @@ from torch import Tensor
 from batches import flat_gradient, tiny_llama
 from monograph.model.llama import Llama
 from monograph.resident import Resident
-from monograph.rl import objectives
+from monograph.rl import loss
 from monograph.rl import rollouts as room
 from monograph.rl.arrange import Rollout, arranged, weighted
-from monograph.rl.form import Form
-from monograph.rl.loss import PolicyLoss
-from monograph.rl.objectives import Objective, Weight, ratio_of, weights
+from monograph.rl.loss import Form, Objective, PolicyLoss, Weight, ratio_of, weights
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import FormName
 from monograph.rl.rollouts import Drawer
@@ -300,12 +298,12 @@ def test_no_answer_that_teaches_still_is_a_window() -> None:
 
 FAULTS: dict[str, Callable[[Sequence[float], Sequence[int], int], list[Weight]]] = {
     "the mean of means": lambda r, n, longest: [
-        Weight(2 * value / length, 1) for value, length in zip(objectives.centred(r), n, strict=True)
+        Weight(2 * value / length, 1) for value, length in zip(loss.centred(r), n, strict=True)
     ],
-    "a baseline that holds the answer itself": lambda r, n, longest: [Weight(v, 1) for v in objectives.centred(r)],
-    "the other answer's advantage": lambda r, n, longest: [Weight(2 * v, 1) for v in objectives.centred(r)[::-1]],
+    "a baseline that holds the answer itself": lambda r, n, longest: [Weight(v, 1) for v in loss.centred(r)],
+    "the other answer's advantage": lambda r, n, longest: [Weight(2 * v, 1) for v in loss.centred(r)[::-1]],
     "its own length as the share": lambda r, n, longest: [
-        Weight(2 * v, length) for v, length in zip(objectives.centred(r), n, strict=True)
+        Weight(2 * v, length) for v, length in zip(loss.centred(r), n, strict=True)
     ],
 }
 
@@ -346,7 +344,7 @@ def test_groups_over_the_wrong_axis_are_noticed(monkeypatch: pytest.MonkeyPatch)
 
     def scored(*arguments: Any) -> list[float]:
         rewards = score(*arguments)
-        centred = [objectives.centred(rewards[place::3]) for place in range(3)]
+        centred = [loss.centred(rewards[place::3]) for place in range(3)]
         given.extend(centred[place % 3][place // 3] for place in range(12))
         return rewards
 

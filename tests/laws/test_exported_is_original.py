@@ -19,10 +19,9 @@ from llama_cpp import LlamaCpp
 from monograph.errors import InputRefused
 from monograph.graph.experts import ExpertLinear
 from monograph.graph.lora import Lora, adapt, adapters, merge
-from monograph.model.adapter import packed
+from monograph.model.adapter import packed, save_gguf_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import BLOCK, FILE, save_gguf
-from monograph.model.gguf_adapter import save_gguf_adapter
 from monograph.model.hub import load_model, save_model
 from monograph.model.llama import Llama
 from monograph.model.scaling import FULL, LINEAR, SLIDING, LinearScaling, Llama3Scaling, LongScaling, YarnScaling

@@ -18,8 +18,7 @@ from monograph.model.llama import Llama
 from monograph.resident import Resident
 from monograph.rl import loss as room
 from monograph.rl.arrange import Rollout, arranged, by_answer, weighted
-from monograph.rl.loss import Kl, PolicyLoss
-from monograph.rl.objectives import Objective, Ratio, Weight, ratio_of
+from monograph.rl.loss import Kl, Objective, PolicyLoss, Ratio, Weight, ratio_of
 from rewarded import OPTIONS, windows
 
 RATIOS = [Ratio("clip", 0.2, 0.28), Ratio("truncate", 0.0, 1.1), Ratio("sequence", 0.02, 0.03)]

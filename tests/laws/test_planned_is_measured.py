@@ -18,7 +18,7 @@ from monograph.graph.capture import capture
 from monograph.graph.lora import Lora
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
-from monograph.planner.choose import DOUBT
+from monograph.planner.defaults import DOUBT
 from monograph.predict.estimate import estimate_bytes, trained_adapters
 from monograph.predict.footprint import Work, footprint
 from monograph.resident import Resident
@@ -241,7 +241,7 @@ def test_frozen_weights_have_neither_gradient_nor_moments():
     ],
 )
 def test_the_search_is_near_the_trace(name):
-    """It ranks; the one that it chooses is traced where that may matter (`planner.choose.DOUBT`)."""
+    """It ranks; the one that it chooses is traced where that may matter (`planner.defaults.DOUBT`)."""
     assert 0.5 <= estimate_bytes(ALL[name], "adamw") / footprint(ALL[name]).peak_bytes <= DOUBT
 
 

@@ -19,8 +19,7 @@ from batches import tiny_llama
 from monograph.decode.automata import Arena, constraint, stop_strings
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import Chain, chain_of
-from monograph.decode.records import Pace
-from monograph.decode.request import Finish, Request
+from monograph.decode.request import Finish, Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.graph.capture import Backend, compiled
 from monograph.text.tokenizer import Tokenizer

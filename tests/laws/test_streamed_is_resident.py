@@ -19,7 +19,7 @@ from monograph.graph.remat import Remat
 from monograph.loss import TokenLoss
 from monograph.optim import AdamW, Group, Muon
 from monograph.resident import Resident
-from monograph.stream import Placement, chunked_update, host_update
+from monograph.stream import Placement, chunked_update, updates
 from numerics import error_within
 from streamed import (
     AT_ONCE,
@@ -109,7 +109,7 @@ PIECES = AdamW(lr=1e-2, state="8bit"), AdamW(lr=1e-2, state="bf16", ema=0.9), Mu
 def test_updated_in_many_pieces(optim, place, monkeypatch):
     """Of 768 elements, three blocks of codes: planes and matrices are no multiples of that."""
     monkeypatch.setattr(chunked_update, "MOST", 768)
-    monkeypatch.setattr(host_update, "MOST", 768)
+    monkeypatch.setattr(updates, "MOST", 768)
     assert_same(optim=optim, placement=EVERY[place], precision="bf16", **unclipped(EVERY[place]))
 
 

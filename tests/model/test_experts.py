@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from batches import tiny_llama
 from monograph.model.config import LlamaConfig
-from monograph.model.experts import Mixture
+from monograph.model.layers import Mixture
 from numerics import relative_error
 
 CONFIG = LlamaConfig(

@@ -15,8 +15,7 @@ from llama_cpp import LlamaCpp
 from monograph.model import gguf_blocks
 from monograph.model.config import LlamaConfig
 from monograph.model.gguf import FILE, save_gguf
-from monograph.model.gguf_blocks import BLOCK, quantize
-from monograph.model.gguf_mixtures import MIXTURES, chosen
+from monograph.model.gguf_blocks import BLOCK, MIXTURES, chosen, quantize
 from monograph.model.llama import Llama
 from monograph.model.scaling import FULL, LINEAR
 from monograph.text.tokenizer import Tokenizer

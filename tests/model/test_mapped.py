@@ -30,9 +30,8 @@ from monograph.model.hub import assembled, load_model, mapped_model, read_config
 from monograph.model.llama import Llama
 from monograph.optim import AdamW, Muon
 from monograph.resident import Resident
-from monograph.run.base import digest
 from monograph.run.models import build, load, load_to_export
-from monograph.run.recipe import Recipe
+from monograph.run.recipe import Recipe, digest
 from monograph.stream import Placement, Streamed
 from monograph.text.tokenizer import Tokenizer
 

@@ -12,8 +12,8 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 from batches import tiny_llama
 from monograph import compat
-from monograph.model import masks
-from monograph.model.masks import BLOCK, attention_mask, block_mask, dense_mask
+from monograph.model import llama
+from monograph.model.llama import BLOCK, attention_mask, block_mask, dense_mask
 
 WINDOWS = st.none() | st.sampled_from([1, 2, 127, 128, 129, 130, 255, 256, 257, 384]) | st.integers(1, 900)
 LENGTHS = st.lists(st.integers(1, 200), min_size=1, max_size=6)
@@ -110,8 +110,8 @@ def test_without_segments_there_is_no_mask():
 @pytest.mark.parametrize(("width", "form"), [(32, "dense"), (64, "blocks")])
 def test_a_gpu_has_flex_attention_for_heads_of_16_and_more(width, form, monkeypatch):
     """A step whose heads are smaller would stay eager, as torch refuses to compile flex attention for them."""
-    monkeypatch.setattr(masks, "dense_mask", lambda *_: "dense")
-    monkeypatch.setattr(masks, "block_mask", lambda *_: "blocks")
+    monkeypatch.setattr(llama, "dense_mask", lambda *_: "dense")
+    monkeypatch.setattr(llama, "block_mask", lambda *_: "blocks")
     model = tiny_llama(hidden_size=width)
     with FakeTensorMode(), compat.as_if_compiling():
         segments = torch.empty(2, 9, dtype=torch.int64, device="cuda")

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from chats import speaking
-from monograph.model import modelfile as room
-from monograph.model.modelfile import Chat, held_out_chats, modelfile
+from monograph.model import gguf_words as room
+from monograph.model.gguf_words import Chat, held_out_chats, modelfile
 from monograph.text.chat import stop_ids
 from monograph.text.tokenizer import Tokenizer
 

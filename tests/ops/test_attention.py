@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from monograph.model.masks import block_mask, dense_mask
+from monograph.model.llama import block_mask, dense_mask
 from monograph.ops.attention import attention
 from numerics import error_within
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from monograph.ops.log_probabilities import token_log_probabilities
+from monograph.ops.cross_entropy import token_log_probabilities
 from monograph.ops.token_rows import Rows
 from monograph.profiling.memory import LiveBytes
 from numerics import error_within

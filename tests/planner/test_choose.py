@@ -16,7 +16,7 @@ from monograph.errors import UsageError
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
 from monograph.optim import AdamW
-from monograph.planner import Request, budget, candidates, choose, plan
+from monograph.planner import Request, budget, candidates, defaults, plan
 from monograph.predict.estimate import MOMENTS, STATE_BYTES, estimate_bytes
 from monograph.predict.footprint import Footprint, Work
 from monograph.predict.roofline import update_time
@@ -49,7 +49,7 @@ def traced(monkeypatch):
             calls.append(work)
             return Footprint("forward", {"weights": int(factor * computed_once(work, "adamw"))})
 
-        monkeypatch.setattr(choose, "footprint", footprint)
+        monkeypatch.setattr(defaults, "footprint", footprint)
         return calls
 
     return stand_in
@@ -124,7 +124,7 @@ def off_by(monkeypatch, factors, most=None):
         assert most is None or len(calls) <= most
         return Footprint("forward", {"weights": int(factors.get(work.remat, 1.0) * computed_once(work, "adamw"))})
 
-    monkeypatch.setattr(choose, "footprint", footprint)
+    monkeypatch.setattr(defaults, "footprint", footprint)
     return calls
 
 
@@ -150,13 +150,13 @@ def test_a_candidate_that_is_nearer_by_less_than_a_hundredth_is_not_traced_for_i
 def test_nothing_is_chosen_that_a_trace_has_not_found_to_fit(monkeypatch, factor, gib):
     """However often the trace disagrees; the last that is traced is the one that needs least."""
     card, asked = with_memory(H200, gib * 2**30), replace(LLAMA_3_8B, remats=EVERY)
-    calls = off_by(monkeypatch, dict.fromkeys(EVERY, factor), choose.MOST_TRACES)
+    calls = off_by(monkeypatch, dict.fromkeys(EVERY, factor), defaults.MOST_TRACES)
     found = plan(asked, card, card.peak_flops)
     assert found.nearest.work in calls and found.nearest.by_origin
     assert found.nearest.peak_memory_bytes == int(factor * estimate_bytes(found.nearest.work, "adamw"))
     assert (found.chosen is not None) == (found.nearest.peak_memory_bytes <= found.budget_bytes)
     smallest = factor * min(estimate_bytes(each.work, "adamw") for each in found.candidates)
-    assert found.chosen or found.nearest.peak_memory_bytes <= choose.NEAR * smallest
+    assert found.chosen or found.nearest.peak_memory_bytes <= defaults.NEAR * smallest
     assert not any("-" in each.why for each in found.candidates)
 
 

@@ -15,7 +15,7 @@ import pytest
 from PIL import Image
 
 from monograph.errors import DiskFull
-from monograph.report import figures, plot_style, run_report
+from monograph.report import figures, run_report
 from monograph.report.run_report import write_report
 
 YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97, "order 6": 1.87, "xz -9": 1.66}
@@ -142,7 +142,7 @@ def test_figures_are_drawings_whose_colours_follow_the_page(folder: Path, page: 
     assert page.tags["svg"] == 5
     source = (folder / "report.html").read_text()
     drawings = source[source.index('<div class="drawings">') :]
-    assert not [colour for colour in (plot_style.INK, plot_style.MUTED, plot_style.ACCENT) if colour in drawings]
+    assert not [colour for colour in (figures.INK, figures.MUTED, figures.ACCENT) if colour in drawings]
     assert "prefers-color-scheme: dark" in source
 
 
@@ -201,7 +201,7 @@ def test_no_label_lies_on_a_line_or_another_label(key: str, ends: list[float]) -
 
     rows = [{"tokens": 512 * at, key: value} for at, value in enumerate(ends, 1)]
     with matplotlib.rc_context():
-        matplotlib.rcParams.update(plot_style.STYLE)
+        matplotlib.rcParams.update(figures.STYLE)
         figure = Figure(figsize=(3.5, 2.5), layout="constrained")
         PANELS[key](axes := figure.add_subplot(), rows, key)
         figure.draw_without_rendering()

@@ -14,9 +14,7 @@ from monograph.evaluation import evaluate
 from monograph.graph.precision import Precision
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from monograph.rl.form import Form
-from monograph.rl.loss import Kl, PolicyLoss
-from monograph.rl.objectives import Objective, ratio_of
+from monograph.rl.loss import Form, Kl, Objective, PolicyLoss, ratio_of
 from monograph.rl.rewards import FormName
 from rewarded import OPTIONS, apart, prompts, windows
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from monograph.errors import InputRefused, UsageError
-from monograph.rl import functions, solutions, worker
+from monograph.rl import processes, worker
 from monograph.rl.rewards import Answer, Reward, reward_of
 
 PLACE = "prompts.jsonl:12"
@@ -25,7 +25,7 @@ LINUX = sys.platform == "linux"
 
 
 def confined() -> bool | None:
-    tried = solutions.Solutions()
+    tried = processes.Solutions()
     try:
         return tried.confinement()
     finally:
@@ -333,7 +333,7 @@ def test_children_that_leave_the_process_group_end_with_their_namespace(
 @PROGRAMS
 def test_processor_time_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     short = changed(monkeypatch, tmp_path, "RLIMIT_CPU: 5", "RLIMIT_CPU: 1")
-    monkeypatch.setattr(solutions, "SECONDS", 600.0)
+    monkeypatch.setattr(processes, "SECONDS", 600.0)
     assert score(short, "def f():\n    while True: pass", tests=["assert True", "f()"]) == 0.5
     short.close()
 
@@ -341,7 +341,7 @@ def test_processor_time_has_a_limit(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @PROGRAMS
 def test_time_has_a_limit_and_nothing_survives_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     reward = changed(monkeypatch, tmp_path, "import ast\n", "import ast\n\n")
-    monkeypatch.setattr(solutions, "SECONDS", 1.0)
+    monkeypatch.setattr(processes, "SECONDS", 1.0)
     sleeps = "import os, signal, time\ndef f():\n    signal.signal(signal.SIGTERM, signal.SIG_IGN)\n    time.sleep(600)"
     began = time.monotonic()
     assert score(reward, sleeps, tests=["assert True", "f()"]) == 0.5
@@ -407,7 +407,7 @@ def test_ctrl_c_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch, tmp_pa
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         reward.score([SLEEPS] * 20)
-    assert time.monotonic() - began < solutions.SECONDS
+    assert time.monotonic() - began < processes.SECONDS
     reward.close()
     assert soon(lambda: not commands_with(str(tmp_path)))
 
@@ -479,7 +479,7 @@ FAULTS = {
 def test_a_function_that_fails_is_refused_in_one_line_and_leaves_no_process(
     body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(functions, "SECONDS", 1.0)
+    monkeypatch.setattr(processes, "ANSWER_SECONDS", 1.0)
     (tmp_path / "worker.py").write_text(Path(worker.__file__).read_text())
     monkeypatch.setattr(worker, "__file__", str(tmp_path / "worker.py"))
     reward = own(tmp_path, f"def score(prompt, completion, record):\n    if prompt: {body}\n    return 1\n")

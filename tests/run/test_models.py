@@ -15,10 +15,9 @@ from monograph.errors import InputRefused, NoValidCheckpoint, UsageError
 from monograph.graph.inspect import unique_state
 from monograph.loss import token_loss
 from monograph.model.llama import Llama
-from monograph.run.base import tokenizer_of
 from monograph.run.folder import Run
 from monograph.run.models import build, load, load_trained, load_weights, save
-from monograph.run.recipe import Recipe
+from monograph.run.recipe import Recipe, tokenizer_of
 from monograph.run.trust import marked
 from monograph.text.tokenizer import Tokenizer
 from recorded import recorded

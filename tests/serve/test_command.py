@@ -9,8 +9,7 @@ import asyncio
 import resource
 import socket
 
-from monograph.serve.command import BACKLOG, FILES, _listening, allow_connections
-from monograph.serve.connection import MOST_CONNECTIONS
+from monograph.serve.command import BACKLOG, FILES, MOST_CONNECTIONS, _listening, allow_connections
 
 
 def test_an_answer_in_several_packets_waits_for_no_acknowledgement() -> None:

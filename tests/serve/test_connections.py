@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from clocks import HANG_S
-from monograph.serve import connection
+from monograph.serve import command
 from monograph.text.tokenizer import Tokenizer
 from served import Served, small
 
@@ -157,7 +157,7 @@ def test_one_who_sends_requests_and_waits_for_none_is_cut_off(served: Served, ge
 def test_a_client_that_reads_nothing_holds_nothing_for_long(
     served: Served, generator: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(connection, "STALL_S", 0.3)
+    monkeypatch.setattr(command, "STALL_S", 0.3)
     connections = served.server.server_state.connections
     client = socket.socket()
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -173,7 +173,7 @@ def test_an_answer_that_nobody_reads_closes_with_its_connection(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Fewer bytes than make uvicorn wait: they stay after the end of the answer, and the close waits for them."""
-    monkeypatch.setattr(connection, "HEAD_S", 0.3)
+    monkeypatch.setattr(command, "HEAD_S", 0.3)
     connections = served.server.server_state.connections
     with connected(served, HEALTH) as client:
         [ours] = connections
@@ -196,7 +196,7 @@ def test_a_connection_that_was_reset_is_forgotten_at_once(served: Served) -> Non
 
 
 def test_idle_connections_lock_nobody_out(served: Served, generator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connection, "MOST_CONNECTIONS", 20)
+    monkeypatch.setattr(command, "MOST_CONNECTIONS", 20)
     until(lambda: not served.server.server_state.connections)
     busy = connected(served, asked(ENDLESS | {"max_tokens": 50}, "Connection: close"))
     until(lambda: generator.running == 1)

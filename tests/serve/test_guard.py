@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from monograph.serve.guard import is_local
+from monograph.serve.app import is_local
 from monograph.text.tokenizer import Tokenizer
 from served import Served, small
 

@@ -16,13 +16,12 @@ import pytest
 
 from monograph import __version__
 from monograph.decode.automata import KINDS
-from monograph.decode.records import FINISHES
+from monograph.decode.request import FINISHES
 from monograph.decode.sampling import _BIAS, _RANGES, Sampling
 from monograph.serve import compiling, fields
-from monograph.serve.app import application
-from monograph.serve.guard import OPEN, Guard
+from monograph.serve.app import OPEN, Guard, application
+from monograph.serve.owner import Source
 from monograph.serve.service import Service
-from monograph.serve.versions import Source
 from monograph.text.tokenizer import Tokenizer
 from served import Served, small
 

@@ -17,7 +17,7 @@ from monograph.device import named
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model.config import LlamaConfig
 from monograph.ops.attention import block_of
-from monograph.planner import choose
+from monograph.planner import defaults
 from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Footprint
 from monograph.run.recipe import Recipe
@@ -46,7 +46,7 @@ def shape(plan: Plan) -> Shape:
 @pytest.fixture(autouse=True)
 def _not_traced(monkeypatch):
     guess = lambda work: Footprint("forward", {"weights": estimate_bytes(work, "muon")})  # noqa: E731
-    monkeypatch.setattr(choose, "footprint", guess)
+    monkeypatch.setattr(defaults, "footprint", guess)
 
 
 def test_a_run_takes_the_whole_update_where_it_fits():
@@ -162,7 +162,7 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     assert parts["whole weights"] < 4 * config.parameter_count() == parts["reference"], "matrices in bf16, and a half"
     given: list[int] = []
     monkeypatch.setattr(
-        planner, "budget", lambda device: given.append(device.free_memory_bytes) or choose.budget(device)
+        planner, "budget", lambda device: given.append(device.free_memory_bytes) or defaults.budget(device)
     )
     assert resolve(plan, CARD, Shape(config)).micro_batch == 2
     assert given == [CARD.free_memory_bytes - needed]

@@ -18,9 +18,8 @@ from monograph import compat
 from monograph.graph.remat import Remat
 from monograph.optim import AdamW
 from monograph.resident import Resident
-from monograph.stream import Streamed, cuda
-from monograph.stream.cuda import EVENTS, HostThread, Streams, executor
-from monograph.stream.lanes import Home, Immediately, Lanes, Mark, Space, Work
+from monograph.stream import Streamed, lanes
+from monograph.stream.lanes import EVENTS, Home, HostThread, Immediately, Lanes, Mark, Space, Streams, Work, executor
 from numerics import relative_error
 from stream.fake_gpu import CARD, FakeEvent, FakeGpu
 from streamed import EVERY, LAYERS, arguments, by_day, crossed, other_bits, streamed, trained, twin, windows
@@ -46,7 +45,7 @@ PLACES = [
 )
 def test_streams_and_few_events_change_no_bit(place: str, events: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Even one event a lane, waited for by works that are long over, is enough."""
-    monkeypatch.setattr(cuda, "EVENTS", events)
+    monkeypatch.setattr(lanes, "EVENTS", events)
     changes = {"clip": None, "optim": AdamW(lr=1e-2, ema=0.9)}
     usual = twin(None, windows(2), **changes)
     with FakeGpu(monkeypatch, seed=events) as gpu:

@@ -14,12 +14,12 @@ from typing import Any
 
 from torch import Tensor
 
-from monograph.stream.boundaries import RINGS
 from monograph.stream.chunked_update import STAGING_BUFFERS, chunks, to_fetch
 from monograph.stream.lanes import Home
 from monograph.stream.placement import Placement
 from monograph.stream.slots import BLOCK_SLOTS, traveling
 from monograph.stream.store import GRADIENT, WEIGHTS, Stage, Store
+from monograph.stream.walk import RINGS
 
 Traffic = Counter[tuple[Home, Home]]
 DECISION = 32  # bytes: four numbers of 8

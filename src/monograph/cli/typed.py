@@ -185,7 +185,7 @@ def profile(
 ) -> None:
     """Say where the time of an update goes, what binds it and the one change that helps most."""
     if ladder:
-        from monograph.commands.ladder import run
+        from monograph.commands.profile import run_ladder as run
     else:
         from monograph.commands.profile import run
 

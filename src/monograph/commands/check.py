@@ -17,10 +17,9 @@ from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Un
 from monograph.profiling.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.report.quantities import gibibytes, megabytes
 from monograph.run import recorded_state
-from monograph.run.base import tokenizer_of
 from monograph.run.folder import DEFAULT_ROOT, TEACHERS, Run, standard_json
 from monograph.run.models import load_to_export, own_tokenizer, require_all_finite
-from monograph.run.recipe import names_run
+from monograph.run.recipe import names_run, tokenizer_of
 from monograph.run.run_index import record, serial
 from monograph.run.writing import recorded_parent
 from monograph.session.preferring import REFERENCE, verify_reference

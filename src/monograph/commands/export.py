@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from monograph.data.resolve_sources import HUB
+from monograph.data.sources import HUB
 from monograph.errors import InputRefused, UsageError
-from monograph.model.adapter import save_adapter
-from monograph.model.gguf_adapter import FILE, save_gguf_adapter
+from monograph.model.adapter import GGUF_FILE, save_adapter, save_gguf_adapter
 from monograph.run.models import check, load_to_export, save
 from monograph.run.repository import push, require_account
 from monograph.storage.writing import temporary_folder
@@ -27,7 +26,7 @@ def run(run: str, *, to: str | Path, format: str, dtype: str | None) -> None:
         if adapters:
             try:
                 save_gguf_adapter(adapters, model.config, to / ADAPTER)
-                print(f"{to / ADAPTER / FILE}: the adapters alone, for llama.cpp beside a GGUF file of the base")
+                print(f"{to / ADAPTER / GGUF_FILE}: the adapters alone, for llama.cpp beside a GGUF file of the base")
             except InputRefused as error:
                 warn(f"{error}: the model is written merged, without a file of its adapters")
         modelfile = shell_words(to / "Modelfile")

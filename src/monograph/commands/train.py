@@ -9,7 +9,7 @@ from pathlib import Path
 from monograph import checkpointing, compat
 from monograph.config import Settings
 from monograph.data.corpus import Corpus
-from monograph.data.resolve_sources import spooled_stdin
+from monograph.data.sources import spooled_stdin
 from monograph.device import clock, default_device, describe
 from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World

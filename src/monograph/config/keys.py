@@ -8,8 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from monograph.data import LARGEST_SHARE
-from monograph.model.families import FAMILIES
-from monograph.model.presets import PRESETS
+from monograph.model.families import FAMILIES, PRESETS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 
 Auto = Literal["auto"]

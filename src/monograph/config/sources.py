@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 from monograph.config.keys import KEYS, SECTIONS
 from monograph.config.settings import EXCLUSIVE, Settings, build, check, did_you_mean
-from monograph.data.resolve_sources import HUB
-from monograph.data.sources import weighted
+from monograph.data.sources import HUB, weighted
 from monograph.errors import InputRefused, UsageError
-from monograph.model.presets import PRESETS
+from monograph.model.families import PRESETS
 from monograph.storage.reading import entries, exists, is_folder, matching, read_input
 
 COMMAND_LINE = "command line"

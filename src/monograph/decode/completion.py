@@ -15,9 +15,9 @@ from torch import Tensor
 
 from monograph.decode.automata import Automaton, stop_strings
 from monograph.decode.cache import KVCache, Slots
+from monograph.decode.chain import breakers
 from monograph.decode.generator import Generator, Mode
 from monograph.decode.knobs import chain_of
-from monograph.decode.penalties import breakers
 from monograph.decode.reproducible import continuation_seed
 from monograph.decode.request import Finish, LogProbability, Request
 from monograph.decode.sampling import Sampling

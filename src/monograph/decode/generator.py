@@ -12,17 +12,13 @@ from typing import Any, Literal
 
 from monograph import compat
 from monograph.decode.automata import Arena, Automaton
-from monograph.decode.cache import KVCache, Slots
+from monograph.decode.cache import KVCache, Reader, Slots, Wrap
 from monograph.decode.candidates import Truncation
+from monograph.decode.chain import first_counts
 from monograph.decode.knobs import Chain, chain_of, knobs_of, new_knobs, write_rows
-from monograph.decode.outbox import Outbox, drawn, reported
-from monograph.decode.penalties import first_counts
-from monograph.decode.reader import Reader, Wrap
-from monograph.decode.records import FINISHES, Block, Pace, Record
-from monograph.decode.request import Event, Request
+from monograph.decode.request import FINISHES, Block, Event, Outbox, Pace, Record, Request, drawn, reported
 from monograph.decode.sampling import Sampling
-from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status
-from monograph.decode.steps import Step, Steps
+from monograph.decode.step import MAX_STOP_IDS, DecodeStep, State, Status, Step, Steps
 from monograph.device import clock, sent
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.capture import compiled as compile_function

@@ -5,7 +5,8 @@
 
 The same function runs eagerly, compiled and replayed as a CUDA graph. The host reads nothing here. Each step writes its
 results to one line of each ring of `State`. The lines of a block of steps go to the host in one copy for each ring, and
-the host waits for it only when it reads them (`Outbox`).
+the host waits for it only when it reads them (`Outbox`). Requests over the same rows may have several chains; `Steps`
+has a step for each, of which each block of steps takes one.
 
 Shape suffixes: B rows, V vocabulary, M stop ids, T positions of a row, R lines of a ring, N log-probabilities, D hidden
 size; 1 broadcasts.
@@ -13,10 +14,13 @@ size; 1 broadcasts.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,9 +28,19 @@ from torch import Tensor
 from monograph.decode.automata import Arena, advance, allowed, stopped
 from monograph.decode.cache import KVCache
 from monograph.decode.candidates import Truncation
-from monograph.decode.chain import OK, Drawn, LogProbabilities, Rows, log_probabilities, sample
-from monograph.decode.knobs import Chain
-from monograph.decode.penalties import COUNTS, Past, count_drawn
+from monograph.decode.chain import (
+    COUNTS,
+    OK,
+    Drawn,
+    LogProbabilities,
+    Past,
+    Rows,
+    count_drawn,
+    log_probabilities,
+    sample,
+)
+from monograph.decode.knobs import Chain, joint
+from monograph.graph.replay import WARM_UP, Recorder, Replays
 from monograph.model.llama import Llama
 
 TOKEN_BITS = 24  # a code's lowest bits are the token, those above them the status
@@ -276,3 +290,46 @@ class DecodeStep:
             surprise_B = drawn.logprobs.chosen_B * (-1 / math.log(2))
             change_B = self.knobs["mirostat_eta"] * (surprise_B - self.knobs["mirostat_tau"])
             state.mu_B.copy_(torch.where(moved_B, state.mu_B - change_B, state.mu_B))
+
+
+Step = Callable[..., None]
+
+
+class Steps:
+    """A step for each chain, made when it is first used, and captured if there is a recorder.
+
+    Attributes:
+        chains: the chains that are given; the last one covers every request.
+        replays: the calls and captures of all steps.
+        of: a function that returns the step of a chain.
+        chosen: a function that returns the chain for a block of requests, given their smallest chains as a frozenset.
+    """
+
+    def __init__(
+        self, chains: Sequence[Chain], made: Callable[[Chain], Step], recorder: Recorder | None, few: bool
+    ) -> None:
+        """Take the chains.
+
+        Args:
+            chains: see the class.
+            made: a function that makes the step of a chain.
+            recorder: a recorder that captures steps, or None.
+            few: whether to make steps for these chains alone, as each takes time; otherwise for any that is asked for.
+        """
+        self.chains, self.replays = tuple(chains), Replays(self._call, recorder)
+        self._few, self.of, self.chosen = few, functools.cache(made), functools.cache(self._chosen)
+
+    def _chosen(self, least: frozenset[Chain]) -> Chain:
+        smallest = joint(least, self.chains[-1])
+        return next(c for c in self.chains if c.covers(smallest)) if self._few else smallest
+
+    def warm_up(self, sizes: Sequence[int], begin: Callable[[], None]) -> None:
+        """Capture every variant of a step that reads so many blocks; `begin` is called before each."""
+        truncations: tuple[Truncation, ...] = ("window", "search")
+        if self.replays.captures:
+            for variant in itertools.product(self.chains, sizes, truncations, (False, True)):
+                begin()
+                self.replays.run(WARM_UP, *variant)
+
+    def _call(self, chain: Chain, *variant: Any) -> None:
+        self.of(chain)(*variant)

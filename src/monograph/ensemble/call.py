@@ -14,9 +14,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from monograph import compat
 from monograph.engine import out_of_memory
 from monograph.ensemble.agreement import computed
-from monograph.ensemble.dropout import Counter, Dropout
-from monograph.ensemble.layers import CannotBatch, Layers, Watch, refusal
-from monograph.ensemble.recurrent import KERNELS
+from monograph.ensemble.layers import KERNELS, CannotBatch, Counter, Dropout, Layers, Watch, refusal
 from monograph.ensemble.stack import Stack
 from monograph.errors import InputRefused
 from monograph.graph.inspect import buffers_kept

@@ -16,9 +16,8 @@ from monograph.engine import Engine, require_member_axis
 from monograph.ensemble.call import Members
 from monograph.ensemble.knobs import Knobs
 from monograph.ensemble.layers import Layers
-from monograph.ensemble.numbers import optimizers, require_read, seeds
 from monograph.ensemble.stack import Stack
-from monograph.ensemble.step import Stacked
+from monograph.ensemble.step import Stacked, optimizers, require_read, seeds
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.graph import capture as graph
 from monograph.graph.inspect import unwrap_
@@ -45,7 +44,7 @@ class Ensemble(Engine):
     or exported at any time. A member that diverges has its updates skipped, and no other member is affected.
 
     Refused are members that differ in more than their numbers, and modules that one graph cannot hold: those that
-    decide by a tensor's value or draw from torch's generator (dropout is exact: see `monograph.ensemble.dropout`).
+    decide by a tensor's value or draw from torch's generator (dropout is exact: see `monograph.ensemble.layers`).
 
     Attributes:
         members: the modules.

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph import compat
-from monograph.graph.recording import storage_of
+from monograph.graph.remat import storage_of
 from monograph.ops.fused_gradients import Fused, fused_of, linear
 
 

@@ -25,8 +25,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from monograph import compat
 from monograph.errors import UsageError
 from monograph.graph.inspect import blocks
-from monograph.graph.recording import Recording, record
-from monograph.graph.remat import OfBlock, Policy, Remat, within
+from monograph.graph.remat import OfBlock, Policy, Recording, Remat, record, within
 from monograph.graph.siblings import within_blocks
 
 

@@ -1,9 +1,13 @@
-"""Read and write adapters in PEFT's format: a folder with adapter_config.json and adapter_model.safetensors."""
+"""Read and write adapters in PEFT's format (a folder with adapter_config.json and weights), and write them as GGUF.
+
+llama.cpp adds the adapters of a GGUF file to a file of the base model (`llama-cli --lora`). Of each weight NAME it has
+A as NAME.lora_a and B, in the base file's order of rows, as NAME.lora_b; llama.cpp multiplies by alpha / rank.
+"""
 
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +17,15 @@ from torch import Tensor, nn
 
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.inspect import ALL_LINEAR
-from monograph.graph.lora import AdaptedExperts, AnyAdapted, Lora, adapt, adapters, measure, narrow
+from monograph.graph.lora import AdaptedExperts, AnyAdapted, Lora, Plain, adapt, adapters, measure, narrow
 from monograph.graph.precision import Precision
 from monograph.graph.token_rows import ROWS, tables
 from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, new_folder, read_header, read_tensors, write_json
+from monograph.model.gguf import architecture, named, package, write_tensors
 from monograph.model.llama import Llama
-from monograph.model.vocabulary import KEY, left_out, own_rows, read_tokens, to_peft, written_tokens
+from monograph.model.scaling import LINEAR
+from monograph.model.vocabulary import KEY, PREFIX, left_out, own_rows, read_tokens, to_peft, written_tokens
 from monograph.storage.reading import exists, inside, is_file, read_json, without_links
 from monograph.text.tokenizer import Tokenizer
 
@@ -307,3 +313,51 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
         f"{adapter.folder / CONFIG}: base_model_name_or_path = {adapter.base!r} is no folder here, and nothing is "
         "fetched: write the folder of the base there"
     )
+
+
+GGUF_FILE = "adapter.gguf"
+
+
+def save_gguf_adapter(stored: Packed, config: LlamaConfig, folder: str | Path) -> None:
+    """Write a new folder with `GGUF_FILE`, whole or not at all; it may exist if it is empty.
+
+    Args:
+        stored: the adapters.
+        config: the shape of their base.
+        folder: the folder.
+
+    Raises:
+        InputRefused: the adapters have parts for which the format has no form, or the folder cannot be written.
+        DiskFull: no space left; nothing of the adapters remains.
+    """
+    obstacles = {
+        "magnitudes (lora.rank = ...:dora)": "use_dora" in stored.values,
+        "rows of tokens": KEY in stored.values,
+        f"layers of the family {config.model_type}": config.family.experts or config.family.others == LINEAR,
+    }
+    if found := [what for what, is_so in obstacles.items() if is_so]:
+        raise InputRefused(f"a GGUF file of adapters has no form for {found[0]}")
+    gguf, values = package(), stored.values
+    lora = Lora(values["r"], values["lora_alpha"], rslora="use_rslora" in values)
+    own = {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items()}
+    tensors = [*_gguf_tensors(own, config)]
+    with new_folder(Path(folder)) as new:
+        writer = gguf.GGUFWriter(new / GGUF_FILE, architecture(config))
+        writer.add_type(gguf.GGUFType.ADAPTER)
+        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, lora.scale * lora.rank)
+        write_tensors(gguf, writer, tensors, dict.fromkeys([tensor.name for tensor in tensors], "F32"))
+
+
+def _gguf_tensors(own: Mapping[str, Tensor], config: LlamaConfig) -> Iterator[Plain]:
+    """Yield both matrices of each layer; B has a weight's rows, and so the file's order of them."""
+    ends = ".lora_A.weight", ".lora_B.weight"
+    layers = [name.removesuffix(ends[0]) for name in own if name.endswith(ends[0])]
+    first, second = ([_plain(f"{layer}.weight", own[layer + end]) for layer in layers] for end in ends)
+    for of_A, of_B in zip(first, named(second, config), strict=True):
+        yield of_A._replace(name=f"{of_B.name}.lora_a")
+        yield of_B._replace(name=f"{of_B.name}.lora_b")
+
+
+def _plain(name: str, tensor: Tensor) -> Plain:
+    return Plain(name, tensor.to("meta"), tensor.clone)

@@ -7,8 +7,7 @@ from typing import Any, Self
 
 from monograph.errors import InputRefused
 from monograph.model import families, layer_kinds, mixture_keys, parameters, scaling
-from monograph.model.families import Family, family
-from monograph.model.presets import BEYOND_SHAPE, PRESETS
+from monograph.model.families import BEYOND_SHAPE, PRESETS, Family, family
 from monograph.model.scaling import FULL, LINEAR, SLIDING, Scaling, check_id, check_number, check_whole
 
 WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
@@ -54,7 +53,7 @@ class LlamaConfig:
         num_experts: experts of a mixture, which is the feed-forward layer of families that have one.
         num_experts_per_tok: experts that compute a token, those of the highest probabilities.
         norm_topk_prob: whether a token's weights, the probabilities of its experts, are divided by their sum.
-        output_router_logits: whether training adds the balance of mixtures to the loss, see `monograph.graph.balance`.
+        output_router_logits: whether training adds the balance of mixtures to the loss, see `monograph.graph.experts`.
         router_aux_loss_coef: its factor.
         moe_intermediate_size: width of an expert. 0: intermediate_size / num_experts_per_tok. Without this key experts
             have the intermediate_size.

@@ -1,15 +1,17 @@
-"""Describe the architectures that the one decoder computes, by their model_type in config.json. Needs no torch.
+"""Describe the architectures that the decoder computes, by model_type, and the shapes with a name. Needs no torch.
 
 All are one decoder of parts, and a family says which it has: where norms are in a block and around what their weights
 are centred, whether queries and keys have norms and projections biases, the activation, which keys of config.json it
 reads (windows, layers without rotary positions, multipliers of its branches), and transformers' defaults.
+
+`LlamaConfig.preset` says what the named shapes are.
 """
 
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
 from monograph.errors import InputRefused
-from monograph.model.scaling import LINEAR, LONG, SLIDING
+from monograph.model.scaling import LINEAR, LONG, SLIDING, Llama3Scaling
 
 
 class Norms(NamedTuple):
@@ -321,3 +323,28 @@ def check_computed(values: Mapping[str, Any]) -> None:
     if not packs or not isinstance(quantised, dict) or quantised.get("quant_method") != "mxfp4":
         kinds = "of quantised weights only quant_method = 'mxfp4' is" if packs else "quantised weights are not"
         raise InputRefused(f"quantization_config: {kinds} supported; save them in bf16 or fp32")
+
+
+# vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads
+PRESETS: dict[str, tuple[int, ...]] = {
+    "nano": (512, 64, 192, 2, 2, 1),
+    "micro": (4096, 192, 512, 4, 6, 2),
+    "124m": (50_304, 768, 2048, 12, 6, 6),
+    "llama-179m": (50_000, 768, 3072, 12, 12, 3),
+    "1b": (128_256, 2048, 8192, 16, 32, 8),
+    "8b": (128_256, 4096, 14_336, 32, 32, 8),
+}
+_LLAMA_3: dict[str, Any] = {
+    "max_position_embeddings": 131_072,
+    "rope_theta": 500_000.0,
+    "bos_token_id": 128_000,
+    "eos_token_id": 128_001,
+}
+BEYOND_SHAPE: dict[str, dict[str, Any]] = {
+    "nano": {"tie_word_embeddings": True, "initializer_range": 0.08},
+    "micro": {"tie_word_embeddings": True, "initializer_range": 0.046},
+    "124m": {"tie_word_embeddings": True},
+    "llama-179m": {},
+    "1b": {**_LLAMA_3, "tie_word_embeddings": True, "rope_scaling": Llama3Scaling(factor=32.0)},
+    "8b": {**_LLAMA_3, "rope_scaling": Llama3Scaling()},
+}

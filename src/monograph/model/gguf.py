@@ -19,16 +19,14 @@ from torch import Tensor
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Plain, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
-from monograph.model import gguf_experts, gguf_linear
+from monograph.model import gguf_layers
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Norms
 from monograph.model.files import new_folder
-from monograph.model.gguf_blocks import quantize
-from monograph.model.gguf_mixtures import MIXTURES, chosen
-from monograph.model.gguf_words import add_words
+from monograph.model.gguf_blocks import MIXTURES, chosen, quantize
+from monograph.model.gguf_words import add_words, modelfile
 from monograph.model.layouts import joined
 from monograph.model.llama import Llama
-from monograph.model.modelfile import modelfile
 from monograph.model.rope import inverse_frequencies
 from monograph.model.scaling import LINEAR, LinearScaling, Llama3Scaling, LongScaling, YarnScaling
 from monograph.text.tokenizer import Tokenizer
@@ -43,7 +41,7 @@ _OWN = {torch.float64: "f32", torch.float32: "f32", torch.float16: "f16", torch.
 
 # llama.cpp loads a Mistral as a "llama" and an OLMo 3 as an "olmo2"; the others keep their names.
 _ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3"}
-_ARCHITECTURES |= gguf_linear.ARCHITECTURES | gguf_experts.ARCHITECTURES
+_ARCHITECTURES |= gguf_layers.ARCHITECTURES
 # There the rotary pairs of these are neighbouring channels; here they are halves of a head.
 _NEIGHBOURING = ("llama", "smollm3", "granite")
 _EVERY = 4  # It rotates all layers of a SmolLM3 but each fourth one.
@@ -65,7 +63,7 @@ _INNER = {
     "mlp.down_proj": "ffn_down",
     "self_attn.qkv_proj": "attn_qkv",
     "mlp.gate_up_proj": "ffn_up",
-    **gguf_experts.NAMES,
+    **gguf_layers.EXPERT_NAMES,
 }
 _NORMS = Norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
 
@@ -78,8 +76,8 @@ def save_gguf(
     Matrices are stored as `dtype`, vectors (norms, biases) as f32, as llama.cpp requires, and routers as its own
     converter does. q8_0 stores 32 neighbours w of a row as a float16 scale d and integers q with w = d q and
     d = max|w| / 127, so that no weight is off by more than d / 2 and the rounding of d. In q4_k_m, q5_k_m and q6_k each
-    matrix has the type (`gguf_mixtures`) and the bytes (`gguf_blocks`) that llama.cpp's own quantizer writes. Besides
-    the model, one tensor at a time is in memory.
+    matrix has the type and the bytes (`gguf_blocks`) that llama.cpp's own quantizer writes. Besides the model, one
+    tensor at a time is in memory.
 
     Args:
         model: its weights may be on any device or in a mapped file; adapters are merged.
@@ -131,7 +129,7 @@ def _check(config: LlamaConfig, dtype: str) -> None:
     family, instead = config.model_type, "; export it with --format hf"
     _check_windows(config, instead)
     if config.family.others == LINEAR:
-        gguf_linear.check(config, instead)
+        gguf_layers.check_delta_nets(config, instead)
     layers = range(config.num_hidden_layers)
     unrotated = [layer for layer in layers if not config.rotates(layer)]
     if "no_rope_layers" in config.family.keys and unrotated != [*layers[_EVERY - 1 :: _EVERY]]:
@@ -139,7 +137,7 @@ def _check(config: LlamaConfig, dtype: str) -> None:
     if isinstance(config.rope_scaling, Llama3Scaling) and architecture(config) not in _NEIGHBOURING:
         raise InputRefused(f"rope_scaling = 'llama3' is not computed by llama.cpp for a {family}{instead}")
     _check_scores(config, instead)
-    gguf_experts.check(config, instead)
+    gguf_layers.check_experts(config, instead)
     if config.attention_bias and family not in ("llama", "granite", "gpt_oss"):
         raise InputRefused(f"attention_bias = true is not computed by llama.cpp for a {family}{instead}")
     if dtype.startswith("q"):
@@ -233,9 +231,9 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
     if config.family.full_every and (config.sliding_window is not None or config.family.sinks):
         writer.add_sliding_window(config.sliding_window or _context(config))  # a gpt-oss must have one
     if config.family.others == LINEAR:
-        gguf_linear.add_sizes(writer, config)
+        gguf_layers.add_delta_net_sizes(writer, config)
     if config.family.experts:
-        gguf_experts.add_sizes(writer, config)
+        gguf_layers.add_expert_sizes(writer, config)
     if "logits_scaling" in config.family.keys:
         writer.add_embedding_scale(config.embedding_multiplier)
         writer.add_residual_scale(config.residual_multiplier)
@@ -246,7 +244,7 @@ def _add_shape(gguf: Any, writer: Any, config: LlamaConfig) -> None:
 def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
     """Yield a model's tensors with llama.cpp's names and its order of rows, in the order of the file."""
     its_own = config.family.others == LINEAR or config.family.sinks
-    norms = _NORMS._replace(before_mlp=gguf_linear.POST_NORM) if its_own else _NORMS
+    norms = _NORMS._replace(before_mlp=gguf_layers.POST_NORM) if its_own else _NORMS
     inner_names = _INNER | {own: name for own, name in zip(config.family.norms, norms, strict=True) if own}
     for name, like, read in joined(parameters, config):
         module, _, suffix = name.rpartition(".")
@@ -254,7 +252,7 @@ def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
             module, suffix = name, "weight"
         layer, _, inner = module.removeprefix("model.layers.").partition(".")
         if inner.startswith("linear_attn"):
-            changed = gguf_linear.converted(name.partition("linear_attn.")[2], like, read, config)
+            changed = gguf_layers.converted(name.partition("linear_attn.")[2], like, read, config)
             yield changed._replace(name=f"blk.{layer}.{changed.name}")
             continue
         if config.family.centred and like.ndim == 1 and suffix == "weight":
@@ -266,7 +264,7 @@ def named(parameters: Iterable[Plain], config: LlamaConfig) -> Iterator[Plain]:
             continue
         if inner in ("self_attn.q_proj", "self_attn.k_proj") and architecture(config) in _NEIGHBOURING:
             read = _then(read, functools.partial(neighbouring, head_dim=config.head_dim))
-        if inner_names[inner] == gguf_experts.SHARED_GATE:  # one row there
+        if inner_names[inner] == gguf_layers.SHARED_GATE:  # one row there
             like, read = like[0], _then(read, lambda weight: weight[0])
         yield Plain(f"blk.{layer}.{inner_names[inner]}.{suffix}", like, read)
 
@@ -280,7 +278,7 @@ def _kinds(shapes: dict[str, torch.Size], dtype: str, config: LlamaConfig) -> di
 
 def _is_matrix(name: str, shape: torch.Size) -> bool:
     """Return whether llama.cpp reads a tensor in the file's dtype, by its name there; not biases, a router or a row."""
-    kept = ("ssm_conv1d.weight", f"{gguf_experts.ROUTER}.weight", ".bias")
+    kept = ("ssm_conv1d.weight", f"{gguf_layers.ROUTER}.weight", ".bias")
     return shape.numel() > shape[-1] and not name.endswith(kept)
 
 

@@ -1,13 +1,13 @@
 """Read and write a model's Hugging Face folder: config.json, safetensors weights (one file or shards), tokenizer files.
 
 Weights are read only from safetensors, never unpickled, and only after all names and shapes in the files' headers have
-been compared with config.json.
+been compared with config.json. Out of the folder of a model that sees pictures the text model is taken.
 """
 
 import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +20,85 @@ from monograph.model.config import LlamaConfig
 from monograph.model.files import DTYPES, Stored, mapped_weights, new_folder, read_headers, write_json, write_tensors
 from monograph.model.layouts import apart, joined, parted, stacked
 from monograph.model.llama import Llama
-from monograph.model.wrapped import is_wrapped, text_tensors, text_values
 from monograph.storage.reading import exists, inside, is_folder, read_json
 from monograph.text.tokenizer import Tokenizer
+
+# Of a text model these count where both halves of config.json say something.
+_OUTER = ("bos_token_id", "eos_token_id", "pad_token_id", "quantization_config")
+
+
+class _Wrapped(NamedTuple):
+    """How a folder holds a text model.
+
+    Attributes:
+        text: its model_type.
+        begins: how names of its tensors begin, and how they begin in a folder of its own.
+        others: how names of all other tensors begin.
+        defaults: transformers' defaults for keys that a text model of its own must have.
+        ties: transformers' default for tie_word_embeddings, which is read outside of the text model's part.
+    """
+
+    text: str
+    begins: Mapping[str, str]
+    others: tuple[str, ...]
+    defaults: Mapping[str, int] = {}
+    ties: bool = False
+
+
+_QWEN = {"model.language_model.": "model."}, ("model.visual.",)
+_WRAPPED = {
+    "qwen3_5": _Wrapped("qwen3_5_text", *_QWEN),
+    "qwen3_5_moe": _Wrapped("qwen3_5_moe_text", *_QWEN),
+    "gemma3": _Wrapped(
+        "gemma3_text",
+        {"language_model.model.": "model.", "language_model.lm_head.": "lm_head.", "model.language_model.": "model."},
+        ("vision_tower.", "multi_modal_projector.", "model.vision_tower.", "model.multi_modal_projector."),
+        {"vocab_size": 262_208, "hidden_size": 2304, "num_attention_heads": 8},
+        ties=True,
+    ),
+}
+# Layers that predict several tokens at once, which transformers leaves out, too; and the models that have them.
+_PREDICTION, _PREDICTING = "mtp.", ("qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
+
+
+def _is_wrapped(values: Mapping[str, Any]) -> bool:
+    """Return whether a config.json is of a model that holds a text model."""
+    return str(values.get("model_type")) in _WRAPPED
+
+
+def _text_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the content of a text model's config.json from that of a model that holds it, or the same content.
+
+    Raises:
+        InputRefused: the text model's part is missing, or is of another kind.
+    """
+    if (its := _WRAPPED.get(str(values.get("model_type")))) is None:
+        return values
+    inner = values.get("text_config")
+    if not isinstance(inner, dict) or inner.get("model_type", its.text) != its.text:
+        raise InputRefused(f"text_config = {inner!r}: expected a table with model_type = {its.text!r}")
+    if (ties := values.get("tie_word_embeddings", its.ties)) is None:
+        raise InputRefused("tie_word_embeddings = null: expected true or false")
+    outer = {key: values[key] for key in _OUTER if values.get(key) is not None}
+    return {**its.defaults, **inner, **outer, "model_type": its.text, "tie_word_embeddings": ties}
+
+
+def _text_tensors(stored: Mapping[str, Stored], model_type: object) -> tuple[dict[str, Stored], list[str]]:
+    """Return the text model's tensors by their own names, and the beginnings of the names of those left out."""
+    its = _WRAPPED.get(str(model_type), _Wrapped("", {}, ()))
+    others = (*its.others, _PREDICTION) if model_type in _PREDICTING else its.others
+    found, left_out = dict[str, Stored](), list[str]()
+    for name, tensor in stored.items():
+        if other := next((begin for begin in others if name.startswith(begin)), None):
+            left_out.append(other)
+            continue
+        begin = next((begin for begin in its.begins if name.startswith(begin)), "")
+        own = its.begins.get(begin, "") + name.removeprefix(begin)
+        if own in found:
+            raise InputRefused(f"{tensor.path}: {name} and {found[own].known_as} are one tensor of the text model")
+        found[own] = tensor._replace(known_as=name)
+    return found, sorted(set(left_out))
+
 
 LONGEST_FAULT = 400  # characters of an error message that quotes a file, whose text may have any length
 SHARD_BYTES = 5_000_000_000  # transformers 4 begins a new file at this size
@@ -41,10 +117,10 @@ def read_config(folder: str | Path) -> LlamaConfig:
     """
     path, values = _config_json(Path(folder))
     try:
-        return LlamaConfig.from_hf(text_values(values))
+        return LlamaConfig.from_hf(_text_values(values))
     except InputRefused as error:
         fault = str(error)
-        fault = f"text_config: {fault}" if is_wrapped(values) and not fault.startswith("text_config") else fault
+        fault = f"text_config: {fault}" if _is_wrapped(values) and not fault.startswith("text_config") else fault
         shown = fault if len(fault) <= LONGEST_FAULT else f"{fault[: LONGEST_FAULT // 2]} ... {fault[-100:]}"
         raise InputRefused(f"{path}: {shown}") from None
 
@@ -58,7 +134,7 @@ def _config_json(folder: Path) -> tuple[Path, dict[str, Any]]:
 
 def left_out(folder: str | Path) -> list[str]:
     """Return how the names of those tensors of a folder begin that are no part of its text model."""
-    return text_tensors(read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type"))[1]
+    return _text_tensors(read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type"))[1]
 
 
 def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]:
@@ -68,7 +144,7 @@ def read_headers_of(folder: str | Path) -> tuple[LlamaConfig, dict[str, Stored]]
         InputRefused: as `mapped_model`.
     """
     config = read_config(folder)
-    stored, _ = text_tensors(read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type"))
+    stored, _ = _text_tensors(read_headers(Path(folder)), _config_json(Path(folder))[1].get("model_type"))
     stored = {name: tensor for name, tensor in stored.items() if not _DERIVED.fullmatch(name)}
     stored = stacked(parted(stored, config), config)
     check_headers(stored, config, Path(folder))

@@ -1,1 +1,1 @@
-"""One operation per file, with a reference next to each fast path."""
+"""One operation or family of operations per file, with a reference next to each fast path."""

@@ -26,10 +26,10 @@ from monograph.optim import Optimizer
 from monograph.predict.estimate import EAGER_UPDATE_BYTES, ORTHOGONAL_NUMBERS, stored_numbers
 from monograph.predict.footprint import Work
 from monograph.stream import Placement
-from monograph.stream.boundaries import RINGS
 from monograph.stream.chunked_update import MOST, STAGING_BUFFERS
 from monograph.stream.placement import When, Where
 from monograph.stream.store import GRADIENT, REST, TURNS, WEIGHTS, Stage, stored
+from monograph.stream.walk import RINGS
 
 Names = frozenset[str]
 META = torch.device("meta")

@@ -23,8 +23,7 @@ import torch
 
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
-from monograph.graph.recording import Product, Recording
-from monograph.graph.remat import Choice, within
+from monograph.graph.remat import Choice, Product, Recording, within
 from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama

@@ -24,8 +24,7 @@ from monograph.model.adapter import put
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import QUERIES
-from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy
-from monograph.ops.log_probabilities import token_log_probabilities
+from monograph.ops.cross_entropy import chunk_count, linear_cross_entropy, token_log_probabilities
 from monograph.optim import Optimizer
 from monograph.predict.fake_memory import ORIGINS, FakeMemory, Graphs, Sample
 from monograph.step import Clip, Layout, Step, accumulate, update

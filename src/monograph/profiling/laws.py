@@ -37,7 +37,7 @@ from monograph.loop import load_checkpoint, save_checkpoint, train
 from monograph.loss import Batch
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.log_probabilities import token_log_probabilities
+from monograph.ops.cross_entropy import token_log_probabilities
 from monograph.optim import AdamW
 from monograph.resident import Resident
 from monograph.storage.writing import temporary_folder

@@ -6,8 +6,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from monograph.report.figures import Drawing
-from monograph.report.plot_style import COLOURS
+from monograph.report.figures import COLOURS, Drawing
 from monograph.storage.reading import contents
 
 # A cell is a text, by which it is sorted, or (text, number to sort by). None is unknown, and always sorted last.

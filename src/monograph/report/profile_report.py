@@ -11,9 +11,8 @@ from monograph.profiling.bottleneck import NOTHING, Bound, Verdict
 from monograph.profiling.intervals import PARTS
 from monograph.profiling.profiler import Profile
 from monograph.report import quantities
-from monograph.report.figures import Drawing
+from monograph.report.figures import ACCENT, INK, MUTED, Drawing, style, svg
 from monograph.report.page import Cell, folded, number, page, section, table
-from monograph.report.plot_style import ACCENT, INK, MUTED, style, svg
 from monograph.report.quantities import count
 
 

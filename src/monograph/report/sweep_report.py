@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from monograph.report import quantities
-from monograph.report.figures import Drawing, single
+from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Drawing, single, style
 from monograph.report.page import Cell, config_of, number, page, section, table
-from monograph.report.plot_style import ACCENT, GRID, INK, MUTED, WARN, style
 from monograph.report.run_report import write_pages
 
 if TYPE_CHECKING:

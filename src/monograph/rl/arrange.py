@@ -15,8 +15,7 @@ from torch import Tensor
 from monograph.data.pack import best_fit_decreasing
 from monograph.decode.completion import Completion
 from monograph.loss import IGNORE, Batch
-from monograph.rl.loss import Kl
-from monograph.rl.objectives import BY_LENGTH, Objective, Weight, weights
+from monograph.rl.loss import BY_LENGTH, Kl, Objective, Weight, weights
 from monograph.rl.prompts import Prompt
 
 

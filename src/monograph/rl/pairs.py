@@ -27,7 +27,7 @@ from monograph.data.sources import LINES, TABLES, kind_of
 from monograph.data.store import Side
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused
-from monograph.rl.records import Record, own_tokenizer, read_parts
+from monograph.rl.prompts import Record, own_tokenizer, read_parts
 from monograph.storage.reading import is_file
 from monograph.text.tokenizer import Tokenizer
 

@@ -23,8 +23,7 @@ from monograph.model.llama import Llama
 from monograph.ranges import COUNT
 from monograph.resident import Resident
 from monograph.rl.arrange import Options
-from monograph.rl.loss import PENALTIES, Kl, PolicyLoss
-from monograph.rl.objectives import OBJECTIVES, UNSCALED, Objective, ratio_of
+from monograph.rl.loss import OBJECTIVES, PENALTIES, UNSCALED, Kl, Objective, PolicyLoss, ratio_of
 from monograph.rl.pairs import PairRows, read_pairs
 from monograph.rl.preferences import PreferenceLoss, preference
 from monograph.rl.prompts import prompts_of
@@ -41,7 +40,7 @@ def policy_loss(
     """Return the loss of answers that are rewarded, for an engine; see `rollouts`.
 
     Args:
-        advantage: the objective; `monograph.rl.objectives` has their equations.
+        advantage: the objective; `monograph.rl.loss` has their equations.
         temperature: divides the logits, of the draws and in the loss.
         updates: updates that are made of each draw.
         kl: a term as `monograph.rl.loss.Kl` describes it, with its strength, such as "k2:0.05"; None: none.

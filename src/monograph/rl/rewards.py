@@ -25,8 +25,7 @@ from monograph.decode.automata import ByteAutomaton, acceptor
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
 from monograph.rl import worker
-from monograph.rl.functions import Function, parts_of, refused
-from monograph.rl.solutions import Solutions
+from monograph.rl.processes import Function, Solutions, parts_of, refused
 from monograph.storage.reading import read_json
 from monograph.terminal import warn
 
@@ -270,7 +269,7 @@ def reward_of(name: str) -> Reward:
     - "regex:PATTERN": 1 if the pattern matches the whole completion, up to spaces around it; see `acceptor`.
     - "json-schema:FILE": 1 if the completion is JSON that the schema allows, up to spaces around it, in the compact
       form that `generate --json-schema` writes.
-    - "python": the share of the record's "tests" that the completion's code passes; see `monograph.rl.solutions`.
+    - "python": the share of the record's "tests" that the completion's code passes; see `monograph.rl.processes`.
     - "teacher:MODEL": see `Taught`; MODEL is a run or a folder, which the caller loads.
     - "FILE.py:FUNCTION": what the function returns for (prompt, completion, record), or the sum if it returns several
       numbers by their names.

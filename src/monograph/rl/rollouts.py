@@ -37,9 +37,7 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import SAME_ROWS, block_of
 from monograph.optim import holding
 from monograph.rl.arrange import Group, Options, Rollout, arranged, by_answer, described, judged, weighted
-from monograph.rl.form import Form
-from monograph.rl.loss import PolicyLoss
-from monograph.rl.objectives import Weight
+from monograph.rl.loss import Form, PolicyLoss, Weight
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import Answer, Reward
 

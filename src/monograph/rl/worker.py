@@ -1,8 +1,8 @@
 """Run foreign code of a reward in a process of its own: a solution, the tests of one, or a user's function.
 
-`monograph.rl.solutions` and `monograph.rl.functions` start this program. It imports nothing of the package, so that it
-starts in a few hundredths of a second. It talks over sockets, not over its standard streams, which foreign code uses.
-A message is a line of JSON. The first argument is the role:
+`monograph.rl.processes` starts this program. It imports nothing of the package, so that it starts in a few hundredths
+of a second. It talks over sockets, not over its standard streams, which foreign code uses. A message is a line of JSON.
+The first argument is the role:
 
     function: reads [source, path, function] and runs the source, then calls a function for each [name, arguments, named
         arguments]. A reply is [null, result], or [name, message] of an exception.
@@ -69,7 +69,7 @@ class _Channel:
 
 
 def _confine(root: str, *folders: str) -> None:
-    """Take from this process all that `monograph.rl.solutions` says, and as much of it as the system allows."""
+    """Take from this process all that `monograph.rl.processes` says, and as much of it as the system allows."""
     libc = ctypes.CDLL(None)
     _hide(libc, root.encode(), [folder.encode() for folder in folders])
     if os.geteuid() == 0:  # root has no limit of processes, and may do too much

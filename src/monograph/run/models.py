@@ -23,9 +23,22 @@ from monograph.model.gguf import DTYPES, package, save_gguf
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
 from monograph.run import recorded_state
-from monograph.run.base import compared, digest, extended, require_base, require_base_of, tokenizer_of
 from monograph.run.folder import Run
-from monograph.run.recipe import Recipe, from_file, is_weight_file, left_out_of, lora_of, require_same_file, run_named
+from monograph.run.recipe import (
+    Recipe,
+    compared,
+    digest,
+    extended,
+    from_file,
+    is_weight_file,
+    left_out_of,
+    lora_of,
+    require_base,
+    require_base_of,
+    require_same_file,
+    run_named,
+    tokenizer_of,
+)
 from monograph.run.repository import fetched
 from monograph.storage.reading import contents, exists
 from monograph.terminal import shell_words

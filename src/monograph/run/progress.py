@@ -11,8 +11,7 @@ from typing import Any, Self, TextIO
 from rich.text import Text
 
 from monograph.report import quantities
-from monograph.run.curve import ASCII, BRAILLE, YARDSTICK_WIDTH, curve_pieces
-from monograph.run.screen import Screen, cut, shown
+from monograph.run.screen import ASCII, BRAILLE, YARDSTICK_WIDTH, Screen, curve_pieces, cut, shown
 
 LABEL_WIDTH = 10
 _TIME_COLUMN = 78  # where a stage's time ends

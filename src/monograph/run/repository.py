@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from monograph.data.resolve_sources import HUB
+from monograph.data.sources import HUB
 from monograph.errors import DiskFull, InputRefused, UsageError
 from monograph.storage.reading import entries, error_number, is_file
 from monograph.storage.writing import FULL

@@ -1,11 +1,18 @@
-"""Show progress on a terminal, in a region that is redrawn in place, or as plain lines on any other stream."""
+"""Show progress on a terminal, in a region that is redrawn in place, or as plain lines on another stream; draw curves.
 
+A curve is text, in Braille or in ASCII characters. A cell is one character. A dot is a part of a cell; a Braille cell
+(Unicode block U+2800) has 2 x 4 dots.
+"""
+
+import itertools
+import math
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import dataclass
 from time import monotonic
-from typing import TextIO
+from typing import NamedTuple, TextIO
 
 from rich.cells import cell_len, set_cell_size
 from rich.console import Console
@@ -13,7 +20,151 @@ from rich.file_proxy import FileProxy
 from rich.live import Live
 from rich.text import Text
 
+from monograph.report import quantities
 from monograph.terminal import is_terminal, own, takes_colour, takes_escapes, visible
+
+Dot = tuple[int, int]  # (column, row)
+Piece = tuple[str, str]  # (role, text)
+
+SCALE_WIDTH = 6  # characters before the plot, such as "4.0 "
+YARDSTICK_WIDTH = 18  # characters after it, such as "  order 6 1.87"
+
+
+class Cells(NamedTuple):
+    """A set of characters to draw with: the number of dots across and down a cell, and the character for lit dots."""
+
+    across: int
+    down: int
+
+    def character(self, lit: set[Dot]) -> str:
+        """Return the character for the lit dots (column, row), at least one of them; row 0 is on top."""
+        if self.across == 1:
+            return {(0,): "'", (1,): ".", (0, 1): ":"}[tuple(sorted(row for _, row in lit))]
+        return chr(0x2800 + sum(_BRAILLE_BIT[dot] for dot in lit))
+
+
+BRAILLE = Cells(across=2, down=4)
+ASCII = Cells(across=1, down=2)
+_BRAILLE_BIT = {
+    (0, 0): 0x01, (0, 1): 0x02, (0, 2): 0x04, (1, 0): 0x08,
+    (1, 1): 0x10, (1, 2): 0x20, (0, 3): 0x40, (1, 3): 0x80,
+}  # fmt: skip
+
+
+def curve_pieces(
+    xs: Sequence[float],
+    ys: Sequence[float],
+    width: int,
+    height: int,
+    yardsticks: Mapping[str, float],
+    x_end: float | None = None,
+    cells: Cells = BRAILLE,
+) -> list[list[Piece]]:
+    """Return the plot's rows as pieces (role, text); the roles to colour are "scale", "curve", "level" and "name".
+
+    Points (xs, ys), ascending in x, are joined; x runs from 0 to `x_end` (default: the last x). Each yardstick is a
+    dotted level with its name and value at the right, a row off if two would collide. The scale covers the yardsticks
+    and the curve's end. Values above 2.2 times the last one are drawn on the upper edge, since the steep start would
+    flatten the rest. Values that are not finite are left out.
+    """
+    points = [(x, y) for x, y in zip(xs, ys, strict=True) if math.isfinite(y)]
+    values = [y for _, y in points] + list(yardsticks.values())
+    low = min(values, default=0.0)
+    reach = min(max(y for _, y in points), 2.2 * points[-1][1]) if points else low
+    high = max([reach, *yardsticks.values()])
+    margin = max(0.04 * (high - low), 0.02)
+    columns = width - SCALE_WIDTH - YARDSTICK_WIDTH
+    right = x_end or (points[-1][0] if points else 0.0) or 1.0  # before the first token, too, there is an axis
+    grid = _Grid(cells, columns, height, low - margin, high + margin, right)
+    curve = grid.by_cell(grid.joined(points))
+    levels = grid.by_cell(dot for level in yardsticks.values() for dot in grid.dotted(level))
+    scale, names = grid.scale_labels(), _spread_names(yardsticks, grid)
+    rows: list[list[Piece]] = []
+    for row in range(height):
+        pieces: list[Piece] = [("scale", f"{scale.get(row, ''):>{SCALE_WIDTH - 1}} ")]
+        for column in range(columns):  # the curve hides a level, since two lines in a cell are illegible
+            role, lit = ("curve", curve) if (column, row) in curve else ("level", levels)
+            dots = lit.get((column, row))
+            pieces.append((role, cells.character(dots) if dots else " "))
+        rows.append([*pieces, ("name", names.get(row, ""))])
+    return [*rows, [("scale", " " * SCALE_WIDTH + _x_labels(grid.x_end, columns))]]
+
+
+@dataclass(frozen=True)
+class _Grid:
+    """The map from values to dots; dot (0, 0) is the upper left one; `rows` and `columns` count cells."""
+
+    cells: Cells
+    columns: int
+    rows: int
+    low: float
+    high: float
+    x_end: float
+
+    def dot(self, x: float, y: float) -> Dot:
+        right, bottom = self.columns * self.cells.across - 1, self.rows * self.cells.down - 1
+        column = round(x / self.x_end * right)
+        row = round((self.high - y) / (self.high - self.low) * bottom)
+        return min(right, max(0, column)), min(bottom, max(0, row))
+
+    def cell_row(self, y: float) -> int:
+        return self.dot(0, y)[1] // self.cells.down
+
+    def by_cell(self, dots: Iterable[Dot]) -> dict[Dot, set[Dot]]:
+        """Group dots by cell (column, row); a dot's position is then relative to its cell."""
+        cells: dict[Dot, set[Dot]] = {}
+        for column, row in dots:
+            cell_column, inner_column = divmod(column, self.cells.across)
+            cell_row, inner_row = divmod(row, self.cells.down)
+            cells.setdefault((cell_column, cell_row), set()).add((inner_column, inner_row))
+        return cells
+
+    def dotted(self, y: float) -> list[Dot]:
+        row, across = self.dot(0, y)[1], self.cells.across
+        return [(column, row) for column in range(0, self.columns * across, 2 * across)]
+
+    def joined(self, points: Sequence[tuple[float, float]]) -> list[Dot]:
+        corners = [self.dot(x, y) for x, y in points]
+        dots = corners[-1:]
+        for (column, row), (next_column, next_row) in itertools.pairwise(corners):
+            steps = max(abs(next_column - column), abs(next_row - row), 1)
+            dots += [
+                (round(column + (next_column - column) * i / steps), round(row + (next_row - row) * i / steps))
+                for i in range(steps)
+            ]
+        return dots
+
+    def scale_labels(self) -> dict[int, str]:
+        """Return y labels by cell row, at multiples of the finest of 0.1, 0.2, 0.5, ... that leaves a row between."""
+        rows_per_unit = self.rows / (self.high - self.low)
+        step = next((step for step in (0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 50) if step * rows_per_unit >= 2), None)
+        if step is None:
+            return {}
+        multiples = range(math.ceil(self.low / step), math.floor(self.high / step) + 1)
+        return {self.cell_row(step * multiple): f"{step * multiple:.1f}" for multiple in multiples}
+
+
+def _spread_names(yardsticks: Mapping[str, float], grid: _Grid) -> dict[int, str]:
+    """Return the yardsticks' labels by row: each in its own row, or the nearest free one above, or else below."""
+    taken: dict[int, str] = {}
+    for name, value in sorted(yardsticks.items(), key=lambda item: item[1]):
+        wanted = grid.cell_row(value)
+        candidates = [*range(wanted, -1, -1), *range(wanted + 1, grid.rows)]
+        row = next((row for row in candidates if row not in taken), None)
+        if row is not None:
+            taken[row] = f"  {name} {value:.2f}"[:YARDSTICK_WIDTH]
+    return taken
+
+
+def _x_labels(x_end: float, columns: int) -> str:
+    """Return the labels of the x axis's quarters, each ending at its place, as far as gaps remain between them."""
+    line = f"{quantities.count(x_end)} tokens".rjust(columns)
+    for quarter in (3, 2, 1):
+        label, end = quantities.count(x_end * quarter / 4), columns * quarter // 4
+        if not line[max(0, end - len(label)) : end + 2].strip() and len(label) <= end:
+            line = line[: end - len(label)] + label + line[end:]
+    return line
+
 
 WIDTH = 100  # longest line, in characters
 NARROWEST = 40  # printed lines are not cut below this; a narrower terminal wraps them

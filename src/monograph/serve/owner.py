@@ -1,33 +1,145 @@
-"""The thread that owns the models: it alone touches tensors, and all others ask it between two blocks of steps.
+"""The models that are served, and the thread that owns them: it alone touches tensors, and all others ask it.
 
-Requests come over a queue, and events go to the event loop once a block. A new version of the model takes new requests
-while those of the old one end on the old weights.
+A model is a run's newest checkpoint or a folder, loaded again when the run has moved on. A new version of it takes new
+requests while those of the old one end on the old weights. Requests come over a queue, between two blocks of steps, and
+events go to the event loop once a block.
 """
 
 import asyncio
+import hashlib
+import json
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
+import torch
+
+from monograph import __version__
 from monograph.decode.automata import Arena
 from monograph.decode.cache import KVCache, Slots
+from monograph.decode.chain import breakers
 from monograph.decode.completion import rows_that_fit
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import Chain, chain_of
-from monograph.decode.records import Pace
-from monograph.decode.request import Event, Request
+from monograph.decode.request import Event, Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import MAX_STOP_IDS
-from monograph.device import describe
-from monograph.errors import MonographError
+from monograph.device import default_device, describe
+from monograph.errors import MonographError, Warn
 from monograph.evaluation.choices import TokenScore, score_tokens
+from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
+from monograph.report.quantities import counted
+from monograph.run.folder import Run
+from monograph.run.models import load, load_run
+from monograph.run.recipe import digest, run_named
 from monograph.serve.fields import MOST_BIASES, MOST_LOGPROBS
-from monograph.serve.versions import Version
+from monograph.session.recorded import run_settings
+from monograph.storage.reading import entries, without_links
+from monograph.text.chat import stop_ids
+from monograph.text.tokenizer import Tokenizer
+
+LAST = "last"
+
+
+class Version:
+    """A model at one time, with what a request needs of it.
+
+    Attributes:
+        id: the name of exactly these weights, RUN@UPDATE, or the folder's name.
+        names: other names, which later versions take over.
+        model: the model.
+        tokenizer: its tokenizer.
+        precision: the precision in which a text is scored, that of the run, as `monograph evaluate` does.
+        rows, context: texts written at once, and the most tokens of a prompt and its text, as the memory holds them.
+        created: when it was loaded, in seconds since 1970.
+        breakers: `monograph.decode.chain.breakers` of a tuple of texts, by its pieces; the last answers are kept.
+    """
+
+    def __init__(self, identity: str, names: tuple[str, ...], model: Llama, tokenizer: Tokenizer, precision: Precision):
+        """Put the model on the device."""
+        self._digest = digest(model)
+        self.id, self.names, self.tokenizer, self.precision = identity, names, tokenizer, precision
+        self.model = model.to(default_device()).eval().requires_grad_(False)
+        self.rows, self.context = 0, model.config.max_position_embeddings  # until it has a decoder
+        self.created = int(time.time())
+        self.breakers = lru_cache(64)(lambda texts: breakers(texts, tokenizer.pieces))
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Return a digest of all that decides the bits of a text beside its request."""
+        decisive = [self._digest, self.rows, torch.__version__, __version__, str(default_device())]
+        return "fp_" + hashlib.sha256(json.dumps(decisive).encode()).hexdigest()[:12]
+
+    @property
+    def size(self) -> str:
+        """Return how many texts of how many tokens it writes at once."""
+        return f"{counted(self.rows, 'row')} of {self.context:,} positions"
+
+    @property
+    def has_template(self) -> bool:
+        """Return whether messages are put together by the model's own template."""
+        return self.tokenizer.config.template is not None
+
+    @cached_property
+    def ends(self) -> tuple[int, ...]:
+        """Return the ids that end an answer in a chat."""
+        return stop_ids(self.tokenizer, self.model.config.ends)
+
+    @cached_property
+    def longest_piece(self) -> int:
+        """Return the bytes of the longest token."""
+        return max(map(len, self.tokenizer.pieces))
+
+    def shown(self, name: str) -> dict[str, Any]:
+        """Return the entry of /v1/models under one of its names."""
+        return {
+            "id": name, "object": "model", "created": self.created, "owned_by": "monograph",
+            "max_model_len": self.context, "root": self.id, "chat": self.has_template,
+        }  # fmt: skip
+
+
+class Source:
+    """What the command line names, and which of its versions was loaded last."""
+
+    def __init__(self, name: str, rows: int, warn: Warn) -> None:
+        """Take a run, `last` or a folder, and the rows in which its texts are written."""
+        self.name, self.rows, self.warn = name, rows, warn
+        self._seen: tuple[Any, ...] = ()
+
+    def moved(self) -> bool:
+        """Return whether there is a version that was not loaded yet."""
+        return self._newest() != self._seen
+
+    def load(self) -> Version:
+        """Load the newest sound version; see `monograph.run.models.load` for what it raises."""
+        # Looked up first: a checkpoint that comes meanwhile is then loaded by the next call.
+        self._seen, run = self._newest(), run_named(self.name)
+        if run is None:
+            model, tokenizer = load(self.name, self.warn)
+            name = without_links(self.name).name
+            return Version(name, (LAST,), model, tokenizer, Precision("fp32"))
+        model, tokenizer, update = load_run(run, self.warn)
+        precision = Precision(run_settings(run, runs_code=False).train.precision)
+        name = without_links(run.folder).name
+        return Version(f"{name}@{update}", (name, LAST), model, tokenizer, precision)
+
+    def again(self) -> None:
+        """Let the newest version count as one that was not loaded yet."""
+        self._seen = ()
+
+    def _newest(self) -> tuple[Any, ...]:
+        run: Run | None = run_named(self.name)
+        if run is None or run.at is not None:
+            return (run and run.at,)
+        return without_links(run.folder), [folder.name for folder in entries(run.checkpoints, "step-")][-1:]
+
 
 LEAST_POSITIONS = 8192
 STEPS = {"cuda": 16, "cpu": 1}  # of a block

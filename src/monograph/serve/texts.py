@@ -14,14 +14,26 @@ from monograph.decode.request import Event, Request
 from monograph.device import clock
 from monograph.errors import MonographError
 from monograph.serve import fields
-from monograph.serve.answers import Answer, ChatAnswer, Piece, Writing, scored, usage_of
+from monograph.serve.answers import (
+    Answer,
+    ChatAnswer,
+    Closed,
+    Events,
+    Piece,
+    Writing,
+    as_json,
+    closed,
+    error_of,
+    read_body,
+    scored,
+    send_error,
+    send_whole,
+    usage_of,
+)
 from monograph.serve.compiling import Busy
 from monograph.serve.fields import Asked, Refused
-from monograph.serve.gate import MOST_NUMBERS
-from monograph.serve.owner import Gone, Inbox, Text
-from monograph.serve.sending import Closed, Events, as_json, closed, error_of, read_body, send_error, send_whole
-from monograph.serve.service import Service
-from monograph.serve.versions import Version
+from monograph.serve.owner import Gone, Inbox, Text, Version
+from monograph.serve.service import MOST_NUMBERS, Service
 from monograph.text.chat import chat_ids
 
 Prompts = Sequence[Sequence[int]]  # their ids

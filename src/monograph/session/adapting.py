@@ -10,7 +10,7 @@ from monograph.graph.lora import Lora
 from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.optim import Group
 from monograph.report.quantities import counted
-from monograph.run.base import Vocabulary, compared, own_file, tokenizer_named, tokenizer_of
+from monograph.run.recipe import Vocabulary, compared, own_file, tokenizer_named, tokenizer_of
 from monograph.run.trust import code_file
 from monograph.storage.reading import exists, without_links
 from monograph.text.tokenizer import Tokenizer

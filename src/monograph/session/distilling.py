@@ -13,9 +13,9 @@ from monograph.errors import InputRefused, NoValidCheckpoint, UsageError
 from monograph.loss import MixtureLoss
 from monograph.model.llama import Llama
 from monograph.rl.prompts import Prompts
-from monograph.run.base import digest
 from monograph.run.folder import TEACHERS, Run
 from monograph.run.models import load_run
+from monograph.run.recipe import digest
 from monograph.run.recorded_state import Digest, Natural, Strict
 from monograph.run.writing import write_whole
 from monograph.session.plan import Plan

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.config import EXCLUSIVE, Settings, load
-from monograph.data.resolve_sources import HUB
-from monograph.data.sources import weighted
+from monograph.data.sources import HUB, weighted
 from monograph.errors import InputRefused, UsageError
 from monograph.planner import defaults
 from monograph.report.quantities import counted

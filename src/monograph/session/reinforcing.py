@@ -16,23 +16,19 @@ from monograph.errors import InputRefused, UsageError
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import SAME_ROWS, block_of
-from monograph.predict.drawing import Drawing, drawing_s
 from monograph.predict.estimate import copied_bytes, trained_numbers
 from monograph.predict.footprint import Judged
-from monograph.predict.roofline import peak_flops
+from monograph.predict.roofline import Drawing, drawing_s, peak_flops
 from monograph.report.quantities import counted
 from monograph.rl.arrange import Options
-from monograph.rl.form import Form
-from monograph.rl.loss import Estimator, Kl, PolicyLoss
-from monograph.rl.objectives import UNSCALED, Objective, ratio_of
+from monograph.rl.loss import UNSCALED, Estimator, Form, Kl, Objective, PolicyLoss, ratio_of
 from monograph.rl.pairs import loss_for
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught, form_named
 from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS
-from monograph.run.base import digest
 from monograph.run.models import load
 from monograph.run.progress import Progress
-from monograph.run.recipe import run_named, shape_in
+from monograph.run.recipe import digest, run_named, shape_in
 from monograph.run.trust import code_digest
 from monograph.session.adapting import lora_of
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing

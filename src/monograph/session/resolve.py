@@ -22,8 +22,7 @@ from monograph.predict.estimate import spared_bytes
 from monograph.predict.footprint import Compile
 from monograph.predict.roofline import Calibration
 from monograph.rl.preferences import preference
-from monograph.run.base import tokenizer_named, tokenizer_of
-from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in
+from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in, tokenizer_named, tokenizer_of
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, rates, require_tokens
 from monograph.session.plan import Length, Plan, Shape, is_sharded, sharing
 from monograph.session.recorded import own_copies

@@ -37,10 +37,9 @@ from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import Reward
 from monograph.rl.rollouts import Drawer, Rollouts, Sharing
 from monograph.run import recorded_state
-from monograph.run.base import require_base
 from monograph.run.folder import TEACHERS, Run
 from monograph.run.progress import Progress
-from monograph.run.recipe import Recipe, require_same_file
+from monograph.run.recipe import Recipe, require_base, require_same_file
 from monograph.schedule import Schedule, cool_down
 from monograph.session.plan import Plan
 from monograph.session.reinforcing import options_of

@@ -25,11 +25,10 @@ from monograph.report.quantities import count, counted, megabytes
 from monograph.resident import Resident
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import Reward
-from monograph.run.base import digest, extended, recorded, require_base_of
 from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
-from monograph.run.recipe import is_weight_file, left_out_of, shape_in
+from monograph.run.recipe import digest, extended, is_weight_file, left_out_of, recorded, require_base_of, shape_in
 from monograph.run.trust import code_digest
 from monograph.session.adapting import lora_of, new_tokens_of, token_notes
 from monograph.session.distilling import mixture_loss

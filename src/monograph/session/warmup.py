@@ -44,7 +44,7 @@ def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
 
     A resumed run keeps the kernel that it was begun with, since another one rounds differently, unless this device
     cannot run it. Nothing is measured on a CPU, which has one kernel, nor for packed rows, whose borders another
-    implementation handles (`monograph.model.masks.attention_mask`).
+    implementation handles (`monograph.model.llama.attention_mask`).
     """
     engine, model = session.engine, session.engine.model
     if engine.step.device.type != "cuda" or not isinstance(model, Llama) or not is_causal(model, window):

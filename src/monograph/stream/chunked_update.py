@@ -2,7 +2,7 @@
 
 A chunk is a part of a plane. Chunks take turns in staging buffers: while one is updated, others are filled or emptied.
 Chunks are updated between the micro-batches of another stage, so that copies run while that stage computes. Planes that
-are updated on the host are left to `monograph.stream.host_update`.
+are updated on the host are left to `monograph.stream.updates`.
 """
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping

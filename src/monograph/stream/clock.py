@@ -16,7 +16,7 @@ from monograph.optim import Plane
 from monograph.step import Step
 from monograph.stream.engine import Streamed
 from monograph.stream.lanes import LANES, Home, Lane, Mark, Work
-from monograph.stream.passes import Passes
+from monograph.stream.slots import Passes
 from monograph.stream.store import Stage
 
 UPDATES = 2  # updates that are run; every later update takes as long as the last of these

@@ -22,8 +22,7 @@ from monograph.step import Clip, Layout, Step, Update
 from monograph.step.layout import fuse, fuses, total
 from monograph.step.step import all_or_nothing
 from monograph.stream.chunked_update import HALF_DONE
-from monograph.stream.cuda import executor
-from monograph.stream.lanes import Lanes
+from monograph.stream.lanes import Lanes, executor
 from monograph.stream.placement import Placement
 from monograph.stream.store import stored
 from monograph.stream.walk import Walk

@@ -7,10 +7,9 @@ step calls `allowed`, `advance` and `stopped`.
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from monograph.decode.automata.arena import Arena, advance, allowed, stopped
+from monograph.decode.automata.arena import Arena, Automaton, advance, allowed, constrainer, searcher, stopped
 from monograph.decode.automata.dfa import ByteAutomaton, compiled
 from monograph.decode.automata.expression import Alternation, Expression, joined, literal
-from monograph.decode.automata.lift import Automaton, constrainer, searcher
 from monograph.decode.automata.pattern import whole
 from monograph.decode.automata.schema import document, parsed
 from monograph.errors import InputRefused, UsageError

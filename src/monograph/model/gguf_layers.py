@@ -1,4 +1,4 @@
-"""Give the layers of a gated delta net the names, sizes and order that llama.cpp reads."""
+"""Give mixtures of experts and gated delta nets the names, sizes and order that llama.cpp reads."""
 
 from collections.abc import Callable
 from typing import Any
@@ -11,8 +11,9 @@ from monograph.graph.lora import Plain
 from monograph.model.config import LlamaConfig
 
 ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
+ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
 POST_NORM = "post_attention_norm"  # there the name of the norm before the feed-forward layer
-_NAMES = {
+_DELTA_NET_NAMES = {
     "in_proj_qkv.weight": "attn_qkv.weight",
     "in_proj_z.weight": "attn_gate.weight",
     "in_proj_b.weight": "ssm_beta.weight",
@@ -28,7 +29,7 @@ _NAMES = {
 _WITH_KEYS = ("in_proj_qkv.weight", "conv1d.weight")
 
 
-def check(config: LlamaConfig, instead: str) -> None:
+def check_delta_nets(config: LlamaConfig, instead: str) -> None:
     """Refuse what llama.cpp reads wrongly."""
     key, value = config.linear_key_head_dim, config.linear_value_head_dim
     if key != value:
@@ -37,7 +38,7 @@ def check(config: LlamaConfig, instead: str) -> None:
         )
 
 
-def add_sizes(writer: Any, config: LlamaConfig) -> None:
+def add_delta_net_sizes(writer: Any, config: LlamaConfig) -> None:
     """Write the sizes of the delta nets, and which layers they are."""
     writer.add_ssm_conv_kernel(config.linear_conv_kernel_dim)
     writer.add_ssm_inner_size(config.linear_num_value_heads * config.linear_value_head_dim)
@@ -72,8 +73,48 @@ def converted(name: str, like: Tensor, read: Callable[[], Tensor], config: Llama
         return torch.cat([of_keys, heads.transpose(axis, axis + 1).flatten(axis, axis + 2)], dim=axis)
 
     # The convolution's middle axis has one entry.
-    return Plain(_NAMES[name], _flat(like), lambda: _flat(change(read())))
+    return Plain(_DELTA_NET_NAMES[name], _flat(like), lambda: _flat(change(read())))
 
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor.squeeze(1) if tensor.ndim == 3 else tensor
+
+
+ROUTER, SHARED_GATE = "ffn_gate_inp", "ffn_gate_inp_shexp"
+EXPERT_NAMES = {
+    "mlp.gate": ROUTER,
+    "mlp.router": ROUTER,
+    "mlp.experts.gate_proj": "ffn_gate_exps",
+    "mlp.experts.up_proj": "ffn_up_exps",
+    "mlp.experts.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": SHARED_GATE,
+}
+# Whether a token's weights of its experts are divided by their sum.
+_DIVIDES = {"qwen3_moe": True, "qwen3_5_moe_text": True, "qwen3_next": True, "olmoe": False, "gpt_oss": True}
+
+
+def check_experts(config: LlamaConfig, instead: str) -> None:
+    """Refuse what llama.cpp computes otherwise, or does not load."""
+    if not config.family.experts:
+        return
+    computed = {"norm_topk_prob": _DIVIDES[config.model_type], "mlp_only_layers": (), "clip_qkv": None}
+    if config.family.expert_bias:
+        computed["attention_bias"] = True
+    if config.family.whole_heads:
+        computed["num_key_value_heads"] = config.num_attention_heads
+    for key, value in computed.items():
+        if getattr(config, key) != value:
+            actual = f"{key} = {getattr(config, key)}"
+            raise InputRefused(f"{actual}: llama.cpp computes {config.model_type} with {value}{instead}")
+
+
+def add_expert_sizes(writer: Any, config: LlamaConfig) -> None:
+    """Write how many experts there are, how many compute a token, and how wide they are."""
+    writer.add_expert_count(config.num_experts)
+    writer.add_expert_used_count(config.num_experts_per_tok)
+    writer.add_expert_feed_forward_length(getattr(config, config.family.experts))
+    if config.shared_expert_intermediate_size:
+        writer.add_expert_shared_feed_forward_length(config.shared_expert_intermediate_size)
