@@ -7,7 +7,7 @@ import contextlib
 import functools
 import math
 import random
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -97,8 +97,9 @@ def test_a_loss_that_cannot_count_gives_the_same_update():
     batch = ragged(ROWS)
     counted, uncounted = (Step(tiny_llama(torch.float64), clip=0.5, **kw) for kw in ({}, {"loss": loss}))
     for _ in range(3):
-        one, other = counted(split(batch, [3, 9])), uncounted(split(batch, [1, 2, 11]))
-        torch.testing.assert_close(asdict(one), asdict(other), rtol=1e-12, atol=0)
+        updates = counted(split(batch, [3, 9])), uncounted(split(batch, [1, 2, 11]))
+        one, other = (asdict(replace(update, marks=())) for update in updates)
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=0)
     for name, tensor in counted.model.state_dict().items():
         torch.testing.assert_close(tensor, uncounted.model.state_dict()[name], rtol=0, atol=1e-9)
 

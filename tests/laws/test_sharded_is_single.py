@@ -86,9 +86,10 @@ def test_the_copy_that_draws_answers_has_the_bits_that_are_trained(found: dict[s
     }  # fmt: skip
 
 
-def test_what_stands_beside_it_is_that_of_one_process(server: CommandServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)], ids="{} ranks".format)
+def test_what_stands_beside_it_is_that_of_one_process(size: int, server: CommandServer, tmp_path: Path) -> None:
     """Precisions, recomputation, optimizers, packed rows, adapters, streams: each cell of docs/support.md."""
-    found = run(server, "combinations", 2, tmp_path)
+    found = run(server, "combinations", size, tmp_path)
     for case, errors in (found["combinations"] | found["streamed"]).items():
         assert max(errors.values()) <= BOUND[case.split()[-1]], (case, errors)
     halved = found["halved_weights"]
