@@ -6,7 +6,7 @@ Shapes: W remembered updates. Tensors of an ensemble have a leading member axis.
 import functools
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, Self
 
 import torch
@@ -179,4 +179,4 @@ class Update:
     grad_norm: Tensor
     tokens: Tensor
     skipped: Tensor
-    marks: Marks = ()
+    marks: Marks = field(default=(), repr=False, compare=False)
