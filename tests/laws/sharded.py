@@ -196,28 +196,28 @@ def owners(world: World) -> dict[str, float]:
     }  # fmt: skip
 
 
-# What stands beside ddp, and with a star beside fsdp too: the dtype of the weights, and the engine's options.
+# What stands beside ddp and fsdp: the dtype of the weights, and the engine's options.
 BESIDE: dict[str, tuple[torch.dtype, dict[str, Any]]] = {
-    "fp32*": (torch.float32, {}),
-    "bf16*": (torch.float32, {"precision": Precision("bf16")}),
-    "fp16*": (torch.float32, {"precision": Precision("fp16")}),
-    "fp8*": (torch.float32, {"precision": Precision("fp8")}),
-    "recomputed*": (torch.float64, {"remat": Remat.Full()}),
-    "pointwise*": (torch.float64, {"remat": Remat.Pointwise()}),
-    "budget*": (torch.float64, {"remat": Remat.Budget(0.3)}),
-    "offloaded*": (torch.float64, {"remat": Remat.Offload()}),
-    "state in bf16*": (torch.float64, {"optim": AdamW(state="bf16")}),
-    "state in 8 bits*": (torch.float64, {"optim": AdamW(state="8bit")}),
-    "groups*": (torch.float64, {"optim": AdamW(groups=[Group("*.q_proj.*", lr=3.0, eps=0.1)])}),
-    "muon*": (torch.float64, {"optim": Muon()}),
-    "muon in bf16*": (torch.float64, {"optim": Muon(state="bf16")}),
-    "muon of experts*": (torch.float64, {"optim": Muon()}),
-    "muon in 8 bits*": (torch.float64, {"optim": Muon(state="8bit")}),
-    "packed*": (torch.float64, {}),
-    "adapters*": (torch.float64, {}),
-    "adapters in int8*": (torch.float32, {}),
-    "adapters in nf4*": (torch.float32, {}),
-    "balanced experts*": (torch.float64, {}),
+    "fp32": (torch.float32, {}),
+    "bf16": (torch.float32, {"precision": Precision("bf16")}),
+    "fp16": (torch.float32, {"precision": Precision("fp16")}),
+    "fp8": (torch.float32, {"precision": Precision("fp8")}),
+    "recomputed": (torch.float64, {"remat": Remat.Full()}),
+    "pointwise": (torch.float64, {"remat": Remat.Pointwise()}),
+    "budget": (torch.float64, {"remat": Remat.Budget(0.3)}),
+    "offloaded": (torch.float64, {"remat": Remat.Offload()}),
+    "state in bf16": (torch.float64, {"optim": AdamW(state="bf16")}),
+    "state in 8 bits": (torch.float64, {"optim": AdamW(state="8bit")}),
+    "groups": (torch.float64, {"optim": AdamW(groups=[Group("*.q_proj.*", lr=3.0, eps=0.1)])}),
+    "muon": (torch.float64, {"optim": Muon()}),
+    "muon in bf16": (torch.float64, {"optim": Muon(state="bf16")}),
+    "muon of experts": (torch.float64, {"optim": Muon()}),
+    "muon in 8 bits": (torch.float64, {"optim": Muon(state="8bit")}),
+    "packed": (torch.float64, {}),
+    "adapters": (torch.float64, {}),
+    "adapters in int8": (torch.float32, {}),
+    "adapters in nf4": (torch.float32, {}),
+    "balanced experts": (torch.float64, {}),
 }
 EXPERTS = {
     "model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True,
@@ -230,10 +230,10 @@ def combinations(world: World) -> dict[str, dict[str, float]]:
     found = {}
     for name, (dtype, options) in BESIDE.items():
         one = Resident(beside(name, dtype), clip=0.5, micro_batch=ROWS, **options)
-        windows = [(packed if name == "packed*" else ragged)(5, seed=index) for index in range(2)]
+        windows = [(packed if name == "packed" else ragged)(5, seed=index) for index in range(2)]
         expected = [(one_update(one, window), one.step.loss_factor.clone()) for window in windows]
         exact = {**one.state().model, **one.state().optimizer}
-        for kind in ENGINES if "*" in name else ("ddp",):
+        for kind in ENGINES:
             many = ENGINES[kind](beside(name, dtype), world=world, clip=0.5, micro_batch=ROWS, **options)
             worst = 0.0
             for window, (alone, factor) in zip(windows, expected, strict=True):
@@ -309,7 +309,7 @@ def beside(name: str, dtype: torch.dtype) -> Any:
         sizes = {"hidden_size": 40}  # rows end in the middle of blocks
     made = model(dtype, True, **sizes)
     if name.startswith("adapters"):
-        base: Any = name.strip("*").partition(" in ")[2] or "auto"
+        base: Any = name.partition(" in ")[2] or "auto"
         adapt(made, Lora(rank=4, base=base, tokens=(3, 5), dora=base != "int8"), seed=0)
     return made
 
