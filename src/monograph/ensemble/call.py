@@ -343,13 +343,13 @@ _plain_normalize = nn.functional.normalize
 
 
 @torch.library.impl(_LIBRARY, "folded_attention", "CompositeImplicitAutograd")
-def _attention(  # noqa: PLR0913
+def _attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, is_causal: bool, scale: float | None, gqa: bool
 ) -> Tensor:
     return _sdpa(query, key, value, mask, 0.0, is_causal, scale=scale, enable_gqa=gqa)
 
 
-def _folded_attention(  # type: ignore[no-untyped-def]  # noqa: PLR0913
+def _folded_attention(  # type: ignore[no-untyped-def]
     info, in_dims, query, key, value, mask, is_causal, scale, gqa
 ):
     def front(tensor: Tensor, dim: int | None) -> Tensor:

@@ -51,7 +51,7 @@ class Ensemble(Engine):
         knobs: the values that were varied, one mapping for each member.
     """
 
-    def __init__(  # noqa: PLR0913 - an engine's arguments, for many models
+    def __init__(
         self,
         build: Sequence[nn.Module] | Callable[[Any], nn.Module],
         knobs: Sequence[Any] | None = None,

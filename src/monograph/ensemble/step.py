@@ -138,7 +138,7 @@ class Stacked:
         step: the step that trains them.
     """
 
-    def __init__(  # noqa: PLR0913 - the arguments of Ensemble
+    def __init__(
         self,
         members: Members,
         *,

@@ -206,7 +206,7 @@ class _ChunkedLoss(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(  # type: ignore[no-untyped-def]  # noqa: PLR0913 - tensors must be arguments of their own
+    def forward(  # type: ignore[no-untyped-def]
         hidden_ND, weight_VD, targets_N, weights_N, how, values_KD, index_K, slot_V, fused_VD, total_VD
     ):
         chunks, device_type, learned = how

@@ -24,7 +24,7 @@ SMALLEST_NORM = 1e-7
 ADAMW_RMS = 0.2
 
 
-def adamw_(  # noqa: PLR0913 - the symbols of the equation
+def adamw_(
     param: Tensor,
     grad: Tensor,
     exp_avg: Tensor,
@@ -109,7 +109,7 @@ def nesterov(grad: Tensor, momentum_buffer: Tensor, momentum: Knob) -> tuple[Ten
     return m, torch.lerp(grad, m, _like(momentum, grad))
 
 
-def muon_(  # noqa: PLR0913 - the symbols of the equation
+def muon_(
     param: Tensor, grad: Tensor, momentum_buffer: Tensor,
     *, lr: Tensor, accepted: Tensor, momentum: Knob, weight_decay: Knob, compute: torch.dtype,
     orthogonal: Tensor | None = None, sides: Sequence[int] = (),

@@ -71,7 +71,7 @@ def _kl(text: str | None, advantage: Objective) -> Kl | None:
     return Kl(estimator, number)
 
 
-def rollouts(  # noqa: PLR0913 - a user's arguments
+def rollouts(
     engine: Resident,
     tokenizer: Tokenizer,
     records: Iterable[Mapping[str, Any]],

@@ -66,7 +66,7 @@ class Step:
 
     kept_for: bool | None  # whether the step was captured when it was chosen what recomputation keeps
 
-    def __init__(  # noqa: PLR0913 - a user's arguments, and an engine's
+    def __init__(
         self,
         model: nn.Module,
         *,

@@ -42,7 +42,7 @@ class Streamed(Engine):
         walk: the walk of micro-batches through the stages.
     """
 
-    def __init__(  # noqa: PLR0913 - the arguments of Resident, and two
+    def __init__(
         self,
         model: nn.Module,
         *,

@@ -157,7 +157,7 @@ def staged(module: nn.Module) -> Staged:
     return cast(Staged, module)
 
 
-def stored(  # noqa: PLR0913 - a store is made of all these
+def stored(
     module: nn.Module, kinds: Mapping[str, Kind], optim: Optimizer, *, rounds: bool, placement: Placement
 ) -> Store:
     """Move a module's parameters into stages; afterwards they are views of the stored weights.
