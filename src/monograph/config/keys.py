@@ -51,13 +51,6 @@ def _without_nul(value: str) -> str:
     return value
 
 
-def _above_0(value: str) -> str:
-    """Refuse `2e-4:16` and `32:sqrt` with a number that is not above 0."""
-    for number in value.removesuffix(":sqrt").split(":"):
-        ABOVE_0.checked(float(number))
-    return value
-
-
 Text = Annotated[str, Field(min_length=1), AfterValidator(_without_nul)]
 Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValidator(_strings)]
 # No model needs more than these. Building or counting a model of such sizes would take hours before it could be
@@ -72,19 +65,13 @@ NonNegativeFloat = Annotated[float, AfterValidator(NOT_NEGATIVE.checked)]
 Fraction = Annotated[float, AfterValidator(FRACTION.checked)]
 Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
 Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
+Ratio = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, AfterValidator(DECAY.checked)]
-Dora = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,4}:dora$")]
-ClipAll = Annotated[str, Field(pattern=r"^([1-9][0-9]{0,8}(\.[0-9]{1,9})?|0\.0{0,9}[1-9][0-9]{0,9}):all$")]
-Rates = Annotated[str, Field(pattern=r"^[0-9.e+-]+:[0-9.]+$"), AfterValidator(_above_0)]
-Stable = Annotated[str, Field(pattern=r"^[0-9.e+-]+:sqrt$"), AfterValidator(_above_0)]
-Floored = Annotated[str, Field(pattern=r"^(cosine|wsd):(0(\.[0-9]{1,9})?|1(\.0{1,9})?)$")]
 _NUMBER = r"(:[0-9]{1,9}(\.[0-9]{1,9})?)"
 Preference = Annotated[str, Field(pattern=rf"^((dpo|ipo|orpo){_NUMBER}?|(robust|simpo|kto){_NUMBER}{{0,2}})$")]
 Penalty = Annotated[str, Field(pattern=r"^(k[123]|entropy):(0\.[0-9]{0,8}[1-9]|[1-9][0-9]{0,3}(\.[0-9]{1,9})?)$")]
 AnswerLimit = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}:(mask|[0-9]{1,5}(\.[0-9]{1,9})?)$")]
 AnswerForm = Annotated[Text, Field(pattern=r"^(regex|json-schema):.")]
-Preset = Annotated[str, Field(pattern=rf"^(auto|(({'|'.join(FAMILIES)}):)?({'|'.join(PRESETS)}))$")]
-Width = Annotated[str, Field(pattern=r"^width:[1-9][0-9]{0,8}$")]
 
 
 def _key(default: Any, expected: str, meaning: str) -> Any:
@@ -105,10 +92,12 @@ _COUNT = f'{_WHOLE} ("512k" is 512000, "512Ki" is 524288)'
 class ModelSection(Section):
     """The model: a preset (sizes override it), or one that exists (`init`), or sizes by their Hugging Face names."""
 
-    preset: Preset = _key(
-        "auto", f"auto, {', '.join(PRESETS)}, or FAMILY:NAME of {', '.join(FAMILIES)}",
-        "a shape by name, and its family; auto: a Llama that fits",
-    )  # fmt: skip
+    preset: Literal["auto", *PRESETS] = _key(  # type: ignore[valid-type]
+        "auto", f"auto, {', '.join(PRESETS)}", "a shape by name; auto: one that fits"
+    )
+    family: Literal[tuple(FAMILIES)] | None = _key(  # type: ignore[valid-type]
+        None, ", ".join(FAMILIES), "the family of a new model; default: llama"
+    )
     init: Text | None = _key(
         None, 'a folder, a .pth file or "file.py:function"', "weights to start from, or the function that builds it"
     )
@@ -155,18 +144,16 @@ class DataSection(Section):
 class OptimSection(Section):
     """The update of the weights."""
 
-    name: Literal[
-        "auto", "adamw", "adamw:bf16", "adamw:8bit", "adamw:all-bf16", "muon", "muon:bf16", "muon:8bit", "muon:all-bf16"
-    ] = _key(
-        "auto",
-        "auto, adamw or muon, the latter two also with :bf16, :8bit or :all-bf16 for less memory",
-        "the update rule; muon for matrices of blocks; auto: muon for a new model; adamw:8bit: its state in 8 bits",
+    name: Literal["auto", "adamw", "muon"] = _key(
+        "auto", "auto, adamw or muon", "the update rule; muon: for the matrices of blocks; auto: muon for a new model"
     )
-    lr: Auto | PositiveFloat | Rates = _key(
-        "auto",
-        f"{ABOVE_0.expected}, or auto, or with adapters also with a factor, as in 2e-4:16",
-        "peak learning rate; 2e-4:16: of the adapters' second matrices 16 times as much",
+    state: Literal["fp32", "bf16", "8bit"] = _key(
+        "fp32", "fp32, bf16 or 8bit", "the form in which the optimizer's moments are kept: 8, 4 or 2 bytes a parameter"
     )
+    master_weights: bool = _key(
+        True, "true or false", "whether weights are kept in fp32; false: in bf16, stochastically rounded"
+    )
+    lr: Auto | PositiveFloat = _key("auto", f"{ABOVE_0.expected}, or auto", "peak learning rate")
     weight_decay: Auto | NonNegativeFloat = _key(
         "auto", f"{NOT_NEGATIVE.expected}, or auto", "decoupled decay of the matrices"
     )
@@ -174,15 +161,18 @@ class OptimSection(Section):
         (0.9, 0.95), "two numbers, 0 or more and below 1", "decay of the first and second moment"
     )
     eps: PositiveFloat = _key(1e-8, ABOVE_0.expected, "added to the denominator")
-    grad_clip: Literal["none"] | PositiveFloat | ClipAll = _key(
-        1.0,
-        "a number above 0, none, or NUMBER:all",
-        "largest gradient norm; updates that stand out are skipped, but for NUMBER:all and none",
+    grad_clip: Literal["none"] | PositiveFloat = _key(1.0, f"{ABOVE_0.expected}, or none", "largest gradient norm")
+    skip_spikes: Auto | bool = _key(
+        "auto",
+        "true, false or auto",
+        "whether an update whose loss and gradient both stand out is skipped; auto: where gradients are clipped, "
+        "but not with rl.reward",
     )
-    schedule: Literal["cosine", "constant", "wsd"] | Floored = _key(
-        "cosine",
-        "cosine, wsd or constant, the first two also with a floor from 0 to 1, as in cosine:0.1",
-        "rate after warm-up; wsd: constant, and a decay over the last 20 %; the floor is a share of optim.lr (0.05)",
+    schedule: Literal["cosine", "constant", "wsd"] = _key(
+        "cosine", "cosine, wsd or constant", "rate after warm-up; wsd: constant, and a decay over the last 20 %"
+    )
+    min_lr_ratio: Ratio | None = _key(
+        None, "a number from 0 to 1", "share of optim.lr that the schedule falls to; default: 0.05"
     )
     warmup_updates: Auto | Annotated[int, Field(ge=0, le=MOST_COUNT)] = _key(
         "auto", "a whole number from 0 to 1e15, or auto", "linear warm-up"
@@ -190,10 +180,13 @@ class OptimSection(Section):
     ema: Literal["none"] | Fraction = _key(
         "none", f"{FRACTION.expected}, or none", "decay of an average of the weights: what is scored and exported"
     )
-    transfer: Literal["none", "width"] | Width = _key(
+    transfer: Literal["none", "width"] = _key(
         "none",
-        "none, width, or width:SIZE with the hidden_size that optim.lr is for",
+        "none or width",
         "width: lr, weight_decay and eps are a narrow model's, carried to this width by a rule (docs/transfer.md)",
+    )
+    transfer_base: Size | None = _key(
+        None, _SIZE, "hidden_size of the model that optim.lr is for; default: the narrowest of this shape"
     )
 
 
@@ -224,11 +217,13 @@ class TrainSection(Section):
     memory: Literal["auto", "device", "stream"] = _key(
         "auto", "auto, device or stream", "where weights live; stream: on the host, fetched stage by stage"
     )
-    parallel: Literal["none", "ddp", "fsdp", "fsdp:bf16", "hsdp", "hsdp:bf16"] = _key(
+    parallel: Literal["none", "ddp", "fsdp", "hsdp"] = _key(
         "none",
-        "none, ddp, fsdp or hsdp, the last two also with :bf16",
-        "how several devices share the work, a process each; hsdp: fsdp within each machine; :bf16 halves the traffic "
-        "of weights; see docs/distributed.md",
+        "none, ddp, fsdp or hsdp",
+        "how several devices share the work, a process each; hsdp: fsdp within each machine; see docs/distributed.md",
+    )
+    gather_dtype: Literal["fp32", "bf16"] = _key(
+        "fp32", "fp32 or bf16", "with fsdp and hsdp, the dtype in which weights are sent; bf16 halves their traffic"
     )
     eval_every: Auto | Whole = _key("auto", f"{_WHOLE}, or auto", "updates between evaluations")
     save_every: Auto | Whole = _key("auto", f"{_WHOLE}, or auto", "updates between checkpoints")
@@ -238,15 +233,20 @@ class TrainSection(Section):
 class LoraSection(Section):
     """Low-rank adapters, trained next to frozen weights that model.init names."""
 
-    rank: Annotated[int, Field(ge=1, le=MOST_RANK)] | Dora | None = _key(
-        None,
-        f"a whole number above 0, at most {MOST_RANK}, also with :dora, as in 16:dora",
-        "rank of the adapters; :dora: rows' lengths are trained apart from their directions; default: none are trained",
+    rank: Annotated[int, Field(ge=1, le=MOST_RANK)] | None = _key(
+        None, f"a whole number above 0, at most {MOST_RANK}", "rank of the adapters; default: none are trained"
     )
-    alpha: PositiveFloat | Stable | None = _key(
-        None,
-        f"{ABOVE_0.expected}, also with :sqrt, as in 32:sqrt",
-        "the adapters' output is scaled by alpha / rank; :sqrt: by alpha / sqrt(rank); default: 32",
+    alpha: PositiveFloat | None = _key(
+        None, ABOVE_0.expected, "the adapters' output is scaled by alpha / rank; default: 32"
+    )
+    rslora: bool | None = _key(
+        None, "true or false", "whether the output is scaled by alpha / sqrt(rank) instead; default: false"
+    )
+    dora: bool | None = _key(
+        None, "true or false", "whether rows' lengths are trained apart from their directions; default: false"
+    )
+    lr_ratio: PositiveFloat | None = _key(
+        None, ABOVE_0.expected, "rate of the adapters' second matrices as a multiple of optim.lr (LoRA+); default: 1"
     )
     targets: Texts | None = _key(
         None,

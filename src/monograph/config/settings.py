@@ -16,7 +16,7 @@ from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
 
 # A resumed run may change these keys: they say where and in which graphs it is trained, which changes no equation.
-ANYWHERE = {"train.memory": "auto", "train.compile": "auto", "train.parallel": "none"}
+ANYWHERE = {"train.memory": "auto", "train.compile": "auto", "train.parallel": "none", "train.gather_dtype": "fp32"}
 # At most one key of each group counts: the one whose origin has the highest rank.
 EXCLUSIVE = (("train.updates", "train.tokens", "train.epochs", "train.minutes"), ("model.preset", "model.init"))
 

@@ -184,7 +184,7 @@ def _source(argument: str) -> str:
     place, _ = weighted(argument)
     if place in ("stdlib", "-") or place.startswith(HUB) or exists(place) or matching(place):
         return argument
-    if argument.rpartition(":")[2] in PRESETS:
+    if argument in PRESETS:
         raise UsageError(f"{COMMAND_LINE}: {argument} is no file; did you mean model.preset={argument}?")
     if glob.has_magic(argument):
         raise InputRefused(f"{argument}: no file matches this pattern")

@@ -215,10 +215,10 @@ def require_rows(step: Any, halved: bool = False) -> None:
         UsageError: FSDP2 would sum gradients in bf16, a trained parameter has no rows, or weights are `halved` for
             other products than those in bf16.
     """
-    if step.optim.state == "all-bf16":
-        raise UsageError("state = all-bf16: gradients would be summed in the weights' dtype: take bf16 or 8bit")
+    if not step.optim.master_weights:
+        raise UsageError("master_weights = False: gradients would be summed in the weights' dtype: leave it out")
     if halved and step.precision.name != "bf16":
-        raise UsageError(f"fsdp:bf16 is for train.precision = bf16, not {step.precision.name}: take bf16 or fsdp")
+        raise UsageError(f"halved is for precision bf16, not {step.precision.name}: leave it out")
     if scalars := [name for name, parameter in trainable(step.model).items() if not parameter.ndim]:
         raise UsageError(f"{scalars[0]} has no rows that fsdp could share out: take train.parallel = ddp")
 

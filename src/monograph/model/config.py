@@ -7,7 +7,7 @@ from typing import Any, Self
 
 from monograph.errors import InputRefused
 from monograph.model import families, layer_kinds, mixture_keys, parameters, scaling
-from monograph.model.families import BEYOND_SHAPE, PRESETS, Family, family
+from monograph.model.families import BEYOND_SHAPE, FIRST_FAMILY, PRESETS, Family
 from monograph.model.scaling import FULL, LINEAR, SLIDING, Scaling, check_id, check_number, check_whole
 
 WEIGHT_FILES = (".pth", ".pt")  # suffixes of files written by torch.save; see `torch_file`
@@ -234,7 +234,7 @@ class LlamaConfig:
         object.__setattr__(self, "pad_token_id", pad % size)
 
     @classmethod
-    def preset(cls, name: str, **overrides: Any) -> Self:
+    def preset(cls, name: str, *, family: str = FIRST_FAMILY, **overrides: Any) -> Self:
         """Return a named configuration with some of its values replaced.
 
         | name | parameters | vocabulary | layers | hidden | ffn | heads x dim | kv heads | head | positions |
@@ -251,19 +251,18 @@ class LlamaConfig:
         Local GPU" (Machine Learning Mastery); 1b and 8b are Llama-3.2-1B and Llama-3.1-8B. The initializer_range of
         nano and micro is sqrt(2 / (5 hidden_size)) (Nguyen and Salazar, arXiv 1910.05895): 0.02 is small for their
         width, and with it micro was 0.1 bits per byte worse after 200 updates. A preset's initializer_range is for its
-        own width; at another hidden_size it changes as 1 / sqrt(hidden_size). FAMILY:NAME, such as "olmo2:nano", is a
+        own width; at another hidden_size it changes as 1 / sqrt(hidden_size). With `family`, such as "olmo2", it is a
         model of another family with these sizes, and with its windows and layers that do not rotate. A mixture has 8
         experts, of which a token's two are together as wide as the ffn, and trains with their balance.
 
         Raises:
             InputRefused: no such preset or key, or values that do not fit together.
         """
-        of, _, name = name.rpartition(":")
         if name not in PRESETS:
             raise InputRefused(f"preset = {name!r}: expected one of {', '.join(PRESETS)}")
-        if of:
-            layers, ffn = overrides.get("num_hidden_layers", PRESETS[name][3]), PRESETS[name][2]
-            overrides = layer_kinds.fresh(of, layers) | mixture_keys.fresh(of, ffn) | overrides
+        if family != FIRST_FAMILY:
+            layers = overrides.get("num_hidden_layers", PRESETS[name][3])
+            overrides = layer_kinds.fresh(family, layers) | mixture_keys.fresh(family, PRESETS[name][2]) | overrides
         if unknown := sorted(set(overrides) - {field.name for field in fields(cls)}):
             raise InputRefused(f"unknown key {unknown[0]!r}: the sizes of a Llama are {', '.join(_SIZES)}")
         shape = dict(zip(_SIZES, PRESETS[name], strict=False))  # head_dim and positions follow from the rest
@@ -281,14 +280,14 @@ class LlamaConfig:
         Raises:
             InputRefused: another architecture, a variant that `Llama` does not compute, or a wrong or missing value.
         """
-        usual = family(values["model_type"]).defaults if values.get("model_type") else {}
+        usual = families.family(values["model_type"]).defaults if values.get("model_type") else {}
         for key in ("model_type", *_REQUIRED):
             if values.get(key, usual.get(key)) is None:
                 raise InputRefused(f"the key {key} is missing")
         for key in families.NEVER_NULL:
             if key in values and values[key] is None:
                 raise InputRefused(f"{key} = null: expected a number; leave the key out for transformers' default")
-        model_family = family(values["model_type"])
+        model_family = families.family(values["model_type"])
         families.check_computed(values)
         # transformers' default epsilon differs from this class's, and there null means the default of rope_parameters.
         given = {key: value for key, value in values.items() if value is not None or key != "rope_parameters"}
@@ -338,7 +337,7 @@ class LlamaConfig:
     @property
     def family(self) -> Family:
         """Return the properties that distinguish models of this `model_type`."""
-        return family(self.model_type)
+        return families.family(self.model_type)
 
     def window(self, layer: int) -> int | None:
         """Return the number of positions that a layer's query sees, its own the last of them; None: all up to it."""

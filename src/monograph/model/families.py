@@ -326,6 +326,7 @@ def check_computed(values: Mapping[str, Any]) -> None:
 
 
 # vocab_size, hidden_size, intermediate_size, num_hidden_layers, num_attention_heads, num_key_value_heads
+FIRST_FAMILY = "llama"  # of a model whose family nobody names
 PRESETS: dict[str, tuple[int, ...]] = {
     "nano": (512, 64, 192, 2, 2, 1),
     "micro": (4096, 192, 512, 4, 6, 2),

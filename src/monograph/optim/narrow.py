@@ -10,7 +10,7 @@ from torch import Tensor
 
 from monograph.ops.philox import LOW32, philox
 
-STATES = ("fp32", "bf16", "8bit", "all-bf16")
+STATES = ("fp32", "bf16", "8bit")
 BLOCK = 256
 # A code is a root of a value's share of its block's largest value, in this many steps: the square root for a signed
 # value, and the fourth root for a second moment, whose own square root is what an update uses.

@@ -61,8 +61,8 @@ class AdamW:
             "fp32": exact, 8 bytes a parameter (in the parameters' dtype, to be precise).
             "bf16": stochastically rounded, 4 bytes; 8 bits of a moment are left, which are right on average.
             "8bit": codes in blocks of 256, 2 bytes; errors up to 1 % of a block's largest moment, not random.
-            "all-bf16": moments as in "bf16", and weights stochastically rounded as well, without fp32 masters: a weight
-            moves by 2^-8 of itself or not at all.
+        master_weights: whether weights keep their dtype. False, which goes with the state "bf16" alone, rounds them
+            stochastically to bf16: a weight moves by 2^-8 of itself or not at all.
         seed: the seed of stochastic rounding.
     """
 
@@ -73,6 +73,7 @@ class AdamW:
     groups: Sequence[Group] = ()
     ema: float | None = None
     state: str = "fp32"
+    master_weights: bool = True
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -110,6 +111,7 @@ class Muon:
     groups: Sequence[Group] = ()
     ema: float | None = None
     state: str = "fp32"
+    master_weights: bool = True
     seed: int = 0
     matrices: Sequence[str] | None = None
 
@@ -174,6 +176,8 @@ def _require_ranges(optim: Optimizer) -> None:
         raise UsageError(f"ema = {optim.ema!r}: expected a decay between 0 and 1, or None for no average")
     if optim.state not in STATES:
         raise UsageError(f"state = {optim.state!r}: expected one of {', '.join(STATES)}")
+    if not optim.master_weights and optim.state != "bf16":
+        raise UsageError(f"master_weights = False keeps weights in bf16: its state is bf16, not {optim.state}")
     _require_list("groups", optim.groups, Group, "monograph.Group(...)")
 
 
@@ -219,13 +223,14 @@ def update_(
             **shared,
         )  # fmt: skip
     # Words 1 and 2 round the moments, word 0 the weights, as roundings of one update must be independent.
-    rounds = optim.state in ("bf16", "all-bf16")
-    words = noise(param, optim.seed, applied, plane.number, plane.start) if rounds else None
+    words = None
+    if optim.state == "bf16":
+        words = noise(param, optim.seed, applied, plane.number, plane.start)
     if optim.state != "fp32":
         for number, (name, values) in enumerate(moments.items(), start=1):
             word = None if words is None else words[number]
             pack_(state, name, values, accepted, word, plane.before, plane.ends.get(name))
-    if words is not None and optim.state == "all-bf16":
+    if words is not None and not optim.master_weights:
         plane.param.copy_(stochastic(param, words[0]))
     if optim.ema is not None:
         average = state["ema"]

@@ -217,6 +217,7 @@ def planes(
     kinds: Mapping[str, Kind],
     state: str = "fp32",
     lead: int = 0,
+    master_weights: bool = True,
     parts: Mapping[str, Any] | None = None,
 ) -> list[Plane]:
     """Move parameters into planes, one for each kind.
@@ -227,9 +228,10 @@ def planes(
     Args:
         parameters: the parameters by name.
         kinds: each one's kind, by the same names.
-        state: the optimizer's `state`: for "8bit" parameters begin at blocks of 256 elements, with zeros between them;
-            for "all-bf16" they are rounded to bf16, and only their gradients keep the dtype.
+        state: the optimizer's `state`: for "8bit" parameters begin at blocks of 256 elements, with zeros between them.
         lead: 1 for stacked parameters [N, ...], for which planes are stacked as well; else 0.
+        master_weights: whether parameters keep their dtype; if not, they are rounded to bf16, and only their gradients
+            keep it.
         parts: for each parameter, by name, any value that stands for its part of the module; consecutive parameters of
             one part make one of the plane's `parts`. None: the module is one part.
     """
@@ -237,7 +239,9 @@ def planes(
     members: dict[Kind, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters.items():
         members.setdefault(kinds[name], []).append((name, parameter))
-    made = [_plane(number, kind, own, state, lead) for number, (kind, own) in enumerate(members.items())]
+    made = [
+        _plane(number, kind, own, state, lead, master_weights) for number, (kind, own) in enumerate(members.items())
+    ]
     for plane in made:
         ends = [*(slot.offset for slot in plane.slots[1:]), plane.param.shape[-1]]
         slots_and_ends = zip(plane.slots, ends, strict=True)
@@ -247,7 +251,9 @@ def planes(
     return made
 
 
-def _plane(number: int, kind: Kind, members: list[tuple[str, nn.Parameter]], state: str, lead: int) -> Plane:
+def _plane(
+    number: int, kind: Kind, members: list[tuple[str, nn.Parameter]], state: str, lead: int, master_weights: bool
+) -> Plane:
     block = BLOCK if state == "8bit" else 1
     sizes = [math.prod(p.shape[lead:]) for _, p in members]
     offsets = [0, *itertools.accumulate(-(-size // block) * block for size in sizes)]
@@ -255,7 +261,7 @@ def _plane(number: int, kind: Kind, members: list[tuple[str, nn.Parameter]], sta
     whole, dtype = (*first.shape[:lead], offsets[-1]), kept_dtype(first)
     # If parameters begin at blocks, the gaps between them are zeros, as they are quantised together with parameters.
     made = torch.empty if block == 1 else torch.zeros
-    param = made(whole, dtype=torch.bfloat16 if state == "all-bf16" else dtype, device=first.device)
+    param = made(whole, dtype=dtype if master_weights else torch.bfloat16, device=first.device)
     slots = [Slot(n, p, o) for (n, p), o in zip(members, offsets, strict=False)]
     for (_, parameter, offset), size in zip(slots, sizes, strict=True):
         # The old memory is freed one by one, and gradients are made last, so that no second copy of all weights exists.

@@ -27,7 +27,6 @@ class Request:
         length: tokens of a row.
         tokens_per_update: tokens of an update, which no choice changes.
         optim: the optimizer.
-        optimizer: the optimizer's name in the settings, such as "adamw:8bit".
         micro_batch: rows of a micro-batch; None if the plan chooses.
         precisions: the choices, best first.
         scopes: choices among "whole", "blocks" and "none", best first.
@@ -42,7 +41,6 @@ class Request:
     length: int
     tokens_per_update: int
     optim: Optimizer = field(default_factory=AdamW)
-    optimizer: str = "adamw"
     micro_batch: int | None = None
     precisions: tuple[str, ...] = ("fp32",)
     scopes: tuple[Compile, ...] = ("whole", "blocks", "none")
@@ -155,15 +153,10 @@ def of_way(
         slowness: ratio of measured to predicted time by precision, where earlier runs measured one.
     """
     works = [request.work(way, size, device) for size in request.micro_batches]
-    needed = [int(correction * closed_form(request, work)) for work in works]
+    needed = [int(correction * estimate_bytes(work)) for work in works]
     fits = sum(bytes_needed <= limit for bytes_needed in needed)
     shown = range(max(0, fits - 1), min(len(works), fits + 1))
     return [_timed(works[index], needed[index], device, peaks, slowness.get(way[0], 1.0)) for index in shown]
-
-
-def closed_form(request: Request, work: Work) -> int:
-    """Return the bytes at a step's peak in closed form."""
-    return estimate_bytes(work, request.optimizer, request.optim.ema is not None)
 
 
 def _timed(work: Work, needed: int, device: Device, peaks: ByDtype, slowness: float) -> Candidate:

@@ -12,8 +12,10 @@ from typing import Any, Literal, NamedTuple
 
 from monograph.device import Device
 from monograph.errors import OutOfDeviceMemory, UsageError
-from monograph.planner.candidates import ByDtype, Candidate, Request, Ways, closed_form, described, of_way, ways
+from monograph.model.families import FIRST_FAMILY
+from monograph.planner.candidates import ByDtype, Candidate, Request, Ways, described, of_way, ways
 from monograph.planner.streaming import Limits, streamed
+from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Compile, Work, footprint
 from monograph.predict.roofline import Calibration
 from monograph.report.quantities import gibibytes
@@ -124,17 +126,16 @@ def precision(device: Device) -> str:
 
 
 def known_learning_rate(preset: str, optimizer: str) -> float:
-    """Return the preset's peak learning rate for "adamw" or "muon"."""
-    shape = preset.rpartition(":")[2]  # a family's own was not searched for
-    return (MUON_LEARNING_RATES if optimizer == "muon" else {}).get(shape, LEARNING_RATES[shape])
+    """Return the peak learning rate of a preset for "adamw" or "muon", which was searched for as a Llama alone."""
+    return (MUON_LEARNING_RATES if optimizer == "muon" else {}).get(preset, LEARNING_RATES[preset])
 
 
-def muon_fields(preset: str, optimizer: str, epochs: int = 1) -> dict[str, Any]:
+def muon_fields(preset: str, family: str, optimizer: str, epochs: int = 1) -> dict[str, Any]:
     """Return the fields in which a new model's optimizer "adamw" or "muon" differs from its class's defaults.
 
-    A family's own presets have none: some, such as Gemma, scale what the embedding gives.
+    They are for a Llama alone: some other families, such as Gemma, scale what the embedding gives.
     """
-    if optimizer != "muon" or preset not in MUON_FIELDS:
+    if optimizer != "muon" or family != FIRST_FAMILY or preset not in MUON_FIELDS:
         return {}
     return {**MUON_FIELDS[preset], "weight_decay": min(MOST_DECAY, round(DECAY * max(1, epochs), 6))}
 
@@ -237,13 +238,13 @@ def plan(request: Request, device: Device, peak_flops: ByDtype, calibration: Cal
         if best.work in traced or best.peak_memory_bytes * DOUBT <= limit:
             break
         if len(traced) == MOST_TRACES - 1:  # the last trace is for the smallest micro-batch that needs least
-            smallest = sorted(candidates(0), key=lambda candidate: closed_form(request, candidate.work))
+            smallest = sorted(candidates(0), key=lambda candidate: estimate_bytes(candidate.work))
             best = next((candidate for candidate in smallest if candidate.work not in traced), best)
         by_origin = footprint(best.work).by_origin
         residual = calibration.residual(device, best.work, by_origin) if calibration else 0
         truth = traced[best.work] = best.of_trace(by_origin, residual)
         way = best.work.precision, best.work.compile, best.work.remat
-        corrections[way] = truth.peak_memory_bytes / closed_form(request, best.work)
+        corrections[way] = truth.peak_memory_bytes / estimate_bytes(best.work)
     fits = best.peak_memory_bytes <= limit
     rest = sorted((one for one in tried if one.work != best.work), key=attrgetter("update_s"))
     first = replace(best, why="" if fits else _too_large(best, limit))

@@ -261,21 +261,20 @@ def _refusal(request: Request, device: Device, limits: Limits) -> str:
 
 def _remedy(request: Request, device: Device, limits: Limits) -> str:
     """Return a sentence on what would fit: an optimizer state of fewer bytes, or fewer tokens in an update."""
-    rule, narrow = request.optimizer.partition(":")[0], ["bf16", "8bit"]
+    narrow = ["bf16", "8bit"]
     narrow = narrow[narrow.index(request.optim.state) + 1 :] if request.optim.state in narrow else narrow
     fewer_rows = sorted({max(1, request.rows // 4), 1} - {request.rows}, reverse=True)
     for tokens in (request.tokens_per_update, *(request.length * rows for rows in fewer_rows)):
         for state in narrow if tokens == request.tokens_per_update else [request.optim.state, *narrow]:
-            name = rule if state == "fp32" else f"{rule}:{state}"
             other = replace(
-                request, optim=replace(request.optim, state=state), optimizer=name, tokens_per_update=tokens,
+                request, optim=replace(request.optim, state=state), tokens_per_update=tokens,
                 micro_batch=request.micro_batch and min(request.micro_batch, tokens // request.length),
             )  # fmt: skip
             if _fitting(other, device, replace(limits, disk_bytes=0)):
                 fewer = "" if tokens == request.tokens_per_update else f"train.tokens_per_update = {tokens:,}"
-                narrower = "" if state == request.optim.state else f"optim.name = {name}"
+                narrower = "" if state == request.optim.state else f"optim.state = {state}"
                 return " and ".join(filter(None, (narrower, fewer))) + " would fit"
-    return f"neither optim.name = {rule}:8bit nor a smaller train.tokens_per_update would fit"
+    return "neither optim.state = 8bit nor a smaller train.tokens_per_update would fit"
 
 
 def describe_way(candidate: StreamCandidate) -> str:

@@ -31,16 +31,18 @@ from monograph.model.parameters import block_matrices, block_multiplied, layer_s
 from monograph.ops.attention import MOST_KEYS, QUERIES
 from monograph.ops.cross_entropy import chunk_count
 from monograph.ops.delta_rule import CHUNK
+from monograph.optim import Muon
 from monograph.predict.footprint import ON_THEIR_WAY, Work
 
 # Moments per parameter. Muon keeps one for a block's matrix, and two for other parameters: about an eighth of a model.
 MOMENTS = {"adamw": 2, "muon": 1.125}
 FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # bytes per number of a frozen linear layer
-STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256, "all-bf16": 2}
+STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256}
 SCORE_NUMBERS = 3  # memory of an attention score, in bf16 numbers: its probability in fp32 (2) and in bf16 (1)
 # Bytes alive in an eager update for each number of its largest plane: seven fp32 copies and the unpacked state; with
-# stochastic rounding also the random words, which are 8-byte integers.
-EAGER_UPDATE_BYTES = {"fp32": 28, "8bit": 36, "bf16": 116, "all-bf16": 120}
+# stochastic rounding also the random words, which are 8-byte integers; and the rounded weights, if there are no masters.
+EAGER_UPDATE_BYTES = {"fp32": 28, "8bit": 36, "bf16": 116}
+ROUNDED_WEIGHTS_BYTES = 4
 # Numbers of the compute dtype alive in a captured Muon update for each number of its largest plane.
 ORTHOGONAL_NUMBERS = 3
 
@@ -190,7 +192,7 @@ def _kept(work: Work, remat: str | float) -> Choice:
 
 def _rounded(work: Work) -> int:
     """Return how many numbers of a captured block's weights are kept rounded to the compute dtype."""
-    as_kept = work.compile == "none" or work.precision == "fp32" or work.optim.state == "all-bf16" or work.lora
+    as_kept = work.compile == "none" or work.precision == "fp32" or not work.optim.master_weights or work.lora
     layers = range(work.config.num_hidden_layers)
     return 0 if as_kept or work.fused else max(_numbers(block_matrices(work.config, layer)) for layer in layers)
 
@@ -251,18 +253,19 @@ def dense_bytes(work: Work) -> float:
     return _matrices(work.config) * (FROZEN_BYTES[work.lora.base] + work.number_bytes)
 
 
-def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
+def estimate_bytes(work: Work) -> int:
     """Return the peak bytes by the closed form at the top of this file, on a device of `work.device_type`.
 
     With adapters, the head has no gradient, and each adapter's inner values `A x` are kept.
     """
     config, lora, number, tokens = work.config, work.lora, work.number_bytes, work.tokens
-    rule, _, state = optimizer.partition(":")
-    weight, whole_blocks = 2 if state == "all-bf16" else 4, work.remat in ("full", "offload")
+    optim, muon = work.optim, isinstance(work.optim, Muon)
+    weight, whole_blocks = 4 if optim.master_weights else 2, work.remat in ("full", "offload")
     trained, frozen_bytes, _ = _frozen(config, lora, work.precision) if lora else (config.parameter_count(), 0, 0)
-    moments = 1 if lora and rule == "muon" else MOMENTS[rule]
+    moments = (1 if lora else MOMENTS["muon"]) if muon else MOMENTS["adamw"]
     rounded = 2 if work.fused and work.remat == "none" and weight == 4 else 0
-    static = frozen_bytes + trained * (weight + rounded + 4 + moments * STATE_BYTES[state or "fp32"] + weight * ema)
+    average = 0 if optim.ema is None else weight
+    static = frozen_bytes + trained * (weight + rounded + 4 + moments * STATE_BYTES[optim.state] + average)
     layers = block_multiplied(config, config.num_hidden_layers - 1) if lora and not whole_blocks else []
     inner = sum(lora.rank + lora.dora * shape[0] for shape in layers) if lora else 0
     kept = (stored_numbers(work, work.remat) + inner) * tokens + _rounded(work) * (work.remat == "none")
@@ -276,9 +279,10 @@ def estimate_bytes(work: Work, optimizer: str, ema: bool = False) -> int:
     else:
         loss = max((logits + head) * (4 + number), 8 * head)
     loss += 2 * work.input_bytes
-    stack = _largest_stack(config) if rule == "muon" and not lora else 0
+    stack = _largest_stack(config) if muon and not lora else 0
     if work.compile == "none":
-        after = EAGER_UPDATE_BYTES[state or "fp32"] * max(stack, trained - _matrices(config) * bool(stack))
+        each = EAGER_UPDATE_BYTES[optim.state] + (0 if optim.master_weights else ROUNDED_WEIGHTS_BYTES)
+        after = each * max(stack, trained - _matrices(config) * bool(stack))
     else:
         # New gradients that one graph returns; where products add them, those of the head alone.
         returned = trained if (work.compile == "whole" or lora) and not work.fused else head

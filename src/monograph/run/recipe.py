@@ -28,6 +28,7 @@ from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.adapter import BASE, Adapter
 from monograph.model.config import WEIGHT_FILES, LlamaConfig
+from monograph.model.families import FIRST_FAMILY
 from monograph.model.files import has_weights
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
@@ -38,7 +39,14 @@ from monograph.storage.reading import is_file, is_folder, read_input, without_li
 from monograph.text import tokenizer_file
 from monograph.text.tokenizer import Tokenizer
 
-_SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "config")  # entries that older checkpoints lack
+_SINCE_ADAPTERS = (
+    "lora",
+    "adapter",
+    "base_sha256",
+    "vocabulary",
+    "family",
+    "config",
+)  # entries that older checkpoints lack
 SHAPE_OF_SIZES = "micro"  # the preset that gives rope, head and initialisation to a shape given by sizes alone
 
 
@@ -48,7 +56,7 @@ class Recipe(NamedTuple):
     Attributes:
         init: None for a new Llama; "file.py:function" for any module; else a Hugging Face folder, a file of torch.save
             or a run to start from.
-        preset: the name of a new Llama's shape; "auto" if `sizes` give the whole shape.
+        preset: the name of a new model's shape; "auto" if `sizes` give the whole shape.
         sizes: sizes by their Hugging Face names. They override the preset's, are passed to `function` if it takes them,
             and complete a file of torch.save.
         seed: seed of new weights, for torch's generator and for `function` if it takes a `seed`.
@@ -58,6 +66,7 @@ class Recipe(NamedTuple):
         base_sha256: digest of the frozen weights as they are stored, if there are adapters.
         vocabulary: (first id that the weights of `init` were not trained with, number of tokens), if rows were added
             (`monograph.model.vocabulary.extend`); None otherwise.
+        family: the family of a new model.
         config: the config.toml of the run whose checkpoint recorded this recipe, which decides whether `function` may
             run; None for a person's own settings. It is not recorded itself.
     """
@@ -71,17 +80,24 @@ class Recipe(NamedTuple):
     adapter: str | None = None
     base_sha256: str | None = None
     vocabulary: list[int] | None = None
+    family: str = FIRST_FAMILY
     config: Path | None = None
 
     @classmethod
     def recorded(cls, saved: Mapping[str, Any], run: Run) -> Self:
         """Return the recipe in a run's checkpoint, which `monograph.run.recorded_state` has checked before."""
-        return cls(**{name: saved[name] for name in cls._fields if name in saved} | {"config": run.config})
+        values = {name: saved[name] for name in cls._fields if name in saved}
+        # Until version 0.2 a family was named before the preset, as in "olmo2:nano".
+        family, _, preset = str(values["preset"]).rpartition(":")
+        if family:
+            values |= {"family": family, "preset": preset}
+        return cls(**values, config=run.config)
 
     def entries(self) -> dict[str, Any]:
-        """Return the recipe as a checkpoint records it; without adapters, it is the same as before adapters existed."""
+        """Return the recipe as a checkpoint records it; what older checkpoints lack is left out where it says nothing."""
         values = self._replace(config=None)._asdict()
-        return {key: value for key, value in values.items() if value is not None or key not in _SINCE_ADAPTERS}
+        usual = self._field_defaults
+        return {key: value for key, value in values.items() if key not in _SINCE_ADAPTERS or value != usual[key]}
 
     @property
     def file(self) -> Path | None:
@@ -113,11 +129,12 @@ class Recipe(NamedTuple):
         """Return the shape of a new Llama; `defaults` are the sizes that the recipe leaves open."""
         sizes = defaults | self.sizes
         if self.preset != "auto":
-            return LlamaConfig.preset(self.preset, **sizes)
+            return LlamaConfig.preset(self.preset, family=self.family, **sizes)
         # As in the first Llama, there are as many key-value heads as heads, and the feed-forward layer has 8/3 of the
         # width, rounded up to a multiple of 8.
         wide = -(-8 * sizes["hidden_size"] // 3 // 8) * 8
-        return LlamaConfig.preset(SHAPE_OF_SIZES, **({"num_key_value_heads": 0, "intermediate_size": wide} | sizes))
+        sizes = {"num_key_value_heads": 0, "intermediate_size": wide} | sizes
+        return LlamaConfig.preset(SHAPE_OF_SIZES, family=self.family, **sizes)
 
 
 def lora_of(saved: Mapping[str, Any]) -> Lora:

@@ -80,6 +80,7 @@ class _Recipe(Strict):
     adapter: Text | None = None
     base_sha256: Digest | None = None
     vocabulary: Pair | None = None
+    family: Text | None = None
 
 
 class _Versions(Strict):

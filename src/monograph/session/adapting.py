@@ -15,8 +15,9 @@ from monograph.run.trust import code_file
 from monograph.storage.reading import exists, without_links
 from monograph.text.tokenizer import Tokenizer
 
-FIXED = ("lora.rank", "lora.alpha", "lora.targets", "lora.dropout", "lora.base")
-KEYS = (*FIXED, "lora.tokens")  # new tokens are known only once the text's tokenizer is, so these are not fixed early
+FIXED = ("lora.rank", "lora.alpha", "lora.rslora", "lora.dora", "lora.targets", "lora.dropout", "lora.base")
+# New tokens are known only once the text's tokenizer is, so they are not fixed early; the rate is the optimizer's.
+KEYS = (*FIXED, "lora.tokens", "lora.lr_ratio")
 USUAL = Lora()
 RANK = f"lora.rank = {USUAL.rank}"
 
@@ -32,16 +33,15 @@ def lora_of(settings: Settings, tokens: tuple[int, ...] = ()) -> Lora | None:
     if asked.rank is None:
         return None
     targets = asked.targets if asked.targets is not None else ALL_LINEAR
-    (rank, _, dora), (alpha, _, rslora) = (str(value).partition(":") for value in (asked.rank, asked.alpha))
     return Lora(
-        int(rank),
-        USUAL.alpha if asked.alpha is None else float(alpha),
-        targets if isinstance(targets, str) else tuple(targets),
-        asked.dropout or 0.0,
-        asked.base or USUAL.base,
-        tokens,
-        bool(rslora),
-        bool(dora),
+        rank=asked.rank,
+        alpha=USUAL.alpha if asked.alpha is None else asked.alpha,
+        targets=targets if isinstance(targets, str) else tuple(targets),
+        dropout=asked.dropout or 0.0,
+        base=asked.base or USUAL.base,
+        tokens=tokens,
+        rslora=bool(asked.rslora),
+        dora=bool(asked.dora),
     )
 
 
@@ -50,8 +50,10 @@ def rates(settings: Settings, usual: float) -> dict[str, Any]:
 
     These are B and, as in PEFT, the magnitudes (LoRA+, Hayou et al. 2024, arXiv 2402.12354).
     """
-    rate, _, factor = str(usual if settings.optim.lr == "auto" else settings.optim.lr).partition(":")
-    return {"lr": float(rate), "groups": (Group("*.lora_[Bm]*", float(factor)),) if factor else ()}
+    rate = usual if settings.optim.lr == "auto" else settings.optim.lr
+    ratio = settings.lora.lr_ratio
+    groups = () if ratio is None else (Group("*.lora_[Bm]*", ratio),)
+    return {"lr": rate, "groups": groups}
 
 
 def fixed_lora(settings: Settings) -> dict[str, Any]:
@@ -63,8 +65,6 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
     init, given = settings.model.init, {key: settings.origins[key] for key in KEYS if key in settings.origins}
     if init and is_adapter(init):
         return {**_as_stored(settings, init, given), "model.init": str(without_links(init))}
-    if ":" in str(settings.optim.lr):
-        given[f"optim.lr = {settings.optim.lr}"] = settings.origins["optim.lr"]
     if not given:
         return {}
     key, origin = next(iter(given.items()))
@@ -80,9 +80,15 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
 
 def _values(lora: Lora) -> dict[str, Any]:
     targets = lora.targets if isinstance(lora.targets, str) else list(lora.targets)
-    rank = f"{lora.rank}:dora" if lora.dora else lora.rank
-    alpha = f"{lora.alpha:.12g}:sqrt" if lora.rslora else lora.alpha
-    return dict(zip(FIXED, (rank, alpha, targets, lora.dropout, lora.base), strict=True))
+    return {
+        "lora.rank": lora.rank,
+        "lora.alpha": lora.alpha,
+        "lora.rslora": lora.rslora,
+        "lora.dora": lora.dora,
+        "lora.targets": targets,
+        "lora.dropout": lora.dropout,
+        "lora.base": lora.base,
+    }
 
 
 def _as_stored(settings: Settings, init: str, given: dict[str, str]) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def _apart(step: Step) -> list[Plane]:
     """Return a plane for each parameter."""
     kinds, made = step.optim.kinds(step.model), list[Plane]()
     for name, parameter in trainable(step.model).items():
-        [plane] = planes({name: parameter}, kinds, step.optim.state)
+        [plane] = planes({name: parameter}, kinds, step.optim.state, master_weights=step.optim.master_weights)
         plane.number = len(made)
         made.append(step.begun(plane))
     return made
@@ -203,8 +203,8 @@ class Ladder:
         Raises:
             UsageError: the settings have values that no rung can have.
         """
-        if plan.optimizer.endswith(":all-bf16"):
-            raise UsageError(f"optim.name = {plan.optimizer} keeps no fp32 weights, and a ladder begins in fp32")
+        if not plan.update_rule.master_weights:
+            raise UsageError("optim.master_weights = false keeps no fp32 weights, and a ladder begins in fp32")
         given = [key for key in OWN if plan.settings.pinned().get(key, "auto") not in ("auto", *GRAPHS)]
         if given:
             progress.line("note", f"{', '.join(given)}: the rungs differ in this, whatever was given")
@@ -236,7 +236,7 @@ class Ladder:
             "data.packing": way.packing,
         }
         if way.narrow_state:
-            fixed["optim.name"] = self.plan.optimizer.partition(":")[0] + ":8bit"
+            fixed["optim.state"] = "8bit"
         if way.adapters:
             fixed["lora.rank"] = ADAPTER_RANK
         return resolve(self.plan.settings.resolve(fixed, "ladder"), self.machine)
@@ -252,7 +252,7 @@ class Ladder:
             "fp8": Precision(way.precision).obstacle(self.machine),
             "accumulation": "a micro-batch has one row already" if plan.micro_batch == 1 else None,
             "offload": "a CPU's memory is the host's" if on_cpu else None,
-            "8-bit state": "all rungs have it: optim.name" if plan.optimizer.endswith(":8bit") else None,
+            "8-bit state": "all rungs have it: optim.state" if plan.update_rule.state == "8bit" else None,
             "adapters": "all rungs have them: lora.rank" if plan.recipe.lora else no_adapters,
             "streaming": "a CPU's memory is the host's" if on_cpu else None,
         }

@@ -31,7 +31,7 @@ class Plan:
         tokens_per_update: tokens of an update.
         minutes: minutes of training, used if neither updates nor epochs are given.
         epochs: passes over the text; None if another key gives the run's length.
-        optimizer: the optimizer's name, with the format of its state.
+        optimizer: the optimizer's name.
         update_rule: the optimizer itself; once the model's shape is known, with the changes of width transfer.
         clip: the clipping of the gradient norm; None without clipping.
         averaged: whether an average of the weights is kept and scored.
@@ -111,12 +111,12 @@ FP32_BYTES = 4
 
 def is_sharded(parallel: str) -> bool:
     """Return whether a rank holds some rows of each weight, by `train.parallel`."""
-    return parallel.partition(":")[0] in ("fsdp", "hsdp")
+    return parallel in ("fsdp", "hsdp")
 
 
 def sharing(parallel: str, ranks: int) -> int:
     """Return how many of the ranks share out the rows of each weight, by `train.parallel`."""
-    own = place(srun=True) if parallel[0] == "h" else None
+    own = place(srun=True) if parallel == "hsdp" else None
     return own.near if own else ranks if is_sharded(parallel) else 1
 
 

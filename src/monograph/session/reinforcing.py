@@ -181,16 +181,16 @@ def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 
     if plan.reward is None:
         return {}
     options, lora = options_of(plan), lora_of(plan.settings)
-    narrow = plan.precision != "fp32" and (lora or plan.optimizer.endswith(":all-bf16"))
+    narrow = plan.precision != "fp32" and (lora or not plan.update_rule.master_weights)
     dtype, slots = torch.bfloat16 if narrow else torch.float32, slots or options.length + 1
     own = -(-options.prompts * options.group // ranks)
     rows = min(max(own, SAME_ROWS), MOST_ROWS) + min(options.prompts, MOST_PROMPTS)
     answers = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
     beside = {"answers": min(answers, machine.free_memory_bytes // 2)}
     if is_sharded(plan.parallel):
-        beside["whole weights"] = copied_bytes(config, lora, plan.precision, plan.parallel.endswith(":bf16"))
+        beside["whole weights"] = copied_bytes(config, lora, plan.precision, plan.settings.train.gather_dtype == "bf16")
     if options.kl and options.kl.needs_reference:
-        width = 2 if plan.optimizer.endswith(":all-bf16") else FP32_BYTES
+        width = FP32_BYTES if plan.update_rule.master_weights else 2
         # The weights that are trained wait in a second copy while the reference scores.
         numbers = trained_numbers(config, lora, plan.precision) // sharing(plan.parallel, ranks)
         beside["reference"] = 2 * width * numbers

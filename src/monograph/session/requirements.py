@@ -60,14 +60,31 @@ def require_together(settings: Settings) -> None:
     require_with_ranks(settings)
     require_with_rewards(settings)
     require_with_preferences(settings)
-    name, precision = settings.optim.name, train.precision
-    if train.memory == "stream" and name.endswith(":all-bf16"):
-        raise UsageError(f"train.memory = stream keeps full-precision weights: optim.name = {name} is for device")
-    if name.endswith(":all-bf16") and precision in ("fp32", "fp16"):
-        raise UsageError(
-            f"optim.name = {name} keeps the weights in bf16, which train.precision = {precision} cannot use: "
-            "take bf16 or fp8"
-        )
+    _require_optim(settings)
+
+
+def _require_optim(settings: Settings) -> None:
+    """Refuse choices of [optim] that exclude one another, or choices of [train].
+
+    Raises:
+        UsageError: two choices exclude one another; the message names both.
+    """
+    optim = settings.optim
+    train = settings.train
+    if not optim.master_weights:
+        narrow = "optim.master_weights = false keeps the weights in bf16"
+        if optim.state != "bf16":
+            raise UsageError(f"{narrow}, and their moments: say optim.state = bf16, not {optim.state}")
+        if train.memory == "stream":
+            raise UsageError(f"{narrow}, and train.memory = stream keeps them in full precision: leave one out")
+        if train.precision in ("fp32", "fp16"):
+            raise UsageError(f"{narrow}, which train.precision = {train.precision} cannot use: take bf16 or fp8")
+    if optim.skip_spikes is True and optim.grad_clip == "none":
+        raise UsageError("optim.skip_spikes = true is of gradients that are clipped: give optim.grad_clip a number")
+    if optim.min_lr_ratio is not None and optim.schedule == "constant":
+        raise UsageError("optim.schedule = constant never falls: leave optim.min_lr_ratio out")
+    if optim.transfer_base is not None and optim.transfer == "none":
+        raise UsageError("optim.transfer_base is of width transfer: say optim.transfer = width, too")
 
 
 def require_with_ranks(settings: Settings) -> None:
@@ -76,21 +93,24 @@ def require_with_ranks(settings: Settings) -> None:
     Raises:
         UsageError: two choices exclude one another; the message names both.
     """
-    train, name = settings.train, settings.optim.name
+    train = settings.train
+    halved = train.gather_dtype == "bf16"
+    if halved and not is_sharded(train.parallel):
+        raise UsageError("train.gather_dtype = bf16 is of weights that ranks share out: take fsdp or hsdp")
     if train.parallel == "none":
         return
-    narrow = name.endswith(":all-bf16")
     excluded = {
-        f"optim.name = {name}": (narrow, f"gradients would be summed in bf16: take {name.partition(':')[0]}:bf16")
+        "optim.master_weights = false": (not settings.optim.master_weights, "gradients would be summed in bf16"),
     }
     if is_sharded(train.parallel):
-        halved = train.parallel.endswith(":bf16")
+        if halved and train.precision not in ("auto", "bf16"):
+            raise UsageError(
+                f"train.gather_dtype = bf16 does not go with train.precision = {train.precision}: products read bf16 "
+                "weights: take bf16"
+            )
+        if halved and settings.lora.rank is not None:
+            raise UsageError("train.gather_dtype = bf16 does not go with lora.rank: frozen weights stay as they are")
         excluded |= {
-            f"train.precision = {train.precision}": (
-                halved and train.precision not in ("auto", "bf16"),
-                "products read bf16 weights: take bf16",
-            ),
-            "lora.rank": (halved and settings.lora.rank is not None, "frozen weights stay as they are: take fsdp"),
             "train.memory = stream": (train.memory == "stream", "a rank that streams has whole weights: take ddp"),
             "train.compile = whole": (train.compile == "whole", "blocks are gathered one by one: take blocks or none"),
         }

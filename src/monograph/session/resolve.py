@@ -15,6 +15,7 @@ from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model import hub
 from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.model.config import LlamaConfig
+from monograph.model.families import FIRST_FAMILY
 from monograph.model.files import has_weights
 from monograph.optim import AdamW, Muon, Optimizer
 from monograph.planner import Candidate, Limits, Request, StreamCandidate, defaults
@@ -39,7 +40,7 @@ WIDTH = "width"
 # The policies among which the planner chooses for "auto"; a CPU has no other memory for the last, "offload".
 REMATS = ("none", "pointwise", 0.5, 0.25, "full", "offload")
 RANKING_FLOPS = 1e12  # any rate will do, since only the order of candidates of one precision matters
-FINAL = 0.05  # share of the peak learning rate that the schedule falls to if optim.schedule names none
+FINAL = 0.05  # share of the peak learning rate that the schedule falls to if optim.min_lr_ratio says nothing
 
 
 def resolve(given: Settings | Plan, machine: Device, *known: Shape | Length, built: bool = True) -> Plan:
@@ -76,7 +77,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     reward, compared = settings.rl.reward, settings.prefer.loss
     judged = reward is not None or compared is not None
     update_rule = _update_rule(settings, recipe, name, adapted=lora is not None, judged=judged)
-    schedule, _, final = settings.optim.schedule.partition(":")
+    final = settings.optim.min_lr_ratio
     per_update = int(train.tokens_per_update)
     updates = train.updates or (defaults.updates_of(train.tokens, per_update) if train.tokens else 0)
     plan = Plan(
@@ -91,8 +92,8 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         update_rule=update_rule,
         clip=_clip(settings, rewarded=reward is not None),
         averaged=update_rule.ema is not None,
-        schedule_name=schedule,
-        final=float(final or FINAL),
+        schedule_name=settings.optim.schedule,
+        final=FINAL if final is None else final,
         precision=defaults.precision(machine) if train.precision == "auto" else train.precision,
         parallel=train.parallel,
         reward=reward,
@@ -123,11 +124,12 @@ def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Set
         chosen["model.preset"] = defaults.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
     chosen |= fixed_lora(settings) | fixed_rl(settings, length)
-    recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed)
+    recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed, family=model.family or FIRST_FAMILY)
     recipe = recipe if shape_alone and not has_weights(Path(str(model.init))) else recipe.checked()
     if settings.optim.transfer != "none":
         transfer = transfer_of(settings, None if model.init else recipe.shape(vocab_size=1))
-        chosen["optim.transfer"] = f"{WIDTH}:{transfer.base.hidden_size}" if transfer else "none"
+        if transfer:
+            chosen["optim.transfer_base"] = transfer.base.hidden_size
     if (named := tokenizer_named(settings.data.tokenizer)) != settings.data.tokenizer:
         chosen["data.tokenizer"] = named
     if settings.data.tokenizer == "auto" and not shape_alone:
@@ -152,8 +154,7 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
     Raises:
         UsageError: transfer is asked for another kind of model, or the width does not keep the shape's ratios.
     """
-    value = settings.optim.transfer
-    if value == "none":
+    if settings.optim.transfer == "none":
         return None
     if config is None:
         raise UsageError(
@@ -161,26 +162,32 @@ def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer
             f"sizes, not for model.init = {settings.model.init}; leave it at none"
         )
     try:
-        return WidthTransfer(config, narrowed(config, None if value == WIDTH else int(value.removeprefix(f"{WIDTH}:"))))
+        return WidthTransfer(config, narrowed(config, settings.optim.transfer_base))
     except UsageError as error:
         raise UsageError(f"{settings.said('optim.transfer')}: {error}") from None
 
 
 def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool, judged: bool) -> Optimizer:
     """Return the optimizer, without the changes of width transfer."""
-    optim, (rule, _, state) = settings.optim, name.partition(":")
-    usual = _usual_rate(recipe, rule, adapted) * (defaults.JUDGED_SHARE if judged else 1)
-    fields = rates(settings, usual) | ({} if recipe.init else defaults.muon_fields(recipe.preset, rule))
+    optim = settings.optim
+    usual = _usual_rate(recipe, name, adapted) * (defaults.JUDGED_SHARE if judged else 1)
+    fields = rates(settings, usual) | _fresh_fields(recipe, name)
     if optim.weight_decay != "auto":
         fields = {**fields, "weight_decay": optim.weight_decay}
-    return (Muon if rule == "muon" else AdamW)(
-        state=state or "fp32",
+    return (Muon if name == "muon" else AdamW)(
+        state=optim.state,
+        master_weights=optim.master_weights,
         seed=recipe.seed,
         betas=optim.betas,
         eps=optim.eps,
         ema=None if optim.ema == "none" else optim.ema,
         **fields,
     )
+
+
+def _fresh_fields(recipe: Recipe, rule: str, epochs: int = 1) -> dict[str, Any]:
+    """Return the fields in which the optimizer of a new model differs from its class's defaults."""
+    return {} if recipe.init else defaults.muon_fields(recipe.preset, recipe.family, rule, epochs)
 
 
 def _usual_rate(recipe: Recipe, rule: str, adapted: bool) -> float:
@@ -194,12 +201,13 @@ def _usual_rate(recipe: Recipe, rule: str, adapted: bool) -> float:
 
 
 def _clip(settings: Settings, rewarded: bool) -> Clip | None:
-    """Return the clipping: a plain number also skips spikes; NUMBER:all makes every finite update."""
+    """Return the clipping; None if gradients are not clipped."""
     norm = settings.optim.grad_clip
-    if isinstance(norm, float):
-        # With rewards, gradients are 0 until some group differs, so the first that teaches would be taken for a spike.
-        return Clip(norm, skip_spikes=not rewarded)
-    return None if norm == "none" else Clip(float(norm.partition(":")[0]))
+    if norm == "none":
+        return None
+    skip = settings.optim.skip_spikes
+    # With rewards, gradients are 0 until some group differs, so the first that teaches would be taken for a spike.
+    return Clip(norm, skip_spikes=not rewarded if skip == "auto" else skip)
 
 
 # ── from the model's shape ──────────────────────────────────────────────────────────────────────
@@ -229,8 +237,7 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
     fixed |= {key: getattr(plan, key) for key in fixed if getattr(plan, key) not in (0, "auto")}
     fixed["micro_batch"] = min(fixed["micro_batch"], plan.rows)  # larger micro-batches would be partly empty
     if settings.optim.weight_decay == "auto" and not plan.recipe.init:
-        name = plan.optimizer.partition(":")[0]
-        fields = defaults.muon_fields(plan.recipe.preset, name, _epochs(plan, expected, shape))
+        fields = _fresh_fields(plan.recipe, plan.optimizer, _epochs(plan, expected, shape))
         decay = fields.get("weight_decay", plan.update_rule.weight_decay)
         plan = replace(plan, update_rule=replace(plan.update_rule, weight_decay=decay))
     recorded: dict[str, Any] = {"optim.name": plan.optimizer, "train.precision": plan.precision}
@@ -278,7 +285,6 @@ def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[i
         plan.sequence_length,
         plan.tokens_per_update,
         transfer.optimizer(plan.update_rule) if transfer and not plan.transfer else plan.update_rule,
-        plan.optimizer,
         plan.micro_batch or None,
         (plan.precision,),
         _scopes(plan.parallel, config) if plan.compile == "auto" else (plan.compile,),

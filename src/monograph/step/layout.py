@@ -32,7 +32,13 @@ def on_device(step: Any, fused: bool | None = None) -> list[Plane]:
         fuse(step)
     # Fused siblings are read as one matrix, so their parameters must lie next to each other in a plane.
     in_order = siblings.side_by_side(step.model, trainable(step.model))
-    made = planes(in_order, step.optim.kinds(step.model), step.optim.state, parts=parts(step.model))
+    made = planes(
+        in_order,
+        step.optim.kinds(step.model),
+        step.optim.state,
+        master_weights=step.optim.master_weights,
+        parts=parts(step.model),
+    )
     siblings.part_moved(step.model)
     begun = [step.begun(plane) for plane in made]
     if step.fusing is fusing:

@@ -340,9 +340,11 @@ def _check(**given: Any) -> None:
 
 
 def _require_together(optim: Optimizer, precision: Precision) -> None:
-    if optim.state == "all-bf16" and precision.dtype != torch.bfloat16:
-        name = precision.name
-        raise UsageError(f"all-bf16 keeps the weights in bf16, which precision {name} cannot use: take bf16 or fp8")
+    if not optim.master_weights and precision.dtype != torch.bfloat16:
+        raise UsageError(
+            f"master_weights = False keeps the weights in bf16, which precision {precision.name} cannot use: take bf16 "
+            "or fp8"
+        )
 
 
 def accumulate(step: Step, window: Iterable[Any]) -> None:

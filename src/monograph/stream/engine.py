@@ -261,7 +261,7 @@ def _require_streamable(model: nn.Module, placement: Placement, clip: float | Cl
             "weights that are updated during the backward pass cannot be clipped by the whole gradient's norm: "
             'clip=None, or when="next forward", which hides the update too'
         )
-    if optim.state == "all-bf16":
-        raise UsageError("memory = stream keeps full-precision weights: all-bf16 is for memory = device")
+    if not optim.master_weights:
+        raise UsageError("memory = stream keeps full-precision weights: master_weights = False is for memory = device")
     if adapters(model):
         raise UsageError("memory = stream fetches weights that are trained, not frozen ones: take memory = device")

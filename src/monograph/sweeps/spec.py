@@ -202,7 +202,7 @@ def _proxy(settings: Settings) -> tuple[Settings, Settings]:
     wide = plan.settings.resolve({"optim.transfer": settings.optim.transfer}, ORIGIN)
     transfer = transfer_of(wide, shape)
     assert transfer is not None and shape is not None
-    named = wide.resolve({"optim.transfer": f"{WIDTH}:{transfer.base.hidden_size}"}, ORIGIN)
+    named = wide.resolve({"optim.transfer_base": transfer.base.hidden_size}, ORIGIN)
     if settings.origins.get("train.minutes") == ORIGIN:  # these minutes are for the whole sweep, not for this run
         named = named.resolve({"train.minutes": DEFAULT_RUN_MINUTES}, ORIGIN)
     return narrow(wide, shape), named
@@ -210,9 +210,9 @@ def _proxy(settings: Settings) -> tuple[Settings, Settings]:
 
 def _usual_axes(settings: Settings) -> list[Axis]:
     """Return an axis of learning rates around the model's default rate, and an axis of two seeds."""
-    middle, factor = resolve(settings, describe()).update_rule.lr, "".join(str(settings.optim.lr).partition(":")[1:])
-    rates = [f"{middle * 2.0**step:.4g}" for step in STEPS]
-    return [Axis("optim.lr", tuple(rate + factor if factor else float(rate) for rate in rates)), Axis(SEED, SEEDS)]
+    middle = resolve(settings, describe()).update_rule.lr
+    rates = tuple(float(f"{middle * 2.0**step:.4g}") for step in STEPS)
+    return [Axis("optim.lr", rates), Axis(SEED, SEEDS)]
 
 
 def _of_newest_run() -> Settings:

@@ -1,0 +1,99 @@
+"""Spellings of earlier versions: values that held several things, and the keys that say the same things now.
+
+A person who writes an old spelling is told the new ones. A run that was begun with it is read as if it had been begun
+with the new ones.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+Values = dict[str, Any]
+
+
+class OldSpelling(NamedTuple):
+    """A form that a key's value had in earlier versions.
+
+    Attributes:
+        key: the key.
+        pattern: a regular expression that matches the whole value, with a group for each of its parts.
+        example: a value of this form, for tests and docs.
+        now: returns the keys and values that say the same, from the pattern's groups.
+    """
+
+    key: str
+    pattern: str
+    example: str
+    now: Callable[..., Values]
+
+
+def _state(name: str, state: str) -> Values:
+    if state == "all-bf16":
+        return {"optim.name": name, "optim.state": "bf16", "optim.master_weights": False}
+    return {"optim.name": name, "optim.state": state}
+
+
+NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
+OLD_SPELLINGS = (
+    OldSpelling(
+        "model.preset",
+        r"([\w-]+):([\w-]+)",
+        "qwen3:micro",
+        lambda family, preset: {"model.family": family, "model.preset": preset},
+    ),
+    OldSpelling("optim.name", r"(adamw|muon):(bf16|8bit|all-bf16)", "muon:8bit", _state),
+    OldSpelling(
+        "optim.lr",
+        rf"({NUMBER}):({NUMBER})",
+        "2e-4:16",
+        lambda rate, ratio: {"optim.lr": float(rate), "lora.lr_ratio": float(ratio)},
+    ),
+    OldSpelling(
+        "optim.grad_clip",
+        rf"({NUMBER}):all",
+        "1.0:all",
+        lambda norm: {"optim.grad_clip": float(norm), "optim.skip_spikes": False},
+    ),
+    OldSpelling(
+        "optim.schedule",
+        rf"(cosine|wsd):({NUMBER})",
+        "cosine:0.1",
+        lambda schedule, floor: {"optim.schedule": schedule, "optim.min_lr_ratio": float(floor)},
+    ),
+    OldSpelling(
+        "optim.transfer",
+        r"width:([0-9]+)",
+        "width:64",
+        lambda base: {"optim.transfer": "width", "optim.transfer_base": int(base)},
+    ),
+    OldSpelling(
+        "train.parallel",
+        r"(fsdp|hsdp):bf16",
+        "fsdp:bf16",
+        lambda parallel: {"train.parallel": parallel, "train.gather_dtype": "bf16"},
+    ),
+    OldSpelling("lora.rank", r"([0-9]+):dora", "16:dora", lambda rank: {"lora.rank": int(rank), "lora.dora": True}),
+    OldSpelling(
+        "lora.alpha",
+        rf"({NUMBER}):sqrt",
+        "32:sqrt",
+        lambda alpha: {"lora.alpha": float(alpha), "lora.rslora": True},
+    ),
+)
+
+
+def translated(key: str, value: Any) -> Values | None:
+    """Return the keys and values that say what an old spelling of a key's value said; None if it is none."""
+    if not isinstance(value, str):
+        return None
+    for old in OLD_SPELLINGS:
+        match = re.fullmatch(old.pattern, value) if old.key == key else None
+        if match:
+            return old.now(*match.groups())
+    return None
+
+
+def spelled(values: Mapping[str, Any]) -> str:
+    """Return keys and values as a sentence has them: `optim.name = muon and optim.state = 8bit`."""
+    parts = [f"{key} = {str(value).lower() if isinstance(value, bool) else value}" for key, value in values.items()]
+    return " and ".join(parts)
