@@ -67,10 +67,6 @@ Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
 Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
 Momentum = Annotated[float, AfterValidator(DECAY.checked)]
-_NUMBER = r"(:[0-9]{1,9}(\.[0-9]{1,9})?)"
-Preference = Annotated[str, Field(pattern=rf"^((dpo|ipo|orpo){_NUMBER}?|(robust|simpo|kto){_NUMBER}{{0,2}})$")]
-Penalty = Annotated[str, Field(pattern=r"^(k[123]|entropy):(0\.[0-9]{0,8}[1-9]|[1-9][0-9]{0,3}(\.[0-9]{1,9})?)$")]
-AnswerLimit = Annotated[str, Field(pattern=r"^[1-9][0-9]{0,8}:(mask|[0-9]{1,5}(\.[0-9]{1,9})?)$")]
 AnswerForm = Annotated[Text, Field(pattern=r"^(regex|json-schema):.")]
 
 
@@ -285,16 +281,21 @@ class RlSection(Section):
         None, _SIZE, "most draws of an update, until rl.prompts groups have unequal rewards; default: 1"
     )
     updates: Size | None = _key(None, _SIZE, "updates that are made of each draw, with clipped ratios; default: 1")
-    kl: Literal["none"] | Penalty | None = _key(
-        None,
-        "none, or k1, k2, k3 or entropy with a strength, as in k2:0.05",
-        "what holds the model near the weights it begins from, or, entropy, near an even choice; default: none",
+    kl: Literal["none", "k1", "k2", "k3"] | None = _key(
+        None, "none, k1, k2 or k3", "what holds the model near the weights that it begins from; default: none"
     )
-    max_new_tokens: Size | AnswerLimit | None = _key(
-        None,
-        f"{_SIZE}, also with :mask or a number, as in 256:mask or 256:0.5",
-        "most tokens of an answer; longer ones are cut and then, with :mask, left out, with :0.5, worth 0.5 less; "
-        "default: half of data.sequence_length",
+    kl_coef: PositiveFloat | None = _key(None, ABOVE_0.expected, "strength of rl.kl")
+    entropy_coef: PositiveFloat | None = _key(
+        None, ABOVE_0.expected, "strength of a term for even choices; default: no such term"
+    )
+    max_new_tokens: Size | None = _key(
+        None, _SIZE, "most tokens of an answer; longer ones are cut; default: half of data.sequence_length"
+    )
+    truncated: Literal["keep", "mask"] | None = _key(
+        None, "keep or mask", "answers that were cut; mask: they are left out of the loss; default: keep"
+    )
+    truncation_penalty: NonNegativeFloat | None = _key(
+        None, NOT_NEGATIVE.expected, "what being cut takes from an answer's reward; default: 0"
     )
     temperature: Annotated[float, Field(gt=0, le=100)] | None = _key(
         None, "a number above 0, at most 100", "of the draws, and of the loss; default: 1"
@@ -304,10 +305,23 @@ class RlSection(Section):
 class PreferSection(Section):
     """Preferences: pairs of a chosen and a rejected answer, compared and learned from."""
 
-    loss: Preference | None = _key(
+    loss: Literal["dpo", "robust", "ipo", "simpo", "orpo", "kto"] | None = _key(
         None,
-        "dpo, robust, ipo, simpo, orpo or kto, each also with its numbers, as in dpo:0.1 or robust:0.1:0.2",
+        "dpo, robust, ipo, simpo, orpo or kto",
         "how answers are compared; default: dpo for records with chosen and rejected, kto for completion and label",
+    )
+    beta: PositiveFloat | None = _key(
+        None, ABOVE_0.expected, "strength of the comparison; default: 0.1, and 2 for simpo"
+    )
+    gamma: NonNegativeFloat | None = _key(None, NOT_NEGATIVE.expected, "margin of simpo; default: 1")
+    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = _key(
+        None, "a number from 0 and below 0.5", "share of pairs that robust takes for swapped; default: 0.1"
+    )
+    desirable_weight: NonNegativeFloat | None = _key(
+        None, NOT_NEGATIVE.expected, "weight of good answers for kto; default: 1"
+    )
+    undesirable_weight: NonNegativeFloat | None = _key(
+        None, NOT_NEGATIVE.expected, "weight of bad answers for kto; default: 1"
     )
 
 

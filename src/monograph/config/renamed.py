@@ -33,6 +33,28 @@ def _state(name: str, state: str) -> Values:
     return {"optim.name": name, "optim.state": state}
 
 
+def _kl(term: str, strength: str) -> Values:
+    if term == "entropy":
+        return {"rl.entropy_coef": float(strength)}
+    return {"rl.kl": term, "rl.kl_coef": float(strength)}
+
+
+def _limit(tokens: str, cut: str) -> Values:
+    if cut == "mask":
+        return {"rl.max_new_tokens": int(tokens), "rl.truncated": "mask"}
+    return {"rl.max_new_tokens": int(tokens), "rl.truncation_penalty": float(cut)}
+
+
+_SECOND = {"robust": "label_smoothing", "simpo": "gamma", "kto": "undesirable_weight"}
+
+
+def _preference(loss: str, beta: str, second: str | None) -> Values:
+    values: Values = {"prefer.loss": loss, "prefer.beta": float(beta)}
+    if second is not None:
+        values[f"prefer.{_SECOND[loss]}"] = float(second)
+    return values
+
+
 NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
 OLD_SPELLINGS = (
     OldSpelling(
@@ -78,6 +100,11 @@ OLD_SPELLINGS = (
         rf"({NUMBER}):sqrt",
         "32:sqrt",
         lambda alpha: {"lora.alpha": float(alpha), "lora.rslora": True},
+    ),
+    OldSpelling("rl.kl", rf"(k[123]|entropy):({NUMBER})", "k2:0.05", _kl),
+    OldSpelling("rl.max_new_tokens", rf"([0-9]+):(mask|{NUMBER})", "256:mask", _limit),
+    OldSpelling(
+        "prefer.loss", rf"(dpo|ipo|orpo|robust|simpo|kto):({NUMBER})(?::({NUMBER}))?", "robust:0.1:0.2", _preference
     ),
 )
 

@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from monograph.config import keys
 from monograph.config.keys import DEFAULT_MINUTES, KEYS, SECTIONS
+from monograph.config.renamed import spelled, translated
 from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
 
@@ -131,6 +132,8 @@ def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
     try:
         checked = adapter.validate_python(value, strict=not from_text)
     except ValidationError:
+        if now := translated(key, value):
+            raise UsageError(f"{origin}: {key} = {value}: say {spelled(now)}") from None
         expected = field.json_schema_extra["expected"]  # type: ignore[index, call-overload]
         hint = " (write it without quotes)" if isinstance(value, str) and _reads(adapter, value) else ""
         if isinstance(value, str) and get_origin(field.annotation) is Literal:

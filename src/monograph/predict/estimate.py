@@ -40,7 +40,7 @@ FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # bytes per number of a frozen linea
 STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256}
 SCORE_NUMBERS = 3  # memory of an attention score, in bf16 numbers: its probability in fp32 (2) and in bf16 (1)
 # Bytes alive in an eager update for each number of its largest plane: seven fp32 copies and the unpacked state; with
-# stochastic rounding also the random words, which are 8-byte integers; and the rounded weights, if there are no masters.
+# stochastic rounding also the random words, which are 8-byte integers. Without masters, weights are rounded as well.
 EAGER_UPDATE_BYTES = {"fp32": 28, "8bit": 36, "bf16": 116}
 ROUNDED_WEIGHTS_BYTES = 4
 # Numbers of the compute dtype alive in a captured Muon update for each number of its largest plane.

@@ -27,8 +27,8 @@ class Options:
         prompts: prompts of an update.
         group: answers to each.
         max_new_tokens: most tokens of an answer.
-        cut_costs: what the reward of an answer that this limit cuts is lowered by; None: such answers are left out, as
-            if they had not been drawn.
+        masks_truncated: whether answers that this limit cuts are left out, as if they had not been drawn.
+        truncation_penalty: what the reward of an answer that is cut is lowered by.
         temperature: divides the logits, when drawing and in the loss.
         objective: the weight of each answer.
         draws: most times that an update draws, until it has enough groups that teach.
@@ -55,7 +55,8 @@ class Options:
     epochs: int | None = None
     updates: int = 1
     kl: Kl | None = None
-    cut_costs: float | None = 0.0
+    masks_truncated: bool = False
+    truncation_penalty: float = 0.0
 
 
 class Rollout(NamedTuple):
@@ -128,16 +129,20 @@ def arranged(rollouts: Rollouts, weighed: Sequence[Weight], options: Options) ->
 
 def judged(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> tuple[list[Rollout], list[float]]:
     """Return the answers of a group that count, and their rewards less what being cut costs."""
-    costs = options.cut_costs
-    kept = [(one, reward) for one, reward in zip(rollouts, rewards, strict=True) if not (costs is None and one.is_cut)]
-    return [one for one, _ in kept], [reward - (costs or 0.0) * one.is_cut for one, reward in kept]
+    kept, lowered = list[Rollout](), list[float]()
+    for one, reward in zip(rollouts, rewards, strict=True):
+        if one.is_cut and options.masks_truncated:
+            continue
+        kept.append(one)
+        lowered.append(reward - options.truncation_penalty if one.is_cut else reward)
+    return kept, lowered
 
 
 def weighted(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> list[Weight]:
     """Return the weights of one group's answers, with the KL term; answers that are left out weigh nothing."""
     kept, rewards = judged(rollouts, rewards, options)
     weighed = iter(_compared(kept, rewards, options) if kept else ())
-    return [Weight(0.0, 0.0) if options.cut_costs is None and one.is_cut else next(weighed) for one in rollouts]
+    return [Weight(0.0, 0.0) if one.is_cut and options.masks_truncated else next(weighed) for one in rollouts]
 
 
 def _compared(rollouts: Rollouts, rewards: Sequence[float], options: Options) -> list[Weight]:

@@ -38,6 +38,7 @@ Shapes: B rows, T positions, N = B T.
 """
 
 import functools
+import math
 import statistics
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -47,7 +48,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.decode.automata import Arena, allowed, constraint
-from monograph.errors import InputRefused
+from monograph.errors import InputRefused, UsageError
 from monograph.loss import IGNORE, Batch, target_log_probabilities
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import FormName
@@ -184,7 +185,7 @@ def centred(rewards: Sequence[float]) -> list[float]:
 
 
 Estimator = Literal["k1", "k2", "k3", "entropy"]
-PENALTIES: tuple[Estimator, ...] = get_args(Estimator)
+KLS: tuple[Estimator, ...] = ("k1", "k2", "k3")
 
 
 class Kl(NamedTuple):
@@ -206,6 +207,42 @@ class Kl(NamedTuple):
     def needs_reference(self) -> bool:
         """Return whether log-probabilities of a reference are computed."""
         return self.estimator != "entropy"
+
+
+def penalty(
+    kl: str | None, kl_coef: float | None, entropy_coef: float | None, advantage: str | None, section: str = ""
+) -> Kl | None:
+    """Return the term that is added to the loss or taken from the reward; None without one.
+
+    Args:
+        kl: "k1", "k2" or "k3"; "none" or None: no such term.
+        kl_coef: its strength.
+        entropy_coef: the strength of a term for even choices; None: no such term.
+        advantage: the objective; None for a teacher.
+        section: what the names have before them in messages, such as "rl.".
+
+    Raises:
+        UsageError: a strength is missing or of nothing, or the terms do not go together or with the objective.
+    """
+    for name, value in (("kl_coef", kl_coef), ("entropy_coef", entropy_coef)):
+        if value is not None and not 0 < value < math.inf:
+            raise UsageError(f"{section}{name} = {value}: expected a number above 0")
+    if kl in (None, "none"):
+        if kl_coef is not None:
+            raise UsageError(f"{section}kl_coef is the strength of {section}kl: say {', '.join(KLS[:-1])} or {KLS[-1]}")
+        return None if entropy_coef is None else Kl("entropy", entropy_coef)
+    if kl not in KLS:
+        raise UsageError(f"{section}kl = {kl!r}: expected {', '.join(KLS[:-1])} or {KLS[-1]}")
+    if kl_coef is None:
+        raise UsageError(f"{section}kl = {kl}: say how strong it is, such as {section}kl_coef = 0.05")
+    if entropy_coef is not None:
+        raise UsageError(f"{section}entropy_coef does not go with {section}kl = {kl}: leave one of them out")
+    if kl == "k1" and advantage not in UNSCALED:
+        raise UsageError(
+            f"{section}kl = k1 is a part of the reward, which {section}advantage = {advantage} divides by its "
+            f"deviation: take {', '.join(UNSCALED)}, or k2 or k3"
+        )
+    return Kl(kl, kl_coef)
 
 
 class PolicyLoss(nn.Module):

@@ -3,16 +3,18 @@
 With log pi(o), the sum of the log-probabilities of an answer's tokens, |o|, their number, and h(o) = log pi(o) -
 log ref(o), where ref are the weights that a run begins from; w is the chosen answer and l the rejected one:
 
-| name       | loss of a pair                                                        | arXiv      |
-|------------|-----------------------------------------------------------------------|------------|
-| dpo:B      | -log sigmoid(B (h(w) - h(l)))                                         | 2305.18290 |
-| robust:B:E | (-(1-E) log sigmoid(x) + E log sigmoid(-x)) / (1-2E), x = B (h(w) - h(l)) | 2403.00409 |
-| ipo:B      | (h(w) / |w| - h(l) / |l| - 1 / (2 B))^2                               | 2310.12036 |
-| simpo:B:G  | -log sigmoid(B (log pi(w) / |w| - log pi(l) / |l|) - G)               | 2405.14734 |
-| orpo:B     | -log pi(w) / |w| - B log sigmoid(odds(w) - odds(l)), where            | 2403.07691 |
-|            | odds(o) = m - log(1 - e^m), m = log pi(o) / |o|                        |            |
-| kto:B:U    | sigmoid(B (z - h(o))) of a good answer o, U sigmoid(B (h(o) - z)) of  | 2402.01306 |
-|            | a bad one, where z = max(0, mean of h(o')), a constant                 |            |
+| name   | loss of a pair                                                            | arXiv      |
+|--------|---------------------------------------------------------------------------|------------|
+| dpo    | -log sigmoid(B (h(w) - h(l)))                                             | 2305.18290 |
+| robust | (-(1-E) log sigmoid(x) + E log sigmoid(-x)) / (1-2E), x = B (h(w) - h(l)) | 2403.00409 |
+| ipo    | (h(w) / |w| - h(l) / |l| - 1 / (2 B))^2                                   | 2310.12036 |
+| simpo  | -log sigmoid(B (log pi(w) / |w| - log pi(l) / |l|) - G)                   | 2405.14734 |
+| orpo   | -log pi(w) / |w| - B log sigmoid(odds(w) - odds(l)), where                | 2403.07691 |
+|        | odds(o) = m - log(1 - e^m), m = log pi(o) / |o|                           |            |
+| kto    | D sigmoid(B (z - h(o))) of a good answer o, U sigmoid(B (h(o) - z)) of    | 2402.01306 |
+|        | a bad one, where z = max(0, mean of h(o')), a constant                    |            |
+
+B is beta, E label_smoothing, G gamma, D desirable_weight and U undesirable_weight.
 
 An update's loss is the mean over its pairs, or answers. IPO takes means over tokens, as its authors' code does. KTO's
 o' are answers of other records written after the prompts of an update's answers; their mean is over the whole update,
@@ -35,19 +37,24 @@ from monograph.data.rows import Rows
 from monograph.errors import UsageError
 from monograph.loss import IGNORE, Batch, target_log_probabilities
 
-# The numbers of each loss, with their usual values, in the order in which its name gives them.
-USUAL: dict[str, tuple[float, ...]] = {
-    "dpo": (0.1,), "robust": (0.1, 0.1), "ipo": (0.1,), "simpo": (2.0, 1.0), "orpo": (0.1,),
-    "kto": (0.1, 1.0),
-}  # fmt: skip
+# The parameters of each loss, with their usual values.
+PARAMETERS: dict[str, dict[str, float]] = {
+    "dpo": {"beta": 0.1},
+    "robust": {"beta": 0.1, "label_smoothing": 0.1},
+    "ipo": {"beta": 0.1},
+    "simpo": {"beta": 2.0, "gamma": 1.0},
+    "orpo": {"beta": 0.1},
+    "kto": {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0},
+}
 COMPARED = ("dpo", "robust", "ipo", "kto")  # with the reference
+_LARGEST = 1e9
 
 
 class Preference(NamedTuple):
-    """A loss by its name, with its numbers."""
+    """A loss by its name, with its parameters."""
 
     name: str
-    numbers: tuple[float, ...]
+    parameters: dict[str, float]
 
     @property
     def needs_reference(self) -> bool:
@@ -60,25 +67,31 @@ class Preference(NamedTuple):
         return self.name == "kto"
 
 
-def preference(text: str) -> Preference:
-    """Return the loss that "NAME", "NAME:B" or "NAME:B:SECOND" names.
+def preference(name: str, **given: float | None) -> Preference:
+    """Return a loss of preferences.
+
+    Args:
+        name: a name of `PARAMETERS`.
+        given: values of its parameters; None, or nothing: the usual value.
 
     Raises:
-        UsageError: there is no such loss, or a number is out of range.
+        UsageError: there is no such loss, it lacks a parameter, or a number is out of range.
     """
-    name, *given = text.split(":")
-    usual = USUAL.get(name, ())
-    try:
-        numbers = (*map(float, given), *usual[len(given) :])
-    except ValueError:
-        numbers = ()
-    if not numbers or len(numbers) > len(usual) or not all(0 <= number < 1e9 for number in numbers):
-        raise UsageError(f"prefer.loss = {text}: expected {', '.join(USUAL)}, each also with its numbers")
-    if not numbers[0]:
-        raise UsageError(f"prefer.loss = {text}: expected a strength above 0")
-    if name == "robust" and numbers[1] >= 0.5:
-        raise UsageError(f"prefer.loss = {text}: expected a share of wrong pairs below 0.5")
-    return Preference(name, numbers)
+    usual = PARAMETERS.get(name)
+    if usual is None:
+        raise UsageError(f"prefer.loss = {name}: expected {', '.join(PARAMETERS)}")
+    numbers = {parameter: value for parameter, value in given.items() if value is not None}
+    for parameter, value in numbers.items():
+        if parameter not in usual:
+            raise UsageError(f"prefer.{parameter} does not go with prefer.loss = {name}, which has {', '.join(usual)}")
+        if not 0 <= value < _LARGEST:
+            raise UsageError(f"prefer.{parameter} = {value}: expected a number from 0")
+    parameters = usual | numbers
+    if parameters["beta"] == 0:
+        raise UsageError("prefer.beta = 0: expected a number above 0")
+    if parameters.get("label_smoothing", 0) >= 0.5:
+        raise UsageError(f"prefer.label_smoothing = {parameters['label_smoothing']}: expected a share below 0.5")
+    return Preference(name, parameters)
 
 
 class Answers(NamedTuple):
@@ -107,38 +120,39 @@ class Answers(NamedTuple):
         return self.chosen / self.chosen_tokens, self.rejected / self.rejected_tokens
 
 
-def _dpo(pairs: Answers, strength: float) -> Tensor:
+def _dpo(pairs: Answers, *, beta: float) -> Tensor:
     chosen, rejected = pairs.gains
-    return -logsigmoid(strength * (chosen - rejected))
+    return -logsigmoid(beta * (chosen - rejected))
 
 
-def _robust(pairs: Answers, strength: float, wrong: float) -> Tensor:
+def _robust(pairs: Answers, *, beta: float, label_smoothing: float) -> Tensor:
     chosen, rejected = pairs.gains
-    margin = strength * (chosen - rejected)
-    return (wrong * logsigmoid(-margin) - (1 - wrong) * logsigmoid(margin)) / (1 - 2 * wrong)
+    margin = beta * (chosen - rejected)
+    right = 1 - label_smoothing
+    return (label_smoothing * logsigmoid(-margin) - right * logsigmoid(margin)) / (1 - 2 * label_smoothing)
 
 
-def _ipo(pairs: Answers, strength: float) -> Tensor:
+def _ipo(pairs: Answers, *, beta: float) -> Tensor:
     chosen, rejected = pairs.gains
-    return (chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens - 1 / (2 * strength)).square()
+    return (chosen / pairs.chosen_tokens - rejected / pairs.rejected_tokens - 1 / (2 * beta)).square()
 
 
-def _simpo(pairs: Answers, strength: float, margin: float) -> Tensor:
+def _simpo(pairs: Answers, *, beta: float, gamma: float) -> Tensor:
     chosen, rejected = pairs.means
-    return -logsigmoid(strength * (chosen - rejected) - margin)
+    return -logsigmoid(beta * (chosen - rejected) - gamma)
 
 
-def _orpo(pairs: Answers, strength: float) -> Tensor:
+def _orpo(pairs: Answers, *, beta: float) -> Tensor:
     # log(1 - e^m) of a mean m that rounds to 0 would be -inf.
     chosen, rejected = (mean.clamp_max(-1e-12) for mean in pairs.means)
     odds = (chosen - torch.log(-torch.expm1(chosen))) - (rejected - torch.log(-torch.expm1(rejected)))
-    return -chosen - strength * logsigmoid(odds)
+    return -chosen - beta * logsigmoid(odds)
 
 
-def _kto(pairs: Answers, strength: float, of_bad: float) -> Tensor:
+def _kto(pairs: Answers, *, beta: float, desirable_weight: float, undesirable_weight: float) -> Tensor:
     gain, _ = pairs.gains
-    lost = torch.sigmoid(pairs.labels * (pairs.expected - gain) * strength)
-    return torch.where(pairs.labels > 0, lost, of_bad * lost)
+    lost = torch.sigmoid(pairs.labels * (pairs.expected - gain) * beta)
+    return torch.where(pairs.labels > 0, desirable_weight * lost, undesirable_weight * lost)
 
 
 _OF: dict[str, Callable[..., Tensor]] = {
@@ -148,7 +162,7 @@ _OF: dict[str, Callable[..., Tensor]] = {
 
 def losses(preference: Preference, pairs: Answers) -> Tensor:
     """Return the loss of each pair, [P]; see the module."""
-    return _OF[preference.name](pairs, *preference.numbers)
+    return _OF[preference.name](pairs, **preference.parameters)
 
 
 class PreferenceLoss(nn.Module):
@@ -187,7 +201,7 @@ class PreferenceLoss(nn.Module):
         """Take the loss.
 
         Args:
-            preference: the loss and its numbers.
+            preference: the loss and its parameters.
             answers: A, the largest number of an answer.
             most: most answers of a row, even.
         """

@@ -23,7 +23,7 @@ from monograph.model.llama import Llama
 from monograph.ranges import COUNT
 from monograph.resident import Resident
 from monograph.rl.arrange import Options
-from monograph.rl.loss import OBJECTIVES, PENALTIES, UNSCALED, Kl, Objective, PolicyLoss, ratio_of
+from monograph.rl.loss import OBJECTIVES, Objective, PolicyLoss, penalty, ratio_of
 from monograph.rl.pairs import PairRows, read_pairs
 from monograph.rl.preferences import PreferenceLoss, preference
 from monograph.rl.prompts import prompts_of
@@ -35,7 +35,13 @@ Scores = str | Reward | Callable[[str, str, Mapping[str, Any]], float | Mapping[
 
 
 def policy_loss(
-    advantage: Objective = "dr_grpo", *, temperature: float = 1.0, updates: int = 1, kl: str | None = None
+    advantage: Objective = "dr_grpo",
+    *,
+    temperature: float = 1.0,
+    updates: int = 1,
+    kl: str = "none",
+    kl_coef: float | None = None,
+    entropy_coef: float | None = None,
 ) -> PolicyLoss:
     """Return the loss of answers that are rewarded, for an engine; see `rollouts`.
 
@@ -43,7 +49,9 @@ def policy_loss(
         advantage: the objective; `monograph.rl.loss` has their equations.
         temperature: divides the logits, of the draws and in the loss.
         updates: updates that are made of each draw.
-        kl: a term as `monograph.rl.loss.Kl` describes it, with its strength, such as "k2:0.05"; None: none.
+        kl: "none", "k1", "k2" or "k3", a term as `monograph.rl.loss.Kl` describes it.
+        kl_coef: its strength.
+        entropy_coef: the strength of a term for even choices, in place of `kl`.
 
     Raises:
         UsageError: a value is out of range.
@@ -53,22 +61,8 @@ def policy_loss(
     if not (math.isfinite(temperature) and temperature > 0):
         raise UsageError(f"temperature = {temperature!r}: expected a number above 0")
     COUNT.require("updates", updates)
-    return PolicyLoss(temperature, ratio_of(advantage, updates), _kl(kl, advantage), advantage, updates)
-
-
-def _kl(text: str | None, advantage: Objective) -> Kl | None:
-    if text is None:
-        return None
-    estimator, _, strength = text.partition(":")
-    try:
-        number = float(strength)
-    except ValueError:
-        number = math.nan
-    if estimator not in PENALTIES or not 0 < number < math.inf:
-        raise UsageError(f"kl = {text!r}: expected {', '.join(PENALTIES)} with a strength, such as 'k2:0.05'")
-    if estimator == "k1" and advantage not in UNSCALED:
-        raise UsageError(f"kl = {text!r} is a part of the reward: take {', '.join(UNSCALED)}, or k2 or k3")
-    return Kl(estimator, number)
+    term = penalty(kl, kl_coef, entropy_coef, advantage)
+    return PolicyLoss(temperature, ratio_of(advantage, updates), term, advantage, updates)
 
 
 def rollouts(
@@ -80,7 +74,8 @@ def rollouts(
     prompts: int = 16,
     group: int = 8,
     max_new_tokens: int = 64,
-    cut_costs: float | None = 0.0,
+    truncated: str = "keep",
+    truncation_penalty: float = 0.0,
     draws: int = 1,
     epochs: int | None = None,
     seed: int = 0,
@@ -100,7 +95,8 @@ def rollouts(
         prompts: prompts of a window.
         group: answers to each, at least two.
         max_new_tokens: most tokens of an answer.
-        cut_costs: what the reward of an answer that this limit cuts is lowered by; None: such answers are left out.
+        truncated: "keep" answers that this limit cuts, or "mask" them: leave them out of the loss.
+        truncation_penalty: what the reward of an answer that is cut is lowered by.
         draws: most times that a window draws, until it has as many groups of unequal rewards as prompts.
         epochs: passes over the prompts; None: without end.
         seed: of the prompts' order and of all draws.
@@ -116,12 +112,12 @@ def rollouts(
     if not isinstance(loss, PolicyLoss) or not isinstance(model, Llama):
         raise UsageError("rollouts needs an engine of a language model with loss=monograph.policy_loss(...)")
     _require_counts(prompts=prompts, group=group, max_new_tokens=max_new_tokens, draws=draws, epochs=epochs or 1)
-    scorer = _scorer(reward, loss, model, cut_costs)
+    scorer = _scorer(reward, loss, model, truncated, truncation_penalty)
     asked = prompts_of(records, tokenizer, scorer, model.config.max_position_embeddings - max_new_tokens)
     exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
     options = Options(
         prompts, group, max_new_tokens, loss.temperature, loss.objective, draws, asked.longest + max_new_tokens,
-        not exact, exact, seed, epochs, loss.updates, loss.kl, cut_costs,
+        not exact, exact, seed, epochs, loss.updates, loss.kl, truncated == "mask", truncation_penalty,
     )  # fmt: skip
     if exact:
         model.use_attention("cached")
@@ -138,10 +134,14 @@ def _require_counts(**counts: int) -> None:
             raise UsageError(f"{name} = {value!r}: expected a whole number from {least}")
 
 
-def _scorer(reward: Scores, loss: PolicyLoss, model: Llama, cut_costs: float | None) -> Reward:
+def _scorer(reward: Scores, loss: PolicyLoss, model: Llama, truncated: str, truncation_penalty: float) -> Reward:
     """Return what scores answers, and refuse what does not go with it."""
-    if cut_costs is not None and not (isinstance(cut_costs, int | float) and 0 <= cut_costs < math.inf):
-        raise UsageError(f"cut_costs = {cut_costs!r}: expected a number from 0, or None")
+    if truncated not in ("keep", "mask"):
+        raise UsageError(f"truncated = {truncated!r}: expected 'keep' or 'mask'")
+    if not isinstance(truncation_penalty, int | float) or not 0 <= truncation_penalty < math.inf:
+        raise UsageError(f"truncation_penalty = {truncation_penalty!r}: expected a number from 0")
+    if truncated == "mask" and truncation_penalty:
+        raise UsageError("truncation_penalty lowers the reward of answers that truncated = 'mask' leaves out")
     scorer = reward if isinstance(reward, Reward) else Called(reward) if callable(reward) else reward_of(reward)
     if not isinstance(scorer, Taught):
         return scorer
@@ -149,8 +149,8 @@ def _scorer(reward: Scores, loss: PolicyLoss, model: Llama, cut_costs: float | N
         raise UsageError("a teacher is given as a model: reward=monograph.distill(teacher)")
     if scorer.teacher is model:
         raise UsageError("the teacher is the model in training, which would be frozen: give a copy of it")
-    if loss.kl or cut_costs != 0:
-        raise UsageError("a teacher says what each token is worth: leave kl and cut_costs out")
+    if loss.kl or truncated == "mask" or truncation_penalty:
+        raise UsageError("a teacher says what each token is worth: leave kl, truncated and truncation_penalty out")
     theirs, own = scorer.teacher.config, model.config
     if theirs.vocab_size != own.vocab_size or theirs.max_position_embeddings < own.max_position_embeddings:
         raise UsageError("the teacher has another vocabulary or fewer positions than the model")
@@ -205,7 +205,7 @@ def pairs(
     return read_pairs(reading, labelled=labelled, progress=progress)
 
 
-def preference_loss(pairs: Corpus, loss: str = "dpo") -> PreferenceLoss:
+def preference_loss(pairs: Corpus, loss: str = "dpo", **parameters: float) -> PreferenceLoss:
     """Return the loss that compares the answers of pairs, for an engine.
 
     The reference is the weights of the first update, with which all pairs are scored once before it; figures of an
@@ -213,12 +213,13 @@ def preference_loss(pairs: Corpus, loss: str = "dpo") -> PreferenceLoss:
 
     Args:
         pairs: what `monograph.pairs` returns.
-        loss: a loss as the key prefer.loss takes it, such as "dpo:0.1"; `monograph.rl.preferences` has their equations.
+        loss: "dpo", "robust", "ipo", "simpo", "orpo" or "kto"; `monograph.rl.preferences` has their equations.
+        parameters: those of the loss by their names, such as beta=0.1.
 
     Raises:
         UsageError: there is no such loss, or it does not go with these answers.
     """
-    chosen, sides = preference(loss), [pairs.train, pairs.held_out]
+    chosen, sides = preference(loss, **parameters), [pairs.train, pairs.held_out]
     rows = [side for side in sides if isinstance(side, PairRows)]
     if len(rows) < len(sides):
         raise UsageError("preference_loss compares pairs: give it what monograph.pairs(...) returns")

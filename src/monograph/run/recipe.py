@@ -94,7 +94,7 @@ class Recipe(NamedTuple):
         return cls(**values, config=run.config)
 
     def entries(self) -> dict[str, Any]:
-        """Return the recipe as a checkpoint records it; what older checkpoints lack is left out where it says nothing."""
+        """Return the recipe as a checkpoint records it, without usual values of entries that older ones lack."""
         values = self._replace(config=None)._asdict()
         usual = self._field_defaults
         return {key: value for key, value in values.items() if key not in _SINCE_ADAPTERS or value != usual[key]}

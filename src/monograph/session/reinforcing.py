@@ -4,12 +4,13 @@ import hashlib
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
 
 from monograph.config import Settings
+from monograph.config.keys import RlSection
 from monograph.decode.cache import KVCache
 from monograph.device import Device, default_device
 from monograph.errors import InputRefused, UsageError
@@ -21,8 +22,9 @@ from monograph.predict.footprint import Judged
 from monograph.predict.roofline import Drawing, drawing_s, peak_flops
 from monograph.report.quantities import counted
 from monograph.rl.arrange import Options
-from monograph.rl.loss import UNSCALED, Estimator, Form, Kl, Objective, PolicyLoss, ratio_of
+from monograph.rl.loss import Form, Kl, Objective, PolicyLoss, penalty, ratio_of
 from monograph.rl.pairs import loss_for
+from monograph.rl.preferences import Preference, preference
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught, form_named
 from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS
@@ -45,6 +47,15 @@ USUAL: dict[str, Any] = {
     "rl.kl": "none",
     "rl.temperature": 1.0,
 }
+# What a teacher, who says what each token is worth, leaves without a meaning.
+_NOT_OF_TEACHERS = (
+    "rl.advantage",
+    "rl.kl",
+    "rl.kl_coef",
+    "rl.entropy_coef",
+    "rl.truncated",
+    "rl.truncation_penalty",
+)
 
 
 def with_records(settings: Settings) -> Settings:
@@ -76,9 +87,8 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
     usual = USUAL
     if reward.startswith(TEACHER):
         worth = "a teacher says what each token is worth"
-        if ":" in str(given.get("rl.max_new_tokens", "")):
-            raise UsageError(f"{settings.said('rl.max_new_tokens')}: {worth}: give the number alone")
-        if useless := [key for key in ("rl.advantage", "rl.kl") if given.get(key, "none") != "none"]:
+        useless = [key for key in _NOT_OF_TEACHERS if given.get(key, "none") != "none"]
+        if useless:
             raise UsageError(f"{settings.origins[useless[0]]}: {useless[0]}: {worth}: leave it out")
         name = reward.removeprefix(TEACHER)
         run = run_named(name)  # record its path: `last` will soon name the new run
@@ -86,11 +96,10 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
         given["rl.reward"] = f"{TEACHER}{run.named if run else without_links(name)}"
     values: dict[str, Any] = {"rl.max_new_tokens": max(1, length // 2), "rl.reward": reward} | usual
     values |= {key: value for key, value in given.items() if key in values}
-    if values["rl.kl"].startswith("k1") and values.get("rl.advantage") not in UNSCALED:
-        scaled = f"rl.advantage = {values['rl.advantage']} divides by its deviation"
-        instead = f"take {', '.join(UNSCALED)}, or k2 or k3"
-        raise UsageError(f"rl.kl = {values['rl.kl']} is a part of the reward, which {scaled}: {instead}")
-    if answer_limit(values["rl.max_new_tokens"])[0] >= length:
+    _kl(settings.rl, values.get("rl.advantage"))
+    if settings.rl.truncated == "mask" and settings.rl.truncation_penalty:
+        raise UsageError("rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out")
+    if values["rl.max_new_tokens"] >= length:
         raise UsageError(
             f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
             f"data.sequence_length = {length}: lower one or raise the other"
@@ -102,10 +111,26 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
     return values | {key: tokens}
 
 
-def answer_limit(value: int | str) -> tuple[int, float | None]:
-    """Return the most tokens of an answer, and `Options.cut_costs`, as the key rl.max_new_tokens says them."""
-    most, _, costs = str(value).partition(":")
-    return int(most), None if costs == "mask" else float(costs or 0)
+def preference_of(settings: Settings) -> Preference | None:
+    """Return the loss of a run on preferences; None for other runs.
+
+    Raises:
+        UsageError: a parameter is out of range, or of another loss.
+    """
+    given = settings.prefer.model_dump()
+    loss = given.pop("loss")
+    if loss is not None:
+        return preference(loss, **given)
+    for key in given:
+        if given[key] is not None:
+            raise UsageError(f"{settings.said(f'prefer.{key}')} is of preferences: give prefer.loss, too, such as dpo")
+    return None
+
+
+def fixed_preference(settings: Settings) -> dict[str, Any]:
+    """Return values for the keys of [prefer] that the run's loss has; an empty mapping for other runs."""
+    chosen = preference_of(settings)
+    return {f"prefer.{name}": value for name, value in chosen.parameters.items()} if chosen else {}
 
 
 def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
@@ -148,12 +173,23 @@ def options_of(plan: Plan) -> Options:
     rl = plan.settings.rl
     assert rl.prompts and rl.group and rl.draws and rl.max_new_tokens and rl.temperature and rl.updates
     objective = rl.advantage or TAUGHT_AS
-    most, cut_costs = answer_limit(rl.max_new_tokens)
     return Options(
-        rl.prompts, rl.group, most, rl.temperature, objective, rl.draws, plan.sequence_length,
-        plan.reading["packing"] == "packed", plan.compile == "none" and default_device().type == "cpu", plan.seed,
-        plan.epochs, rl.updates, _kl(plan), cut_costs,
-    )  # fmt: skip
+        prompts=rl.prompts,
+        group=rl.group,
+        max_new_tokens=rl.max_new_tokens,
+        temperature=rl.temperature,
+        objective=objective,
+        draws=rl.draws,
+        length=plan.sequence_length,
+        packed=plan.reading["packing"] == "packed",
+        exact=plan.compile == "none" and default_device().type == "cpu",
+        seed=plan.seed,
+        epochs=plan.epochs,
+        updates=rl.updates,
+        kl=_kl(rl, rl.advantage),
+        masks_truncated=rl.truncated == "mask",
+        truncation_penalty=rl.truncation_penalty or 0.0,
+    )
 
 
 def judging(plan: Plan) -> Judged:
@@ -163,9 +199,8 @@ def judging(plan: Plan) -> Judged:
     return "exact" if options_of(plan).exact else "rows"
 
 
-def _kl(plan: Plan) -> Kl | None:
-    estimator, _, strength = str(plan.settings.rl.kl).partition(":")
-    return Kl(cast(Estimator, estimator), float(strength)) if strength else None
+def _kl(rl: RlSection, advantage: str | None) -> Kl | None:
+    return penalty(rl.kl, rl.kl_coef, rl.entropy_coef, advantage, "rl.")
 
 
 def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1) -> dict[str, int]:

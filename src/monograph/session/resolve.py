@@ -22,12 +22,11 @@ from monograph.planner import Candidate, Limits, Request, StreamCandidate, defau
 from monograph.predict.estimate import spared_bytes
 from monograph.predict.footprint import Compile
 from monograph.predict.roofline import Calibration
-from monograph.rl.preferences import preference
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in, tokenizer_named, tokenizer_of
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, rates, require_tokens
 from monograph.session.plan import Length, Plan, Shape, is_sharded, sharing
 from monograph.session.recorded import own_copies
-from monograph.session.reinforcing import bytes_beside, fixed_rl, judging
+from monograph.session.reinforcing import bytes_beside, fixed_preference, fixed_rl, judging, preference_of
 from monograph.session.requirements import require_positions, require_room, require_targets, require_together
 from monograph.step import Clip
 from monograph.storage.cache_dir import cache_root, calibration_file
@@ -97,7 +96,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         precision=defaults.precision(machine) if train.precision == "auto" else train.precision,
         parallel=train.parallel,
         reward=reward,
-        preference=None if compared is None else preference(compared),
+        preference=preference_of(settings),
         micro_batch=0 if train.micro_batch == "auto" else train.micro_batch,
         compile=train.compile,
         remat=train.remat,
@@ -123,7 +122,7 @@ def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Set
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = defaults.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
-    chosen |= fixed_lora(settings) | fixed_rl(settings, length)
+    chosen |= fixed_lora(settings) | fixed_rl(settings, length) | fixed_preference(settings)
     recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed, family=model.family or FIRST_FAMILY)
     recipe = recipe if shape_alone and not has_weights(Path(str(model.init))) else recipe.checked()
     if settings.optim.transfer != "none":
