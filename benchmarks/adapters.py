@@ -25,7 +25,10 @@ SHAPES = ("1b", "8b")
 REMATS = ("none", "full")
 WAYS: dict[str, tuple[Optimizer, Lora | None]] = {
     "all weights": (AdamW(), None),
-    "all weights, optim.name=adamw:all-bf16": (AdamW(state="all-bf16"), None),
+    "all weights, optim.name=adamw optim.state=bf16 optim.master_weights=false": (
+        AdamW(state="bf16", master_weights=False),
+        None,
+    ),
     "lora.rank=16": (AdamW(), Lora(RANK)),
     "lora.rank=16 lora.base=int8": (AdamW(), Lora(RANK, base="int8")),
     "lora.rank=16 lora.base=nf4": (AdamW(), Lora(RANK, base="nf4")),

@@ -167,7 +167,7 @@ def of_kinds() -> list[tuple[str, Work | Way]]:
         for base in ("auto", "int8", "nf4"):
             found += [("adapters", replace(usual, lora=Lora(16, base=base), packed=packed)) for packed in (False, True)]
         found += [("other precisions", replace(usual, precision=name)) for name in ("fp32", "fp16", "fp8")]
-        optims = AdamW(state="8bit"), Muon(state="8bit"), AdamW(state="bf16"), AdamW(state="all-bf16")
+        optims = AdamW(state="8bit"), Muon(state="8bit"), AdamW(state="bf16"), AdamW(state="bf16", master_weights=False)
         found += [("narrow states", replace(usual, optim=optim)) for optim in optims]
         for work in (usual, replace(usual, packed=True), wide, replace(wide, remat=0.5), replace(wide, remat="full")):
             found.append(("streamed", streaming(work, "next forward", offload=False)))

@@ -25,13 +25,13 @@ LENGTH = 105  # a prompt of 41 tokens, and an answer
 EAGER = "train.compile=none"
 WAYS: dict[str, list[str]] = {
     "fp32": [EAGER, "train.precision=fp32"],
-    "fp32, k2": [EAGER, "train.precision=fp32", "rl.kl=k2:0.1"],
+    "fp32, k2": [EAGER, "train.precision=fp32", "rl.kl=k2", "rl.kl_coef=0.1"],
     "bf16": [EAGER],
     "bf16, micro-batches of 4": [EAGER, "train.micro_batch=4"],
     "bf16, recomputed": [EAGER, "train.remat=full"],
     "adapters": [EAGER, "lora.rank=8"],
-    "adapters on nf4, k2": [EAGER, "lora.rank=8", "lora.base=nf4", "rl.kl=k2:0.1"],
-    "adamw:8bit": [EAGER, "optim.name=adamw:8bit"],
+    "adapters on nf4, k2": [EAGER, "lora.rank=8", "lora.base=nf4", "rl.kl=k2", "rl.kl_coef=0.1"],
+    "adamw:8bit": [EAGER, "optim.name=adamw", "optim.state=8bit"],
     "teacher": [EAGER, "rl.reward=teacher:{base}"],
     "a graph per block, fp32": ["train.compile=blocks", "train.precision=fp32"],
     "one graph": ["train.compile=whole"],

@@ -7,7 +7,7 @@ is the mean of the pairs' differences in held-out bits per byte, with its standa
 below 0 is better. Whether a
 variant costs time is seen in the column of seconds. Runs that are in `--out` already are not repeated.
 
-    python benchmarks/recipe.py --variant "no floor: optim.schedule=cosine:0" --text stdlib my_texts/ --out found.json
+    python benchmarks/recipe.py --variant "no floor: optim.schedule=cosine optim.min_lr_ratio=0" --text stdlib my_texts/ --out found.json
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def main() -> None:
     args = parser.parse_args()
     base = SMOKE.split() if args.smoke else []
     if args.smoke:
-        args.seeds, args.updates, args.variant = 2, 2, ["no floor: optim.schedule=cosine:0"]
+        args.seeds, args.updates, args.variant = 2, 2, ["no floor: optim.schedule=cosine optim.min_lr_ratio=0"]
     variants = {DEFAULT: list[str]()} | {
         name: changes.split() for name, _, changes in (each.partition(":") for each in args.variant)
     }

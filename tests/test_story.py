@@ -29,7 +29,7 @@ from monograph.run.folder import Run
 from monograph.text.tokenizer import Tokenizer
 
 SETTINGS = over(TINY, "data.tokenizer=bpe:300", "train.updates=60", "train.save_every=5", "optim.lr=1e-2")
-SETTINGS += ["model.preset=gemma3_text:nano", "optim.name=muon", "optim.schedule=wsd", "optim.ema=0.9"]
+SETTINGS += ["model.family=gemma3_text", "model.preset=nano", "optim.name=muon", "optim.schedule=wsd", "optim.ema=0.9"]
 SCHEMA = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}}}
 SCHEMA |= {"required": ["size"]}
 
@@ -222,7 +222,7 @@ def prefer(monograph: CommandServer, here: Path, reinforced: str) -> None:
     pairs = [json.dumps({"prompt": f"{word} ", "chosen": "gamma", "rejected": "beta"}) for word in words]
     (here / "pairs.jsonl").write_text("\n".join(pairs * 4))
     typed = [
-        "pairs.jsonl", f"model.init={reinforced}", "prefer.loss=dpo:0.5", "data.held_out=0", "data.sequence_length=32",
+        "pairs.jsonl", f"model.init={reinforced}", "prefer.loss=dpo", "prefer.beta=0.5", "data.held_out=0", "data.sequence_length=32",
         "optim.lr=3e-3", "train.updates=40", "train.tokens_per_update=64", "train.save_every=10", "train.compile=none",
         "train.precision=fp32",
     ]  # fmt: skip

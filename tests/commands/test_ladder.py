@@ -106,7 +106,7 @@ def test_an_interrupt_leaves_nothing(sent: signal.Signals, code: int, server: Co
         (["--out", "texts"], 3, "--out texts: holds something already"),
         (["train.memory=stream"], 2, "train.memory = stream"),
         (["-"], 2, "in the place of standard input"),
-        (["optim.name=muon:all-bf16"], 2, "a ladder begins in fp32"),
+        (["optim.name=muon", "optim.state=bf16", "optim.master_weights=false"], 2, "a ladder begins in fp32"),
     ],
 )
 def test_what_is_refused_is_one_line_and_leaves_nothing(

@@ -98,7 +98,16 @@ def test_every_command_takes_the_run_and_the_adapter(folder: Path, server: Comma
 
 
 def test_magnitudes_a_stable_scale_and_a_rate_of_bs_own(folder: Path, server: CommandServer) -> None:
-    wanted = over(LORA, "lora.rank=4:dora", "lora.alpha=8:sqrt", "optim.lr=1e-3:16", "train.updates=3")
+    wanted = over(
+        LORA,
+        "lora.rank=4",
+        "lora.dora=true",
+        "lora.alpha=8",
+        "lora.rslora=true",
+        "optim.lr=0.001",
+        "lora.lr_ratio=16",
+        "train.updates=3",
+    )
     done = server.run(folder, "train", *wanted, "--out", "three", "--json", figures=0)
     assert done.code == 0, done.err
     config = (folder / "three" / "config.toml").read_text()
@@ -111,7 +120,15 @@ def test_magnitudes_a_stable_scale_and_a_rate_of_bs_own(folder: Path, server: Co
     assert (values["r"], values["lora_alpha"], values["use_rslora"], values["use_dora"]) == (4, 8, True, True)
     merged, adapted = (load(folder / name)[0] for name in ("three.out", "three.out/adapter"))
     assert all(map(torch.equal, merged.parameters(), adapted.parameters()))
-    wanted = over(OWN, "train.updates=2", "model.init=three.out/adapter", "lora.alpha=8:sqrt", "optim.lr=1e-3:16")
+    wanted = over(
+        OWN,
+        "train.updates=2",
+        "model.init=three.out/adapter",
+        "lora.alpha=8",
+        "lora.rslora=true",
+        "optim.lr=0.001",
+        "lora.lr_ratio=16",
+    )
     done = server.run(folder, "train", *wanted, "--out", "three.on", figures=0)
     assert done.code == 0, done.err
     done = server.run(folder, "export", "three", "--to", "three.gguf", "--format", "gguf")
@@ -140,9 +157,9 @@ def test_a_sweep_of_ranks(folder: Path, server: CommandServer) -> None:
         (["model.init=base", "lora.rank=0"], "lora.rank = \"0\": expected a whole number above 0"),
         (["model.init=base", "lora.rank=1000"], "lora.rank = 1000: these layers' weights have rank 16 at most; lower"),
         (["model.init=base", "lora.rank=4:dori"], "also with :dora, as in 16:dora"),
-        (["model.init=base", "lora.rank=4", "lora.alpha=0:sqrt"], "also with :sqrt, as in 32:sqrt"),
-        (["model.init=base", "lora.rank=4", "optim.lr=1e-3:0"], "also with a factor, as in 2e-4:16"),
-        (["model.init=base", "optim.lr=1e-3:16"], "optim.lr = 1e-3:16 is of adapters, and none are trained: give"),
+        (["model.init=base", "lora.rank=4", "lora.alpha=0", "lora.rslora=true"], "also with :sqrt, as in 32:sqrt"),
+        (["model.init=base", "lora.rank=4", "optim.lr=0.001", "lora.lr_ratio=0"], "also with a factor, as in 2e-4:16"),
+        (["model.init=base", "optim.lr=0.001", "lora.lr_ratio=16"], "optim.lr = 1e-3:16 is of adapters, and none are trained: give"),
         (["model.init=base", "lora.rank=4", "lora.base=int4"], "lora.base = \"int4\": expected auto, int8 or nf4"),
     ],
 )  # fmt: skip

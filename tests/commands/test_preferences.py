@@ -20,8 +20,8 @@ RUN = [
 CASES: list[tuple[list[str], int, str]] = [
     (["train", *[each for each in RUN if "init" not in each]], 2, "prefer.loss: a new model answers nothing: name one"),
     (["train", *RUN, "prefer.loss=ppo"], 2, 'prefer.loss = "ppo": expected dpo, robust, ipo, simpo, orpo or kto'),
-    (["train", *RUN, "prefer.loss=dpo:0"], 2, "prefer.loss = dpo:0: expected a strength above 0"),
-    (["train", *RUN, "prefer.loss=robust:0.1:0.5"], 2, "expected a share of wrong pairs below 0.5"),
+    (["train", *RUN, "prefer.loss=dpo", "prefer.beta=0"], 2, "prefer.loss = dpo:0: expected a strength above 0"),
+    (["train", *RUN, "prefer.loss=robust", "prefer.beta=0.1", "prefer.label_smoothing=0.5"], 2, "expected a share of wrong pairs below 0.5"),
     (["train", *RUN, "prefer.loss=dpo:0.1:0.2"], 2, "each also with its numbers"),
     (["train", *RUN, "prefer.loss=dpo", "rl.reward=exact"], 2, "prefer.loss does not go with rl.reward"),
     (["train", *RUN, "data.packing=padded"], 2, "prefer.loss does not go with data.packing = padded"),
@@ -86,7 +86,16 @@ def test_what_a_run_leaves_and_what_follows_it(here: Path, monograph: CommandSer
     )
     last = (here / "texts-after" / "metrics.jsonl").read_text()
     assert "accuracy" not in last and "eval_bits_per_byte" in last
-    typed = ["pairs.jsonl", "--from", "run", "prefer.loss=ipo:0.5", "train.updates=2", "--out", "pairs-after"]
+    typed = [
+        "pairs.jsonl",
+        "--from",
+        "run",
+        "prefer.loss=ipo",
+        "prefer.beta=0.5",
+        "train.updates=2",
+        "--out",
+        "pairs-after",
+    ]
     assert monograph.run(here, "train", *typed, figures=0).code == 0
     assert first_row(here / "pairs-after")["eval_loss"] == 1.0  # (0 - 1 / (2 x 0.5))^2
     (here / "others.jsonl").write_text((here / "pairs.jsonl").read_text())
@@ -172,7 +181,7 @@ def test_a_lost_or_damaged_reference_is_refused_by_name(here: Path, monograph: C
 
 def test_losses_without_a_reference_store_none(here: Path, monograph: CommandServer) -> None:
     done = monograph.run(
-        here, "train", *RUN, "prefer.loss=orpo:0.2", "lora.rank=2", "--out", "odds", "--json", figures=0
+        here, "train", *RUN, "prefer.loss=orpo", "prefer.beta=0.2", "lora.rank=2", "--out", "odds", "--json", figures=0
     )
     assert done.code == 0 and not (here / "odds" / "reference.safetensors").exists(), done.err
     rows = [json.loads(line) for line in (here / "odds" / "metrics.jsonl").read_text().splitlines()]

@@ -89,7 +89,10 @@ def test_a_folder_is_finetuned(folder, monograph, trained):
     [
         (["train.compile=whole"], "with it train.compile is blocks or none"),
         (["train.remat=offload"], "with it train.remat is none, full, pointwise or a number"),
-        (["optim.name=adamw:all-bf16", "train.precision=bf16"], "keeps full-precision weights"),
+        (
+            ["optim.name=adamw", "optim.state=bf16", "optim.master_weights=false", "train.precision=bf16"],
+            "keeps full-precision weights",
+        ),
         (["model.init=own.py:build"], "has no begin"),
     ],
 )

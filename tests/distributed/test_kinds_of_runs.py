@@ -28,13 +28,13 @@ def score(prompt, answer, record):
     return answer.count("e")
 """
 CASES = {
-    "rewards": (over(REWARDED, "rl.kl=k3:0.1", "rl.updates=2"), "ddp", "reward"),
+    "rewards": (over(REWARDED, "rl.kl=k3", "rl.kl_coef=0.1", "rl.updates=2"), "ddp", "reward"),
     "rewards, fsdp": (
-        over(REWARDED, "rl.kl=k2:0.1", "lora.rank=4", "lora.base=nf4"),
+        over(REWARDED, "rl.kl=k2", "rl.kl_coef=0.1", "lora.rank=4", "lora.base=nf4"),
         "fsdp",
         "reward",
     ),
-    "rewards, hsdp": (over(REWARDED, "rl.kl=k3:0.1", "rl.updates=2"), "hsdp", "reward"),
+    "rewards, hsdp": (over(REWARDED, "rl.kl=k3", "rl.kl_coef=0.1", "rl.updates=2"), "hsdp", "reward"),
     "an odd number of answers": (
         over(REWARDED, "rl.prompts=1", "train.updates=2", "rl.reward=counted.py:score"),
         "ddp",
@@ -88,7 +88,7 @@ def test_ranks_that_hold_rows_take_up_the_reference_of_one_process(server: Comma
     """A run that one process began goes on under fsdp, and ends where the whole run of one process does."""
     write_inputs(tmp_path)
     for name in ("alone", "begun"):
-        done = server.run(tmp_path, "train", *over(REWARDED, "rl.kl=k3:0.5"), "--out", name, figures=0)
+        done = server.run(tmp_path, "train", *over(REWARDED, "rl.kl=k3", "rl.kl_coef=0.5"), "--out", name, figures=0)
         assert done.code == 0, done.err
     shutil.rmtree(newest(tmp_path / "begun"))
     resumed = ranks(server, tmp_path, 2, "train", "--resume", "begun", "train.parallel=fsdp")

@@ -170,7 +170,7 @@ def test_weights_of_bf16_alone_are_those_of_stored_activations(policy):
     """Their gradients are fp32, so parameters and gradients have different dtypes."""
     outcomes = []
     for each in (Remat.Off(), policy):
-        optim = AdamW(lr=1e-2, state="all-bf16")
+        optim = AdamW(lr=1e-2, state="bf16", master_weights=False)
         step = Step(tiny_llama(), loss=token_loss, optim=optim, precision=Precision("bf16"), remat=each)
         accumulate(step, [packed(2), packed(2, seed=1)])
         outcomes.append([update(step).grad_norm, *step.model.state_dict().values()])

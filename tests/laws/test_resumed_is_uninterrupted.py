@@ -37,23 +37,23 @@ def slower_machine(reporter: Reporter, update: int) -> None:
 
 CHANGES = {
     "padded": {"data.packing": "padded"},
-    "a hybrid with mixtures": {"model.preset": "qwen3_next:nano", "model.num_hidden_layers": 2},
+    "a hybrid with mixtures": {"model.family": "qwen3_next", "model.preset": "nano", "model.num_hidden_layers": 2},
     "epochs": {"train.epochs": 2},
     "mixed": {"data.source": ["texts@0.5", "records.jsonl@2"], "data.bad_records": "skip"},
-    "rounded": {"optim.name": "adamw:all-bf16", "train.precision": "bf16", "train.seed": 3},
-    "coded": {"optim.name": "muon:8bit", "optim.ema": 0.9},
-    "carried": {"optim.transfer": "width:8", "optim.lr": 0.01, "optim.name": "muon"},
+    "rounded": {"optim.name": "adamw", "optim.state": "bf16", "optim.master_weights": False, "train.precision": "bf16", "train.seed": 3},
+    "coded": {"optim.name": "muon", "optim.state": "8bit", "optim.ema": 0.9},
+    "carried": {"optim.transfer": "width", "optim.transfer_base": 8, "optim.lr": 0.01, "optim.name": "muon"},
     "aot": {"train.compile": "whole"},
     "streamed": {"train.memory": "stream"},
     "rewarded": {"data.packing": "packed"},
-    "rewarded, three updates a draw": {"rl.updates": 3, "rl.kl": "k2:0.05", "rl.advantage": "gspo"},
-    "rewarded, near where it began": {"rl.kl": "k1:0.1"},
+    "rewarded, three updates a draw": {"rl.updates": 3, "rl.kl": "k2", "rl.kl_coef": 0.05, "rl.advantage": "gspo"},
+    "rewarded, near where it began": {"rl.kl": "k1", "rl.kl_coef": 0.1},
     "taught": {"rl.reward": "teacher:taught"},
     "preferred": {"data.held_out": 0.2},
     "adapters": {},
     "adapters, 4 bits": {
-        "lora.base": "nf4", "train.precision": "bf16", "optim.name": "adamw:8bit", "lora.rank": "3:dora",
-        "lora.alpha": "8:sqrt", "optim.lr": "1e-3:4",
+        "lora.base": "nf4", "train.precision": "bf16", "optim.name": "adamw", "optim.state": "8bit", "lora.rank": 3, "lora.dora": True,
+        "lora.alpha": 8.0, "lora.rslora": True, "optim.lr": 0.001, "lora.lr_ratio": 4.0,
     },
 }  # fmt: skip
 
@@ -220,7 +220,7 @@ def test_five_kills(server: CommandServer, here: Path) -> None:
 def test_a_hundred_kills(kind: str, server: CommandServer, here: Path) -> None:
     """Killed also while answers are drawn, rewarded (which takes most of the time here), scored and learned from."""
     (here / "slowly.py").write_text("import time\n" + LETTERS.replace("    return", "    time.sleep(0.01)\n    return"))
-    off_policy = {"rl.reward": "slowly.py:score", "rl.updates": 3, "rl.kl": "k2:0.05", "rl.draws": 2}
+    off_policy = {"rl.reward": "slowly.py:score", "rl.updates": 3, "rl.kl": "k2", "rl.kl_coef": 0.05, "rl.draws": 2}
     off_policy["train.updates"] = 60  # a command begins so fast that a shorter run is hardly ever killed in a save
     killed(server, here, 100, {"own": OWN, "rewarded": REWARDED | off_policy, "preferred": PREFERRED}[kind])
 

@@ -55,12 +55,15 @@ def test_a_preset_takes_overrides_and_refuses_unknown_ones():
 
 
 def test_a_preset_of_a_family_has_its_windows_and_its_layers_that_do_not_rotate():
-    assert LlamaConfig.preset("olmo3:nano", num_hidden_layers=5).layer_types == (SLIDING,) * 3 + (FULL, SLIDING)
-    assert LlamaConfig.preset("smollm3:nano", num_hidden_layers=5).no_rope_layers == (1, 1, 1, 0, 1)
-    assert LlamaConfig.preset("gemma3_text:1b").rope(local=True) == (1e4, None)
-    assert LlamaConfig.preset("qwen3:nano") == LlamaConfig.preset("nano", model_type="qwen3")
+    assert LlamaConfig.preset("nano", family="olmo3", num_hidden_layers=5).layer_types == (SLIDING,) * 3 + (
+        FULL,
+        SLIDING,
+    )
+    assert LlamaConfig.preset("nano", family="smollm3", num_hidden_layers=5).no_rope_layers == (1, 1, 1, 0, 1)
+    assert LlamaConfig.preset("1b", family="gemma3_text").rope(local=True) == (1e4, None)
+    assert LlamaConfig.preset("nano", family="qwen3") == LlamaConfig.preset("nano", model_type="qwen3")
     with pytest.raises(InputRefused, match="model_type = 'gpt2' is not supported"):
-        LlamaConfig.preset("gpt2:nano")
+        LlamaConfig.preset("nano", family="gpt2")
 
 
 def test_sizes_that_are_left_out_are_derived():

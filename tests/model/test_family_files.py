@@ -254,7 +254,7 @@ def test_a_wrong_key_of_a_mixture_is_refused_by_name(values, said):
 
 
 def test_new_mixtures_are_balanced_and_loaded_ones_as_their_files_say():
-    new = LlamaConfig.preset("olmoe:nano")
+    new = LlamaConfig.preset("nano", family="olmoe")
     assert LlamaConfig.from_hf(new.to_hf()) == new and (new.output_router_logits, new.router_aux_loss_coef) == (
         True,
         0.01,

@@ -114,7 +114,7 @@ def test_a_frozen_base_in_every_form(tmp_path: Path, stored: str, base: str, pre
 
 OPTIMIZERS = {
     "adamw": AdamW(), "muon": Muon(), "ema": AdamW(ema=0.9), "8bit": AdamW(state="8bit"),
-    "all-bf16": AdamW(state="all-bf16"),
+    "all-bf16": AdamW(state="bf16", master_weights=False),
 }  # fmt: skip
 
 

@@ -170,7 +170,7 @@ BOUND = {"fp32": 1e-6, "bf16": 2**-8}
 @pytest.mark.parametrize(
     "settings",
     [
-        ["optim.name=muon"], ["optim.name=adamw:8bit", "data.packing=padded"], ["train.precision=bf16"],
+        ["optim.name=muon"], ["optim.name=adamw", "optim.state=8bit", "data.packing=padded"], ["train.precision=bf16"],
         ["texts", "model.init=base", "lora.rank=4", "lora.base=int8"],
         ["texts", "model.init=base", "lora.rank=4", "lora.base=nf4"],
         ["chats.jsonl", "model.init=chatty", "data.sequence_length=96"],

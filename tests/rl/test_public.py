@@ -35,7 +35,7 @@ def learner(loss: torch.nn.Module, rate: float = 0.02) -> Resident:
 
 @pytest.mark.parametrize("captured", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_answers_to_rewards_get_better_and_say_so_by_part(captured: bool) -> None:
-    engine = learner(monograph.policy_loss("rloo", kl="entropy:0.001"))
+    engine = learner(monograph.policy_loss("rloo", entropy_coef=0.001))
     if captured:
         first = next(monograph.rollouts(engine, BYTES, RECORDS, low, group=8, prompts=4, max_new_tokens=4))
         assert engine.capture(first, backend="aot_eager") is None
@@ -180,7 +180,7 @@ def test_a_bad_argument_is_refused_in_one_line(given: dict[str, Any], kind: type
         (lambda: monograph.policy_loss("ppo"), "advantage = 'ppo': expected one of dr_grpo"),  # type: ignore[arg-type]
         (lambda: monograph.policy_loss(temperature=0.0), "temperature = 0.0"),
         (lambda: monograph.policy_loss(kl="k2"), "kl = 'k2': expected k1, k2, k3, entropy with a strength"),
-        (lambda: monograph.policy_loss("grpo", kl="k1:0.1"), "is a part of the reward: take dr_grpo"),
+        (lambda: monograph.policy_loss("grpo", kl="k1", kl_coef=0.1), "is a part of the reward: take dr_grpo"),
     ],
 )
 def test_a_loss_that_is_not_is_refused(call: Any, words: str) -> None:

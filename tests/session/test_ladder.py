@@ -151,7 +151,7 @@ def test_what_the_rungs_differ_in_is_theirs_and_a_rung_is_no_longer_than_the_run
 
 def test_weights_without_fp32_masters_have_no_first_rung(folder: Path) -> None:
     with pytest.raises(UsageError, match="a ladder begins in fp32"):
-        ladder(folder, "optim.name=adamw:all-bf16", "train.precision=bf16")
+        ladder(folder, "optim.name=adamw", "optim.state=bf16", "optim.master_weights=false", "train.precision=bf16")
 
 
 # ---- what a machine cannot do ---------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def test_a_machine_says_what_it_cannot_do(folder: Path, monkeypatch: pytest.Monk
     assert not made.obstacle(rung("CUDA graphs").after(Way(captured=True)), rung("CUDA graphs"))
     one = ladder(folder, "train.micro_batch=1")
     assert "one row" in str(one.obstacle(Way(accumulated=True), rung("accumulation")))
-    narrow = ladder(folder, "optim.name=adamw:8bit")
+    narrow = ladder(folder, "optim.name=adamw", "optim.state=8bit")
     assert "all rungs have it" in str(narrow.obstacle(Way(narrow_state=True), rung("8-bit state")))
 
 

@@ -50,7 +50,11 @@ def test_the_settings_that_were_written_are_read_back(run: Run) -> None:
 
 @pytest.mark.parametrize(
     ("taken", "compile"),
-    [("train.memory=stream", "blocks"), ("train.parallel=hsdp:bf16", "blocks"), ("train.parallel=ddp", "whole")],
+    [
+        ("train.memory=stream", "blocks"),
+        ("train.parallel=hsdp", "train.gather_dtype=bf16", "blocks"),
+        ("train.parallel=ddp", "whole"),
+    ],
 )
 def test_a_step_of_one_graph_goes_on_block_by_block_where_weights_come_so(
     taken: str, compile: str, tmp_path: Path

@@ -153,9 +153,11 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     assert bytes_beside(plan, config, CARD) == {"answers": needed}
     fewer = bytes_beside(plan, config, CARD, slots=20)
     assert fewer == {"answers": 18 * KVCache.bytes_per_row(config, 20, torch.float32, block_of(20))}
-    near = resolve(load(None, asked | {"rl.kl": "k2:0.1"}, {}), CARD, built=False)
+    near = resolve(load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1}, {}), CARD, built=False)
     assert bytes_beside(near, config, CARD)["reference"] == 2 * 4 * config.parameter_count()
-    shared = resolve(load(None, asked | {"rl.kl": "k2:0.1", "train.parallel": "fsdp"}, {}), CARD, built=False)
+    shared = resolve(
+        load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1, "train.parallel": "fsdp"}, {}), CARD, built=False
+    )
     parts = bytes_beside(shared, config, CARD, ranks=2)
     row = KVCache.bytes_per_row(config, 65, torch.float32, block_of(65))
     assert parts["answers"] == (8 + 3) * row, "a rank draws half of the answers"

@@ -65,7 +65,7 @@ def test_what_is_no_width_is_refused(value: str) -> None:
     [
         ({"optim.lr": "auto"}, "carries a learning rate that was found on a narrower model: give it as optim.lr"),
         (
-            {"optim.transfer": "width:48"},
+            {"optim.transfer": "width", "optim.transfer_base": 48},
             "optim.transfer = width:48: hidden_size = 48 as a base.*64, 128",
         ),
         ({"model.preset": "nano"}, "no narrower model keeps the ratios"),

@@ -124,7 +124,16 @@ def test_the_seeds_of_the_best_setting(sweep: Sweep) -> None:
 
 
 def test_the_wide_run_gets_the_best_knobs(tmp_path: Path) -> None:
-    target = load(None, {"model.preset": "micro", "optim.transfer": "width:96", "train.tokens_per_update": 2048}, {})
+    target = load(
+        None,
+        {
+            "model.preset": "micro",
+            "optim.transfer": "width",
+            "optim.transfer_base": 96,
+            "train.tokens_per_update": 2048,
+        },
+        {},
+    )
     narrow = SETTINGS.resolve({"train.tokens_per_update": 512}, "here")
     sweep = Sweep.create(tmp_path / "s", narrow, [{"optim.lr": 1e-2}], target)
     sweep.record["groups"] = [{"updates": 5}]

@@ -42,7 +42,9 @@ def test_without_an_axis_rates_about_the_known_one_and_two_seeds() -> None:
     assert rates == [0.01 * 2.0**step for step in range(-4, 4)] and {p["train.seed"] for p in found.points} == {0, 1}
     assert spec.spec_of(["model.preset=nano"], None).points[8]["optim.lr"] == 6e-3, "nano's, for Muon"
     save_model(tiny_llama(vocab_size=259), "base", Tokenizer.bytes())
-    found = spec.spec_of(["model.init=base", "lora.rank=4", "optim.lr=1e-3:16", "data.sequence_length=32"], None)
+    found = spec.spec_of(
+        ["model.init=base", "lora.rank=4", "optim.lr=0.001", "lora.lr_ratio=16", "data.sequence_length=32"], None
+    )
     assert [point["optim.lr"] for point in found.points[::8]] == ["6.25e-05:16", "0.001:16"], "with its factor"
 
 

@@ -48,11 +48,8 @@ def _limit(tokens: str, cut: str) -> Values:
 _SECOND = {"robust": "label_smoothing", "simpo": "gamma", "kto": "undesirable_weight"}
 
 
-def _preference(loss: str, beta: str, second: str | None) -> Values:
-    values: Values = {"prefer.loss": loss, "prefer.beta": float(beta)}
-    if second is not None:
-        values[f"prefer.{_SECOND[loss]}"] = float(second)
-    return values
+def _two_numbers(loss: str, beta: str, second: str) -> Values:
+    return {"prefer.loss": loss, "prefer.beta": float(beta), f"prefer.{_SECOND[loss]}": float(second)}
 
 
 NUMBER = r"[0-9]+(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?"
@@ -104,8 +101,12 @@ OLD_SPELLINGS = (
     OldSpelling("rl.kl", rf"(k[123]|entropy):({NUMBER})", "k2:0.05", _kl),
     OldSpelling("rl.max_new_tokens", rf"([0-9]+):(mask|{NUMBER})", "256:mask", _limit),
     OldSpelling(
-        "prefer.loss", rf"(dpo|ipo|orpo|robust|simpo|kto):({NUMBER})(?::({NUMBER}))?", "robust:0.1:0.2", _preference
+        "prefer.loss",
+        rf"(dpo|ipo|orpo|robust|simpo|kto):({NUMBER})",
+        "dpo:0.1",
+        lambda loss, beta: {"prefer.loss": loss, "prefer.beta": float(beta)},
     ),
+    OldSpelling("prefer.loss", rf"(robust|simpo|kto):({NUMBER}):({NUMBER})", "robust:0.1:0.2", _two_numbers),
 )
 
 
