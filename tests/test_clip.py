@@ -21,6 +21,7 @@ from monograph.loop import EngineState
 from monograph.loss import token_loss
 from monograph.optim import AdamW
 from monograph.resident import Resident
+from monograph.session.requirements import require_together
 from monograph.session.resolve import resolve
 from monograph.step import Clip
 from monograph.step.clip import WINDOW, looked_at, make_splittable_, remember_, stands_out
@@ -188,13 +189,17 @@ def test_what_is_remembered_is_part_of_the_state() -> None:
 
 
 def test_what_the_key_says() -> None:
-    def of(value: object) -> Clip | None:
-        return resolve(load(None, {"optim.grad_clip": value}, {}), describe()).clip
+    def of(value: object, **more: object) -> Clip | None:
+        given = {"optim.grad_clip": value} | {f"optim.{key}": each for key, each in more.items()}
+        return resolve(load(None, given, {}), describe()).clip
 
     assert of(0.5) == Clip(0.5, skip_spikes=True) and resolve(load(None, {}, {}), describe()).clip == Clip(
         1.0, skip_spikes=True
     )
-    assert of("0.5:all") == Clip(0.5) and of("2:all") == Clip(2.0) and of("none") is None
-    for wrong in ("0:all", "0.0:all", ":all", "1:", "1:some", "-1:all"):
-        with pytest.raises(UsageError, match="optim.grad_clip = .*: expected a number above 0, none, or NUMBER:all"):
+    assert of(0.5, skip_spikes=False) == Clip(0.5) and of("none") is None
+    assert of(0.5, skip_spikes=True) == of(0.5, skip_spikes="auto") == of(0.5)
+    for wrong in ("0", "1:", "-1", "all"):
+        with pytest.raises(UsageError, match="optim.grad_clip = .*: expected a number above 0, or none"):
             of(wrong)
+    with pytest.raises(UsageError, match="optim.skip_spikes = true is of gradients that are clipped"):
+        require_together(load(None, {"optim.grad_clip": "none", "optim.skip_spikes": True}, {}))

@@ -30,7 +30,14 @@ from monograph.step import Step
 from numerics import error_within, relative_error
 from reference import optimizers as reference
 
-EPS, NARROW = torch.finfo(torch.float32).eps, ("bf16", "8bit", "all-bf16")
+EPS = torch.finfo(torch.float32).eps
+FORMS = {
+    "fp32": {"state": "fp32"},
+    "bf16": {"state": "bf16"},
+    "8bit": {"state": "8bit"},
+    "no masters": {"state": "bf16", "master_weights": False},
+}
+NARROW = ("bf16", "8bit", "no masters")
 YES = torch.tensor(True)
 TOY = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2}
 
@@ -50,12 +57,12 @@ def given_gradient(model, batch):
 
 def optimizer(rule, state, **more):
     more |= {"matrices": ["left", "right"]} if rule is Muon else {}
-    return rule(lr=0.01, state=state, **more)
+    return rule(lr=0.01, **FORMS.get(state, {"state": state}), **more)
 
 
 def step_of(rule, state, **more):
     torch.manual_seed(0)
-    precision = Precision("bf16" if state == "all-bf16" else "fp32")
+    precision = Precision("bf16" if state == "no masters" else "fp32")
     return Step(Given(), loss=given_gradient, optim=optimizer(rule, state, **more), precision=precision)
 
 
@@ -156,9 +163,9 @@ def test_each_update_stores_the_exact_one_s_neighbour(rule, state):
         for plane, (param, moments), (naive_param, _), (low_param, _) in zip(
             step.planes, exact, naive, low, strict=True
         ):
-            if rule is Muon and state == "all-bf16":  # whose products are in bf16, too
+            if rule is Muon and state == "no masters":  # whose products are in bf16, too
                 assert error_within(packed(plane), low_param, param)
-            elif state == "all-bf16":  # one of the neighbours: less than a unit in the last place
+            elif state == "no masters":  # one of the neighbours: less than a unit in the last place
                 slack = 1e-5 * param.abs().max()  # of the update's own arithmetic in fp32
                 assert ((packed(plane).double() - param).abs() <= 2**-7 * param.abs() + slack).all()
             else:
@@ -212,7 +219,7 @@ def test_a_skipped_update_changes_no_bit(state):
 
 
 def test_gradients_of_bf16_weights_add_up_in_fp32():
-    step = step_of(AdamW, "all-bf16")
+    step = step_of(AdamW, "no masters")
     parts = [{n: torch.full_like(g, size) for n, g in gradients(0).items()} for size in (1.0, 2.0**-10)]
     mean = (1 + 2**-10) / 2  # no number of bf16
     assert float(step(parts).grad_norm) == pytest.approx(mean * 390**0.5, rel=1e-7)
@@ -266,7 +273,7 @@ def test_resumed_is_uninterrupted_and_names_are_the_parameters(rule, state):
 
 
 def test_what_a_parameter_takes():
-    expected = {"fp32": (4, 8), "bf16": (4, 4), "8bit": (4, 2 + 8 / 256), "all-bf16": (2, 4)}
+    expected = {"fp32": (4, 8), "bf16": (4, 4), "8bit": (4, 2 + 8 / 256), "no masters": (2, 4)}
     for state, (weight, moments) in expected.items():
         model = nn.Linear(64, 64, bias=False)
         plane = Step(model, optim=AdamW(state=state), precision=Precision("bf16")).planes[0]
@@ -278,7 +285,7 @@ def test_what_a_parameter_takes():
 def test_compiled_is_eager(backend):
     """The update alone, of both kinds of narrow state in one graph."""
     grads = gradients(0)
-    exact, eager, fast = ([step_of(AdamW, state) for state in ("8bit", "all-bf16")] for _ in range(3))
+    exact, eager, fast = ([step_of(AdamW, state) for state in ("8bit", "no masters")] for _ in range(3))
     both = compiled(lambda: [step.apply() for step in fast], backend)
     for pair in (exact, eager, fast):
         for step in pair:
@@ -319,16 +326,20 @@ def test_a_split_number_is_joined_to_the_same_bits_and_only_a_tie_that_rounds_do
 
 
 def test_names_on_the_command_line():
-    for name, expected in (("adamw", (AdamW, "fp32")), ("adamw:8bit", (AdamW, "8bit")), ("muon:bf16", (Muon, "bf16"))):
-        given = {"optim.name": name, "optim.lr": 0.1, "train.seed": 4}
+    for name, state, rule in (("adamw", "fp32", AdamW), ("adamw", "8bit", AdamW), ("muon", "bf16", Muon)):
+        given = {"optim.name": name, "optim.state": state, "optim.lr": 0.1, "train.seed": 4}
         found = resolve(load(None, given, {}), describe()).update_rule
-        assert (type(found), found.state, found.seed) == (*expected, 4)
-    for wrong, meant in (("adamw:8bits", "adamw:8bit"), ("muon:b16", "muon:bf16"), ("adamw:allbf16", "adamw:all-bf16")):
-        with pytest.raises(UsageError, match=f"{wrong}.*expected auto, adamw or muon.*; did you mean {meant}[?]"):
-            load(None, {"optim.name": wrong}, {})
-    with pytest.raises(UsageError, match=r"state = '4bit': expected one of fp32, bf16, 8bit, all-bf16"):
+        assert (type(found), found.state, found.master_weights, found.seed) == (rule, state, True, 4)
+    for wrong, meant in (("8bits", "8bit"), ("b16", "bf16")):
+        with pytest.raises(UsageError, match=f"{wrong}.*expected fp32, bf16 or 8bit; did you mean {meant}[?]"):
+            load(None, {"optim.state": wrong}, {})
+    with pytest.raises(UsageError, match=r"state = '4bit': expected one of fp32, bf16, 8bit"):
         step_of(AdamW, "4bit")
-    with pytest.raises(UsageError, match="all-bf16 keeps the weights in bf16, which precision fp32 cannot use"):
+    with pytest.raises(UsageError, match="master_weights = False keeps weights in bf16: its state is bf16, not 8bit"):
+        AdamW(state="8bit", master_weights=False)
+    with pytest.raises(
+        UsageError, match="master_weights = False keeps the weights in bf16, which precision fp32 cannot use"
+    ):
         Step(Given(), loss=given_gradient, optim=AdamW(state="bf16", master_weights=False))
 
 

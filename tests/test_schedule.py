@@ -69,13 +69,13 @@ def test_a_cool_down_is_a_straight_line_from_where_the_schedule_is_and_wastes_no
 @pytest.mark.parametrize(
     ("named", "expected"),
     [
-        ("cosine", warmup_cosine(10, 100, 0.05)),
-        ("cosine:0", warmup_cosine(10, 100, 0.0)),
-        ("wsd", warmup_stable_decay(10, 100, final=0.05)),
-        ("wsd:0.5", warmup_stable_decay(10, 100, final=0.5)),
-        ("constant", constant(10)),
+        (["optim.schedule=cosine"], warmup_cosine(10, 100, 0.05)),
+        (["optim.schedule=cosine", "optim.min_lr_ratio=0"], warmup_cosine(10, 100, 0.0)),
+        (["optim.schedule=wsd"], warmup_stable_decay(10, 100, final=0.05)),
+        (["optim.schedule=wsd", "optim.min_lr_ratio=0.5"], warmup_stable_decay(10, 100, final=0.5)),
+        (["optim.schedule=constant"], constant(10)),
     ],
 )
 def test_the_settings_name_a_schedule_and_its_floor(named, expected):
-    factor = resolve(load(*classify([f"optim.schedule={named}", "optim.warmup_updates=10"])), describe()).schedule(100)
+    factor = resolve(load(*classify([*named, "optim.warmup_updates=10"])), describe()).schedule(100)
     assert [factor(i) for i in range(101)] == [expected(i) for i in range(101)]

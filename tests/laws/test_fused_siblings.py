@@ -205,11 +205,14 @@ def test_weights_of_several_updates(optim):
         assert relative_error(mine, separate.state().optimizer[name]) <= 1e-9, name
 
 
-@pytest.mark.parametrize("state", ["bf16", "8bit", "all-bf16"])
-def test_narrow_optimizer_state(state):
+@pytest.mark.parametrize(
+    "optim",
+    [AdamW(lr=1e-2, state="bf16"), AdamW(lr=1e-2, state="8bit"), AdamW(lr=1e-2, state="bf16", master_weights=False)],
+    ids=["bf16", "8bit", "no masters"],
+)
+def test_narrow_optimizer_state(optim):
     """The gradient with planes of every kind, in which blocks of 256 may tear siblings apart."""
-    precision = Precision("bf16") if state == "all-bf16" else None
-    optim = AdamW(lr=1e-2, state=state)
+    precision = None if optim.master_weights else Precision("bf16")
     separate, fused = (engine(torch.float32, fused, optim=optim, precision=precision) for fused in (False, True))
     exact = Resident(copy.deepcopy(separate.model).double(), clip=0.5)
     for each in (exact, separate, fused):

@@ -29,7 +29,14 @@ from monograph.rl.preferences import PreferenceLoss, preference
 from monograph.text.tokenizer import Tokenizer
 
 LENGTH, VOCABULARY = 40, 259
-NAMES = ["dpo:0.3", "robust:0.3:0.2", "ipo:0.4", "simpo:2:0.5", "orpo:0.3", "kto:0.3:1.5"]
+PARAMETERS = {
+    "dpo": {"beta": 0.3},
+    "robust": {"beta": 0.3, "label_smoothing": 0.2},
+    "ipo": {"beta": 0.4},
+    "simpo": {"beta": 2.0, "gamma": 0.5},
+    "orpo": {"beta": 0.3},
+    "kto": {"beta": 0.3, "desirable_weight": 0.7, "undesirable_weight": 1.5},
+}
 
 
 def pairs(count: int = 7, labelled: bool = False) -> list[Pair]:
@@ -51,7 +58,7 @@ def rows_of(made: Sequence[Pair]) -> PairRows:
 
 
 def loss_of(name: str, rows: PairRows) -> PreferenceLoss:
-    loss = PreferenceLoss(preference(name), rows.answers, rows.most)
+    loss = PreferenceLoss(preference(name, **PARAMETERS[name]), rows.answers, rows.most)
     loss.labels[1:] = torch.from_numpy(rows.labels)
     return loss
 
@@ -70,29 +77,35 @@ def log_probability(model: Llama, row: Row) -> tuple[Tensor, int]:
 def textbook(
     name: str, chosen: Tensor, rejected: Tensor, references: Sequence[float], tokens: tuple[int, int]
 ) -> Tensor:
-    kind, *numbers = name.split(":")
-    beta, second = float(numbers[0]), float(numbers[-1])
+    beta = PARAMETERS[name]["beta"]
     gains, means = (chosen - references[0], rejected - references[1]), (chosen / tokens[0], rejected / tokens[1])
-    if kind == "dpo":
+    if name == "dpo":
         return -logsigmoid(beta * (gains[0] - gains[1]))
-    if kind == "robust":
+    if name == "robust":
         margin = beta * (gains[0] - gains[1])
-        return (-(1 - second) * logsigmoid(margin) + second * logsigmoid(-margin)) / (1 - 2 * second)
-    if kind == "ipo":
+        wrong = PARAMETERS[name]["label_smoothing"]
+        return (-(1 - wrong) * logsigmoid(margin) + wrong * logsigmoid(-margin)) / (1 - 2 * wrong)
+    if name == "ipo":
         return (gains[0] / tokens[0] - gains[1] / tokens[1] - 1 / (2 * beta)) ** 2
-    if kind == "simpo":
-        return -logsigmoid(beta * (means[0] - means[1]) - second)
+    if name == "simpo":
+        return -logsigmoid(beta * (means[0] - means[1]) - PARAMETERS[name]["gamma"])
     odds = [mean.exp() / (1 - mean.exp()) for mean in means]
     return -means[0] - beta * logsigmoid((odds[0] / odds[1]).log())
 
 
-def kto(gains: Sequence[tuple[Tensor, Tensor]], labels: Sequence[int], strength: float, of_bad: float) -> list[Tensor]:
+def kto(
+    gains: Sequence[tuple[Tensor, Tensor]],
+    labels: Sequence[int],
+    beta: float,
+    desirable_weight: float,
+    undesirable_weight: float,
+) -> list[Tensor]:
     """The loss of each answer, from (its gain, the gain of an answer to another prompt)."""
     expected = max(0.0, sum(other.item() for _, other in gains) / len(gains))
     return [
-        1 - torch.sigmoid(strength * (own - expected))
+        desirable_weight * (1 - torch.sigmoid(beta * (own - expected)))
         if label > 0
-        else of_bad * (1 - torch.sigmoid(strength * (expected - own)))
+        else undesirable_weight * (1 - torch.sigmoid(beta * (expected - own)))
         for (own, _), label in zip(gains, labels, strict=True)
     ]
 
@@ -113,7 +126,7 @@ def slow(name: str) -> tuple[float, Tensor]:
         if not labelled:
             losses.append(textbook(name, chosen, rejected, own, (long, short)))
     if labelled:
-        losses = kto(gains, [pair.label for pair in made], *map(float, name.split(":")[1:]))
+        losses = kto(gains, [pair.label for pair in made], **PARAMETERS[name])
         assert sum(other.item() for _, other in gains) > 0 and len({pair.label for pair in made}) == 2
     mean = torch.stack(losses).mean()
     mean.backward()
@@ -135,27 +148,27 @@ def apart(name: str, micro_batch: int | None = 1) -> float:
 
 
 @pytest.mark.parametrize("micro_batch", [1, 2, None])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_the_gradient_of_packed_pairs_is_that_of_each_answer_alone(name: str, micro_batch: int | None) -> None:
     assert apart(name, micro_batch) <= 1e-12
 
 
-def _of_sums(pairs: room.Answers, strength: float) -> Tensor:
+def _of_sums(pairs: room.Answers, beta: float) -> Tensor:
     chosen, rejected = pairs.gains
-    return (chosen - rejected - 1 / (2 * strength)).square()
+    return (chosen - rejected - 1 / (2 * beta)).square()
 
 
-def _swapped(pairs: room.Answers, strength: float) -> Tensor:
-    return room._dpo(room.Answers(*(pairs[index] for index in (1, 0, 3, 2, 5, 4, 6, 7))), strength)
+def _swapped(pairs: room.Answers, beta: float) -> Tensor:
+    return room._dpo(room.Answers(*(pairs[index] for index in (1, 0, 3, 2, 5, 4, 6, 7))), beta=beta)
 
 
-def _attached(pairs: room.Answers, strength: float, of_bad: float) -> Tensor:
+def _attached(pairs: room.Answers, **parameters: float) -> Tensor:
     """The gradient goes through z, taken from a micro-batch."""
-    return room._kto(pairs._replace(expected=pairs.gains[1].mean().clamp_min(0)), strength, of_bad)
+    return room._kto(pairs._replace(expected=pairs.gains[1].mean().clamp_min(0)), **parameters)
 
 
-def _all_good(pairs: room.Answers, strength: float, of_bad: float) -> Tensor:
-    return room._kto(pairs._replace(labels=pairs.labels.abs()), strength, of_bad)
+def _all_good(pairs: room.Answers, **parameters: float) -> Tensor:
+    return room._kto(pairs._replace(labels=pairs.labels.abs()), **parameters)
 
 
 @contextmanager
@@ -187,15 +200,15 @@ def _misplaced(self: PreferenceLoss, pairs: room.Answers, there_P: Tensor) -> No
 @pytest.mark.parametrize(
     ("name", "where", "what", "fault"),
     [
-        ("ipo:0.4", room._OF, "ipo", _of_sums),
-        ("dpo:0.3", room._OF, "dpo", _swapped),
-        ("dpo:0.3", None, "PreferenceLoss", _MeanOfMeans),
-        ("simpo:2:0.5", None, "PairRows", _OneMore),
-        ("orpo:0.3", room.Answers, "means", property(_without_end)),
-        ("dpo:0.3", PreferenceLoss, "_note", _misplaced),
-        ("kto:0.3:1.5", room._OF, "kto", _attached),
-        ("kto:0.3:1.5", room._OF, "kto", _all_good),
-        ("kto:0.3:1.5", PreferenceLoss, "update_of", _of_nothing),
+        ("ipo", room._OF, "ipo", _of_sums),
+        ("dpo", room._OF, "dpo", _swapped),
+        ("dpo", None, "PreferenceLoss", _MeanOfMeans),
+        ("simpo", None, "PairRows", _OneMore),
+        ("orpo", room.Answers, "means", property(_without_end)),
+        ("dpo", PreferenceLoss, "_note", _misplaced),
+        ("kto", room._OF, "kto", _attached),
+        ("kto", room._OF, "kto", _all_good),
+        ("kto", PreferenceLoss, "update_of", _of_nothing),
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
@@ -218,7 +231,7 @@ def compared(precision: str, adapters: bool, captured: bool = False) -> tuple[Re
     if adapters:
         adapt(model, Lora(rank=3, dropout=0.3, base="nf4", dora=True), seed=1)
     engine = Resident(
-        model, loss=loss_of("dpo:0.3", rows), optim=AdamW(lr=1e-2), precision=Precision(precision), micro_batch=2
+        model, loss=loss_of("dpo", rows), optim=AdamW(lr=1e-2), precision=Precision(precision), micro_batch=2
     )
     if captured:
         assert engine.capture(window(rows), backend="aot_eager") is None
@@ -249,7 +262,7 @@ def test_the_reference_of_adapters_is_the_base_in_the_same_bits() -> None:
     base = tiny_llama(vocab_size=VOCABULARY)
     adapt(base, Lora(rank=3, base="nf4"), seed=2)  # other adapters, without magnitudes, which say nothing yet
     rows = rows_of(pairs())
-    other = Resident(base, loss=loss_of("dpo:0.3", rows), micro_batch=2)
+    other = Resident(base, loss=loss_of("dpo", rows), micro_batch=2)
     other.step.loss.recording.fill_(True)  # type: ignore[attr-defined]
     evaluate(other, rows, batch_rows=len(rows))
     mine, theirs = (engine.step.loss.reference for engine in (adapted, other))  # type: ignore[attr-defined]

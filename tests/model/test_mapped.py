@@ -114,7 +114,7 @@ def test_a_frozen_base_in_every_form(tmp_path: Path, stored: str, base: str, pre
 
 OPTIMIZERS = {
     "adamw": AdamW(), "muon": Muon(), "ema": AdamW(ema=0.9), "8bit": AdamW(state="8bit"),
-    "all-bf16": AdamW(state="bf16", master_weights=False),
+    "no masters": AdamW(state="bf16", master_weights=False),
 }  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def test_experts_of_all_shards_become_one_tensor(tmp_path: Path, stored: str, dt
     assert same(materialize_(found), expected) and not any(isinstance(p, MappedWeight) for p in found.parameters())
 
 
-@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"all-bf16"}))  # which is for a resident engine alone
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"no masters"}))  # which is for a resident engine alone
 def test_experts_in_planes_and_stages(tmp_path: Path, name: str) -> None:
     folder = write(tmp_path / "base", "bf16", **MIXTURE)
     masters = [build(Recipe(str(folder), "auto", {}, 0))[0] for _ in range(2)]
