@@ -28,7 +28,7 @@ SMALL = ["train.tokens_per_update=128", "train.compile=none", "data.sequence_len
 # The constants of the first cell, in seconds instead of minutes.
 QUICK = {
     "TEXT": "texts",
-    "TRAIN": [*SMALL, "model.preset=nano", "data.tokenizer=bpe:300", "train.updates=8"],
+    "TRAIN": [*SMALL, "model.preset=nano", "data.tokenizer=bpe", "data.vocab_size=300", "train.updates=8"],
     "SWEEP": [*SMALL, "model.preset=nano", "data.tokenizer=bytes", "train.updates=3"],
     "REWARD": ["train.updates=2", "rl.prompts=2", "rl.group=4", "train.compile=none", "data.sequence_length=32"],
 }

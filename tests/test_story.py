@@ -28,7 +28,9 @@ from monograph import Sampling, checkpointing, generate, load
 from monograph.run.folder import Run
 from monograph.text.tokenizer import Tokenizer
 
-SETTINGS = over(TINY, "data.tokenizer=bpe:300", "train.updates=60", "train.save_every=5", "optim.lr=1e-2")
+SETTINGS = over(
+    TINY, "data.tokenizer=bpe", "data.vocab_size=300", "train.updates=60", "train.save_every=5", "optim.lr=1e-2"
+)
 SETTINGS += ["model.family=gemma3_text", "model.preset=nano", "optim.name=muon", "optim.schedule=wsd", "optim.ema=0.9"]
 SCHEMA = {"type": "object", "properties": {"size": {"type": "integer", "minimum": 0, "maximum": 99}}}
 SCHEMA |= {"required": ["size"]}

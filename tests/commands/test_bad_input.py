@@ -48,7 +48,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *over(TINY, "data.held_out=0.51"), "--print-config"], 2, 'data.held_out = "0.51": expected a number'),
     (["train", *over(TINY, "data.held_out=-0.1"), "--print-config"], 2, "expected a number from 0 (none) to 0.5"),
     (["train", *over(TINY, "data.tokenizer=short.txt")], 3, "short.txt"),
-    (["train", *over(TINY, "data.tokenizer=bpe:10")], 2, "bpe:N needs a whole number from 259"),
+    (["train", *over(TINY, "data.tokenizer=bpe", "data.vocab_size=10")], 2, "bpe:N needs a whole number from 259"),
     (["data", "show", "texts", "data.sequence_length=16", "data.tokenizer=bytes", "--row", "99999"], 2, "--row 99999"),
     # settings
     (["train", "optim.lrr=3"], 2, "did you mean optim.lr?"),

@@ -15,7 +15,7 @@ from monograph.model import hub
 
 
 def test_from_a_run(server: CommandServer, here: Path) -> None:
-    root = over(TINY, "optim.lr=3e-3", "data.tokenizer=bpe:300")
+    root = over(TINY, "optim.lr=3e-3", "data.tokenizer=bpe", "data.vocab_size=300")
     assert server.run(here, "train", *root, figures=0).code == 0
     parent = next((here / "runs").iterdir())
     at_6 = checkpointing.load(parent / "checkpoints/step-00000006")
@@ -105,7 +105,12 @@ def test_changed_data_changed_settings_changed_module(server: CommandServer, her
 
 def test_from_a_hugging_face_folder(server: CommandServer, here: Path) -> None:
     """Its tokenizer, its shape; weights that are stored in bf16 are trained as fp32."""
-    assert server.run(here, "train", *over(TINY, "data.tokenizer=bpe:270"), "--out", "a", figures=0).code == 0
+    assert (
+        server.run(
+            here, "train", *over(TINY, "data.tokenizer=bpe", "data.vocab_size=270"), "--out", "a", figures=0
+        ).code
+        == 0
+    )
     assert server.run(here, "export", "a", "--to", "hf").code == 0
     model = hub.load_model(here / "hf", torch.bfloat16)
     shutil.copy(here / "hf/tokenizer.json", here / "tokenizer.json")

@@ -82,7 +82,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *over(RUN[1:], "data.source=texts")], 3, "rl.reward needs records with a prompt each"),
     (["train", *over(RUN[1:], "data.source=records.jsonl")], 3, "records.jsonl:1: has no key 'prompt'; its keys are"),
     (["train", *over(RUN[1:], "data.source=odd.jsonl")], 3, "odd.jsonl:2: 'prompt' is a number, not a text or a list"),
-    (["train", *RUN, "data.tokenizer=bpe:300"], 2, "rl.reward needs a model's tokenizer"),
+    (["train", *RUN, "data.tokenizer=bpe", "data.vocab_size=300"], 2, "rl.reward needs a model's tokenizer"),
     (["train", "texts", "rl.group=4"], 2, "rl.group is of answers that are rewarded: give rl.reward, too"),
     (["sweep", *RUN, "optim.lr=1e-3,1e-2"], 2, "rl.reward = letters.py:score is for `monograph train`"),
     (["sweep", *over(RUN, "rl.group=2,4")], 2, "rl.group cannot be an axis"),

@@ -53,7 +53,9 @@ def small(texts: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[...
     cache = tmp_path_factory.mktemp("cache")
 
     def build(**settings: object) -> Corpus:
-        return corpus(texts, **({"tokenizer": "bpe:400", "sequence_length": 32, "cache": cache} | settings))  # type: ignore[arg-type]
+        return corpus(
+            texts, **({"tokenizer": "bpe", "vocab_size": 400, "sequence_length": 32, "cache": cache} | settings)
+        )  # type: ignore[arg-type]
 
     return build
 

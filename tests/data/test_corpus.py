@@ -23,7 +23,7 @@ def test_the_standard_library_from_nothing(tmp_path):
         calls.append((time.monotonic(), stage, done, total))
 
     begin_s = time.monotonic()
-    built = corpus("stdlib", tokenizer="bpe:1024", cache=tmp_path, progress=progress)
+    built = corpus("stdlib", tokenizer="bpe", vocab_size=1024, cache=tmp_path, progress=progress)
     times_s = [begin_s, *(call[0] for call in calls), time.monotonic()]
     # A tenth of the whole on a free machine; this one may be busy.
     assert max(after - before for before, after in itertools.pairwise(times_s)) < max(2, (times_s[-1] - begin_s) / 3)
@@ -40,8 +40,8 @@ def test_the_standard_library_from_nothing(tmp_path):
     assert stats.bytes_per_token > 2.3 and stats.packed_share > 0.98
     assert built.notes == () and built.name == "stdlib" and built.vocab_size == 1024
 
-    again = corpus("stdlib", tokenizer="bpe:1024", cache=tmp_path)
-    assert least_s(lambda: corpus("stdlib", tokenizer="bpe:1024", cache=tmp_path), 1) < 1
+    again = corpus("stdlib", tokenizer="bpe", vocab_size=1024, cache=tmp_path)
+    assert least_s(lambda: corpus("stdlib", tokenizer="bpe", vocab_size=1024, cache=tmp_path), 1) < 1
     assert (again.fingerprint, again.stats) == (built.fingerprint, stats)
 
 
@@ -54,7 +54,7 @@ def test_the_fingerprint_follows_every_setting(texts, tmp_path):
         {"held_out": 0.2},
         {"source": [texts / "001.txt", texts / "sub"]},
     ]
-    defaults = {"source": texts, "tokenizer": "bpe:300", "sequence_length": 32, "cache": tmp_path}
+    defaults = {"source": texts, "tokenizer": "bpe", "vocab_size": 300, "sequence_length": 32, "cache": tmp_path}
     prints = [corpus(**(defaults | variant)).fingerprint for variant in variants]
     assert len(set(prints)) == len(variants)
     assert corpus(**defaults).fingerprint == prints[0]
@@ -112,7 +112,7 @@ def test_text_shorter_than_a_row_is_a_padded_row(tmp_path):
         ({"sequence_length": 0}, "data.sequence_length = 0"),
         ({"held_out": 0.9}, "data.held_out = 0.9"),
         ({"bad_records": "keep"}, "data.bad_records = 'keep': must be 'refuse' or 'skip'"),
-        ({"tokenizer": "bpe:9"}, "data.tokenizer = 'bpe:9'"),
+        ({"tokenizer": "bpe", "vocab_size": 9}, "data.tokenizer = 'bpe:9'"),
     ],
 )
 def test_a_wrong_setting_is_refused(texts, setting, message):

@@ -122,7 +122,7 @@ def test_a_bad_pair_is_refused_with_its_line_or_counted(record: Any, part: str, 
 def test_what_cannot_hold_pairs_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", GOOD)
     with pytest.raises(UsageError, match="prefer.loss needs a model's tokenizer"):
-        read(path, tokenizer="bpe:300")
+        read(path, tokenizer="bpe", vocab_size=300)
     with pytest.raises(InputRefused, match="no record is left to train on"):
         read(path, held_out=1.0)
     chats = write(tmp_path / "chats.jsonl", {"chosen": said("q", "a"), "rejected": said("q", "b")})

@@ -75,7 +75,7 @@ def test_bad_records_are_refused_or_counted(tmp_path: Path) -> None:
 def test_what_cannot_hold_prompts_is_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "p.jsonl", {"prompt": "x"})
     with pytest.raises(UsageError, match="rl.reward needs a model's tokenizer"):
-        read(source, tokenizer="bpe:300")
+        read(source, tokenizer="bpe", vocab_size=300)
     with pytest.raises(UsageError, match="has a weight"):
         read(f"{source}@2")
     with pytest.raises(InputRefused, match="no record is left to train on"):

@@ -108,7 +108,7 @@ def test_a_little_less_memory_is_a_smaller_micro_batch():
 
 
 def test_the_shape_is_the_settings_own_and_needs_no_text():
-    assert shape_of(sized(data__tokenizer="bpe:700", model__preset="nano")).vocab_size == 700
+    assert shape_of(sized(data__tokenizer="bpe", vocab_size=700, model__preset="nano")).vocab_size == 700
     assert shape_of(sized(data__tokenizer="bytes", model__preset="nano")).vocab_size == 259
     assert shape_of(sized(model__vocab_size=900, model__preset="nano")).vocab_size == 900
 

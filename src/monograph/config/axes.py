@@ -40,6 +40,7 @@ BETWEEN_GRAPHS = (
     "model.num_key_value_heads",
     "model.tie_word_embeddings",
     "data.tokenizer",
+    "data.vocab_size",
     "data.sequence_length",
     "data.packing",
     "optim.name",

@@ -119,9 +119,16 @@ class DataSection(Section):
     source: Texts = _key(
         "stdlib", "a path, a glob, or a list of them", "stdlib: Python's own sources; -: stdin; PATH@2"
     )
-    tokenizer: Text = _key("auto", "auto, bpe:SIZE, bytes or a tokenizer.json", "auto: bpe that fits the model")
-    sequence_length: Annotated[Count, Field(le=MOST_LENGTH)] = _key(
-        256, _COUNT.replace("1e15", str(MOST_LENGTH)), "tokens per row"
+    tokenizer: Text = _key(
+        "auto",
+        "auto, bpe, bytes or a tokenizer.json",
+        "auto: the model's own, and bpe, which is trained on the text, for a new one",
+    )
+    vocab_size: Size | None = _key(None, _SIZE, "entries of the tokenizer that is trained; default: 4,096")
+    sequence_length: Auto | Annotated[Count, Field(le=MOST_LENGTH)] = _key(
+        "auto",
+        _COUNT.replace("1e15", str(MOST_LENGTH)) + ", or auto",
+        "tokens per row; auto: 256 for a new model, else what the model has, at most 1,024",
     )
     packing: Literal["packed", "padded"] = _key("packed", "packed or padded", "documents share a row, or one each")
     held_out: Share = _key(0.05, "a number from 0 (none) to 0.5", "share of the bytes kept for evaluation")

@@ -60,6 +60,12 @@ OLD_SPELLINGS = (
         "qwen3:micro",
         lambda family, preset: {"model.family": family, "model.preset": preset},
     ),
+    OldSpelling(
+        "data.tokenizer",
+        r"bpe:([0-9]+)",
+        "bpe:4096",
+        lambda size: {"data.tokenizer": "bpe", "data.vocab_size": int(size)},
+    ),
     OldSpelling("optim.name", r"(adamw|muon):(bf16|8bit|all-bf16)", "muon:8bit", _state),
     OldSpelling(
         "optim.lr",

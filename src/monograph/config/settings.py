@@ -126,14 +126,15 @@ def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
     Raises:
         UsageError: the value is wrong; the message names the origin, the key, the value and the expected values.
     """
+    now = translated(key, value)
+    if now is not None:
+        raise UsageError(f"{origin}: {key} = {value}: say {spelled(now)}")
     section, _, name = key.partition(".")
     field = SECTIONS[section].model_fields[name]
     adapter = _adapter(section, name)
     try:
         checked = adapter.validate_python(value, strict=not from_text)
     except ValidationError:
-        if now := translated(key, value):
-            raise UsageError(f"{origin}: {key} = {value}: say {spelled(now)}") from None
         expected = field.json_schema_extra["expected"]  # type: ignore[index, call-overload]
         hint = " (write it without quotes)" if isinstance(value, str) and _reads(adapter, value) else ""
         if isinstance(value, str) and get_origin(field.annotation) is Literal:
@@ -180,7 +181,9 @@ def _check_together(settings: Settings) -> None:
     if model.preset == "auto" and model.init is None and given and len(given) < len(shape):
         missing = ", ".join(f"model.{key}" for key in shape if key not in sizes)
         raise UsageError(f"model.{given[0]} alone is no shape: give {missing} too, or a model.preset that it changes")
-    if isinstance(train.tokens_per_update, int) and train.tokens_per_update < data.sequence_length:
+    per_update = train.tokens_per_update
+    length = data.sequence_length
+    if per_update != "auto" and length != "auto" and per_update < length:
         raise UsageError(
             f"train.tokens_per_update = {train.tokens_per_update} is less than one row of "
             f"data.sequence_length = {data.sequence_length} tokens; raise one or lower the other"

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from monograph.config.elsewhere import as_here
 from monograph.config.keys import KEYS, SECTIONS
 from monograph.config.settings import EXCLUSIVE, Settings, build, check, did_you_mean
 from monograph.data.sources import HUB, weighted
@@ -67,7 +68,8 @@ def require_known(key: str, origin: str) -> None:
     """
     if key in KEYS:
         return
-    raise UsageError(f"{origin}: there is no key {key}{did_you_mean(key, KEYS) or _known_keys(key)}")
+    hint = as_here(key, KEYS) or did_you_mean(key, KEYS) or _known_keys(key)
+    raise UsageError(f"{origin}: there is no key {key}{hint}")
 
 
 def _known_keys(key: str) -> str:

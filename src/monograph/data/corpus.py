@@ -114,7 +114,8 @@ class Corpus:
 def corpus(
     source: str | Path | Sequence[str | Path],
     *,
-    tokenizer: str | Path | Tokenizer = "bpe:4096",
+    tokenizer: str | Path | Tokenizer = "bpe",
+    vocab_size: int | None = None,
     sequence_length: int = 256,
     packing: str = "packed",
     held_out: float = 0.05,
@@ -133,7 +134,8 @@ def corpus(
             in UTF-8 (plain, .gz or .zst), or one record of a .jsonl or .ndjson file (plain, .gz or .zst), of a .parquet
             or .arrow file, or of a folder that `save_to_disk` wrote. In folders, hidden, empty and binary files are
             skipped and counted. With "PATH@2" an epoch sees the text twice, with "PATH@0.5" half of it.
-        tokenizer: "bpe:N" to train one on the training part, "bytes", the path of a tokenizer.json, or a `Tokenizer`.
+        tokenizer: "bpe" to train one on the training part, "bytes", the path of a tokenizer.json, or a `Tokenizer`.
+        vocab_size: entries of the tokenizer that is trained; None: 4,096.
         sequence_length: T, the number of positions in a row.
         packing: "packed" puts pieces of several documents into a row, "padded" one piece.
         held_out: fraction of the bytes to hold out, as whole packages of the standard library, else whole documents;
@@ -156,7 +158,7 @@ def corpus(
     """
     _check_settings(packing, bad_records, answers, too_long, sequence_length)
     sequence_length = int(sequence_length)  # json cannot write numpy's integers
-    asked, held_out = parse(tokenizer), float(held_out)
+    asked, held_out = parse(tokenizer, vocab_size), float(held_out)
     with temporary_folder() as spool:
         sources = find(source, spool, progress)
         how = Answering(answers == "every", too_long == "truncate", sequence_length)
@@ -222,7 +224,7 @@ def _reading(sources: Sources, asked: Reading, tokenizer: Tokenizer | int) -> Re
     if not hold_conversations(sources.files, asked.text_key):
         return asked._replace(answering=None)
     if not isinstance(tokenizer, Tokenizer):
-        raise UsageError(f"data.tokenizer = bpe:{tokenizer}: conversations need {_WITH_TEMPLATE}")
+        raise UsageError(f"data.tokenizer = bpe: conversations need {_WITH_TEMPLATE}")
     return asked
 
 

@@ -100,6 +100,23 @@ def likely_updates(minutes: float, seconds_per_update: float, rows_per_epoch: in
     return updates_for(UPDATES_SHARE * 60 * minutes, seconds_per_update, most)
 
 
+# Tokens of a row: enough for the texts of a small new model, and of most conversations for one that exists.
+NEW_LENGTH, EXISTING_LENGTH = 256, 1024
+
+
+def sequence_length(fresh: bool, positions: int | None, tokens_per_update: int | None) -> int:
+    """Return the tokens of a row.
+
+    Args:
+        fresh: whether the model's weights are new.
+        positions: positions that the model has; None if that is unknown.
+        tokens_per_update: tokens of an update; None if they are not given.
+    """
+    longest = NEW_LENGTH if fresh or positions is None else EXISTING_LENGTH
+    limits = [longest, positions, tokens_per_update]
+    return min(limit for limit in limits if limit is not None)
+
+
 def warmup(updates: int) -> int:
     """Return the updates of the warm-up: 5 % of the run, at least 10 (or half of a shorter run), at most 2,000."""
     return min(2000, max(min(10, updates // 2), updates // 20))

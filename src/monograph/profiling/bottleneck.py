@@ -231,6 +231,6 @@ def _of_another_training(spent: Spent, floors: Mapping[Part, float]) -> list[Cha
     offered: list[tuple[Part, str, str]] = [
         ("optimizer", "a train.tokens_per_update twice as large", "the optimizer's pass is paid for once an update"),
         ("attention", "a data.sequence_length half as long", "attention's cost grows with the square of a row"),
-        ("loss head", "a data.tokenizer with half the vocabulary", "the head is multiplied with every token"),
+        ("loss head", "half of data.vocab_size", "the head is multiplied with every token"),
     ]
     return [Change(what, why, spent.parts[part] / 2, same_training=False) for part, what, why in offered if over(part)]

@@ -44,7 +44,7 @@ def own_tokenizer(reading: Mapping[str, Any], key: str) -> Tokenizer:
     Raises:
         UsageError: it would have to be trained; the message names `key`, which needs it.
     """
-    own = parse(reading["tokenizer"])
+    own = parse(reading["tokenizer"], reading.get("vocab_size"))
     if not isinstance(own, Tokenizer):
         raise UsageError(
             f"data.tokenizer = {reading['tokenizer']}: {key} needs a model's tokenizer: name one by model.init"

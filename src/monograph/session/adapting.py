@@ -156,7 +156,7 @@ def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> New
         UsageError: `lora.tokens` names a text that is not a single token.
     """
     init, named = settings.model.init, tokenizer_named(settings.data.tokenizer)
-    if init is None or (tokenizer is None and named.startswith("bpe:")):
+    if init is None or (tokenizer is None and named == "bpe"):
         return None
     adapter = init if is_adapter(init) else None
     base = resolved_base(read_adapter(adapter)) if adapter else init

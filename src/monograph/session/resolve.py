@@ -22,6 +22,7 @@ from monograph.planner import Candidate, Limits, Request, StreamCandidate, defau
 from monograph.predict.estimate import spared_bytes
 from monograph.predict.footprint import Compile
 from monograph.predict.roofline import Calibration
+from monograph.run.models import positions_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in, tokenizer_named, tokenizer_of
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, rates, require_tokens
 from monograph.session.plan import Length, Plan, Shape, is_sharded, sharing
@@ -67,7 +68,7 @@ def resolve(given: Settings | Plan, machine: Device, *known: Shape | Length, bui
 
 def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     shape_alone = not built and settings.model.init is not None and is_file(Path(settings.model.init, "config.json"))
-    length = settings.data.sequence_length
+    length = _length(settings)
     settings, recipe, shape = _with_model(settings, length, shape_alone)
     train, lora = settings.train, lora_of(settings)
     name: str = settings.optim.name
@@ -111,12 +112,24 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     return plan
 
 
+def _length(settings: Settings) -> int:
+    """Return the tokens of a row."""
+    length = settings.data.sequence_length
+    if length != "auto":
+        return length
+    model, per_update = settings.model, settings.train.tokens_per_update
+    positions = positions_of(model.init) if model.init else model.max_position_embeddings
+    given = None if per_update == "auto" else per_update
+    return defaults.sequence_length(model.init is None, positions, given)
+
+
 def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Settings, Recipe, LlamaConfig | None]:
     """Return the settings with preset, tokenizer, adapters and tokens per update decided, the recipe, and the shape.
 
     The shape is None for a new model, or if only building the model tells it.
     """
-    model, chosen = settings.model, dict[str, Any]()
+    model = settings.model
+    chosen: dict[str, Any] = {"data.sequence_length": length}
     if model.init and (other := run_named(model.init)):  # record its path: `last` will soon name the new run
         chosen["model.init"] = str(other.named)
     if model.preset == "auto" and model.init is None and not model.hidden_size:
@@ -133,7 +146,9 @@ def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Set
         chosen["data.tokenizer"] = named
     if settings.data.tokenizer == "auto" and not shape_alone:
         own = str(tokenizer_of(model.init)) if model.init and not recipe.file else None
-        chosen["data.tokenizer"] = own or f"bpe:{defaults.DEFAULT.vocabulary}"
+        chosen["data.tokenizer"] = own or "bpe"
+    if chosen.get("data.tokenizer", settings.data.tokenizer) == "bpe" and settings.data.vocab_size is None:
+        chosen["data.vocab_size"] = defaults.DEFAULT.vocabulary
     if settings.train.tokens_per_update == "auto" and settings.rl.reward is None:
         chosen["train.tokens_per_update"] = max(defaults.DEFAULT.tokens_per_update, length)
     settings, shape = settings.resolve(chosen, ORIGIN), shape_in(recipe.init) if recipe.init else None
@@ -384,11 +399,10 @@ def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
         if not recipe.adapter and (":" in init or is_weight_file(init) or run_named(init)):
             raise UsageError(f"model.init = {init}: a plan is made for a preset, sizes or a Hugging Face folder")
         return with_rows(hub.read_config(init), tokens)
-    kind = tokenizer.partition(":")[0]
     sizes: dict[str, Any] = {"max_position_embeddings": plan.sequence_length}
-    if kind == "bpe":
-        sizes["vocab_size"] = parse(tokenizer)
-    elif kind == "bytes":
+    if tokenizer == "bpe":
+        sizes["vocab_size"] = parse(tokenizer, plan.reading["vocab_size"])
+    elif tokenizer == "bytes":
         sizes["vocab_size"] = 259  # the bytes and three special tokens
     elif "vocab_size" not in recipe.sizes and recipe.preset == "auto":
         raise UsageError("model.vocab_size: give it, as a plan reads no tokenizer's file")

@@ -105,7 +105,7 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
         UsageError: they differ in what a token is, or in the length of rows; or the settings or `ranks` exclude it.
     """
     settings, keys = sweep.settings, {key for point in sweep.points for key in point}
-    of_tokens = ("data.tokenizer", "data.sequence_length", "model.vocab_size", "model.init")
+    of_tokens = ("data.tokenizer", "data.vocab_size", "data.sequence_length", "model.vocab_size", "model.init")
     obstacles = {
         **{f"{key} as an axis": key in keys for key in of_tokens},
         "a model.init that is a Python file": code_file(settings.model.init) is not None,

@@ -22,6 +22,7 @@ from monograph.text.losses import Losses, require_apart
 from monograph.text.tokenizer_config import TokenizerConfig
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+DEFAULT_VOCABULARY = 4096  # entries of a tokenizer that is trained here
 SMALLEST_VOCABULARY = 256 + 3
 
 # The names of the tokens that begin and end documents in published tokenizers, most specific first.
@@ -106,7 +107,7 @@ class Tokenizer:
         """
         if not SMALLEST_VOCABULARY <= vocab_size <= tokenizer_file.MAX_VOCABULARY:
             raise UsageError(
-                f"tokenizer bpe:{vocab_size}: N must be from {SMALLEST_VOCABULARY} to {tokenizer_file.MAX_VOCABULARY}"
+                f"vocab_size = {vocab_size}: must be from {SMALLEST_VOCABULARY} to {tokenizer_file.MAX_VOCABULARY}"
             )
         engine = tokenizers.Tokenizer(models.BPE())
         engine.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
@@ -352,23 +353,32 @@ def _few(special: dict[str, int]) -> str:
     return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "") if names else "none"
 
 
-def parse(asked: str | Path | Tokenizer) -> Tokenizer | int:
-    """Return the tokenizer that a `tokenizer` setting names, or N for "bpe:N", which asks to train one with N entries.
+def parse(asked: str | Path | Tokenizer, vocab_size: int | None = None) -> Tokenizer | int:
+    """Return the tokenizer that a `tokenizer` setting names, or the number of entries of one that is to be trained.
+
+    Args:
+        asked: "bpe" for one that is trained on the text, "bytes", the path of a tokenizer.json, or a tokenizer.
+        vocab_size: entries of the one that is trained; None: DEFAULT_VOCABULARY.
 
     Raises:
-        UsageError: "bpe:" is not followed by a number in range.
+        UsageError: the size is out of range, or of a tokenizer that is not trained.
         InputRefused: the file is missing or cannot be used.
     """
+    if asked == "bpe":
+        size = DEFAULT_VOCABULARY if vocab_size is None else vocab_size
+        if isinstance(size, int) and SMALLEST_VOCABULARY <= size <= tokenizer_file.MAX_VOCABULARY:
+            return size
+        bounds = f"{SMALLEST_VOCABULARY} to {tokenizer_file.MAX_VOCABULARY}"
+        raise UsageError(f"data.vocab_size = {size!r}: expected a whole number from {bounds}")
+    if vocab_size is not None:
+        shown = "a tokenizer" if isinstance(asked, Tokenizer) else asked
+        raise UsageError(
+            f"data.vocab_size is of a tokenizer that is trained here, data.tokenizer = bpe, not of {shown}"
+        )
     if isinstance(asked, Tokenizer):
         return asked
     if asked == "bytes":
         return Tokenizer.bytes()
     if not isinstance(asked, str | os.PathLike):
-        raise UsageError(f"data.tokenizer = {asked!r}: expected bpe:N, bytes, a tokenizer.json or a Tokenizer")
-    if isinstance(asked, str) and asked.startswith("bpe:"):
-        digits = asked.removeprefix("bpe:").replace("_", "")
-        if re.fullmatch("[0-9]{1,8}", digits) and SMALLEST_VOCABULARY <= int(digits) <= tokenizer_file.MAX_VOCABULARY:
-            return int(digits)
-        bounds = f"{SMALLEST_VOCABULARY} to {tokenizer_file.MAX_VOCABULARY}"
-        raise UsageError(f"data.tokenizer = {asked!r}: bpe:N needs a whole number from {bounds}, such as bpe:4096")
+        raise UsageError(f"data.tokenizer = {asked!r}: expected bpe, bytes, a tokenizer.json or a Tokenizer")
     return Tokenizer.from_file(asked)

@@ -65,7 +65,7 @@ def read(path: Path) -> dict[str, Any]:
     Raises:
         InputRefused: the file is missing, too large, or not a JSON object.
     """
-    return read_json(path, "; give bpe:N, bytes or the tokenizer.json of a BPE tokenizer", MAX_FILE_BYTES)
+    return read_json(path, "; give bpe, bytes or the tokenizer.json of a BPE tokenizer", MAX_FILE_BYTES)
 
 
 def texts(content: dict[str, Any], where: str) -> dict[int, str]:
@@ -154,7 +154,7 @@ class Checked:
 
     def _refuse(self, fault: str) -> InputRefused:
         return InputRefused(
-            f"{self._where}: {fault}; give a BPE tokenizer (as GPT-2, Llama, Qwen and Gemma have), bpe:N or bytes"
+            f"{self._where}: {fault}; give a BPE tokenizer (as GPT-2, Llama, Qwen and Gemma have), bpe or bytes"
         )
 
     def _section(self, content: dict[str, Any], key: str) -> dict[str, Any]:
