@@ -3,7 +3,7 @@
 import difflib
 import hashlib
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from monograph.config import keys
-from monograph.config.keys import DEFAULT_MINUTES, KEYS, SECTIONS
+from monograph.config.keys import DEFAULT_MINUTES, SECTIONS
 from monograph.config.renamed import spelled, translated
 from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
@@ -80,20 +80,11 @@ class Settings(BaseModel):
     @property
     def fingerprint(self) -> str:
         """Return the hex SHA-256 of the values, which ignores their origins and the keys in `ANYWHERE`."""
-        return hashlib.sha256(self.resolve(ANYWHERE, "fingerprint").to_toml().encode()).hexdigest()
-
-    def has_fingerprint(self, sha256: str) -> bool:
-        """Return whether `sha256` is the fingerprint of these settings, as taken by this version or an earlier one.
-
-        A run's config.toml sets every key that existed when it was written, so keys that are not set here may be newer
-        than the fingerprint.
-        """
         then = self.resolve(ANYWHERE, "fingerprint")
-        text = "\n".join(then._lines(origins=False, among=then.origins)) + "\n"
-        return sha256 in (self.fingerprint, hashlib.sha256(text.encode()).hexdigest())
+        return hashlib.sha256(then.to_toml().encode()).hexdigest()
 
-    def _lines(self, origins: bool, among: Collection[str] = KEYS) -> Iterator[str]:
-        values = {key: value if key in among else None for key, value in self.values().items()}
+    def _lines(self, origins: bool) -> Iterator[str]:
+        values = self.values()
         if self.model.init is not None:
             values["model.preset"] = None  # the default preset would exclude model.init
         for name, section in SECTIONS.items():
@@ -109,6 +100,14 @@ class Settings(BaseModel):
             return f"# {key} is not set" if origins else ""
         line = f"{key} = {_toml(value)}"
         return f"{line:<48}# {origin}" if origins else line
+
+
+def digest_of(tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the hex SHA-256 of the TOML text of these tables, as `Settings.to_toml` writes it."""
+    lines = list[str]()
+    for name, table in tables.items():
+        lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items()), ""]
+    return hashlib.sha256(("\n".join(lines) + "\n").encode()).hexdigest()
 
 
 def _toml(value: Any) -> str:

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from monograph.config.elsewhere import as_here
 from monograph.config.keys import KEYS, SECTIONS
-from monograph.config.settings import EXCLUSIVE, Settings, build, check, did_you_mean
+from monograph.config.renamed import translated
+from monograph.config.settings import ANYWHERE, EXCLUSIVE, Settings, build, check, did_you_mean, digest_of
 from monograph.data.sources import HUB, weighted
 from monograph.errors import InputRefused, UsageError
 from monograph.model.families import PRESETS
@@ -40,17 +41,29 @@ class Given(NamedTuple):
 
 
 def load(
-    toml: Path | None = None, overrides: Mapping[str, Any] | None = None, environment: Mapping[str, str] | None = None
+    toml: Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+    environment: Mapping[str, str] | None = None,
+    *,
+    recorded: bool = False,
 ) -> Settings:
     """Load settings from a TOML file, the environment (default: this process's) and overrides by dotted key.
 
     An override that is a `str` is read as text from a shell: "3e-4" is a number if the key takes numbers.
+
+    Args:
+        toml: the file.
+        overrides: values by dotted key, which a person typed.
+        environment: the variables of the environment.
+        recorded: whether a run wrote the file, perhaps by an earlier version, whose spellings are then translated.
 
     Raises:
         UsageError: a section or key is unknown (the message names the nearest known one), a value has the wrong type,
             keys exclude each other, or the file is not TOML.
     """
     given = {} if toml is None else _from_toml(toml)
+    if recorded:
+        given = _translated(given)
     given |= _from_environment(os.environ if environment is None else environment)
     for key, value in (overrides or {}).items():
         require_known(key, COMMAND_LINE)
@@ -102,6 +115,31 @@ def _from_toml(path: Path) -> dict[str, Given]:
         if section not in SECTIONS:
             raise UsageError(f"{path}: there is no section [{section}]{did_you_mean(section, SECTIONS)}")
     return given
+
+
+def _translated(given: Mapping[str, Given]) -> dict[str, Given]:
+    """Return values with those that have an old spelling replaced by what they say."""
+    found: dict[str, Given] = {}
+    for key, value in given.items():
+        now = translated(key, value.value)
+        if now is None:
+            found.setdefault(key, value)
+        else:
+            found |= {new: value._replace(value=said) for new, said in now.items()}
+    return found
+
+
+def written_fingerprint(toml: Path) -> str:
+    """Return the fingerprint that the version which wrote a run's config.toml took of it.
+
+    It is that of the file's own keys and spellings, where `Settings.fingerprint` has those of this version.
+    """
+    tables = tomllib.loads(read_input(toml, MOST_TOML_BYTES).decode())
+    for key, value in ANYWHERE.items():
+        section, _, name = key.partition(".")
+        if name in tables.get(section, {}):
+            tables[section][name] = value
+    return digest_of(tables)
 
 
 def _origin(path: Path, text: str, section: str, key: str) -> str:

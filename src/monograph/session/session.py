@@ -13,6 +13,7 @@ import torch
 
 from monograph import __version__, checkpointing
 from monograph.checkpointing import Checkpoint
+from monograph.config.sources import written_fingerprint
 from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
 from monograph.device import clock, describe
@@ -70,6 +71,8 @@ class Session:
         budget_s: seconds of training that the settings allow; None if they give updates, tokens or epochs.
         cooled: [first update, last update] of a cool-down that replaced the schedule because the machine is slower than
             calibrated; None if none did.
+        begun_with: the fingerprint of the settings that a resumed run was begun with, perhaps by an earlier version;
+            None for a new run.
     """
 
     run: Run
@@ -80,6 +83,7 @@ class Session:
     elapsed_s: float = 0.0
     budget_s: float | None = None
     cooled: list[int] | None = None
+    begun_with: str | None = None
     eager_reason: str | None = None
     kernel: Kernel | None = None
     peak_bytes: int | None = None
@@ -171,7 +175,7 @@ class Session:
             "fingerprint": self.corpus.fingerprint,
             "tokenizer": self.corpus.tokenizer.digest,
             "tokenizer_files": self.corpus.tokenizer.config.digests,
-            "settings": self.plan.settings.fingerprint,
+            "settings": self.begun_with or self.plan.settings.fingerprint,
             "recipe": self.plan.recipe.entries(),
             **({"attention": self.kernel} if self.kernel else {}),  # runs from before kernels were measured lack it
             **({"teachers": self.teachers} if self.teachers else {}),
@@ -196,6 +200,7 @@ class Session:
         state = checkpoint.state
         recorded_state.require(state, checkpoint.update, self.run)
         self._require_same(state)
+        self.begun_with = state["settings"]
         self.adopt(checkpoint)
         self.engine.step.index = state["engine"]["index"]
         self.batches.close()
@@ -219,7 +224,7 @@ class Session:
     def _require_same(self, state: Mapping[str, Any]) -> None:
         """Refuse a checkpoint's state if the settings, the text or the model have changed since the run was begun."""
         instead = "put it back, or start a new run from this one with --from"
-        if state["settings"] != self.plan.settings.fingerprint:
+        if state["settings"] not in (self.plan.settings.fingerprint, written_fingerprint(self.run.config)):
             raise InputRefused(
                 f"{self.run.config}: not what the run was begun with (expected settings of sha256 {state['settings']}, "
                 f"found {self.plan.settings.fingerprint}): {instead}"
