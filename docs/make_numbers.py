@@ -1,4 +1,4 @@
-"""Write the tables of measured numbers, of the README and other pages, from benchmarks/results/.
+"""Write the tables of measured numbers, of docs/measured.md and other pages, from benchmarks/results/.
 
 Usage: python docs/make_numbers.py (rewrites them between the markers; tests/test_readme.py compares)
 """
@@ -16,7 +16,7 @@ BEGIN, END = "<!-- made by docs/make_numbers.py -->", "<!-- end -->"
 def pages() -> dict[Path, list[str]]:
     """Return the tables of each page, in order."""
     made = {
-        "README.md": [tables.table(), tables.climbing()],
+        "docs/measured.md": [tables.table(), tables.climbing()],
         "docs/peers.md": [
             tables.peers("xeon/train_peers"),
             tables.peers("train_peers"),

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from monograph.config import load
 from monograph.device import Device, named
@@ -27,7 +27,15 @@ BEGIN, END = "<!-- made by docs/make_support.py -->", "<!-- end -->"
 PRECISIONS = ("fp32", "bf16", "fp16", "fp8")
 REMATS = ("none", "pointwise", "0.3", "full", "offload")
 SCOPES: tuple[Literal["none", "whole", "blocks"], ...] = ("none", "whole", "blocks")
-STATES = ("fp32", "bf16", "8bit", "all-bf16")
+# What the optimizer keeps, by the keys that say so.
+STATES: dict[str, dict[str, Any]] = {
+    "optim.state=fp32": {"state": "fp32"},
+    "optim.state=bf16": {"state": "bf16"},
+    "optim.state=8bit": {"state": "8bit"},
+    "optim.state=bf16 optim.master_weights=false": {"state": "bf16", "master_weights": False},
+}
+# Other keys that a value needs beside it.
+NEEDED = {"optim.master_weights": {"optim.state": "bf16"}}
 HELD = "[laws 1, 2, 3, 9, 10](../tests/laws/test_cross.py)"
 REPLAYED = "[law 1](../tests/laws/test_replayed_is_called.py)"
 ADAPTED = "[law](../tests/laws/test_lora.py)"
@@ -38,11 +46,13 @@ WITH_ADAPTERS = {
     "train.compile": SCOPES,
     "train.memory": ("device", "stream"),
     "data.packing": ("packed", "padded"),
-    "optim.name": ("adamw", "muon", *(f"adamw:{state}" for state in STATES[1:])),
+    "optim.name": ("adamw", "muon"),
+    "optim.state": ("bf16", "8bit"),
+    "optim.master_weights": ("false",),
     "optim.ema": ("none", "0.9"),
-    "lora.rank": ("16:dora",),
-    "lora.alpha": ("32:sqrt",),
-    "optim.lr": ("1e-4:16",),
+    "lora.dora": ("true",),
+    "lora.rslora": ("true",),
+    "lora.lr_ratio": ("16",),
 }
 WITH_RANKS = {
     "train.precision": PRECISIONS,
@@ -50,7 +60,9 @@ WITH_RANKS = {
     "train.compile": SCOPES,
     "train.memory": ("device", "stream"),
     "data.packing": ("packed", "padded"),
-    "optim.name": ("adamw", *(f"adamw:{state}" for state in STATES[1:]), "muon"),
+    "optim.name": ("adamw", "muon"),
+    "optim.state": ("bf16", "8bit"),
+    "optim.master_weights": ("false",),
     "optim.ema": ("none", "0.9"),
     "lora.rank": ("16",),
     "rl.reward": ("exact",),
@@ -115,17 +127,17 @@ def precisions() -> str:
 def states() -> str:
     """Return optimizer state by precision, for AdamW and Muon alike."""
     names = " | ".join(f"`{name}`" for name in PRECISIONS)
-    lines = [f"| `optim.name=adamw:...` | {names} |", "|---|" + "---|" * len(PRECISIONS)]
-    for state in STATES:
+    lines = [f"| the optimizer's state | {names} |", "|---|" + "---|" * len(PRECISIONS)]
+    for keys, fields in STATES.items():
         cells = []
         for name in PRECISIONS:
             try:
                 model = Llama(LlamaConfig.preset("nano"))
-                Step(model, optim=AdamW(state=state), precision=Precision(name))  # type: ignore[arg-type]
+                Step(model, optim=AdamW(**fields), precision=Precision(name))  # type: ignore[arg-type]
                 cells.append(NARROW)
             except UsageError as error:
                 cells.append(str(error))
-        lines.append(f"| `{state}` | {' | '.join(cells)} |")
+        lines.append(f"| `{keys}` | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -134,7 +146,8 @@ def adapters() -> str:
     lines = [f"| with `lora.base=...` | {' | '.join(f'`{base}`' for base in BASES)} |", "|---|" + "---|" * len(BASES)]
     for key, values in WITH_ADAPTERS.items():
         for value in values:
-            found = [refusal(**{"model.init": "FOLDER", "lora.rank": "16", "lora.base": b, key: value}) for b in BASES]
+            more = NEEDED.get(key, {}) | {"model.init": "FOLDER", "lora.rank": "16", key: value}
+            found = [refusal(**more, **{"lora.base": base}) for base in BASES]
             lines.append(f"| `{key}={value}` | {' | '.join(each or ADAPTED for each in found)} |")
     nothing = refusal(**{"lora.rank": "16"}) or "a model with random weights that are never trained, which is a fault"
     lines.append(f"| no `model.init` | {' | '.join([nothing] * len(BASES))} |")
@@ -148,7 +161,8 @@ def ranks() -> str:
     for key, values in WITH_RANKS.items():
         for value in values:
             base = {"model.init": "FOLDER"} if key in ("lora.rank", "rl.reward", "prefer.loss") else {}
-            found = [refusal(**{"train.parallel": kind, key: value, **base}) for kind in kinds]
+            more = NEEDED.get(key, {}) | base | {key: value}
+            found = [refusal(**more, **{"train.parallel": kind}) for kind in kinds]
             law = OF_ANSWERS if key in ("rl.reward", "prefer.loss") else SHARDED
             lines.append(f"| `{key}={value}` | {' | '.join(each or law for each in found)} |")
     return "\n".join(lines)

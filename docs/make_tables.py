@@ -1,6 +1,6 @@
-"""Write two tables from the code: the values of each key with their tests (README), and where a key acts.
+"""Write two tables from the code: the values of each key with their tests (support), and where a key acts.
 
-Usage: python docs/make_tables.py (rewrites README.md and configuration.md; tests/test_readme.py compares)
+Usage: python docs/make_tables.py (rewrites support.md and configuration.md; tests/test_readme.py compares)
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
 import monograph
-from monograph.config.keys import KEYS, SECTIONS, AnswerForm, Floored, Fraction, Width
-from monograph.model.families import PRESETS
+from monograph.config.keys import KEYS, SECTIONS, AnswerForm, Fraction
+from monograph.model.families import FAMILIES, PRESETS
+from monograph.rl.preferences import PARAMETERS
 from monograph.session.plan import Plan
 
 # Fields of a plan whose names differ from their keys'.
@@ -24,7 +25,7 @@ FIELDS = {
     "data.sequence_length": "sequence_length", "train.tokens": "updates",
 }  # fmt: skip
 MOST_SHOWN = 3  # functions in a cell
-README = Path(__file__).resolve().parent.parent / "README.md"
+SUPPORT = Path(__file__).resolve().parent / "support.md"
 CONFIGURATION = Path(__file__).resolve().parent / "configuration.md"
 PACKAGE = Path(monograph.__file__).parent
 # Files of `session` that only refuse settings, take them over from another run, or make other runs of them.
@@ -39,10 +40,9 @@ TRANSFERRED = "tests/laws/test_transferred_is_tuned.py"
 LORA = "tests/laws/test_lora.py"
 ESTIMATOR = "tests/laws/test_estimator_is_gradient.py"
 OFF_POLICY = "tests/laws/test_off_policy_is_its_equation.py"
+PREFERENCE = "tests/laws/test_preference_is_its_equation.py"
 SCALED = "tests/graph/test_precision.py"
-STATES = [f"{rule}:{state}" for rule in ("adamw", "muon") for state in ("bf16", "8bit", "all-bf16")]
 SCHEDULE = "tests/test_schedule.py"
-NARROW = dict.fromkeys(STATES, "tests/test_narrow.py")
 
 # The test of each value: a law, or another file.
 BEHIND: dict[str, dict[str, str]] = {
@@ -53,19 +53,30 @@ BEHIND: dict[str, dict[str, str]] = {
     "train.compile": {"whole": COMPILED, "blocks": BLOCKS, "none": ACCUMULATED},
     "train.parallel": {
         "none": ACCUMULATED,
-        **dict.fromkeys(("ddp", "fsdp", "fsdp:bf16", "hsdp", "hsdp:bf16"), SHARDED),
+        **dict.fromkeys(("ddp", "fsdp", "hsdp"), SHARDED),
     },
+    "train.gather_dtype": dict.fromkeys(("fp32", "bf16"), SHARDED),
     "data.packing": {"packed": PACKED, "padded": ACCUMULATED},
     "data.bad_records": dict.fromkeys(("refuse", "skip"), "tests/data/test_records.py"),
     "data.answers": dict.fromkeys(("every", "last"), "tests/data/test_loss_mask.py")
     | dict.fromkeys(("regex:PATTERN", "json-schema:FILE"), ESTIMATOR),
     "data.too_long": dict.fromkeys(("truncate", "refuse"), "tests/data/test_loss_mask.py"),
-    "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"} | NARROW,
-    "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd", "cosine:FLOOR", "wsd:FLOOR"), SCHEDULE),
+    "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"},
+    "optim.state": {"fp32": "tests/test_optim.py"} | dict.fromkeys(("bf16", "8bit"), "tests/test_narrow.py"),
+    "optim.master_weights": {"true": "tests/test_optim.py", "false": "tests/test_narrow.py"},
+    "optim.skip_spikes": dict.fromkeys(("true", "false"), "tests/test_clip.py"),
+    "optim.schedule": dict.fromkeys(("cosine", "constant", "wsd"), SCHEDULE),
     "optim.ema": dict.fromkeys(("none", "a number between 0 and 1"), "tests/test_optim.py"),
-    "optim.transfer": {"none": "tests/test_optim.py", "width": TRANSFERRED, "width:SIZE": TRANSFERRED},
-    "model.preset": dict.fromkeys((*PRESETS, "FAMILY:NAME"), "tests/model/test_config.py"),
+    "optim.transfer": {"none": "tests/test_optim.py", "width": TRANSFERRED},
+    "model.preset": dict.fromkeys(PRESETS, "tests/model/test_config.py"),
+    "model.family": dict.fromkeys(FAMILIES, "tests/model/test_families.py"),
+    "model.tie_word_embeddings": dict.fromkeys(("true", "false"), "tests/model/test_families.py"),
     "lora.base": {"int8": LORA, "nf4": LORA},
+    "lora.rslora": dict.fromkeys(("true", "false"), LORA),
+    "lora.dora": dict.fromkeys(("true", "false"), LORA),
+    "rl.kl": dict.fromkeys(("none", "k1", "k2", "k3"), OFF_POLICY),
+    "rl.truncated": dict.fromkeys(("keep", "mask"), ESTIMATOR),
+    "prefer.loss": dict.fromkeys(PARAMETERS, PREFERENCE),
     "rl.advantage": dict.fromkeys(("dr_grpo", "rloo", "grpo", "dapo", "reinforce"), ESTIMATOR)
     | dict.fromkeys(("cispo", "gspo"), OFF_POLICY),
 }
@@ -80,6 +91,7 @@ LAW = {
     TRANSFERRED: "law 14",
     ESTIMATOR: "law 17",
     OFF_POLICY: "law 17",
+    PREFERENCE: "law 18",
 }
 
 
@@ -87,26 +99,22 @@ def table() -> str:
     """Return one row per key that offers a choice: its values, and the test of each."""
     lines = ["| key | values, each with its test |", "|---|---|"]
     for key, behind in BEHIND.items():
-        works = ", ".join(f"`{value}` [{_name(path)}]({path})" for value, path in grouped(behind))
+        works = ", ".join(f"`{value}` [{_name(path)}](../{path})" for value, path in grouped(behind))
         lines.append(f"| `{key}` | {works} |")
     return "\n".join(lines)
 
 
 def values(key: str) -> list[str]:
     """Return the values that the key's type lists, without "auto", which is the planner's choice among them."""
-    if key == "model.preset":
-        return [*PRESETS, "FAMILY:NAME"]
     section, _, name = key.partition(".")
     annotation = SECTIONS[section].model_fields[name].annotation
     kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
     kinds = tuple(kind for kind in kinds if kind is not NoneType)
+    if bool in kinds:
+        return ["true", "false"]
     listed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind) if value != "auto"]
     if Fraction in kinds:
         return [*listed, "a number between 0 and 1"]
-    if Floored in kinds:
-        return [*listed, "cosine:FLOOR", "wsd:FLOOR"]
-    if Width in kinds:
-        return [*listed, "width:SIZE"]
     if AnswerForm in kinds:
         return [*listed, "regex:PATTERN", "json-schema:FILE"]
     return listed if len(kinds) == 1 else []
@@ -228,7 +236,7 @@ def _code(names: list[str]) -> str:
 
 def main() -> None:
     """Write the tables to their pages."""
-    for page, made in ((README, table()), (CONFIGURATION, acts())):
+    for page, made in ((SUPPORT, table()), (CONFIGURATION, acts())):
         before, rest = page.read_text(encoding="utf-8").split(BEGIN)
         page.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}", encoding="utf-8")
 

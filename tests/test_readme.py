@@ -16,8 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from torch import nn
 
 import monograph as mono
 from monograph import cli
@@ -31,6 +29,7 @@ from scripts import ROOT, script
 from served import Served, small
 
 RESULTS = ROOT / "benchmarks" / "results"
+LAWS, MEASURED = ROOT / "docs" / "laws.md", ROOT / "docs" / "measured.md"
 
 
 # ---- GPUs -----------------------------------------------------------------------------------------------------------
@@ -42,7 +41,7 @@ def test_every_page_says_the_same_of_what_was_measured_on_a_gpu() -> None:
     found = [json.loads(path.read_text()) for path in RESULTS.rglob("*.json")]
     machines = [each["machine"]["type"] for each in found if "machine" in each]
     known = EFFICIENCIES["NVIDIA H200"]
-    for page in (README, ROOT / "docs" / "plan.md"):
+    for page in (MEASURED, ROOT / "docs" / "plan.md"):
         text = " ".join(page.read_text().split())
         assert (said in text.lower()) == (set(machines) == {"cpu", "pretended"}), page.name
         products, peak = re.search(r"products at (\d+) of (\d+) TFLOP/s", text).groups()  # type: ignore[union-attr]
@@ -161,21 +160,10 @@ def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if "127.0.0.1:8000" in code:
             tokenizer = Tokenizer.bytes()
             code = code.replace("http://127.0.0.1:8000", stack.enter_context(Served(small(tokenizer), tokenizer)).url)
-        exec(compile(code, "example", "exec"), namespace := own_loop())
-    if "my_loader" in code:
-        assert namespace["result"].index == 2 and float(namespace["result"].skipped) == 0
-
-
-def own_loop() -> dict[str, Any]:
-    """What the README's example takes from its reader: a module, a loss, windows of micro-batches."""
-    torch.manual_seed(0)
-
-    def my_loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-        return ((model(batch["x"]) - batch["y"]) ** 2).sum(), torch.tensor(batch["y"].numel())
-
-    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2))
-    part = {"x": torch.randn(4, 8), "y": torch.randn(4, 2)}
-    return {"__name__": "example", "model": model, "my_loss": my_loss, "my_loader": [[part, part]] * 3}
+        namespace: dict[str, Any] = {"__name__": "example"}
+        exec(compile(code, "example", "exec"), namespace)
+    if "mono.Step(" in code and "result" in namespace:
+        assert float(namespace["result"].skipped) == 0
 
 
 def test_the_default_takes_as_long_as_the_readme_says() -> None:
@@ -211,7 +199,7 @@ def test_every_page_is_on_the_tour() -> None:
 
 
 def test_the_tree_is_the_house() -> None:
-    tree = README.read_text().split("src/monograph/ ")[1].split("tests/ ")[0]
+    tree = (ROOT / "docs" / "design.md").read_text().split("src/monograph/ ")[1].split("tests/ ")[0]
     named = set(re.findall(r"[├└─│ ](\w+)(?:/|\.py)(?=\s)", tree))
     there = {path.stem for path in (ROOT / "src" / "monograph").iterdir() if not path.name.startswith("__")}
     assert named == there - {"py", "cards"}  # py.typed, and the data of device.py
@@ -221,14 +209,14 @@ def test_the_tree_is_the_house() -> None:
 
 
 def laws() -> list[list[str]]:
-    section = README.read_text().split("## The laws")[1].split("##")[0]
-    return [[cell.strip() for cell in row.strip("|").split("|")] for row in re.findall(r"^\| \d.*$", section, re.M)]
+    rows = re.findall(r"^\| \d.*$", LAWS.read_text(), re.M)
+    return [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
 
 
 def test_every_law_names_its_test_or_is_not_built() -> None:
     assert [row[0] for row in laws()] == [str(number) for number in range(1, 21)]
     for number, _, bound, held_by in laws():
-        files = [ROOT / path for path in re.findall(r"\((tests/[^)]+)\)", held_by)]
+        files = [ROOT / path for path in re.findall(r"\(\.\./(tests/[^)]+)\)", held_by)]
         assert files or "not built yet" in held_by, number
         assert all("def test_" in path.read_text() for path in files), number
         # A bound stands in the test that is said to hold it.
@@ -237,14 +225,29 @@ def test_every_law_names_its_test_or_is_not_built() -> None:
 
 
 def test_laws_that_have_a_file_are_in_the_table() -> None:
-    linked = {path for row in laws() for path in re.findall(r"\((tests/[^)]+)\)", row[3])}
+    linked = {path for row in laws() for path in re.findall(r"\(\.\./(tests/[^)]+)\)", row[3])}
     there = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests" / "laws").glob("test_*.py")}
     assert there <= linked
 
 
+def test_the_readme_names_each_law_in_the_order_of_its_number() -> None:
+    said = " ".join(README.read_text().split()).partition("## The laws")[2]
+    names = [name.strip() for name in said.partition("): ")[2].partition(". ")[0].split("·")]
+    assert len(names) == len(laws())
+    for name, (number, law, *_) in zip(names, laws(), strict=True):
+        own = set(re.findall(r"[\w-]+", name)) - {"the", "of"}
+        assert own <= set(re.findall(r"[\w-]+", law)), f"law {number}: {name}"
+
+
+def test_the_readme_is_read_in_minutes() -> None:
+    text = README.read_text()
+    assert len(text) <= 10_500 and max(map(len, text.splitlines())) <= 160
+    assert sum(block.language in ("bash", "python") for block in blocks(README)) >= 3
+
+
 def test_the_table_of_what_works_is_made_from_the_code() -> None:
     tables = script("docs/make_tables.py")
-    shown = README.read_text().split(tables.BEGIN)[1].split(tables.END)[0].strip()
+    shown = tables.SUPPORT.read_text().split(tables.BEGIN)[1].split(tables.END)[0].strip()
     assert shown == tables.table(), "run: python docs/make_tables.py"
 
 
@@ -299,7 +302,6 @@ def paragraphs(page: Path) -> Iterator[str]:
     text = re.sub(
         r"^```.*?^```|^ {4}.*?$|<!-- (?:made|printed) by.*?<!-- end -->", "", page.read_text(), flags=re.S | re.M
     )
-    text = re.sub(r"^## The laws$.*?(?=^## )", "", text, flags=re.S | re.M)
     for paragraph in re.split(r"\n\n|\n(?=\||- )", text):
         yield " ".join(paragraph.split())
 
@@ -324,7 +326,7 @@ def is_among(number: str, values: list[float]) -> bool:
 
 def test_every_measured_number_was_printed_by_a_script() -> None:
     found = 0
-    for paragraph in paragraphs(README):
+    for paragraph in [*paragraphs(README), *paragraphs(MEASURED)]:
         claims = [plain or power for plain, power in CLAIM.findall(paragraph)]
         results = [
             ROOT / "benchmarks/results" / f"{name}.json" for name in re.findall(r"benchmarks/(\w+)\.py", paragraph)

@@ -28,10 +28,12 @@ def test_combinations_with_adapters_that_the_page_says_are_tested_are_in_their_l
         "train.memory": {("device", base) for base in made.BASES},
         "data.packing": {(each, base) for each in ("packed", "padded") for base in made.BASES},
         "optim.name": {(name, base) for name in OPTIMIZERS for base in made.BASES},
+        "optim.state": {(name.removeprefix("adamw, "), base) for name in OPTIMIZERS for base in made.BASES},
+        "optim.master_weights": {("false", base) for base in made.BASES if "adamw, no masters" in OPTIMIZERS},
         "optim.ema": {(each, base) for each in ("none", "0.9") for base in made.BASES},
-        "lora.rank": {(f"16:{kind}", base) for *_, base, kind in CROSS},
-        "lora.alpha": {("32:sqrt", base) for base in made.BASES},  # a number in the same graph
-        "optim.lr": {("1e-4:16", base) for base in made.BASES},
+        "lora.dora": {("true", base) for *_, base, kind in CROSS if kind == "dora"},
+        "lora.rslora": {("true", base) for base in made.BASES},  # a number in the same graph
+        "lora.lr_ratio": {("16", base) for base in made.BASES},
     }
     assert {"ema", "lora+"} <= OPTIMIZERS.keys()
     for key, values in made.WITH_ADAPTERS.items():
@@ -39,6 +41,7 @@ def test_combinations_with_adapters_that_the_page_says_are_tested_are_in_their_l
             name = str(named(float(value) if value == "0.3" else value)) if key == "train.remat" else value
             for base in made.BASES:
                 asked = {"model.init": "FOLDER", "lora.rank": "16", "lora.base": base, key: value}
+                asked |= made.NEEDED.get(key, {})
                 assert ((name, base) in tested[key]) == (made.refusal(**asked) is None), (key, value)
 
 
