@@ -1,4 +1,4 @@
-"""Describe each benchmark script's result in one sentence of the README's table."""
+"""Describe each benchmark script's result in one sentence of the table of docs/measured.md."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ def ranks(found: Found) -> str:
 # By script: what it measures, and the function that makes a sentence of its result.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     "first_run": (
-        "held-out text, a first model by [0.1.0's recipe](docs/training.md#what-the-recipe-is-worth), two seeds "
+        "held-out text, a first model by [0.1.0's recipe](training.md#what-the-recipe-is-worth), two seeds "
         "(lower is better)",
         first_run,
     ),
@@ -264,95 +264,95 @@ ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     "start": ("time to the first update with a warm compile cache, compared with a cold one", start),
     "gpu/train": (
         "tokens/s on a GPU, bf16, one document a row, compared with transformers' Trainer with `torch_compile` "
-        "([how](docs/gpu.md#measured-on-a-card))",
+        "([how](gpu.md#measured-on-a-card))",
         train,
     ),
     "xeon/train_peers": (
         "tokens/s compared with compiled peers, fp32, one thread, on a processor for which MKL is fast "
-        "([how](docs/peers.md))",
+        "([how](peers.md))",
         train_peers,
     ),
     "train_peers": ("the same on one for which it is slow", train_peers),
     "now/time_to_quality": (
         "held-out bits per byte of a default run, mean of the seeds, compared with 0.1.0 and the best compiled peer at "
-        "its best rate ([how](docs/peers.md#quality-after-the-same-time))",
+        "its best rate ([how](peers.md#quality-after-the-same-time))",
         time_to_quality,
     ),
     "time_to_quality": (
-        "the same by the recipe of 0.1.0, compared with more peers ([how](docs/peers.md#quality-after-the-same-time))",
+        "the same by the recipe of 0.1.0, compared with more peers ([how](peers.md#quality-after-the-same-time))",
         time_to_quality,
     ),
     "generate_peers": (
         "tokens/s of generation with temperature, top-k, top-p and min-p, compared with peers, fp32, one thread "
-        "([how](docs/generate.md#compared-with-others))",
+        "([how](generate.md#compared-with-others))",
         generate_peers,
     ),
     "serve": (
         "an endpoint's 8 texts at once, compared with `generate` and with llama.cpp's server, fp32, one thread "
-        "([how](docs/serve.md#measured))",
+        "([how](serve.md#measured))",
         serve,
     ),
     "sampler": ("extra time of a decode step for penalties and all usual filters, vocabulary 32,000", sampler),
     "remat": (
         "peak memory of a recomputation budget spread over 12 blocks, compared with torch's budget for the whole "
         "graph, by the share of the bytes kept (CPU time of both compared with no recomputation, "
-        "[how](docs/memory.md#what-it-saves-and-what-it-costs))",
+        "[how](memory.md#what-it-saves-and-what-it-costs))",
         remat,
     ),
     "plan": ("error of the predicted peak memory, compared with the allocator's count, on random models", plan),
     "regret": ("speed of the planned way to train, as a share of that of the fastest way that fits", regret),
     "bottleneck": (
         "speedup that `monograph profile` predicts for nine changes, and the measured one, one thread "
-        "([how](docs/profile.md#predicted-and-measured))",
+        "([how](profile.md#predicted-and-measured))",
         bottleneck,
     ),
     "ranks": (
         "bytes per parameter on a rank at the peak of an update, and CPU time, of `train.parallel`, compared with "
         "torch's DDP and FSDP2 in a plain loop, AdamW in fp32 or Muon, a graph per block "
-        "([how](docs/distributed.md#what-a-rank-holds))",
+        "([how](distributed.md#what-a-rank-holds))",
         ranks,
     ),
     "scopes": ("one graph that all blocks share, compared with one graph of the whole step", scopes),
     "siblings": (
         "CPU time of a captured update with fused query-key-value and gate-up, compared with separate ones, by width, "
         "one thread "
-        "([how](docs/siblings.md))",
+        "([how](siblings.md))",
         siblings,
     ),
     "ensemble_peers": (
         "speed of N small models as one graph, compared with an eager loop and the best other way (below 1: slower), "
         "one thread "
-        "([how](docs/ensemble.md#what-it-saves))",
+        "([how](ensemble.md#what-it-saves))",
         ensemble,
     ),
     "sweep_runs": (
         "speed of a sweep of 8 learning rates and 2 seeds, compared with 16 `monograph train` one after another "
-        "([how](docs/sweep.md#compared-with-single-runs))",
+        "([how](sweep.md#compared-with-single-runs))",
         sweep_runs,
     ),
     "stream": (
         "a model streamed through a device that holds a fraction of its state, killed and resumed "
-        "([how](docs/stream.md#measured))",
+        "([how](stream.md#measured))",
         stream,
     ),
     "finetune": (
         "a small model that knows three tasks, finetuned to answer chats about them, one thread "
-        "([how](docs/finetune.md#measured))",
+        "([how](finetune.md#measured))",
         finetune,
     ),
     "adapters": (
         "planned peak memory of training all weights and of adapters on a base in 16, 8 and 4 bits "
-        "([how](docs/lora.md#what-is-kept-where))",
+        "([how](lora.md#what-is-kept-where))",
         adapters,
     ),
     "adapter_peers": (
         "tokens/s of adapters on packed conversations of any length, compared with transformers and PEFT, fp32, "
         "one thread "
-        "([how](docs/lora.md#compared-with-peft))",
+        "([how](lora.md#compared-with-peft))",
         adapter_peers,
     ),
     "transfer": (
-        "how far a wide model's best learning rate is from a narrow one's ([how](docs/transfer.md#measured))",
+        "how far a wide model's best learning rate is from a narrow one's ([how](transfer.md#measured))",
         transfer,
     ),
     "loss": ("cross-entropy compared with that of dense logits, at a vocabulary of 128,256, worst case", loss),

@@ -160,8 +160,10 @@ def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         if "127.0.0.1:8000" in code:
             tokenizer = Tokenizer.bytes()
             code = code.replace("http://127.0.0.1:8000", stack.enter_context(Served(small(tokenizer), tokenizer)).url)
-        namespace: dict[str, Any] = {"__name__": "example"}
-        exec(compile(code, "example", "exec"), namespace)
+        module = types.ModuleType("example")  # by its name the compiler finds the classes of a file
+        monkeypatch.setitem(sys.modules, "example", module)
+        exec(compile(code, "example", "exec"), module.__dict__)
+    namespace = vars(module)
     if "mono.Step(" in code and "result" in namespace:
         assert float(namespace["result"].skipped) == 0
 
