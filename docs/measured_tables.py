@@ -27,7 +27,7 @@ def table() -> str:
     lines = ["| measured | figure | machine, printed by |", "|---|---|---|"]
     for name, (what, sentence) in ROWS.items():
         path = f"benchmarks/{name.rpartition('/')[2]}.py"
-        script, found = f"[{path}]({path})", result(name)
+        script, found = f"[{path}](../{path})", result(name)
         at = found["machine"]
         lines.append(f"| {what} | {sentence(found)} | {at['device']}, {at['cores']} cores, {script} |")
     return "\n".join(lines)

@@ -38,6 +38,7 @@ class Plan:
         schedule_name: the learning rate's schedule; final: the share of the peak rate that it falls to.
         precision: the precision of the arithmetic.
         parallel: how several devices share the work.
+        gather_dtype: the dtype in which shared weights are sent.
         reward: what scores the answers of a run with rewards; None for other runs.
         preference: the loss of a run on preferences; None for other runs.
         micro_batch: rows that one device computes at once; 0 until the model's shape is known.
@@ -64,6 +65,7 @@ class Plan:
     final: float
     precision: str
     parallel: str
+    gather_dtype: str
     reward: str | None
     preference: Preference | None
     micro_batch: int = 0

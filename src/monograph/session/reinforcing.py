@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from monograph.config import Settings
-from monograph.config.keys import RlSection
 from monograph.decode.cache import KVCache
 from monograph.device import Device, default_device
 from monograph.errors import InputRefused, UsageError
@@ -22,7 +21,7 @@ from monograph.predict.footprint import Judged
 from monograph.predict.roofline import Drawing, drawing_s, peak_flops
 from monograph.report.quantities import counted
 from monograph.rl.arrange import Options
-from monograph.rl.loss import Form, Kl, Objective, PolicyLoss, penalty, ratio_of
+from monograph.rl.loss import Form, Objective, PolicyLoss, penalty, ratio_of
 from monograph.rl.pairs import loss_for
 from monograph.rl.preferences import Preference, preference
 from monograph.rl.prompts import Prompts, read_prompts
@@ -96,9 +95,6 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
         given["rl.reward"] = f"{TEACHER}{run.named if run else without_links(name)}"
     values: dict[str, Any] = {"rl.max_new_tokens": max(1, length // 2), "rl.reward": reward} | usual
     values |= {key: value for key, value in given.items() if key in values}
-    _kl(settings.rl, values.get("rl.advantage"))
-    if settings.rl.truncated == "mask" and settings.rl.truncation_penalty:
-        raise UsageError("rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out")
     if values["rl.max_new_tokens"] >= length:
         raise UsageError(
             f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
@@ -186,7 +182,7 @@ def options_of(plan: Plan) -> Options:
         seed=plan.seed,
         epochs=plan.epochs,
         updates=rl.updates,
-        kl=_kl(rl, rl.advantage),
+        kl=penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage, "rl."),
         masks_truncated=rl.truncated == "mask",
         truncation_penalty=rl.truncation_penalty or 0.0,
     )
@@ -197,10 +193,6 @@ def judging(plan: Plan) -> Judged:
     if plan.reward is None:
         return "rows" if plan.preference else ""
     return "exact" if options_of(plan).exact else "rows"
-
-
-def _kl(rl: RlSection, advantage: str | None) -> Kl | None:
-    return penalty(rl.kl, rl.kl_coef, rl.entropy_coef, advantage, "rl.")
 
 
 def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1) -> dict[str, int]:
@@ -223,7 +215,7 @@ def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 
     answers = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
     beside = {"answers": min(answers, machine.free_memory_bytes // 2)}
     if is_sharded(plan.parallel):
-        beside["whole weights"] = copied_bytes(config, lora, plan.precision, plan.settings.train.gather_dtype == "bf16")
+        beside["whole weights"] = copied_bytes(config, lora, plan.precision, plan.gather_dtype == "bf16")
     if options.kl and options.kl.needs_reference:
         width = FP32_BYTES if plan.update_rule.master_weights else 2
         # The weights that are trained wait in a second copy while the reference scores.

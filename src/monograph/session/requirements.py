@@ -15,9 +15,10 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, gibibytes
+from monograph.rl.loss import penalty
 from monograph.run.trust import code_file
 from monograph.session.plan import Plan, is_sharded
-from monograph.session.reinforcing import with_records
+from monograph.session.reinforcing import USUAL, with_records
 
 LEAST_BYTES = 2  # the least bytes of a parameter, its weight in 16 bits
 
@@ -141,8 +142,13 @@ def require_with_rewards(settings: Settings) -> None:
         f"train.tokens = {tokens}": (tokens is not None, "answers have any length: give updates or minutes"),
         f"optim.ema = {ema}": (ema != "none", "answers are the weights' own: leave it out"),
     }
-    if settings.rl.reward is not None:
-        _refuse_first("rl.reward", excluded)
+    rl = settings.rl
+    if rl.reward is None:
+        return
+    _refuse_first("rl.reward", excluded)
+    if rl.truncated == "mask" and rl.truncation_penalty:
+        raise UsageError("rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out")
+    penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage or USUAL["rl.advantage"], "rl.")
 
 
 def require_with_preferences(settings: Settings) -> None:

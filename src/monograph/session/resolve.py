@@ -68,8 +68,8 @@ def resolve(given: Settings | Plan, machine: Device, *known: Shape | Length, bui
 
 def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     shape_alone = not built and settings.model.init is not None and is_file(Path(settings.model.init, "config.json"))
-    length = _length(settings)
-    settings, recipe, shape = _with_model(settings, length, shape_alone)
+    settings, recipe, shape = _with_model(settings, shape_alone)
+    length = int(settings.data.sequence_length)
     train, lora = settings.train, lora_of(settings)
     name: str = settings.optim.name
     if name == "auto":
@@ -96,6 +96,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         final=FINAL if final is None else final,
         precision=defaults.precision(machine) if train.precision == "auto" else train.precision,
         parallel=train.parallel,
+        gather_dtype=train.gather_dtype,
         reward=reward,
         preference=preference_of(settings),
         micro_batch=0 if train.micro_batch == "auto" else train.micro_batch,
@@ -112,24 +113,19 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     return plan
 
 
-def _length(settings: Settings) -> int:
-    """Return the tokens of a row."""
-    length = settings.data.sequence_length
-    if length != "auto":
-        return length
-    model, per_update = settings.model, settings.train.tokens_per_update
-    positions = positions_of(model.init) if model.init else model.max_position_embeddings
-    given = None if per_update == "auto" else per_update
-    return defaults.sequence_length(model.init is None, positions, given)
-
-
-def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Settings, Recipe, LlamaConfig | None]:
-    """Return the settings with preset, tokenizer, adapters and tokens per update decided, the recipe, and the shape.
+def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe, LlamaConfig | None]:
+    """Return the settings with preset, lengths, tokenizer and adapters decided, the recipe, and the shape.
 
     The shape is None for a new model, or if only building the model tells it.
     """
     model = settings.model
-    chosen: dict[str, Any] = {"data.sequence_length": length}
+    chosen: dict[str, Any] = {}
+    length, per_update = settings.data.sequence_length, settings.train.tokens_per_update
+    if length == "auto":
+        positions = positions_of(model.init) if model.init else model.max_position_embeddings
+        given = None if per_update == "auto" else per_update
+        length = defaults.sequence_length(model.init is None, positions, given)
+        chosen["data.sequence_length"] = length
     if model.init and (other := run_named(model.init)):  # record its path: `last` will soon name the new run
         chosen["model.init"] = str(other.named)
     if model.preset == "auto" and model.init is None and not model.hidden_size:
@@ -138,10 +134,9 @@ def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Set
     chosen |= fixed_lora(settings) | fixed_rl(settings, length) | fixed_preference(settings)
     recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed, family=model.family or FIRST_FAMILY)
     recipe = recipe if shape_alone and not has_weights(Path(str(model.init))) else recipe.checked()
-    if settings.optim.transfer != "none":
-        transfer = transfer_of(settings, None if model.init else recipe.shape(vocab_size=1))
-        if transfer:
-            chosen["optim.transfer_base"] = transfer.base.hidden_size
+    transfer = transfer_of(settings, None if model.init else recipe.shape(vocab_size=1))
+    if transfer:
+        chosen["optim.transfer_base"] = transfer.base.hidden_size
     if (named := tokenizer_named(settings.data.tokenizer)) != settings.data.tokenizer:
         chosen["data.tokenizer"] = named
     if settings.data.tokenizer == "auto" and not shape_alone:
@@ -149,7 +144,7 @@ def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Set
         chosen["data.tokenizer"] = own or "bpe"
     if chosen.get("data.tokenizer", settings.data.tokenizer) == "bpe" and settings.data.vocab_size is None:
         chosen["data.vocab_size"] = defaults.DEFAULT.vocabulary
-    if settings.train.tokens_per_update == "auto" and settings.rl.reward is None:
+    if per_update == "auto" and settings.rl.reward is None:
         chosen["train.tokens_per_update"] = max(defaults.DEFAULT.tokens_per_update, length)
     settings, shape = settings.resolve(chosen, ORIGIN), shape_in(recipe.init) if recipe.init else None
     init = settings.model.init  # a run records its full path; an error shows it as it was typed

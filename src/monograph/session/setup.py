@@ -248,7 +248,7 @@ def make_engine(built: BuiltRun, device: torch.device, world: World | None = Non
         # On a CPU, mapped weights that are trained are copied from their file straight into the step's planes.
         return Resident(materialize_(model, device, trained=device.type != "cpu").to(device), **shared)
     if is_sharded(plan.parallel):
-        halved = plan.settings.train.gather_dtype == "bf16"
+        halved = plan.gather_dtype == "bf16"
         return Sharded(model, world=world, halved=halved, by_machine=plan.parallel == "hsdp", **shared)
     return Replicated(materialize_(model, device).to(device), world=world, **shared)
 
