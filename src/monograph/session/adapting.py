@@ -11,7 +11,7 @@ from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.optim import Group
 from monograph.report.quantities import counted
 from monograph.run.recipe import Vocabulary, compared, own_file, tokenizer_named, tokenizer_of
-from monograph.run.trust import code_file
+from monograph.storage.code import code_named, folder_named
 from monograph.storage.reading import exists, without_links
 from monograph.text.tokenizer import Tokenizer
 
@@ -62,7 +62,7 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
     """
     init, given = settings.model.init, {key: settings.origins[key] for key in KEYS if key in settings.origins}
     if init and is_adapter(init):
-        return {**_as_stored(settings, init, given), "model.init": str(without_links(init))}
+        return {**_as_stored(settings, init, given), "model.init": folder_named(without_links(init))}
     if ":" in str(settings.optim.lr):
         given[f"optim.lr = {settings.optim.lr}"] = settings.origins["optim.lr"]
     if not given:
@@ -75,7 +75,9 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
             f"{origin}: {key}: adapters are added to weights that exist and stay frozen, which those of a new model "
             "would at random: name the model with model.init = FOLDER"
         )
-    return ({"model.init": str(without_links(init))} if exists(init) else {}) | _values(lora)
+    return (
+        {"model.init": folder_named(without_links(init))} if exists(init) and not code_named(init) else {}
+    ) | _values(lora)
 
 
 def _values(lora: Lora) -> dict[str, Any]:
@@ -157,7 +159,7 @@ def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> New
     if tokenizer is None:
         file = str(tokenizer_of(init)) if named == AUTO else named
         tokenizer = Tokenizer.bytes() if file == "bytes" else Tokenizer.from_file(file)
-    vocabulary = None if code_file(base) else compared(tokenizer, base)
+    vocabulary = None if code_named(base) else compared(tokenizer, base)
     stored = read_adapter(adapter).lora.tokens if adapter else None
     return NewTokens(tokenizer, vocabulary, _listed(settings, tokenizer), stored)
 
@@ -183,7 +185,7 @@ def require_tokens(settings: Settings) -> None:
         InputRefused, UsageError: see `new_tokens_of`.
     """
     init, named = settings.model.init, settings.data.tokenizer
-    its_own = init is not None and not code_file(init) and str(own_file(init)) == named
+    its_own = init is not None and not code_named(init) and str(own_file(init)) == named
     if not its_own or settings.lora.tokens is not None:
         new_tokens_of(settings)
 

@@ -29,7 +29,6 @@ from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS
 from monograph.run.models import load
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
-from monograph.run.trust import code_digest
 from monograph.session.adapting import lora_of
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
 from monograph.storage.reading import without_links
@@ -122,7 +121,7 @@ def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
         with progress.stage("teacher", named := name.removeprefix(TEACHER)):
             reward.teacher = _teacher(named, prompts, options)
     # Another program, schema or teacher would give other rewards to the same answers, so a run belongs to this one.
-    decisive = prompts.fingerprint + (code_digest(name, "rl.reward") if reward.file else reward.digest)
+    decisive = prompts.fingerprint + reward.digest
     decisive += digest(reward.teacher) if reward.teacher else ""
     decisive += form_named(str(reading["answers"])).digest if ":" in reading["answers"] else ""
     return replace(prompts, fingerprint=hashlib.sha256(decisive.encode()).hexdigest())
