@@ -35,7 +35,8 @@ _OTHER_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"
 _WHY_NOT = {
     "data.source": _OTHER_TEXT, "data.held_out": _OTHER_TEXT, "data.text_key": _OTHER_TEXT,
-    "data.bad_records": _OTHER_TEXT, "data.answers": _OTHER_TEXT, "data.too_long": _OTHER_TEXT,
+    "data.ignore_keys": _OTHER_TEXT, "data.bad_records": _OTHER_TEXT, "data.answers": _OTHER_TEXT,
+    "data.too_long": _OTHER_TEXT,
     "train.minutes": "how much a member learns in a time is the machine's doing",
     "train.epochs": "say it in train.updates or train.tokens", "train.micro_batch": _NO_EFFECT,
     "train.compile": _NO_EFFECT, "train.remat": _NO_EFFECT, "train.memory": _NO_EFFECT, "train.parallel": _NO_EFFECT,

@@ -22,7 +22,7 @@ from monograph.session.recorded import own_copies, run_settings, strange_text
 from monograph.text.tokenizer import Tokenizer
 
 LONGEST_ROW = 4096
-_READING = ("sequence_length", "packing", "text_key", "bad_records", "answers", "too_long")
+_READING = ("sequence_length", "packing", "text_key", "ignore_keys", "bad_records", "answers", "too_long")
 
 
 @dataclass(frozen=True)

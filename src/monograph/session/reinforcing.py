@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from monograph.config import Settings
+from monograph.data.forms import Asked
 from monograph.decode.cache import KVCache
 from monograph.device import Device, default_device
 from monograph.errors import InputRefused, UsageError
@@ -48,12 +49,12 @@ USUAL: dict[str, Any] = {
 
 def with_records(settings: Settings) -> Settings:
     """Return the settings with prefer.loss decided: as given, or the usual loss if the records are judged answers."""
-    given, chosen = settings.values(), dict[str, Any]()
-    if "data.text_key" in settings.origins:  # a text under this key is asked for
+    data = settings.data
+    is_text = data.text_key is not None  # it is asked for
+    if is_text or settings.prefer.loss is not None or settings.rl.reward is not None:
         return settings
-    if given["prefer.loss"] is None and given["rl.reward"] is None and (usual := loss_for(given["data.source"])):
-        chosen["prefer.loss"] = usual
-    return settings.resolve(chosen, "data.source") if chosen else settings
+    usual = loss_for(data.source, Asked.of(None, data.ignore_keys), data.bad_records == "skip")
+    return settings.resolve({"prefer.loss": usual}, "data.source") if usual else settings
 
 
 def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
