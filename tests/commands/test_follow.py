@@ -354,3 +354,46 @@ except Exception as refused:
     print(refused)
 """
     assert "events.out.tfevents.1.other: is not of this run" in call(tmp_path, "-c", program)
+
+
+def test_a_thread_of_the_library_that_falls_is_one_line_and_no_success(
+    fake: Fake, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Also one that falls while the tracker is closed, after which nothing is asked of it."""
+
+    def close() -> None:
+        def fall() -> None:
+            raise OSError(5, "Input/output error", "events")
+
+        thread = threading.Thread(target=fall)
+        thread.start()
+        thread.join()
+
+    monkeypatch.setattr(follow, "tracker_named", lambda name: lambda *opened: Tracker(lambda points: None, close, ""))
+    run = begun(tmp_path / "run")
+    run.log(update(1, 3.5))
+    hook = threading.excepthook
+    assert monograph_("follow", str(run.folder), "--to", "wandb") == 7
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: wandb: its files cannot be written") and printed.err.count("\n") == 1
+    assert not printed.out and threading.excepthook is hook
+
+
+@pytest.mark.parametrize("most_bytes", [10, 200, 500])
+def test_a_disk_that_fills_up_under_tensorboard_is_one_line(most_bytes: int, tmp_path: Path) -> None:
+    """Whichever write is the first that does not fit: that of the first row, or the last one, or that at the end."""
+    library("tensorboard")
+    begun(tmp_path / "run").log(*ROWS)
+    program = f"""
+import resource, signal, sys
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, ({most_bytes}, {most_bytes}))
+from monograph.cli import main
+sys.argv = ["monograph", "follow", "run", "--to", "tensorboard", "--out", "out"]
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True
+    )
+    assert done.returncode == 7, done.stderr
+    assert done.stderr.startswith("error: tensorboard: its files cannot be written") and done.stderr.count("\n") == 1

@@ -13,6 +13,7 @@ import pytest
 from dialogues import CHATS, TOOLS, call, said, speaking, write_chats
 from monograph.data.conversations import Conversation, conversation_records, conversation_text
 from monograph.data.corpus import Corpus, answer_ends, corpus, render_row
+from monograph.data.forms import ANYTHING, Kind, RecordKeys
 from monograph.data.loss_mask import Answering, Answers
 from monograph.data.rows import IGNORE, Rows
 from monograph.data.sources import find
@@ -89,10 +90,11 @@ def test_a_bad_record_is_named_with_its_field(record: dict[str, Any], detail: st
 def test_numbers_stay_as_they_are(tmp_path: Path) -> None:
     chat = [USER, call(a=1, b=2.0, c=10**30)]
     [file] = find(write_chats(tmp_path / "a.jsonl", [chat]), tmp_path).files
-    [(_, text)] = conversation_records(file)
+    keys = RecordKeys(Kind.CONVERSATIONS, ANYTHING, is_chosen=False)
+    [(_, text)] = conversation_records(file, keys)
     assert isinstance(text, str) and Conversation.of_text(text).messages == chat
     (tmp_path / "a.jsonl").write_text('{"messages": ' + "9" * 5000 + "}")
-    [(_, fault)] = conversation_records(file)
+    [(_, fault)] = conversation_records(file, keys)
     assert not isinstance(fault, str) and "not JSON" in fault.detail
 
 
@@ -195,10 +197,12 @@ def test_what_counts_as_conversations(opened: Any, tmp_path: Path) -> None:
     records = [{"text": f"plain {number}", "messages": chat} for number, chat in enumerate(many(9))]
     both.write_text("".join(json.dumps(record) + "\n" for record in records))
     asked: dict[str, Any] = {"tokenizer": text.tokenizer, "held_out": 0, "sequence_length": 128}
-    assert corpus(both, **asked).train.conversations == 0
+    with pytest.raises(InputRefused, match="both.jsonl:1: could be read in two ways: as one of texts by 'text' or as"):
+        corpus(both, **asked)
+    assert corpus(both, text_key="text", **asked).train.conversations == 0
     assert corpus(both, text_key="messages", **asked).train.conversations == 9
     (tmp_path / "plain.txt").write_text("text")
-    with pytest.raises(UsageError, match="chats.jsonl holds conversations and .*plain.txt does not; give one kind"):
+    with pytest.raises(UsageError, match="chats.jsonl holds conversations and .*plain.txt holds texts; give one kind"):
         corpus([tmp_path / "chats.jsonl", tmp_path / "plain.txt"], **asked)
     with pytest.raises(UsageError, match="data.tokenizer = bpe:300: conversations need the tokenizer and"):
         corpus(tmp_path / "chats.jsonl", tokenizer="bpe", vocab_size=300)

@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, redirect_stderr
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -30,17 +30,21 @@ from laws.resumed import fingerprint, start, write_inputs
 from laws.resumed import resume as go_on
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
+from monograph.commands import export as export_a_run
 from monograph.config import load
 from monograph.data.corpus import Corpus, corpus
 from monograph.device import describe
 from monograph.errors import MonographError
+from monograph.graph.lora import kept_state
 from monograph.loop import EngineState, train
-from monograph.model.adapter import packed, save_adapter
+from monograph.model.adapter import packed, put, save_adapter
 from monograph.model.hub import mapped_model, save_model
 from monograph.model.llama import Llama
 from monograph.run.folder import TEACHERS, Run
 from monograph.run.models import save
 from monograph.run.progress import Progress
+from monograph.run.recipe import Recipe, digest
+from monograph.run.recipe import recorded as options
 from monograph.run.run_index import serial
 from monograph.run.writing import discard, record_parent, write_tokenizer
 from monograph.session import reporting
@@ -53,6 +57,7 @@ from monograph.sweeps.batch import MemberBatch
 from monograph.sweeps.folder import Sweep
 from monograph.sweeps.spec import members_of
 from monograph.text.tokenizer import Tokenizer
+from recorded import recorded
 from streamed import flat, other_bits, streamed, windows
 
 Rows = list[dict[str, Any]]
@@ -249,8 +254,63 @@ def export_adapter(folder: Path) -> None:
     export(folder, "adapter")
 
 
+def begin_adapted(folder: Path) -> None:
+    """A run of adapters, to which nothing more is done."""
+    begin_export(folder)
+    base = mapped_model(folder / "model")
+    sha256 = digest(base)
+    put(base, SMALL)
+    recipe = Recipe(str(folder / "model"), "auto", {}, 0, lora=options(SMALL), base_sha256=sha256)
+    state = recorded(recipe.entries(), base.config.to_hf(), 2) | {"tokenizer": Tokenizer.bytes().digest}
+    run = Run.create(folder / "run")
+    checkpointing.save(run.checkpoints, Checkpoint(2, kept_state(base), {}, state))
+    write_config(run, load(None, {"train.updates": 5}, {}))
+    Tokenizer.bytes().save(run.tokenizer)
+
+
+def export_command(folder: Path, format: str) -> None:
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        export_a_run.run(str(folder / "run"), to=folder / "out", format=format, dtype=None)
+
+
+def export_adapted_hf(folder: Path) -> None:
+    export_command(folder, "hf")
+
+
+def export_adapted_gguf(folder: Path) -> None:
+    export_command(folder, "gguf")
+
+
+@cache
+def exported_with_adapters(format: str, scratch: Path) -> dict[str, bytes]:
+    expected = scratch / f"expected {format}"
+    shutil.copytree(scratch / "prepared", expected)
+    export_command(expected, format)
+    return contents(expected / "out")
+
+
+def look_at_both(folder: Path, format: str) -> str:
+    """The model and its adapters are one export: both are there, or neither."""
+    if not (folder / "out").exists():
+        return "former"
+    found = contents(folder / "out")
+    assert found == exported_with_adapters(format, folder.parent)
+    assert any(name.startswith("adapter/") for name in found)
+    return "new"
+
+
+def export_both_again(folder: Path, format: str) -> None:
+    if look_at_both(folder, format) == "former":
+        export_command(folder, format)
+    elif (folder / ".out.partial").exists():
+        (folder / "out").rename(folder / "elsewhere")
+        export_command(folder, format)
+    assert look_at_both(folder, format) == "new"
+    assert not [path for path in folder.iterdir() if path.name.startswith(".")]
+
+
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @cache
@@ -501,6 +561,17 @@ CASES: dict[str, Case] = {
             stride=3 if format == "adapter" else 5,
         )
         for format, steps in (("hf", export_hf), ("gguf", export_gguf), ("adapter", export_adapter))
+        if format != "gguf" or importlib.util.find_spec("gguf")
+    },
+    **{
+        f"export of adapters, {format}": Case(
+            begin_adapted,
+            steps,
+            partial(look_at_both, format=format),
+            partial(export_both_again, format=format),
+            stride=5,
+        )
+        for format, steps in (("hf", export_adapted_hf), ("gguf", export_adapted_gguf))
         if format != "gguf" or importlib.util.find_spec("gguf")
     },
     "sweep": Case(begin_sweep, save_sweep, look_at_sweep, save_sweep_again, ("kill",), stride=3),

@@ -92,7 +92,7 @@ def imports(nodes: list[ast.AST], name: str, *modules: str) -> bool:
 
 
 def test_what_runs_a_file_knows_who_named_it(nodes: dict[str, list[ast.AST]]) -> None:
-    """A recipe of a checkpoint knows its run, and settings of a run are read where they are held to that run's rules.
+    """A checkpoint vouches for no program, and settings of a run are read where they are held to that run's rules.
 
     All else that reads a TOML file reads one that a person named, and looks whether it is a run's, or writes it itself.
     """
@@ -100,11 +100,12 @@ def test_what_runs_a_file_knows_who_named_it(nodes: dict[str, list[ast.AST]]) ->
     assert runs == {"run/models.py"}
     homes = "monograph.config", "monograph.config.sources"
     reads = {file for file, found in nodes.items() if imports(found, "load", *homes)}
-    assert reads == {"config/__init__.py", "session/recorded.py", "cli/typed.py", "sweeps/spec.py", "sweeps/folder.py"}
+    assert reads == {"config/__init__.py", "session/recorded.py", "sweeps/spec.py", "sweeps/folder.py"}
     for file in ("cli/typed.py", "sweeps/spec.py"):
-        assert "hold_to_its_run" in compiled(PACKAGE / file)
-    with pytest.raises(TypeError, match="run"):
-        Recipe.recorded({"init": "evil.py:build", "preset": "auto", "sizes": {}, "seed": 0})  # type: ignore[call-arg]
+        assert "settings_given" in compiled(PACKAGE / file)
+    vouched = {"evil.py:build": "digest"}
+    recipe = Recipe.recorded({"init": "evil.py:build", "preset": "auto", "sizes": {}, "seed": 0, "vouched": vouched})
+    assert not recipe.vouched, "a checkpoint vouches for nothing"
 
 
 def test_every_dependency_has_its_reason() -> None:

@@ -17,6 +17,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.hub import save_model
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
+from monograph.storage.code import digests
 from monograph.text.tokenizer import Tokenizer
 
 # Seven updates and a bit make an epoch: the runs below pass two borders.
@@ -130,7 +131,9 @@ def fingerprint(folder: Path) -> dict[str, Any]:
 
 
 def start(out: str, settings: dict[str, Any], **options: Any) -> None:
-    train(load(None, settings, {}), out=Path(out), resume=None, from_=None, json=False, **options)
+    given = load(None, settings, {})
+    own = given.vouching(digests(given.programs))  # as the command line does for the files that a user names
+    train(own, out=Path(out), resume=None, from_=None, json=False, **options)
 
 
 def resume(run: str) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from faults.harness import EVERY_FAULT, EVERY_UNREAD, FaultServer, unavailable
+from faults.harness import EVERY_FAULT, EVERY_UNREAD, FaultServer, Outcome, unavailable
 from faults.power import power_cuts
 from faults.scenarios import CASES, Case
 
@@ -24,6 +24,15 @@ SAID = ("OSError: [Errno 5]", "OSError: [Errno 28]")  # which the command line s
 @pytest.fixture(autouse=True)
 def no_plug_is_pulled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "fsync", lambda descriptor: None)
+
+
+def require_true(verdict: str, outcome: Outcome) -> None:
+    """What an error says of what was kept is so, and a failing disk has its own exit code."""
+    kind, said = outcome.error or ("", "")
+    assert "nothing was kept" not in said or verdict == "former"
+    assert "is written whole" not in said or verdict == "new"
+    if outcome.mode in ("full-once", "full", "broken-once", "broken"):
+        assert kind in ("", "DiskFull", "OSError")
 
 
 def struck_everywhere(
@@ -42,6 +51,7 @@ def struck_everywhere(
         try:
             verdict = case.look(outcome.folder)
             assert verdict == "new" or outcome.killed or outcome.error
+            require_true(verdict, outcome)
             case.again(outcome.folder)
         except Exception as error:
             raise AssertionError(where) from error

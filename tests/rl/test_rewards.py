@@ -500,7 +500,7 @@ def test_a_function_that_fails_is_refused_in_one_line_and_leaves_no_process(
 def test_a_file_that_fails_is_refused_before_any_training(source: str, fault: str, tmp_path: Path) -> None:
     with pytest.raises(InputRefused, match=f"rl.reward: .*{fault}"):
         own(tmp_path, source).require({}, PLACE)
-    with pytest.raises(InputRefused, match=r"nothing\.py: cannot be read"):
+    with pytest.raises(InputRefused, match=r"nothing\.py cannot be read"):
         reward_of(f"{tmp_path}/nothing.py:score").require({}, PLACE)
 
 

@@ -13,12 +13,13 @@ from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.errors import InputRefused, NoValidCheckpoint, UsageError
 from monograph.graph.inspect import unique_state
-from monograph.loss import token_loss
+from monograph.loss import Loss, token_loss
 from monograph.model.llama import Llama
 from monograph.run.folder import Run
 from monograph.run.models import build, load, load_trained, load_weights, save
 from monograph.run.recipe import Recipe, tokenizer_of
 from monograph.run.trust import marked
+from monograph.storage.code import digests
 from monograph.text.tokenizer import Tokenizer
 from recorded import recorded
 
@@ -52,12 +53,17 @@ def file(tmp_path: Path) -> Path:
     return path
 
 
+def built(recipe: Recipe) -> tuple[torch.nn.Module, Loss]:
+    """What a recipe builds whose program may run as it is."""
+    return build(recipe._replace(vouched=digests([recipe.init])))
+
+
 def saved_run(folder: Path, recipe: Recipe, model: torch.nn.Module) -> Run:
     run = Run.create(folder)
     config = model.config.to_hf() if isinstance(model, Llama) else None
     state = recorded(recipe.entries(), config, 3) | {"tokenizer": Tokenizer.bytes().digest}
     checkpointing.save(run.checkpoints, Checkpoint(3, unique_state(model), {}, state))
-    run.config.write_text(marked("", [recipe.init]))
+    run.config.write_text(marked("", digests([recipe.init])))
     Tokenizer.bytes().save(run.tokenizer)
     return run
 
@@ -83,14 +89,14 @@ def test_one_seed_one_model(number: int, file: Path) -> None:
         models = []
         for _ in range(2):
             torch.rand(3)
-            models.append(build(recipe)[0].state_dict())
-        other = build(recipe._replace(seed=number + 7))[0].state_dict()
+            models.append(built(recipe)[0].state_dict())
+        other = built(recipe._replace(seed=number + 7))[0].state_dict()
         assert all(torch.equal(models[0][name], models[1][name]) for name in other)
         assert not all(torch.equal(models[0][name], other[name]) for name in other)
 
 
 def test_a_file_brings_its_loss_and_its_dataclasses(file: Path) -> None:
-    model, loss = build(Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))
+    model, loss = built(Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))
     assert model.weight.shape == (9, 4) and loss.__name__ == "loss"
     assert "own" not in sys.modules, "its name stays free for others"
 
@@ -98,10 +104,10 @@ def test_a_file_brings_its_loss_and_its_dataclasses(file: Path) -> None:
 def test_a_file_may_return_a_compiled_module_and_its_loss_knows_rows_without_targets(file: Path) -> None:
     text = MODULE.replace("return nn.Embedding(vocab_size, Sizes().width)", "return torch.compile(nn.Embedding(9, 4))")
     file.write_text(text)
-    model, loss = build(Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))
+    model, loss = built(Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))
     assert list(model.state_dict()) == ["weight"] and loss.fill == token_loss.fill
     file.write_text(text + "loss.fill = None\n")
-    assert build(Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))[1].fill is None
+    assert built(Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0))[1].fill is None
 
 
 def test_two_files_of_one_name(tmp_path: Path) -> None:
@@ -111,7 +117,7 @@ def test_two_files_of_one_name(tmp_path: Path) -> None:
         (tmp_path / folder / "own.py").write_text(
             f"from torch import nn\nloss = print\ndef build():\n    return nn.{made}\n"
         )
-        kinds.append(type(build(Recipe(f"{tmp_path / folder}/own.py:build", "auto", {}, 0))[0]).__name__)
+        kinds.append(type(built(Recipe(f"{tmp_path / folder}/own.py:build", "auto", {}, 0))[0]).__name__)
     assert kinds == ["Linear", "Identity"]
 
 
@@ -121,35 +127,35 @@ def test_a_file_finds_its_neighbours(tmp_path: Path) -> None:
         "from monograph_test_neighbour import WIDTH\nfrom torch import nn\nloss = print\n\ndef build():\n"
         "    return nn.Linear(WIDTH, 1)\n"
     )
-    assert build(Recipe(f"{tmp_path}/own.py:build", "auto", {}, 0))[0].in_features == 5
+    assert built(Recipe(f"{tmp_path}/own.py:build", "auto", {}, 0))[0].in_features == 5
 
 
 def test_a_recipe_knows_its_file_by_its_bytes(file: Path) -> None:
-    recipe, run = Recipe(f"{file}:build", "auto", {}, 0), Run(file.parent / "run")
+    recipe = Recipe(f"{file}:build", "auto", {}, 0)
     first = recipe.checked()
-    assert first == recipe.checked() and Recipe.recorded(first._asdict(), run).entries() == first.entries()
+    assert first == recipe.checked() and Recipe.recorded(first._asdict()).entries() == first.entries()
     file.write_text(MODULE + "\n")
     assert recipe.checked() != first
 
 
 @pytest.mark.parametrize("text", ["folder", "last", "a:b", "own.pyc:x"])
 def test_what_is_no_file(text: str) -> None:
-    assert Recipe(text, "auto", {}, 0).file is None
+    assert Recipe(text, "auto", {}, 0).code is None
 
 
 def test_a_run_of_an_own_module(file: Path, tmp_path: Path) -> None:
     recipe = Recipe(f"{file}:build", "auto", {"vocab_size": 9}, 0).checked()
-    model, _ = build(recipe)
+    model, _ = built(recipe)
     with torch.no_grad():
         model.weight.fill_(2.0)
     run = saved_run(tmp_path / "run", recipe, model)
-    found = load_trained(run, print)
+    found = load_trained(run, print, named=[str(recipe.init)])
     assert torch.equal(found.model.weight, model.weight) and found.loss.__name__ == "loss"
     with pytest.raises(InputRefused, match=r"holds a module of its own \(.*own\.py:build\), not a Llama"):
         load(run.folder)
     file.write_text(MODULE + "\n")
     with pytest.raises(InputRefused, match="not the file that"):
-        load_trained(run, print)
+        load_trained(run, print, named=[str(recipe.init)])
 
 
 def test_a_run_of_a_llama_and_its_export(tmp_path: Path) -> None:
@@ -209,7 +215,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(change: str, said: str) -> 
 def test_a_file_that_builds_nothing_to_train_is_refused(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "own.py").write_text(text)
     with pytest.raises(InputRefused, match=said):
-        build(Recipe(f"{tmp_path}/own.py:build", "auto", {}, 0))
+        built(Recipe(f"{tmp_path}/own.py:build", "auto", {}, 0))
 
 
 def test_a_file_without_its_function_is_told_to_name_one() -> None:

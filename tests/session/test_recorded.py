@@ -18,6 +18,7 @@ from monograph.run.writing import mended_tokenizer, record_parent, recorded_pare
 from monograph.session import ranks, warmup
 from monograph.session.recorded import branched, parent_named, settings_of, write_config
 from monograph.session.resolve import resolve
+from monograph.storage.code import digests
 from monograph.text.tokenizer import Tokenizer
 
 SHAPE = {"model.hidden_size": 16, "model.num_hidden_layers": 1, "model.num_attention_heads": 2}
@@ -68,7 +69,7 @@ def test_a_run_that_builds_its_model_from_a_file(tmp_path: Path) -> None:
     run = Run.create(tmp_path / "own")
     (tmp_path / "own.py").write_text("")
     init = f"{tmp_path}/own.py:build"
-    write_config(run, settings({"model.init": init} | FIXED))
+    write_config(run, settings({"model.init": init} | FIXED).vouching(digests([init])))
     assert settings_of(run, settings({})).model.init == init
 
 

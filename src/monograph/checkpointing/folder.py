@@ -23,7 +23,7 @@ from torch import Tensor
 
 from monograph.errors import InputRefused
 from monograph.storage import blocks, tensor_layout
-from monograph.storage.reading import MOST_JSON_BYTES, parse_json, readable
+from monograph.storage.reading import MOST_JSON_BYTES, is_folder, kind_of, parse_json, readable, status
 
 KEPT_BLOCKS = 4  # number of blocks kept in memory: a tensor may begin in the block in which the one before it ended
 
@@ -144,6 +144,14 @@ class Manifest:
         }
 
 
+def is_gone(folder: Path) -> bool:
+    """Return whether a checkpoint's name is there no more: a run that still trains removes those that it replaces.
+
+    Anything else that stands in its place, such as a file or a link to nothing, is a damaged checkpoint.
+    """
+    return status(folder, follow=False) is None
+
+
 def verify(folder: Path) -> None:
     """Check every byte of a checkpoint against its manifest, in constant memory.
 
@@ -187,6 +195,8 @@ def read_manifest(folder: Path) -> Manifest:
         CheckpointDamaged: see `verify`.
     """
     path = folder / MANIFEST
+    if not is_folder(folder):
+        raise CheckpointDamaged(folder, "a folder", kind_of(folder))
     with _opened(path) as descriptor:
         data = os.read(descriptor, min(os.fstat(descriptor).st_size, MOST_JSON_BYTES))
         present = sorted(os.listdir(folder))
@@ -286,11 +296,11 @@ def _opened(path: Path, expected_bytes: int | None = None) -> Iterator[int]:
             # Without O_NONBLOCK a pipe of that name would hang.
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
             try:
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode):
-                    raise CheckpointDamaged(path, "a regular file", stat.filemode(status.st_mode))
-                if expected_bytes is not None and status.st_size != expected_bytes:
-                    raise CheckpointDamaged(path, f"{expected_bytes} bytes", f"{status.st_size} bytes")
+                entry = os.fstat(descriptor)
+                if not stat.S_ISREG(entry.st_mode):
+                    raise CheckpointDamaged(path, "a regular file", stat.filemode(entry.st_mode))
+                if expected_bytes is not None and entry.st_size != expected_bytes:
+                    raise CheckpointDamaged(path, f"{expected_bytes} bytes", f"{entry.st_size} bytes")
                 yield descriptor
             finally:
                 os.close(descriptor)

@@ -17,7 +17,7 @@ from monograph.checkpointing import folder as stored
 from monograph.checkpointing.folder import Checkpoint, CheckpointDamaged, FileEntry, Manifest, load, read_manifest
 from monograph.errors import DiskFull, NoValidCheckpoint, Unreadable, UsageError, Warn
 from monograph.storage import blocks, tensor_layout
-from monograph.storage.reading import entries, exists, free_bytes, is_folder
+from monograph.storage.reading import entries, free_bytes, is_folder
 from monograph.storage.writing import sync
 
 FEWEST_KEPT = 1
@@ -98,15 +98,15 @@ def newest(checkpoints: Path, warn: Warn, at: int | None = None, until: int | No
         NoValidCheckpoint: no checkpoint is valid; the message names each candidate with its fault.
         Unreadable: a checkpoint could not be read. It may be sound, and resuming from an older one would remove it.
     """
-    candidates = _candidates(checkpoints)
+    listed = candidates(checkpoints)
     refused: list[str] = []
-    for update, folder in candidates:
+    for update, folder in listed:
         if at not in (None, update) or (until is not None and update > until):
             continue
         try:
             checkpoint = load(folder)
         except CheckpointDamaged as error:
-            if not is_folder(folder):  # the run is still training: it has just removed this one and has newer ones
+            if stored.is_gone(folder):  # the run is still training: it has just removed this one and has newer ones
                 return newest(checkpoints, warn, at, until)
             refused.append(str(error))
             continue
@@ -118,8 +118,8 @@ def newest(checkpoints: Path, warn: Warn, at: int | None = None, until: int | No
         return checkpoint
     if refused:
         raise NoValidCheckpoint(f"{checkpoints}: no valid checkpoint: {'; '.join(refused)}")
-    if at is not None and candidates:
-        there = ", ".join(str(update) for update in sorted({update for update, _ in candidates}))
+    if at is not None and listed:
+        there = ", ".join(str(update) for update in sorted({update for update, _ in listed}))
         raise NoValidCheckpoint(f"{checkpoints}: no checkpoint of update {at}; there are those of {there}")
     raise NoValidCheckpoint(f"{checkpoints}: no checkpoint to load; expected a folder such as step-00001000")
 
@@ -139,10 +139,10 @@ def _write(temporary: Path, checkpoint: Checkpoint, files: Encoded, write: Write
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    if exists(final):
+    if not stored.is_gone(final):
         # A folder cannot be renamed onto another one, so the old one is renamed first, and stays valid as `.replaced`.
         replaced = final.with_name(final.name + stored.REPLACED)
-        final.rename(final.with_name(TEMPORARY + replaced.name) if exists(replaced) else replaced)
+        final.rename(replaced if stored.is_gone(replaced) else final.with_name(TEMPORARY + replaced.name))
     temporary.rename(final)
     sync(final.parent)
 
@@ -154,7 +154,7 @@ def _prune(saved: Path, head: int, keep: int) -> None:
     """
     remove_leftovers(saved.parent)
     kept = {head}
-    for update, folder in _candidates(saved.parent):
+    for update, folder in candidates(saved.parent):
         if folder == saved:
             continue
         if update < head and update not in kept and len(kept) < keep:
@@ -172,16 +172,25 @@ def _prune(saved: Path, head: int, keep: int) -> None:
         _remove(doomed)
 
 
-def _candidates(checkpoints: Path) -> list[tuple[int, Path]]:
-    """Return (update, folder) of all candidates, newest first; the current folder precedes a replaced one."""
+def candidates(checkpoints: Path) -> list[tuple[int, Path]]:
+    """Return (update, folder) of all that has a checkpoint's name, newest first.
+
+    It may be damaged, or no folder at all. The current folder of an update precedes a replaced one.
+    """
     named = [(stored.FOLDER_NAME.fullmatch(path.name), path) for path in entries(checkpoints)]
     return sorted(((int(match[1]), path) for match, path in named if match), key=lambda one: (-one[0], one[1].name))
 
 
-def _remove(folder: Path) -> None:
-    # A temporary folder that cannot be removed now is harmless: it is never loaded, and the next save tries again.
-    with suppress(OSError):
-        shutil.rmtree(folder)
+def _remove(path: Path) -> None:
+    """Remove a temporary folder, or what else had a checkpoint's name.
+
+    What cannot be removed now is harmless: it is never loaded, and the next save tries again.
+    """
+    with suppress(OSError, Unreadable):
+        if is_folder(path) and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _length(files: Encoded) -> int:

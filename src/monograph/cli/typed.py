@@ -352,7 +352,7 @@ def _settings(arguments: list[str] | None, minutes: float | None = None, runs_co
         minutes: the value of --minutes, if it is given.
         runs_code: whether the command may run the Python file that the settings name.
     """
-    from monograph.config import classify, load
+    from monograph.config import classify
 
     toml, overrides = classify(arguments or [])
     if minutes is not None:
@@ -360,9 +360,8 @@ def _settings(arguments: list[str] | None, minutes: float | None = None, runs_co
             given = overrides["train.minutes"]
             raise UsageError(f"command line: train.minutes is given twice, as {given} and as {minutes:g}")
         overrides["train.minutes"] = minutes
-    from monograph.session.recorded import fetched_model, hold_to_its_run, require_text
+    from monograph.session.recorded import require_text, settings_given
 
-    hold_to_its_run(toml, runs_code=runs_code and "model.init" not in overrides)
-    settings = fetched_model(load(toml, overrides))
+    settings = settings_given(toml, overrides, runs_code=runs_code)
     require_text(settings)
     return settings

@@ -25,7 +25,7 @@ from monograph.run.writing import recorded_parent
 from monograph.session.preferring import REFERENCE, verify_reference
 from monograph.session.recorded import run_settings
 from monograph.storage.cache_dir import MOST_COMPILED_BYTES, cache_root, compiled_folder, files_in, keep_compiled
-from monograph.storage.reading import contents, entries, exists, is_folder
+from monograph.storage.reading import contents, exists, is_folder
 from monograph.text.tokenizer import Tokenizer
 
 
@@ -140,14 +140,14 @@ def _run(folder: Run) -> tuple[dict[str, Any], dict[str, str], MonographError | 
         checkpointing.verify(path)
         saved = recorded_state.state_in(path, folder)
 
-    folders = entries(folder.checkpoints, "step-")
+    folders = [path for _, path in reversed(checkpointing.candidates(folder.checkpoints))]
     checkpoints = {path.name: _fault(partial(verified, path)) for path in folders}
-    if any(fault and not is_folder(folder.checkpoints / name) for name, fault in checkpoints.items()):
+    if any(fault and checkpointing.is_gone(folder.checkpoints / name) for name, fault in checkpoints.items()):
         return _run(folder)  # the run is still training, and has replaced a checkpoint that was listed above
     sound = [path for path in folders if checkpoints[path.name] is None]
     files = {
         "run.lock": _fault(lock),
-        "config.toml": _fault(lambda: run_settings(folder, runs_code=False)),
+        "config.toml": _fault(lambda: run_settings(folder, runs=())),
         "tokenizer.json": _fault(lambda: own_tokenizer(folder, saved)),
         "metrics.jsonl": _fault(metrics, saved.get("metrics_sha256")),
         **_of_some_runs(folder, saved),

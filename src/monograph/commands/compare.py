@@ -98,7 +98,7 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> None
             f"{runs[0]} learned from answers, not from text, so no text was held out for it: give one with --data"
         )
     reading = next((side.subjects[0].reading for side in sides if side.is_run), {})
-    quiz = hold_questions(data, reading.get("text_key", "text"), chat)
+    quiz = hold_questions(data, reading.get("text_key"), chat)
     first = sides[0]
     on = f"on {' and '.join(data)}" if data else f"on what {first.name} held out"
     with Progress().stage("compare", on) as stage:

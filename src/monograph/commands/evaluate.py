@@ -31,7 +31,7 @@ def run(run: str, *, data: list[str], chat: bool, json: bool) -> None:
         what = "learned from answers, not from text, so no text" if runs else "is no run, so nothing"
         raise UsageError(f"{run} {what} was held out for it: give the text to score with --data")
     subject.module.to(default_device()).eval()
-    quiz = hold_questions(data, subject.reading.get("text_key", "text"), chat)
+    quiz = hold_questions(data, subject.reading.get("text_key"), chat)
     with Progress().stage("evaluate", run) as stage:
         measured, line = _questions(subject, data, chat, stage.report) if quiz else _text(subject, data, stage.report)
     if isinstance(measured, Evaluation):

@@ -4,7 +4,8 @@ from pathlib import Path
 
 from monograph.data.sources import HUB
 from monograph.errors import InputRefused, UsageError
-from monograph.model.adapter import GGUF_FILE, save_adapter, save_gguf_adapter
+from monograph.model.adapter import GGUF_FILE, Packed, require_gguf_form, write_adapter, write_gguf_adapter
+from monograph.model.config import LlamaConfig
 from monograph.run.models import check, load_to_export, save
 from monograph.run.repository import push, require_account
 from monograph.storage.writing import temporary_folder
@@ -21,22 +22,40 @@ def run(run: str, *, to: str | Path, format: str, dtype: str | None) -> None:
         return
     model, tokenizer, adapters = load_to_export(run, warn)
     to = Path(to)
-    save(model, to, tokenizer, format, dtype, warn)
+    if adapters and format == "gguf":
+        adapters = _with_gguf_form(adapters, model.config)
+
+    def beside(new: Path) -> None:
+        """Write the adapters alone, so that both get their names at once."""
+        if adapters is None:
+            return
+        (new / ADAPTER).mkdir()
+        if format == "gguf":
+            write_gguf_adapter(adapters, model.config, new / ADAPTER)
+        else:
+            write_adapter(adapters, new / ADAPTER)
+
+    save(model, to, tokenizer, format, dtype, warn, beside)
     if format == "gguf":
         if adapters:
-            try:
-                save_gguf_adapter(adapters, model.config, to / ADAPTER)
-                print(f"{to / ADAPTER / GGUF_FILE}: the adapters alone, for llama.cpp beside a GGUF file of the base")
-            except InputRefused as error:
-                warn(f"{error}: the model is written merged, without a file of its adapters")
+            print(f"{to / ADAPTER / GGUF_FILE}: the adapters alone, for llama.cpp beside a GGUF file of the base")
         modelfile = shell_words(to / "Modelfile")
         print(f"{to}: a GGUF file for llama.cpp, and a Modelfile: ollama create NAME -f {modelfile}")
         return
     if adapters:
-        save_adapter(adapters, to / ADAPTER)
         print(f"{to / ADAPTER}: the adapters alone, for PEFT and for model.init")
     call = f"AutoModelForCausalLM.from_pretrained({str(to)!r})"
     print(f"{to}: a Hugging Face folder; transformers loads it with {call}")
+
+
+def _with_gguf_form(adapters: Packed, config: LlamaConfig) -> Packed | None:
+    """Return the adapters, or None with a warning if a GGUF file has no form for them."""
+    try:
+        require_gguf_form(adapters, config)
+    except InputRefused as error:
+        warn(f"{error}: the model is written merged, without a file of its adapters")
+        return None
+    return adapters
 
 
 def _pushed(run: str, name: str, format: str) -> None:

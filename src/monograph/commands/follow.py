@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import tempfile
+import threading
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, redirect_stdout
@@ -43,7 +44,7 @@ def run(run: str, *, to: str, out: Path | None) -> None:
             tempfile.TemporaryFile(dir=out).close()  # some trackers write elsewhere, or wait, if they cannot write here
     followed: dict[Path, _Followed] = {}
     over = False
-    with taken_back(), _refused(to), redirect_stdout(io.StringIO()), ExitStack() as trackers:
+    with taken_back(), _refused(to), redirect_stdout(io.StringIO()), _watched_threads(), ExitStack() as trackers:
         while not over:
             over = wait_until_free(folder, POLL_S)  # asked first, so that no row comes after the last look
             for each in _runs(folder):
@@ -162,6 +163,26 @@ def _numbers(row: Mapping[str, Any], prefix: str = "", depth: int = 3) -> Iterat
 
 
 @contextmanager
+def _watched_threads() -> Iterator[None]:
+    """Raise at the end of the block what ended a thread of the tracker's library in it, which Python only prints."""
+    faults: list[BaseException] = []
+
+    def fell(thread: threading.ExceptHookArgs) -> None:
+        if thread.exc_value is not None:
+            faults.append(thread.exc_value)
+
+    before = threading.excepthook, sys.unraisablehook
+    threading.excepthook = fell
+    sys.unraisablehook = lambda fault: None  # of an object that is removed; what it could not write is no news
+    try:
+        yield
+    finally:
+        threading.excepthook, sys.unraisablehook = before
+    if faults:
+        raise faults[0]
+
+
+@contextmanager
 def _refused(to: str) -> Iterator[None]:
     """Turn an error of the tracker's library into one line."""
     try:
@@ -169,7 +190,7 @@ def _refused(to: str) -> Iterator[None]:
     except MonographError:
         raise
     except Exception as error:
-        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+        full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
         if full or "disk is full" in str(error):  # SQLite's words, which MLflow's error repeats
             raise DiskFull(f"{to}: its files cannot be written: {error}; see the disk, then follow again") from error
         raise InputRefused(f"{to}: {type(error).__name__}: {error}") from error

@@ -37,7 +37,7 @@ from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable
 from monograph.session.warmup import compile_step, fix_length, measure_memory, remember_drawing, try_step
 from monograph.storage.cache_dir import keep_compiled
-from monograph.storage.reading import entries, exists
+from monograph.storage.reading import exists
 
 CURVE_ROWS = 64  # held-out rows scored for a point of the curve; the last point uses all
 SHOWN = ("reward", "accuracy", "margin")  # what says more than the loss, in runs that have it
@@ -79,9 +79,10 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
                 show(progress, "next", "train", "--from", folder.handle)
         else:
             ranks.require_launched(settings, world.own)
+            settings = ranks.agreed(world, settings)
             name = settings.rl.reward
-            with closing(reward_of(name)) if name else nullcontext() as reward:
-                session = _open(folder, ranks.agreed(world, settings), world, progress, reward, retry_rows)
+            with closing(reward_of(name, settings.vouched)) if name else nullcontext() as reward:
+                session = _open(folder, settings, world, progress, reward, retry_rows)
                 report = Reporter(session, progress)
                 _loop(session, report, progress)
                 measure_memory(session)
@@ -143,7 +144,7 @@ def _open(
 def _taken_up(session: Session, progress: Progress) -> bool:
     """Resume from the run's newest checkpoint, or begin from another run's weights; return whether the run resumes."""
     world, folder, warn = session.world, session.run, partial(progress.line, "warning")
-    saved = bool(entries(folder.checkpoints, "step-"))
+    saved = bool(checkpointing.candidates(folder.checkpoints))
     if world.agreed(saved or any(eager_start.MARK not in row for row in folder.rows())):
         session.restore(newest(world, folder.checkpoints, warn), progress)
         if world.leads and writing.mended_tokenizer(folder, session.corpus.tokenizer):

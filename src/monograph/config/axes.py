@@ -72,6 +72,7 @@ _WHY_NOT = {
     "data.source": _OTHER_TEXT,
     "data.held_out": _OTHER_TEXT,
     "data.text_key": _OTHER_TEXT,
+    "data.ignore_keys": _OTHER_TEXT,
     "data.bad_records": _OTHER_TEXT,
     "data.answers": _OTHER_TEXT,
     "data.too_long": _OTHER_TEXT,

@@ -132,7 +132,10 @@ class DataSection(Section):
     )
     packing: Literal["packed", "padded"] = _key("packed", "packed or padded", "documents share a row, or one each")
     held_out: Share = _key(0.05, "a number from 0 (none) to 0.5", "share of the bytes kept for evaluation")
-    text_key: Text = _key("text", "a name", "the key or column of a record that holds its text")
+    text_key: Text | None = _key(None, "a name", "the key or column of a record that holds its text; default: text")
+    ignore_keys: Texts | None = _key(
+        None, "a name, or a list of them", "keys of records that are left out; an unknown key is refused otherwise"
+    )
     bad_records: Literal["refuse", "skip"] = _key("refuse", "refuse or skip", "records without a usable text")
     answers: Literal["every", "last"] | AnswerForm = _key(
         "every",

@@ -15,9 +15,12 @@ from monograph.config.keys import DEFAULT_MINUTES, SECTIONS
 from monograph.config.renamed import spelled, translated
 from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
+from monograph.storage.code import code_named
 
 # A resumed run may change these keys: they say where and in which graphs it is trained, which changes no equation.
 ANYWHERE = {"train.memory": "auto", "train.compile": "auto", "train.parallel": "none", "train.gather_dtype": "fp32"}
+# The keys whose values may name a function in a Python file.
+NAME_CODE = ("model.init", "rl.reward")
 # At most one key of each group counts: the one whose origin has the highest rank.
 EXCLUSIVE = (("train.updates", "train.tokens", "train.epochs", "train.minutes"), ("model.preset", "model.init"))
 
@@ -30,6 +33,7 @@ class Settings(BaseModel):
     Attributes:
         origins: the origin of each key that was set, by dotted key: "run.toml:7", "MONOGRAPH_TRAIN_SEED", "command
             line".
+        vouched: the digest of each Python file that may run, by the value that names it (`monograph.run.trust`).
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -42,11 +46,16 @@ class Settings(BaseModel):
     rl: keys.RlSection = keys.RlSection()
     prefer: keys.PreferSection = keys.PreferSection()
     origins: Mapping[str, str] = Field(default_factory=dict, repr=False)
+    vouched: Mapping[str, str] = Field(default_factory=dict, repr=False)
 
     @property
     def programs(self) -> list[str]:
-        """Return the values that may name a Python file to run."""
-        return [value for value in (self.model.init, self.rl.reward) if value is not None]
+        """Return the values that name a function in a Python file."""
+        return programs_in(self.values())
+
+    def vouching(self, digests: Mapping[str, str]) -> "Settings":
+        """Return the same settings which vouch for more Python files; `digests` are by the value that names a file."""
+        return self.model_copy(update={"vouched": {**self.vouched, **digests}})
 
     def values(self) -> dict[str, Any]:
         """Return every key's value, by dotted key, in the order of `KEYS`."""
@@ -71,7 +80,8 @@ class Settings(BaseModel):
         checked = {key: check(key, value, origin, from_text=False) for key, value in values.items()}
         unset = {key for group in EXCLUSIVE for key in group if not checked.keys().isdisjoint(group)} - checked.keys()
         kept = {key: value for key, value in self.pinned().items() if key not in unset}
-        return build(kept | checked, {key: self.origins[key] for key in kept} | dict.fromkeys(checked, origin))
+        origins = {key: self.origins[key] for key in kept} | dict.fromkeys(checked, origin)
+        return build(kept | checked, origins).vouching(self.vouched)
 
     def to_toml(self, *, origins: bool = False) -> str:
         """Return the TOML text that loads as these settings; `origins` adds unset keys and origins as comments."""
@@ -100,6 +110,12 @@ class Settings(BaseModel):
             return f"# {key} is not set" if origins else ""
         line = f"{key} = {_toml(value)}"
         return f"{line:<48}# {origin}" if origins else line
+
+
+def programs_in(values: Mapping[str, Any]) -> list[str]:
+    """Return those of some values, by dotted key, that name a function in a Python file."""
+    codes = [code_named(values.get(key)) for key in NAME_CODE]
+    return [code.value for code in codes if code is not None]
 
 
 def digest_of(tables: Mapping[str, Mapping[str, Any]]) -> str:

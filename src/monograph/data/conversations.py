@@ -1,22 +1,36 @@
 """Read conversations from records in any of the common forms, and describe the faults of bad records."""
 
 import json
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, Self
 
-from monograph.data.records import KINDS, Fault, Record, Unusable, json_objects, short, sound
-from monograph.data.sources import LINES, SourceFile
-from monograph.data.tables import table_columns, table_objects
-from monograph.errors import UsageError
+from monograph.data.forms import (
+    CHAT_KEYS,
+    COMPLETED_FORM,
+    COMPLETION,
+    DOCUMENTS,
+    MESSAGES_FORM,
+    PROMPT,
+    SHARED_FORM,
+    SYSTEM,
+    TOOLS,
+    VARIABLES,
+    RecordKeys,
+)
+from monograph.data.records import EMPTY, KINDS, Fault, Record, Unusable, json_objects, short, sound
+from monograph.data.sources import LINES, SourceFile, place_of
+from monograph.data.tables import first_filled, table_columns, table_objects
 from monograph.storage.reading import parse_json
 
 ROLES = ("system", "user", "assistant", "tool")
 MOST_MESSAGES = 1000  # each answer is rendered together with all messages before it
-# The keys by which a conversation is recognised, in the order in which they are tried.
-MESSAGES, SHARED, PROMPT, COMPLETION, TOOLS = "messages", "conversations", "prompt", "completion", "tools"
-_ASKED = (MESSAGES, SHARED, PROMPT)  # if data.text_key is one of these, records are read as conversations
 # ShareGPT's form of messages has "from" and "value" instead of "role" and "content".
 _SHARED_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
+# The template gets these from elsewhere, or they name what renders it.
+_NO_VARIABLES = frozenset(
+    "self template tokenizer messages chats tools documents marker marks add_generation_prompt".split()
+)
 
 
 class Conversation(NamedTuple):
@@ -26,11 +40,13 @@ class Conversation(NamedTuple):
         messages: each is {"role": one of ROLES, "content": a text or None}, with any other keys that a template reads.
         tools: the tools that the assistant may call; None if the record names none.
         trained_from: index of the first message that may be trained on: the first after a prompt's messages, else 0.
+        variables: further variables of the chat template.
     """
 
     messages: list[dict[str, Any]]
     tools: list[Any] | None
     trained_from: int
+    variables: Mapping[str, Any] = {}
 
     @property
     def answers(self) -> list[int]:
@@ -38,40 +54,56 @@ class Conversation(NamedTuple):
         numbers = range(self.trained_from, len(self.messages))
         return [number for number in numbers if self.messages[number]["role"] == "assistant"]
 
+    @property
+    def template_variables(self) -> dict[str, Any]:
+        """Return everything that the chat template gets beside the messages."""
+        return {**({TOOLS: self.tools} if self.tools else {}), **self.variables}
+
     @classmethod
     def of_text(cls, text: str) -> Self:
         """Return the conversation that `conversation_text` wrote."""
         return cls(*json.loads(text))
 
 
-def hold_conversations(files: Sequence[SourceFile], key: str) -> bool:
-    """Return whether these files hold conversations: each file's first record is one, and has no text under `key`.
+def conversation_records(file: SourceFile, keys: RecordKeys) -> Iterator[Record]:
+    """Yield (record number from 1, what `conversation_text` returns) for every record.
 
     Raises:
-        UsageError: some files hold conversations and some do not.
-        InputRefused: a file cannot be read.
+        InputRefused: a record has an unknown key.
     """
-    holding = [file for file in files if file.has_records and _begins(file, key)]
-    if holding and len(holding) < len(files):
-        other = next(file for file in files if file not in holding)
-        raise UsageError(f"data.source: {holding[0].path} holds conversations and {other.path} does not; give one kind")
-    return bool(holding)
+    for number, record in keyed_records(file, keys):
+        yield number, record if isinstance(record, Fault) else conversation_text(record)
 
 
-def _begins(file: SourceFile, key: str) -> bool:
-    if file.suffix in LINES:
-        _, first = next(json_objects(file.path), (0, {}))
-        keys = [] if isinstance(first, Fault) else list(first)
-    else:
-        keys = table_columns(file.path)
-    return (key in _ASKED or key not in keys) and _form(keys) is not None
+def keyed_records(file: SourceFile, keys: RecordKeys) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
+    """Yield (record number from 1, the keys that say what is trained, or a fault) for every record of a file.
+
+    Raises:
+        InputRefused: a record has an unknown key, or the file cannot be read.
+    """
+    records = json_objects(file.path, exact=True) if file.suffix in LINES else _keyed_rows(file.path, keys)
+    for number, record in records:
+        if isinstance(record, Fault):
+            yield number, record
+            continue
+        try:
+            yield number, keys.read(record, place_of(file.path, number))
+        except Unusable as unusable:
+            yield number, unusable.fault
 
 
-def conversation_records(file: SourceFile) -> Iterator[Record]:
-    """Yield (record number from 1, what `conversation_text` returns) for every record."""
-    keys = (*_ASKED, COMPLETION, TOOLS)
-    records = json_objects(file.path, exact=True) if file.suffix in LINES else table_objects(file.path, keys)
-    yield from ((number, each if isinstance(each, Fault) else conversation_text(each)) for number, each in records)
+def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
+    """Yield the rows of a table with the columns that can say what is trained, and refuse unknown ones."""
+    columns = table_columns(path)
+    read = [name for name in columns if keys.is_read(name)]
+    ignored = [name for name in columns if name not in read and keys.is_ignored(name)]
+    for name in columns:
+        row = None if name in read or name in ignored else first_filled(path, name)
+        if row is not None:
+            raise keys.unknown_column(place_of(path, row), name, columns)
+    for number, record in table_objects(path, read):
+        yield number, record
+        keys.counts.update(ignored)
 
 
 def conversation_text(record: Mapping[str, Any]) -> str | Fault:
@@ -80,7 +112,10 @@ def conversation_text(record: Mapping[str, Any]) -> str | Fault:
     Equal conversations have equal texts.
     """
     try:
-        text = json.dumps(read_conversation(record), ensure_ascii=False)
+        messages, tools, trained_from, variables = read_conversation(record)
+        # Without variables it is the text by which earlier versions held conversations out.
+        parts = [messages, tools, trained_from, *([variables] if variables else [])]
+        text = json.dumps(parts, ensure_ascii=False)
         text.encode()
     except Unusable as unusable:
         return unusable.fault
@@ -93,32 +128,78 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
     """Return the conversation of a record.
 
     The messages are under "messages", or under "conversations" as {"from", "value"}, or under "prompt" and
-    "completion": each of these is a text or a list of messages, and only the completion is trained on. "tools" is an
-    array, or a text with an array in JSON.
+    "completion": each of these is a text or a list of messages, and only the completion is trained on. `CHAT_KEYS` may
+    stand beside them.
 
     Raises:
         Unusable: the record is bad.
     """
-    if (form := _form(record)) is None:
-        raise Unusable("no conversation", f"has none of the keys {MESSAGES}, {SHARED}, {PROMPT} and {COMPLETION}")
     trained_from = 0
+    forms = [form for form in (MESSAGES_FORM, SHARED_FORM, COMPLETED_FORM) if all(key in record for key in form.needs)]
+    if not forms:
+        raise Unusable("no conversation", f"has none of the keys messages, conversations, {PROMPT} and {COMPLETION}")
+    form = next(iter(forms[0].needs))
     if form == PROMPT:
         prompt, completion = _side(record, PROMPT, "user"), _side(record, COMPLETION, "assistant")
         messages, trained_from = prompt + completion, len(prompt)
     else:
         messages = read_messages(record[form], form)
+        require_copy(record.get(PROMPT), messages)
     if len(messages) > MOST_MESSAGES:
         raise Unusable("too long", f"has {len(messages):,} messages, more than {MOST_MESSAGES:,}")
     _require_order(messages, form)
-    conversation = Conversation(messages, _tools(record.get(TOOLS)), trained_from)
+    whole = with_chat_keys(messages, record)
+    if trained_from:
+        trained_from += len(whole.messages) - len(messages)
+    conversation = whole._replace(trained_from=trained_from)
     if not conversation.answers:
         raise Unusable("no answer", f"{short(COMPLETION if trained_from else form)} has no message of an assistant")
     return conversation
 
 
-def _form(record: Container[str]) -> str | None:
-    there = [key for key in (MESSAGES, SHARED) if key in record]
-    return there[0] if there else PROMPT if PROMPT in record and COMPLETION in record else None
+def with_chat_keys(messages: list[dict[str, Any]], record: Mapping[str, Any]) -> Conversation:
+    """Return messages together with what a record's `CHAT_KEYS` say, all of them open to training.
+
+    Raises:
+        Unusable: the value of such a key is bad.
+    """
+    system = record.get(SYSTEM)
+    if system is not None and sound(system, SYSTEM):
+        if messages[0]["role"] == "system":
+            raise Unusable("two system messages", f"has {short(SYSTEM)} and begins with a message of system: keep one")
+        messages = [{"role": "system", "content": system}, *messages]
+    variables = dict(_variables(record.get(VARIABLES)))
+    documents = _array(record.get(DOCUMENTS), DOCUMENTS)
+    if documents:
+        variables[DOCUMENTS] = documents
+    return Conversation(messages, _array(record.get(TOOLS), TOOLS), 0, variables)
+
+
+def require_copy(prompt: Any, messages: Sequence[Mapping[str, Any]]) -> None:
+    """Require that a prompt beside a whole chat is a part of it, since it is not trained on; None: there is none.
+
+    Raises:
+        Unusable: it is not.
+    """
+    if not prompt:
+        return
+    if isinstance(prompt, list):
+        begin = read_messages(prompt, PROMPT)
+        is_copy = list(messages[: len(begin)]) == begin
+    else:
+        said = [message.get("content") for message in messages if message["role"] == "user"]
+        is_copy = prompt in said or any(isinstance(text, str) and text.strip() == str(prompt).strip() for text in said)
+    if not is_copy:
+        raise Unusable(
+            "another prompt",
+            f"{short(PROMPT)} beside a whole chat, of which no message is a copy of it, would not be trained on: "
+            "remove it, or name it in data.ignore_keys",
+        )
+
+
+def chat_only(record: Mapping[str, Any]) -> str | None:
+    """Return the first key of a record that only a chat can have, or None."""
+    return next((key for key in CHAT_KEYS if record.get(key) not in EMPTY), None)
 
 
 def _side(record: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
@@ -176,15 +257,33 @@ def _are_calls(calls: Any) -> bool:
     return isinstance(calls, list) and bool(calls) and all(map(named, calls))
 
 
-def _tools(value: Any) -> list[Any] | None:
-    if isinstance(value, str):
-        try:
-            value = parse_json(value) if value else None
-        except (ValueError, RecursionError):
-            raise Unusable("tools", "'tools' is a text that is not JSON") from None
-    if value is None or isinstance(value, list):
-        return value or None
-    raise Unusable("tools", f"'tools' is {KINDS[type(value)]}, not an array")
+def _from_json(value: Any, key: str) -> Any:
+    """Return a value, or what a text of JSON says, as tables often hold it."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return parse_json(value) if value else None
+    except (ValueError, RecursionError):
+        raise Unusable(key, f"{short(key)} is a text that is not JSON") from None
+
+
+def _array(value: Any, key: str) -> list[Any] | None:
+    found = _from_json(value, key)
+    if found is None or isinstance(found, list):
+        return found or None
+    raise Unusable(key, f"{short(key)} is {KINDS[type(found)]}, not an array")
+
+
+def _variables(value: Any) -> dict[str, Any]:
+    found = _from_json(value, VARIABLES)
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise Unusable(VARIABLES, f"{short(VARIABLES)} is {KINDS[type(found)]}, not an object")
+    for name in found:
+        if not name.isidentifier() or name in _NO_VARIABLES:
+            raise Unusable(VARIABLES, f"{short(VARIABLES)}: {short(name)} cannot be a variable of the chat template")
+    return found
 
 
 # For each role, the roles that the message before may have; None stands for the beginning.

@@ -14,8 +14,9 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from monograph.data.conversations import hold_conversations
 from monograph.data.documents import Reading
+from monograph.data.forms import ASKED, LABELLED_FORM, PAIR_FORM, TEXT, Asked, Kind, by_keys
+from monograph.data.kinds import kind_of_records
 from monograph.data.loss_mask import Answering
 from monograph.data.progress import Progress
 from monograph.data.rows import IGNORE, Rows
@@ -119,7 +120,8 @@ def corpus(
     sequence_length: int = 256,
     packing: str = "packed",
     held_out: float = 0.05,
-    text_key: str = "text",
+    text_key: str | None = None,
+    ignore_keys: str | Sequence[str] | None = None,
     bad_records: str = "refuse",
     answers: str = "every",
     too_long: str = "truncate",
@@ -140,9 +142,11 @@ def corpus(
         packing: "packed" puts pieces of several documents into a row, "padded" one piece.
         held_out: fraction of the bytes to hold out, as whole packages of the standard library, else whole documents;
             see `monograph.data.documents.split`. 0 holds out nothing.
-        text_key: the key or column of a record that holds its text. Records without it that have "messages",
-            "conversations", or "prompt" and "completion" are conversations, whose assistant's answers are trained on
-            (docs/finetune.md); they need a tokenizer with a chat template.
+        text_key: the key or column of a record that holds its text, by default "text". Records without it that have
+            "messages", "conversations", or "prompt" and "completion" are conversations, whose assistant's answers are
+            trained on (docs/finetune.md); they need a tokenizer with a chat template. Where a record could be both, a
+            key that is given chooses: a text's, or one of these for conversations.
+        ignore_keys: keys of records that are left out; any other key of a conversation is obeyed or refused.
         bad_records: "refuse" a bad record or a damaged file of records with an error, or "skip" and count it.
         answers: in conversations, train on "every" answer or on the "last" alone.
         too_long: for conversations longer than a row, leave out turns at their front ("truncate"), or treat them as bad
@@ -162,7 +166,9 @@ def corpus(
     with temporary_folder() as spool:
         sources = find(source, spool, progress)
         how = Answering(answers == "every", too_long == "truncate", sequence_length)
-        reading = _reading(sources, Reading(text_key, bad_records == "skip", how), asked)
+        said = Asked.of(text_key, ignore_keys)
+        reading = Reading(text_key or TEXT, bad_records == "skip", how, tuple(sorted(said.ignored)), text_key in ASKED)
+        reading = _reading(sources, reading, said, asked)
         request = Request(sources, held_out, asked, reading)
         stored = open_or_build(request, cache, progress)
     return _packed(request, stored, sequence_length, packing)
@@ -219,9 +225,16 @@ def _rows(stored: Stored, weights: Sequence[float], sequence_length: int, packed
         return train, Rows(stored.held_out, stored.tokenizer, sequence_length, packed, folder=scratch)
 
 
-def _reading(sources: Sources, asked: Reading, tokenizer: Tokenizer | int) -> Reading:
+def _reading(sources: Sources, asked: Reading, said: Asked, tokenizer: Tokenizer | int) -> Reading:
     """Return how to read these records: `answering` is kept only if they are conversations."""
-    if not hold_conversations(sources.files, asked.text_key):
+    kind = kind_of_records([file.path for file in sources.files], said, asked.skip_bad)
+    judged = {form.kind: form for form in (PAIR_FORM, LABELLED_FORM)}
+    if kind in judged:
+        raise InputRefused(
+            f"{sources.name}: its records are {judged[kind].kind.value} by {by_keys(judged[kind])}, which `monograph "
+            f"train` learns from with {judged[kind].setting}; for their texts name a key as data.text_key"
+        )
+    if kind is not Kind.CONVERSATIONS:
         return asked._replace(answering=None)
     if not isinstance(tokenizer, Tokenizer):
         raise UsageError(f"data.tokenizer = bpe: conversations need {_WITH_TEMPLATE}")

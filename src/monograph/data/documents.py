@@ -16,11 +16,12 @@ from numpy.typing import NDArray
 
 from monograph.data import LARGEST_SHARE
 from monograph.data.conversations import conversation_records
+from monograph.data.forms import Asked, Kind, RecordKeys
 from monograph.data.loss_mask import Answering
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import Damaged, cut_position, parts_of, read_text
 from monograph.data.records import Fault, Record, json_lines
-from monograph.data.sources import LINES, SourceFile
+from monograph.data.sources import LINES, SourceFile, place_of
 from monograph.data.tables import table_rows
 from monograph.errors import InputRefused, UsageError
 
@@ -164,11 +165,20 @@ class Reading(NamedTuple):
         skip_bad: whether bad records are skipped; otherwise they are errors.
         answering: how conversations become rows; None if records are texts. Conversations are read as the texts that
             `conversation_text` returns.
+        ignored: the keys of records that are left out.
+        is_chosen: whether `text_key` asks for conversations, so that keys of other kinds of records are ignored.
     """
 
     text_key: str
     skip_bad: bool
     answering: Answering | None = None
+    ignored: tuple[str, ...] = ()
+    is_chosen: bool = False
+
+    def keys(self) -> RecordKeys:
+        """Return a reader of the keys of conversations."""
+        asked = Asked(self.text_key if self.is_chosen else None, frozenset(self.ignored))
+        return RecordKeys(Kind.CONVERSATIONS, asked, self.is_chosen)
 
 
 class Survey(NamedTuple):
@@ -178,7 +188,7 @@ class Survey(NamedTuple):
         bucket_bytes: int64 [BUCKETS], bytes of text by bucket of the split.
         unusable: indices of the files that are skipped whole.
         skipped: {reason: count} of the skipped records and files.
-        notes: one line for the user about what is skipped, or none.
+        notes: lines for the user about the records that are skipped, and about the keys that are ignored.
     """
 
     bucket_bytes: NDArray[np.int64]
@@ -196,17 +206,17 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
     bucket_bytes = np.zeros(BUCKETS, dtype=np.int64)
     unusable: set[int] = set()
     skipped: Counter[str] = Counter()
-    first_bad, records = "", 0
+    first_bad, records, keys = "", 0, reading.keys()
     for index, file in enumerate(files):
         if not file.has_records:
             continue
         before = bucket_bytes.copy()
         reasons: Counter[str] = Counter()
         try:
-            for number, text in _records(file, reading):
+            for number, text in _records(file, reading, keys):
                 records += 1
                 if isinstance(text, Fault):
-                    line = f"{place(file, number)}: {text.detail}"
+                    line = f"{place_of(file.path, number)}: {text.detail}"
                     if not reading.skip_bad:
                         raise refused(line)
                     first_bad = first_bad or line
@@ -225,12 +235,8 @@ def survey(files: Sequence[SourceFile], reading: Reading, meter: Meter) -> Surve
             first_bad = first_bad or f"{file.path}: {error.fault}"
             unusable.add(index)
         skipped += reasons
-    return Survey(bucket_bytes, frozenset(unusable), dict(skipped), _note(skipped, records, first_bad))
-
-
-def place(file: SourceFile, record: int) -> str:
-    """Return a record's place for a message, such as FILE:LINE."""
-    return f"{file.path}{':' if file.suffix in LINES else ', row '}{record}"
+    notes = (*_note(skipped, records, first_bad), *keys.notes())
+    return Survey(bucket_bytes, frozenset(unusable), dict(skipped), notes)
 
 
 def refused(line: str) -> InputRefused:
@@ -246,9 +252,9 @@ def _note(skipped: Counter[str], records: int, first_bad: str) -> tuple[str, ...
     return (f"skipped of {records:,} records: {reasons}{first}",)
 
 
-def _records(file: SourceFile, reading: Reading) -> Iterator[Record]:
+def _records(file: SourceFile, reading: Reading, keys: RecordKeys) -> Iterator[Record]:
     if reading.answering:
-        return conversation_records(file)
+        return conversation_records(file, keys)
     return (json_lines if file.suffix in LINES else table_rows)(file.path, reading.text_key)
 
 
@@ -325,7 +331,7 @@ class Documents:
         """Yield (record number, text, bytes of the text, its fingerprint) for each usable record of a file."""
         if index in self.survey.unusable:
             return
-        for number, text in _records(self.files[index], self.reading):
+        for number, text in _records(self.files[index], self.reading, self.reading.keys()):
             if text and not isinstance(text, Fault):
                 content = text.encode()
                 yield number, text, len(content), fingerprint(content)

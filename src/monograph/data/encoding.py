@@ -16,14 +16,15 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 
 from monograph.data.conversations import Conversation
-from monograph.data.documents import Document, Documents, place, refused
+from monograph.data.documents import Document, Documents, refused
 from monograph.data.loss_mask import Answers, Row
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import read_text
 from monograph.data.records import Unusable
 from monograph.data.shards import INDEX, ShardWriter, token_dtype
-from monograph.data.sources import SourceFile
+from monograph.data.sources import SourceFile, place_of
 from monograph.errors import InputRefused
+from monograph.text.chat import require_read
 from monograph.text.tokenizer import Tokenizer
 
 Item = TypeVar("Item")
@@ -232,10 +233,11 @@ def encode_conversations(
     with ExitStack() as stack:
         sides = {side: SideWriter(folder / side, tokenizer, len(files), stack, conversations=True) for side in SIDES}
         for document in documents:
-            where = place(files[document.file], document.record)
+            where = place_of(files[document.file].path, document.record)
             conversation = Conversation.of_text("".join(part for part, _ in document.parts))
             known = answers.counts["untagged"]
             try:
+                require_read(tokenizer, conversation.template_variables)
                 rows = answers.rows(conversation)
             except Unusable as unusable:
                 if not reading.skip_bad:
@@ -268,7 +270,7 @@ def _encoded(tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[Source
         if lost is None:
             raise
         file = files[lost.file]
-        where = place(file, lost.record) if lost.record else f"{file.path}:{_line_lost(tokenizer, file)}"
+        where = place_of(file.path, lost.record) if lost.record else f"{file.path}:{_line_lost(tokenizer, file)}"
         raise InputRefused(f"{where}: {error}") from None
     return [next(ids[kind]) for kind in inside]
 

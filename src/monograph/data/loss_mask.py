@@ -124,7 +124,7 @@ class Answers:
         kept = messages[: _lead(messages)]
         ends = ((answer + whole, not whole) for answer in answers for whole in (False, True))
         chats = (([*kept, *messages[begin:end]], prompt) for end, prompt in ends)
-        self._template.expect(chats, **_variables(conversation.tools))
+        self._template.expect(chats, **conversation.template_variables)
 
     def _fitting(self, conversation: Conversation, answer: int, begin: int, marker: str) -> tuple[Row, int]:
         """Return the row of one answer, with as many turns before it as fit, and the index of the first of them."""
@@ -132,7 +132,7 @@ class Answers:
         lead = _lead(messages)
         questions = [number for number in range(begin + 1, answer) if messages[number]["role"] == "user"]
         for first in [begin, *(questions if self._how.truncate else [])]:
-            row = self._row([*messages[:lead], *messages[first : answer + 1]], conversation.tools, marker)
+            row = self._row([*messages[:lead], *messages[first : answer + 1]], conversation.template_variables, marker)
             if len(row.ids) - 1 <= self._how.longest:
                 self.counts.update(answers=1, truncated=int(first > lead))
                 return row, first
@@ -144,8 +144,7 @@ class Answers:
             f"than data.sequence_length = {self._how.longest}; raise it{remedy}",
         )
 
-    def _row(self, messages: Sequence[Message], tools: list[Any] | None, marker: str) -> Row:
-        variables = _variables(tools)
+    def _row(self, messages: Sequence[Message], variables: Mapping[str, Any], marker: str) -> Row:
         try:
             prompt, whole = (
                 rendered(self._template, self._tokenizer, part, marker, asks, **variables)
@@ -183,7 +182,7 @@ class Answers:
         )
 
     def _compare_tags(
-        self, messages: Sequence[Message], variables: dict[str, Any], prompt: str, trained: Sequence[int]
+        self, messages: Sequence[Message], variables: Mapping[str, Any], prompt: str, trained: Sequence[int]
     ) -> None:
         marked = self._template.tagged(messages, (_OPEN, _CLOSE), **variables)
         _, *parts = marked.split(_OPEN)
@@ -228,10 +227,6 @@ class _Encoder:
 def stops_of(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids that stop inference: the tokenizer's end of text and those of generation_config.json."""
     return frozenset({tokenizer.eos_id, *tokenizer.config.stops})
-
-
-def _variables(tools: list[Any] | None) -> dict[str, Any]:
-    return {"tools": tools} if tools else {}
 
 
 def _lead(messages: Sequence[Message]) -> int:

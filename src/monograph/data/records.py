@@ -27,6 +27,7 @@ class Unusable(Exception):
 
 
 Record = tuple[int, str | Fault]
+EMPTY: tuple[Any, ...] = (None, "", [], {})  # values under a key that say nothing
 
 _TOO_LONG = Fault("too long", f"is longer than {LONGEST_BYTES >> 20} MiB")
 KINDS: dict[type, str] = {

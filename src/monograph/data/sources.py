@@ -49,7 +49,7 @@ _NOT_LIBRARY = frozenset(
 )
 _BUILD_TABLE = "_sysconfigdata"  # records how this Python was compiled, and differs between machines
 
-HUB = "hf://"
+HUB, STDIN = "hf://", "stdin"
 MOST_STDIN_BYTES = 1 << 34
 BINARY = "has NUL bytes, so it is binary or UTF-16; give UTF-8 text"
 Skipped = list[tuple[str, str]]
@@ -75,7 +75,7 @@ def _locate(item: str, spool: Path, skipped: Skipped, progress: Progress | None)
     if item == "stdlib":
         return _standard_library()
     if item == "-":
-        return [Candidate("stdin", spooled_stdin(spool, progress), chosen=True)]
+        return [Candidate(STDIN, spooled_stdin(spool, progress), chosen=True)]
     if item.startswith(HUB):
         return [Candidate(f"{item}/{path.name}", path, chosen=True) for path in hub_tables(item)]
     path = Path(os.path.expanduser(item))
@@ -116,7 +116,7 @@ def spooled_stdin(spool: Path, progress: Progress | None) -> Path:
         raise UsageError(
             "data.source '-': standard input is a terminal; pipe text in, as in: monograph train - < book.txt"
         )
-    path, meter = spool / "stdin", Meter(progress, "stdin", None)
+    path, meter = spool / STDIN, Meter(progress, STDIN, None)
     with writing(spool), open(path, "wb") as file:
         most = min(MOST_STDIN_BYTES, shutil.disk_usage(spool).free // 2)
         while block := sys.stdin.buffer.read(BLOCK_BYTES):
@@ -274,12 +274,24 @@ def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progr
     for item in items:
         place, weight = weighted(str(item))
         candidates += [candidate._replace(weight=weight) for candidate in _locate(place, spool, skipped, progress)]
-    names = ["stdin" if str(item) == "-" else str(item) for item in items]
+    names = [STDIN if str(item) == "-" else str(item) for item in items]
     name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     if not (files := _hashed(_once_each(candidates, skipped), skipped, progress)):
         reasons = ", ".join(sorted({reason for _, reason in skipped})) or "it has no files"
         raise InputRefused(f"{name}: no text in it ({reasons})")
     return Sources(name=name, files=tuple(files), skipped=tuple(skipped))
+
+
+def located(source: str | Sequence[str]) -> list[Path]:
+    """Return the files of a source without reading them, except standard input and those of the standard library.
+
+    Raises:
+        UsageError, InputRefused: as in `find`.
+    """
+    items = [source] if isinstance(source, str) else source
+    places = [weighted(item)[0] for item in items]
+    kept = [place for place in places if place not in ("-", "stdlib")]
+    return [candidate.path for place in kept for candidate in _locate(place, Path(), [], None)]
 
 
 def weighted(item: str) -> tuple[str, float]:
@@ -317,6 +329,11 @@ def kind_of(path: Path) -> str:
     return inner.suffix.lower()
 
 
+def place_of(path: Path, record: int) -> str:
+    """Return a record's place for a message, such as FILE:LINE."""
+    return f"{path}{':' if kind_of(path) in LINES else ', row '}{record}"
+
+
 def _hashed(candidates: list[Candidate], skipped: Skipped, progress: Progress | None) -> list[SourceFile]:
     for candidate in candidates:
         path, kind = candidate.path, kind_of(candidate.path)
@@ -328,7 +345,7 @@ def _hashed(candidates: list[Candidate], skipped: Skipped, progress: Progress | 
     for candidate in candidates:
         file, fault = _opened(candidate, meter)
         if fault and candidate.chosen:
-            where = "standard input" if candidate.name == "stdin" else candidate.path
+            where = "standard input" if candidate.name == STDIN else candidate.path
             raise InputRefused(f"{where}: {_FAULTS[fault]}")
         if fault:
             skipped.append((str(candidate.path), fault))

@@ -36,6 +36,9 @@ from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
 FORMAT = 3
+# Changes with what conversations are read as, so that tokens of earlier versions are made again. Unlike `FORMAT` it is
+# no part of a corpus's fingerprint, since most conversations are read as before, and their runs go on.
+READER = 2
 
 
 class Request(NamedTuple):
@@ -62,13 +65,16 @@ class Request(NamedTuple):
             assert isinstance(self.tokenizer, Tokenizer)
             template, stops = template_of(self.tokenizer), sorted(stops_of(self.tokenizer))
             reading += [self.reading.answering, template.source, sorted(template.tokens.items()), stops, DAY]
+        if reading and self.reading.ignored:
+            reading.append(self.reading.ignored)
         return [FORMAT, self.text.sha256, self.held_out, reading]
 
     @property
     def key(self) -> str:
         """Return the folder's name in hex; equal requests have equal keys."""
         asked = self.tokenizer.hash if isinstance(self.tokenizer, Tokenizer) else f"bpe:{self.tokenizer}"
-        return hashlib.sha256(json.dumps([*self.sources, asked]).encode()).hexdigest()[:32]
+        reader = [READER] if self.reading.answering else []
+        return hashlib.sha256(json.dumps([*self.sources, asked, *reader]).encode()).hexdigest()[:32]
 
 
 _POLL_S = 0.2

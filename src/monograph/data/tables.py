@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from monograph.data.reading import Damaged, imported, unpacked
-from monograph.data.records import LONGEST_BYTES, Fault, Record, checked, not_utf8
+from monograph.data.records import EMPTY, LONGEST_BYTES, Fault, Record, checked, not_utf8
 from monograph.errors import InputRefused
 from monograph.storage.reading import error_number, is_file, open_input, read_json, unreadable
 
@@ -59,6 +59,19 @@ def table_columns(path: Path) -> list[str]:
     """Return the names of a table's columns; raise the errors of `table_rows`."""
     with _read_by_pyarrow(path) as pa:
         return list(_schema(pa, path).names)
+
+
+def first_filled(path: Path, column: str) -> int | None:
+    """Return the first row, from 1, with more than an empty value in a column, or None; see `table_rows` for errors."""
+    number = 0
+    with _read_by_pyarrow(path) as pa:
+        parts = _parquet_parts if path.suffix.lower() == ".parquet" else _arrow_parts
+        for part in unpacked(path, ((part.nbytes, part) for part in parts(pa, path, [column]))):
+            for value in part.column(part.schema.get_field_index(column)):
+                number += 1
+                if value.is_valid and value.as_py() not in EMPTY:
+                    return number
+    return None
 
 
 @contextmanager

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
+from monograph.data.forms import TEXT, Asked
+from monograph.data.kinds import sample
 from monograph.data.progress import Meter, Progress
 from monograph.data.records import Fault, Unusable, json_objects, sound
 from monograph.data.sources import LINES, kind_of
@@ -201,8 +203,8 @@ class Question(NamedTuple):
     where: str
 
 
-def hold_questions(places: Sequence[str], text_key: str, chat: bool = False) -> bool:
-    """Return whether the files hold questions: JSON lines whose first record has `choices` and no text.
+def hold_questions(places: Sequence[str], text_key: str | None, chat: bool = False) -> bool:
+    """Return whether the files hold questions: JSON lines of which one of the first has `choices`, and none a text.
 
     Raises:
         UsageError: some files do and some do not; their scores cannot be compared. Or none do and `chat` is set, which
@@ -240,11 +242,11 @@ def read_questions(places: Sequence[str]) -> list[Question]:
     return questions
 
 
-def _holds_questions(path: Path, text_key: str) -> bool:
+def _holds_questions(path: Path, text_key: str | None) -> bool:
     if not is_file(path) or kind_of(path) not in LINES:
         return False
-    _, first = next(json_objects(path), (0, {}))
-    return not isinstance(first, Fault) and CHOICES in first and text_key not in first
+    first = [record for _, record in sample(path, Asked(text_key))]
+    return any(CHOICES in record for record in first) and not any((text_key or TEXT) in record for record in first)
 
 
 def _question(record: dict[str, Any] | Fault, where: str) -> Question:

@@ -26,6 +26,7 @@ from monograph.model.gguf import architecture, named, package, write_tensors
 from monograph.model.llama import Llama
 from monograph.model.scaling import LINEAR
 from monograph.model.vocabulary import KEY, PREFIX, left_out, own_rows, read_tokens, to_peft, written_tokens
+from monograph.storage.code import code_named, folder_named
 from monograph.storage.reading import exists, inside, is_file, read_json, without_links
 from monograph.text.tokenizer import Tokenizer
 
@@ -89,7 +90,9 @@ class Adapter(NamedTuple):
 
 
 def is_adapter(folder: str | Path) -> bool:
-    """Return whether a folder holds an adapter and no model."""
+    """Return whether a folder holds an adapter and no model; a text that names code names no folder."""
+    if isinstance(folder, str) and code_named(folder):
+        return False
     folder = Path(folder)
     return is_file(folder / CONFIG) and not exists(folder / "config.json")
 
@@ -273,15 +276,20 @@ def save_adapter(stored: Packed, folder: str | Path) -> None:
         DiskFull: no space left; nothing of the adapter remains.
     """
     with new_folder(Path(folder)) as new:
-        write_json(new / CONFIG, stored.values)
-        if stored.base:
-            write_json(new / BASE, stored.base)
-        if stored.tokenizer is not None:
-            for name, text in stored.tokenizer.config.files().items():
-                (new / name).write_text(text, encoding="utf-8")
-            stored.tokenizer.save(new / "tokenizer.json")
-        save_file(stored.tensors, new / WEIGHTS, metadata={"format": "pt"})
-        (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode & 0o777)
+        write_adapter(stored, new)
+
+
+def write_adapter(stored: Packed, new: Path) -> None:
+    """Write the files of `save_adapter` into a folder of `new_folder`."""
+    write_json(new / CONFIG, stored.values)
+    if stored.base:
+        write_json(new / BASE, stored.base)
+    if stored.tokenizer is not None:
+        for name, text in stored.tokenizer.config.files().items():
+            (new / name).write_text(text, encoding="utf-8")
+        stored.tokenizer.save(new / "tokenizer.json")
+    save_file(stored.tensors, new / WEIGHTS, metadata={"format": "pt"})
+    (new / WEIGHTS).chmod((new / CONFIG).stat().st_mode & 0o777)
 
 
 def _targets(module: nn.Module, adapted: Mapping[str, AnyAdapted], lora: Lora) -> list[str] | str:
@@ -308,7 +316,7 @@ def resolved_base(adapter: Adapter, above: frozenset[Path] = frozenset()) -> str
                 raise InputRefused(f"{adapter.folder / CONFIG}: its base is an adapter whose base leads back to it")
             if is_adapter(base):
                 resolved_base(read_adapter(base), above)
-            return str(base)
+            return folder_named(base)
     raise InputRefused(
         f"{adapter.folder / CONFIG}: base_model_name_or_path = {adapter.base!r} is no folder here, and nothing is "
         "fetched: write the folder of the base there"
@@ -330,6 +338,13 @@ def save_gguf_adapter(stored: Packed, config: LlamaConfig, folder: str | Path) -
         InputRefused: the adapters have parts for which the format has no form, or the folder cannot be written.
         DiskFull: no space left; nothing of the adapters remains.
     """
+    require_gguf_form(stored, config)
+    with new_folder(Path(folder)) as new:
+        write_gguf_adapter(stored, config, new)
+
+
+def require_gguf_form(stored: Packed, config: LlamaConfig) -> None:
+    """Refuse adapters that have parts for which a GGUF file has no form; raises InputRefused."""
     obstacles = {
         "magnitudes (lora.rank = ...:dora)": "use_dora" in stored.values,
         "rows of tokens": KEY in stored.values,
@@ -337,16 +352,19 @@ def save_gguf_adapter(stored: Packed, config: LlamaConfig, folder: str | Path) -
     }
     if found := [what for what, is_so in obstacles.items() if is_so]:
         raise InputRefused(f"a GGUF file of adapters has no form for {found[0]}")
+
+
+def write_gguf_adapter(stored: Packed, config: LlamaConfig, new: Path) -> None:
+    """Write the file of `save_gguf_adapter` into a folder of `new_folder`."""
     gguf, values = package(), stored.values
     lora = Lora(values["r"], values["lora_alpha"], rslora="use_rslora" in values)
     own = {name.removeprefix(PREFIX): tensor for name, tensor in stored.tensors.items()}
     tensors = [*_gguf_tensors(own, config)]
-    with new_folder(Path(folder)) as new:
-        writer = gguf.GGUFWriter(new / GGUF_FILE, architecture(config))
-        writer.add_type(gguf.GGUFType.ADAPTER)
-        writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
-        writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, lora.scale * lora.rank)
-        write_tensors(gguf, writer, tensors, dict.fromkeys([tensor.name for tensor in tensors], "F32"))
+    writer = gguf.GGUFWriter(new / GGUF_FILE, architecture(config))
+    writer.add_type(gguf.GGUFType.ADAPTER)
+    writer.add_string(gguf.Keys.Adapter.TYPE, "lora")
+    writer.add_float32(gguf.Keys.Adapter.LORA_ALPHA, lora.scale * lora.rank)
+    write_tensors(gguf, writer, tensors, dict.fromkeys([tensor.name for tensor in tensors], "F32"))
 
 
 def _gguf_tensors(own: Mapping[str, Tensor], config: LlamaConfig) -> Iterator[Plain]:

@@ -188,6 +188,10 @@ def write_shard(path: Path, tensors: Mapping[str, Plain]) -> None:
         file.writelines(pieces)
 
 
+def nothing_beside(new: Path) -> None:
+    """Write nothing beside a model."""
+
+
 @contextmanager
 def new_folder(target: Path) -> Iterator[Path]:
     """Yield a hidden folder next to `target` to write into; at the block's end it is synced and renamed to `target`.
@@ -196,7 +200,7 @@ def new_folder(target: Path) -> Iterator[Path]:
 
     Raises:
         InputRefused: the target exists and holds something, or cannot be written.
-        DiskFull: no space left.
+        DiskFull: no space left, or the disk fails. Nothing is kept, unless only the last sync fails, which is said.
     """
     target = without_links(target)
     if exists(target) and (not is_folder(target) or entries(target)):
@@ -206,17 +210,25 @@ def new_folder(target: Path) -> Iterator[Path]:
         with _claimed(partial):
             yield partial
             # Before the rename, so that a power cut cannot leave a target with missing bytes.
-            for path in (*partial.iterdir(), partial):
+            for path in (*partial.rglob("*"), partial):
                 sync(path)
             partial.rename(target)
-            sync(target.parent)
     except (OSError, SafetensorError) as error:
         number = error_number(error)
         if number in FULL:
             raise DiskFull(f"{target}: no space left to write the model; nothing was kept") from error
         reason = (error.strerror if isinstance(error, OSError) else None) or error
+        if number == errno.EIO:
+            raise DiskFull(f"{target}: cannot be written: {reason}; look at the disk; nothing was kept") from error
         reason = f"another process writes it, in {partial}" if number == errno.EEXIST else reason
         raise InputRefused(f"{target}: cannot be written: {reason}") from error
+    try:
+        sync(target.parent)
+    except OSError as error:
+        risk = "a power cut may still take it away: look at the disk"
+        raise DiskFull(
+            f"{target}: is written whole, but {target.parent} cannot be synced ({error.strerror}): {risk}"
+        ) from error
 
 
 @contextmanager

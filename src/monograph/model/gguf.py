@@ -22,7 +22,7 @@ from monograph.graph.mmap_weights import kept_dtype
 from monograph.model import gguf_layers
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Norms
-from monograph.model.files import new_folder
+from monograph.model.files import new_folder, nothing_beside
 from monograph.model.gguf_blocks import MIXTURES, chosen, quantize
 from monograph.model.gguf_words import add_words, modelfile
 from monograph.model.layouts import joined
@@ -69,7 +69,12 @@ _NORMS = Norms("attn_norm", "post_attention_norm", "ffn_norm", "post_ffw_norm")
 
 
 def save_gguf(
-    model: Llama, folder: str | Path, tokenizer: Tokenizer, dtype: str | None, warn: Callable[[str], None]
+    model: Llama,
+    folder: str | Path,
+    tokenizer: Tokenizer,
+    dtype: str | None,
+    warn: Callable[[str], None],
+    beside: Callable[[Path], None] = nothing_beside,
 ) -> None:
     """Write a folder with model.gguf and a Modelfile for `ollama create`, whole or not at all.
 
@@ -85,6 +90,7 @@ def save_gguf(
         tokenizer: the model's; it is written into the file with its chat template.
         dtype: a name in `DTYPES`; None: the weights' own (f32 for float64).
         warn: called with each line that the user should read about what llama.cpp will do differently.
+        beside: writes what belongs beside the model into the folder before it gets its name.
 
     Raises:
         UsageError: the package is not installed.
@@ -109,6 +115,7 @@ def save_gguf(
         stops = add_words(writer, tokenizer, config, warn)
         write_tensors(gguf, writer, tensors, kinds)
         (new / "Modelfile").write_text(modelfile(FILE, tokenizer, stops), encoding="utf-8")
+        beside(new)
 
 
 def architecture(config: LlamaConfig) -> str:

@@ -5,7 +5,7 @@ been compared with config.json. Out of the folder of a model that sees pictures 
 """
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +17,16 @@ from monograph.graph.lora import plain_parameters
 from monograph.graph.mmap_weights import kept_dtype, mapped, materialize_
 from monograph.model import parameters
 from monograph.model.config import LlamaConfig
-from monograph.model.files import DTYPES, Stored, mapped_weights, new_folder, read_headers, write_json, write_tensors
+from monograph.model.files import (
+    DTYPES,
+    Stored,
+    mapped_weights,
+    new_folder,
+    nothing_beside,
+    read_headers,
+    write_json,
+    write_tensors,
+)
 from monograph.model.layouts import apart, joined, parted, stacked
 from monograph.model.llama import Llama
 from monograph.storage.reading import exists, inside, is_folder, read_json
@@ -209,7 +218,11 @@ def tokenizer_file(folder: str | Path) -> Path | None:
 
 
 def save_model(
-    model: Llama, folder: str | Path, tokenizer: Tokenizer | None = None, max_shard_bytes: int = SHARD_BYTES
+    model: Llama,
+    folder: str | Path,
+    tokenizer: Tokenizer | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    beside: Callable[[Path], None] = nothing_beside,
 ) -> None:
     """Write a folder that transformers and `load_model` can read: configuration, weights and, if given, the tokenizer.
 
@@ -223,6 +236,7 @@ def save_model(
         tokenizer: a tokenizer, which is written with its chat template and other files; its bos and eos ids are used if
             the model's configuration has none.
         max_shard_bytes: weights above this size are split into shards with an index.
+        beside: writes what belongs beside the model into the folder before it gets its name.
 
     Raises:
         InputRefused: the folder exists and holds something, or cannot be written.
@@ -242,6 +256,7 @@ def save_model(
             if template := tokenizer.config.template:
                 (new / "chat_template.jinja").write_text(template.source, encoding="utf-8")
         write_tensors(new, apart(joined(plain_parameters(model), model.config), model.config), max_shard_bytes)
+        beside(new)
 
 
 def _generation_config(config: dict[str, Any], own: Collection[int], tokenizer: Tokenizer | None) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import importlib.util
 import logging
 import os
 import shutil
+import socket
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -44,7 +45,7 @@ def _tensorboard(name: str, key: str, settings: Settings, out: Path | None) -> T
     """Write event files to OUT/NAME, by default to tensorboard/NAME."""
     from tensorboard.compat.proto.event_pb2 import Event, SessionLog
     from tensorboard.plugins.hparams.summary_v2 import hparams_pb
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+    from tensorboard.summary.writer.record_writer import RecordWriter
 
     out, suffix = out or Path("tensorboard"), f".{key}"
     earlier = entries(out / name, "events.")
@@ -52,14 +53,23 @@ def _tensorboard(name: str, key: str, settings: Settings, out: Path | None) -> T
         raise InputRefused(f"{others[0]}: is not of this run; name another folder with --out")
     for file in earlier[:-1]:
         file.unlink()
-    writer = EventFileWriter(str(out / name), flush_secs=2, filename_suffix=suffix)
+    (out / name).mkdir(parents=True, exist_ok=True)
+    began_s = time.time()
+    # TensorBoard's own EventFileWriter writes in a thread, whose errors it prints, and forgets in the last rows.
+    named = (
+        f"events.out.tfevents.{int(began_s):010d}.{socket.gethostname()}.{os.getpid()}.{time.monotonic_ns()}{suffix}"
+    )
+    writer = RecordWriter(open(out / name / named, "xb"))
 
     def add(update: int, **what: Any) -> None:
-        writer.add_event(Event(step=update, wall_time=time.time(), **what))
+        writer.write(Event(step=update, wall_time=time.time(), **what).SerializeToString())
 
     def write(points: list[Point]) -> None:
         for update, numbers in points:
             add(update, summary={"value": [{"tag": tag, "simple_value": number} for tag, number in numbers.items()]})
+        writer.flush()
+
+    writer.write(Event(wall_time=began_s, file_version="brain.Event:2").SerializeToString())
 
     # This voids the earlier file, which stays since a TensorBoard that reads it would not find the next one without it.
     add(0, session_log=SessionLog(status=SessionLog.START))

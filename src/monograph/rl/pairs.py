@@ -17,22 +17,36 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from monograph.data.conversations import Conversation, read_conversation
+from monograph.data.conversations import Conversation, chat_only, read_conversation, require_copy
 from monograph.data.corpus import Corpus, stats_of
+from monograph.data.forms import (
+    ANYTHING,
+    CHAT_KEYS,
+    CHOSEN,
+    COMPLETION,
+    IGNORE_KEY,
+    LABEL,
+    MESSAGES,
+    PROMPT,
+    REJECTED,
+    Asked,
+    Kind,
+    RecordKeys,
+)
+from monograph.data.kinds import kind_of_records
 from monograph.data.loss_mask import Answering, Answers, Row
 from monograph.data.progress import Progress
-from monograph.data.records import KINDS, Fault, Unusable, few, json_objects, short, sound
+from monograph.data.records import KINDS, Fault, Unusable, few, short, sound
 from monograph.data.rows import IGNORE, Int64, Rows
-from monograph.data.sources import LINES, TABLES, kind_of
+from monograph.data.sources import located
 from monograph.data.store import Side
-from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused
 from monograph.rl.prompts import Record, own_tokenizer, read_parts
-from monograph.storage.reading import is_file
+from monograph.text.chat import require_read
 from monograph.text.tokenizer import Tokenizer
 
-PROMPT, CHOSEN, REJECTED = "prompt", "chosen", "rejected"
-COMPLETION, LABEL = "completion", "label"  # of a record with one answer
+# What a label may be: true, 1 and "true" are equal, and so are false, 0 and "false".
+_LABELS = {True: 1, "true": 1, "True": 1, False: -1, "false": -1, "False": -1}
 
 
 class Pair(NamedTuple):
@@ -122,31 +136,14 @@ def _side(pairs: Sequence[Pair], name: str) -> Side:
     )  # fmt: skip
 
 
-def loss_for(source: str | Sequence[str]) -> str | None:
-    """Return the usual loss for these files: dpo if one begins with a pair, kto if one begins with a labelled answer.
+def loss_for(source: str | Sequence[str], asked: Asked = ANYTHING, skip_bad: bool = False) -> str | None:
+    """Return the usual loss for a source: dpo for pairs, kto for labelled answers, None for anything else.
 
     Raises:
-        InputRefused: a file cannot be read.
+        InputRefused, UsageError: as in `kind_of_records`, or nothing is there.
     """
-    names = [source] if isinstance(source, str) else source
-    return next(filter(None, (_loss_for(Path(name)) for name in names)), None)
-
-
-def _loss_for(path: Path) -> str | None:
-    if kind_of(path) not in LINES | TABLES or not is_file(path):
-        return None
-    tabular = kind_of(path) in TABLES
-    columns = table_columns(path) if tabular else []
-    if CHOSEN in columns and REJECTED in columns:
-        return "dpo"
-    if tabular and not (COMPLETION in columns and LABEL in columns):
-        return None
-    _, first = next(table_objects(path, columns) if tabular else json_objects(path), (0, {}))
-    if isinstance(first, Fault):
-        return None
-    if CHOSEN in first and REJECTED in first:
-        return "dpo"
-    return "kto" if COMPLETION in first and isinstance(first.get(LABEL), bool) else None
+    kind = kind_of_records(located(source), asked, skip_bad)
+    return {Kind.PAIRS: "dpo", Kind.LABELLED: "kto"}.get(kind) if kind else None
 
 
 def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: Progress | None = None) -> Corpus:
@@ -158,8 +155,8 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     message is the answer. With `labelled` a record has "completion", in the same forms, and "label", true or false.
 
     Args:
-        reading: `source`, `tokenizer`, `sequence_length`, `held_out` and `bad_records`, as `monograph.corpus` takes
-            them. Pairs are held out by their prompts.
+        reading: `source`, `tokenizer`, `sequence_length`, `held_out`, `ignore_keys` and `bad_records`, as
+            `monograph.corpus` takes them. Pairs are held out by their prompts.
         labelled: whether records have single answers.
         progress: see `monograph.data.progress`.
 
@@ -170,10 +167,13 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     tokenizer, length = own_tokenizer(reading, "prefer.loss"), int(reading["sequence_length"])
     template: list[Answers] = []  # made when the first chat is read, as texts need no template
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
+    ignored = Asked.of(None, reading.get("ignore_keys"))
+    record_keys = RecordKeys(Kind.LABELLED if labelled else Kind.PAIRS, ignored, is_chosen=True)
 
     def rendered(conversation: Conversation) -> Row:
         if not template:
             template.append(Answers(tokenizer, Answering(every=False, truncate=False, longest=length)))
+        require_read(tokenizer, conversation.template_variables)
         return template[0].rows(conversation)[0]
 
     def read(where: str, record: Record) -> Pair | Fault:
@@ -191,7 +191,7 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
         return Fault("too long", f"{both} take {inputs} tokens, more than data.sequence_length = {length}: raise it")
 
     needs = " and ".join(repr(key) for key in ((COMPLETION, LABEL) if labelled else keys))
-    parts = read_parts(reading, read, f"prefer.loss needs records with {needs}", progress)
+    parts = read_parts(reading, read, f"prefer.loss needs records with {needs}", progress, record_keys)
     sides = (parts.train, parts.held_out)
     if labelled:
         fixed = {"length": length, "skipped": parts.skipped, "refuse": reading["bad_records"] == "refuse"}
@@ -199,11 +199,12 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
         if not sides[0]:
             raise InputRefused(f"{parts.sources.name}: no answer has room beside one to another prompt: give more")
     decisive = [parts.sources.sha256, tokenizer.hash, length, reading["held_out"], reading["bad_records"], keys[0]]
+    decisive += [sorted(ignored.ignored)] if ignored.ignored else []
     digest, name = hashlib.sha256(json.dumps(decisive).encode()).hexdigest(), parts.sources.name
     train = PairRows(sides[0], name, tokenizer, length, 1)
     held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
     stats = stats_of(len(parts.sources.files), parts.skipped, train, held)
-    return Corpus(name, tokenizer, train, held, digest, stats, (), Path())
+    return Corpus(name, tokenizer, train, held, digest, stats, record_keys.notes(), Path())
 
 
 def _are_chats(record: Record, keys: Sequence[str]) -> bool:
@@ -233,6 +234,9 @@ def _of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
     if isinstance(asked, list):
         message = f"{short(PROMPT)} is a list of messages, but the answers are texts: give lists of messages"
         raise Unusable("no pair", message)
+    chats = chat_only(record)
+    if chats is not None:
+        raise InputRefused(f"{short(chats)} is for chats, and the answers are texts: remove it, or {IGNORE_KEY}")
     prompt, answer = _text(asked, PROMPT), _text(record[key], key)
     before = [tokenizer.bos_id, *tokenizer.encode(prompt)]
     ids = [*before, *tokenizer.encode(answer), tokenizer.eos_id]
@@ -247,9 +251,12 @@ def _text(value: Any, key: str) -> str:
 
 
 def _of_chat(rendered: Callable[[Conversation], Row], record: Record, key: str) -> _Answer:
-    prompt, tools = record.get(PROMPT), record.get("tools")
+    prompt = record.get(PROMPT)
     before = prompt if isinstance(prompt, list) else []  # with a text, the answers are whole chats
-    conversation = read_conversation({"messages": [*before, *record[key]], **({"tools": tools} if tools else {})})
+    beside = {name: value for name, value in record.items() if name in CHAT_KEYS}
+    conversation = read_conversation({MESSAGES: [*before, *record[key]], **beside})
+    if isinstance(prompt, str):
+        require_copy(prompt, conversation.messages)
     *asked, last = conversation.messages
     if last["role"] != "assistant":
         raise Unusable("no answer", f"{short(key)} ends with a message of {last['role']}, not of an assistant")
@@ -267,11 +274,14 @@ def _pair(record: Record, answer: Callable[[Record, str], _Answer], chat: bool) 
 
 def _labelled(record: Record, answer: Callable[[Record, str], _Answer], chat: bool) -> Pair:
     """Return an answer with its label, next to its prompt alone; see `_with_others`."""
-    if not isinstance(label := record.get(LABEL), bool):
-        found = f"is {KINDS[type(label)]}" if LABEL in record else f"is missing; its keys are {few(list(record))}"
+    label = record.get(LABEL)
+    if not isinstance(label, bool | int | float | str) or label not in _LABELS:
+        shown = short(label) if isinstance(label, str) else KINDS[type(label)]
+        shown = f"{label:g}" if isinstance(label, int | float) else shown
+        found = f"is {shown}" if LABEL in record else f"is missing; its keys are {few(list(record))}"
         raise Unusable("no label", f"expected true or false under {short(LABEL)}, which {found}")
     asked, row, size = answer(record, COMPLETION)
-    return Pair(asked, row, Row(row.ids[: row.spans[0][0] + 1], ()), size, chat, 1 if label else -1)
+    return Pair(asked, row, Row(row.ids[: row.spans[0][0] + 1], ()), size, chat, _LABELS[label])
 
 
 def _with_others(

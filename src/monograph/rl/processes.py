@@ -37,7 +37,8 @@ import torch
 from monograph.device import describe
 from monograph.errors import InputRefused
 from monograph.rl import worker
-from monograph.storage.reading import is_folder, read_input, refusing, without_links
+from monograph.storage.code import Code
+from monograph.storage.reading import is_folder, without_links
 from monograph.terminal import one_line
 
 SECONDS = 10.0  # for all tests of one solution
@@ -128,7 +129,6 @@ class Solutions:
 
 LARGEST = 1e6
 ANSWER_SECONDS = 60.0  # for one answer, and for the imports of the file
-MOST_CODE_BYTES = 1 << 24
 
 
 class Function:
@@ -139,8 +139,9 @@ class Function:
     What the function prints goes to standard error. The process ends with the thread that made the first call.
     """
 
-    def __init__(self, file: Path, name: str) -> None:
-        self._file, self._name = file, name
+    def __init__(self, code: Code, sha256: str) -> None:
+        """Take the function, and the digest of the file that may run."""
+        self._code, self._sha256 = code, sha256
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -152,8 +153,7 @@ class Function:
         """
         if self._process is not None:
             return
-        with refusing(self._file):
-            source = read_input(self._file, MOST_CODE_BYTES)
+        source = self._code.vouched_source(self._sha256)
         self._socket, theirs = socket.socketpair()
         self._socket.settimeout(ANSWER_SECONDS)
         self._replies = self._socket.makefile("rb")
@@ -162,7 +162,7 @@ class Function:
             command = [sys.executable, "-P", "-u", worker.__file__, "function"]
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=2, start_new_session=True)
         self._ended = weakref.finalize(self, _end, self._process)
-        self._asked("rl.reward", source.decode("latin-1"), str(without_links(self._file)), self._name)
+        self._asked("rl.reward", source.decode("latin-1"), str(without_links(self._code.path)), self._code.function)
 
     def score(self, prompt: str, completion: str, record: Mapping[str, Any], where: str) -> dict[str, float]:
         """Return the function's score of an answer by part; a plain number is the part "".
@@ -172,7 +172,9 @@ class Function:
                 than ANSWER_SECONDS, or ends its process. The message begins with `where`.
         """
         self.start()
-        reply = self._asked(where, self._name, worker.encoded([prompt, completion, record]), worker.encoded({}))
+        reply = self._asked(
+            where, self._code.function, worker.encoded([prompt, completion, record]), worker.encoded({})
+        )
         score = worker.decoded(reply)
         if (parts := parts_of(score)) is None:
             raise self._refused(where, f"returned {score!r:.60}")
@@ -208,7 +210,7 @@ class Function:
 
     def _refused(self, where: str, fault: str) -> InputRefused:
         self.close()
-        return refused(where, f"{self._file}:{self._name}", fault)
+        return refused(where, self._code.value, fault)
 
 
 def parts_of(score: Any) -> dict[str, float] | None:

@@ -7,16 +7,27 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from monograph.data.conversations import read_messages
+from monograph.data.conversations import chat_only, keyed_records, read_messages, with_chat_keys
+from monograph.data.forms import (
+    ANYTHING,
+    FUNCTIONS,
+    INSTEAD,
+    PROMPT,
+    SYSTEM,
+    TEACHER_PROMPT,
+    TEXT,
+    Asked,
+    RecordKeys,
+)
 from monograph.data.progress import Progress
-from monograph.data.records import KINDS, Fault, Unusable, few, json_objects, short, sound
+from monograph.data.records import EMPTY, KINDS, Fault, Unusable, few, json_objects, short, sound
 from monograph.data.sources import LINES, Sources, find
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
 from monograph.model.config import LlamaConfig
 from monograph.rl.rewards import Reward, Taught
 from monograph.storage.writing import temporary_folder
-from monograph.text.chat import chat_ids, stop_ids
+from monograph.text.chat import chat_ids, require_read, stop_ids
 from monograph.text.tokenizer import Tokenizer, parse
 
 Record = Mapping[str, Any]  # a record as it was read
@@ -53,7 +64,11 @@ def own_tokenizer(reading: Mapping[str, Any], key: str) -> Tokenizer:
 
 
 def read_parts(
-    reading: Mapping[str, Any], item: Callable[[str, Record], Any | Fault], needs: str, progress: Progress | None = None
+    reading: Mapping[str, Any],
+    item: Callable[[str, Record], Any | Fault],
+    needs: str,
+    progress: Progress | None = None,
+    keys: RecordKeys | None = None,
 ) -> Parts:
     """Read records from JSON lines or tables.
 
@@ -62,6 +77,7 @@ def read_parts(
         item: makes an item of (file and line, record), or says what is wrong with it.
         needs: says what a record must have, for messages.
         progress: see `monograph.data.progress`.
+        keys: the keys that a record may have; None: any.
 
     Raises:
         InputRefused: a record is bad, and the message names its file and line; or nothing is left to learn from.
@@ -71,7 +87,7 @@ def read_parts(
     skipped: Counter[str] = Counter()
     with temporary_folder() as spool:
         sources = find(reading["source"], spool, progress)
-        for where, record in _records(sources, needs):
+        for where, record in _records(sources, needs, keys):
             found = record if isinstance(record, Fault) else item(where, record)
             if not isinstance(found, Fault):
                 sides[_is_held(found.text, reading["held_out"])].append(found)
@@ -84,24 +100,24 @@ def read_parts(
     return Parts(sources, *sides, dict(skipped))
 
 
-def _records(sources: Sources, needs: str) -> Iterator[tuple[str, dict[str, Any] | Fault]]:
+def _records(sources: Sources, needs: str, keys: RecordKeys | None) -> Iterator[tuple[str, dict[str, Any] | Fault]]:
     """Yield (file and line, record or its fault)."""
     for file in sources.files:
         if file.weight != 1:
             raise UsageError(f"data.source: {file.path} has a weight, which texts alone may have: leave it out")
         if not file.has_records:
             raise InputRefused(f"{file.path}: {needs}: expected a file .jsonl, .ndjson, .parquet or .arrow")
-        lines = file.suffix in LINES
-        records = json_objects(file.path, exact=True) if lines else table_objects(file.path, table_columns(file.path))
+        if keys is not None:
+            records = keyed_records(file, keys)
+        elif file.suffix in LINES:
+            records = json_objects(file.path, exact=True)
+        else:
+            records = table_objects(file.path, table_columns(file.path))
         yield from ((f"{file.path}:{number}", record) for number, record in records)
 
 
 def _is_held(text: str, share: float) -> bool:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:6], "big") < share * 2**48
-
-
-PROMPT = "prompt"
-TEACHER_PROMPT = "teacher_prompt"  # of a record: what a teacher reads in place of the prompt
 
 
 class Prompt(NamedTuple):
@@ -175,18 +191,22 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
         UsageError: the tokenizer would have to be trained, or a source has a weight.
     """
     own = own_tokenizer(reading, "rl.reward")
-    key = PROMPT if reading["text_key"] == "text" else reading["text_key"]
+    key = PROMPT if reading["text_key"] in (None, TEXT) else reading["text_key"]
+    asked = Asked.of(None, reading.get("ignore_keys"))
     refuse = reading["bad_records"] == "refuse"
 
     def read(where: str, record: Record) -> Prompt | Fault:
         try:
-            prompt = _prompt(record, key, where, own, (room, _ROOM), isinstance(reward, Taught))
+            prompt = _prompt(record, key, where, own, (room, _ROOM), isinstance(reward, Taught), asked)
         except Unusable as unusable:
             return unusable.fault
+        except InputRefused as refused:
+            raise InputRefused(f"{where}: {refused}") from None
         return _rewarded(prompt, reward, refuse)
 
     parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
     decisive = [parts.sources.sha256, own.hash, key, room, reading["held_out"], reading["bad_records"]]
+    decisive += [sorted(asked.ignored)] if asked.ignored else []
     fingerprint = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     chats, longest = _kind_and_longest([*parts.train, *parts.held_out], key)
     return Prompts(parts.sources.name, own, parts.train, parts.held_out, fingerprint, chats, longest, parts.skipped)
@@ -209,8 +229,8 @@ def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, reward: Reward, 
     for number, record in enumerate(records, 1):
         where = f"record {number}"
         try:
-            made.append(_prompt(record, PROMPT, where, tokenizer, most, isinstance(reward, Taught)))
-        except Unusable as unusable:
+            made.append(_prompt(record, PROMPT, where, tokenizer, most, isinstance(reward, Taught), ANYTHING))
+        except (Unusable, InputRefused) as unusable:
             raise InputRefused(f"{where}: {unusable}") from None
         reward.require(record, where)
     if not made:
@@ -224,13 +244,17 @@ def _kind_and_longest(prompts: Sequence[Prompt], key: str) -> tuple[bool, int]:
     return chats, max(len(ids) for prompt in prompts for ids in (prompt.ids, prompt.teacher_ids))
 
 
+FOR_REWARD = "name it in data.ignore_keys, if only the reward reads it"
 _ROOM = "data.sequence_length less rl.max_new_tokens: raise one or lower the other"
 
 
-def _prompt(record: Record, key: str, where: str, tokenizer: Tokenizer, room: tuple[int, str], taught: bool) -> Prompt:
-    text, ids = _read(record, key, tokenizer, room)
-    told = taught and TEACHER_PROMPT in record
-    return Prompt(text, ids, record, where, _read(record, TEACHER_PROMPT, tokenizer, room)[1] if told else ())
+def _prompt(
+    record: Record, key: str, where: str, tokenizer: Tokenizer, room: tuple[int, str], taught: bool, asked: Asked
+) -> Prompt:
+    given = asked.given(record)
+    text, ids = _read(given, key, tokenizer, room)
+    told = taught and TEACHER_PROMPT in given
+    return Prompt(text, ids, record, where, _read(given, TEACHER_PROMPT, tokenizer, room)[1] if told else ())
 
 
 def _read(record: Record, key: str, tokenizer: Tokenizer, room: tuple[int, str]) -> tuple[str, tuple[int, ...]]:
@@ -238,9 +262,13 @@ def _read(record: Record, key: str, tokenizer: Tokenizer, room: tuple[int, str])
     if key not in record:
         raise Unusable("no prompt", f"has no key {short(key)}; its keys are {few(list(record))}")
     value = record[key]
+    _require_obeyed(record, is_chat=isinstance(value, list))
     if isinstance(value, list):
-        messages = read_messages(value, key)
-        text, ids = json.dumps(value, ensure_ascii=False), chat_ids(tokenizer, messages, add_generation_prompt=True)
+        chat = with_chat_keys(read_messages(value, key), record)
+        require_read(tokenizer, chat.template_variables)
+        said = chat.messages if record.get(SYSTEM) else value
+        text = json.dumps(said, ensure_ascii=False)
+        ids = chat_ids(tokenizer, chat.messages, add_generation_prompt=True, **chat.template_variables)
     elif isinstance(value, str):
         text, ids = sound(value, key), [tokenizer.bos_id, *tokenizer.encode(value)]
     else:
@@ -249,6 +277,17 @@ def _read(record: Record, key: str, tokenizer: Tokenizer, room: tuple[int, str])
     if len(ids) > most:
         raise Unusable("too long", f"the {key} has {len(ids)} tokens, more than {most}, which is {meaning}")
     return text, tuple(ids)
+
+
+def _require_obeyed(record: Record, is_chat: bool) -> None:
+    """Refuse keys that would say something about the prompt and cannot: all others are the reward's."""
+    if record.get(FUNCTIONS) not in EMPTY:
+        raise InputRefused(f"{short(FUNCTIONS)} is not read: {INSTEAD[FUNCTIONS]}, or {FOR_REWARD}")
+    key = chat_only(record)
+    if key is not None and not is_chat:
+        raise InputRefused(
+            f"{short(key)} is for chats, and the prompt is a text: give a list of messages, or {FOR_REWARD}"
+        )
 
 
 def _rewarded(prompt: Prompt, reward: Reward, refuse: bool) -> Prompt | Fault:

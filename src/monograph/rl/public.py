@@ -9,7 +9,7 @@ The loss is given to the engine, and the answers are its windows:
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,6 +178,7 @@ def pairs(
     labelled: bool = False,
     sequence_length: int = 256,
     held_out: float = 0.05,
+    ignore_keys: str | Sequence[str] | None = None,
     bad_records: str = "refuse",
     progress: Progress | None = None,
 ) -> Corpus:
@@ -189,6 +190,7 @@ def pairs(
         labelled: whether records have single answers, labelled good or bad, for the loss kto.
         sequence_length: T, positions of a row, which holds both answers of a pair, each after its prompt.
         held_out: the share of prompts that are held out.
+        ignore_keys: keys of records that are left out; any other unknown key is refused.
         bad_records: "refuse" a bad record, or "skip" and count it.
         progress: see `monograph.data.progress`.
 
@@ -200,7 +202,7 @@ def pairs(
     COUNT.require("sequence_length", sequence_length)
     reading = {
         "source": str(source), "tokenizer": tokenizer, "sequence_length": sequence_length, "held_out": held_out,
-        "bad_records": bad_records,
+        "ignore_keys": ignore_keys, "bad_records": bad_records,
     }  # fmt: skip
     return read_pairs(reading, labelled=labelled, progress=progress)
 

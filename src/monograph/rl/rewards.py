@@ -26,6 +26,7 @@ from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
 from monograph.rl import worker
 from monograph.rl.processes import Function, Solutions, parts_of, refused
+from monograph.storage.code import Code, code_named
 from monograph.storage.reading import read_json
 from monograph.terminal import warn
 
@@ -84,15 +85,12 @@ class Reward:
 
     Attributes:
         field: the key that each record needs; None if it needs none.
-        file: the Python file whose code `require` and `score` run; None if they run none. The caller decides whether to
-            trust it.
-        digest: hex sha256 of what else its scores depend on, read from a file; empty if there is nothing.
+        digest: hex sha256 of what its scores depend on and is read from a file; empty if there is nothing.
         teacher: the model whose probabilities of an answer's tokens are its score; None for all other rewards.
     """
 
     field: str | None = None
     expected = ""  # what stands under the key
-    file: Path | None = None
     digest = ""
     teacher: Llama | None = None
 
@@ -235,9 +233,9 @@ class Called(Reward):
 class _Own(Called):
     """The same for a function in a file, which is called in a process of its own."""
 
-    def __init__(self, file: Path, name: str) -> None:
-        super().__init__(Function(file, name))
-        self.file = file
+    def __init__(self, code: Code, sha256: str) -> None:
+        super().__init__(Function(code, sha256))
+        self.digest = sha256
 
     def require(self, record: Mapping[str, Any], where: str) -> None:
         self._function.start()
@@ -260,7 +258,7 @@ _PLAIN: dict[str, type[Reward]] = {"number": _Number, "exact": _Exact, "python":
 _FORMS = [*_PLAIN, "regex:PATTERN", "json-schema:FILE", "teacher:MODEL", "FILE.py:FUNCTION"]
 
 
-def reward_of(name: str) -> Reward:
+def reward_of(name: str, vouched: Mapping[str, str] | None = None) -> Reward:
     r"""Return the reward that `rl.reward` names; nothing is started before its first `require` or `score`.
 
     - "number": 1 if the completion's last number equals that of the record's "answer": whole numbers exactly, others up
@@ -276,11 +274,22 @@ def reward_of(name: str) -> Reward:
 
     All but the last three give 1 or 0.
 
+    Args:
+        name: the reward's name.
+        vouched: the digest of each Python file that may run, by the value that names it; None if the caller names the
+            reward here and now, and so the file as it is.
+
     Raises:
         UsageError: there is no such reward.
+        InputRefused: nobody vouches for the Python file, or it cannot be read.
         InputRefused: the pattern or the schema cannot be used.
         Unreadable: the system failed to read the schema.
     """
+    if code := code_named(name):
+        sha256 = code.digest() if vouched is None else vouched.get(name)
+        if sha256 is None:
+            raise InputRefused(f"rl.reward = {name}: nobody has said that this file may run")
+        return _Own(code, sha256)
     kind, _, rest = name.partition(":")
     if name in _PLAIN:
         return _PLAIN[name]()
@@ -289,9 +298,6 @@ def reward_of(name: str) -> Reward:
         return _Accepted(acceptor(*form), form.digest)
     if kind == "teacher" and rest:
         return Taught()
-    file, _, function = name.rpartition(":")
-    if file.endswith(".py") and function.isidentifier():
-        return _Own(Path(file), function)
     near = difflib.get_close_matches(kind, [form.partition(":")[0] for form in _FORMS[:-1]], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UsageError(f"rl.reward = {name!r}: expected {', '.join(_FORMS[:-1])} or {_FORMS[-1]}{hint}")

@@ -1,7 +1,7 @@
 """Build a model from settings, or load one by name from a run, a Hugging Face folder or a weight file."""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from monograph.loss import Loss, token_loss
 from monograph.model import adapter, hub, torch_file
 from monograph.model.adapter import Packed
 from monograph.model.config import LlamaConfig
+from monograph.model.files import nothing_beside
 from monograph.model.gguf import DTYPES, package, save_gguf
 from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
@@ -41,6 +42,7 @@ from monograph.run.recipe import (
     tokenizer_of,
 )
 from monograph.run.repository import fetched
+from monograph.run.trust import require_trusted
 from monograph.storage.reading import contents, exists
 from monograph.terminal import shell_words
 from monograph.text import tokenizer_config
@@ -84,8 +86,8 @@ def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
     torch.manual_seed(recipe.seed)
     if recipe.init is None:
         return Llama(recipe.shape(), seed=recipe.seed), token_loss
-    if recipe.file:
-        return from_file(recipe, recipe.file)
+    if recipe.code:
+        return from_file(recipe, recipe.code)
     if recipe.init.endswith(".py"):
         raise InputRefused(f"model.init = {recipe.init}: name the function that builds the module, {recipe.init}:NAME")
     return _merged(_load(recipe.init, lambda line: None, torch.float32, recipe.sizes)), token_loss
@@ -135,7 +137,7 @@ def load_to_export(folder: str | Path, warn: Warn = lambda line: None) -> tuple[
             warn(f"{folder}: only the text model is written: {names} are left out")
         return _load(folder, warn, None, {}), Tokenizer.from_file(tokenizer_of(folder)), None
     checkpoint = recorded_state.newest(run, warn)
-    (model, base), recipe = _of_run(run, checkpoint, None), Recipe.recorded(checkpoint.state["recipe"], run)
+    (model, base), recipe = _of_run(run, checkpoint, None), Recipe.recorded(checkpoint.state["recipe"])
     tokenizer, stored = own_tokenizer(run, checkpoint.state), None
     if recipe.lora:
         try:
@@ -156,8 +158,8 @@ def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tupl
             f"{run.folder} holds a module of its own ({init}), not a Llama: "
             "`monograph evaluate` scores it, and Python loads it"
         )
-    recipe = Recipe.recorded(checkpoint.state["recipe"], run)
-    if recipe.lora is None or recipe.file:
+    recipe = Recipe.recorded(checkpoint.state["recipe"])
+    if recipe.lora is None or recipe.code:
         model = _restored(run, checkpoint)
         return model, model.config
     assert recipe.init is not None
@@ -218,7 +220,7 @@ def _load(folder: str | Path, warn: Warn, dtype: torch.dtype | None, sizes: Mapp
     return hub.mapped_model(folder, dtype)
 
 
-def load_trained(run: Run, warn: Warn, precision: Precision | None = None) -> Trained:
+def load_trained(run: Run, warn: Warn, precision: Precision | None = None, named: Collection[str] = ()) -> Trained:
     """Load a run's newest sound model of any kind; a module from a Python file is built again by that file.
 
     Args:
@@ -226,15 +228,17 @@ def load_trained(run: Run, warn: Warn, precision: Precision | None = None) -> Tr
         warn: called with each line that the user should read.
         precision: the precision in which a model with adapters will compute; a base in a 16-bit precision is kept in 16
             bits.
+        named: every value of the run's settings that may name code, which its mark covers.
 
     Raises:
-        InputRefused: the Python file has changed, or its module does not fit the weights.
+        InputRefused: the Python file has changed or is not trusted, or its module does not fit the weights.
         NoValidCheckpoint: the run has no valid checkpoint.
     """
     checkpoint = recorded_state.newest(run, warn)
-    recipe = Recipe.recorded(checkpoint.state["recipe"], run)
+    recipe = Recipe.recorded(checkpoint.state["recipe"])
     loss: Loss = token_loss
-    if recipe.file or recipe.lora:
+    if recipe.code or recipe.lora:
+        recipe = recipe._replace(vouched=require_trusted(run.config, named, [recipe.init], recipe.sha256))
         require_same_file(recipe, run)
         model, loss = build(recipe)
         if recipe.lora:
@@ -319,8 +323,11 @@ def save(
     format: str = "hf",
     dtype: str | None = None,
     warn: Warn = lambda line: None,
+    beside: Callable[[Path], None] = nothing_beside,
 ) -> None:
     """Write a model for other tools: `hub.save_model` for "hf", `gguf.save_gguf` for "gguf".
+
+    `beside` writes what belongs beside the model into the folder before it gets its name.
 
     Raises:
         UsageError: an unknown format or dtype, a missing package, or a module that is not a Llama in full precision.
@@ -339,11 +346,11 @@ def save(
                 end_of_turn(tokenizer)
             except InputRefused as refused:
                 warn(f"{refused}; it is copied as it is")
-        hub.save_model(model, folder, tokenizer)
+        hub.save_model(model, folder, tokenizer, beside=beside)
     elif tokenizer is None:
         raise UsageError("a GGUF file holds the model's tokenizer: give it to save")
     else:
-        save_gguf(model, folder, tokenizer, dtype, warn)
+        save_gguf(model, folder, tokenizer, dtype, warn, beside)
 
 
 def check(format: str, dtype: str | None) -> None:

@@ -15,6 +15,7 @@ import types
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -34,19 +35,13 @@ from monograph.model.llama import Llama
 from monograph.model.vocabulary import extend
 from monograph.run.folder import Run, names_mixture
 from monograph.run.run_index import checkpoint_named, placed
-from monograph.run.trust import MOST_CODE_BYTES, code_digest, code_file, require_trusted
-from monograph.storage.reading import is_file, is_folder, read_input, without_links
+from monograph.storage.code import Code, code_named
+from monograph.storage.reading import is_file, is_folder, without_links
 from monograph.text import tokenizer_file
 from monograph.text.tokenizer import Tokenizer
 
-_SINCE_ADAPTERS = (
-    "lora",
-    "adapter",
-    "base_sha256",
-    "vocabulary",
-    "family",
-    "config",
-)  # entries that older checkpoints lack
+# Entries that older checkpoints lack.
+_ADDED = ("lora", "adapter", "base_sha256", "vocabulary", "family")
 SHAPE_OF_SIZES = "micro"  # the preset that gives rope, head and initialisation to a shape given by sizes alone
 
 
@@ -67,8 +62,8 @@ class Recipe(NamedTuple):
         vocabulary: (first id that the weights of `init` were not trained with, number of tokens), if rows were added
             (`monograph.model.vocabulary.extend`); None otherwise.
         family: the family of a new model.
-        config: the config.toml of the run whose checkpoint recorded this recipe, which decides whether `function` may
-            run; None for a person's own settings. It is not recorded itself.
+        vouched: the digest of each Python file that may run, by the value of `init` that names it
+            (`monograph.run.trust`). It is not recorded itself.
     """
 
     init: str | None
@@ -81,28 +76,29 @@ class Recipe(NamedTuple):
     base_sha256: str | None = None
     vocabulary: list[int] | None = None
     family: str = FIRST_FAMILY
-    config: Path | None = None
+    vouched: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
-    def recorded(cls, saved: Mapping[str, Any], run: Run) -> Self:
+    def recorded(cls, saved: Mapping[str, Any]) -> Self:
         """Return the recipe in a run's checkpoint, which `monograph.run.recorded_state` has checked before."""
-        values = {name: saved[name] for name in cls._fields if name in saved}
+        values = {name: saved[name] for name in cls._fields if name in saved and name != "vouched"}
         # Until version 0.2 a family was named before the preset, as in "olmo2:nano".
         family, _, preset = str(values["preset"]).rpartition(":")
         if family:
             values |= {"family": family, "preset": preset}
-        return cls(**values, config=run.config)
+        return cls(**values)
 
     def entries(self) -> dict[str, Any]:
         """Return the recipe as a checkpoint records it, without usual values of entries that older ones lack."""
-        values = self._replace(config=None)._asdict()
+        values = self._asdict()
+        del values["vouched"]
         usual = self._field_defaults
-        return {key: value for key, value in values.items() if key not in _SINCE_ADAPTERS or value != usual[key]}
+        return {key: value for key, value in values.items() if key not in _ADDED or value != usual[key]}
 
     @property
-    def file(self) -> Path | None:
-        """Return the Python file that builds the module, if there is one."""
-        return code_file(self.init)
+    def code(self) -> Code | None:
+        """Return the function that builds the module, if a Python file does."""
+        return code_named(self.init)
 
     def checked(self) -> Self:
         """Return this recipe with the digest of its file, or with the base of its adapter.
@@ -115,8 +111,8 @@ class Recipe(NamedTuple):
             base = self._replace(init=adapter.resolved_base(stored), adapter=self.init).checked()
             stored.require(shape_in(str(base.init)))
             return base
-        if self.file:
-            return self._replace(sha256=code_digest(str(self.init)))
+        if self.code:
+            return self._replace(sha256=self.vouched.get(self.code.value) or self.code.digest())
         if self.init is None:
             self.shape(vocab_size=1)
         elif is_weight_file(self.init):
@@ -150,9 +146,9 @@ def require_same_file(recipe: Recipe, run: Run) -> None:
     Raises:
         InputRefused: the file has changed, or cannot be read.
     """
-    if recipe.file and recipe.checked().sha256 != recipe.sha256:
+    if recipe.code and recipe.code.digest() != recipe.sha256:
         raise InputRefused(
-            f"{recipe.file}: not the file that {run.folder} was trained with: put it back, "
+            f"{recipe.code.path}: not the file that {run.folder} was trained with: put it back, "
             "or start a new run from this one with --from"
         )
 
@@ -163,7 +159,12 @@ def run_named(folder: str | Path) -> Run | None:
 
 
 def names_run(folder: str | Path) -> bool:
-    """Return whether a folder is a run, one of its checkpoints, a sweep, or all members of one."""
+    """Return whether a folder is a run, one of its checkpoints, a sweep, or all members of one.
+
+    A text that names code names no folder.
+    """
+    if isinstance(folder, str) and code_named(folder):
+        return False
     path = placed(Path(folder))
     path = path if checkpoint_named(path) is None else path.parent.parent
     return path.parts[:1] == ("last",) or is_file(path / "run.lock") or names_mixture(path)
@@ -181,7 +182,7 @@ def left_out_of(folder: str) -> str:
 
 
 def _is_model_folder(name: str) -> bool:
-    other = name.endswith(".py") or ".py:" in name or is_weight_file(name) or run_named(name)
+    other = name.endswith(".py") or code_named(name) or is_weight_file(name) or run_named(name)
     return not other and is_folder(name)
 
 
@@ -191,34 +192,29 @@ def is_weight_file(name: str | Path) -> bool:
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
-    """A loader that compiles only the file with the digest. Python's own would trust compiled code in __pycache__."""
+    """A loader of bytes that were read before. Python's own reads the file again, or compiled code in __pycache__."""
 
-    digest = ""
+    source = b""
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """Compile the file as it is."""
-        code = read_input(Path(self.path), MOST_CODE_BYTES)
-        if hashlib.sha256(code).hexdigest() != self.digest:
-            raise InputRefused(f"model.init: {self.path} changed while it was read; try again")
-        return self.source_to_code(code, self.path)
+        """Compile the bytes."""
+        return self.source_to_code(self.source, self.path)
 
 
-def from_file(recipe: Recipe, file: Path) -> tuple[nn.Module, Loss]:
+def from_file(recipe: Recipe, code: Code) -> tuple[nn.Module, Loss]:
     """Return the module that a Python file's function builds, and the file's loss or else the loss of tokens.
 
     Raises:
-        InputRefused: the file or the function cannot be used or returns no usable module, or a run names the file and
-            this user does not trust that run.
+        InputRefused: the file or the function cannot be used or returns no usable module, or nobody vouches for the
+            file as it is.
     """
-    where, function_name = f"model.init = {recipe.init!r}", (recipe.init or "").partition(":")[2]
-    digest = code_digest(str(recipe.init))
-    if recipe.config:
-        require_trusted(recipe.config, [recipe.init])
+    where, function_name = f"model.init = {code.value!r}", code.function
+    source = code.vouched_source(recipe.vouched.get(code.value))
     # Dataclasses and Dynamo look up a class's module in sys.modules, where the file's own name may be taken.
-    file = without_links(file)
+    file = without_links(code.path)
     folder, name = str(file.parent), f"{OTHERS}{hashlib.sha256(str(file).encode()).hexdigest()[:8]}_{file.stem}"
     loader = _Loader(name, str(file))
-    loader.digest = digest
+    loader.source = source
     spec = importlib.util.spec_from_file_location(name, file, loader=loader)
     assert spec
     module = sys.modules[name] = importlib.util.module_from_spec(spec)

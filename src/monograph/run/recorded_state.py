@@ -21,7 +21,6 @@ from monograph.errors import InputRefused, MonographError, Warn
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.recipe import lora_of
-from monograph.storage.reading import entries
 
 MOST_TOKENS = 2**24  # of a tokenizer, since a row of weights is made for each
 MOST = 10**15  # of updates, tokens, rows and bytes; no run has more, and a larger number would mean endless work
@@ -137,7 +136,7 @@ def state_in(folder: Path, run: Run) -> dict[str, Any]:
 
 def newest_state(run: Run) -> dict[str, Any]:
     """Return the state of the newest sound checkpoint; an empty mapping if there is none."""
-    for folder in reversed(entries(run.checkpoints, "step-")):
+    for _, folder in checkpointing.candidates(run.checkpoints):
         with suppress(CheckpointDamaged):
             return state_in(folder, run)
     return {}

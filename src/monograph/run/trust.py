@@ -3,30 +3,30 @@
 A run's config.toml ends with a mark, which is an HMAC of its text and of the code that it names, under a secret that
 only this user can read:
 
-    mark = HMAC-SHA256(secret, text, [(model.init, path of its file, SHA-256 of the file), ...])
+    mark = HMAC-SHA256(secret, text, [(value, path of its file, SHA-256 of the file), ...])
 
-So a mark is invalid if it is copied to another run, or if the Python file was replaced or moved alone. A run that is
-moved as a whole keeps a valid mark. If no secret can be stored, this process makes a temporary one: training goes on,
-and a later command asks the user.
+Here a value is that of a key that may name code, such as FILE.py:FUNCTION (`monograph.storage.code`). A mark is only
+made over files that the user named, or whose run has a valid mark. So a mark is invalid if it is copied to another run,
+or if the Python file was replaced or moved alone. A run that is moved as a whole keeps a valid mark. If no secret can
+be stored, this process makes a temporary one: training goes on, and a later command asks the user.
 """
 
 import errno
 import functools
-import hashlib
 import hmac
 import json
 import os
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from monograph.errors import InputRefused, Unreadable
 from monograph.storage.cache_dir import state_root
-from monograph.storage.reading import contents, exists, read_input, readable, status, without_links
+from monograph.storage.code import code_named, digests
+from monograph.storage.reading import contents, exists, read_input, readable, without_links
 
 OPTION = "--trust-code"
-MOST_CODE_BYTES = 16 * 1024 * 1024  # longer than any program that a person writes; a sparse file may be huge
 _SECRET_BYTES = 32
 _MARK = "# mark "
 _by_word: set[str] = set()  # contains OPTION once the user has given it to this process
@@ -42,85 +42,81 @@ def carries_mark(toml: Path) -> bool:
     return f"\n{_MARK}".encode() in (contents(toml) or b"")
 
 
-def code_file(init: str | None) -> Path | None:
-    """Return the Python file that `model.init` names; None if it names something else or nothing.
-
-    A folder may be called x.py:y and be an adapter's base, so a name that exists as a path is not code.
-    """
-    file = (init or "").partition(":")[0]
-    return Path(file) if file.endswith(".py") and file != init and status(init or "", follow=False) is None else None
-
-
-def code_digest(init: str, key: str = "model.init") -> str:
-    """Return the hex SHA-256 of the Python file that a setting, `model.init` or another `key`, names.
-
-    Raises:
-        InputRefused: the file cannot be read, or is larger than MOST_CODE_BYTES.
-    """
-    file, where = code_file(init) or Path(init), f"{key} = {init!r}"
-    try:
-        return hashlib.sha256(read_input(file, MOST_CODE_BYTES)).hexdigest()
-    except OSError as error:
-        raise InputRefused(
-            f"{where}: {file} cannot be read ({error.strerror}); it is looked for from {Path.cwd()}"
-        ) from None
-
-
-def marked(text: str, inits: Collection[str | None]) -> str:
-    """Return the text of a config.toml with this user's mark, or without a mark if the code cannot be read.
+def marked(text: str, digests: Mapping[str, str]) -> str:
+    """Return the text of a config.toml with this user's mark.
 
     Args:
         text: the settings as TOML.
-        inits: every `model.init` that the settings name.
+        digests: the digest of each Python file that the settings name and this user vouches for, by the value that
+            names it.
     """
-    with suppress(InputRefused):
-        return f"{text}{_MARK}{_mark(text, inits, create=True)}\n"
-    return text
+    return f"{text}{_MARK}{_mark(text, digests, create=True)}\n"
 
 
-def is_ours(config: Path, inits: Collection[str | None]) -> bool:
-    """Return whether this user wrote that config.toml on this machine and the code is unchanged; see `marked`."""
+def is_ours(config: Path, named: Collection[str]) -> bool:
+    """Return whether this user wrote that config.toml on this machine and the code is unchanged; see `marked`.
+
+    Args:
+        config: the run's config.toml.
+        named: every value of its settings that may name code.
+    """
     try:
-        text, _, mark = read_input(config).decode().rpartition(_MARK)
-        return hmac.compare_digest(mark.strip().encode(), _mark(text, inits).encode())
-    except (OSError, ValueError, InputRefused):
+        return _has_mark(config, digests(named))
+    except InputRefused:
         return False
 
 
-def require_trusted(config: Path, inits: Collection[str | None], sha256: object = None) -> None:
+def require_trusted(
+    config: Path, named: Collection[str], runs: Collection[str | None], sha256: object = None
+) -> Mapping[str, str]:
     """Refuse to run the code that a run names, unless this user wrote the run here or said --trust-code.
 
     Args:
         config: the run's config.toml.
-        inits: every `model.init` that the run names, in any of its files.
+        named: every value of its settings that may name code; the mark covers these.
+        runs: the values whose code would run.
         sha256: the digest of the Python file that the run records; None if it records none.
 
+    Returns:
+        The digest of each Python file that may run, by the value that names it: only bytes of that digest may run.
+
     Raises:
-        InputRefused: the code is not trusted; the message names the file that would run.
+        InputRefused: the code is not trusted, and the message names the file that would run; or it cannot be read.
     """
-    code = _code(inits)
-    if not code or _by_word or is_ours(config, inits):
-        return
-    init, path, digest = code[0]
-    if sha256 not in (None, digest):
+    running = [code for code in map(code_named, runs) if code is not None]
+    if not running:
+        return {}
+    vouched = digests(code.value for code in running)
+    if _by_word:
+        return vouched
+    covered = digests(named)
+    if _has_mark(config, covered) and all(covered.get(value) == digest for value, digest in vouched.items()):
+        return vouched
+    first = min(running, key=lambda code: code.value)
+    if sha256 not in (None, vouched[first.value]):
         raise InputRefused(
-            f"{code_file(init)}: not the file that {config.parent} was trained with: put it back, or read it, and then "
+            f"{first.path}: not the file that {config.parent} was trained with: put it back, or read it, and then "
             f"add {OPTION}"
         )
     raise InputRefused(
-        f"{config.parent} would run the program {path}, and nothing on this machine says that you trained this run "
-        f"with that file as it is: read it first, then add {OPTION}"
+        f"{config.parent} would run the program {without_links(first.path)}, and nothing on this machine says that you "
+        f"trained this run with that file as it is: read it first, then add {OPTION}"
     )
 
 
-def _code(inits: Collection[str | None]) -> list[tuple[str, str, str]]:
-    """Return (model.init, path, digest) for each `model.init` that names a Python file."""
-    named = {init: file for init in inits if init and (file := code_file(init))}
-    return sorted((init, str(without_links(file)), code_digest(init)) for init, file in named.items())
+def _has_mark(config: Path, covered: Mapping[str, str]) -> bool:
+    """Return whether config.toml ends with this user's mark over its text and these digests."""
+    try:
+        text, _, mark = read_input(config).decode().rpartition(_MARK)
+        return hmac.compare_digest(mark.strip().encode(), _mark(text, covered).encode())
+    except (OSError, ValueError):
+        return False
 
 
-def _mark(text: str, inits: Collection[str | None], create: bool = False) -> str:
-    return hmac.new(_secret(state_root(), create), json.dumps([text, _code(inits)]).encode(), "sha256").hexdigest()
+def _mark(text: str, covered: Mapping[str, str], create: bool = False) -> str:
+    codes = filter(None, map(code_named, covered))
+    programs = sorted((code.value, str(without_links(code.path)), covered[code.value]) for code in codes)
+    return hmac.new(_secret(state_root(), create), json.dumps([text, programs]).encode(), "sha256").hexdigest()
 
 
 def _secret(folder: Path, create: bool) -> bytes:

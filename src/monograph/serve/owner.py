@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 
 from monograph import __version__
+from monograph.checkpointing import candidates
 from monograph.decode.automata import Arena
 from monograph.decode.cache import KVCache, Slots
 from monograph.decode.chain import breakers
@@ -36,12 +37,11 @@ from monograph.evaluation.choices import TokenScore, score_tokens
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
-from monograph.run.folder import Run
 from monograph.run.models import load, load_run
 from monograph.run.recipe import digest, run_named
 from monograph.serve.fields import MOST_BIASES, MOST_LOGPROBS
 from monograph.session.recorded import run_settings
-from monograph.storage.reading import entries, without_links
+from monograph.storage.reading import without_links
 from monograph.text.chat import stop_ids
 from monograph.text.tokenizer import Tokenizer
 
@@ -111,34 +111,47 @@ class Source:
     def __init__(self, name: str, rows: int, warn: Warn) -> None:
         """Take a run, `last` or a folder, and the rows in which its texts are written."""
         self.name, self.rows, self.warn = name, rows, warn
-        self._seen: tuple[Any, ...] = ()
+        self._seen = _NOTHING
 
     def moved(self) -> bool:
-        """Return whether there is a version that was not loaded yet."""
-        return self._newest() != self._seen
+        """Return whether there may be a version that was not loaded yet: a checkpoint's name is new, or the run is."""
+        now = self._versions()
+        return now.run != self._seen.run or not now.checkpoints <= self._seen.checkpoints
 
     def load(self) -> Version:
         """Load the newest sound version; see `monograph.run.models.load` for what it raises."""
         # Looked up first: a checkpoint that comes meanwhile is then loaded by the next call.
-        self._seen, run = self._newest(), run_named(self.name)
+        self._seen, run = self._versions(), run_named(self.name)
         if run is None:
             model, tokenizer = load(self.name, self.warn)
             name = without_links(self.name).name
             return Version(name, (LAST,), model, tokenizer, Precision("fp32"))
         model, tokenizer, update = load_run(run, self.warn)
-        precision = Precision(run_settings(run, runs_code=False).train.precision)
+        precision = Precision(run_settings(run, runs=()).train.precision)
         name = without_links(run.folder).name
         return Version(f"{name}@{update}", (name, LAST), model, tokenizer, precision)
 
     def again(self) -> None:
         """Let the newest version count as one that was not loaded yet."""
-        self._seen = ()
+        self._seen = _NOTHING
 
-    def _newest(self) -> tuple[Any, ...]:
-        run: Run | None = run_named(self.name)
+    def _versions(self) -> "_Versions":
+        run = run_named(self.name)
         if run is None or run.at is not None:
-            return (run and run.at,)
-        return without_links(run.folder), [folder.name for folder in entries(run.checkpoints, "step-")][-1:]
+            return _Versions(self.name, frozenset())
+        # All names, as the newest one may be damaged for good, or no checkpoint at all.
+        names = frozenset(folder.name for _, folder in candidates(run.checkpoints))
+        return _Versions(str(without_links(run.folder)), names)
+
+
+class _Versions(NamedTuple):
+    """What a name stands for: a run, and the names of its checkpoints."""
+
+    run: str
+    checkpoints: frozenset[str]
+
+
+_NOTHING = _Versions("", frozenset())
 
 
 LEAST_POSITIONS = 8192

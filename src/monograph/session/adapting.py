@@ -11,13 +11,13 @@ from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.optim import Group
 from monograph.report.quantities import counted
 from monograph.run.recipe import Vocabulary, compared, own_file, tokenizer_named, tokenizer_of
-from monograph.run.trust import code_file
+from monograph.storage.code import code_named, folder_named
 from monograph.storage.reading import exists, without_links
 from monograph.text.tokenizer import Tokenizer
 
 FIXED = ("lora.rank", "lora.alpha", "lora.rslora", "lora.dora", "lora.targets", "lora.dropout", "lora.base")
-# New tokens are known only once the text's tokenizer is, so they are not fixed early; the rate is the optimizer's.
-KEYS = (*FIXED, "lora.tokens", "lora.lr_ratio")
+# What the adapters are; new tokens are known only once the text's tokenizer is, so they are not fixed early.
+ADAPTER_KEYS = (*FIXED, "lora.tokens")
 USUAL = Lora()
 RANK = f"lora.rank = {USUAL.rank}"
 
@@ -62,9 +62,12 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
     Raises:
         UsageError: there is no base or no rank, or the adapters differ from the stored ones that they begin from.
     """
-    init, given = settings.model.init, {key: settings.origins[key] for key in KEYS if key in settings.origins}
+    init, given = (
+        settings.model.init,
+        {key: settings.origins[key] for key in (*ADAPTER_KEYS, "lora.lr_ratio") if key in settings.origins},
+    )
     if init and is_adapter(init):
-        return {**_as_stored(settings, init, given), "model.init": str(without_links(init))}
+        return {**_as_stored(settings, init, given), "model.init": folder_named(without_links(init))}
     if not given:
         return {}
     key, origin = next(iter(given.items()))
@@ -75,7 +78,9 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
             f"{origin}: {key}: adapters are added to weights that exist and stay frozen, which those of a new model "
             "would at random: name the model with model.init = FOLDER"
         )
-    return ({"model.init": str(without_links(init))} if exists(init) else {}) | _values(lora)
+    return (
+        {"model.init": folder_named(without_links(init))} if exists(init) and not code_named(init) else {}
+    ) | _values(lora)
 
 
 def _values(lora: Lora) -> dict[str, Any]:
@@ -163,7 +168,7 @@ def new_tokens_of(settings: Settings, tokenizer: Tokenizer | None = None) -> New
     if tokenizer is None:
         file = str(tokenizer_of(init)) if named == AUTO else named
         tokenizer = Tokenizer.bytes() if file == "bytes" else Tokenizer.from_file(file)
-    vocabulary = None if code_file(base) else compared(tokenizer, base)
+    vocabulary = None if code_named(base) else compared(tokenizer, base)
     stored = read_adapter(adapter).lora.tokens if adapter else None
     return NewTokens(tokenizer, vocabulary, _listed(settings, tokenizer), stored)
 
@@ -189,7 +194,7 @@ def require_tokens(settings: Settings) -> None:
         InputRefused, UsageError: see `new_tokens_of`.
     """
     init, named = settings.model.init, settings.data.tokenizer
-    its_own = init is not None and not code_file(init) and str(own_file(init)) == named
+    its_own = init is not None and not code_named(init) and str(own_file(init)) == named
     if not its_own or settings.lora.tokens is not None:
         new_tokens_of(settings)
 

@@ -22,7 +22,7 @@ from monograph.session.recorded import own_copies, run_settings, strange_text
 from monograph.text.tokenizer import Tokenizer
 
 LONGEST_ROW = 4096
-_READING = ("sequence_length", "packing", "text_key", "bad_records", "answers", "too_long")
+_READING = ("sequence_length", "packing", "text_key", "ignore_keys", "bad_records", "answers", "too_long")
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ def require_finite(loss: float, name: str, text: str) -> None:
 
 def of_run(run: Run, warn: Warn) -> EvaluatedModel:
     """Load a run's newest sound model; see `load_trained`."""
-    settings = run_settings(run)
+    settings = run_settings(run, runs=("model.init",))
     precision = Precision(settings.train.precision)  # in another precision the figures would differ
     text = settings.data.model_dump() | own_copies(settings)
     text["answers"] = text["answers"] if text["answers"] in ("every", "last") else "every"  # not a form of drawn ones
-    module, loss, tokenizer, state, averaged = load_trained(run, warn, precision)
+    module, loss, tokenizer, state, averaged = load_trained(run, warn, precision, settings.programs)
     return EvaluatedModel(
         module,
         loss,

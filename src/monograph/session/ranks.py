@@ -112,7 +112,7 @@ def progress_of(world: World) -> Progress:
 
 def again(world: World, run: Run, parallel: str) -> str:
     """Return the command line that continues a run as it trains now, which may differ from its config.toml."""
-    changed = () if run_settings(run, runs_code=False).train.parallel == parallel else (f"train.parallel={parallel}",)
+    changed = () if run_settings(run, runs=()).train.parallel == parallel else (f"train.parallel={parallel}",)
     if world.alone:
         return command("train", "--resume", run.handle, *changed)
     restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0")
@@ -154,8 +154,9 @@ def agreed(world: World, settings: Settings) -> Settings:
     """Return rank 0's settings on all ranks."""
     if world.alone:
         return settings
-    values, origins = world.agreed([settings.pinned(), dict(settings.origins)])
-    return build({key: check(key, value, origins[key], from_text=False) for key, value in values.items()}, origins)
+    values, origins, vouched = world.agreed([settings.pinned(), dict(settings.origins), dict(settings.vouched)])
+    checked = {key: check(key, value, origins[key], from_text=False) for key, value in values.items()}
+    return build(checked, origins).vouching(vouched)
 
 
 @contextmanager

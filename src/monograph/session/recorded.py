@@ -2,12 +2,16 @@
 
 import hashlib
 import os
+import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from monograph.config import EXCLUSIVE, Settings, load
+from monograph.config import EXCLUSIVE, KEYS, Settings, load
+from monograph.config.settings import NAME_CODE
+from monograph.config.sources import written_fingerprint
 from monograph.data.sources import HUB, weighted
 from monograph.errors import InputRefused, UsageError
 from monograph.planner import defaults
@@ -20,24 +24,45 @@ from monograph.run.repository import fetched
 from monograph.run.run_index import checkpoint_named
 from monograph.run.trust import carries_mark, is_ours, marked, require_trusted
 from monograph.run.writing import write_whole
-from monograph.session.adapting import KEYS, require_no_new
+from monograph.session.adapting import ADAPTER_KEYS, require_no_new
 from monograph.session.plan import is_sharded
+from monograph.storage.code import digests
 from monograph.storage.reading import contents, entries, exists, is_file, is_folder, matching, resolved, without_links
 from monograph.terminal import shell_words
 
+# Keys that say something about another key's value: a new run that is given the other does not take them over.
+BELONGS = {
+    "data.tokenizer": ("data.vocab_size",),
+    "optim.grad_clip": ("optim.skip_spikes",),
+    "optim.schedule": ("optim.min_lr_ratio",),
+    "train.parallel": ("train.gather_dtype",),
+    "rl.kl": ("rl.kl_coef", "rl.entropy_coef"),
+    "rl.entropy_coef": ("rl.kl", "rl.kl_coef"),
+    "rl.truncated": ("rl.truncation_penalty",),
+    "prefer.loss": tuple(key for key in KEYS if key.startswith("prefer.") and key != "prefer.loss"),
+}
 # Settings that a branched run does not take over from its parent: the length, values that depend on it, and the ranks.
-_OF_ONE_RUN = {*EXCLUSIVE[0], "train.eval_every", "train.save_every", "optim.warmup_updates", "train.parallel"}
+_OF_ONE_RUN = {
+    *EXCLUSIVE[0],
+    "train.eval_every",
+    "train.save_every",
+    "optim.warmup_updates",
+    "train.parallel",
+    "train.gather_dtype",
+}
 
 
 def run_settings(
-    run: Run, *, runs_code: bool = True, inits: Sequence[str] = (), recorded: str | None = None
+    run: Run, *, runs: Collection[str] = NAME_CODE, programs: Sequence[str] = (), recorded: str | None = None
 ) -> Settings:
     """Return a run's settings; all code that reads a run's config.toml does so here.
 
+    They vouch for the Python files that the caller may run.
+
     Args:
         run: the run.
-        runs_code: whether the caller may run the Python file that the settings name.
-        inits: values of model.init that a sweep names in addition to that of its config.toml.
+        runs: the keys whose code the caller may run.
+        programs: values that name code in a sweep's points, in addition to those of its config.toml; they may run, too.
         recorded: the fingerprint of the settings; None: that in the run's newest sound checkpoint.
 
     Raises:
@@ -47,39 +72,77 @@ def run_settings(
     state = recorded_state.newest_state(run)
     expected = recorded or state.get("settings")
     try:
-        settings = load(run.config, {}, {})
+        settings = load(run.config, {}, {}, recorded=True)
     except UsageError as error:
         if expected is None:
             raise
         digest = hashlib.sha256(text).hexdigest() if (text := contents(run.config)) is not None else "nothing"
         raise _changed(run, expected, f"{digest} ({error})") from None
-    if expected is not None and not settings.has_fingerprint(expected):
+    if expected not in (None, settings.fingerprint, written_fingerprint(run.config)):
         raise _changed(run, expected, settings.fingerprint)
-    if runs_code:
-        require_trusted(run.config, [settings.model.init, *inits], state.get("recipe", {}).get("sha256"))
-    return settings
+    running = [*(settings.values()[key] for key in runs), *programs]
+    sha256 = state.get("recipe", {}).get("sha256")
+    return settings.vouching(require_trusted(run.config, [*settings.programs, *programs], running, sha256))
 
 
-def hold_to_its_run(toml: Path | None, *, runs_code: bool) -> None:
+def settings_given(toml: Path | None, overrides: Mapping[str, Any], *, runs_code: bool) -> Settings:
+    """Return the settings that a command line gives; with `runs_code` they vouch for the Python files that they name.
+
+    The user names a file by typing it, in the environment or in a TOML file of their own. What a TOML file of a run
+    names is the run's.
+
+    Raises:
+        InputRefused: see `run_settings`.
+        UsageError: see `monograph.config.load`.
+    """
+    vouched = _of_its_run(toml, [key for key in NAME_CODE if runs_code and key not in overrides])
+    settings = fetched_model(load(toml, overrides, recorded=toml is not None and carries_mark(toml)))
+    if not runs_code:
+        return settings
+    if vouched is None:
+        return settings.vouching(digests(settings.programs))
+    typed = [
+        value for key, value in settings.values().items() if key in NAME_CODE and not _is_from(toml, settings, key)
+    ]
+    if strange := [value for value in settings.programs if value not in {*vouched, *typed}]:
+        raise InputRefused(f"{toml}: changed while it was read, and now names {strange[0]}; try again")
+    return settings.vouching({**digests(typed), **vouched})
+
+
+def _is_from(toml: Path | None, settings: Settings, key: str) -> bool:
+    """Return whether a value comes from the TOML file, whose name its origin then begins with."""
+    return toml is not None and settings.origins.get(key, "").startswith(str(toml))
+
+
+def _of_its_run(toml: Path | None, keys: Collection[str]) -> Mapping[str, str] | None:
     """Check a TOML file that the user named as a run's settings are checked, if a run wrote it or it is in its folder.
 
     Links are followed. A mark in the file counts even outside of a run's folder, since a stranger may have left out the
     files that make a folder a run. The line of `strange_text` is printed.
 
+    Args:
+        toml: the file; None: there is none.
+        keys: the keys whose code may run.
+
+    Returns:
+        The digest of each Python file that may run, by the value that names it; None if it is no file of a run.
+
     Raises:
         InputRefused: see `run_settings`.
     """
     if toml is None or not is_file(toml):
-        return
+        return None
     toml = resolved(toml)
     run = Run(toml.parent)
     if toml == run.config and (is_file(run.lock_file) or is_folder(run.checkpoints)):
-        settings = run_settings(run, runs_code=runs_code)
-        require_trusted(toml, [settings.rl.reward if runs_code else None])
+        settings = run_settings(run, runs=keys)
         if warning := strange_text(run, settings):
             print("warning:", warning, file=sys.stderr)
-    elif runs_code and (carries_mark(toml) or any(is_file(parent / "run.lock") for parent in toml.parents)):
-        require_trusted(toml, load(toml, {}, {}).programs)
+        return settings.vouched
+    if carries_mark(toml) or any(is_file(parent / "run.lock") for parent in toml.parents):
+        settings = load(toml, {}, {}, recorded=True)
+        return require_trusted(toml, settings.programs, [settings.values()[key] for key in keys])
+    return None
 
 
 def own_copies(settings: Settings) -> dict[str, Any]:
@@ -148,15 +211,18 @@ def _changed(run: Run, expected: str, found: str) -> InputRefused:
     )
 
 
-def write_config(run: Run, settings: Settings, inits: Sequence[str] = ()) -> None:
-    """Write config.toml, whole or not at all, with this user's mark.
+def write_config(run: Run, settings: Settings, programs: Sequence[str] = ()) -> None:
+    """Write config.toml, whole or not at all, with this user's mark if the settings vouch for all code that they name.
 
     Args:
         run: the run or the sweep's folder.
         settings: the settings of the run or of the sweep.
-        inits: values of model.init that a sweep varies.
+        programs: values that name code in a sweep's points.
     """
-    write_whole(run.config, marked(settings.to_toml(), [*settings.programs, *inits]))
+    named, text = [*settings.programs, *programs], settings.to_toml()
+    if all(value in settings.vouched for value in named):
+        text = marked(text, {value: settings.vouched[value] for value in named})
+    write_whole(run.config, text)
 
 
 def settings_of(run: Run, given: Settings) -> Settings:
@@ -170,13 +236,11 @@ def settings_of(run: Run, given: Settings) -> Settings:
         raise InputRefused(
             f"{run.folder} was stopped before it began: start it with `monograph train --out {shell_words(run.folder)}`"
         )
-    own = run_settings(run, runs_code=not isinstance(run, Follower))  # rank 0 answers for all
-    require_trusted(run.config, [own.rl.reward])
+    own = run_settings(run, runs=() if isinstance(run, Follower) else NAME_CODE)  # rank 0 answers for all
     for key, value in given.pinned().items():
         mine = own.values()[key]
         if (
             value in (mine, "auto")
-            or (key == "optim.transfer" and _same_transfer(value, mine))
             or (
                 key == "train.tokens"
                 and own.train.updates == defaults.updates_of(value, int(own.train.tokens_per_update))
@@ -185,7 +249,7 @@ def settings_of(run: Run, given: Settings) -> Settings:
             or (key == "train.minutes" and given.origins[key] != "command line")
         ):
             continue
-        if key in ("train.memory", "train.parallel"):  # the updates stay the same
+        if key in ("train.memory", "train.parallel", "train.gather_dtype"):  # the updates stay the same
             # A run that is streamed, or gathered block by block, has no graph of the whole step.
             split = (value == "stream" or is_sharded(str(value))) and own.train.compile == "whole"
             own = own.resolve({key: value} | ({"train.compile": "blocks"} if split else {}), given.origins[key])
@@ -201,16 +265,29 @@ def settings_of(run: Run, given: Settings) -> Settings:
 
 
 def parent_named(name: str) -> tuple[Run, int | None]:
-    """Return the run and the update (None: the newest) that RUN[@UPDATE] names."""
+    """Return the run and the update (None: the newest) that RUN[@UPDATE] names.
+
+    A run of the whole name is meant if there is one, such as a run called a@5 beside one called a.
+    """
     run, _, update = name.rpartition("@")
-    if run and not update.isdecimal() and not exists(name):
+    numbered = re.fullmatch("[0-9]{1,18}", update)
+    if not run or _is_run(name) or (exists(name) and not numbered):
+        parent = Run.open(name)
+        return parent, parent.at
+    if not numbered:
         raise UsageError(f"--from {name}: expected RUN or RUN@UPDATE with a whole number after the @, not {update!r}")
-    if not run or not update.isdecimal():
-        return (parent := Run.open(name)), parent.at
     parent = Run.open(run)
     if parent.at not in (None, int(update)):
         raise UsageError(f"--from {name}: {run} is the checkpoint of update {parent.at}; leave one of them out")
     return parent, int(update)
+
+
+def _is_run(name: str) -> bool:
+    """Return whether a run or a sweep is there under a name, which may begin with `last`."""
+    with suppress(InputRefused):
+        Run.located(name)
+        return True
+    return False
 
 
 def model_given(settings: Settings, name: str | None) -> tuple[Settings, str | None]:
@@ -230,23 +307,25 @@ def branched(parent: Run, given: Settings) -> Settings:
     """Return the settings of a new run: the given ones, and its parent's except those of `_OF_ONE_RUN`."""
     if not parent.begun and not entries(parent.checkpoints):
         raise InputRefused(f"{parent.folder} was stopped before it began: nothing can start from it")
-    own = run_settings(parent, runs_code=given.model.init is None)
+    judged = given.rl.reward is not None or given.prefer.loss is not None
+    replaced = {"model.init": given.model.init is not None, "rl.reward": judged}
+    own = run_settings(parent, runs=[key for key in NAME_CODE if not replaced[key]])
     taken = _by_records(given, own)
-    if given.rl.reward is None and given.prefer.loss is None:
-        require_trusted(parent.config, [own.rl.reward])
-    if added := [key for key in KEYS if key in taken and given.values()[key] != own.values()[key]]:
+    if added := [key for key in ADAPTER_KEYS if key in taken and given.values()[key] != own.values()[key]]:
         raise UsageError(
             f"{given.origins[added[0]]}: {added[0]}: --from goes on with the weights that {parent.folder} trains and "
             f"their optimizer; for adapters on them start anew with model.init={parent.folder}"
         )
-    if "optim.transfer" in taken and not _same_transfer(given.optim.transfer, own.optim.transfer):
-        raise UsageError(
-            f"{given.said('optim.transfer')}, but the weights of {parent.folder} were drawn with "
-            f"{own.optim.transfer}; leave it out"
-        )
+    for key in ("optim.transfer", "optim.transfer_base"):
+        mine = own.values()[key]
+        if key in taken and given.values()[key] != mine:
+            raise UsageError(
+                f"{given.said(key)}, but the weights of {parent.folder} were drawn with {mine}; leave it out"
+            )
     if "data.tokenizer" in taken:
         require_no_new(given, str(parent.folder))
-    taken -= {"optim.transfer"}
+    taken -= {"optim.transfer", "optim.transfer_base"}
+    taken |= {belonging for key in taken for belonging in BELONGS.get(key, ())}
     closed = {key for group in EXCLUSIVE if not taken.isdisjoint(group) for key in group} | taken | _OF_ONE_RUN
     if given.model.init:  # that model brings its own shape
         closed |= {key for key in own.values() if key.startswith("model.")}
@@ -254,7 +333,8 @@ def branched(parent: Run, given: Settings) -> Settings:
     kept |= {f"data.{key}": copy for key, copy in own_copies(own).items() if f"data.{key}" in kept}
     if "data.tokenizer" not in taken:
         kept["data.tokenizer"] = str(parent.tokenizer)  # a newly trained BPE would change the meaning of the ids
-    return given.resolve(kept, str(parent.config))
+        kept.pop("data.vocab_size", None)
+    return given.resolve(kept, str(parent.config)).vouching({**own.vouched, **given.vouched})
 
 
 def _by_records(given: Settings, own: Settings) -> set[str]:
@@ -272,8 +352,3 @@ def _by_records(given: Settings, own: Settings) -> set[str]:
     if judged and (given.rl.reward is None) != (own.rl.reward is None):
         taken |= {"train.tokens_per_update"}  # answers decide it
     return taken
-
-
-def _same_transfer(given: str, own: str) -> bool:
-    """Return whether the given transfer is the run's own, or "width" without a base width."""
-    return given == own or (given == "width" and own.startswith("width:"))

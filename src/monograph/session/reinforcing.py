@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from monograph.config import Settings
+from monograph.data.forms import Asked
 from monograph.decode.cache import KVCache
 from monograph.device import Device, default_device
 from monograph.errors import InputRefused, UsageError
@@ -30,7 +31,6 @@ from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS
 from monograph.run.models import load
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
-from monograph.run.trust import code_digest
 from monograph.session.adapting import lora_of
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
 from monograph.storage.reading import without_links
@@ -59,12 +59,12 @@ _NOT_OF_TEACHERS = (
 
 def with_records(settings: Settings) -> Settings:
     """Return the settings with prefer.loss decided: as given, or the usual loss if the records are judged answers."""
-    given, chosen = settings.values(), dict[str, Any]()
-    if "data.text_key" in settings.origins:  # a text under this key is asked for
+    data = settings.data
+    is_text = data.text_key is not None  # it is asked for
+    if is_text or settings.prefer.loss is not None or settings.rl.reward is not None:
         return settings
-    if given["prefer.loss"] is None and given["rl.reward"] is None and (usual := loss_for(given["data.source"])):
-        chosen["prefer.loss"] = usual
-    return settings.resolve(chosen, "data.source") if chosen else settings
+    usual = loss_for(data.source, Asked.of(None, data.ignore_keys), data.bad_records == "skip")
+    return settings.resolve({"prefer.loss": usual}, "data.source") if usual else settings
 
 
 def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
@@ -143,7 +143,7 @@ def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
         with progress.stage("teacher", named := name.removeprefix(TEACHER)):
             reward.teacher = _teacher(named, prompts, options)
     # Another program, schema or teacher would give other rewards to the same answers, so a run belongs to this one.
-    decisive = prompts.fingerprint + (code_digest(name, "rl.reward") if reward.file else reward.digest)
+    decisive = prompts.fingerprint + reward.digest
     decisive += digest(reward.teacher) if reward.teacher else ""
     decisive += form_named(str(reading["answers"])).digest if ":" in reading["answers"] else ""
     return replace(prompts, fingerprint=hashlib.sha256(decisive.encode()).hexdigest())

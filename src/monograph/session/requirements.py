@@ -16,9 +16,9 @@ from monograph.model.llama import Llama
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, gibibytes
 from monograph.rl.loss import penalty
-from monograph.run.trust import code_file
 from monograph.session.plan import Plan, is_sharded
 from monograph.session.reinforcing import USUAL, with_records
+from monograph.storage.code import code_named
 
 LEAST_BYTES = 2  # the least bytes of a parameter, its weight in 16 bits
 
@@ -136,7 +136,7 @@ def require_with_rewards(settings: Settings) -> None:
         form = f"{settings.said('data.answers')} is the form of answers that are drawn"
         raise UsageError(f"{form}: give rl.reward, too, or take every or last")
     excluded = {
-        f"model.init = {init}": (code_file(init) is not None, "a program says no tokenizer: name a run or a folder"),
+        f"model.init = {init}": (code_named(init) is not None, "a program says no tokenizer: name a run or a folder"),
         "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),
         "train.precision = fp8": (train.precision == "fp8", "answers are not drawn in fp8: take bf16"),
         f"train.tokens = {tokens}": (tokens is not None, "answers have any length: give updates or minutes"),
@@ -160,7 +160,7 @@ def require_with_preferences(settings: Settings) -> None:
     init, train, data = settings.model.init, settings.train, settings.data
     excluded = {
         "rl.reward": (settings.rl.reward is not None, "a run learns from one of both: leave one out"),
-        f"model.init = {init}": (code_file(init) is not None, "a program says no tokenizer: name a run or a folder"),
+        f"model.init = {init}": (code_named(init) is not None, "a program says no tokenizer: name a run or a folder"),
         "train.memory = stream": (train.memory == "stream", "it is not built for streaming: leave it out"),
         "train.precision = fp8": (train.precision == "fp8", "it was not tried: take bf16"),
         "train.tokens": (train.tokens is not None, "pairs are counted, not tokens: give updates, epochs or minutes"),

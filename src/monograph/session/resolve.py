@@ -31,6 +31,7 @@ from monograph.session.reinforcing import bytes_beside, fixed_preference, fixed_
 from monograph.session.requirements import require_positions, require_room, require_targets, require_together
 from monograph.step import Clip
 from monograph.storage.cache_dir import cache_root, calibration_file
+from monograph.storage.code import folder_named
 from monograph.storage.reading import is_file
 from monograph.text.tokenizer import parse
 from monograph.transfer import WidthTransfer, narrowed
@@ -127,12 +128,13 @@ def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe
         length = defaults.sequence_length(model.init is None, positions, given)
         chosen["data.sequence_length"] = length
     if model.init and (other := run_named(model.init)):  # record its path: `last` will soon name the new run
-        chosen["model.init"] = str(other.named)
+        chosen["model.init"] = folder_named(other.named)
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = defaults.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
     chosen |= fixed_lora(settings) | fixed_rl(settings, length) | fixed_preference(settings)
-    recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed, family=model.family or FIRST_FAMILY)
+    family = model.family or FIRST_FAMILY
+    recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed, family=family, vouched=settings.vouched)
     recipe = recipe if shape_alone and not has_weights(Path(str(model.init))) else recipe.checked()
     transfer = transfer_of(settings, None if model.init else recipe.shape(vocab_size=1))
     if transfer:
@@ -140,7 +142,7 @@ def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe
     if (named := tokenizer_named(settings.data.tokenizer)) != settings.data.tokenizer:
         chosen["data.tokenizer"] = named
     if settings.data.tokenizer == "auto" and not shape_alone:
-        own = str(tokenizer_of(model.init)) if model.init and not recipe.file else None
+        own = str(tokenizer_of(model.init)) if model.init and not recipe.code else None
         chosen["data.tokenizer"] = own or "bpe"
     if chosen.get("data.tokenizer", settings.data.tokenizer) == "bpe" and settings.data.vocab_size is None:
         chosen["data.vocab_size"] = defaults.DEFAULT.vocabulary
@@ -204,7 +206,7 @@ def _usual_rate(recipe: Recipe, rule: str, adapted: bool) -> float:
     if adapted:
         return defaults.FINETUNING_RATES["adapters"]
     if recipe.init is not None:
-        from_elsewhere = not (recipe.file or run_named(recipe.init))
+        from_elsewhere = not (recipe.code or run_named(recipe.init))
         return defaults.FINETUNING_RATES["all"] if from_elsewhere else defaults.UNKNOWN_RATE
     return defaults.UNKNOWN_RATE if recipe.preset == "auto" else defaults.known_learning_rate(recipe.preset, rule)
 
@@ -391,7 +393,7 @@ def shape_of(plan: Plan, tokens: NewTokens | None = None) -> LlamaConfig:
     """
     recipe, tokenizer = plan.recipe, str(plan.reading["tokenizer"])
     if init := recipe.init:
-        if not recipe.adapter and (":" in init or is_weight_file(init) or run_named(init)):
+        if not recipe.adapter and (recipe.code or is_weight_file(init) or run_named(init)):
             raise UsageError(f"model.init = {init}: a plan is made for a preset, sizes or a Hugging Face folder")
         return with_rows(hub.read_config(init), tokens)
     sizes: dict[str, Any] = {"max_position_embeddings": plan.sequence_length}

@@ -238,7 +238,7 @@ class Session:
             )
         if state.get("teachers") != self.teachers:
             raise InputRefused(f"{self.run.folder / TEACHERS}: not what the run was begun with: {instead}")
-        saved = Recipe.recorded(state["recipe"], self.run)
+        saved = Recipe.recorded(state["recipe"])
         require_same_file(saved, self.run)
         require_base(self.plan.recipe.base_sha256, saved.base_sha256, saved.init, self.run.folder)
         # Compared as shapes: an older checkpoint lacks keys that were added since, which have their defaults in it.

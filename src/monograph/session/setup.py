@@ -29,7 +29,6 @@ from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, extended, is_weight_file, left_out_of, recorded, require_base_of, shape_in
-from monograph.run.trust import code_digest
 from monograph.session.adapting import lora_of, new_tokens_of, token_notes
 from monograph.session.distilling import mixture_loss
 from monograph.session.plan import Plan, Shape, is_sharded
@@ -165,8 +164,6 @@ def build_run(
         InputRefused: the model does not fit the text.
     """
     recipe, settings = plan.recipe, plan.settings
-    if recipe.file:  # the file may have changed while the text was read
-        recipe = recipe._replace(sha256=code_digest(str(recipe.init)))
     # A weight file's own tensors give these sizes.
     if recipe.adapter or not (recipe.init and is_weight_file(recipe.init)):
         sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.sequence_length}

@@ -157,6 +157,28 @@ def is_folder(path: str | os.PathLike[str]) -> bool:
     return entry is not None and stat.S_ISDIR(entry.st_mode)
 
 
+_KINDS = {
+    stat.S_IFREG: "a file",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFLNK: "a link",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFBLK: "a device",
+    stat.S_IFCHR: "a device",
+}
+
+
+def kind_of(path: str | os.PathLike[str]) -> str:
+    """Return what is there in words, such as "a folder", "a link to nothing" or "nothing"; raise Unreadable."""
+    own = status(path, follow=False)
+    if own is None:
+        return "nothing"
+    meant = status(path)
+    if meant is None:
+        return "a link to nothing"
+    return _KINDS.get(stat.S_IFMT(meant.st_mode), "something else")
+
+
 def free_bytes(folder: Path) -> int:
     """Return what is free on the disk of a folder, or of its nearest parent that exists."""
     return shutil.disk_usage(next(path for path in (folder, *folder.absolute().parents) if exists(path))).free

@@ -23,7 +23,8 @@ def writing(folder: Path) -> Iterator[None]:
     """Turn the operating system's errors while writing under `folder` into Monograph's.
 
     Raises:
-        DiskFull: there is no room, the user is over quota, or the file is too large for the system's limit.
+        DiskFull: there is no room, the user is over quota, the file is too large for the system's limit, or the disk
+            fails.
         InputRefused: writing failed for any other reason.
     """
     try:
@@ -32,6 +33,11 @@ def writing(folder: Path) -> Iterator[None]:
         if error.errno in FULL:
             raise DiskFull(
                 f"{folder}: no room to write ({error.strerror}); free some, or set `cache` or MONOGRAPH_HOME to another"
+            ) from None
+        if error.errno == errno.EIO:
+            raise DiskFull(
+                f"{error.filename or folder}: cannot be written ({error.strerror}); look at the disk, or set `cache` "
+                "or MONOGRAPH_HOME to another"
             ) from None
         what = f"{error.filename or folder}: cannot be written ({error.strerror or error})"
         raise InputRefused(f"{what}; set `cache` or MONOGRAPH_HOME to a folder of yours") from None

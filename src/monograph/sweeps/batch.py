@@ -33,7 +33,6 @@ from monograph.session.recorded import write_config
 from monograph.session.resolve import resolve
 from monograph.session.session import Session, seed_all
 from monograph.session.setup import BuiltRun, build_run, make_engine
-from monograph.storage.reading import entries
 from monograph.sweeps.spec import Member
 
 EVALUATIONS = 6  # evaluations of each member, if the settings give no interval
@@ -273,10 +272,7 @@ def go_on(batch: MemberBatch, ended: dict[int, int], progress: Progress) -> int:
 
 def _common(batch: MemberBatch, ended: dict[int, int]) -> int:
     """Return the newest update at which every member that had not diverged by then has a sound checkpoint; else 0."""
-    saved = [
-        {int(path.name[5:]) for path in entries(session.run.checkpoints, "step-") if path.name[5:].isdecimal()}
-        for session in batch.sessions
-    ]
+    saved = [{update for update, _ in checkpointing.candidates(session.run.checkpoints)} for session in batch.sessions]
     for update in sorted(set().union(*saved), reverse=True):
         going = [place for place in range(len(saved)) if ended.get(place, update + 1) > update]
         if going and all(update in saved[place] and _sound(batch.sessions[place], update) for place in going):

@@ -14,6 +14,7 @@ from pydantic import Field
 from monograph.config import KEYS, Settings
 from monograph.config import load as load_settings
 from monograph.config.axes import SEED, Point
+from monograph.config.settings import programs_in
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.recorded_state import Natural, Seconds, Strict
@@ -96,7 +97,7 @@ class Sweep:
         with sweep.run.lock(new=True):
             record["target"] = target.to_toml() if target else None
             sweep.write()
-            write_config(sweep.run, settings, sweep.inits)
+            write_config(sweep.run, settings, sweep.programs)
         return sweep
 
     @classmethod
@@ -130,12 +131,12 @@ class Sweep:
     @property
     def settings(self) -> Settings:
         """Return the settings that all members share, as given; raises InputRefused like `run_settings`."""
-        return run_settings(self.run, inits=self.inits, recorded=self.record.get("settings"))
+        return run_settings(self.run, programs=self.programs, recorded=self.record.get("settings"))
 
     @property
-    def inits(self) -> list[str]:
-        """Return the values of model.init that members vary."""
-        return sorted({str(point["model.init"]) for point in self.points if "model.init" in point})
+    def programs(self) -> list[str]:
+        """Return the values that members vary and that name a function in a Python file."""
+        return sorted({value for point in self.points for value in programs_in(point)})
 
     @property
     def wide(self) -> Path:

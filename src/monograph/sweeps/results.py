@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from monograph.checkpointing import candidates
 from monograph.config.axes import SEED
 from monograph.data.corpus import Corpus
 from monograph.device import compiler_obstacle, default_device, describe
@@ -18,7 +19,6 @@ from monograph.run import recorded_state
 from monograph.run.folder import MIXTURE, Run, names_mixture, standard_json
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
-from monograph.run.trust import code_file
 from monograph.session.distilling import write_teachers
 from monograph.session.plan import Plan
 from monograph.session.recorded import run_settings, write_config
@@ -27,7 +27,8 @@ from monograph.session.resolve import resolve
 from monograph.session.session import seed_all
 from monograph.session.setup import build_run, make_engine, open_corpus
 from monograph.session.warmup import capture
-from monograph.storage.reading import entries
+from monograph.storage.code import code_named
+from monograph.storage.reading import is_folder
 from monograph.sweeps.concurrency import first_window
 from monograph.sweeps.folder import SCHEMA, Sweep
 from monograph.sweeps.spec import ORIGIN, Member, described, short, shown
@@ -108,7 +109,7 @@ def require_teachers(sweep: Sweep, ranks: int) -> None:
     of_tokens = ("data.tokenizer", "data.vocab_size", "data.sequence_length", "model.vocab_size", "model.init")
     obstacles = {
         **{f"{key} as an axis": key in keys for key in of_tokens},
-        "a model.init that is a Python file": code_file(settings.model.init) is not None,
+        "a model.init that is a Python file": code_named(settings.model.init) is not None,
         "lora.rank": settings.lora.rank is not None or "lora.rank" in keys,
         "train.memory = stream": settings.train.memory == "stream",
         f"{ranks} processes": ranks > 1,
@@ -189,13 +190,13 @@ def as_json(outcomes: Sequence[Outcome], table: Table) -> tuple[list[dict[str, A
     """Return (members, best) as `--json` prints them."""
     members = []
     for outcome in outcomes:
-        folders = entries(outcome.run.checkpoints, "step-")
+        folders = [folder for _, folder in candidates(outcome.run.checkpoints) if is_folder(folder)]
         scores = {key: outcome.evaluation.get(key) for key in (NATS, BITS)}
         last: dict[str, Any] = next((row for row in reversed(outcome.rows) if "train_loss" in row), {})
         members.append({
             "knobs": dict(outcome.member.knobs), **standard_json(scores), "train_loss": last.get("train_loss"),
             "diverged": outcome.diverged, "run": str(outcome.run.folder),
-            "checkpoint": str(folders[-1]) if folders else None,
+            "checkpoint": str(folders[0]) if folders else None,
         })  # fmt: skip
     if table.best is None:
         return members, None

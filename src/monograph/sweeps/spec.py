@@ -10,6 +10,7 @@ from typing import NamedTuple
 from monograph.config import EXCLUSIVE, Settings, classify, load
 from monograph.config.axes import IN_ONE_GRAPH, SEED, Axis, Point, axes_of, points
 from monograph.config.keys import DEFAULT_MINUTES as DEFAULT_RUN_MINUTES
+from monograph.config.settings import NAME_CODE
 from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
@@ -17,9 +18,10 @@ from monograph.report.quantities import counted
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.run_index import SWEEP, runs_in
 from monograph.session.plan import Plan
-from monograph.session.recorded import fetched_model, hold_to_its_run, require_text, run_settings
+from monograph.session.recorded import require_text, run_settings, settings_given
 from monograph.session.requirements import require_one_device, require_texts
 from monograph.session.resolve import WIDTH, resolve, transfer_of
+from monograph.storage.code import digests
 from monograph.storage.reading import is_file
 
 ORIGIN = "sweep"
@@ -175,9 +177,11 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     """
     toml, overrides = classify(arguments)
     fixed, axes = axes_of(overrides)
-    hold_to_its_run(toml, runs_code="model.init" not in overrides)
     first = {axis.key: axis.first for axis in axes}  # a shape is checked with a value for each of its sizes
-    settings, target = (fetched_model(load(toml, fixed | first)), None) if arguments else (_of_newest_run(), None)
+    settings, target = (
+        (settings_given(toml, fixed | first, runs_code=True), None) if arguments else (_of_newest_run(), None)
+    )
+    settings = settings.vouching(digests(value for axis in axes if axis.key in NAME_CODE for value in axis.values))
     require_text(settings)
     require_texts(settings, "sweep")
     require_one_device(settings, "sweep")
@@ -222,10 +226,11 @@ def _of_newest_run() -> Settings:
     if not runs:
         return load(None, {}).resolve(short, ORIGIN)
     run = Run(runs[-1])
-    kept = {key: value for key, value in run_settings(run).pinned().items() if key not in _NOT_TAKEN}
+    own = run_settings(run)
+    kept = {key: value for key, value in own.pinned().items() if key not in _NOT_TAKEN}
     if is_file(run.tokenizer):
         kept["data.tokenizer"] = str(run.tokenizer)
-    return load(None, {}).resolve(kept, str(run.config)).resolve(short, ORIGIN)
+    return load(None, {}).resolve(kept, str(run.config)).resolve(short, ORIGIN).vouching(own.vouched)
 
 
 def continued(out: Path | None, arguments: Sequence[str], samples: int | None) -> bool:

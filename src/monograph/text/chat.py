@@ -1,7 +1,8 @@
 """Turn a chat into token ids, where control tokens come from the template and never from a message; find its stops."""
 
 import json
-from collections.abc import Collection, Iterator, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from monograph.errors import InputRefused
@@ -40,6 +41,21 @@ def chat_ids(
     marker = marker_for(tokenizer, [list(messages), variables])
     text = rendered(template_of(tokenizer), tokenizer, messages, marker, add_generation_prompt, **variables)
     return tokenizer.encode_rendered(text, marker)
+
+
+def require_read(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
+    """Require that the chat template reads what stands beside a chat's messages, which would be lost otherwise.
+
+    Raises:
+        InputRefused: it does not, or there is no template; the message names the first such variable.
+    """
+    source = template_of(tokenizer).source
+    unread = next((name for name in variables if not re.search(rf"\b{re.escape(name)}\b", source)), None)
+    if unread is not None:
+        raise InputRefused(
+            f"{unread!r} changes nothing, as the model's chat template does not read it: remove it, or name its key in "
+            "data.ignore_keys"
+        )
 
 
 def marker_for(tokenizer: Tokenizer, said: Any) -> str:
