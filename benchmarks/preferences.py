@@ -4,7 +4,7 @@ The task is "makes" of that script: "57=" -> any "aa+bb" that adds up to it, aft
 model then writes 64 answers to each prompt, and right ones are paired with wrong ones, or, for kto, labelled. The
 installed command line does all of it: `train`, `generate`, `train` on the pairs by each loss from the same weights, and
 for comparison `train` on the chosen texts alone, with as many updates. The teacher is the model that `rl.reward` makes
-of the same weights; the student learns from it by its own answers (`rl.reward=teacher:RUN`). Figures are shares of
+of the same weights; the student learns from it by its own answers (`rl.reward=teacher rl.teacher=RUN`). Figures are shares of
 right answers, 16 to each prompt at temperature 1.
 
     right     to the prompts of the pairs

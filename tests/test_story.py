@@ -197,7 +197,7 @@ def reinforce(monograph: CommandServer, here: Path) -> str:
     """Teach the folder `out` to say beta, let llama.cpp say it, and return the run."""
     (here / "prompts.jsonl").write_text("".join(f'{{"prompt": "{word} "}}\n' for word in ("alpha", "gamma", "delta")))
     typed = [
-        "prompts.jsonl", "model.init=out", "rl.reward=regex:.*beta.*", "rl.prompts=3", "rl.max_new_tokens=6",
+        "prompts.jsonl", "model.init=out", "rl.reward=regex", "rl.reward_regex=.*beta.*", "rl.prompts=3", "rl.max_new_tokens=6",
         "data.held_out=0", "data.sequence_length=16", "optim.lr=3e-3", "train.updates=40", "train.save_every=10",
         "train.compile=none", "train.precision=fp32",
     ]  # fmt: skip

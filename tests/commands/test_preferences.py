@@ -138,7 +138,7 @@ def first_row(run: Path) -> dict[str, float]:
 
 def test_pairs_after_rewards_and_texts_of_pairs(here: Path, monograph: CommandServer) -> None:
     typed = [
-        "prompts.jsonl", "model.init=base", "rl.reward=regex:.*a.*", "rl.prompts=2", "rl.group=2",
+        "prompts.jsonl", "model.init=base", "rl.reward=regex", "rl.reward_regex=.*a.*", "rl.prompts=2", "rl.group=2",
         "data.sequence_length=32", "train.updates=2", "train.compile=none", "train.precision=fp32", "data.held_out=0",
     ]  # fmt: skip
     assert monograph.run(here, "train", *typed, "--out", "rewarded", figures=0).code == 0

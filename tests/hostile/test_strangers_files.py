@@ -225,7 +225,7 @@ COMMANDS = {
     "train --resume": ["train", "--resume", "IT"],
     "train --resume last": ["train", "--resume", "last"],
     "train model.init": ["train", *OWN, "model.init=IT", "--out", "out"],
-    "train, a teacher": ["train", *OWN[1:], "prompts.jsonl", "model.init=runs/true", "rl.reward=teacher:IT", "--out",
+    "train, a teacher": ["train", *OWN[1:], "prompts.jsonl", "model.init=runs/true", "rl.reward=teacher", "rl.teacher=IT", "--out",
                          "out"],
     "generate": ["generate", "IT", "--max-tokens", "1"],
     "evaluate": ["evaluate", "IT"],

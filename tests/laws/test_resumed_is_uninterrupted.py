@@ -48,7 +48,7 @@ CHANGES = {
     "rewarded": {"data.packing": "packed"},
     "rewarded, three updates a draw": {"rl.updates": 3, "rl.kl": "k2", "rl.kl_coef": 0.05, "rl.advantage": "gspo"},
     "rewarded, near where it began": {"rl.kl": "k1", "rl.kl_coef": 0.1},
-    "taught": {"rl.reward": "teacher:taught"},
+    "taught": {"rl.reward": "teacher", "rl.teacher": "taught"},
     "preferred": {"data.held_out": 0.2},
     "adapters": {},
     "adapters, 4 bits": {

@@ -1,7 +1,6 @@
 """`monograph train`: turn text and time into a trained model, its figures and its checkpoints."""
 
 import json as jsonlib
-from contextlib import closing, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,7 @@ from monograph.errors import Stopped, UsageError
 from monograph.loop import train
 from monograph.report.quantities import counted
 from monograph.rl.prompts import Prompts
-from monograph.rl.rewards import Reward, reward_of
+from monograph.rl.rewards import Reward
 from monograph.run import writing
 from monograph.run.folder import Run, standard_json
 from monograph.run.metrics_log import MetricsLog
@@ -28,7 +27,7 @@ from monograph.session.plan import Plan
 from monograph.session.preferring import keep_first_weights, open_pairs, score_with_first_weights
 from monograph.session.ranks import show
 from monograph.session.recorded import strange_text
-from monograph.session.reinforcing import open_prompts, with_records
+from monograph.session.reinforcing import open_prompts, reward_in, with_records
 from monograph.session.reporting import Reporter, finished
 from monograph.session.requirements import notes_on, require_possible, require_taught
 from monograph.session.resolve import resolve
@@ -80,8 +79,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
         else:
             ranks.require_launched(settings, world.own)
             settings = ranks.agreed(world, settings)
-            name = settings.rl.reward
-            with closing(reward_of(name, settings.vouched)) if name else nullcontext() as reward:
+            with reward_in(settings) as reward:
                 session = _open(folder, settings, world, progress, reward, retry_rows)
                 report = Reporter(session, progress)
                 _loop(session, report, progress)

@@ -70,6 +70,7 @@ _OTHER_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"
 _WHY_NOT = {
     "data.source": _OTHER_TEXT,
+    "data.weights": _OTHER_TEXT,
     "data.held_out": _OTHER_TEXT,
     "data.text_key": _OTHER_TEXT,
     "data.ignore_keys": _OTHER_TEXT,

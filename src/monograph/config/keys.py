@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from monograph.data import LARGEST_SHARE
+from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
 from monograph.model.families import FAMILIES, PRESETS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 
@@ -30,6 +30,13 @@ def _pair(value: Any) -> Any:
     if isinstance(value, str):
         return tuple(part.strip() for part in value.strip("[]()").split(","))
     return tuple(value) if isinstance(value, list) else value
+
+
+def _numbers(value: Any) -> Any:
+    """Read `"2,1"` or `"[2, 1]"` → `["2", "1"]`, and a single number as a list of one."""
+    if isinstance(value, str):
+        return [part.strip() for part in value.strip("[]").split(",")]
+    return [value] if isinstance(value, int | float) else value
 
 
 def _strings(value: Any) -> Any:
@@ -66,8 +73,9 @@ Fraction = Annotated[float, AfterValidator(FRACTION.checked)]
 Minutes = Annotated[float, Field(gt=0, le=1e7)]  # 19 years
 Share = Annotated[float, Field(ge=0, le=LARGEST_SHARE)]
 Ratio = Annotated[float, Field(ge=0, le=1)]
+Weight = Annotated[float, Field(ge=LIGHTEST, le=HEAVIEST)]
+Weights = Annotated[list[Weight], Field(min_length=1), BeforeValidator(_numbers)]
 Momentum = Annotated[float, AfterValidator(DECAY.checked)]
-AnswerForm = Annotated[Text, Field(pattern=r"^(regex|json-schema):.")]
 
 
 def _key(default: Any, expected: str, meaning: str) -> Any:
@@ -116,8 +124,11 @@ class ModelSection(Section):
 class DataSection(Section):
     """The text, and how it becomes rows of tokens."""
 
-    source: Texts = _key(
-        "stdlib", "a path, a glob, or a list of them", "stdlib: Python's own sources; -: stdin; PATH@2"
+    source: Texts = _key("stdlib", "a path, a glob, or a list of them", "stdlib: Python's own sources; -: stdin")
+    weights: Weights | None = _key(
+        None,
+        f"a list of numbers from {LIGHTEST:g} to {HEAVIEST:g}, one for each source",
+        "how often an epoch sees each source; default: once",
     )
     tokenizer: Text = _key(
         "auto",
@@ -137,11 +148,7 @@ class DataSection(Section):
         None, "a name, or a list of them", "keys of records that are left out; an unknown key is refused otherwise"
     )
     bad_records: Literal["refuse", "skip"] = _key("refuse", "refuse or skip", "records without a usable text")
-    answers: Literal["every", "last"] | AnswerForm = _key(
-        "every",
-        "every or last, or with rl.reward regex:PATTERN or json-schema:FILE",
-        "of a conversation, which are trained on; with rl.reward, the form that all drawn answers have",
-    )
+    answers: Literal["every", "last"] = _key("every", "every or last", "of a conversation, which are trained on")
     too_long: Literal["truncate", "refuse"] = _key(
         "truncate", "truncate or refuse", "conversations of more than a row; truncate: turns at the front are left out"
     )
@@ -275,9 +282,14 @@ class RlSection(Section):
 
     reward: Text | None = _key(
         None,
-        "number, exact, regex:PATTERN, json-schema:FILE, python, teacher:MODEL or FILE.py:FUNCTION",
+        "number, exact, regex, json-schema, python, teacher or FILE.py:FUNCTION",
         "what scores an answer; default: nothing, and texts are learned",
     )
+    reward_regex: Text | None = _key(None, "a regular expression", "with rl.reward = regex, what an answer matches")
+    reward_schema: Text | None = _key(None, "a file with a JSON schema", "with rl.reward = json-schema, the schema")
+    teacher: Text | None = _key(None, "a run or a folder", "with rl.reward = teacher, the model that scores each token")
+    answer_regex: Text | None = _key(None, "a regular expression", "what all answers that are drawn match")
+    answer_schema: Text | None = _key(None, "a file with a JSON schema", "the schema of all answers that are drawn")
     advantage: Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce", "cispo", "gspo"] | None = _key(
         None,
         "dr_grpo, rloo, grpo, dapo, reinforce, cispo or gspo",

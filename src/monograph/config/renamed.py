@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from monograph.storage.reading import exists
+
 Values = dict[str, Any]
 
 
@@ -104,6 +106,36 @@ OLD_SPELLINGS = (
         "32:sqrt",
         lambda alpha: {"lora.alpha": float(alpha), "lora.rslora": True},
     ),
+    OldSpelling(
+        "data.answers",
+        r"regex:(.+)",
+        "regex:[0-9]+",
+        lambda pattern: {"data.answers": "every", "rl.answer_regex": pattern},
+    ),
+    OldSpelling(
+        "data.answers",
+        r"json-schema:(.+)",
+        "json-schema:FILE",
+        lambda file: {"data.answers": "every", "rl.answer_schema": file},
+    ),
+    OldSpelling(
+        "rl.reward",
+        r"regex:(.+)",
+        "regex:[0-9]+",
+        lambda pattern: {"rl.reward": "regex", "rl.reward_regex": pattern},
+    ),
+    OldSpelling(
+        "rl.reward",
+        r"json-schema:(.+)",
+        "json-schema:FILE",
+        lambda file: {"rl.reward": "json-schema", "rl.reward_schema": file},
+    ),
+    OldSpelling(
+        "rl.reward",
+        r"teacher:(.+)",
+        "teacher:RUN",
+        lambda model: {"rl.reward": "teacher", "rl.teacher": model},
+    ),
     OldSpelling("rl.kl", rf"(k[123]|entropy):({NUMBER})", "k2:0.05", _kl),
     OldSpelling("rl.max_new_tokens", rf"([0-9]+):(mask|{NUMBER})", "256:mask", _limit),
     OldSpelling(
@@ -116,12 +148,26 @@ OLD_SPELLINGS = (
 )
 
 
+def _weighted(sources: Any) -> Values | None:
+    """Return sources and weights if some of the sources end with a weight, as in "books/@2"."""
+    if not isinstance(sources, list) or not all(isinstance(source, str) for source in sources):
+        return None
+    # A file may be called so, and is then meant.
+    parts = [None if exists(source) else re.fullmatch(rf"(.+)@({NUMBER})", source) for source in sources]
+    if not any(parts):
+        return None
+    places = [part[1] if part else source for part, source in zip(parts, sources, strict=True)]
+    return {"data.source": places, "data.weights": [float(part[2]) if part else 1.0 for part in parts]}
+
+
 def translated(key: str, value: Any) -> Values | None:
     """Return the keys and values that say what an old spelling of a key's value said; None if it is none."""
+    if key == "data.source":
+        return _weighted([value] if isinstance(value, str) else value)
     if not isinstance(value, str):
         return None
     for old in OLD_SPELLINGS:
-        match = re.fullmatch(old.pattern, value) if old.key == key else None
+        match = re.fullmatch(old.pattern, value, re.DOTALL) if old.key == key else None
         if match:
             return old.now(*match.groups())
     return None

@@ -13,13 +13,14 @@ from monograph.config.elsewhere import as_here
 from monograph.config.keys import KEYS, SECTIONS
 from monograph.config.renamed import translated
 from monograph.config.settings import ANYWHERE, EXCLUSIVE, Settings, build, check, did_you_mean, digest_of
-from monograph.data.sources import HUB, weighted
+from monograph.data.sources import HUB
 from monograph.errors import InputRefused, UsageError
 from monograph.model.families import PRESETS
 from monograph.storage.reading import entries, exists, is_folder, matching, read_input
 
 COMMAND_LINE = "command line"
 MOST_TOML_BYTES = 1 << 20
+_WEIGHT = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?"
 _ENVIRONMENT = {f"MONOGRAPH_{key.replace('.', '_').upper()}": key for key in KEYS}
 _ENVIRONMENT_PREFIXES = tuple(f"MONOGRAPH_{name.upper()}_" for name in SECTIONS)
 
@@ -190,7 +191,7 @@ class Arguments(NamedTuple):
 def classify(arguments: Iterable[str]) -> Arguments:
     """Sort arguments: `x.toml` is the configuration, `section.key=value` an override, and the others are data.
 
-    A path that contains `=` is written `./a=b`.
+    Data may have a weight, as in `books/@2`. A path that contains `=` is written `./a=b`.
 
     Raises:
         UsageError: there are two TOML files, a key is unknown, or a key or the data is given twice.
@@ -216,8 +217,21 @@ def classify(arguments: Iterable[str]) -> Arguments:
     if sources:
         if "data.source" in overrides:
             raise UsageError(f"{COMMAND_LINE}: data.source and {sources[0]} both name the data; give one")
-        overrides["data.source"] = sources[0] if len(sources) == 1 else sources
+        places, weights = zip(*map(weighted, sources), strict=True)
+        overrides["data.source"] = places[0] if len(places) == 1 else list(places)
+        if any(weight != 1 for weight in weights):
+            if "data.weights" in overrides:
+                raise UsageError(f"{COMMAND_LINE}: data.weights and {sources[0]} both say weights; give one")
+            overrides["data.weights"] = list(weights)
     return Arguments(files[0] if files else None, overrides)
+
+
+def weighted(argument: str) -> tuple[str, float]:
+    """Return ("books/", 2.0) for "books/@2"; the weight is 1 if none is given or a file has the whole name."""
+    place, _, weight = argument.rpartition("@")
+    if not place or not re.fullmatch(_WEIGHT, weight) or exists(argument):
+        return argument, 1.0
+    return place, float(weight)
 
 
 def _source(argument: str) -> str:

@@ -115,6 +115,7 @@ class Corpus:
 def corpus(
     source: str | Path | Sequence[str | Path],
     *,
+    weights: Sequence[float] | None = None,
     tokenizer: str | Path | Tokenizer = "bpe",
     vocab_size: int | None = None,
     sequence_length: int = 256,
@@ -135,7 +136,8 @@ def corpus(
             pattern, a dataset of the Hugging Face hub (hf://OWNER/NAME), or a list of these. A document is a text file
             in UTF-8 (plain, .gz or .zst), or one record of a .jsonl or .ndjson file (plain, .gz or .zst), of a .parquet
             or .arrow file, or of a folder that `save_to_disk` wrote. In folders, hidden, empty and binary files are
-            skipped and counted. With "PATH@2" an epoch sees the text twice, with "PATH@0.5" half of it.
+            skipped and counted.
+        weights: how often an epoch sees each source, such as [2, 0.5]; None: once.
         tokenizer: "bpe" to train one on the training part, "bytes", the path of a tokenizer.json, or a `Tokenizer`.
         vocab_size: entries of the tokenizer that is trained; None: 4,096.
         sequence_length: T, the number of positions in a row.
@@ -164,7 +166,7 @@ def corpus(
     sequence_length = int(sequence_length)  # json cannot write numpy's integers
     asked, held_out = parse(tokenizer, vocab_size), float(held_out)
     with temporary_folder() as spool:
-        sources = find(source, spool, progress)
+        sources = find(source, spool, progress, weights)
         how = Answering(answers == "every", too_long == "truncate", sequence_length)
         said = Asked.of(text_key, ignore_keys)
         reading = Reading(text_key or TEXT, bad_records == "skip", how, tuple(sorted(said.ignored)), text_key in ASKED)

@@ -7,7 +7,6 @@ on them would measure recall of the training text.
 
 import hashlib
 import os
-import re
 import shutil
 import sys
 import sysconfig
@@ -16,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from monograph.data import HEAVIEST, LIGHTEST
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import BLOCK_BYTES, COMPRESSIONS, raw_blocks, read_blocks, status_of
 from monograph.data.tables import hub_tables, saved_tables
@@ -191,7 +191,6 @@ TABLES = frozenset((".parquet", ".arrow"))
 _NOT_READ = frozenset(
     ".bz2 .xz .lz4 .zip .tar .tgz .7z .npy .npz .bin .safetensors .pt .pth .gguf .pdf .docx".split()
 ) | set(COMPRESSIONS)
-_LIGHTEST, _HEAVIEST = 1e-3, 1e3
 
 
 class SourceFile(NamedTuple):
@@ -251,18 +250,24 @@ class Sources(NamedTuple):
         return digest.hexdigest()
 
 
-def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progress | None = None) -> Sources:
+def find(
+    source: str | Path | Sequence[str | Path],
+    spool: Path,
+    progress: Progress | None = None,
+    weights: Sequence[float] | None = None,
+) -> Sources:
     """Find and hash the files of `source`.
 
     Args:
         source: "stdlib", "-" (standard input), a file, a folder (searched recursively, without hidden entries), a glob
-            pattern, "hf://OWNER/NAME", or a list of these, each with or without "@WEIGHT" at its end. A file called "-"
-            or "stdlib" is written "./-" or "./stdlib".
+            pattern, "hf://OWNER/NAME", or a list of these. A file called "-" or "stdlib" is written "./-" or
+            "./stdlib".
         spool: a folder for a copy of standard input; it must exist as long as the result is used.
         progress: see `monograph.data.progress`.
+        weights: how often an epoch sees each of the sources; None: once.
 
     Raises:
-        UsageError: a weight is out of range, or a file has two weights.
+        UsageError: a weight is out of range, there are not as many as sources, or a file has two weights.
         InputRefused: nothing is there, a kind of file is not supported, a file named one by one is empty or binary, a
             compressed text is damaged, or there is no text at all.
     """
@@ -271,15 +276,26 @@ def find(source: str | Path | Sequence[str | Path], spool: Path, progress: Progr
         raise UsageError("data.source: an empty list; give 'stdlib', a file, a folder, a pattern or '-'")
     skipped: Skipped = []
     candidates = []
-    for item in items:
-        place, weight = weighted(str(item))
-        candidates += [candidate._replace(weight=weight) for candidate in _locate(place, spool, skipped, progress)]
+    for item, weight in zip(items, _weights(items, weights), strict=True):
+        for candidate in _locate(str(item), spool, skipped, progress):
+            candidates.append(candidate._replace(weight=weight))
     names = [STDIN if str(item) == "-" else str(item) for item in items]
     name = names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
     if not (files := _hashed(_once_each(candidates, skipped), skipped, progress)):
         reasons = ", ".join(sorted({reason for _, reason in skipped})) or "it has no files"
         raise InputRefused(f"{name}: no text in it ({reasons})")
     return Sources(name=name, files=tuple(files), skipped=tuple(skipped))
+
+
+def _weights(items: Sequence[object], weights: Sequence[float] | None) -> Sequence[float]:
+    if weights is None:
+        return [1.0] * len(items)
+    if len(weights) != len(items):
+        raise UsageError(f"data.weights has {len(weights)} numbers and data.source {len(items)}: give one for each")
+    for weight in weights:
+        if not LIGHTEST <= weight <= HEAVIEST:
+            raise UsageError(f"data.weights: {weight:g} is not from {LIGHTEST:g} to {HEAVIEST:g}")
+    return [float(weight) for weight in weights]
 
 
 def located(source: str | Sequence[str]) -> list[Path]:
@@ -289,25 +305,8 @@ def located(source: str | Sequence[str]) -> list[Path]:
         UsageError, InputRefused: as in `find`.
     """
     items = [source] if isinstance(source, str) else source
-    places = [weighted(item)[0] for item in items]
-    kept = [place for place in places if place not in ("-", "stdlib")]
+    kept = [item for item in items if item not in ("-", "stdlib")]
     return [candidate.path for place in kept for candidate in _locate(place, Path(), [], None)]
-
-
-def weighted(item: str) -> tuple[str, float]:
-    """Return ("books/", 2.0) for "books/@2"; the weight is 1 if none is given or a file has the whole name.
-
-    Raises:
-        UsageError: the weight is out of range.
-    """
-    place, _, weight = item.rpartition("@")
-    if not place or not re.fullmatch(r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?", weight) or exists(item):
-        return item, 1.0
-    value = float(weight)
-    if not _LIGHTEST <= value <= _HEAVIEST:
-        bounds = f"from {_LIGHTEST:g} to {_HEAVIEST:g}"
-        raise UsageError(f"data.source {item!r}: a weight is how often an epoch sees the text, {bounds}")
-    return place, value
 
 
 def _once_each(candidates: Iterable[Candidate], skipped: Skipped) -> list[Candidate]:

@@ -80,7 +80,7 @@ class Form:
         if len(leads) > 1:
             raise InputRefused(
                 f"{prompts.name}: the tokenizer begins answers with a space after some prompts, and after others not: "
-                "data.answers cannot have a form"
+                "answers cannot have a form"
             )
         self.automaton = constraint(name.kind, name.value, tokenizer.pieces, ends, leads.pop())
         tables = Arena.holding([self.automaton], tokenizer.vocab_size, device)

@@ -86,7 +86,7 @@ def read_parts(
     sides: tuple[list[Any], list[Any]] = ([], [])
     skipped: Counter[str] = Counter()
     with temporary_folder() as spool:
-        sources = find(reading["source"], spool, progress)
+        sources = find(reading["source"], spool, progress, reading.get("weights"))
         for where, record in _records(sources, needs, keys):
             found = record if isinstance(record, Fault) else item(where, record)
             if not isinstance(found, Fault):

@@ -71,6 +71,8 @@ def rollouts(
     records: Iterable[Mapping[str, Any]],
     reward: Scores,
     *,
+    regex: str | None = None,
+    schema: str | None = None,
     prompts: int = 16,
     group: int = 8,
     max_new_tokens: int = 64,
@@ -92,6 +94,8 @@ def rollouts(
         records: each with a "prompt", a text or a list of messages, and what the reward reads.
         reward: a name as the key rl.reward takes it; or a `Reward`, such as `distill` returns; or a function of
             (prompt, answer, record), called in this process, which returns a number, or {name: number} to be added up.
+        regex: the regular expression of the reward "regex".
+        schema: the file of the reward "json-schema".
         prompts: prompts of a window.
         group: answers to each, at least two.
         max_new_tokens: most tokens of an answer.
@@ -112,7 +116,10 @@ def rollouts(
     if not isinstance(loss, PolicyLoss) or not isinstance(model, Llama):
         raise UsageError("rollouts needs an engine of a language model with loss=monograph.policy_loss(...)")
     _require_counts(prompts=prompts, group=group, max_new_tokens=max_new_tokens, draws=draws, epochs=epochs or 1)
-    scorer = _scorer(reward, loss, model, truncated, truncation_penalty)
+    if isinstance(reward, str):
+        reward = reward_of(reward, regex=regex, schema=schema)
+    scorer = reward if isinstance(reward, Reward) else Called(reward)
+    _require_scorer(scorer, loss, model, truncated, truncation_penalty)
     asked = prompts_of(records, tokenizer, scorer, model.config.max_position_embeddings - max_new_tokens)
     exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
     options = Options(
@@ -134,17 +141,16 @@ def _require_counts(**counts: int) -> None:
             raise UsageError(f"{name} = {value!r}: expected a whole number from {least}")
 
 
-def _scorer(reward: Scores, loss: PolicyLoss, model: Llama, truncated: str, truncation_penalty: float) -> Reward:
-    """Return what scores answers, and refuse what does not go with it."""
+def _require_scorer(scorer: Reward, loss: PolicyLoss, model: Llama, truncated: str, truncation_penalty: float) -> None:
+    """Refuse what does not go with what scores answers."""
     if truncated not in ("keep", "mask"):
         raise UsageError(f"truncated = {truncated!r}: expected 'keep' or 'mask'")
     if not isinstance(truncation_penalty, int | float) or not 0 <= truncation_penalty < math.inf:
         raise UsageError(f"truncation_penalty = {truncation_penalty!r}: expected a number from 0")
     if truncated == "mask" and truncation_penalty:
         raise UsageError("truncation_penalty lowers the reward of answers that truncated = 'mask' leaves out")
-    scorer = reward if isinstance(reward, Reward) else Called(reward) if callable(reward) else reward_of(reward)
     if not isinstance(scorer, Taught):
-        return scorer
+        return
     if scorer.teacher is None:
         raise UsageError("a teacher is given as a model: reward=monograph.distill(teacher)")
     if scorer.teacher is model:
@@ -154,7 +160,6 @@ def _scorer(reward: Scores, loss: PolicyLoss, model: Llama, truncated: str, trun
     theirs, own = scorer.teacher.config, model.config
     if theirs.vocab_size != own.vocab_size or theirs.max_position_embeddings < own.max_position_embeddings:
         raise UsageError("the teacher has another vocabulary or fewer positions than the model")
-    return scorer
 
 
 def distill(teacher: Llama) -> Reward:

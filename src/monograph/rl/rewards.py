@@ -40,7 +40,7 @@ _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | r
 
 
 class FormName(NamedTuple):
-    """A form as it is named: `kind` and `value` as `monograph.decode.automata.constraint` takes them."""
+    """A form of answers: `kind` and `value` as `monograph.decode.automata.constraint` takes them."""
 
     kind: str
     value: Any
@@ -51,17 +51,18 @@ class FormName(NamedTuple):
         return hashlib.sha256(json.dumps(self.value).encode()).hexdigest() if self.kind == "json_schema" else ""
 
 
-def form_named(text: str) -> FormName:
-    """Return the form that "regex:PATTERN" or "json-schema:FILE" names.
+def form_named(regex: str | None, schema: str | None) -> FormName | None:
+    """Return the form that a regular expression or a file with a JSON schema describes; None if neither is given.
 
     Raises:
         InputRefused: the file is no JSON, or missing.
         Unreadable: the system failed to read it.
     """
-    kind, _, rest = text.partition(":")
-    if kind == "regex":
-        return FormName("regex", rest)
-    return FormName("json_schema", read_json(Path(rest), most_bytes=MOST_SCHEMA_BYTES))
+    if regex is not None:
+        return FormName("regex", regex)
+    if schema is not None:
+        return FormName("json_schema", read_json(Path(schema), most_bytes=MOST_SCHEMA_BYTES))
+    return None
 
 
 class Answer(NamedTuple):
@@ -255,20 +256,22 @@ class Taught(Reward):
 
 
 _PLAIN: dict[str, type[Reward]] = {"number": _Number, "exact": _Exact, "python": _Python}
-_FORMS = [*_PLAIN, "regex:PATTERN", "json-schema:FILE", "teacher:MODEL", "FILE.py:FUNCTION"]
+_FORMS = [*_PLAIN, "regex", "json-schema", "teacher", "FILE.py:FUNCTION"]
 
 
-def reward_of(name: str, vouched: Mapping[str, str] | None = None) -> Reward:
+def reward_of(
+    name: str, vouched: Mapping[str, str] | None = None, *, regex: str | None = None, schema: str | None = None
+) -> Reward:
     r"""Return the reward that `rl.reward` names; nothing is started before its first `require` or `score`.
 
     - "number": 1 if the completion's last number equals that of the record's "answer": whole numbers exactly, others up
       to TOLERANCE. The answer may be a number or a text such as "#### 1,234".
     - "exact": 1 if the completion is the record's "answer", a text or a list of accepted ones, up to spaces around it.
-    - "regex:PATTERN": 1 if the pattern matches the whole completion, up to spaces around it; see `acceptor`.
-    - "json-schema:FILE": 1 if the completion is JSON that the schema allows, up to spaces around it, in the compact
+    - "regex": 1 if `regex` matches the whole completion, up to spaces around it; see `acceptor`.
+    - "json-schema": 1 if the completion is JSON that `schema` allows, up to spaces around it, in the compact
       form that `generate --json-schema` writes.
     - "python": the share of the record's "tests" that the completion's code passes; see `monograph.rl.processes`.
-    - "teacher:MODEL": see `Taught`; MODEL is a run or a folder, which the caller loads.
+    - "teacher": see `Taught`; the caller loads the teacher.
     - "FILE.py:FUNCTION": what the function returns for (prompt, completion, record), or the sum if it returns several
       numbers by their names.
 
@@ -278,9 +281,11 @@ def reward_of(name: str, vouched: Mapping[str, str] | None = None) -> Reward:
         name: the reward's name.
         vouched: the digest of each Python file that may run, by the value that names it; None if the caller names the
             reward here and now, and so the file as it is.
+        regex: the regular expression of the reward "regex".
+        schema: the file of the reward "json-schema".
 
     Raises:
-        UsageError: there is no such reward.
+        UsageError: there is no such reward, or its pattern or schema is missing.
         InputRefused: nobody vouches for the Python file, or it cannot be read.
         InputRefused: the pattern or the schema cannot be used.
         Unreadable: the system failed to read the schema.
@@ -290,15 +295,16 @@ def reward_of(name: str, vouched: Mapping[str, str] | None = None) -> Reward:
         if sha256 is None:
             raise InputRefused(f"rl.reward = {name}: nobody has said that this file may run")
         return _Own(code, sha256)
-    kind, _, rest = name.partition(":")
     if name in _PLAIN:
         return _PLAIN[name]()
-    if kind in ("regex", "json-schema"):
-        form = form_named(name)
-        return _Accepted(acceptor(*form), form.digest)
-    if kind == "teacher" and rest:
+    if name == "teacher":
         return Taught()
-    near = difflib.get_close_matches(kind, [form.partition(":")[0] for form in _FORMS[:-1]], n=1)
+    if name in ("regex", "json-schema"):
+        form = form_named(regex, None) if name == "regex" else form_named(None, schema)
+        if form is None:
+            raise UsageError(f"rl.reward = {name}: give rl.reward_{'regex' if name == 'regex' else 'schema'}, too")
+        return _Accepted(acceptor(*form), form.digest)
+    near = difflib.get_close_matches(name, _FORMS[:-1], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UsageError(f"rl.reward = {name!r}: expected {', '.join(_FORMS[:-1])} or {_FORMS[-1]}{hint}")
 

@@ -72,7 +72,6 @@ def of_run(run: Run, warn: Warn) -> EvaluatedModel:
     settings = run_settings(run, runs=("model.init",))
     precision = Precision(settings.train.precision)  # in another precision the figures would differ
     text = settings.data.model_dump() | own_copies(settings)
-    text["answers"] = text["answers"] if text["answers"] in ("every", "last") else "every"  # not a form of drawn ones
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision, settings.programs)
     return EvaluatedModel(
         module,

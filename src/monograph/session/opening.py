@@ -28,14 +28,24 @@ class Opening(NamedTuple):
     arguments: tuple[str, ...]
 
 
-def opening_of(corpus: Corpus | Prompts, config: LlamaConfig | None, answers: str = "every") -> Opening:
+def opening_of(
+    corpus: Corpus | Prompts, config: LlamaConfig | None, regex: str | None = None, schema: str | None = None
+) -> Opening:
     """Return a prompt from the held-out text, or else from the training text, short enough to be continued.
 
-    `answers` is the value of data.answers, which may name the form of answers.
+    Args:
+        corpus: the run's text or prompts.
+        config: the model's shape; None if it is no Llama.
+        regex: what the answers to prompts match.
+        schema: the file with their schema.
     """
     if isinstance(corpus, Prompts):
-        first, (kind, _, form) = corpus.train[0], answers.partition(":")
-        like = (f"--{kind}", form) if form else ()
+        first = corpus.train[0]
+        like: tuple[str, ...] = ()
+        if regex is not None:
+            like = ("--regex", regex)
+        elif schema is not None:
+            like = ("--json-schema", schema)
         arguments = (*like, "--chat") if corpus.chats else (*like, *_dashes(first.text), first.text)
         return Opening(first.text, [*first.ids], (), arguments)
     rows = corpus.held_out if len(corpus.held_out) else corpus.train

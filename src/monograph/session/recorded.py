@@ -12,7 +12,7 @@ from typing import Any
 from monograph.config import EXCLUSIVE, KEYS, Settings, load
 from monograph.config.settings import NAME_CODE
 from monograph.config.sources import written_fingerprint
-from monograph.data.sources import HUB, weighted
+from monograph.data.sources import HUB
 from monograph.errors import InputRefused, UsageError
 from monograph.planner import defaults
 from monograph.report.quantities import counted
@@ -192,7 +192,7 @@ def require_text(settings: Settings) -> None:
 def strange_text(run: Run, settings: Settings) -> str:
     """Return a warning if another user's run names text outside of its own folder; otherwise an empty string."""
     source, home = settings.data.source, without_links(run.folder)
-    places = [weighted(item)[0] for item in ([source] if isinstance(source, str) else source)]
+    places = [source] if isinstance(source, str) else source
     outside = [item for item in places if item != "stdlib" and _leads_out(Path(os.path.expanduser(item)), home)]
     if not outside or is_ours(run.config, settings.programs):
         return ""
@@ -341,7 +341,7 @@ def _by_records(given: Settings, own: Settings) -> set[str]:
     """Return the keys that a new run does not take from its parent: given ones, and those that its records decide."""
     taken = {*given.pinned()}
     if given.prefer.loss is not None:  # pairs, after answers that were rewarded
-        taken |= {key for key in own.values() if key.startswith("rl.") or key == "data.answers"}
+        taken |= {key for key in own.values() if key.startswith("rl.")}
     usual, theirs = given.prefer.loss, own.prefer.loss
     chosen = given.origins.get("prefer.loss") == "data.source"  # for want of another
     if chosen and usual and theirs and preference(usual).labelled == preference(theirs).labelled:

@@ -3,6 +3,7 @@
 import hashlib
 import statistics
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -26,7 +27,7 @@ from monograph.rl.loss import Form, Objective, PolicyLoss, penalty, ratio_of
 from monograph.rl.pairs import loss_for
 from monograph.rl.preferences import Preference, preference
 from monograph.rl.prompts import Prompts, read_prompts
-from monograph.rl.rewards import Reward, Taught, form_named
+from monograph.rl.rewards import Reward, Taught, form_named, reward_of
 from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS
 from monograph.run.models import load
 from monograph.run.progress import Progress
@@ -35,7 +36,7 @@ from monograph.session.adapting import lora_of
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
 from monograph.storage.reading import without_links
 
-TEACHER = "teacher:"
+TEACHER = "teacher"
 TAUGHT_AS: Objective = "dapo"  # whose ratios a teacher's scores get, and whose denominator, the tokens of all answers
 USUAL: dict[str, Any] = {
     "rl.advantage": "dr_grpo",
@@ -84,17 +85,17 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
             raise UsageError(f"{origin}: {key} is of answers that are rewarded: give rl.reward, too, such as exact")
         return {}
     usual = USUAL
-    if reward.startswith(TEACHER):
+    if reward == TEACHER:
         worth = "a teacher says what each token is worth"
         useless = [key for key in _NOT_OF_TEACHERS if given.get(key, "none") != "none"]
         if useless:
             raise UsageError(f"{settings.origins[useless[0]]}: {useless[0]}: {worth}: leave it out")
-        name = reward.removeprefix(TEACHER)
-        run = run_named(name)  # record its path: `last` will soon name the new run
         usual = {key: value for key, value in USUAL.items() if key != "rl.advantage"}
-        given["rl.reward"] = f"{TEACHER}{run.named if run else without_links(name)}"
-    values: dict[str, Any] = {"rl.max_new_tokens": max(1, length // 2), "rl.reward": reward} | usual
+    values: dict[str, Any] = {"rl.max_new_tokens": max(1, length // 2)} | usual
     values |= {key: value for key, value in given.items() if key in values}
+    if settings.rl.teacher is not None:
+        run = run_named(settings.rl.teacher)  # record its path: `last` will soon name the new run
+        values["rl.teacher"] = str(run.named if run else without_links(settings.rl.teacher))
     if values["rl.max_new_tokens"] >= length:
         raise UsageError(
             f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
@@ -129,9 +130,17 @@ def fixed_preference(settings: Settings) -> dict[str, Any]:
     return {f"prefer.{name}": value for name, value in chosen.parameters.items()} if chosen else {}
 
 
+def reward_in(settings: Settings) -> AbstractContextManager[Reward | None]:
+    """Return what scores a run's answers, to be closed after the run; None for a run without rewards."""
+    rl = settings.rl
+    if rl.reward is None:
+        return nullcontext()
+    return closing(reward_of(rl.reward, settings.vouched, regex=rl.reward_regex, schema=rl.reward_schema))
+
+
 def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
     """Read the run's prompts, and print how many there are."""
-    reading, options, name = plan.reading, options_of(plan), str(plan.settings.rl.reward)
+    reading, options = plan.reading, options_of(plan)
     with progress.stage("prompts", str(reading["source"])) as stage:
         room = options.length - options.max_new_tokens
         prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
@@ -139,13 +148,14 @@ def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
         held = f"{len(prompts.held_out)} held out" if prompts.held_out else "none held out"
         skipped = f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped" if prompts.skipped else ""
         stage.result = f"{asked} of up to {counted(prompts.longest, 'token')}, {held}{skipped}"
-    if isinstance(reward, Taught):
-        with progress.stage("teacher", named := name.removeprefix(TEACHER)):
-            reward.teacher = _teacher(named, prompts, options)
+    if isinstance(reward, Taught) and plan.teacher is not None:
+        with progress.stage("teacher", plan.teacher):
+            reward.teacher = _teacher(plan.teacher, prompts, options)
     # Another program, schema or teacher would give other rewards to the same answers, so a run belongs to this one.
     decisive = prompts.fingerprint + reward.digest
     decisive += digest(reward.teacher) if reward.teacher else ""
-    decisive += form_named(str(reading["answers"])).digest if ":" in reading["answers"] else ""
+    form = form_named(plan.answer_regex, plan.answer_schema)
+    decisive += form.digest if form else ""
     return replace(prompts, fingerprint=hashlib.sha256(decisive.encode()).hexdigest())
 
 
@@ -157,10 +167,10 @@ def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
     """
     model, tokenizer = load(name)
     if tokenizer.hash != prompts.tokenizer.hash:
-        raise InputRefused(f"rl.reward = {TEACHER}{name}: its tokenizer is not the model's: answers have other tokens")
+        raise InputRefused(f"rl.teacher = {name}: its tokenizer is not the model's: answers have other tokens")
     if model.config.max_position_embeddings < options.length:
         few = f"it has {model.config.max_position_embeddings} positions, fewer than data.sequence_length"
-        raise InputRefused(f"rl.reward = {TEACHER}{name}: {few} = {options.length}")
+        raise InputRefused(f"rl.teacher = {name}: {few} = {options.length}")
     return model.to(default_device()).requires_grad_(False).train(False)
 
 
@@ -221,7 +231,8 @@ def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 
         # The weights that are trained wait in a second copy while the reference scores.
         numbers = trained_numbers(config, lora, plan.precision) // sharing(plan.parallel, ranks)
         beside["reference"] = 2 * width * numbers
-    if plan.reward.startswith(TEACHER) and (shape := shape_in(plan.reward.removeprefix(TEACHER))):
+    shape = shape_in(plan.teacher) if plan.teacher else None
+    if shape:
         beside["teacher"] = shape.parameter_count() * FP32_BYTES
     return beside
 
@@ -277,7 +288,7 @@ def policy_loss(plan: Plan, prompts: Prompts, model: nn.Module) -> PolicyLoss:
     """Return the loss of a run with rewards, and let the model compute as decoding does where that gives its bits.
 
     Raises:
-        InputRefused: the module cannot continue a text, or answers cannot have the form that data.answers names.
+        InputRefused: the module cannot continue a text, or answers cannot have the form that the settings describe.
     """
     if not isinstance(model, Llama):
         name = type(model).__name__
@@ -286,6 +297,6 @@ def policy_loss(plan: Plan, prompts: Prompts, model: nn.Module) -> PolicyLoss:
     if options.exact:
         model.use_attention("cached")
     ratio = ratio_of(options.objective, options.updates)
-    answers, ends = str(plan.reading["answers"]), prompts.ends(model.config)
-    form = Form(form_named(answers), prompts, ends, default_device()) if ":" in answers else None
+    described = form_named(plan.answer_regex, plan.answer_schema)
+    form = Form(described, prompts, prompts.ends(model.config), default_device()) if described else None
     return PolicyLoss(options.temperature, ratio, options.kl, options.objective, options.updates, form)

@@ -68,7 +68,9 @@ class Reporter:
         self.rows, self.first = session.run.rows(), session.engine.index
         self.yardsticks = self._yardsticks()
         reset_peak_memory(session.engine.step.device)  # memory of the yardsticks does not count
-        self.opening = opening_of(session.corpus, session.model_config, str(session.plan.reading["answers"]))
+        self.opening = opening_of(
+            session.corpus, session.model_config, session.plan.answer_regex, session.plan.answer_schema
+        )
         self.python = session.corpus.name == "stdlib"
         self.recompiles = 0
         self.gauges = Gauges(session.engine.step.device)

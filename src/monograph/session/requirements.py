@@ -132,9 +132,6 @@ def require_with_rewards(settings: Settings) -> None:
         UsageError: two choices exclude one another; the message names both.
     """
     init, train, tokens, ema = settings.model.init, settings.train, settings.train.tokens, settings.optim.ema
-    if ":" in settings.data.answers and settings.rl.reward is None:
-        form = f"{settings.said('data.answers')} is the form of answers that are drawn"
-        raise UsageError(f"{form}: give rl.reward, too, or take every or last")
     excluded = {
         f"model.init = {init}": (code_named(init) is not None, "a program says no tokenizer: name a run or a folder"),
         "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),
@@ -146,9 +143,31 @@ def require_with_rewards(settings: Settings) -> None:
     if rl.reward is None:
         return
     _refuse_first("rl.reward", excluded)
+    _require_parameters(settings)
     if rl.truncated == "mask" and rl.truncation_penalty:
         raise UsageError("rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out")
     penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage or USUAL["rl.advantage"], "rl.")
+
+
+# The rewards that need a key of their own.
+_PARAMETERS = {"regex": "reward_regex", "json-schema": "reward_schema", "teacher": "teacher"}
+
+
+def _require_parameters(settings: Settings) -> None:
+    """Refuse a reward without what it needs, and what another reward needs.
+
+    Raises:
+        UsageError: a key is missing, or is of another reward.
+    """
+    rl = settings.rl
+    for reward, name in _PARAMETERS.items():
+        given = getattr(rl, name) is not None
+        if rl.reward == reward and not given:
+            raise UsageError(f"{settings.said('rl.reward')} needs rl.{name}: give it, too")
+        if given and rl.reward != reward:
+            raise UsageError(f"{settings.said(f'rl.{name}')} is of rl.reward = {reward}, not {rl.reward}: leave it out")
+    if rl.answer_regex is not None and rl.answer_schema is not None:
+        raise UsageError("rl.answer_regex and rl.answer_schema both say what form answers have: give one")
 
 
 def require_with_preferences(settings: Settings) -> None:

@@ -230,7 +230,7 @@ class Session:
                 f"found {self.plan.settings.fingerprint}): {instead}"
             )
         tokenizer = self.corpus.tokenizer.digest
-        prompts = "prompts, tokenizer or a file that rl.reward or data.answers names"
+        prompts = "prompts, tokenizer or a file that rl.reward or rl.answer_schema names"
         form = prompts if self.reward else "text, tokenizer or form"
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
             raise InputRefused(

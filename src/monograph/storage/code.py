@@ -12,7 +12,7 @@ from monograph.errors import InputRefused
 from monograph.storage.reading import read_input
 
 MOST_CODE_BYTES = 16 * 1024 * 1024  # longer than any program that a person writes; a sparse file may be huge
-OTHER_FORMS = ("hf://", "regex:", "json-schema:", "teacher:")  # values of the same keys that say what else they are
+HUB = "hf://"  # a value that begins like this names a repository
 
 
 @dataclass(frozen=True)
@@ -68,9 +68,9 @@ def code_named(value: str | None) -> Code | None:
     """Return the code that a value names, or None if it names something else.
 
     A value is code if what stands before its last colon ends with .py and what stands after it is a Python name, unless
-    the value begins with one of OTHER_FORMS. A folder that is called so is named with a slash at the end.
+    the value begins with HUB. A folder that is called so is named with a slash at the end.
     """
-    if value is None or value.startswith(OTHER_FORMS):
+    if value is None or value.startswith(HUB):
         return None
     file, _, function = value.rpartition(":")
     if not file.endswith(".py") or not function.isidentifier():
