@@ -17,7 +17,7 @@ from monograph.device import clock, default_device
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
-from monograph.run.models import load
+from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.run_index import parsed
 from monograph.storage.cache_dir import keep_compiled
@@ -213,7 +213,7 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     limits = {kind: value for kind, value in options.constraints.items() if value is not None}
     if len(limits) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
-    network, tokenizer = load(run, warn)
+    network, tokenizer = load_with_tokenizer(run, warn)
     ends = list(stop_ids(tokenizer, network.config.ends)) if options.chat else [tokenizer.eos_id]
     network.to(default_device())
     model = Model(network, tokenizer, sampling, [*options.stop, *ends], None, options)

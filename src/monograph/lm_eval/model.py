@@ -17,12 +17,16 @@ from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.choices import BATCH_TOKENS, Continuation, score
 from monograph.graph.precision import Precision
-from monograph.run.models import load
+from monograph.run.models import load_with_tokenizer
 from monograph.terminal import one_line
 
 MAX_TOKENS = 256  # the default if a task gives no limit, as in lm-evaluation-harness
 # The names that tasks give the limit, in the order in which lm-evaluation-harness looks for them.
 _MAX_TOKENS_KEYS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")
+
+
+def _warn(line: str) -> None:
+    print("warning:", one_line(line), file=sys.stderr)
 
 
 @register_model("monograph")
@@ -51,7 +55,7 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         super().__init__()
         if unknown := sorted(others.keys() - {"batch_size", "max_batch_size", "device"}):
             raise UsageError(f"--model_args {unknown[0]}: the model 'monograph' takes run, precision and batch_tokens")
-        model, self._tokenizer = load(run, lambda line: print("warning:", one_line(line), file=sys.stderr))
+        model, self._tokenizer = load_with_tokenizer(run, _warn)
         self._model = model.to(default_device()).eval()
         self._precision, self._batch_tokens = Precision(precision), int(batch_tokens)
 

@@ -39,6 +39,7 @@ from monograph.run.recipe import (
     require_same_file,
     run_named,
     shape_in,
+    tokenizer_in,
     tokenizer_of,
 )
 from monograph.run.repository import fetched
@@ -93,9 +94,10 @@ def build(recipe: Recipe) -> tuple[nn.Module, Loss]:
     return _merged(_load(recipe.init, lambda line: None, torch.float32, recipe.sizes)), token_loss
 
 
-def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer]:
+def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer | None]:
     """Load a language model and its tokenizer from a run ("last" or a folder), a Hugging Face folder or a weight file.
 
+    The tokenizer is None if a folder has none; `monograph.save` and what reads or writes text then need another.
     The model of a run is its newest checkpoint that passes verification, or the checkpoint whose folder is named, with
     averaged weights if the run kept an average (`optim.ema`). The tokenizer.json of a weight file is in its folder.
     Only for the name hf://OWNER/NAME is the network asked, see `monograph.run.repository.fetched`.
@@ -105,11 +107,28 @@ def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tok
         NoValidCheckpoint: the run has no valid checkpoint.
     """
     folder = fetched(folder)
-    if run := run_named(folder):
+    run = run_named(folder)
+    if run:
         return load_run(run, warn)[:2]
+    path = tokenizer_in(folder)
+    tokenizer = Tokenizer.from_file(path) if path else None
     model = materialize_(_merged(_load(folder, warn, None, {})))
     require_all_finite(model, folder)  # a run saves only finite weights
-    return model, Tokenizer.from_file(tokenizer_of(folder))
+    return model, tokenizer
+
+
+def load_with_tokenizer(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer]:
+    """Load a language model and its tokenizer, for what reads or writes text; see `load`.
+
+    Raises:
+        InputRefused: there is no tokenizer.json; see also `load`.
+    """
+    folder = fetched(folder)
+    if run_named(folder) is None:
+        tokenizer_of(folder)  # before the weights are read
+    model, tokenizer = load(folder, warn)
+    assert tokenizer is not None
+    return model, tokenizer
 
 
 def load_run(run: Run, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer, int]:

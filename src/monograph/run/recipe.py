@@ -267,16 +267,22 @@ class Vocabulary(NamedTuple):
         return range(min(rows if self.own is None else self.own, rows), self.all)
 
 
+def tokenizer_in(folder: str | Path) -> Path | None:
+    """Find the tokenizer.json of a run, of a Hugging Face folder, or in a weight file's folder, or None."""
+    path = own_file(folder)
+    if path is None and adapter.is_adapter(folder):
+        return tokenizer_in(adapter.resolved_base(adapter.read_adapter(folder)))
+    return path if path is not None and is_file(path) else None
+
+
 def tokenizer_of(folder: str | Path) -> Path:
-    """Find the tokenizer.json of a run, of a Hugging Face folder, or in the folder of a weight file.
+    """Return `tokenizer_in` of a folder that has a tokenizer.
 
     Raises:
         InputRefused: there is no tokenizer.json.
     """
-    path = own_file(folder)
-    if path is None and adapter.is_adapter(folder):
-        return tokenizer_of(adapter.resolved_base(adapter.read_adapter(folder)))
-    if path is None or not is_file(path):
+    path = tokenizer_in(folder)
+    if path is None:
         raise InputRefused(
             f"{folder}: there is no tokenizer.json; put the model's next to its weights, "
             "or to train on it name it as data.tokenizer"

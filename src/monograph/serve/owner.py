@@ -37,7 +37,7 @@ from monograph.evaluation.choices import TokenScore, score_tokens
 from monograph.graph.precision import Precision
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
-from monograph.run.models import load, load_run
+from monograph.run.models import load_run, load_with_tokenizer
 from monograph.run.recipe import digest, run_named
 from monograph.serve.fields import MOST_BIASES, MOST_LOGPROBS
 from monograph.session.recorded import run_settings
@@ -123,7 +123,7 @@ class Source:
         # Looked up first: a checkpoint that comes meanwhile is then loaded by the next call.
         self._seen, run = self._versions(), run_named(self.name)
         if run is None:
-            model, tokenizer = load(self.name, self.warn)
+            model, tokenizer = load_with_tokenizer(self.name, self.warn)
             name = without_links(self.name).name
             return Version(name, (LAST,), model, tokenizer, Precision("fp32"))
         model, tokenizer, update = load_run(run, self.warn)

@@ -17,7 +17,7 @@ from monograph.loss import IGNORE, Batch, Loss, target_log_probabilities, token_
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.folder import Run
-from monograph.run.models import load, load_trained
+from monograph.run.models import load_trained, load_with_tokenizer
 from monograph.session.recorded import own_copies, run_settings, strange_text
 from monograph.text.tokenizer import Tokenizer
 
@@ -88,7 +88,7 @@ def of_run(run: Run, warn: Warn) -> EvaluatedModel:
 
 def of_folder(folder: str, warn: Warn) -> EvaluatedModel:
     """Load the model of a Hugging Face folder or weight file."""
-    model, tokenizer = load(folder, warn)
+    model, tokenizer = load_with_tokenizer(folder, warn)
     length = min(model.config.max_position_embeddings, LONGEST_ROW)
     return EvaluatedModel(model, token_loss, tokenizer, Precision("fp32"), {"sequence_length": length})
 

@@ -29,7 +29,7 @@ from monograph.rl.preferences import Preference, preference
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught, form_named, reward_of
 from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS
-from monograph.run.models import load
+from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
 from monograph.session.adapting import lora_of
@@ -165,7 +165,7 @@ def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
     Raises:
         InputRefused: it has another tokenizer or too few positions, or cannot be loaded.
     """
-    model, tokenizer = load(name)
+    model, tokenizer = load_with_tokenizer(name)
     if tokenizer.hash != prompts.tokenizer.hash:
         raise InputRefused(f"rl.teacher = {name}: its tokenizer is not the model's: answers have other tokens")
     if model.config.max_position_embeddings < options.length:
