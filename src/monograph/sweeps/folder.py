@@ -14,6 +14,7 @@ from pydantic import Field
 from monograph.config import KEYS, Settings
 from monograph.config import load as load_settings
 from monograph.config.axes import SEED, Point
+from monograph.config.renamed import translated
 from monograph.config.settings import programs_in
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
@@ -148,7 +149,7 @@ class Sweep:
         if not self.record.get("target"):
             return []
         write_whole(self.wide, self.record["target"])
-        target = load_settings(self.wide, {}, {}).resolve(best, "sweep")
+        target = load_settings(self.wide, {}, {}, recorded=True).resolve(best, "sweep")
         write_whole(self.wide, target.to_toml())
         updates = self.record["groups"][0]["updates"]
         return carried(target, self.settings, target.train.updates or updates, updates)
@@ -234,5 +235,9 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def _point(point: dict[str, Any]) -> Point:
-    """Return a point with its tuples restored, which JSON turns into lists."""
-    return {key: tuple(value) if isinstance(value, list) else value for key, value in point.items()}
+    """Return a point with its tuples restored, which JSON turns into lists, and in today's spellings."""
+    found = Point()
+    for key, value in point.items():
+        restored = tuple(value) if isinstance(value, list) else value
+        found |= translated(key, restored) or {key: restored}
+    return found
