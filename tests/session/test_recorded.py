@@ -143,8 +143,21 @@ def test_the_name_of_a_parent(run: Run, tmp_path: Path) -> None:
     assert parent_named(str(other.folder))[0].folder == other.folder
     with pytest.raises(InputRefused, match="nothing is not a run"):
         parent_named("nothing@3")
-    with pytest.raises(UsageError, match="a whole number after the @, not 'x'"):
-        parent_named("nothing@x")
+    for update in ("x", "", "9" * 99, "²"):
+        with pytest.raises(UsageError, match="a whole number after the @, not '"):
+            parent_named(f"nothing@{update}")
+
+
+def test_a_run_whose_name_ends_like_an_update_is_that_run(run: Run, tmp_path: Path) -> None:
+    """Also beside a run of the name before the @, whose update 5 is then named by its checkpoint."""
+    other = Run.create(tmp_path / "run@5")
+    found, update = parent_named(str(other.folder))
+    assert (found.folder, update) == (other.folder, None)
+    (tmp_path / "run@6").write_text("no run")
+    found, update = parent_named(f"{run.folder}@6")
+    assert (found.folder, update) == (run.folder, 6)
+    found, update = parent_named(f"{other.folder}@7")
+    assert (found.folder, update) == (other.folder, 7)
 
 
 def test_a_run_without_settings_is_said(tmp_path: Path) -> None:
