@@ -32,7 +32,7 @@ def require_true(verdict: str, outcome: Outcome) -> None:
     assert "nothing was kept" not in said or verdict == "former"
     assert "is written whole" not in said or verdict == "new"
     if outcome.mode in ("full-once", "full", "broken-once", "broken"):
-        assert kind in ("", "DiskFull", "OSError")
+        assert kind in ("", "DiskFull", "OSError", "Unreadable")
 
 
 def struck_everywhere(

@@ -79,7 +79,10 @@ def _known_keys(key: str) -> str:
 
 def _from_toml(path: Path) -> dict[str, Given]:
     try:
-        text = read_input(path, MOST_TOML_BYTES).decode()
+        content = read_input(path, MOST_TOML_BYTES)
+        if b"\0" in content:
+            raise UsageError(f"{path}: not UTF-8 text (it has NUL bytes, as UTF-16 does): save it as UTF-8")
+        text = content.decode("utf-8-sig")  # some editors begin it with a byte order mark
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: not TOML: {error}") from None

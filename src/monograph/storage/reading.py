@@ -23,7 +23,8 @@ from monograph.errors import InputRefused, Unreadable
 
 MOST_JSON_BYTES = 1 << 24  # an index of weights has about 100 bytes per tensor
 # Errors which make certain that nothing is there, or something other than a file.
-_CERTAIN = {errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+# ENXIO is a socket's.
+_CERTAIN = {errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO}
 _REMEDIES = {
     errno.EACCES: "check its permissions",
     errno.EPERM: "check its permissions",
