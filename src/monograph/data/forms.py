@@ -246,9 +246,13 @@ class RecordKeys:
     def _form_of(self, given: Mapping[str, Any]) -> Form:
         if len(self._forms) == 1:
             return self._forms[0]
-        there = [form for form in forms_of(given, self.asked) if form in self._forms]
+        found = forms_of(given, self.asked)
+        there = [form for form in found if form in self._forms]
         if len(there) > 1:
             raise Unusable("two forms", f"could be read in two ways: {two_ways(there)}")
+        if found and not there:
+            other = f"is one of {found[0].kind.value} by {by_keys(found[0])}"
+            raise Unusable("another kind", f"{other}, and those before are {self._forms[0].kind.value}")
         if not there:
             needs = f"{MESSAGES}, {SHARED}, {PROMPT} and {COMPLETION}"
             raise Unusable("no conversation", f"has none of the keys {needs}")
