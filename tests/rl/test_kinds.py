@@ -6,7 +6,6 @@ import io
 import json
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from monograph.rl.rewards import Reward, Taught
 from monograph.session.reinforcing import with_records
 from monograph.text.tokenizer import Tokenizer
 from record_files import PROMPTS, RECORDS, SOURCES, Records, Source, last_with, reader
+from scripts import script
 
 LENGTH = 512
 COMMON: dict[str, Any] = {"sequence_length": LENGTH, "held_out": 0.0, "bad_records": "refuse"}
@@ -485,16 +485,8 @@ def test_a_teacher_s_prompt_has_the_record_s_tools_and_system(tmp_path: Path, to
     assert json.loads(text)[0] == {"role": "system", "content": "Be brief."}
 
 
-def test_pages_say_which_keys_a_record_of_each_kind_may_have(taught: Callable[[str], Any]) -> None:
-    made = taught("make_records")
+def test_pages_say_which_keys_a_record_of_each_kind_may_have() -> None:
+    made = script("docs/make_records.py")
     for page, tables in made.tables().items():
         text = page.read_text(encoding="utf-8")
         assert made.page(text, tables) == text, f"{page.name}: run python docs/make_records.py"
-
-
-@pytest.fixture
-def taught() -> Callable[[str], Any]:
-    """taught(name) is the script docs/NAME.py as a module."""
-    from scripts import script
-
-    return lambda name: script(f"docs/{name}.py")
