@@ -485,6 +485,21 @@ def test_a_teacher_s_prompt_has_the_record_s_tools_and_system(tmp_path: Path, to
     assert json.loads(text)[0] == {"role": "system", "content": "Be brief."}
 
 
+@pytest.mark.parametrize("name", ["messages", "pairs of messages", "messages to reward"])
+def test_an_ignored_key_is_part_of_the_fingerprint_only_if_it_would_say_what_is_learned(
+    name: str, tmp_path: Path, tokenizer: Tokenizer
+) -> None:
+    source = lines(tmp_path / "a.jsonl", *every(name))
+
+    def fingerprint(ignored: str | list[str] | None) -> str:
+        reading = {"source": source, "tokenizer": tokenizer, **COMMON, "ignore_keys": ignored}
+        if name in PROMPTS:
+            return read_prompts({**reading, "text_key": None}, room=LENGTH, reward=Reward()).fingerprint
+        return read_pairs(reading).fingerprint if name in JUDGED else corpus(**reading).fingerprint
+
+    assert fingerprint(None) == fingerprint("weight") == fingerprint(["weight", "id"]) != fingerprint("tools")
+
+
 def test_pages_say_which_keys_a_record_of_each_kind_may_have() -> None:
     made = script("docs/make_records.py")
     for page, tables in made.tables().items():

@@ -15,8 +15,9 @@ from monograph.config.keys import DEFAULT_MINUTES, KEYS, SECTIONS
 from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
 
-# A resumed run may change these keys: they say where and in which graphs it is trained, which changes no equation.
-ANYWHERE = {"train.memory": "auto", "train.compile": "auto", "train.parallel": "none"}
+# A resumed run may change these keys: they say where and in which graphs it is trained, which changes no equation. The
+# fingerprint of its records says whether an ignored key changes them.
+ANYWHERE = {"train.memory": "auto", "train.compile": "auto", "train.parallel": "none", "data.ignore_keys": None}
 # At most one key of each group counts: the one whose origin has the highest rank.
 EXCLUSIVE = (("train.updates", "train.tokens", "train.epochs", "train.minutes"), ("model.preset", "model.init"))
 

@@ -146,6 +146,11 @@ class Asked(NamedTuple):
         names = [ignored] if isinstance(ignored, str) else ignored or ()
         return cls(text_key, frozenset(names))
 
+    @property
+    def left_out(self) -> list[str]:
+        """Return the ignored keys that would say what is trained; any other one could be named later, too."""
+        return sorted(key for key in self.ignored if _is_known(key))
+
     def given(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of a record that have a value and are not ignored."""
         return {key: value for key, value in record.items() if value is not None and key not in self.ignored}
@@ -202,7 +207,7 @@ class RecordKeys:
 
     def is_read(self, key: str) -> bool:
         """Return whether a key may say what is trained."""
-        return key not in self.asked.ignored and (key == TEXT or any(form.knows(key) for form in FORMS))
+        return key not in self.asked.ignored and _is_known(key)
 
     def is_ignored(self, key: str) -> bool:
         """Return whether a key is ignored wherever it stands."""
@@ -264,6 +269,10 @@ class RecordKeys:
             return set()
         there = forms_of(given, ANYTHING)
         return {key for form in there for key in form.needs}
+
+
+def _is_known(key: str) -> bool:
+    return key == TEXT or any(form.knows(key) for form in (*FORMS, PROMPT_FORM))
 
 
 def two_ways(forms: Sequence[Form]) -> str:

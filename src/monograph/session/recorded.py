@@ -182,6 +182,9 @@ def settings_of(run: Run, given: Settings) -> Settings:
             or (key == "train.minutes" and given.origins[key] != "command line")
         ):
             continue
+        if key == "data.ignore_keys":  # an earlier version took unknown keys; others change the records' fingerprint
+            own = own.resolve({key: value}, given.origins[key])
+            continue
         if key in ("train.memory", "train.parallel"):  # the updates stay the same
             # A run that is streamed, or gathered block by block, has no graph of the whole step.
             split = (value == "stream" or is_sharded(str(value))) and own.train.compile == "whole"
