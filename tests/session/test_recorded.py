@@ -114,6 +114,12 @@ def test_what_agrees_may_be_said_again(same: dict[str, Any], run: Run) -> None:
     assert settings_of(run, settings(same)).train.updates == 50
 
 
+def test_a_resumed_run_may_name_keys_that_an_earlier_version_took(run: Run) -> None:
+    own = settings_of(run, settings({}))
+    named = settings_of(run, settings({"data.ignore_keys": ["margin"]}))
+    assert named.data.ignore_keys == ["margin"] and named.fingerprint == own.fingerprint
+
+
 def test_the_file_of_settings_may_be_given_again(run: Run, tmp_path: Path) -> None:
     toml = tmp_path / "run.toml"
     toml.write_text("[train]\nminutes = 3\ntokens_per_update = 512\n")

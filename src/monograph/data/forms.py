@@ -146,6 +146,11 @@ class Asked(NamedTuple):
         names = [ignored] if isinstance(ignored, str) else ignored or ()
         return cls(text_key, frozenset(names))
 
+    @property
+    def left_out(self) -> list[str]:
+        """Return the ignored keys that would say what is trained; any other one could be named later, too."""
+        return sorted(key for key in self.ignored if _is_known(key))
+
     def given(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of a record that have a value and are not ignored."""
         return {key: value for key, value in record.items() if value is not None and key not in self.ignored}
@@ -202,7 +207,7 @@ class RecordKeys:
 
     def is_read(self, key: str) -> bool:
         """Return whether a key may say what is trained."""
-        return key not in self.asked.ignored and (key == TEXT or any(form.knows(key) for form in FORMS))
+        return key not in self.asked.ignored and _is_known(key)
 
     def is_ignored(self, key: str) -> bool:
         """Return whether a key is ignored wherever it stands."""
@@ -246,9 +251,13 @@ class RecordKeys:
     def _form_of(self, given: Mapping[str, Any]) -> Form:
         if len(self._forms) == 1:
             return self._forms[0]
-        there = [form for form in forms_of(given, self.asked) if form in self._forms]
+        found = forms_of(given, self.asked)
+        there = [form for form in found if form in self._forms]
         if len(there) > 1:
             raise Unusable("two forms", f"could be read in two ways: {two_ways(there)}")
+        if found and not there:
+            other = f"is one of {found[0].kind.value} by {by_keys(found[0])}"
+            raise Unusable("another kind", f"{other}, and those before are {self._forms[0].kind.value}")
         if not there:
             needs = f"{MESSAGES}, {SHARED}, {PROMPT} and {COMPLETION}"
             raise Unusable("no conversation", f"has none of the keys {needs}")
@@ -260,6 +269,10 @@ class RecordKeys:
             return set()
         there = forms_of(given, ANYTHING)
         return {key for form in there for key in form.needs}
+
+
+def _is_known(key: str) -> bool:
+    return key == TEXT or any(form.knows(key) for form in (*FORMS, PROMPT_FORM))
 
 
 def two_ways(forms: Sequence[Form]) -> str:

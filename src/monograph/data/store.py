@@ -65,8 +65,8 @@ class Request(NamedTuple):
             assert isinstance(self.tokenizer, Tokenizer)
             template, stops = template_of(self.tokenizer), sorted(stops_of(self.tokenizer))
             reading += [self.reading.answering, template.source, sorted(template.tokens.items()), stops, DAY]
-        if reading and self.reading.ignored:
-            reading.append(self.reading.ignored)
+        if reading and self.reading.left_out:
+            reading.append(self.reading.left_out)
         return [FORMAT, self.text.sha256, self.held_out, reading]
 
     @property

@@ -199,7 +199,7 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
         if not sides[0]:
             raise InputRefused(f"{parts.sources.name}: no answer has room beside one to another prompt: give more")
     decisive = [parts.sources.sha256, tokenizer.hash, length, reading["held_out"], reading["bad_records"], keys[0]]
-    decisive += [sorted(ignored.ignored)] if ignored.ignored else []
+    decisive += [ignored.left_out] if ignored.left_out else []
     digest, name = hashlib.sha256(json.dumps(decisive).encode()).hexdigest(), parts.sources.name
     train = PairRows(sides[0], name, tokenizer, length, 1)
     held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)

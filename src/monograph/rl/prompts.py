@@ -206,7 +206,7 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
 
     parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
     decisive = [parts.sources.sha256, own.hash, key, room, reading["held_out"], reading["bad_records"]]
-    decisive += [sorted(asked.ignored)] if asked.ignored else []
+    decisive += [asked.left_out] if asked.left_out else []
     fingerprint = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
     chats, longest = _kind_and_longest([*parts.train, *parts.held_out], key)
     return Prompts(parts.sources.name, own, parts.train, parts.held_out, fingerprint, chats, longest, parts.skipped)

@@ -49,11 +49,11 @@ USUAL: dict[str, Any] = {
 
 def with_records(settings: Settings) -> Settings:
     """Return the settings with prefer.loss decided: as given, or the usual loss if the records are judged answers."""
-    data = settings.data
-    is_text = data.text_key is not None  # it is asked for
-    if is_text or settings.prefer.loss is not None or settings.rl.reward is not None:
+    given = settings.values()
+    if any(given[key] is not None for key in ("data.text_key", "prefer.loss", "rl.reward")):  # they ask for a kind
         return settings
-    usual = loss_for(data.source, Asked.of(None, data.ignore_keys), data.bad_records == "skip")
+    asked = Asked.of(None, given["data.ignore_keys"])
+    usual = loss_for(given["data.source"], asked, given["data.bad_records"] == "skip")
     return settings.resolve({"prefer.loss": usual}, "data.source") if usual else settings
 
 

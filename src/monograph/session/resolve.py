@@ -78,7 +78,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     judged = reward is not None or compared is not None
     update_rule = _update_rule(settings, recipe, name, adapted=lora is not None, judged=judged)
     schedule, _, final = settings.optim.schedule.partition(":")
-    per_update = int(train.tokens_per_update)
+    per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
     updates = train.updates or (defaults.updates_of(train.tokens, per_update) if train.tokens else 0)
     plan = Plan(
         settings=settings,
@@ -135,7 +135,8 @@ def _with_model(settings: Settings, length: int, shape_alone: bool) -> tuple[Set
         own = str(tokenizer_of(model.init)) if model.init and not recipe.code else None
         chosen["data.tokenizer"] = own or f"bpe:{defaults.DEFAULT.vocabulary}"
     if settings.train.tokens_per_update == "auto" and settings.rl.reward is None:
-        chosen["train.tokens_per_update"] = max(defaults.DEFAULT.tokens_per_update, length)
+        usual = max(defaults.DEFAULT.tokens_per_update, length)
+        chosen["train.tokens_per_update"] = defaults.in_whole_rows(usual, length)
     settings, shape = settings.resolve(chosen, ORIGIN), shape_in(recipe.init) if recipe.init else None
     init = settings.model.init  # a run records its full path; an error shows it as it was typed
     if init and is_adapter(init):
