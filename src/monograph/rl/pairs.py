@@ -235,7 +235,8 @@ def _of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
         raise Unusable("no pair", message)
     prompt, answer = _text(asked, PROMPT), _text(record[key], key)
     before = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    ids = [*before, *tokenizer.encode(answer), tokenizer.eos_id]
+    # Only a text that begins the document has the space that some tokenizers put before a text.
+    ids = [*before, *tokenizer.encode(answer, inside=bool(prompt)), tokenizer.eos_id]
     return prompt, Row(ids, ((len(before), len(ids)),)), len(answer.encode())
 
 
@@ -262,6 +263,10 @@ def _pair(record: Record, answer: Callable[[Record, str], _Answer], chat: bool) 
     begins = [row.ids[: row.spans[0][0]] for row in (chosen, rejected)]
     if asked != other or begins[0] != begins[1]:
         raise Unusable("differing prompts", f"{short(CHOSEN)} and {short(REJECTED)} differ before their last message")
+    if chosen.ids == rejected.ids:
+        maker = "chat template" if chat else "tokenizer"
+        both = f"{short(CHOSEN)} and {short(REJECTED)}"
+        raise Unusable("equal answers", f"the {maker} makes both answers, {both}, the same text: nothing is preferred")
     return Pair(asked, chosen, rejected, size + more, chat)
 
 
