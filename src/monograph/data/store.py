@@ -35,7 +35,7 @@ from monograph.text.chat import template_of
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import MAX_FILE_BYTES
 
-FORMAT = 3
+FORMAT = 4
 
 
 class Request(NamedTuple):
@@ -61,7 +61,8 @@ class Request(NamedTuple):
         if reading and self.reading.answering:
             assert isinstance(self.tokenizer, Tokenizer)
             template, stops = template_of(self.tokenizer), sorted(stops_of(self.tokenizer))
-            reading += [self.reading.answering, template.source, sorted(template.tokens.items()), stops, DAY]
+            named = sorted((name, other.source) for name, other in self.tokenizer.config.named.items())
+            reading += [self.reading.answering, template.source, named, sorted(template.tokens.items()), stops, DAY]
         return [FORMAT, self.text.sha256, self.held_out, reading]
 
     @property

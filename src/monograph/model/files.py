@@ -206,7 +206,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         with _claimed(partial):
             yield partial
             # Before the rename, so that a power cut cannot leave a target with missing bytes.
-            for path in (*partial.iterdir(), partial):
+            for path in (*partial.rglob("*"), partial):
                 sync(path)
             partial.rename(target)
             sync(target.parent)

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from monograph.data.conversations import Conversation, read_conversation
 from monograph.data.corpus import Corpus, stats_of
 from monograph.data.loss_mask import Answering, Answers, Row
+from monograph.data.messages import trained_on
 from monograph.data.progress import Progress
 from monograph.data.records import KINDS, Fault, Unusable, few, json_objects, short, sound
 from monograph.data.rows import IGNORE, Int64, Rows
@@ -203,7 +204,8 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     train = PairRows(sides[0], name, tokenizer, length, 1)
     held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
     stats = stats_of(len(parts.sources.files), parts.skipped, train, held)
-    return Corpus(name, tokenizer, train, held, digest, stats, (), Path())
+    notes = template[0].notes({}, "") if template else ()
+    return Corpus(name, tokenizer, train, held, digest, stats, notes, Path())
 
 
 def _are_chats(record: Record, keys: Sequence[str]) -> bool:
@@ -254,7 +256,9 @@ def _of_chat(rendered: Callable[[Conversation], Row], record: Record, key: str) 
     *asked, last = conversation.messages
     if last["role"] != "assistant":
         raise Unusable("no answer", f"{short(key)} ends with a message of {last['role']}, not of an assistant")
-    size = len(str(last.get("content") or "").encode())
+    if not trained_on(last):
+        raise Unusable("no answer", f"{short(key)} ends with a message of the weight 0: nothing of it would be learned")
+    size = len(last.get("content", "").encode())
     return json.dumps(asked, ensure_ascii=False), rendered(conversation), size
 
 

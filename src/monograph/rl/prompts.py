@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from monograph.data.conversations import read_messages
+from monograph.data.messages import read_messages
 from monograph.data.progress import Progress
 from monograph.data.records import KINDS, Fault, Unusable, few, json_objects, short, sound
 from monograph.data.sources import LINES, Sources, find
@@ -17,6 +17,8 @@ from monograph.model.config import LlamaConfig
 from monograph.rl.rewards import Reward, Taught
 from monograph.storage.writing import temporary_folder
 from monograph.text.chat import chat_ids, stop_ids
+from monograph.text.messages import Unread
+from monograph.text.template import Unspeakable
 from monograph.text.tokenizer import Tokenizer, parse
 
 Record = Mapping[str, Any]  # a record as it was read
@@ -240,7 +242,10 @@ def _read(record: Record, key: str, tokenizer: Tokenizer, room: tuple[int, str])
     value = record[key]
     if isinstance(value, list):
         messages = read_messages(value, key)
-        text, ids = json.dumps(value, ensure_ascii=False), chat_ids(tokenizer, messages, add_generation_prompt=True)
+        try:
+            text, ids = json.dumps(messages, ensure_ascii=False), chat_ids(tokenizer, messages, True)
+        except (Unread, Unspeakable) as refused:
+            raise Unusable("refused by the chat template", str(refused)) from None
     elif isinstance(value, str):
         text, ids = sound(value, key), [tokenizer.bos_id, *tokenizer.encode(value)]
     else:
