@@ -198,7 +198,7 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
         (["generate", "run", "a", "--json-schema", "/dev/zero"], 3, "/dev/zero: cannot be read: is not a regular"),
         (["generate", "run", "--prompts", "latin.txt"], 3, "latin.txt: byte 3 (line 1) is not UTF-8; convert it"),
         (["generate", "run", "--chat", "--prompts", "empty.jsonl"], 3, "empty.jsonl:1: expected an object with"),
-        (["generate", "run", "--chat", "--prompts", "silent.jsonl"], 3, "silent.jsonl:2: expected an object with"),
+        (["generate", "run", "--chat", "--prompts", "silent.jsonl"], 3, "silent.jsonl:2: messages[0] has no content"),
         (["generate", "run", "--prompts", "nothere"], 3, "--prompts nothere: cannot be read: No such file"),
         (["generate", "run", "--chat", "a"], 3, "the model has no chat template"),
         (["generate", "run", "a" * 200], 3, "the prompt has 201 tokens, but the model's context is 32"),

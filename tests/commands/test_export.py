@@ -21,7 +21,10 @@ needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason
 
 @needs_gguf
 def test_a_chat_template_stays_with_the_model(server: CommandServer, here: Path) -> None:
-    tokenizer = speaking(here / "words", "thinking", stops=[1, 2])
+    speaking(here / "words", "thinking", stops=[1, 2])
+    (here / "words" / "additional_chat_templates").mkdir()
+    (here / "words" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}<|im_end|>")
+    tokenizer = Tokenizer.from_file(here / "words")
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
         hidden_size=32,
@@ -46,6 +49,8 @@ def test_a_chat_template_stays_with_the_model(server: CommandServer, here: Path)
 
     fields = gguf.GGUFReader(here / "gguf" / "model.gguf").fields
     assert fields["tokenizer.chat_template"].contents() == TEMPLATES["thinking"]
+    assert fields["tokenizer.chat_templates"].contents() == ["tool_use"]
+    assert fields["tokenizer.chat_template.tool_use"].contents() == "{{ tools }}<|im_end|>"
 
 
 @needs_gguf

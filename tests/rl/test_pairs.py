@@ -119,6 +119,20 @@ def test_a_bad_pair_is_refused_with_its_line_or_counted(record: Any, part: str, 
     assert sum(skipped.skipped.values()) == 1 and skipped.train.documents == 1
 
 
+def test_a_pair_that_the_template_or_the_tokenizer_makes_equal_is_refused_with_its_line(tmp_path: Path) -> None:
+    speaking(tmp_path, "llama-3")  # it trims what is said
+    chats = {"prompt": said("q"), "chosen": [{"role": "assistant", "content": "yes"}]}
+    path = write(tmp_path / "p.jsonl", GOOD, chats | {"rejected": [{"role": "assistant", "content": " yes\n"}]})
+    with pytest.raises(InputRefused, match="p.jsonl:2: the chat template makes both answers, .*, the same text"):
+        read(path, tokenizer=str(tmp_path), sequence_length=256)
+    assert read(path, tokenizer=str(tmp_path), sequence_length=256, bad_records="skip").skipped == {"equal answers": 1}
+    content = json.loads(Tokenizer.train_bpe(["the answer"], 300).to_json())
+    Tokenizer(content | {"normalizer": {"type": "NFC"}}, "x").save(tmp_path / "nfc.json")
+    path = write(tmp_path / "p.jsonl", {"chosen": "\u00e9", "rejected": "e\u0301"})
+    with pytest.raises(InputRefused, match="p.jsonl:1: the tokenizer makes both answers, .*, the same text"):
+        read(path, tokenizer=str(tmp_path / "nfc.json"))
+
+
 def test_what_cannot_hold_pairs_is_refused(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", GOOD)
     with pytest.raises(UsageError, match="prefer.loss needs a model's tokenizer"):

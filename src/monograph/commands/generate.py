@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from monograph.config.settings import did_you_mean
+from monograph.data.messages import message_of
+from monograph.data.records import Unusable
 from monograph.decode import Completion, Generation, Sampling
 from monograph.decode import generate as decode
 from monograph.decode.automata import Automaton, constraint
@@ -89,9 +91,12 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
             raise InputRefused(f"{path}:{number}: no JSON: {json_fault(error)}; {expected}") from None
         options = dict(record) if isinstance(record, dict) else {}
         prompt, messages = options.pop("prompt", None), options.pop("messages", None) if chat else None
-        if not (messages and isinstance(messages, list) and all(map(_is_message, messages))):
-            messages = None
-        if messages is None and not isinstance(prompt, str):
+        if prompt is not None and messages is not None:
+            raise InputRefused(f"{path}:{number}: has prompt and messages: give one of them")
+        given: Prompt = _messages(messages, f"{path}:{number}") if isinstance(messages, list) else ""
+        if isinstance(prompt, str):
+            given = prompt
+        elif not given:
             raise InputRefused(f"{path}:{number}: {expected}")
         known = {"prompt", *(["messages"] if chat else []), *_KINDS} - {"order"}
         if unknown := options.keys() - known:
@@ -101,7 +106,7 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
             own.check_vocabulary(vocabulary)
         except UsageError as error:
             raise InputRefused(f"{path}:{number}: {error}") from None
-        yield messages or prompt, own
+        yield given, own
 
 
 def _sampling(first: Sampling, values: dict[str, Any]) -> Sampling:
@@ -117,11 +122,12 @@ def _unknown(key: str, known: Iterable[str]) -> str:
     return key + (did_you_mean(key, known) or f"; expected one of {', '.join(sorted(known))}")
 
 
-def _is_message(value: Any) -> bool:
-    """Return whether a value is a chat message: a role with a text, a list of parts, or tool calls."""
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        return False
-    return isinstance(value.get("content"), str | list) or "tool_calls" in value
+def _messages(value: list[Any], where: str) -> list[Message]:
+    """Return the messages of a record; raise InputRefused for a bad one."""
+    try:
+        return [message_of(each, f"messages[{number}]", roles=None) for number, each in enumerate(value)]
+    except Unusable as unusable:
+        raise InputRefused(f"{where}: {unusable}") from None
 
 
 def _text_of(path: Path, flag: str, most_bytes: int) -> str:

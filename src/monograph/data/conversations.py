@@ -18,15 +18,13 @@ from monograph.data.forms import (
     VARIABLES,
     RecordKeys,
 )
+from monograph.data.messages import message_of, read_messages, spoken, trained_on
 from monograph.data.records import EMPTY, KINDS, Fault, Record, Unusable, json_objects, short, sound
 from monograph.data.sources import LINES, SourceFile, place_of
 from monograph.data.tables import first_filled, table_columns, table_objects
 from monograph.storage.reading import parse_json
 
-ROLES = ("system", "user", "assistant", "tool")
 MOST_MESSAGES = 1000  # each answer is rendered together with all messages before it
-# ShareGPT's form of messages has "from" and "value" instead of "role" and "content".
-_SHARED_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 # The template gets these from elsewhere, or they name what renders it.
 _NO_VARIABLES = frozenset(
     "self template tokenizer messages chats tools documents marker marks add_generation_prompt".split()
@@ -37,7 +35,7 @@ class Conversation(NamedTuple):
     """One record that holds a conversation.
 
     Attributes:
-        messages: each is {"role": one of ROLES, "content": a text or None}, with any other keys that a template reads.
+        messages: as `monograph.data.messages.message_of` returns them.
         tools: the tools that the assistant may call; None if the record names none.
         trained_from: index of the first message that may be trained on: the first after a prompt's messages, else 0.
         variables: further variables of the chat template.
@@ -52,7 +50,7 @@ class Conversation(NamedTuple):
     def answers(self) -> list[int]:
         """Return the indices of the messages that can be trained on."""
         numbers = range(self.trained_from, len(self.messages))
-        return [number for number in numbers if self.messages[number]["role"] == "assistant"]
+        return [number for number in numbers if trained_on(self.messages[number])]
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -153,7 +151,9 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
         trained_from += len(whole.messages) - len(messages)
     conversation = whole._replace(trained_from=trained_from)
     if not conversation.answers:
-        raise Unusable("no answer", f"{short(COMPLETION if trained_from else form)} has no message of an assistant")
+        which = " with another weight than 0" if any(map(_speaks, messages[trained_from:])) else ""
+        where = short(COMPLETION if trained_from else form)
+        raise Unusable("no answer", f"{where} has no message of an assistant{which}")
     return conversation
 
 
@@ -204,57 +204,9 @@ def chat_only(record: Mapping[str, Any]) -> str | None:
 
 def _side(record: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
     value = record[key]
-    return (
-        [_message({"role": role, "content": value}, key, key)] if isinstance(value, str) else read_messages(value, key)
-    )
-
-
-def read_messages(value: Any, key: str) -> list[dict[str, Any]]:
-    """Return the messages under a record's key, each with a role and a content.
-
-    Raises:
-        Unusable: there are none, or one is bad.
-    """
-    if not isinstance(value, list):
-        raise Unusable("no conversation", f"{short(key)} is {KINDS[type(value)]}, not an array of messages")
-    if not value:
-        raise Unusable("empty conversation", f"{short(key)} is empty")
-    return [_message(message, f"{key}[{number}]") for number, message in enumerate(value)]
-
-
-def _message(value: Any, where: str, content_key: str | None = None) -> dict[str, Any]:
-    content_key = content_key or f"{where}.content"
-    if not isinstance(value, dict):
-        raise Unusable("no message", f"{where} is {KINDS[type(value)]}, not an object with a role and a content")
-    role_key, roles = "role", list(ROLES)
-    if "role" not in value and "from" in value:
-        role_key, roles = "from", ["human", "gpt", *ROLES]
-        rest = {key: part for key, part in value.items() if key not in ("from", "value")}
-        role = value["from"]
-        role = _SHARED_ROLES.get(role, role) if isinstance(role, str) else role
-        value = {"role": role, "content": value.get("value"), **rest}
-    role, content = value.get("role"), value.get("content")
-    if role not in ROLES:
-        found = f"is {short(role) if isinstance(role, str) else KINDS[type(role)]}"
-        raise Unusable("unknown role", f"{where}.{role_key} {found}: expected {', '.join(roles[:-1])} or {roles[-1]}")
-    if (calls := value.get("tool_calls")) is not None and (role != "assistant" or not _are_calls(calls)):
-        expected = "an array of objects that name a function each, of an assistant"
-        raise Unusable("tool calls", f"{where}.tool_calls: expected {expected}")
-    if content is None and calls:
-        return dict(value)
-    if content is None:
-        raise Unusable("no content", f"{where} has no content")
-    if not sound(content, content_key).strip() and not calls and role in ("user", "assistant"):
-        raise Unusable("empty content", f"{content_key} is empty")
-    return dict(value)
-
-
-def _are_calls(calls: Any) -> bool:
-    def named(call: Any) -> bool:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-    return isinstance(calls, list) and bool(calls) and all(map(named, calls))
+    if not isinstance(value, str):
+        return read_messages(value, key)
+    return [spoken(message_of({"role": role, "content": value}, key, content_key=key), key, key)]
 
 
 def _from_json(value: Any, key: str) -> Any:
@@ -284,6 +236,10 @@ def _variables(value: Any) -> dict[str, Any]:
         if not name.isidentifier() or name in _NO_VARIABLES:
             raise Unusable(VARIABLES, f"{short(VARIABLES)}: {short(name)} cannot be a variable of the chat template")
     return found
+
+
+def _speaks(message: Mapping[str, Any]) -> bool:
+    return bool(message["role"] == "assistant")
 
 
 # For each role, the roles that the message before may have; None stands for the beginning.

@@ -65,6 +65,9 @@ class Request(NamedTuple):
             assert isinstance(self.tokenizer, Tokenizer)
             template, stops = template_of(self.tokenizer), sorted(stops_of(self.tokenizer))
             reading += [self.reading.answering, template.source, sorted(template.tokens.items()), stops, DAY]
+            named = sorted((name, other.source) for name, other in self.tokenizer.config.named.items())
+            if named:
+                reading.append(named)
         if reading and self.reading.left_out:
             reading.append(self.reading.left_out)
         return [FORMAT, self.text.sha256, self.held_out, reading]

@@ -255,6 +255,9 @@ def save_model(
             write_json(new / "tokenizer_config.json", _tokenizer_config(new, tokenizer, model.config))
             if template := tokenizer.config.template:
                 (new / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+            for name, source in tokenizer.config.named_files().items():
+                (new / name).parent.mkdir(exist_ok=True)
+                (new / name).write_text(source, encoding="utf-8")
         write_tensors(new, apart(joined(plain_parameters(model), model.config), model.config), max_shard_bytes)
         beside(new)
 

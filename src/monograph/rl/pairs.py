@@ -35,6 +35,7 @@ from monograph.data.forms import (
 )
 from monograph.data.kinds import kind_of_records
 from monograph.data.loss_mask import Answering, Answers, Row
+from monograph.data.messages import trained_on
 from monograph.data.progress import Progress
 from monograph.data.records import KINDS, Fault, Unusable, few, short, sound
 from monograph.data.rows import IGNORE, Int64, Rows
@@ -204,7 +205,8 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     train = PairRows(sides[0], name, tokenizer, length, 1)
     held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
     stats = stats_of(len(parts.sources.files), parts.skipped, train, held)
-    return Corpus(name, tokenizer, train, held, digest, stats, record_keys.notes(), Path())
+    notes = (*record_keys.notes(), *(template[0].notes({}, "") if template else ()))
+    return Corpus(name, tokenizer, train, held, digest, stats, notes, Path())
 
 
 def _are_chats(record: Record, keys: Sequence[str]) -> bool:
@@ -239,7 +241,8 @@ def _of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
         raise InputRefused(f"{short(chats)} is for chats, and the answers are texts: remove it, or {IGNORE_KEY}")
     prompt, answer = _text(asked, PROMPT), _text(record[key], key)
     before = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    ids = [*before, *tokenizer.encode(answer), tokenizer.eos_id]
+    # Only a text that begins the document has the space that some tokenizers put before a text.
+    ids = [*before, *tokenizer.encode(answer, inside=bool(prompt)), tokenizer.eos_id]
     return prompt, Row(ids, ((len(before), len(ids)),)), len(answer.encode())
 
 
@@ -260,7 +263,9 @@ def _of_chat(rendered: Callable[[Conversation], Row], record: Record, key: str) 
     *asked, last = conversation.messages
     if last["role"] != "assistant":
         raise Unusable("no answer", f"{short(key)} ends with a message of {last['role']}, not of an assistant")
-    size = len(str(last.get("content") or "").encode())
+    if not trained_on(last):
+        raise Unusable("no answer", f"{short(key)} ends with a message of the weight 0: nothing of it would be learned")
+    size = len(last.get("content", "").encode())
     return json.dumps(asked, ensure_ascii=False), rendered(conversation), size
 
 
@@ -269,6 +274,10 @@ def _pair(record: Record, answer: Callable[[Record, str], _Answer], chat: bool) 
     begins = [row.ids[: row.spans[0][0]] for row in (chosen, rejected)]
     if asked != other or begins[0] != begins[1]:
         raise Unusable("differing prompts", f"{short(CHOSEN)} and {short(REJECTED)} differ before their last message")
+    if chosen.ids == rejected.ids:
+        maker = "chat template" if chat else "tokenizer"
+        both = f"{short(CHOSEN)} and {short(REJECTED)}"
+        raise Unusable("equal answers", f"the {maker} makes both answers, {both}, the same text: nothing is preferred")
     return Pair(asked, chosen, rejected, size + more, chat)
 
 

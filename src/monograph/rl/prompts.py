@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from monograph.data.conversations import chat_only, keyed_records, read_messages, with_chat_keys
+from monograph.data.conversations import chat_only, keyed_records, with_chat_keys
 from monograph.data.forms import (
     ANYTHING,
     FUNCTIONS,
     INSTEAD,
     PROMPT,
-    SYSTEM,
     TEACHER_PROMPT,
     TEXT,
     Asked,
     RecordKeys,
 )
+from monograph.data.messages import read_messages
 from monograph.data.progress import Progress
 from monograph.data.records import EMPTY, KINDS, Fault, Unusable, few, json_objects, short, sound
 from monograph.data.sources import LINES, Sources, find
@@ -28,6 +28,8 @@ from monograph.model.config import LlamaConfig
 from monograph.rl.rewards import Reward, Taught
 from monograph.storage.writing import temporary_folder
 from monograph.text.chat import chat_ids, require_read, stop_ids
+from monograph.text.messages import Unread
+from monograph.text.template import Unspeakable
 from monograph.text.tokenizer import Tokenizer, parse
 
 Record = Mapping[str, Any]  # a record as it was read
@@ -266,9 +268,11 @@ def _read(record: Record, key: str, tokenizer: Tokenizer, room: tuple[int, str])
     if isinstance(value, list):
         chat = with_chat_keys(read_messages(value, key), record)
         require_read(tokenizer, chat.template_variables)
-        said = chat.messages if record.get(SYSTEM) else value
-        text = json.dumps(said, ensure_ascii=False)
-        ids = chat_ids(tokenizer, chat.messages, add_generation_prompt=True, **chat.template_variables)
+        text = json.dumps(chat.messages, ensure_ascii=False)
+        try:
+            ids = chat_ids(tokenizer, chat.messages, add_generation_prompt=True, **chat.template_variables)
+        except (Unread, Unspeakable) as refused:
+            raise Unusable("refused by the chat template", str(refused)) from None
     elif isinstance(value, str):
         text, ids = sound(value, key), [tokenizer.bos_id, *tokenizer.encode(value)]
     else:

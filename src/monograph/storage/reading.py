@@ -256,7 +256,8 @@ def inside(folder: Path, name: str) -> Path:
     if Path(name).name != name or not is_file(path):
         raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
     home, target = resolved(folder), resolved(path)
-    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    # A snapshot's own folder, or a folder in it.
+    homes = [home, *(above.parent / "blobs" for above in home.parents[:2] if above.name == "snapshots")]
     if target.parent not in homes:
         raise InputRefused(f"{path}: is a link out of its folder, to {target}; put the file itself there")
     return path
