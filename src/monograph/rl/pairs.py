@@ -24,6 +24,7 @@ from monograph.data.progress import Progress
 from monograph.data.records import KINDS, Fault, Unusable, few, json_objects, short, sound
 from monograph.data.rows import IGNORE, Int64, Rows
 from monograph.data.sources import LINES, TABLES, kind_of
+from monograph.data.spelled import Spelled, texts_of
 from monograph.data.store import Side
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused
@@ -170,6 +171,7 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     tokenizer, length = own_tokenizer(reading, "prefer.loss"), int(reading["sequence_length"])
     template: list[Answers] = []  # made when the first chat is read, as texts need no template
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
+    spelled = Spelled(tokenizer)
 
     def rendered(conversation: Conversation) -> Row:
         if not template:
@@ -185,6 +187,8 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
             return unusable.fault
         except InputRefused as refused:
             raise InputRefused(f"{where}: {refused}") from None
+        if not chat:
+            spelled.see(where, texts_of(record, PROMPT, *keys))
         if (inputs := len(pair.chosen.ids) + len(pair.rejected.ids) - 1) <= length:
             return pair
         both = "the answer and its prompt twice" if labelled else "the two answers, each after its prompt,"
@@ -203,7 +207,7 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     train = PairRows(sides[0], name, tokenizer, length, 1)
     held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
     stats = stats_of(len(parts.sources.files), parts.skipped, train, held)
-    return Corpus(name, tokenizer, train, held, digest, stats, (), Path())
+    return Corpus(name, tokenizer, train, held, digest, stats, spelled.notes(), Path())
 
 
 def _are_chats(record: Record, keys: Sequence[str]) -> bool:

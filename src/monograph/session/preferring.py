@@ -51,6 +51,8 @@ def open_pairs(plan: Plan, progress: Progress) -> Corpus:
             f"{counted(pairs.train.documents, 'answer' if plan.preference.labelled else 'pair')}, packed "
             f"{pairs.stats.packed_share:.1%}, {held}{left_out}"
         )
+    for line in pairs.notes:
+        progress.line("note", line)
     return pairs
 
 
