@@ -16,6 +16,8 @@ from dialogues import TEMPLATES, TOOLS, said, speaking
 from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.corpus import corpus
 from monograph.data.loss_mask import Answering, Answers
+from monograph.data.records import Fault
+from monograph.data.tables import table_objects
 from monograph.decode.automata import acceptor
 from monograph.errors import InputRefused
 from monograph.rl.arrange import Rollout, arranged, weighted
@@ -146,6 +148,28 @@ def test_arguments_of_other_tools_do_not_come_from_a_tables_type(tmp_path: Path)
     ]
     table, lines = ([rows.train.row(index)["tokens"].tolist() for index in range(len(rows.train))] for rows in read)
     assert table == lines and "null" not in read[0].tokenizer.decode(table[0])
+
+
+def test_a_map_is_an_object(tmp_path: Path) -> None:
+    """arrow#39010, datasets#5612: Spark's and DuckDB's dicts are maps, which pyarrow gives as lists of pairs."""
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    inner = pa.map_(pa.string(), pa.list_(pa.struct([("x", pa.int64()), ("y", pa.map_(pa.string(), pa.int64()))])))
+    maps: list[Any] = [
+        [("a", [{"x": 1, "y": [("b", 2), ("c", None)]}, None]), ("d", None)],
+        [],
+        None,
+        [("a", None), ("a", [])],
+    ]
+    for name, kind in (("plain", inner), ("listed", pa.large_list(inner))):
+        values = maps if name == "plain" else [[value] for value in maps]
+        parquet.write_table(pa.table({"of": pa.array(values, kind)}), tmp_path / f"{name}.parquet")
+    plain, listed = ([*table_objects(tmp_path / f"{name}.parquet", ["of"])] for name in ("plain", "listed"))
+    objects = [{"a": [{"x": 1, "y": {"b": 2, "c": None}}, None], "d": None}, {}, None]
+    assert [row for _, row in plain[:3]] == [{"of": objects[0]}, {"of": {}}, {}]
+    assert [row for _, row in listed[:3]] == [{"of": [value]} for value in objects]
+    for number, fault in (plain[3], listed[3]):
+        assert number == 4 and isinstance(fault, Fault) and fault.detail == "has the key 'a' twice in one map"
 
 
 def test_a_line_ends_at_a_line_feed_alone(tmp_path: Path) -> None:
