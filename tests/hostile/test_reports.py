@@ -191,14 +191,24 @@ NUMBERS: list[Any] = [
     ("open-instruct#1530", "#### -3", "it is 3", 0.0),
     ("open-instruct#1530", "#### -1234.5", "so -1,234.5", 1.0),
     ("verl#7274", "42", "2+40=42\n#### 42\n" + " and this is consistent." * 20, 1.0),
-    ("officeqa#23", "12.852", "[8.124,12.852]", 1.0),
+    ("officeqa#23", "8.12412", "[8.124,12.852]", 0.0),
     ("helm#4337", "72", "The answer is 72, in total, so the farmer earns that much.", 1.0),
     ("ms-swift#10163", "0.1", "Reward: 1e-1", 1.0),
     ("CoursIA#12505", "1234", "The answer is $1,234.00", 1.0),
-    # What is refused as a right answer would make a wrong one right.
+    # What is not understood whole is refused as a right answer, or read right: a wrong answer gets nothing for it.
     *(
-        wrong_today("reasoning-from-scratch#133", gold, "", None)
-        for gold in (r"\frac{1}{2}", "1/2", "52_8", "(2, 5)", r"2\sqrt{3}", "2^10", "15 m^2", "1,00,000", "[100,200]")
+        wrong_today("reasoning-from-scratch#133", gold, wrong, None)
+        for gold, wrong in [
+            (r"\frac{1}{2}", "2"),
+            ("1/2", "2"),
+            ("52_8", "8"),
+            ("(2, 5)", "5"),
+            (r"2\sqrt{3}", "3"),
+            ("2^10", "10"),
+            ("15 m^2", "99 m^2"),
+            ("1,00,000", "0"),
+            ("[100,200]", "100200"),
+        ]
     ),
     wrong_today("reasoning-from-scratch#133", "11111111100", r"11,\! 111,\! 111,\! 100", 1.0),
     wrong_today("proeval#19", "-5", "it is -$5", 1.0),
@@ -208,13 +218,14 @@ NUMBERS: list[Any] = [
 
 @pytest.mark.parametrize(("report", "gold", "answer", "score"), NUMBERS)
 def test_the_number_of_an_answer_is_read_whole(report: str, gold: str, answer: str, score: float | None) -> None:
-    reward, record = reward_of("number"), {"prompt": "p", "answer": gold}
-    if score is None:
-        with pytest.raises(InputRefused, match="p.jsonl:1: "):
-            reward.require(record, "p.jsonl:1")
+    reward = reward_of("number")
+    record = {"prompt": "p", "answer": gold}
+    try:
+        reward.require(record, "p.jsonl:1")
+    except InputRefused:
+        assert score is None
         return
-    reward.require(record, "p.jsonl:1")
-    assert reward.score([Answer("p", answer, record, "p.jsonl:1")]) == [score]
+    assert reward.score([Answer("p", answer, record, "p.jsonl:1")]) == [score or 0.0]
 
 
 @pytest.mark.parametrize("objective", ["dapo", "grpo", "dr_grpo", "rloo"])
