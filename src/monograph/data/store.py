@@ -228,7 +228,8 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
         sides, unusable, more = encoding.encode_conversations(documents, files, tokenizer, building, meter)
         skipped, stored_notes = dict(Counter(skipped) + Counter(unusable)), (*stored_notes, *more)
     else:
-        sides = encoding.encode_documents(documents, files, tokenizer, building, meter)
+        sides, more = encoding.encode_documents(documents, files, tokenizer, building, meter)
+        stored_notes = (*stored_notes, *more)
     meter.finish()
     for file in files:
         if status_of(file.path).st_mtime_ns != file.modified_ns:

@@ -7,9 +7,17 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from monograph.data.reading import Damaged, imported, unpacked
-from monograph.data.records import EMPTY, LONGEST_BYTES, Fault, Record, checked, not_utf8
+from monograph.data.records import EMPTY, LONGEST_BYTES, Fault, Record, checked, not_utf8, short
 from monograph.errors import InputRefused
-from monograph.storage.reading import error_number, is_file, open_input, read_json, unreadable
+from monograph.storage.reading import (
+    KeyTwice,
+    error_number,
+    is_file,
+    object_once,
+    open_input,
+    read_json,
+    unreadable,
+)
 
 _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 24
 # A compressed batch is unpacked whole before any of its rows can be read. Parquet's format sets this bound for a page.
@@ -50,9 +58,10 @@ def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[s
         parts = _parquet_parts if path.suffix.lower() == ".parquet" else _arrow_parts
         for part in unpacked(path, ((part.nbytes, part) for part in parts(pa, path, there))):
             part.validate(full=True)
-            for row in part.select(there).to_pylist():
+            chosen = part.select(there)
+            for row in chosen.to_pylist():
                 number += 1
-                yield number, _plain(row)
+                yield number, _plain(pa, row, chosen.schema)
 
 
 def table_columns(path: Path) -> list[str]:
@@ -88,19 +97,35 @@ def _read_by_pyarrow(path: Path) -> Iterator[Any]:
         raise Damaged(path, f"is damaged ({' '.join(str(error).split())[:120]})") from None
 
 
-def _plain(row: dict[str, Any]) -> dict[str, Any] | Fault:
+def _plain(pa: Any, row: dict[str, Any], schema: Any) -> dict[str, Any] | Fault:
     """Return a row as values of JSON, without the nulls that tables hold where a row has no value."""
     try:
-        values: dict[str, Any] = json.loads(json.dumps(_without_nulls(row), allow_nan=False))
+        there = {name: value for name, value in row.items() if value is not None}
+        plain = {name: _of_type(pa, value, schema.field(name).type) for name, value in there.items()}
+        values: dict[str, Any] = json.loads(json.dumps(plain, allow_nan=False))
+    except KeyTwice as error:
+        return Fault("a key twice", f"has the key {short(str(error))} twice in one map")
     except (TypeError, ValueError) as error:
         return Fault("not JSON", f"is not JSON: {error}")
     return values
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+def _of_type(pa: Any, value: Any, kind: Any) -> Any:
+    """Return a value that pyarrow read from a type: structs without their nulls, and maps, too, as objects."""
+    if value is None:
+        return None
+    if pa.types.is_dictionary(kind):
+        return _of_type(pa, value, kind.value_type)
+    if pa.types.is_struct(kind):
+        fields = [kind.field(number) for number in range(kind.num_fields)]
+        return {
+            field.name: _of_type(pa, value[field.name], field.type) for field in fields if value[field.name] is not None
+        }
+    if pa.types.is_map(kind):  # pairs of a key and a value, whose null was written
+        return object_once([(key, _of_type(pa, inner, kind.item_type)) for key, inner in value])
+    if isinstance(value, list):
+        return [_of_type(pa, inner, kind.value_type) for inner in value]
+    return value
 
 
 def _text(value: Any, key: str) -> str | Fault:

@@ -40,6 +40,7 @@ from monograph.data.progress import Progress
 from monograph.data.records import KINDS, Fault, Unusable, few, short, sound
 from monograph.data.rows import IGNORE, Int64, Rows
 from monograph.data.sources import located
+from monograph.data.spelled import Spelled, texts_of
 from monograph.data.store import Side
 from monograph.errors import InputRefused
 from monograph.rl.prompts import Record, own_tokenizer, read_parts
@@ -170,6 +171,7 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
     ignored = Asked.of(None, reading.get("ignore_keys"))
     record_keys = RecordKeys(Kind.LABELLED if labelled else Kind.PAIRS, ignored, is_chosen=True)
+    spelled = Spelled(tokenizer)
 
     def rendered(conversation: Conversation) -> Row:
         if not template:
@@ -186,6 +188,8 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
             return unusable.fault
         except InputRefused as refused:
             raise InputRefused(f"{where}: {refused}") from None
+        if not chat:
+            spelled.see(where, texts_of(record, PROMPT, *keys))
         if (inputs := len(pair.chosen.ids) + len(pair.rejected.ids) - 1) <= length:
             return pair
         both = "the answer and its prompt twice" if labelled else "the two answers, each after its prompt,"
@@ -205,7 +209,8 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     train = PairRows(sides[0], name, tokenizer, length, 1)
     held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
     stats = stats_of(len(parts.sources.files), parts.skipped, train, held)
-    notes = (*record_keys.notes(), *(template[0].notes({}, "") if template else ()))
+    of_template = template[0].notes({}, "") if template else ()
+    notes = (*record_keys.notes(), *of_template, *spelled.notes())
     return Corpus(name, tokenizer, train, held, digest, stats, notes, Path())
 
 

@@ -118,6 +118,8 @@ def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
         held = f"{len(prompts.held_out)} held out" if prompts.held_out else "none held out"
         skipped = f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped" if prompts.skipped else ""
         stage.result = f"{asked} of up to {counted(prompts.longest, 'token')}, {held}{skipped}"
+    for line in prompts.notes:
+        progress.line("note", line)
     if isinstance(reward, Taught):
         with progress.stage("teacher", named := name.removeprefix(TEACHER)):
             reward.teacher = _teacher(named, prompts, options)

@@ -8,7 +8,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from monograph.errors import InputRefused
 from monograph.storage.reading import inside, read_json, status
@@ -39,6 +39,13 @@ class TokenizerConfig(NamedTuple):
     def borders(self) -> tuple[str | None, str | None]:
         """Return the contents of the tokens that begin and end a document."""
         return self.tokens.get("bos_token"), self.tokens.get("eos_token")
+
+    def on(self, day: str) -> Self:
+        """Return the same settings with another date as the chat template's today."""
+        if self.template is None:
+            return self
+        named = {name: template.on(day) for name, template in self.named.items()}
+        return self._replace(template=self.template.on(day), named=named)
 
     def files(self) -> dict[str, str]:
         """Return {name: content} of the files from which transformers reads these settings, without empty files."""
