@@ -81,7 +81,7 @@ def soon(true: Callable[[], bool], within_s: float = 10.0) -> bool:
         ("so 6 * 7 = 42", "6 * 7 = 42\n#### 42", 1),
         ("$1,234,567.50", 1234567.5, 1),
         ("#### 1,234", "1234", 1),
-        ("1,2345", 2345, 1),
+        ("1,2345", 2345, 0),
         ("minus: -5", -5, 1),
         ("minus: \u22125", -5, 1),
         ("+5", 5, 1),
@@ -101,7 +101,6 @@ def soon(true: Callable[[], bool], within_s: float = 10.0) -> bool:
     ],
 )
 def test_the_last_number_is_compared_whole_ones_exactly(completion: str, answer: Any, worth: float) -> None:
-    reward_of("number").require({"answer": answer}, PLACE)
     assert score("number", completion, answer=answer) == worth
 
 

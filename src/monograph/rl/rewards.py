@@ -8,7 +8,6 @@ import builtins
 import difflib
 import hashlib
 import json
-import math
 import re
 import statistics
 import textwrap
@@ -16,7 +15,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,16 +24,14 @@ from monograph.decode.automata import ByteAutomaton, acceptor
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
 from monograph.rl import worker
+from monograph.rl.numbers import last_number, whole_number
 from monograph.rl.processes import Function, Solutions, parts_of, refused
 from monograph.storage.reading import read_json
 from monograph.terminal import warn
 
-TOLERANCE = Decimal("1e-6")  # relative, of numbers that are not whole
+TOLERANCE = Fraction(1, 10**6)  # relative, of numbers that are not whole
 MOST_SCHEMA_BYTES = 1 << 20
-# A sign counts unless it stands between two numbers, as in 10-12. Commas count where they part thousands.
-_NUMBER = re.compile(
-    r"(?:(?<!\w)[-+\u2212])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
-)
+MOST_SHOWN = 60  # letters of a value that is refused
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -107,7 +104,8 @@ class Reward:
             InputRefused: it does not, or the reward cannot work here at all.
         """
         if self.field is not None and not (self.field in record and self._fits(record[self.field])):
-            found = "does not hold that" if self.field in record else f"is missing; its keys are {few(list(record))}"
+            missing = f"is missing; its keys are {few(list(record))}"
+            found = f"is {_shown(record[self.field])}" if self.field in record else missing
             raise InputRefused(f"{where}: rl.reward needs {self.expected} under {self.field!r}, which {found}")
 
     def score(self, answers: Sequence[Answer]) -> list[float]:
@@ -129,15 +127,16 @@ class Reward:
 
 
 class _Number(Reward):
-    """1 if the last number of the completion equals the last one under "answer", else 0."""
+    """1 if the number that the completion ends with equals the one under "answer", else 0; see `numbers`."""
 
-    field, expected = "answer", "a number, or a text with one,"
+    field = "answer"
+    expected = "one number (such as 9500, or a text that ends with #### 9500 or has it in \\boxed{})"
 
     def _fits(self, value: Any) -> bool:
-        return _last_number(value) is not None
+        return whole_number(value) is not None
 
     def _one(self, answer: Answer) -> float:
-        found, wanted = _last_number(answer.completion), _last_number(answer.record["answer"])
+        found, wanted = last_number(answer.completion), whole_number(answer.record["answer"])
         return float(found is not None and wanted is not None and _equal(found, wanted))
 
 
@@ -263,8 +262,8 @@ _FORMS = [*_PLAIN, "regex:PATTERN", "json-schema:FILE", "teacher:MODEL", "FILE.p
 def reward_of(name: str) -> Reward:
     r"""Return the reward that `rl.reward` names; nothing is started before its first `require` or `score`.
 
-    - "number": 1 if the completion's last number equals that of the record's "answer": whole numbers exactly, others up
-      to TOLERANCE. The answer may be a number or a text such as "#### 1,234".
+    - "number": 1 if the completion's last number equals the record's "answer": whole numbers exactly, others up to
+      TOLERANCE. The answer may be a number or a text such as "#### 1,234"; `monograph.rl.numbers` has the grammar.
     - "exact": 1 if the completion is the record's "answer", a text or a list of accepted ones, up to spaces around it.
     - "regex:PATTERN": 1 if the pattern matches the whole completion, up to spaces around it; see `acceptor`.
     - "json-schema:FILE": 1 if the completion is JSON that the schema allows, up to spaces around it, in the compact
@@ -295,6 +294,12 @@ def reward_of(name: str) -> Reward:
     near = difflib.get_close_matches(kind, [form.partition(":")[0] for form in _FORMS[:-1]], n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     raise UsageError(f"rl.reward = {name!r}: expected {', '.join(_FORMS[:-1])} or {_FORMS[-1]}{hint}")
+
+
+def _shown(value: Any) -> str:
+    """Return a value in one short line; of a long text the end, where an answer is."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"...{text[-MOST_SHOWN:]}"
 
 
 def _listed(value: str | list[str]) -> list[str]:
@@ -329,25 +334,7 @@ def _code(completion: str) -> str:
     return textwrap.dedent(([completion] + _FENCED.findall(completion))[-1])
 
 
-def _exactly() -> Context:
-    """Return a context in which a number that is too large or small becomes infinite, zero or NaN, not an exception."""
-    return Context(prec=50, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
-
-
-def _last_number(value: Any) -> Decimal | None:
-    """Return a finite number, or the last one in a text; None if there is none."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return Decimal(repr(value)) if math.isfinite(value) else None
-    found = _NUMBER.findall(value) if isinstance(value, str) else []
-    if not found:
-        return None
-    with localcontext(_exactly()):
-        number = Decimal(found[-1].replace(",", "").replace("\u2212", "-"))
-    return number if number.is_finite() else None
-
-
-def _equal(found: Decimal, wanted: Decimal) -> bool:
-    with localcontext(_exactly()):
-        if found == found.to_integral_value() and wanted == wanted.to_integral_value():
-            return found == wanted
-        return abs(found - wanted) <= TOLERANCE * abs(wanted)
+def _equal(found: Fraction, wanted: Fraction) -> bool:
+    if found.denominator == wanted.denominator == 1:
+        return found == wanted
+    return abs(found - wanted) <= TOLERANCE * abs(wanted)
