@@ -238,7 +238,7 @@ def _vulgar(found: re.Match[str]) -> str:
 
 
 def _without_latex(text: str) -> str:
-    text = text.replace("\\\\", "\n").replace("\\!", "").replace("{,}", ",")
+    text = text.replace("\\\\", "\n").replace("\\!", "")
     text = _PARTS.sub(_GAP, text)
     for _ in range(_DEEPEST):
         shorter = _INNERMOST.sub(_opened, text)

@@ -8,6 +8,7 @@ import builtins
 import difflib
 import hashlib
 import json
+import math
 import re
 import statistics
 import textwrap
@@ -219,7 +220,7 @@ class Called(Reward):
         parts = self._scored(answer)
         for name, part in parts.items():
             self._parts[name].append(part)
-        return sum(parts.values())
+        return math.fsum(parts.values())  # rounded once, so that the order of the parts' names does not matter
 
     def _scored(self, answer: Answer) -> dict[str, float]:
         score = self._function(answer.prompt, answer.completion, answer.record)
