@@ -86,6 +86,7 @@ class Reward:
             trust it.
         digest: hex sha256 of what else its scores depend on, read from a file; empty if there is nothing.
         teacher: the model whose probabilities of an answer's tokens are its score; None for all other rewards.
+        unconfined: whether the model's programs may run where the system keeps them from nothing; the caller decides.
     """
 
     field: str | None = None
@@ -93,6 +94,7 @@ class Reward:
     file: Path | None = None
     digest = ""
     teacher: Llama | None = None
+    unconfined = False
 
     def parts(self) -> dict[str, float]:
         """Return the mean of each named part of the scores since the last call; empty if scores have no parts."""
@@ -177,23 +179,28 @@ class _Python(Reward):
             if (confined := self._started().confinement()) is None:
                 self.close()
                 raise InputRefused(
-                    "rl.reward = python: no program can run in a process with limits here; it needs Linux, and as root "
-                    "also a Python that every user can read"
+                    "rl.reward = python: no program can run in a process with limits here; it needs Linux on x86-64 or "
+                    "arm64 with seccomp, and as root also a Python that every user can read"
+                )
+            danger = (
+                "rl.reward = python: this system allows no namespaces, so the model's programs can use this user's "
+                "files and processes"
+            )
+            if not confined and not self.unconfined:
+                self.close()
+                raise InputRefused(
+                    f"{danger}: train where namespaces are allowed, or, where such programs can do no harm, add "
+                    "--trust-code (in Python trust_code=True)"
                 )
             if not confined:
-                warn(
-                    "rl.reward = python: this system allows no namespaces, so the model's code can use this user's "
-                    "files, processes and network: train where it can do no harm"
-                )
+                warn(danger)
 
     def score(self, answers: Sequence[Answer]) -> list[float]:
         pairs = [(_code(answer.completion), _listed(answer.record["tests"])) for answer in answers]
         return self._started().scores(pairs)
 
     def close(self) -> None:
-        if self._solutions is not None:
-            self._solutions.close()
-            self._solutions = None
+        self._solutions = None
 
     def _fits(self, value: Any) -> bool:
         return _are_texts(value) and all(map(_tests_something, _listed(value)))
