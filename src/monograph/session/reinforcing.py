@@ -30,6 +30,7 @@ from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS
 from monograph.run.models import load
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
+from monograph.run.trust import is_all_trusted
 from monograph.session.adapting import lora_of
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
 from monograph.storage.reading import without_links
@@ -111,6 +112,7 @@ def answer_limit(value: int | str) -> tuple[int, float | None]:
 def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
     """Read the run's prompts, and print how many there are."""
     reading, options, name = plan.reading, options_of(plan), str(plan.settings.rl.reward)
+    reward.unconfined = is_all_trusted()
     with progress.stage("prompts", str(reading["source"])) as stage:
         room = options.length - options.max_new_tokens
         prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
