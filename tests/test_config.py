@@ -130,6 +130,11 @@ def test_a_toml_that_is_not_text_is_refused() -> None:
         load(Path("bad.toml"), {}, {})
 
 
+def test_a_toml_may_begin_with_a_byte_order_mark() -> None:
+    Path("marked.toml").write_bytes("\ufeff[train]\nseed = 7".encode())
+    assert load(Path("marked.toml"), {}, {}).train.seed == 7
+
+
 def test_a_stronger_source_replaces_the_other_budget() -> None:
     assert settings_of().train.minutes == 3.0
     settings = settings_of("[train]\nupdates = 100", train__minutes=1.5)

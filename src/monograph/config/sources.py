@@ -79,7 +79,8 @@ def _known_keys(key: str) -> str:
 
 def _from_toml(path: Path) -> dict[str, Given]:
     try:
-        text = read_input(path, MOST_TOML_BYTES).decode()
+        # Some editors begin a file with a byte order mark, which TOML does not know.
+        text = read_input(path, MOST_TOML_BYTES).decode("utf-8-sig")
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: not TOML: {error}") from None
