@@ -20,6 +20,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from monograph import interrupts
 from monograph.decode.completion import MOST_ROWS
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError, bug_report, said_by
@@ -260,10 +261,15 @@ async def _serve(source: Source, host: str, keys: list[str], listening: socket.s
     try:
         await serving
     finally:
-        begun.cancel()
-        with suppress(asyncio.CancelledError):
-            await begun  # raises what kept the model from being loaded
-        service.end()
+        with interrupts.ending_at_once():
+            begun.cancel()
+            try:
+                with suppress(asyncio.CancelledError):
+                    await begun  # raises what kept the model from being loaded
+            finally:
+                # No thread may be inside a device's library when Python ends, as that aborts the process.
+                service.end()
+                await asyncio.get_running_loop().shutdown_default_executor()
     if service.crashed is not None:
         raise service.crashed
     answered = counted(sum(service.counted.by_status.values()), "request")
