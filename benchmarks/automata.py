@@ -83,7 +83,7 @@ def measured(
     start = tables.take(automaton)
     assert start is not None
     token_B = torch.full((rows,), len(pieces) - 1, device=device)
-    inside_B = torch.full((rows,), start, dtype=torch.int32, device=device)
+    inside_B = torch.full((rows,), start, dtype=torch.int64, device=device)
 
     @torch.compile(fullgraph=True)
     def step(scores_BV: torch.Tensor, state_B: torch.Tensor) -> tuple[torch.Tensor, ...]:

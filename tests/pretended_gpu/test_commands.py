@@ -54,6 +54,25 @@ def on_the_card() -> None:
     main()
 
 
+def signalled() -> None:
+    """On the card, with a signal to itself in the call whose number is AT, of those that capture steps of decoding."""
+    import pretended_gpu.numbers
+    from monograph.decode.step import Steps
+
+    assert pretended_gpu.numbers
+    calls, call = 0, Steps._call
+
+    def counted(self: Steps, *variant: Any) -> None:
+        nonlocal calls
+        if calls == int(os.environ["AT"]):
+            os.kill(os.getpid(), int(os.environ["NUMBER"]))
+        calls += 1
+        call(self, *variant)
+
+    Steps._call = counted  # type: ignore[method-assign]
+    on_the_card()
+
+
 def on_the_cpu() -> None:
     from monograph.cli import main
 
@@ -343,3 +362,17 @@ def test_torch_s_own_line_about_memory_is_not_shown() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ── serve ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("at", [0, 5])
+def test_a_signal_while_serve_captures_its_steps_ends_it(monograph: Commands, number: int, at: int) -> None:
+    """Python would end beside a thread that is inside of CUDA, and the process abort with 134."""
+    env = {"AT": str(at), "NUMBER": str(int(number)), "MONOGRAPH_HOME": str(monograph.folder / "home")}
+    asked = ("serve", "base", "--port", "0", "--rows", "2")
+    done = monograph.server.start(monograph.folder, *asked, env=env, call=f"{MODULE}:signalled", figures=0).wait()
+    assert (done.code, done.err) == (0, "")
+    assert done.out.splitlines()[1:] == ["serve     ended; 0 requests answered, 0 tokens written"]

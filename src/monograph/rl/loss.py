@@ -89,7 +89,10 @@ class Form:
         self._start = start
         self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed, tables)
         states = len(tables.row_S)
-        if states * tokenizer.vocab_size <= _MOST_MASKS:  # to compute a mask takes more memory than to look it up
+        # A state with counters has many masks.
+        if (
+            not self.automaton.counts and states * tokenizer.vocab_size <= _MOST_MASKS
+        ):  # to compute a mask takes more memory than to look it up
             each = [allowed(tables, torch.tensor([state], device=device)) for state in range(states)]
             self.allowed = functools.partial(_looked_up, torch.cat(each))
 
@@ -98,7 +101,7 @@ class Form:
         state, found = 0, list[int]()
         for token in token_ids:
             found.append(self._start + state)
-            state = int(self.automaton.next_SC[state, self.automaton.class_V[token]])
+            state = self.automaton.after(state, token)
         return found
 
 

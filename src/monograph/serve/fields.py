@@ -3,6 +3,7 @@
 A field that would change the answer and is not built is refused, never ignored; a few that change nothing are accepted.
 """
 
+import json
 import math
 import secrets
 from collections.abc import Callable, Mapping
@@ -104,6 +105,9 @@ def parsed(body: bytes) -> dict[str, Any]:
     Raises:
         Refused: it is none, or nested too deep.
     """
+    encoding = json.detect_encoding(body)
+    if not encoding.startswith("utf-8"):
+        raise Refused(400, f"the body is in {encoding.upper()}: JSON is sent in UTF-8 (RFC 8259)")
     try:
         value = parse_json(body)
     except (ValueError, RecursionError) as error:
