@@ -124,7 +124,8 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
         generator.submit(Request((5,) * PROMPT, sampling, TOKENS))
     # Not `run`, which would wait for the end of a text: no token is drawn here.
     generator.advance()
-    step, arguments = generator.steps.of(generator.chain), (generator.cache.visible(PROMPT + TOKENS), "window")
+    # The step of that block, which follows no automata: another one would be compiled while it is counted.
+    step, arguments = generator.steps.of(generator.chain), (generator.cache.visible(PROMPT + TOKENS), "window", False)
     with pretended.Counted() as whole:
         step(*arguments)
     with pretended.Products() as products:

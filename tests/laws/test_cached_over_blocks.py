@@ -53,6 +53,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
+# The others by night: what they add is in the layers, which other tests see by day.
+BY_DAY = "attention", "window", "sinks", "hybrid"
+OFTEN = [pytest.param(shape, marks=() if shape in BY_DAY else pytest.mark.slow) for shape in SHAPES]
+
+
 @functools.cache
 def model_of(shape: str, blocks: int = BLOCKS, block: int = SMALL, layers: int = 2) -> Llama:
     sizes = {"max_position_embeddings": blocks * block, "num_hidden_layers": layers} | SHAPES[shape]
@@ -107,7 +112,7 @@ def test_every_token_that_a_layer_may_see_moves_the_last_one_by_far_more_than_th
     assert not any(moved[: len(moved) - len(seen)])
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", OFTEN)
 def test_a_text_that_grows_through_all_blocks_alone(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     machine = machine_of(model_of(shape))
     sizes = sizes_of(machine.cache, monkeypatch)
@@ -119,7 +124,7 @@ def test_a_text_that_grows_through_all_blocks_alone(shape: str, monkeypatch: pyt
 LENGTHS = [79, 66, 65, 47, 34, 33, 18, 17, 16, 9, 8, 1, 31, 63, 78]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", OFTEN)
 def test_a_prompt_of_each_length_alone(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """One after another in a row, where each finds what longer ones have left."""
     machine = machine_of(model_of(shape), rows=1)
