@@ -44,6 +44,10 @@ _ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3"}
 _ARCHITECTURES |= gguf_layers.ARCHITECTURES
 # There the rotary pairs of these are neighbouring channels; here they are halves of a head.
 _NEIGHBOURING = ("llama", "smollm3", "granite")
+# These read the divisors of frequencies that stand for llama3's scaling.
+_WITH_DIVISORS = ("llama", "granite")
+# These take the heads together to be as wide as hidden_size.
+_WHOLE_HEADS = ("qwen2", "olmo2", "phi3")
 _EVERY = 4  # It rotates all layers of a SmolLM3 but each fourth one.
 # These do not take the embedding for a head that is not there.
 _OWN_HEADS = ("olmo2", "olmoe", "gpt-oss")
@@ -134,8 +138,14 @@ def _check(config: LlamaConfig, dtype: str) -> None:
     unrotated = [layer for layer in layers if not config.rotates(layer)]
     if "no_rope_layers" in config.family.keys and unrotated != [*layers[_EVERY - 1 :: _EVERY]]:
         raise InputRefused(f"no_rope_layers: llama.cpp rotates all layers of a {family} but each {_EVERY}th{instead}")
-    if isinstance(config.rope_scaling, Llama3Scaling) and architecture(config) not in _NEIGHBOURING:
+    if isinstance(config.rope_scaling, Llama3Scaling) and architecture(config) not in _WITH_DIVISORS:
         raise InputRefused(f"rope_scaling = 'llama3' is not computed by llama.cpp for a {family}{instead}")
+    heads, width = config.num_attention_heads, config.head_dim
+    if architecture(config) in _WHOLE_HEADS and heads * width != config.hidden_size:
+        raise InputRefused(
+            f"head_dim = {width} and num_attention_heads = {heads}: llama.cpp loads a {family} only if their product "
+            f"is hidden_size = {config.hidden_size}{instead}"
+        )
     _check_scores(config, instead)
     gguf_layers.check_experts(config, instead)
     if config.attention_bias and family not in ("llama", "granite", "gpt_oss"):

@@ -38,7 +38,8 @@ from monograph.storage.reading import is_file, is_folder, read_input, without_li
 from monograph.text import tokenizer_file
 from monograph.text.tokenizer import Tokenizer
 
-_SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "config")  # entries that older checkpoints lack
+# Entries that older checkpoints lack, or that none has.
+_SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "config", "norm_eps")
 SHAPE_OF_SIZES = "micro"  # the preset that gives rope, head and initialisation to a shape given by sizes alone
 
 
@@ -60,6 +61,8 @@ class Recipe(NamedTuple):
             (`monograph.model.vocabulary.extend`); None otherwise.
         config: the config.toml of the run whose checkpoint recorded this recipe, which decides whether `function` may
             run; None for a person's own settings. It is not recorded itself.
+        norm_eps: the rms_norm_eps of a new Llama that a checkpoint of its run, or of the run's parent, records; None
+            if none does: presets of hybrids once had another one. It is not recorded itself.
     """
 
     init: str | None
@@ -72,6 +75,7 @@ class Recipe(NamedTuple):
     base_sha256: str | None = None
     vocabulary: list[int] | None = None
     config: Path | None = None
+    norm_eps: float | None = None
 
     @classmethod
     def recorded(cls, saved: Mapping[str, Any], run: Run) -> Self:
@@ -80,7 +84,7 @@ class Recipe(NamedTuple):
 
     def entries(self) -> dict[str, Any]:
         """Return the recipe as a checkpoint records it; without adapters, it is the same as before adapters existed."""
-        values = self._replace(config=None)._asdict()
+        values = self._replace(config=None, norm_eps=None)._asdict()
         return {key: value for key, value in values.items() if value is not None or key not in _SINCE_ADAPTERS}
 
     @property
@@ -112,6 +116,8 @@ class Recipe(NamedTuple):
     def shape(self, **defaults: Any) -> LlamaConfig:
         """Return the shape of a new Llama; `defaults` are the sizes that the recipe leaves open."""
         sizes = defaults | self.sizes
+        if self.norm_eps is not None:
+            sizes["rms_norm_eps"] = self.norm_eps
         if self.preset != "auto":
             return LlamaConfig.preset(self.preset, **sizes)
         # As in the first Llama, there are as many key-value heads as heads, and the feed-forward layer has 8/3 of the
