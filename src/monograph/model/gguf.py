@@ -19,7 +19,7 @@ from torch import Tensor
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Plain, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
-from monograph.model import gguf_layers
+from monograph.model import gguf_layers, sampling_defaults
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Norms
 from monograph.model.files import new_folder
@@ -110,9 +110,11 @@ def save_gguf(
         writer.add_file_type(_FILE_TYPES[name])
         if name.startswith("q"):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        sampling_defaults.add_to_gguf(writer, model.sampling, _context(config))
         stops = add_words(writer, tokenizer, config, warn)
         write_tensors(gguf, writer, tensors, kinds)
-        (new / "Modelfile").write_text(modelfile(FILE, tokenizer, stops), encoding="utf-8")
+        lines = [modelfile(FILE, tokenizer, stops), *sampling_defaults.modelfile_lines(model.sampling)]
+        (new / "Modelfile").write_text("".join(f"{line.rstrip()}\n" for line in lines), encoding="utf-8")
 
 
 def architecture(config: LlamaConfig) -> str:
