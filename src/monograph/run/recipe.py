@@ -39,7 +39,8 @@ from monograph.storage.reading import is_file, is_folder, without_links
 from monograph.text import tokenizer_file
 from monograph.text.tokenizer import Tokenizer
 
-_SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary")  # entries that older checkpoints lack
+# Entries that older checkpoints lack, or that none has.
+_SINCE_ADAPTERS = ("lora", "adapter", "base_sha256", "vocabulary", "norm_eps")
 SHAPE_OF_SIZES = "micro"  # the preset that gives rope, head and initialisation to a shape given by sizes alone
 
 
@@ -59,6 +60,8 @@ class Recipe(NamedTuple):
         base_sha256: digest of the frozen weights as they are stored, if there are adapters.
         vocabulary: (first id that the weights of `init` were not trained with, number of tokens), if rows were added
             (`monograph.model.vocabulary.extend`); None otherwise.
+        norm_eps: the rms_norm_eps of a new Llama that a checkpoint of its run, or of the run's parent, records; None
+            if none does: presets of hybrids once had another one. It is not recorded itself.
         vouched: the digest of each Python file that may run, by the value of `init` that names it
             (`monograph.run.trust`). It is not recorded itself.
     """
@@ -72,16 +75,19 @@ class Recipe(NamedTuple):
     adapter: str | None = None
     base_sha256: str | None = None
     vocabulary: list[int] | None = None
+    norm_eps: float | None = None
     vouched: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def recorded(cls, saved: Mapping[str, Any]) -> Self:
         """Return the recipe in a run's checkpoint, which `monograph.run.recorded_state` has checked before."""
-        return cls(**{name: saved[name] for name in cls._fields if name in saved and name != "vouched"})
+        return cls(
+            **{name: saved[name] for name in cls._fields if name in saved and name not in ("norm_eps", "vouched")}
+        )
 
     def entries(self) -> dict[str, Any]:
         """Return the recipe as a checkpoint records it; without adapters, it is the same as before adapters existed."""
-        values = self._asdict()
+        values = self._replace(norm_eps=None)._asdict()
         del values["vouched"]
         return {key: value for key, value in values.items() if value is not None or key not in _SINCE_ADAPTERS}
 
@@ -114,6 +120,8 @@ class Recipe(NamedTuple):
     def shape(self, **defaults: Any) -> LlamaConfig:
         """Return the shape of a new Llama; `defaults` are the sizes that the recipe leaves open."""
         sizes = defaults | self.sizes
+        if self.norm_eps is not None:
+            sizes["rms_norm_eps"] = self.norm_eps
         if self.preset != "auto":
             return LlamaConfig.preset(self.preset, **sizes)
         # As in the first Llama, there are as many key-value heads as heads, and the feed-forward layer has 8/3 of the
