@@ -22,6 +22,7 @@ from monograph.data.messages import message_of, read_messages, spoken, trained_o
 from monograph.data.records import EMPTY, KINDS, Fault, Record, Unusable, json_objects, short, sound
 from monograph.data.sources import LINES, SourceFile, place_of
 from monograph.data.tables import first_filled, table_columns, table_objects
+from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
 MOST_MESSAGES = 1000  # each answer is rendered together with all messages before it
@@ -85,9 +86,13 @@ def keyed_records(file: SourceFile, keys: RecordKeys) -> Iterator[tuple[int, dic
             yield number, record
             continue
         try:
-            yield number, keys.read(record, place_of(file.path, number))
+            kept = keys.read(record)
         except Unusable as unusable:
             yield number, unusable.fault
+        except InputRefused as refused:
+            raise InputRefused(f"{place_of(file.path, number)}: {refused}") from None
+        else:
+            yield number, kept
 
 
 def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
@@ -98,7 +103,7 @@ def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, A
     for name in columns:
         row = None if name in read or name in ignored else first_filled(path, name)
         if row is not None:
-            raise keys.unknown_column(place_of(path, row), name, columns)
+            raise InputRefused(f"{place_of(path, row)}: {keys.unknown_column(name, columns)}")
     for number, record in table_objects(path, read):
         yield number, record
         keys.counts.update(ignored)
