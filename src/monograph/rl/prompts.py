@@ -185,6 +185,8 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
             prompt = _prompt(record, key, where, own, (room, _ROOM), isinstance(reward, Taught))
         except Unusable as unusable:
             return unusable.fault
+        except InputRefused as refused:
+            raise InputRefused(f"{where}: {refused}") from None
         return _rewarded(prompt, reward, refuse)
 
     parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
