@@ -121,9 +121,9 @@ def rewarded(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
 
 def asked(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
     (folder / "r.jsonl").write_text(json.dumps({"messages": chat[:-1]}))
-    [(prompt, _)] = prompts_of_file(folder / "r.jsonl", True, Sampling(), tokenizer.vocab_size)
-    assert not isinstance(prompt, str)
-    return chat_ids(tokenizer, prompt, add_generation_prompt=True)
+    [found] = prompts_of_file(folder / "r.jsonl", True, Sampling(), tokenizer.vocab_size)
+    assert not isinstance(found.prompt, str)
+    return chat_ids(tokenizer, found.prompt, add_generation_prompt=True)
 
 
 def served(folder: Path, tokenizer: Tokenizer, chat: Messages) -> Any:
