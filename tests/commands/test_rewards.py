@@ -145,7 +145,8 @@ def test_what_a_run_leaves(here: Path, monograph: CommandServer) -> None:
     assert summary["reward"] == drawn[-1]["reward"] and summary["reward_first"] == drawn[0]["reward"]
     assert summary["tokens"] == drawn[-1]["tokens"] == sum(row["drawn_tokens"] for row in drawn)
     assert all(0 <= row["reward"] <= 1.5 and 1 <= row["length"] <= 6 for row in drawn)
-    assert summary["drawn_minus_scored_max"] < 1e-5
+    apart = summary["drawn_minus_scored_max"]
+    assert apart < 1e-5 and (f"up to {apart:.1g} nats from how they were drawn" in done.err) == (apart > 0)
     assert any("eval_reward" in row for row in rows) and "prompts" in done.err
     page = (here / "run" / "report.html").read_text()
     assert "A reward of" in page and (here / "run" / "figures" / "reward.png").exists()
