@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from monograph.data.conversations import Conversation
 from monograph.data.records import Unusable
 from monograph.errors import InputRefused
-from monograph.text.chat import marker_for, rendered, template_of
+from monograph.text.chat import marker_for, rendered, require_system, template_of
 from monograph.text.template import AT_ONCE, Message, Unspeakable
 from monograph.text.tokenizer import Tokenizer
 
@@ -151,6 +151,7 @@ class Answers:
                 rendered(self._template, self._tokenizer, part, marker, asks, **variables)
                 for part, asks in ((messages[:-1], True), (messages, False))
             )
+            require_system(prompt.replace(marker, ""), messages[:-1])
         except Unspeakable as refused:
             raise Unusable("refused by the chat template", str(refused)) from None
         if not whole.startswith(prompt):

@@ -5,10 +5,11 @@ from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 from monograph.errors import InputRefused
-from monograph.text.template import ChatTemplate, Message
+from monograph.text.template import ChatTemplate, Message, Unspeakable
 from monograph.text.tokenizer import Tokenizer
 
 _PRIVATE_USE = range(0xE000, 0xF900)
+_SYSTEM = ("system", "developer")  # who says what holds for the whole chat
 _QUESTION, _ANSWER = "What is it?", "It is an answer."  # a chat of one turn, which every template can render
 
 
@@ -39,7 +40,25 @@ def chat_ids(
     """
     marker = marker_for(tokenizer, [list(messages), variables])
     text = rendered(template_of(tokenizer), tokenizer, messages, marker, add_generation_prompt, **variables)
+    require_system(text.replace(marker, ""), messages)
     return tokenizer.encode_rendered(text, marker)
+
+
+def require_system(text: str, messages: Sequence[Message]) -> None:
+    """Require that a rendered chat has what its system says, which some templates leave out without a word.
+
+    Raises:
+        Unspeakable: it has not.
+    """
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if role not in _SYSTEM or not isinstance(content, str):
+            continue
+        said = content.strip()
+        if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+            raise Unspeakable(
+                f"the chat template leaves out what the {role} says, {said[:40]!r}: say it in the user's first message"
+            )
 
 
 def marker_for(tokenizer: Tokenizer, said: Any) -> str:
