@@ -16,7 +16,7 @@ from dialogues import TEMPLATES, TOOLS, said, speaking
 from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.corpus import corpus
 from monograph.data.loss_mask import Answering, Answers
-from monograph.data.records import Fault
+from monograph.data.records import Fault, Unusable
 from monograph.data.tables import table_objects
 from monograph.decode.automata import acceptor
 from monograph.errors import InputRefused
@@ -24,6 +24,7 @@ from monograph.rl.arrange import Rollout, arranged, weighted
 from monograph.rl.pairs import read_pairs
 from monograph.rl.prompts import read_prompts
 from monograph.rl.rewards import Answer, Reward, reward_of
+from monograph.text.chat import chat_ids
 from monograph.text.tokenizer import Tokenizer
 from rewarded import OPTIONS
 from rl.test_pairs import documents
@@ -78,6 +79,30 @@ def test_what_is_trained_is_what_the_model_has_to_write(
     assert isinstance(text, str)
     rows = Answers(tokenizer, Answering(every=True, truncate=True, longest=900)).rows(Conversation.of_text(text))
     assert [written(tokenizer, row.ids[begin:end]) for row in rows for begin, end in row.spans] == trained
+
+
+IGNORING = (
+    "{% for m in messages %}{% if m.role == 'user' %}[INST] {{ m.content }} [/INST]{% elif m.role == 'assistant' %}"
+)
+IGNORING += " {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+
+
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_a_system_s_text_that_the_template_leaves_out_is_refused(role: str, tmp_path: Path) -> None:
+    """llama.cpp#20079, Rapid-MLX#1765: templates that know nobody of that role left out what it said."""
+    speaking(tmp_path, "chatml")
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(IGNORING)
+    chat = [{"role": role, "content": ' Be\n<|eot_id|> "brief".\n'}, *said("why")]
+    with pytest.raises(InputRefused, match=f"leaves out what the {role} says, 'Be"):
+        chat_ids(Tokenizer.from_file(tmp_path), chat, True)
+    template.write_text(IGNORING + "{{ messages[0].content | tojson }}")
+    assert chat_ids(Tokenizer.from_file(tmp_path), chat, True)
+    if role == "system":
+        template.write_text(IGNORING)
+        answers = Answers(Tokenizer.from_file(tmp_path), Answering(every=True, truncate=True, longest=900))
+        with pytest.raises(Unusable, match="leaves out what the system says"):
+            answers.rows(Conversation([*chat, *said("", "so")[1:]], None, 0))
 
 
 # ── pairs, answers with labels and prompts ────────────────────────────────────────────────────────

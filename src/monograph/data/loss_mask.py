@@ -14,7 +14,7 @@ from typing import NamedTuple
 from monograph.data.conversations import Conversation
 from monograph.data.records import Unusable
 from monograph.errors import InputRefused
-from monograph.text.chat import marker_for, rendered, template_of
+from monograph.text.chat import marker_for, rendered, require_system, template_of
 from monograph.text.messages import Unread, for_template, unread_notes
 from monograph.text.template import AT_ONCE, ChatTemplate, Message, Unspeakable
 from monograph.text.tokenizer import Tokenizer
@@ -169,6 +169,7 @@ class Answers:
                 rendered(template, self._tokenizer, part, marker, asks, **variables)
                 for part, asks in ((messages[:-1], True), (messages, False))
             )
+            require_system(prompt.replace(marker, ""), messages[:-1])
         except Unspeakable as refused:
             raise _unusable(refused) from None
         if not whole.startswith(prompt):

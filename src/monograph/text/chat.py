@@ -7,10 +7,11 @@ from typing import Any
 
 from monograph.errors import InputRefused
 from monograph.text.messages import for_template
-from monograph.text.template import TOOL_USE, ChatTemplate, Message
+from monograph.text.template import TOOL_USE, ChatTemplate, Message, Unspeakable
 from monograph.text.tokenizer import Tokenizer
 
 _PRIVATE_USE = range(0xE000, 0xF900)
+_SYSTEM = ("system", "developer")  # who says what holds for the whole chat
 _QUESTION, _ANSWER = "What is it?", "It is an answer."  # a chat of one turn, which every template can render
 
 
@@ -46,6 +47,7 @@ def chat_ids(
     read = for_template(template, messages, **variables)
     marker = marker_for(tokenizer, template, [read, variables])
     text = rendered(template, tokenizer, read, marker, add_generation_prompt, **variables)
+    require_system(text.replace(marker, ""), read)
     return tokenizer.encode_rendered(text, marker)
 
 
@@ -61,6 +63,23 @@ def require_read(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
             raise InputRefused(
                 f"{name!r} changes nothing, as the model's chat template does not read it: remove it, or name its key "
                 "in data.ignore_keys"
+            )
+
+
+def require_system(text: str, messages: Sequence[Message]) -> None:
+    """Require that a rendered chat has what its system says, which some templates leave out without a word.
+
+    Raises:
+        Unspeakable: it has not.
+    """
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if role not in _SYSTEM or not isinstance(content, str):
+            continue
+        said = content.strip()
+        if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+            raise Unspeakable(
+                f"the chat template leaves out what the {role} says, {said[:40]!r}: say it in the user's first message"
             )
 
 
