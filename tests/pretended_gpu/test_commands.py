@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from clocks import HANG_S
 from commands.forked import Command, CommandServer, Done
 from commands.inputs import newest, over, rows, with_texts
 from commands.test_finetune import folder_that_chats
@@ -367,12 +368,12 @@ def test_torch_s_own_line_about_memory_is_not_shown() -> None:
 # ── serve ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("at", [0, 5])
-def test_a_signal_while_serve_captures_its_steps_ends_it(monograph: Commands, number: int, at: int) -> None:
-    """Python would end beside a thread that is inside of CUDA, and the process abort with 134."""
-    env = {"AT": str(at), "NUMBER": str(int(number)), "MONOGRAPH_HOME": str(monograph.folder / "home")}
-    asked = ("serve", "base", "--port", "0", "--rows", "2")
-    done = monograph.server.start(monograph.folder, *asked, env=env, call=f"{MODULE}:signalled", figures=0).wait()
-    assert (done.code, done.err) == (0, "")
-    assert done.out.splitlines()[1:] == ["serve     ended; 0 requests answered, 0 tokens written"]
+@pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 5), (signal.SIGINT, 0)])
+def test_a_signal_while_serve_captures_its_steps_ends_it(folder: Path, number: int, at: int) -> None:
+    """In a process of its own, which Python ends: it would abort with 134 beside a thread that is inside of CUDA."""
+    env = os.environ | {"AT": str(at), "NUMBER": str(int(number)), "MONOGRAPH_HOME": str(folder / "home")}
+    program = f"from {MODULE} import signalled; signalled()"
+    asked = [sys.executable, "-c", program, "serve", "base", "--port", "0", "--rows", "2"]
+    done = subprocess.run(asked, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[1:] == ["serve     ended; 0 requests answered, 0 tokens written"]

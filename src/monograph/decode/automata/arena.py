@@ -350,6 +350,7 @@ class Arena:
         effects: most effects of all but `ALWAYS`.
         next_N: int32 [N], the state after each class of tokens, state by state; DEAD where the token is forbidden.
         effect_N: int16 [N], the effect on the counters; NEVER where the token is forbidden.
+        classes_C: int32 [C], the numbers from 0 of as many classes as an automaton may have.
         effects_4ER: int32 [4, E, R], least, most, keep and add of each effect.
         row_S: int32 [S], the index in `next_N` of each state's first cell.
         automaton_S: int32 [S], the number of each state's automaton, from 1; 0 for FREE and DEAD.
@@ -365,8 +366,12 @@ class Arena:
         states: int = 1 << STATE_BITS,
         automata: int = 64,
         effects: int = MAX_EFFECTS,
+        classes: int = 1 << 13,
     ) -> None:
-        """Allocate tables of so many cells, states, automata and effects, all free."""
+        """Allocate tables of so many cells, states, automata and effects, all free.
+
+        An automaton has at most so many classes; a step looks at as many, and at none per token of a large vocabulary.
+        """
         self.cells, self.states, self.automata, self.effects = cells, states, automata, effects
         self.next_N, self.row_S, self.automaton_S = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (cells, states, states)
@@ -380,6 +385,7 @@ class Arena:
         self.effect_N[DEAD] = NEVER
         self._write_effects(0, [ALWAYS, ALWAYS._replace(least=(1,) * COUNTERS, most=(0,) * COUNTERS)])
         # On the device, so that a captured step copies nothing.
+        self.classes_C = torch.arange(min(classes, vocabulary + 2), dtype=torch.int32, device=device)
         self.shifts_R = torch.tensor(SHIFTS, dtype=torch.int64, device=device)
         self._vocabulary = vocabulary
         self._places: dict[int, _Place] = {}  # by identity, the longest unused first
@@ -389,7 +395,8 @@ class Arena:
     def holding(cls, automata: Collection[Automaton], vocabulary: int, device: torch.device) -> Self:
         """Allocate as much as these automata take together; raises InputRefused like `require`."""
         cells, states, effects = _sizes(automata)
-        arena = cls(vocabulary, device, 2 + cells, 2 + states, len(automata), effects)
+        classes = max([1, *(automaton.next_SC.shape[1] for automaton in automata)])
+        arena = cls(vocabulary, device, 2 + cells, 2 + states, len(automata), effects, classes)
         arena.require(*automata)
         return arena
 
@@ -399,6 +406,11 @@ class Arena:
         for automaton in given:
             if (made_for := len(automaton.class_V)) != self._vocabulary:
                 raise InputRefused(f"{automaton.where} was made for {made_for:,} tokens, not {self._vocabulary:,}")
+            if (classes := automaton.next_SC.shape[1]) > len(self.classes_C):
+                raise InputRefused(
+                    f"{automaton.where}: it tells {classes:,} kinds of tokens apart, more than there is room for "
+                    f"({len(self.classes_C):,}): make it simpler or shorter"
+                )
         size, states, effects = _sizes(given)
         enough = size + 2 <= self.cells and states + 2 <= self.states and effects <= self.effects
         if not enough or len(given) > self.automata:
@@ -501,13 +513,14 @@ def allowed(tables: Arena, state_B: Tensor) -> Tensor:
         bool [B, V]; all true in state FREE, all false in state DEAD.
     """
     at_B = state_B & STATE_MASK
-    class_BV = tables.class_AV[tables.automaton_S[at_B]].int()
-    effect_BV = tables.effect_N[tables.row_S[at_B][:, None] + class_BV].int()
-    # Whether the counters allow an effect is found out once for each effect, and not for each token.
+    # Whether the counters allow an effect is found out for each effect, then for each class, and not for each token.
     counts_BR = _counts(tables, state_B)
     least_ER, most_ER = tables.effects_4ER[0], tables.effects_4ER[1]
     may_BE = ((counts_BR[:, None] >= least_ER) & (counts_BR[:, None] <= most_ER)).all(-1)
-    return may_BE.gather(1, effect_BV.long())
+    # Behind an automaton's last class come cells of others, which no token has.
+    cell_BC = (tables.row_S[at_B][:, None] + tables.classes_C).clamp(max=tables.cells - 1)
+    may_BC = may_BE.gather(1, tables.effect_N[cell_BC].long())
+    return may_BC.gather(1, tables.class_AV[tables.automaton_S[at_B]].long())
 
 
 def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
