@@ -69,8 +69,8 @@ ROOMS = {
     ),
     "cache": Room(
         ("decode/cache.py",),
-        ("decode/test_cache.py", "decode/test_generator.py", "laws/test_cached_is_full.py", "laws/test_cached_over_blocks.py",
-         "laws/test_schedule_changes_nothing.py"),
+        ("decode/test_cache.py", "decode/test_generator.py", "laws/test_cached_is_full.py",
+         "laws/test_cached_over_blocks.py", "laws/test_schedule_changes_nothing.py"),
     ),
     "generator": Room(
         ("decode/generator.py", "decode/request.py"),
