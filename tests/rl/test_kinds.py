@@ -246,6 +246,15 @@ def test_a_bad_first_line_is_skipped_alone(name: str, bad: str, tmp_path: Path, 
         learned(name, str(source), tokenizer)
 
 
+def test_a_damaged_file_is_passed_over_where_bad_records_are(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    whole = lines(tmp_path / "a.jsonl", *RECORDS["labelled texts"][0])
+    damaged = Path(str(SOURCES["gzip"](tmp_path / "b", RECORDS["labelled texts"][0])))
+    damaged.write_bytes(damaged.read_bytes()[:-9])
+    assert decided([whole, str(damaged)], tokenizer, bad_records="skip") == "kto"
+    with pytest.raises(InputRefused, match="a.jsonl.gz: is cut short"):
+        decided([whole, str(damaged)], tokenizer)
+
+
 def test_a_bad_first_line_does_not_hide_questions(tmp_path: Path) -> None:
     path = tmp_path / "q.jsonl"
     path.write_text('{\n{"question": "q", "choices": ["a", "b"], "answer": 1}\n')
