@@ -30,11 +30,6 @@ from rewarded import OPTIONS
 from rl.test_pairs import documents
 
 
-def wrong_today(*row: Any) -> Any:
-    """A row whose result is not yet right; it fails when it is, so that the mark goes."""
-    return pytest.param(*row, marks=pytest.mark.xfail(strict=True, reason="not right yet"))
-
-
 def written(tokenizer: Tokenizer, ids: list[int]) -> str:
     """Ids as text with their special tokens."""
     names = {index: name for name, index in tokenizer.special.items()}
@@ -117,7 +112,7 @@ PAIRS: list[Any] = [
      "<|bos|>[INST] Is it? [/INST]", [" yes<|eos|>", " no<|eos|>"]),
     ("trl#1920, trl#2054", "chatml", {"prompt": "Answer: ", "chosen": "yes", "rejected": "no"},
      "<|bos|>Answer: ", ["yes<|eos|>", "no<|eos|>"]),
-    wrong_today("orca_dpo_pairs", "chatml", {"system": "s", "question": "q", "chosen": "a", "rejected": "b"}, "", None),
+    ("orca_dpo_pairs", "chatml", {"system": "s", "question": "q", "chosen": "a", "rejected": "b"}, "", None),
     ("OpenRLHF#909", "chatml", {"prompt": said("q"), "chosen": said("q", "a"), "rejected": said("q", "b")}, "", None),
 ]  # fmt: skip
 
@@ -142,15 +137,15 @@ def test_two_answers_follow_one_prompt_or_are_refused(
 @pytest.mark.parametrize(
     ("report", "prompt"),
     [
-        wrong_today("transformers#33198", said("why", "so")),
-        wrong_today("transformers#33198", [{"role": "system", "content": "Be brief."}]),
+        ("transformers#33198", said("why", "so")),
+        ("transformers#33198", [{"role": "system", "content": "Be brief."}]),
     ],
 )
 def test_a_prompt_ends_where_an_answer_may_begin(report: str, prompt: list[dict[str, Any]], tmp_path: Path) -> None:
     speaking(tmp_path, "chatml")
     (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": prompt}))
     reading = {"source": str(tmp_path / "p.jsonl"), "tokenizer": str(tmp_path), "held_out": 0.0, "text_key": "text"}
-    with pytest.raises(InputRefused, match=r"p\.jsonl:1: .*roles"):
+    with pytest.raises(InputRefused, match=r"p\.jsonl:1: .*an answer follows"):
         read_prompts(reading | {"bad_records": "refuse"}, room=90, reward=Reward())
 
 
@@ -222,7 +217,7 @@ NUMBERS: list[Any] = [
     ("CoursIA#12505", "1234", "The answer is $1,234.00", 1.0),
     # What is not understood whole is refused as a right answer, or read right: a wrong answer gets nothing for it.
     *(
-        wrong_today("reasoning-from-scratch#133", gold, wrong, None)
+        ("reasoning-from-scratch#133", gold, wrong, None)
         for gold, wrong in [
             (r"\frac{1}{2}", "2"),
             ("1/2", "2"),
@@ -235,9 +230,9 @@ NUMBERS: list[Any] = [
             ("[100,200]", "100200"),
         ]
     ),
-    wrong_today("reasoning-from-scratch#133", "11111111100", r"11,\! 111,\! 111,\! 100", 1.0),
-    wrong_today("proeval#19", "-5", "it is -$5", 1.0),
-    wrong_today("proeval#19", "-$5", "it is $5", 0.0),
+    ("reasoning-from-scratch#133", "11111111100", r"11,\! 111,\! 111,\! 100", 1.0),
+    ("proeval#19", "-5", "it is -$5", 1.0),
+    ("proeval#19", "-$5", "it is $5", 0.0),
 ]
 
 
@@ -283,10 +278,10 @@ SCHEMAS: list[Any] = [
     ("vllm#12028", {"type": "integer", "minimum": 1, "maximum": 5}, ["1", "5"], ["0", "6", "10", '"1"']),
     ("llguidance#265", {"type": "object", "properties": {}, "patternProperties": {"^a$": {"type": "null"}}}, [], None),
     ("llama.cpp#7703", {"type": "object", "properties": {}, "oneOf": [{"type": "object", "properties": {}}]}, [], None),
-    wrong_today("llama.cpp#25746", {"type": "string", "pattern": r"\S", "maxLength": 4}, ['"a"'], ['"\xa0"']),
-    wrong_today("by ECMA-262", {"type": "string", "pattern": "^a{,2}$", "maxLength": 8}, [], None),
-    wrong_today("gLLM#282", {"type": "string", "minLength": 70}, ['"' + "a" * 80 + '"'], []),
-    wrong_today("llama.cpp#16790",
+    ("llama.cpp#25746", {"type": "string", "pattern": r"\S", "maxLength": 4}, ['"a"'], ['"\xa0"']),
+    ("by ECMA-262", {"type": "string", "pattern": "^a{,2}$", "maxLength": 8}, [], None),
+    ("gLLM#282", {"type": "string", "minLength": 70}, ['"' + "a" * 80 + '"'], []),
+    ("llama.cpp#16790",
      {"prefixItems": [{"anyOf": [{"const": 1}]}, {"$ref": "#/prefixItems/0/anyOf/0"}], "type": "array"},
      ["[1,1]"], ["[1,2]"]),
 ]  # fmt: skip

@@ -60,6 +60,14 @@ def test_texts_follow_their_prompt_as_they_are_and_each_answer_is_a_document(tmp
     assert pairs.stats.conversations == 7 and pairs.train.empty(2)["answers"].shape == (2, 64)
 
 
+def test_answers_that_repeat_their_prompt_are_told_of(tmp_path: Path) -> None:
+    whole = {"prompt": "Is it? ", "chosen": "Is it? yes", "rejected": "Is it? no"}
+    parted = {"prompt": "Is it? ", "chosen": "yes", "rejected": "Is it? no"}
+    [note] = read(write(tmp_path / "p.jsonl", parted, whole)).notes
+    assert note.startswith(f"answers begin with their prompt in records: 1, the first {tmp_path / 'p.jsonl'}:2;")
+    assert not read(write(tmp_path / "q.jsonl", parted)).notes
+
+
 def test_chats_are_rendered_by_the_template_and_the_last_message_is_the_answer(tmp_path: Path) -> None:
     tokenizer = speaking(tmp_path, "chatml")
     asked, good, bad = said("Is it?"), {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}

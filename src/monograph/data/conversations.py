@@ -150,7 +150,7 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
         require_copy(record.get(PROMPT), messages)
     if len(messages) > MOST_MESSAGES:
         raise Unusable("too long", f"has {len(messages):,} messages, more than {MOST_MESSAGES:,}")
-    _require_order(messages, form)
+    _require_order(messages, "message {} of 'prompt' and 'completion'" if form == PROMPT else form + "[{}]")
     whole = with_chat_keys(messages, record)
     if trained_from:
         trained_from += len(whole.messages) - len(messages)
@@ -256,14 +256,28 @@ _BEFORE: dict[str, tuple[str | None, ...]] = {
 }
 
 
-def _require_order(messages: Sequence[Mapping[str, Any]], form: str) -> None:
+def require_question(messages: Sequence[Mapping[str, Any]], key: str) -> None:
+    """Require that messages are the beginning of a chat which an assistant goes on with.
+
+    Raises:
+        Unusable: roles are out of order, or the last message is not one of a user or a tool.
+    """
+    _require_order(messages, key + "[{}]")
+    last = messages[-1]["role"]
+    if last not in ("user", "tool"):
+        raise Unusable(
+            "no question", f"{key} ends with a message of {last}: an answer follows one of a user or of a tool"
+        )
+
+
+def _require_order(messages: Sequence[Mapping[str, Any]], place: str) -> None:
+    """Require that roles take turns; `place` names a message by its number, for messages."""
     before: str | None = None
     for number, message in enumerate(messages):
         role = message["role"]
         asked = role != "tool" or before == "tool" or bool(messages[number - 1].get("tool_calls"))
         if before not in _BEFORE[role] or not asked:
-            where = f"message {number} of 'prompt' and 'completion'" if form == PROMPT else f"{form}[{number}]"
-            place = f"follows {before}" if before else "begins"
+            fault = f"follows {before}" if before else "begins"
             remedy = "" if asked else ", which called no tool"
-            raise Unusable("roles out of order", f"{where}: roles out of order, {role} {place}{remedy}")
+            raise Unusable("roles out of order", f"{place.format(number)}: roles out of order, {role} {fault}{remedy}")
         before = role

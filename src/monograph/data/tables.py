@@ -81,8 +81,12 @@ def _unshared_bytes(pa: Any, part: Any) -> int:
         types, kind = pa.types, array.type
         if types.is_struct(kind):
             waiting.extend(array.flatten())
-        elif types.is_list(kind) or types.is_large_list(kind) or types.is_map(kind):
+        elif types.is_list(kind) or types.is_large_list(kind):
             waiting.append(array.flatten())
+        elif types.is_map(kind):
+            offsets = array.offsets
+            own = slice(offsets[0].as_py(), offsets[-1].as_py())
+            waiting += [array.keys[own], array.items[own]]
         elif types.is_dictionary(kind):
             used = array.indices.drop_null().to_numpy(zero_copy_only=False)
             total += int(_lengths(pa, array.dictionary)[used].sum())

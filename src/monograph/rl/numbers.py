@@ -218,6 +218,8 @@ def _only(text: str) -> Fraction | None:
         return None
     [(begin, end, value)] = things
     before, after = plain[:begin], plain[end:]
+    if "," in plain[begin:end] and before.endswith(("[", "(")):  # a list or a pair, or a number in brackets
+        return None
     fine = all(_WORDS.fullmatch(rest) and not _NUMBER_WORDS.search(rest) for rest in (before, after))
     return value if fine else None
 
@@ -238,7 +240,8 @@ def _vulgar(found: re.Match[str]) -> str:
 
 
 def _without_latex(text: str) -> str:
-    text = text.replace("\\\\", "\n").replace("\\!", "")
+    # LaTeX skips spaces, so those after a command part nothing.
+    text = re.sub(r"\\!\s*", "", text.replace("\\\\", "\n"))
     text = _PARTS.sub(_GAP, text)
     for _ in range(_DEEPEST):
         shorter = _INNERMOST.sub(_opened, text)

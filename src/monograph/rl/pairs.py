@@ -172,6 +172,7 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     ignored = Asked.of(None, reading.get("ignore_keys"))
     record_keys = RecordKeys(Kind.LABELLED if labelled else Kind.PAIRS, ignored, is_chosen=True)
     spelled = Spelled(tokenizer)
+    repeating = list[str]()  # places of records whose answers begin with the prompt
 
     def rendered(conversation: Conversation) -> Row:
         if not template:
@@ -190,6 +191,9 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
             raise InputRefused(f"{where}: {refused}") from None
         if not chat:
             spelled.see(where, texts_of(record, PROMPT, *keys))
+            prompt = record.get(PROMPT)
+            if prompt and all(record[key].startswith(prompt) for key in keys):
+                repeating.append(where)
         if (inputs := len(pair.chosen.ids) + len(pair.rejected.ids) - 1) <= length:
             return pair
         both = "the answer and its prompt twice" if labelled else "the two answers, each after its prompt,"
@@ -210,8 +214,16 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
     stats = stats_of(len(parts.sources.files), parts.skipped, train, held)
     of_template = template[0].notes({}, "") if template else ()
-    notes = (*record_keys.notes(), *of_template, *spelled.notes())
+    notes = (*record_keys.notes(), *of_template, *spelled.notes(), *_repeating_note(repeating))
     return Corpus(name, tokenizer, train, held, digest, stats, notes, Path())
+
+
+def _repeating_note(places: Sequence[str]) -> tuple[str, ...]:
+    """Return a line for the user on records whose answers begin with their prompt, or none."""
+    if not places:
+        return ()
+    found = f"answers begin with their prompt in records: {len(places):,}, the first {places[0]}"
+    return (f"{found}; the prompt is then trained on a second time: leave it out of the answers",)
 
 
 def _are_chats(record: Record, keys: Sequence[str]) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from monograph.data.conversations import chat_only, keyed_records, with_chat_keys
+from monograph.data.conversations import chat_only, keyed_records, require_question, with_chat_keys
 from monograph.data.forms import (
     ANYTHING,
     FUNCTIONS,
@@ -281,7 +281,9 @@ def _read(record: Record, key: str, tokenizer: Tokenizer, room: tuple[int, str])
     value = record[key]
     _require_obeyed(record, is_chat=isinstance(value, list))
     if isinstance(value, list):
-        chat = with_chat_keys(read_messages(value, key), record)
+        messages = read_messages(value, key)
+        require_question(messages, key)
+        chat = with_chat_keys(messages, record)
         require_read(tokenizer, chat.template_variables)
         text = json.dumps(chat.messages, ensure_ascii=False)
         try:

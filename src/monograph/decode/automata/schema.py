@@ -223,7 +223,7 @@ class _Schemas:
 
     def _string(self, schema: dict[str, Any], path: tuple[str, ...]) -> Expression:
         least = self._size(schema, "minLength", 0, path) or 0
-        most = self._size(schema, "maxLength", max(least, values.STRING_LENGTH), path) or 0
+        most = self._size(schema, "maxLength", min(least + values.STRING_LENGTH, MAX_COUNT), path) or 0
         if most < least:
             self.refuse(path, f"maxLength = {most} is below minLength = {least}")
         length: Expression
