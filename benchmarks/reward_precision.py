@@ -13,8 +13,10 @@ seeds for the same number of updates in each way:
 
     apart, most           |log-probability scored - drawn| of a token in nats: the mean, and the largest of all updates
     before, after         share of right answers of the first ten updates, and of the last ten
-    over                  right answers over all updates: how early it learned
     unseen                share of right answers at the end to prompts that were never trained on, drawn in fp32
+    - first way           less the first way's from the same weights and seed; over: of all updates
+
+Shares have their mean over the seeds, and its standard error.
 """
 
 from __future__ import annotations
@@ -177,6 +179,25 @@ def mean(values: Sequence[float], digits: int = 3) -> str:
     return f"{statistics.fmean(values):.{digits}f} ± {error:.{digits}f}"
 
 
+def print_summary(cases: Sequence[dict[str, Any]]) -> None:
+    """Print what came of each way, beside the first one with the same seeds."""
+    ways = list(dict.fromkeys(case["way"] for case in cases))
+    of = {(case["way"], case["seed"]): case for case in cases}
+    seeds = [case["seed"] for case in cases if case["way"] == ways[-1]]
+    rows = []
+    for name in ways:
+        own, first = ([of[way, seed] for seed in seeds] for way in (name, ways[0]))
+        apart = f"{statistics.fmean(case['apart'] for case in own):.1e}"
+        shares = [mean([case[key] for case in own]) for key in ("before", "after", "unseen")]
+        less = [
+            mean([one[key] - other[key] for one, other in zip(own, first, strict=True)])
+            for key in ("after", "over", "unseen")
+        ]
+        rows.append([name, apart, f"{max(case['most'] for case in own):.1e}", *shares, *less])
+    headers = ["after - first way", "over - first way", "unseen - first way"]
+    harness.print_table(["way", "apart", "most", "before", "after", "unseen", *headers], rows)
+
+
 def main() -> None:
     """Train in each way from the same weights, and print a table."""
     parser = harness.arguments(__doc__)
@@ -209,13 +230,7 @@ def main() -> None:
                 flush=True,
             )
             harness.write(options.out, found)
-    rows = []
-    for name in ways:
-        own = [case for case in found["cases"] if case["way"] == name]
-        apart = f"{statistics.fmean(case['apart'] for case in own):.1e}"
-        shares = [mean([case[key] for case in own]) for key in ("before", "after", "over", "unseen")]
-        rows.append([name, apart, f"{max(case['most'] for case in own):.1e}", *shares])
-    harness.print_table(["way", "apart", "most", "before", "after", "over", "unseen"], rows)
+    print_summary(found["cases"])
 
 
 if __name__ == "__main__":
