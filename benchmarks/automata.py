@@ -19,6 +19,7 @@ import harness
 import torch
 
 from monograph.decode.automata import Arena, Automaton, advance, allowed, constraint, stop_strings, stopped
+from monograph.decode.automata.counting import COUNTERS
 from monograph.device import default_device
 
 END = 0
@@ -32,6 +33,11 @@ PERSON = {
     },
     "required": ["name", "age"],
 }
+TOOL = {
+    "type": "object",
+    "properties": {f"text{number}": {"type": "string", "maxLength": 4000} for number in range(20)}
+    | {"rows": {"type": "array", "maxItems": 100, "items": PERSON}},
+}
 CASES: dict[str, Callable[[list[bytes]], Automaton]] = {
     "4 stop strings": lambda pieces: stop_strings(["\n\n", "###", "User:", "</s>"], pieces),
     "choices: yes, no": lambda pieces: constraint("choices", ["yes", "no"], pieces, [END]),
@@ -39,6 +45,7 @@ CASES: dict[str, Callable[[list[bytes]], Automaton]] = {
     "regex: words": lambda pieces: constraint("regex", r"\w+( \w+){0,20}\.", pieces, [END]),
     "schema: a string of 64": lambda pieces: constraint("json_schema", {"type": "string"}, pieces, [END]),
     "schema: a person": lambda pieces: constraint("json_schema", PERSON, pieces, [END]),
+    "schema: a tool": lambda pieces: constraint("json_schema", TOOL, pieces, [END]),
 }
 
 
@@ -61,12 +68,12 @@ def main() -> None:
     harness.print_table(HEADERS, map(row, found["cases"]))
 
 
-HEADERS = ["", "states", "classes", "tables MiB", "build CPU s", "step CPU ms", "a step without ms"]
+HEADERS = ["", "states", "classes", "effects", "tables MiB", "build CPU s", "step CPU ms", "a step without ms"]
 
 
 def row(case: dict[str, Any]) -> list[str]:
     """Return a case's line of the table."""
-    shown = [f"{case['states']:,}", f"{case['classes']:,}", f"{case['bytes'] / 2**20:.2f}"]
+    shown = [*(f"{case[key]:,}" for key in ("states", "classes", "effects")), f"{case['bytes'] / 2**20:.2f}"]
     shown.append(f"{case['build_cpu_s']['median']:.2f}")
     return [case["case"], *shown, *(f"{1e3 * case[key]['median']:.2f}" for key in ("step_cpu_s", "free_step_cpu_s"))]
 
@@ -83,7 +90,7 @@ def measured(
     start = tables.take(automaton)
     assert start is not None
     token_B = torch.full((rows,), len(pieces) - 1, device=device)
-    inside_B = torch.full((rows,), start, dtype=torch.int32, device=device)
+    inside_B = torch.full((rows,), start, dtype=torch.int64, device=device)
 
     @torch.compile(fullgraph=True)
     def step(scores_BV: torch.Tensor, state_B: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -99,7 +106,8 @@ def measured(
         "case": name,
         "states": states,
         "classes": classes,
-        "bytes": 4 * states * classes + 9 * states + 2 * len(pieces),
+        "effects": len(automaton.effects),
+        "bytes": 6 * states * classes + 9 * states + 16 * COUNTERS * len(automaton.effects) + 2 * len(pieces),
         "build_s": harness.spread([time.wall_s for time in times]),
         "build_cpu_s": harness.spread([time.cpu_s for time in times]),
         "step_cpu_s": harness.spread([time.cpu_s for time in steps["step"]]),

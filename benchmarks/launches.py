@@ -123,10 +123,9 @@ def decoding(config: LlamaConfig, rows: int) -> dict[str, Numbers]:
         sampling = dataclasses.replace(FULL, seed=seed)
         generator.submit(Request((5,) * PROMPT, sampling, TOKENS))
     # Not `run`, which would wait for the end of a text: no token is drawn here.
-    generator._admit()
-    generator._launch()
-    step = generator.replays._function
-    arguments = generator.cache.blocks, "window"
+    generator.advance()
+    # The step of that block, which follows no automata: another one would be compiled while it is counted.
+    step, arguments = generator.steps.of(generator.chain), (generator.cache.visible(PROMPT + TOKENS), "window", False)
     with pretended.Counted() as whole:
         step(*arguments)
     with pretended.Products() as products:

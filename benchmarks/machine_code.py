@@ -186,15 +186,14 @@ def decoding(shape: Shape, sampling: Sampling, rows: int, machines: Sequence[Aut
         machine = machines[row % len(machines)] if machines else None
         generator.submit(Request((5,) * 300, dataclasses.replace(sampling, seed=row), 64, (1,), machine))
     # Not `run`, which would wait for the end of a text: no token is drawn here.
-    generator._admit()
-    generator._launch()
+    generator.advance()
     block = generator._launch()
     assert block
     parts = {
         "block of 16 replayed": counted(generator._launch),
         "block read": counted(lambda: generator.outbox.read(block.half, block.steps)),
     }
-    step, blocks = generator.replays._function, generator.cache.blocks
+    step, blocks = generator.steps.of(generator.chain), generator.cache.sizes[-1]
     for truncation in ("window", "search"):
         step(blocks, truncation)
         parts[f"step called, {truncation}"] = counted(lambda t=truncation: step(blocks, t))

@@ -89,7 +89,7 @@ def measure(args: Namespace, case: Case) -> dict[str, Any]:
     """Time the planned way and all others that fit according to the planner."""
     device = default_device()
     everything = Work(case.config, case.rows, case.length, AdamW(), case.precision, window_rows=case.rows, packed=False)
-    most = estimate_bytes(everything, "adamw")
+    most = estimate_bytes(everything)
     # The planner leaves some of the memory alone: what it may fill is to be the share.
     allowed = planner.budget(replace(describe(), free_memory_bytes=2**36)) / 2**36
     machine = replace(describe(), free_memory_bytes=int(case.share * most / allowed))

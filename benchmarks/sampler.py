@@ -66,7 +66,8 @@ class Draw:
     def __init__(self, name: str, logits_BV: torch.Tensor) -> None:
         sampling, truncation = VARIANTS[name]
         chain = chain_of([sampling])
-        rows = rows_of(sampling, chain, *logits_BV.shape, logits_BV.device)
+        count, vocabulary = logits_BV.shape
+        rows = rows_of(sampling, chain, count, vocabulary, logits_BV.device)
 
         # All graphs come from this one function.
         torch._dynamo.config.recompile_limit = 64

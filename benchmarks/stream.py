@@ -94,7 +94,7 @@ def train(task: dict[str, Any]) -> dict[str, Any]:
         result |= {
             "device_bytes": walk.device_bytes + walk.boundaries.most_bytes,
             "home_bytes": sum(engine.store.bytes_at().values()),
-            "moved": engine.ledger()["moved"],
+            "moved": {f"{there} to {here}": size for (there, here), size in walk.lanes.moved_bytes.items()},
         }
     return result
 

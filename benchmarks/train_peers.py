@@ -96,6 +96,7 @@ def serve(args: Namespace, name: str, system: str, mode: str) -> None:
 
     def ready() -> dict[str, Any]:
         model = task.model
+        assert model is not None
         expected = large_batch(Llama(shape.config, seed=task.seed), task.first)
         if system == "litgpt":
             expected = to_litgpt(expected)

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from monograph.decode.automata import Automaton
+from monograph.decode.automata.dfa import STATE_MASK
 
 END, PAD = 0, 1  # the ids of the special tokens
 
@@ -26,7 +27,7 @@ def state_after(automaton: Automaton, tokens: Sequence[int], state: int = 0) -> 
     for token in tokens:
         if state < 0:
             return state
-        state = int(automaton.next_SC[state, automaton.class_V[token]])
+        state = automaton.after(state, token)
     return state
 
 
@@ -34,14 +35,21 @@ def allowed_ids(automaton: Automaton, state: int) -> set[int]:
     """The tokens that may come next; none after a forbidden one."""
     if state < 0:
         return set()
-    return set(np.flatnonzero(automaton.next_SC[state, automaton.class_V] >= 0).tolist())
+    if not automaton.counts:
+        return set(np.flatnonzero(automaton.next_SC[state, automaton.class_V] >= 0).tolist())
+    return {token for token in range(len(automaton.class_V)) if automaton.after(state, token) >= 0}
+
+
+def is_over(automaton: Automaton, state: int) -> bool:
+    """Whether the text is over in a state, with whatever counters."""
+    return bool(automaton.stops_S[state & STATE_MASK])
 
 
 def random_text(automaton: Automaton, pieces: Sequence[bytes], draw: random.Random, most: int = 5000) -> bytes:
     """Allowed tokens drawn at random until only the end may come, or it is drawn."""
     state, text = 0, b""
     for _ in range(most):
-        if automaton.stops_S[state]:
+        if is_over(automaton, state):
             return text
         token = draw.choice(sorted(allowed_ids(automaton, state)))
         if token == END:

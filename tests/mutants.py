@@ -67,6 +67,48 @@ ROOMS = {
         ("decode/test_chain.py", "decode/test_candidates.py", "decode/test_completion.py",
          "laws/test_sample_is_reference.py", "laws/test_written_is_reference.py", "laws/test_a_row_is_alone.py"),
     ),
+    "cache": Room(
+        ("decode/cache.py",),
+        ("decode/test_cache.py", "decode/test_generator.py", "laws/test_cached_is_full.py",
+         "laws/test_cached_over_blocks.py", "laws/test_schedule_changes_nothing.py"),
+    ),
+    "generator": Room(
+        ("decode/generator.py", "decode/request.py"),
+        ("decode/test_generator.py", "decode/test_outbox.py", "decode/test_completion.py",
+         "laws/test_cached_over_blocks.py", "laws/test_schedule_changes_nothing.py"),
+    ),
+    "decoding": Room(
+        ("decode/step.py",),
+        ("decode/test_generator.py", "decode/test_completion.py", "laws/test_written_is_reference.py",
+         "laws/test_a_row_is_alone.py", "laws/test_schedule_changes_nothing.py"),
+    ),
+    "automata": Room(
+        ("decode/automata/__init__.py", "decode/automata/arena.py", "decode/automata/dfa.py",
+         "decode/automata/expression.py", "decode/automata/pattern.py", "decode/automata/schema.py",
+         "decode/automata/values.py"),
+        ("decode/automata/test_tables.py", "decode/automata/test_lift.py", "decode/automata/test_arena.py",
+         "decode/automata/test_pattern.py", "decode/automata/test_schema.py"),
+    ),
+    "rl": Room(
+        ("rl/arrange.py", "rl/loss.py", "rl/pairs.py", "rl/preferences.py", "rl/prompts.py", "rl/rollouts.py"),
+        ("rl/test_prompts.py", "rl/test_pairs.py", "laws/test_preference_is_its_equation.py",
+         "laws/test_off_policy_is_its_equation.py", "laws/test_estimator_is_gradient.py",
+         "laws/test_scored_is_drawn.py"),
+    ),
+    "text": Room(
+        ("text/chat.py", "text/losses.py", "text/sentence_pieces.py", "text/template.py", "text/tokenizer.py",
+         "text/tokenizer_file.py"),
+        ("text/test_tokenizer_file.py", "text/test_sentence_pieces.py", "text/test_tokenizer.py", "text/test_chat.py",
+         "text/test_template.py", "data/test_loss_mask.py"),
+    ),
+    "data": Room(
+        ("data/batches.py", "data/conversations.py", "data/documents.py", "data/encoding.py", "data/loss_mask.py",
+         "data/records.py", "data/rows.py", "data/shards.py", "data/sources.py", "data/store.py", "data/tables.py"),
+        ("data/test_shards.py", "data/test_split.py", "data/test_sources.py", "data/test_damaged_records.py",
+         "data/test_order.py", "data/test_records.py", "data/test_weights.py", "data/test_rows.py",
+         "data/test_batches.py", "data/test_store.py", "data/test_conversations.py", "data/test_encoding.py",
+         "data/test_loss_mask.py"),
+    ),
     "checkpoint": Room(
         ("checkpointing/folder.py", "checkpointing/rotation.py"), ("checkpointing", "laws/test_nothing_lost.py")
     ),

@@ -130,6 +130,21 @@ def test_a_toml_that_is_not_text_is_refused() -> None:
         load(Path("bad.toml"), {}, {})
 
 
+def test_a_byte_order_mark_is_no_part_of_a_toml() -> None:
+    """Some editors begin a file with it; a key in the first line has its origin there."""
+    Path("run.toml").write_text("train.seed = 7\n[optim]\nlr = 0.5\n", encoding="utf-8-sig")
+    settings = load(Path("run.toml"), {}, {})
+    assert (settings.train.seed, settings.optim.lr) == (7, 0.5)
+    assert settings.origins["train.seed"] == "run.toml:1"
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_a_toml_in_two_bytes_a_letter_says_how_to_save_it(encoding: str) -> None:
+    Path("wide.toml").write_text("[train]\nseed = 7\n", encoding=encoding)
+    with pytest.raises(UsageError, match="wide.toml: not UTF-8 text .*: save it as UTF-8"):
+        load(Path("wide.toml"), {}, {})
+
+
 def test_a_stronger_source_replaces_the_other_budget() -> None:
     assert settings_of().train.minutes == 3.0
     settings = settings_of("[train]\nupdates = 100", train__minutes=1.5)

@@ -57,6 +57,19 @@ def taken_back() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Let a signal inside the block, in which an ended command waits for its threads, end the process with a line."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    signal.signal(signal.SIGINT, end_at_once)
+    signal.signal(signal.SIGTERM, _terminate)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def while_ending() -> None:
     """Let a further SIGINT end the interpreter's shutdown silently."""
     signal.signal(signal.SIGINT, lambda *_: os._exit(130))

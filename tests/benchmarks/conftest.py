@@ -25,4 +25,4 @@ def script(monkeypatch):
 @pytest.fixture
 def uncompiled(monkeypatch):
     """Scripts run whole but eagerly: compiling is what takes their time, and the slow tests do it."""
-    monkeypatch.setattr(Engine, "capture", lambda self, window, **_: None)
+    monkeypatch.setattr(Engine, "capture", lambda self, window, *_, **__: None)

@@ -83,3 +83,11 @@ def test_reward_peers(peers, monkeypatch, tmp_path, capsys):
 def test_rewards(script, monkeypatch, tmp_path):
     [case] = smoke(script("rewards"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["task"] == "makes" and case["updates"] == 2 and case["apart"] < 1e-5
+
+
+@pytest.mark.slow
+def test_reward_precision(script, monkeypatch, tmp_path):
+    """Scored as drawn, both have the same bits."""
+    same, other = smoke(script("reward_precision"), monkeypatch, tmp_path / "found.json")["cases"]
+    assert (same["way"], same["most"], other["way"]) == ("bf16 same", 0, "bf16 from fp32")
+    assert other["most"] < 0.5

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from argparse import Namespace
@@ -445,6 +446,34 @@ def test_ensemble_compile(script, monkeypatch, tmp_path):
     monkeypatch.setattr(compile_.Ensemble, "capture", lambda self, window: None)
     found = smoke(compile_, monkeypatch, tmp_path / "found.json")
     assert [case["members"] for case in found["cases"]] == [2, 3]
+
+
+def test_stream(script, uncompiled, monkeypatch, tmp_path, capsys):
+    """Its three processes in this one, where the first ends by an exception instead of a signal."""
+    stream = script("stream")
+
+    class Killed(Exception):
+        pass
+
+    def killed(*_):
+        raise Killed
+
+    def child(task):
+        try:
+            return stream.train(task)
+        except Killed:
+            said = capsys.readouterr().out.splitlines()
+            return json.loads(next(line for line in reversed(said) if line.startswith("{")))
+
+    small = {"vocab_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 32}
+    monkeypatch.setattr(stream, "SMOKE", stream.SMOKE | small)
+    monkeypatch.setattr(stream, "child", child)
+    monkeypatch.setattr(stream.os, "kill", killed)
+    options = {"smoke": True, "updates": 4, "rows": 2, "budget_gib": 2.0, "scratch": tmp_path}
+    stream.main(Namespace(**options, out=tmp_path / "found.json"))
+    found = json.loads((tmp_path / "found.json").read_text())
+    [case] = found["cases"]
+    assert found["equal_bits"] and [len(case[name]["seen"]) for name in ("killed", "resumed", "resident")] == [2, 2, 4]
 
 
 def test_stream_and_sweep_runs(script):

@@ -64,6 +64,30 @@ def test_a_branch_counts_its_own_skipped_updates(server: CommandServer, here: Pa
     assert [row["skipped"] for row in rows(here / "b")] == [False] * 3
 
 
+def test_a_run_of_a_preset_that_has_changed_since_goes_on_with_its_own_number(
+    server: CommandServer, here: Path
+) -> None:
+    """Presets of hybrids once had an rms_norm_eps of 1e-5; a new model has 1e-6, which llama.cpp needs."""
+
+    def number(folder: Path) -> float:
+        return checkpointing.load(newest(folder)).state["model_config"]["rms_norm_eps"]
+
+    hybrid = over(OWN, "model.preset=qwen3_5_text:nano", "train.updates=4", "train.save_every=2")
+    assert server.run(here, "train", *hybrid, "--out", "a", figures=0).code == 0
+    assert number(here / "a") == 1e-6
+    older = checkpointing.load(here / "a/checkpoints/step-00000002")
+    older.state["model_config"]["rms_norm_eps"] = 1e-5
+    shutil.rmtree(here / "a/checkpoints")
+    checkpointing.save(here / "a/checkpoints", older)
+    assert server.run(here, "train", "--from", "a", "train.updates=2", "--out", "b", figures=0).code == 0
+    assert number(here / "b") == 1e-5
+    resumed = server.run(here, "train", "--resume", "a", figures=0)
+    assert resumed.code == 0, resumed.err
+    assert newest(here / "a").name == "step-00000004" and number(here / "a") == 1e-5
+    refused = server.run(here, "export", "a", "--to", "out", "--format", "gguf")
+    assert refused.code == 3 and "rms_norm_eps = 1e-05" in refused.err
+
+
 def test_a_branch_that_was_killed_before_its_first_checkpoint(server: CommandServer, here: Path) -> None:
     assert server.run(here, "train", *TINY, "--out", "a", figures=0).code == 0
     arguments = ["train", "--from", "a", "train.updates=3", "--out", "b"]

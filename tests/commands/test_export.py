@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,10 @@ needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason
 
 @needs_gguf
 def test_a_chat_template_stays_with_the_model(server: CommandServer, here: Path) -> None:
-    tokenizer = speaking(here / "words", "thinking", stops=[1, 2])
+    speaking(here / "words", "thinking", stops=[1, 2])
+    (here / "words" / "additional_chat_templates").mkdir()
+    (here / "words" / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}<|im_end|>")
+    tokenizer = Tokenizer.from_file(here / "words")
     config = LlamaConfig(
         vocab_size=tokenizer.vocab_size,
         hidden_size=32,
@@ -46,6 +50,41 @@ def test_a_chat_template_stays_with_the_model(server: CommandServer, here: Path)
 
     fields = gguf.GGUFReader(here / "gguf" / "model.gguf").fields
     assert fields["tokenizer.chat_template"].contents() == TEMPLATES["thinking"]
+    assert fields["tokenizer.chat_templates"].contents() == ["tool_use"]
+    assert fields["tokenizer.chat_template.tool_use"].contents() == "{{ tools }}<|im_end|>"
+
+
+def test_a_bases_defaults_for_sampling_stay_with_what_is_trained_from_it(server: CommandServer, here: Path) -> None:
+    """Through training, a branch, another run, adapters and their merge, and when the base has lost its file."""
+    tokenizer = Tokenizer.bytes()
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 1}
+    save_model(Llama(LlamaConfig(vocab_size=tokenizer.vocab_size, **sizes)), here / "base", tokenizer)
+    defaults = {"do_sample": True, "temperature": 0.6, "top_k": 20}
+    path = here / "base" / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": 1, **defaults}))
+
+    def exported(run: str) -> dict:
+        done = server.run(here, "export", run, "--to", f"{run}-out")
+        assert done.code == 0, done.err
+        written = json.loads((here / f"{run}-out" / "generation_config.json").read_text())
+        return {key: value for key, value in written.items() if not key.endswith("_token_id")}
+
+    short = over(OWN, "train.updates=2")
+    for name, others in (
+        ("tuned", ["model.init=base"]),
+        ("adapted", ["model.init=base", "lora.rank=2"]),
+        ("further", ["model.init=tuned"]),
+        ("other-words", ["model.init=base", "data.tokenizer=bpe:259"]),
+    ):
+        done = server.run(here, "train", *over(short, *others), "--out", name, figures=0)
+        assert done.code == 0, done.err
+    assert server.run(here, "train", "--from", "tuned", "train.updates=1", "--out", "branch", figures=0).code == 0
+    path.unlink()
+    for name in ("tuned", "adapted", "further", "other-words", "branch"):
+        assert exported(name) == defaults, name
+    assert server.run(here, "train", *over(short, "model.hidden_size=16", "model.num_hidden_layers=1",
+        "model.num_attention_heads=1", "data.tokenizer=base"), "--out", "new", figures=0).code == 0  # fmt: skip
+    assert exported("new") == {}, "a new model with the base's tokenizer is not the base"
 
 
 @needs_gguf

@@ -38,7 +38,11 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *over(RUN, "rl.reward=exact")], 3, "prompts.jsonl:1: rl.reward needs a text or a list of texts under"),
     (["train", *over(RUN, "rl.reward=nothere.py:score")], 3, "nothere.py"),
     (["train", *over(RUN, "rl.reward=letters.py:other")], 3, "the file has no function 'other'"),
-    (["train", *over(RUN, "rl.reward=regex", "rl.reward_regex=(")], 3, "the regular expression '(': a '(' that is not closed"),
+    (
+        ["train", *over(RUN, "rl.reward=regex", "rl.reward_regex=(")],
+        3,
+        "the regular expression '(': a '(' that is not closed",
+    ),
     (["train", *over(RUN, "rl.group=1")], 2, 'rl.group = "1": expected a whole number from 2'),
     (
         ["train", *RUN, "rl.kl=k1", "rl.kl_coef=0.1", "rl.advantage=dapo"],
@@ -46,8 +50,16 @@ CASES: list[tuple[list[str], int, str]] = [
         "rl.kl = k1:0.1 is a part of the reward, which rl.adv",
     ),
     (["train", *RUN, "rl.kl=k4:0.1"], 2, 'rl.kl = "k4:0.1": expected none, or k1, k2, k3 or entropy'),
-    (["train", "texts", "data.answers=every", "rl.answer_regex=a"], 2, "is the form of answers that are drawn: give rl.reward, too"),
-    (["train", *RUN, "data.answers=every", "rl.answer_regex=("], 3, "the regular expression '(': a '(' that is not closed"),
+    (
+        ["train", "texts", "data.answers=every", "rl.answer_regex=a"],
+        2,
+        "is the form of answers that are drawn: give rl.reward, too",
+    ),
+    (
+        ["train", *RUN, "data.answers=every", "rl.answer_regex=("],
+        3,
+        "the regular expression '(': a '(' that is not closed",
+    ),
     (["train", *RUN, "data.answers=every", "rl.answer_schema=nothere.json"], 3, "nothere.json"),
     (["train", *RUN, "data.answers=all"], 2, 'data.answers = "all": expected every or last, or with rl.reward'),
     (["train", *over(RUN, "rl.max_new_tokens=6:half")], 2, 'rl.max_new_tokens = "6:half": expected a whole number'),
@@ -57,18 +69,33 @@ CASES: list[tuple[list[str], int, str]] = [
         "rl.max_new_tokens = 32:mask leaves no room",
     ),
     (
-        ["train", *over(RUN, "rl.reward=teacher", "rl.teacher=base", "rl.max_new_tokens=6", "rl.truncation_penalty=0.5")],
+        [
+            "train",
+            *over(RUN, "rl.reward=teacher", "rl.teacher=base", "rl.max_new_tokens=6", "rl.truncation_penalty=0.5"),
+        ],
         2,
         "give the number alone",
     ),
-    (["train", *over(RUN[1:], "rl.reward=teacher", "rl.teacher=base"), "told.jsonl"], 3, "told.jsonl:1: the teacher_prompt has 31"),
+    (
+        ["train", *over(RUN[1:], "rl.reward=teacher", "rl.teacher=base"), "told.jsonl"],
+        3,
+        "told.jsonl:1: the teacher_prompt has 31",
+    ),
     (
         ["train", *over(RUN, "rl.reward=teacher", "rl.teacher=base", "rl.kl=k2", "rl.kl_coef=1")],
         2,
         "rl.kl: a teacher says what each token is",
     ),
-    (["train", *over(RUN, "rl.reward=teacher", "rl.teacher=base", "rl.advantage=grpo")], 2, "rl.advantage: a teacher says what each"),
-    (["train", *over(RUN, "rl.reward=teacher", "rl.teacher=short")], 3, "it has 16 positions, fewer than data.sequence_length = 32"),
+    (
+        ["train", *over(RUN, "rl.reward=teacher", "rl.teacher=base", "rl.advantage=grpo")],
+        2,
+        "rl.advantage: a teacher says what each",
+    ),
+    (
+        ["train", *over(RUN, "rl.reward=teacher", "rl.teacher=short")],
+        3,
+        "it has 16 positions, fewer than data.sequence_length = 32",
+    ),
     (["train", *over(RUN, "rl.reward=teacher", "rl.teacher=other")], 3, "its tokenizer is not the model's"),
     (["train", *over(RUN, "rl.reward=teacher", "rl.teacher=nowhere")], 3, "nowhere"),
     (["train", *over(RUN, "rl.advantage=ppo")], 2, 'rl.advantage = "ppo": expected dr_grpo, rloo'),
@@ -161,7 +188,8 @@ def test_what_a_run_leaves(here: Path, monograph: CommandServer) -> None:
     assert summary["reward"] == drawn[-1]["reward"] and summary["reward_first"] == drawn[0]["reward"]
     assert summary["tokens"] == drawn[-1]["tokens"] == sum(row["drawn_tokens"] for row in drawn)
     assert all(0 <= row["reward"] <= 1.5 and 1 <= row["length"] <= 6 for row in drawn)
-    assert summary["drawn_minus_scored_max"] < 1e-5
+    apart = summary["drawn_minus_scored_max"]
+    assert apart < 1e-5 and (f"up to {apart:.1g} nats from how they were drawn" in done.err) == (apart > 0)
     assert any("eval_reward" in row for row in rows) and "prompts" in done.err
     page = (here / "run" / "report.html").read_text()
     assert "A reward of" in page and (here / "run" / "figures" / "reward.png").exists()
@@ -195,7 +223,9 @@ def test_a_stranger_s_function_is_not_run_unasked(here: Path, monograph: Command
 
 
 def test_answers_of_a_form_are_all_of_it_and_the_run_is_one_like_others(here: Path, monograph: CommandServer) -> None:
-    done = monograph.run(here, "train", *RUN, "data.answers=every", "rl.answer_regex=[a-f]+[0-9]", "--out", "of-a-form", figures=0)
+    done = monograph.run(
+        here, "train", *RUN, "data.answers=every", "rl.answer_regex=[a-f]+[0-9]", "--out", "of-a-form", figures=0
+    )
     assert done.code == 0, done.err
     rows = [json.loads(line) for line in (here / "of-a-form" / "metrics.jsonl").read_text().splitlines()]
     samples = [row["sample"] for row in rows if "sample" in row]
@@ -208,7 +238,12 @@ def test_answers_of_a_form_are_all_of_it_and_the_run_is_one_like_others(here: Pa
 
 def test_another_schema_is_another_run(here: Path, monograph: CommandServer) -> None:
     (here / "schema.json").write_text('{"enum": ["a", "b"]}')
-    typed = ["train", *over(RUN, "rl.reward=json-schema", "rl.reward_schema=schema.json", "train.updates=60"), "--out", "formed"]
+    typed = [
+        "train",
+        *over(RUN, "rl.reward=json-schema", "rl.reward_schema=schema.json", "train.updates=60"),
+        "--out",
+        "formed",
+    ]
     command = monograph.start(here, *typed, figures=0)
     command.until(lambda: any((here / "formed").glob("checkpoints/step-*")))
     command.signal(signal.SIGINT)

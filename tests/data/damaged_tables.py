@@ -17,6 +17,8 @@ COLUMNS: list[Callable[[list[str]], pa.Array]] = [
     lambda texts: pa.array(texts),
     lambda texts: pa.array(texts),
     lambda texts: pa.array(texts, pa.large_string()),
+    lambda texts: pa.array(texts, pa.string_view()),
+    lambda texts: pa.array([text * 3 for text in texts], pa.string_view()),
     lambda texts: pa.array(texts).dictionary_encode(),
     lambda texts: pa.array([None if len(text) % 3 == 0 else text for text in texts]),
     lambda texts: pa.array([text + ("\0" if len(text) % 3 == 0 else "") for text in texts]),
@@ -45,20 +47,23 @@ def table_texts(read: Callable[[], pa.Table]) -> tuple[Texts, int]:
         found.validate(full=False)
         column = found.column("text")
         kind = column.type.value_type if pa.types.is_dictionary(column.type) else column.type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+        if kind not in BINARY:
             return None, 0
-        rows = [row for chunk in column.chunks for row in _bytes(chunk, pa.types.is_large_string(kind))]
+        rows = [row for chunk in column.chunks for row in _bytes(chunk)]
     except (pa.ArrowException, OSError, ValueError, KeyError, MemoryError):
         return None, 0
     texts = [_decoded(row) for row in rows]
     return [text for text in texts if text], sum(text is None for text in texts)
 
 
-def _bytes(chunk: pa.Array, large: bool) -> list[bytes | None]:
+BINARY = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+
+
+def _bytes(chunk: pa.Array) -> list[bytes | None]:
     if pa.types.is_dictionary(chunk.type):
         chunk.validate(full=True)  # before anything follows its indices
         return [None if row is None else row.encode() for row in chunk.to_pylist()]
-    chunk = chunk.view(pa.large_binary() if large else pa.binary())
+    chunk = chunk.view(BINARY[chunk.type])
     chunk.validate(full=True)  # before anything follows its offsets
     return chunk.to_pylist()
 

@@ -57,7 +57,7 @@ USER, ANSWER = SAID
         ({"messages": [{"role": ["user"], "content": "x"}]}, "messages[0].role is an array: expected"),
         ({"conversations": [{"from": "robot", "value": "x"}]}, "conversations[0].from is 'robot': expected human"),
         ({"messages": [{"role": "user"}, ANSWER]}, "messages[0] has no content"),
-        ({"messages": [USER, {**ANSWER, "content": [1]}]}, "'messages[1].content' is an array, not a string"),
+        ({"messages": [USER, {**ANSWER, "content": [1]}]}, "messages[1].content[0] is another part: expected"),
         ({"messages": [USER, {**ANSWER, "content": " \n"}]}, "messages[1].content is empty"),
         ({"messages": [USER, {**ANSWER, "content": "\0"}]}, "'messages[1].content' has a NUL character"),
         ({"messages": [USER, {**ANSWER, "content": "\ud800"}]}, "'messages[1].content' has a lone surrogate"),

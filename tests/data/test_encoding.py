@@ -40,7 +40,7 @@ def encoded(documents, tokenizer, folder):
     """(tokens, starts, records) of both sides, and their writers."""
     folder.mkdir()
     meter = Meter(None, "tokens", None)
-    sides = encode_documents(documents, documents.files, tokenizer, folder, meter)
+    sides, _ = encode_documents(documents, documents.files, tokenizer, folder, meter)
     found = {}
     for name, side in sides.items():
         paths = [folder / f"{name}.{suffix}" for suffix in ("tokens", "starts", "records")]
@@ -171,7 +171,7 @@ def test_a_space_is_put_before_a_document_and_before_no_other_part(tmp_path, mon
     folder = tmp_path / "out"
     folder.mkdir()
     documents = documents_of(f"{tmp_path}/*.txt", tmp_path)
-    sides = encode_documents(documents, documents.files, tokenizer, folder, Meter(None, "tokens", None))
+    sides, _ = encode_documents(documents, documents.files, tokenizer, folder, Meter(None, "tokens", None))
     kind = token_dtype(tokenizer.vocab_size)
     tokens = open_shard(folder / "train.tokens", kind, seal(folder / "train.tokens")).tolist()
     wanted = [[0, *theirs.encode(each, add_special_tokens=False).ids, 1] for each in (words, " begun" + words)]

@@ -204,7 +204,7 @@ def test_a_token_that_reaches_over_the_border(tmp_path: Path) -> None:
     answers = Answers(tokenizer, EVERY)
     said = conversation("three turns")
     rows = answers.rows(said)
-    template = answers._template
+    template = answers._plain
     for answer, row in zip(said.answers, rows, strict=True):
         prompt = tokenizer.encode_rendered(template.render(said.messages[:answer], True))
         [(begin, end)] = row.spans

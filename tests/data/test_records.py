@@ -185,8 +185,8 @@ def test_a_damaged_file_is_refused_or_skipped_whole(sources, name, harm, said):
 @pytest.mark.parametrize(
     ("column", "said"),
     [
-        (pa.array([1, 2]), "column 'text' holds int64, not string or large_string"),
-        (pa.array([b"a", b"b"]), "column 'text' holds binary, not string or large_string"),
+        (pa.array([1, 2]), "column 'text' holds int64, not string, large_string or string_view"),
+        (pa.array([b"a", b"b"]), "column 'text' holds binary, not string, large_string or string_view"),
         (pa.array([["a"], ["b"]]), "column 'text' holds list<"),
         (pa.array(["a", None]), ", row 2: 'text' is null, not a string"),
         (pa.array(["a", "b\0"]), ", row 2: 'text' has a NUL character at 1"),
@@ -206,6 +206,121 @@ def test_a_bad_column_is_refused_by_name_and_row(tmp_path, column, said):
         assert f"{tmp_path / name}" in str(refused.value) and said in str(refused.value)
         with pytest.raises(InputRefused, match=r"has no column 'body'; its columns are 'text'; name the one with"):
             read(tmp_path / name, key="body")
+
+
+def as_polars_writes(batches, schema):
+    """A file of Arrow's format whose first message is not one of a stream, and whose dictionaries come last.
+
+    Its footer alone says where what is, as in files of polars; pyarrow's own bytes, in another order.
+    """
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+    data = bytearray(sink.getvalue().to_pybytes())
+    footer_begin = len(data) - 10 - int.from_bytes(data[-10:-6], "little")
+    places = [place for place in range(footer_begin, len(data) - 24, 4) if is_block(data, place, footer_begin)]
+    blocks = [(place, *block_at(data, place)) for place in places]
+    moved = bytearray(b"ARROW1\0\0" + bytes(data[16 : min(begin for _, begin, _ in blocks)]))
+    moved += bytes(-len(moved) % 8)
+    for place, begin, size in sorted(blocks, key=lambda block: (is_dictionary(data, block[1]), block[1])):
+        data[place : place + 8] = len(moved).to_bytes(8, "little")
+        moved += data[begin : begin + size]
+    return bytes(moved + b"\xff\xff\xff\xff\0\0\0\0" + data[footer_begin:])
+
+
+def block_at(data, place):
+    number = [int.from_bytes(data[place + 8 * index : place + 8 * index + 8], "little") for index in range(3)]
+    return number[0], (number[1] & 0xFFFFFFFF) + number[2]
+
+
+def is_block(data, place, footer_begin):
+    begin, size = block_at(data, place)
+    return 8 <= begin < footer_begin and data[begin : begin + 4] == b"\xff" * 4 and 8 < size <= footer_begin - begin
+
+
+def is_dictionary(data, begin):
+    return pa.ipc.read_message(pa.BufferReader(bytes(data[begin:]))).type == "dictionary"
+
+
+def test_a_file_that_only_its_footer_explains_is_read(tmp_path):
+    table = pa.table(
+        {"text": pa.array(TEXTS, pa.string_view()), "kind": pa.array(["a", "b"] * 100).dictionary_encode()}
+    )
+    path = tmp_path / "a.arrow"
+    path.write_bytes(as_polars_writes(table.to_batches(max_chunksize=64), table.schema))
+    with pytest.raises((pa.ArrowException, OSError)), pa.OSFile(str(path)) as file:
+        file.seek(8)
+        pa.ipc.open_stream(file)
+    assert [text for _, text in read(path)[0]] == TEXTS
+    objects = [row for _, row in tables.table_objects(path, ["text", "kind"])]
+    assert objects == [{"text": text, "kind": "ab"[number % 2]} for number, text in enumerate(TEXTS)]
+
+
+@pytest.mark.parametrize("kind", [pa.string_view(), pa.large_string(), pa.dictionary(pa.int8(), pa.string())])
+@pytest.mark.parametrize("form", ["file", "stream", "parquet"])
+@pytest.mark.parametrize("compression", [None, "lz4", "zstd"])
+def test_texts_in_any_type_of_arrow_are_the_same_rows(tmp_path, kind, form, compression):
+    table = pa.table(
+        {"text": pa.array(TEXTS[:40]).cast(kind) if pa.types.is_dictionary(kind) else pa.array(TEXTS[:40], kind)}
+    )
+    path = tmp_path / ("a.parquet" if form == "parquet" else "a.arrow")
+    if form == "parquet":
+        pq.write_table(table, path, compression=compression or "none")
+    else:
+        options = pa.ipc.IpcWriteOptions(compression=compression)
+        with (pa.ipc.new_file if form == "file" else pa.ipc.new_stream)(path, table.schema, options=options) as writer:
+            writer.write_table(table, max_chunksize=9)
+    assert [text for _, text in read(path)[0]] == TEXTS[:40]
+    assert [row for _, row in tables.table_objects(path, ["text"])] == [{"text": text} for text in TEXTS[:40]]
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (lambda block, footer: (block[0] - 8, *block[1:]), "is damaged"),
+        (lambda block, footer: (footer, *block[1:]), "lies over another or beyond the file"),
+        (lambda block, footer: (block[0], block[1], block[2] + 64), "lies over another or beyond the file"),
+        (lambda block, footer: (block[0], block[1], block[2] - 8), "of another size than it has"),
+        (lambda block, footer: (0, *block[1:]), "lies over another or beyond the file"),
+    ],
+)
+def test_a_footer_that_points_elsewhere_is_refused(tmp_path, harm, said):
+    """Of two blocks the second: over the first it would be read twice, as a bomb is."""
+    table = pa.table({"text": pa.array(TEXTS)})
+    path = tmp_path / "a.arrow"
+    with pa.ipc.new_file(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=100)
+    data = bytearray(path.read_bytes())
+    footer = len(data) - 10 - int.from_bytes(data[-10:-6], "little")
+    place = max(place for place in range(footer, len(data) - 24, 4) if is_block(data, place, footer))
+    block = [int.from_bytes(data[place + 8 * index : place + 8 * index + 8], "little") for index in range(3)]
+    for index, number in enumerate(harm(block, footer)):
+        data[place + 8 * index : place + 8 * index + 8] = (number % (1 << 64)).to_bytes(8, "little")
+    path.write_bytes(data)
+    with pytest.raises(InputRefused, match=said):
+        read(path)
+    first = [int.from_bytes(data[place - 24 + 8 * index : place - 16 + 8 * index], "little") for index in range(3)]
+    for index, number in enumerate(first):
+        data[place + 8 * index : place + 8 * index + 8] = number.to_bytes(8, "little")
+    path.write_bytes(data)
+    with pytest.raises(InputRefused, match="lies over another"):
+        read(path)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_rows_that_show_one_text_are_counted_as_many(tmp_path, monkeypatch, nested):
+    """As values of Python each is a text of its own; so, too, where they lie in one row's list."""
+    column = bombs.shared(pa.array(["x" * (1 << 16)], pa.string_view()), 64)
+    if nested:
+        column = pa.ListArray.from_arrays(pa.array([0, 64], pa.int32()), column)
+    with pa.ipc.new_file(tmp_path / "a.arrow", pa.schema([("text", column.type)])) as writer:
+        writer.write_table(pa.table({"text": column}))
+    assert len(list(tables.table_objects(tmp_path / "a.arrow", ["text"]))) == (1 if nested else 64)
+    monkeypatch.setattr(reading, "LEAST_UNPACKED_BYTES", 1 << 20)
+    monkeypatch.setattr(reading, "MOST_UNPACKED", 2)
+    with pytest.raises(InputRefused, match="compression bomb"):
+        list(tables.table_objects(tmp_path / "a.arrow", ["text"]))
 
 
 @pytest.mark.parametrize("kind", bombs.KINDS)

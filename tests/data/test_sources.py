@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import os
@@ -200,3 +201,35 @@ def test_what_a_killed_process_left_is_gone_after_the_next_and_a_living_ones_sta
         corpus(tmp_path / "book.txt", tokenizer="bytes", sequence_length=8, cache=tmp_path / "cache")
         found = {path.name for path in (tmp_path / "temporary").iterdir()}
     assert found == {"monograph-of-a-friend", "other", living.name}
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("chats.json", '[\n  {"messages": []}]', "an array of records"),
+        ("alpaca.JSON", '\ufeff[{"instruction": "a", "output": "b"}]', "an array of records"),
+        ("rows.csv", "text,label\na,1\n", "a table as text"),
+        ("rows.tsv.gz", "text\tlabel\na\t1\n", "a table as text"),
+    ],
+)
+def test_records_in_other_forms_are_not_learned_as_text(folder, tmp_path, name, text, reason):
+    other = tmp_path / "records"
+    other.mkdir()
+    data = text.encode()
+    (other / name).write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
+    with pytest.raises(InputRefused, match=r"call it \.txt if its text is meant") as raised:
+        find(other / name, tmp_path)
+    assert str(raised.value).startswith(f"{other / name}: a ") and ".jsonl" in str(raised.value)
+    for source in (other, f"{other}/*"):
+        with pytest.raises(InputRefused, match=rf"no text in it \({reason}\)"):
+            find(source, tmp_path)
+    shutil.copy(other / name, folder)
+    assert [reason for _, reason in find(folder, tmp_path).skipped] == [reason]
+    (other / "same.txt").write_bytes(data)
+    assert names(find(other, tmp_path)) == ["records/same.txt"]
+
+
+def test_json_that_is_no_array_of_records_is_text(tmp_path):
+    for name, text in {"package.json": '{"a": [{"b": 1}]}', "numbers.json": "[1, 2]", "names.json": '["a"]'}.items():
+        (tmp_path / name).write_text(text)
+        assert names(find(tmp_path / name, tmp_path)) == [name]

@@ -11,11 +11,16 @@ import pytest
 import torch
 
 from batches import tiny_llama
+from far_sighted import BOUND, decoded, far_sighted, largest_error, seen_at
 from monograph.decode.automata import Arena, constraint, stop_strings
+from monograph.decode.cache import Slots
 from monograph.decode.generator import Generator
 from monograph.decode.knobs import chain_of
 from monograph.decode.request import Pace, Request
 from monograph.decode.sampling import Sampling
+from monograph.model.scaling import FULL as FULL_ATTENTION
+from monograph.model.scaling import SLIDING
+from monograph.ops.attention import LEAST_BLOCK
 from monograph.text.tokenizer import Tokenizer
 
 pytestmark = pytest.mark.gpu
@@ -76,6 +81,26 @@ def test_captured_steps_write_what_called_ones_write_with_nothing_left_to_captur
     before = machine.replays.captured
     assert all_kinds(machine) == all_kinds(served("eager"))
     assert machine.replays.captured == before > 8 and machine.reused > 0
+
+
+@pytest.mark.parametrize("shape", ["attention", "window and all"])
+def test_captured_steps_over_one_to_five_blocks_have_a_full_passs_log_probabilities(shape: str) -> None:
+    """Law 8 where each size of what is read is a graph of its own (tests/laws/test_cached_over_blocks.py)."""
+    longest, sampling = 5 * LEAST_BLOCK, Sampling(1.0, logprobs=61)
+    window = {"model_type": "qwen3", "sliding_window": 21, "layer_types": (SLIDING, FULL_ATTENTION)}
+    model = far_sighted(max_position_embeddings=longest, **(window if "window" in shape else {})).cuda()
+    machine = Generator(
+        model, chain_of([sampling]), rows=3, slots=Slots(longest, LEAST_BLOCK, longest=8), vocabulary=61,
+        block=Pace(4, 2, 1), mode="captured",
+    )  # fmt: skip
+    text = tuple((7 * at + at // 5) % 61 for at in range(longest))
+    assert min(seen_at(model, text, range(0, longest - 1, 6))) > 100 * BOUND
+    begun = [(0, 1), (0, 79), (43, 5), (0, 17), (43, 20), (59, 1), (0, 33)]
+    asked = [Request((*text[:shared], *text[-own:]), sampling, 40, seed=own) for shared, own in begun]
+    alone = decoded(machine, asked[:1])
+    for place, events in [*alone.items(), *decoded(machine, asked).items()]:
+        assert largest_error(model, asked[place], events) < BOUND
+    assert machine.cache.sizes == [1, 2, 4, 5] and machine.replays.captured == 4 and machine.reused > 0
 
 
 def test_a_thousand_steps_copy_four_bytes_a_row_and_step() -> None:

@@ -17,6 +17,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from laws.resumed import resume as go_on
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.commands import export as export_a_run
+from monograph.commands import follow
 from monograph.config import load
 from monograph.data.corpus import Corpus, corpus
 from monograph.device import describe
@@ -338,6 +340,40 @@ def export_again(folder: Path, format: str) -> None:
     assert not [path for path in folder.iterdir() if path.name.startswith(".")]
 
 
+# ---- follow --------------------------------------------------------------------------------------------------------
+
+
+def begin_follow(folder: Path) -> None:
+    write_config(Run.create(folder / "run"), load(None, {"train.updates": 5}, {}))
+    log(folder, LOGGED)
+
+
+if importlib.util.find_spec("tensorboard"):  # once for all forks
+    import tensorboard.compat.proto.event_pb2
+    import tensorboard.plugins.hparams.summary_v2
+    import tensorboard.summary.writer.record_writer  # noqa: F401
+    from tensorboard.backend.event_processing.event_file_loader import LegacyEventFileLoader
+
+
+def follow_in_tensorboard(folder: Path) -> None:
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        follow.run(str(folder / "run"), to="tensorboard", out=folder / "out")
+
+
+def look_at_tensorboard(folder: Path) -> str:
+    """The newest file begins the run there anew, so it has all rows, or those before the fault."""
+    files = sorted((folder / "out/run").glob("events.*"), key=lambda file: file.name.split(".")[-2])
+    events = [*LegacyEventFileLoader(str(files[-1])).Load()] if files else []
+    losses = [each.summary.value[0].simple_value for each in events if each.step]
+    assert losses == pytest.approx([row["train_loss"] for row in LOGGED][: len(losses)])
+    return "new" if len(losses) == len(LOGGED) else "former"
+
+
+def follow_again(folder: Path) -> None:
+    follow_in_tensorboard(folder)
+    assert look_at_tensorboard(folder) == "new"
+
+
 # ---- sweeps --------------------------------------------------------------------------------------------------------
 
 POINTS: list[dict[str, Any]] = [{"optim.lr": 1e-2}, {"optim.lr": 2e-2}]
@@ -574,6 +610,11 @@ CASES: dict[str, Case] = {
         for format, steps in (("hf", export_adapted_hf), ("gguf", export_adapted_gguf))
         if format != "gguf" or importlib.util.find_spec("gguf")
     },
+    **(
+        {"follow": Case(begin_follow, follow_in_tensorboard, look_at_tensorboard, follow_again, stride=1)}
+        if importlib.util.find_spec("tensorboard")
+        else {}
+    ),
     "sweep": Case(begin_sweep, save_sweep, look_at_sweep, save_sweep_again, ("kill",), stride=3),
     "stream": Case(begin_stream, save_stream, look_at_stream, save_stream_again, ("kill", "torn"), stride=2),
     "train": Case(begin_run, train_run, look_at_run, resume_run),

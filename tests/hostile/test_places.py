@@ -17,9 +17,10 @@ import pytest
 
 from batches import tiny_llama
 from commands.forked import CommandServer, Done
-from commands.inputs import OWN, TINY, newest, with_texts
+from commands.inputs import OWN, TINY, newest, over, with_texts
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
+from monograph.config import load
 from monograph.graph.inspect import unique_state
 from monograph.run.folder import Run
 from monograph.run.recipe import Recipe
@@ -116,7 +117,7 @@ ON_A_RUN = {
     "train --resume": ["train", "--resume", "IT"],
     "train --from": ["train", "--from", "IT", "train.updates=1", "--out", "out"],
     "train CONFIG": ["train", "IT/config.toml", "train.updates=1", "--out", "out"],
-    "train model.init": ["train", *OWN[:-2], "train.updates=1", "model.init=IT", "--out", "out"],
+    "train model.init": ["train", *over(OWN, "train.updates=1"), "model.init=IT", "--out", "out"],
     "compare": ["compare", "runs/b", "IT", "--data", "texts"],
     "plan": ["plan", "IT/config.toml"],
     "data show": ["data", "show", "IT/config.toml"],
@@ -136,8 +137,8 @@ ON_AN_EXPORT = {
     "generate": ["generate", "IT", "--max-tokens", "1"],
     "evaluate": ["evaluate", "IT", "--data", "texts"],
     "check": ["check", "IT"],
-    "train model.init": ["train", *OWN[:-2], "train.updates=1", "model.init=IT", "--out", "out"],
-    "train adapter": ["train", *OWN[:-2], "train.updates=1", "model.init=IT/adapter", "--out", "out"],
+    "train model.init": ["train", *over(OWN, "train.updates=1"), "model.init=IT", "--out", "out"],
+    "train adapter": ["train", *over(OWN, "train.updates=1"), "model.init=IT/adapter", "--out", "out"],
     "export": ["export", "IT", "--to", "out"],
     "export there": ["export", "runs/b", "--to", "IT"],
 }
@@ -248,7 +249,7 @@ def test_everything_in_every_place(
 def saved(run: Run, update: int) -> None:
     model = tiny_llama(vocab_size=259)
     state = recorded(Recipe(None, "auto", {}, 0).entries(), model.config.to_hf(), update)
-    state |= {"tokenizer": Tokenizer.bytes().digest}
+    state |= {"tokenizer": Tokenizer.bytes().digest, "settings": load(run.config, {}, {}).fingerprint}
     checkpointing.save(run.checkpoints, Checkpoint(update, unique_state(model), {}, state))
 
 
@@ -271,6 +272,7 @@ def test_an_endpoint_goes_on_to_later_checkpoints(kind: Callable[[Path], None], 
 @pytest.mark.parametrize("kind", [each for each in KINDS if each is not unreadable], ids=words)
 def test_a_save_takes_the_place_of_what_is_no_checkpoint(kind: Callable[[Path], None], tmp_path: Path) -> None:
     run = Run.create(tmp_path / "run")
+    run.config.write_text("")
     saved(run, 1)
     for name in ("step-00000002", "step-00000002.replaced", "step-00777777"):
         kind(run.checkpoints / name)

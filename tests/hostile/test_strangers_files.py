@@ -25,7 +25,7 @@ from hostile.test_code_of_runs import MODULE
 from monograph import checkpointing
 from monograph.config import load
 from monograph.run.folder import Run
-from monograph.run.trust import OPTION
+from monograph.run.trust import OPTION, is_ours
 from monograph.sweeps.folder import Sweep
 
 FLAG = "flag"
@@ -134,8 +134,8 @@ def forged(run: Run, values: dict[str, object]) -> None:
     for folder in sorted(run.checkpoints.glob("step-*"))[-1:]:
         found = checkpointing.load(folder)
         state = {**found.state, "settings": load(run.config, {}, {}).fingerprint}
-        if "model.init" in values:
-            file = str(values["model.init"]).rpartition(":")[0]
+        file, _, function = str(values.get("model.init")).rpartition(":")
+        if function == "build":
             digest = hashlib.sha256(Path(file).read_bytes()).hexdigest()
             state["recipe"] = state["recipe"] | {"init": values["model.init"], "sha256": digest}
         checkpointing.save(run.checkpoints, replace(found, state=state), keep=9)
@@ -149,10 +149,17 @@ def in_model_init(here: Path, name: Name) -> str:
     return str(run.folder)
 
 
+def rewarded(here: Path, reward: str) -> dict[str, object]:
+    """The settings of a run with rewards, as far as others do not fit."""
+    return {
+        "model.init": str(here / "runs/true"), "data.source": str(here / "prompts.jsonl"), "rl.reward": reward,
+        "rl.prompts": 2, "rl.group": 2, "rl.max_new_tokens": 4, "train.tokens_per_update": 128, "train.updates": 9,
+    }  # fmt: skip
+
+
 def in_reward(here: Path, name: Name) -> str:
     run = copied(here, "runs/true", "runs/forged")
-    forged(run, {"rl.reward": name("score"), "data.source": str(here / "prompts.jsonl"), "rl.prompts": 2, "rl.group": 2,
-                 "rl.max_new_tokens": 4, "train.tokens_per_update": 128, "train.updates": 9})  # fmt: skip
+    forged(run, rewarded(here, name("score")))
     return str(run.folder)
 
 
@@ -174,8 +181,7 @@ def in_a_teacher(here: Path, name: Name) -> str:
     """The teacher's own settings and recipe name the program."""
     forged(copied(here, "runs/true", "runs/teacher"), {"model.init": name("build")})
     run = copied(here, "runs/true", "runs/forged")
-    forged(run, {"rl.reward": f"teacher:{here}/runs/teacher", "data.source": str(here / "prompts.jsonl"),
-                 "rl.prompts": 2, "rl.group": 2, "rl.max_new_tokens": 4, "train.tokens_per_update": 128})  # fmt: skip
+    forged(run, rewarded(here, f"teacher:{here}/runs/teacher"))
     return str(run.folder)
 
 
@@ -323,6 +329,23 @@ def test_no_way_to_name_it_by_any_command(
         ends[int(done.code or 0)] += 1
         asked += OPTION in done.err
     print(f"{names(carrier):<28} {sum(ends.values()):4} folders   {ends}   {asked} name {OPTION}   0 programs run")
+
+
+@pytest.mark.parametrize(
+    ("carrier", "command"),
+    [(in_members_that_are_gone, "sweep"), (in_members_that_teach, "sweep --distill")],
+    ids=names,
+)
+def test_no_command_signs_a_program_that_nobody_vouched_for(
+    carrier: Callable[[Path, Name], str], command: str, begun: Path, tmp_path: Path, server: CommandServer
+) -> None:
+    """Otherwise the next command would find the user's own mark, and run it."""
+    done, flag = tried(begun, tmp_path / "here", server, carrier, plain, command)
+    require_refused_or_read(command, done, flag)
+    configs = [*(tmp_path / "here/runs/forged").rglob("config.toml")]
+    naming = [config for config in configs if "evil.py" in config.read_text()]
+    signed = [config for config in naming if is_ours(config, load(config, {}, {}).programs)]
+    assert configs and not signed, done.err
 
 
 def test_a_reward_of_one_s_own_runs_unasked(begun: Path, tmp_path: Path, server: CommandServer) -> None:

@@ -5,13 +5,11 @@ from __future__ import annotations
 import itertools
 import os
 import time
-from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
 
 from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start
-from monograph.run import folder
 from monograph.run.folder import Run
 
 pytestmark = pytest.mark.usefixtures("here")
@@ -22,13 +20,6 @@ def let_it_jump(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every time of day that is asked for is a year off, in turns."""
     true_s, ahead = time.time, itertools.cycle([YEAR_S, -YEAR_S])
     monkeypatch.setattr(time, "time", lambda: true_s() + next(ahead))
-
-    class Jumping(datetime):
-        @classmethod
-        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
-            return datetime(2026, 6, 1) + timedelta(seconds=next(ahead))
-
-    monkeypatch.setattr(folder, "datetime", Jumping)
 
 
 def test_a_run_and_its_resume_have_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -190,9 +190,18 @@ def test_answers_of_a_form_follow_the_gradient_of_the_expected_reward_among_them
     assert (mean(PolicyLoss(temperature)) + exact).norm() / exact.norm() > 1e-3, "without the form"
 
 
-def test_answers_of_a_form_are_drawn_and_scored_as_such_and_forced_tokens_teach_nothing() -> None:
+@pytest.mark.parametrize(
+    ("name", "only", "written"),
+    [
+        (FormName("regex", "(x|[a-f]{2})=[0-9]+"), "=", r"(x|[a-f]{2})=[0-9]*"),
+        # Its lengths are counted, so that its states are more than those of the automaton.
+        (FormName("json_schema", '{"type": "string", "pattern": "^[a-f]*$", "maxLength": 3}'), '"', '"[a-f]{0,3}"?'),
+    ],
+)
+def test_answers_of_a_form_are_drawn_and_scored_as_such_and_forced_tokens_teach_nothing(
+    name: FormName, only: str, written: str
+) -> None:
     options = replace(OPTIONS, exact=False)
-    name = FormName("regex", "(x|[a-f]{2})=[0-9]+")
     form = Form(name, prompts("2+2=", "a", "the longest of them", "7"), {Tokenizer.bytes().eos_id}, torch.device("cpu"))
     rollouts = windows(options, loss=PolicyLoss(form=form))
     engine = rollouts.drawer.engine
@@ -200,12 +209,13 @@ def test_answers_of_a_form_are_drawn_and_scored_as_such_and_forced_tokens_teach_
     engine.accumulate(window)
     assert engine.step.loss.taken()["drawn_minus_scored_max"] < 1e-5  # type: ignore[attr-defined]
     drawn = (window["targets"] != -100) & (window["states"] > 0)
-    forced = drawn & (window["targets"] == Tokenizer.bytes().encode("=")[0])
+    first = drawn & ~torch.roll(drawn, 1, dims=1)
+    forced = drawn & (window["targets"] == Tokenizer.bytes().encode(only)[0]) & ((only == "=") | first)
     assert (
         bool(forced.any()) and bool((window["drawn"][forced] == 0).all()) and bool((window["drawn"][drawn] < 0).any())
     )
     for completion in rollouts.drawer.draw(rollouts.drawer.prompts.train, [1, 2, 3, 4]):
-        assert re.fullmatch(r"(x|[a-f]{2})=[0-9]*", completion.text), completion.text
+        assert re.fullmatch(written, completion.text), completion.text
 
 
 def test_an_answer_that_is_cut_is_worth_less_by_what_that_costs() -> None:

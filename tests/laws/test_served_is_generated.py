@@ -20,11 +20,14 @@ import torch
 
 from chats import speaking
 from clocks import HANG_S
+from far_sighted import BOUND, far_sighted, log_probabilities, seen_at
 from monograph.decode import completion, generate
 from monograph.decode.automata import constraint
+from monograph.decode.completion import prompt_ids
 from monograph.decode.sampling import Sampling
 from monograph.evaluation.choices import Continuation, score
 from monograph.graph.precision import Precision
+from monograph.ops.attention import BLOCK
 from monograph.text.chat import chat_ids, stop_ids
 from monograph.text.tokenizer import Tokenizer
 from served import ROWS, Served, small
@@ -99,6 +102,40 @@ def test_a_request_in_a_crowd_is_generated(served: Served) -> None:
     assert found == [written(served, *each) for each in asked]
     assert served.service.owner.stock.reused > 0
     assert len({text for [text] in found}) > 30
+
+
+def test_texts_of_one_to_five_blocks_in_a_crowd_are_those_of_generate_and_of_full_passes() -> None:
+    """With a model that sees every token of them, and prompts that begin alike."""
+    tokenizer, longest = Tokenizer.bytes(), 5 * BLOCK
+    model = far_sighted(vocab_size=tokenizer.vocab_size, max_position_embeddings=longest)
+    whole = [at % tokenizer.vocab_size for at in range(longest)]
+    assert min(seen_at(model, whole, range(0, longest - 1, 71))) > 100 * BOUND
+    draw = random.Random(0)
+    shared = "".join(draw.choices("abcdefgh ", k=350))
+    alike = [1, 100, 126, 127, 128, 250, 262, 350, 380, 505, 514, 610]
+    asked = [shared[: length // 2] + "".join(draw.choices("abcdefgh ", k=length - length // 2)) for length in alike]
+    options = {"temperature": 1.0, "logprobs": 2}
+    samplings = [Sampling(**options, seed=seed) for seed in range(len(asked))]
+    expected = list(generate(model, tokenizer, asked, samplings, max_tokens=20))
+    for prompt, written in zip(asked, expected, strict=True):
+        assert written.logprobs is not None and len(written.token_ids) > 1
+        ids = [*prompt_ids(model, tokenizer, prompt), *written.token_ids]
+        full_N = log_probabilities(model, ids[:-1])[-len(written.token_ids) :].gather(
+            1, torch.tensor(written.token_ids)[:, None]
+        )
+        reported_N1 = torch.tensor([[each.drawn] for each in written.logprobs])
+        torch.testing.assert_close(reported_N1.double(), full_N, rtol=0, atol=BOUND)
+
+    def answer(number: int) -> Any:
+        body = {"prompt": asked[number], "seed": number, "max_tokens": 20} | options
+        return served.post("/v1/completions", body).body["choices"][0]
+
+    with Served(model, tokenizer) as served, ThreadPoolExecutor(8) as pool:
+        for choice, written in zip(pool.map(answer, range(len(asked))), expected, strict=True):
+            assert choice["text"] == written.text and written.logprobs is not None
+            kept = [each.drawn for each in written.logprobs][: len(choice["logprobs"]["token_logprobs"])]
+            assert choice["logprobs"]["token_logprobs"] == kept and len(kept) >= len(written.token_ids) - 1
+        assert served.service.owner.stock.reused > BLOCK
 
 
 def test_texts_of_a_request_are_those_of_generate_n(served: Served) -> None:

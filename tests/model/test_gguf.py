@@ -24,7 +24,7 @@ from monograph.model.gguf import FILE, neighbouring, save_gguf
 from monograph.model.gguf_words import pre_tokenizer
 from monograph.model.llama import Llama
 from monograph.model.rope import cos_sin, rotate
-from monograph.model.scaling import FULL, SLIDING, Llama3Scaling, LongScaling, YarnScaling
+from monograph.model.scaling import FULL, LINEAR, SLIDING, Llama3Scaling, LongScaling, YarnScaling
 from monograph.run.models import check
 from monograph.text.tokenizer import Tokenizer
 from monograph.text.tokenizer_file import KNOWN_PATTERNS
@@ -128,6 +128,34 @@ _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 
             "f32",
             "linear_key_head_dim = 6 and linear_value_head_dim = 8 are one size in llama.cpp",
         ),
+        (
+            {"model_type": "smollm3", "rope_scaling": Llama3Scaling()},
+            "f32",
+            "'llama3' is not computed by llama.cpp for a smollm3",
+        ),
+        *(
+            (
+                {"model_type": family, "head_dim": 16},
+                "f32",
+                f"head_dim = 16 and num_attention_heads = 2: llama.cpp loads a {family} only if .* hidden_size = 64",
+            )
+            for family in ("qwen2", "olmo2", "olmo3", "phi3")
+        ),
+        (
+            {"model_type": "qwen3_5_text", "layer_types": (LINEAR, LINEAR), "rms_norm_eps": 1e-6},
+            "f32",
+            "layer_types: llama.cpp loads a qwen3_5_text only with layers of both kinds, not with 'linear_attention'",
+        ),
+        (
+            {"model_type": "qwen3_5_text", "rms_norm_eps": 1e-6},
+            "f32",
+            "layer_types: llama.cpp loads a qwen3_5_text only with layers of both kinds, not with 'full_attention'",
+        ),
+        (
+            {"model_type": "qwen3_5_text", "layer_types": (LINEAR, FULL)},
+            "f32",
+            "rms_norm_eps = 1e-05: llama.cpp adds it to the lengths of a delta net's keys, too",
+        ),
         (_MIXTURE, "f32", "norm_topk_prob = False: llama.cpp computes qwen3_moe with True; export it with --format hf"),
         (_MIXTURE | {"norm_topk_prob": True, "mlp_only_layers": (1,)}, "f32", r"mlp_only_layers = \(1,\): llama.cpp"),
         (_MIXTURE | {"norm_topk_prob": True, "moe_intermediate_size": 24}, "q8_0", "moe_intermediate_size = 24 is not"),
@@ -144,7 +172,7 @@ _MIXTURE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 
         ({"intermediate_size": 100}, "q8_0", "intermediate_size = 100 is not a multiple of 32"),
         (
             {"model_type": "qwen3_next", "num_experts": 2, "num_experts_per_tok": 1, "norm_topk_prob": True}
-            | {"shared_expert_intermediate_size": 48},
+            | {"shared_expert_intermediate_size": 48, "layer_types": (LINEAR, FULL), "rms_norm_eps": 1e-6},
             "q4_k_m",
             "shared_expert_intermediate_size = 48 is not a multiple of 32, a block of q4_k_m: use --dtype f16",
         ),

@@ -20,6 +20,7 @@ import numpy as np
 import pytest
 import torch
 
+from clocks import HANG_S
 from commands.forked import Command, CommandServer, Done
 from commands.inputs import newest, over, rows, with_texts
 from commands.test_finetune import folder_that_chats
@@ -52,6 +53,25 @@ def on_the_card() -> None:
         with order.deferred(int(seed)):
             main()
     main()
+
+
+def signalled() -> None:
+    """On the card, with a signal to itself in the call whose number is AT, of those that capture steps of decoding."""
+    import pretended_gpu.numbers
+    from monograph.decode.step import Steps
+
+    assert pretended_gpu.numbers
+    calls, call = 0, Steps._call
+
+    def counted(self: Steps, *variant: Any) -> None:
+        nonlocal calls
+        if calls == int(os.environ["AT"]):
+            os.kill(os.getpid(), int(os.environ["NUMBER"]))
+        calls += 1
+        call(self, *variant)
+
+    Steps._call = counted  # type: ignore[method-assign]
+    on_the_card()
 
 
 def on_the_cpu() -> None:
@@ -343,3 +363,17 @@ def test_torch_s_own_line_about_memory_is_not_shown() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# ── serve ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 5), (signal.SIGINT, 0)])
+def test_a_signal_while_serve_captures_its_steps_ends_it(folder: Path, number: int, at: int) -> None:
+    """In a process of its own, which Python ends: it would abort with 134 beside a thread that is inside of CUDA."""
+    env = os.environ | {"AT": str(at), "NUMBER": str(int(number)), "MONOGRAPH_HOME": str(folder / "home")}
+    program = f"from {MODULE} import signalled; signalled()"
+    asked = [sys.executable, "-c", program, "serve", "base", "--port", "0", "--rows", "2"]
+    done = subprocess.run(asked, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[1:] == ["serve     ended; 0 requests answered, 0 tokens written"]

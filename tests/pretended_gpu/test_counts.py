@@ -39,6 +39,15 @@ def test_a_step_launches_no_more_and_moves_no_more_bytes_than_was_written_down(c
     assert not grown
 
 
+def test_a_decode_step_waits_for_nothing_and_its_sampler_has_no_product(counted) -> None:
+    import launches
+
+    config = launches.shape_of(launches.CASES["nano"], layers=1).config
+    step, sampler = launches.decoding(config, 1).values()
+    assert step["cublas"] > 0 == sampler["cublas"] and step["launches"] > sampler["launches"] > 0
+    assert not any(part["waits"] or part["waiting_copies"] for part in (step, sampler))
+
+
 def test_a_replayed_micro_step_is_one_graph_and_nothing_waits(counted) -> None:
     replayed = counted["micro-step replayed"]
     assert (replayed["graphs"], replayed["launches"]) == (1, 0)

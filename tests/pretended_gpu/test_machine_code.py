@@ -21,7 +21,7 @@ from machine_code import SM
 from monograph.decode.reproducible import gumbel_noise
 
 machine_code.watch()
-DAY = ("124m", "fp8", "ensemble of 3", "streamed")
+DAY = ("124m", "fp8", "ensemble of 3", "streamed", "decoding, no filter")
 CASES = [pytest.param(name, marks=() if name in DAY else pytest.mark.slow) for name in machine_code.CASES]
 INDUCTOR = 64  # bytes of spilled registers; it measures no configuration of a kernel with more, if it has another one
 # Bytes of a thread's stack for attention, whose tiles are torch's own for each card: with heads of up to 128 channels

@@ -60,6 +60,14 @@ def test_texts_follow_their_prompt_as_they_are_and_each_answer_is_a_document(tmp
     assert pairs.stats.conversations == 7 and pairs.train.empty(2)["answers"].shape == (2, 64)
 
 
+def test_answers_that_repeat_their_prompt_are_told_of(tmp_path: Path) -> None:
+    whole = {"prompt": "Is it? ", "chosen": "Is it? yes", "rejected": "Is it? no"}
+    parted = {"prompt": "Is it? ", "chosen": "yes", "rejected": "Is it? no"}
+    [note] = read(write(tmp_path / "p.jsonl", parted, whole)).notes
+    assert note.startswith(f"answers begin with their prompt in records: 1, the first {tmp_path / 'p.jsonl'}:2;")
+    assert not read(write(tmp_path / "q.jsonl", parted)).notes
+
+
 def test_chats_are_rendered_by_the_template_and_the_last_message_is_the_answer(tmp_path: Path) -> None:
     tokenizer = speaking(tmp_path, "chatml")
     asked, good, bad = said("Is it?"), {"role": "assistant", "content": "yes"}, {"role": "assistant", "content": "no"}
@@ -117,6 +125,20 @@ def test_a_bad_pair_is_refused_with_its_line_or_counted(record: Any, part: str, 
     assert part in str(raised.value) and "data.bad_records = skip" in str(raised.value)
     skipped = read(path, tokenizer=str(tmp_path), bad_records="skip")
     assert sum(skipped.skipped.values()) == 1 and skipped.train.documents == 1
+
+
+def test_a_pair_that_the_template_or_the_tokenizer_makes_equal_is_refused_with_its_line(tmp_path: Path) -> None:
+    speaking(tmp_path, "llama-3")  # it trims what is said
+    chats = {"prompt": said("q"), "chosen": [{"role": "assistant", "content": "yes"}]}
+    path = write(tmp_path / "p.jsonl", GOOD, chats | {"rejected": [{"role": "assistant", "content": " yes\n"}]})
+    with pytest.raises(InputRefused, match="p.jsonl:2: the chat template makes both answers, .*, the same text"):
+        read(path, tokenizer=str(tmp_path), sequence_length=256)
+    assert read(path, tokenizer=str(tmp_path), sequence_length=256, bad_records="skip").skipped == {"equal answers": 1}
+    content = json.loads(Tokenizer.train_bpe(["the answer"], 300).to_json())
+    Tokenizer(content | {"normalizer": {"type": "NFC"}}, "x").save(tmp_path / "nfc.json")
+    path = write(tmp_path / "p.jsonl", {"chosen": "\u00e9", "rejected": "e\u0301"})
+    with pytest.raises(InputRefused, match="p.jsonl:1: the tokenizer makes both answers, .*, the same text"):
+        read(path, tokenizer=str(tmp_path / "nfc.json"))
 
 
 def test_what_cannot_hold_pairs_is_refused(tmp_path: Path) -> None:

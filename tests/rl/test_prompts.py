@@ -10,7 +10,7 @@ import pytest
 
 from dialogues import said, speaking
 from monograph.errors import InputRefused, UsageError
-from monograph.rl.prompts import Prompts, read_prompts
+from monograph.rl.prompts import Prompts, prompts_of, read_prompts
 from monograph.rl.rewards import Reward, reward_of
 from monograph.text.tokenizer import Tokenizer
 
@@ -91,3 +91,17 @@ def test_records_without_what_the_reward_reads_are_bad_records(tmp_path: Path) -
     assert [prompt.text for prompt in prompts.train] == ["x"] and prompts.skipped == {"no answer": 2}
     with pytest.raises(InputRefused, match=r"p.jsonl:2: rl.reward needs a text or a list of texts under 'answer'"):
         read(source, reward_of("exact"))
+
+
+def test_the_date_that_a_template_reads_is_the_same_on_every_day(tmp_path: Path) -> None:
+    """Or a run that is resumed on the next day would learn from other prompts."""
+    tokenizer = speaking(tmp_path, "llama-3")
+    source = write(tmp_path / "p.jsonl", {"prompt": said("why")})
+    asked = read(source, tokenizer=str(tmp_path), room=200)
+    assert "Today Date: 26 Jul 2024" in tokenizer.decode(asked.train[0].ids)
+    assert asked.notes == ("the chat template reads the date; in all of these prompts it is 2024-07-26",)
+    own = prompts_of([{"prompt": said("why")}], tokenizer, Reward(), room=200)
+    assert own.train[0].ids == asked.train[0].ids
+    assert tokenizer.config.template is not None and tokenizer.config.template.day is None, (
+        "inference has the real date"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -25,11 +26,7 @@ LINUX = sys.platform == "linux"
 
 
 def confined() -> bool | None:
-    tried = processes.Solutions()
-    try:
-        return tried.confinement()
-    finally:
-        tried.close()
+    return processes.Solutions().confinement()
 
 
 # What the system allows is asked of another program than the one under test.
@@ -81,7 +78,7 @@ def soon(true: Callable[[], bool], within_s: float = 10.0) -> bool:
         ("so 6 * 7 = 42", "6 * 7 = 42\n#### 42", 1),
         ("$1,234,567.50", 1234567.5, 1),
         ("#### 1,234", "1234", 1),
-        ("1,2345", 2345, 1),
+        ("1,2345", 2345, 0),
         ("minus: -5", -5, 1),
         ("minus: \u22125", -5, 1),
         ("+5", 5, 1),
@@ -101,7 +98,6 @@ def soon(true: Callable[[], bool], within_s: float = 10.0) -> bool:
     ],
 )
 def test_the_last_number_is_compared_whole_ones_exactly(completion: str, answer: Any, worth: float) -> None:
-    reward_of("number").require({"answer": answer}, PLACE)
     assert score("number", completion, answer=answer) == worth
 
 
@@ -241,16 +237,113 @@ HOSTILE = {
 }
 
 
-# The kernel does not count root's processes, so these need root to become nobody, which some containers forbid.
-FORKS = {"it forks", "it starts a thread"}
-
-
 @pytest.mark.parametrize("kind", HOSTILE)
 def test_a_hostile_solution_gets_nothing(python: Reward, kind: str) -> None:
-    if kind in FORKS and os.geteuid() == 0 and not confined():
-        pytest.skip("this system may not let root become nobody")
     tests = ["assert f(1) == 2", "assert True == (f(1) == 2)"]
     assert score(python, HOSTILE[kind], tests=tests) == 0
+
+
+# What holds memory, or reaches somebody, that no limit of a process counts. Each returns whether it got it.
+CALLS = """
+import ctypes, socket
+libc = ctypes.CDLL(None, use_errno=True)
+libc.mmap.restype = libc.shmat.restype = ctypes.c_void_p
+def got(result):
+    return result != -1
+"""
+HELD = {
+    "shared memory of System V": "def f(): return got(libc.shmget(0, 64 << 20, 0o1600))",
+    "a queue of System V": "def f(): return got(libc.msgget(0, 0o1600))",
+    "semaphores of System V": "def f(): return got(libc.semget(0, 32000, 0o1600))",
+    "a queue of POSIX": "def f(): return got(libc.syscall(NUMBER_mq_open, b'q', 0o102, 0o600, None))",
+    "a key": "def f(): return got(libc.syscall(NUMBER_add_key, b'user', b'name', b'x' * 9000, 9000, -3))",
+    "a file in memory": "def f(): return got(libc.syscall(NUMBER_memfd_create, b'name', 0))",
+    "a ring of calls": "def f(): return got(libc.syscall(NUMBER_io_uring_setup, 4096, bytes(120)))",
+    "a program of the kernel": "def f(): return got(libc.syscall(NUMBER_bpf, 0, bytes(128), 128))",
+    "a namespace": "def f(): return got(libc.unshare(1 << 28))",
+    "a socket": "def f():\n    try: return bool(socket.socket())\n    except PermissionError: return False",
+}
+COLUMN = 1 if os.uname().machine == "aarch64" else 0
+for name, numbers in worker.FORBIDDEN.items():
+    HELD = {kind: code.replace(f"NUMBER_{name},", f"{numbers[COLUMN]},") for kind, code in HELD.items()}
+HELD = {kind: CALLS + code for kind, code in HELD.items()}
+
+
+@pytest.mark.parametrize("kind", HELD)
+def test_what_no_limit_counts_is_forbidden(python: Reward, kind: str) -> None:
+    assert score(python, HELD[kind], tests="assert f() is False") == 1
+
+
+def test_memory_that_is_not_of_the_process_is_within_its_limit(python: Reward) -> None:
+    code = CALLS + (
+        "def f(mib):\n    held = 0\n    for _ in range(mib // 64):\n"
+        "        place = libc.shmat(libc.shmget(0, 64 << 20, 0o1600), None, 0)\n"
+        "        ctypes.memset(place, 1, 64 << 20)\n        libc.shmdt(ctypes.c_void_p(place))\n        held += 64\n"
+        "    return held"
+    )
+    assert score(python, code, tests="assert f(1280) == 1280") == 0
+
+
+@pytest.mark.parametrize(
+    ("machine", "header"),
+    [("x86_64", "/usr/include/x86_64-linux-gnu/asm/unistd_64.h"), ("aarch64", "/usr/include/asm-generic/unistd.h")],
+)
+def test_the_numbers_of_forbidden_calls_are_the_kernel_s(machine: str, header: str) -> None:
+    if not Path(header).is_file():
+        pytest.skip("the kernel's headers are not installed")
+    defined = dict(re.findall(r"#define __NR(?:3264)?_(\w+)\s+(\d+)", Path(header).read_text()))
+    found = {name: numbers[worker.MACHINES[machine].column] for name, numbers in worker.FORBIDDEN.items()}
+    assert {name: str(number) for name, number in found.items() if number is not None} == {
+        name: defined[name] for name in found if name in defined
+    }
+
+
+def test_an_unknown_machine_runs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    other = changed(monkeypatch, tmp_path, "MACHINES.get(os.uname().machine)", "MACHINES.get('other')")
+    with pytest.raises(InputRefused, match="no program can run"):
+        other.require({"tests": "assert f(1)"}, PLACE)
+
+
+ENDS = [
+    "StopIteration",
+    "StopAsyncIteration",
+    "GeneratorExit",
+    "SystemExit",
+    "KeyboardInterrupt",
+    "asyncio.CancelledError",
+]
+
+
+@pytest.mark.parametrize("raised", [*ENDS, "type('Own', (BaseException,), {})", "type('Own', (StopIteration,), {})"])
+def test_what_ends_an_iterator_does_not_end_a_test_early(python: Reward, raised: str) -> None:
+    code = f"import asyncio\ndef f(x):\n    if x:\n        raise {raised}\n    return True\n"
+    tests = [
+        "assert all(map(f, [0, 1, 0]))", "assert list(map(f, [1])) == []", "assert not any(map(f, [0, 1][1:]))",
+        "for each in map(f, [1]):\n    assert each", "assert next(map(f, [1]), True)", "assert all(f(x) for x in [1])",
+        "assert sorted(filter(f, [1])) == []", "assert list(iter(lambda: f(1), 5)) == []", "[*map(f, [1])]",
+        "class Each:\n    def __iter__(self): return self\n    def __next__(self): return f(1)\nassert all(Each())",
+    ]  # fmt: skip
+    assert score(python, code, tests=tests) == 0
+    assert score(python, code, tests="assert all(map(f, [0, 0]))") == 1
+
+
+WALKS = """
+import sys
+frame = sys._getframe()
+while frame:
+    for value in list(frame.f_locals.values()):
+        if hasattr(value, "send"):
+            for _ in range(50_000):
+                value.send(True)
+    frame = frame.f_back
+f()
+assert False
+"""
+
+
+def test_a_score_is_at_most_1_whatever_is_written_for_it(python: Reward) -> None:
+    assert score(python, "def f(): pass", tests=[WALKS]) <= 1
+    assert score(python, "def f(): pass", tests=["f()\nassert False", WALKS]) <= 0.5
 
 
 def test_the_death_of_a_solution_fails_a_test_that_catches_everything(python: Reward) -> None:
@@ -324,7 +417,10 @@ FLEES = "import os, time\ndef f():\n    if os.fork() == 0:\n        os.setsid()\
 def test_children_that_leave_the_process_group_end_with_their_namespace(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    with_children = changed(monkeypatch, tmp_path, "RLIMIT_NPROC: 0", "RLIMIT_NPROC: 10_000")
+    limits = (
+        "    for limit, most in LIMITS.items():\n        resource.setrlimit(limit, (most, most))\n    _forbid(libc)\n"
+    )
+    with_children = changed(monkeypatch, tmp_path, limits, "")
     assert score(with_children, FLEES, tests="assert f() == 2") == 1
     with_children.close()
     assert soon(lambda: not commands_with(str(tmp_path)))
@@ -367,7 +463,7 @@ def opens(program):
 
 
 @PROGRAMS
-def test_without_namespaces_limits_hold_and_a_line_says_what_does_not(
+def test_without_namespaces_nothing_runs_unless_told_and_then_within_limits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     os.chmod(tmp_path.parents[0], 0o755)
@@ -375,10 +471,13 @@ def test_without_namespaces_limits_hold_and_a_line_says_what_does_not(
     if confined() is None:
         bare.close()
         pytest.skip("root becomes nobody, who cannot read this Python")
+    with pytest.raises(InputRefused, match="allows no namespaces.*--trust-code"):
+        bare.require({"tests": "assert f(1)"}, PLACE)
+    bare.unconfined = True
     bare.require({"tests": "assert f(1)"}, PLACE)
     assert "allows no namespaces" in capsys.readouterr().err
-    kinds = HOSTILE.keys() - (FORKS if os.geteuid() == 0 else set())
-    assert not [kind for kind in kinds if score(bare, HOSTILE[kind], tests="assert f(1) == 2")]
+    assert not [kind for kind in HELD if score(bare, HELD[kind], tests="assert f() is False") < 1]
+    assert not [kind for kind in HOSTILE if score(bare, HOSTILE[kind], tests="assert f(1) == 2")]
     assert score(bare, PARTED, tests=f"assert opens({worker.__file__!r}) == 1") == 1
     bare.close()
 
@@ -415,7 +514,7 @@ def test_ctrl_c_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch, tmp_pa
 @PROGRAMS
 def test_the_trainer_s_death_leaves_no_process_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     reward = changed(monkeypatch, tmp_path, "import ast\n", "import ast\n\n")
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # nobody removes the folder of a dead trainer's programs
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))  # nobody could remove what a dead trainer left there
     if (trainer := os.fork()) == 0:
         reward.score([SLEEPS])
         os._exit(0)
@@ -424,6 +523,7 @@ def test_the_trainer_s_death_leaves_no_process_behind(monkeypatch: pytest.Monkey
     os.kill(trainer, signal.SIGKILL)
     os.waitpid(trainer, 0)
     assert soon(lambda: not commands_with(str(tmp_path)), 5.0)
+    assert os.listdir(tmp_path) == ["worker.py"]
 
 
 # ── a user's function ─────────────────────────────────────────────────────────────────────────────

@@ -117,6 +117,19 @@ def test_more_than_nine_runs_keep_their_order(tmp_path: Path) -> None:
         assert Run.open("last", root=tmp_path).folder == newest.folder
 
 
+def test_years_of_five_digits_and_names_with_digits_that_are_no_numbers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "time", lambda: 3e11)
+    for name in ("2026-01-01-0000", "run 1²3", "١٢", "9" * 200):
+        begun(tmp_path / name)
+    newest = begun(root=tmp_path)
+    assert newest.folder.name.startswith("11476-") and Run.open("last", root=tmp_path).folder == newest.folder
+    for run in tmp_path.iterdir():
+        os.utime(run / "run.lock", (3e11, 3e11))
+    assert Run.open("last", root=tmp_path).folder == newest.folder
+
+
 def test_runs_created_at_the_same_moment_are_ordered_by_name(tmp_path: Path) -> None:
     for name in ("a-9", "a-10", "a-1"):
         (tmp_path / name).mkdir()

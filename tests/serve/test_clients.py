@@ -95,7 +95,7 @@ def test_a_form_is_kept(client: openai.OpenAI) -> None:
         ({"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"$ref": "http://x"}}}},
          "response_format", "ref"),
         ({"messages": []}, "messages", "1 to 1,024 messages"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "messages", "expected a role of"),
+        ({"messages": [{"role": "robot", "content": "a"}]}, "messages", "messages[0].role is 'robot': expected system"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]},
          "messages", "alone"),
         ({"messages": [{"role": "user", "content": "a" * 300}]}, "messages", "301 tokens, and the model's context"),

@@ -1,6 +1,6 @@
 """Run: pytest tests/serve/test_command.py
 
-How `monograph serve` listens.
+How `monograph serve` listens, and which keys a file holds.
 """
 
 from __future__ import annotations
@@ -8,8 +8,12 @@ from __future__ import annotations
 import asyncio
 import resource
 import socket
+from pathlib import Path
 
-from monograph.serve.command import BACKLOG, FILES, MOST_CONNECTIONS, _listening, allow_connections
+import pytest
+
+from monograph.errors import InputRefused
+from monograph.serve.command import BACKLOG, FILES, MOST_CONNECTIONS, _listening, allow_connections, keys_in
 
 
 def test_an_answer_in_several_packets_waits_for_no_acknowledgement() -> None:
@@ -44,3 +48,41 @@ def test_there_are_files_for_all_connections() -> None:
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+KEY = "a-key-of-sixteen"
+
+
+@pytest.mark.parametrize(
+    "content", [f"{KEY}\nsecond-{KEY}", f"\ufeff{KEY}\r\nsecond-{KEY}\r\n", f"\n {KEY} \n\nsecond-{KEY}\t\n"]
+)
+def test_a_file_of_keys_may_be_written_by_any_editor(tmp_path: Path, content: str) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(content.encode())
+    assert keys_in(path) == [KEY, f"second-{KEY}"]
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (f"{KEY}\n{KEY}\0", r"keys:2: the key has the invisible character U\+0000; expected letters"),
+        (f"{KEY[:8]}\0{KEY[8:]}", r"keys:1: the key has the invisible character U\+0000"),
+        (f"{KEY}\n\ufeff{KEY}", r"keys:2: the key has the invisible character U\+FEFF"),
+        (f"{KEY}\u200b", r"keys:1: the key has the invisible character U\+200B"),
+        (f"{KEY[:8]}\xa0{KEY[8:]}", r"keys:1: the key has the invisible character U\+00A0"),
+        ("short", "keys:1: expected a key of at least 16 characters"),
+        ("\ufeff\n", "keys: holds no key"),
+    ],
+)
+def test_a_key_that_nobody_could_send_is_refused_by_its_line(tmp_path: Path, content: str, words: str) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(content.encode())
+    with pytest.raises(InputRefused, match=words):
+        keys_in(path)
+
+
+def test_a_file_of_keys_in_another_encoding_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "keys"
+    path.write_bytes(KEY.encode("utf-16"))
+    with pytest.raises(InputRefused, match="it is not UTF-8"):
+        keys_in(path)

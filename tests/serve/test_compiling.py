@@ -22,6 +22,7 @@ import pytest
 from automata_vocabularies import END, vocabulary
 from clocks import HANG_S
 from monograph.decode.automata import Automaton, constraint, stop_strings
+from monograph.decode.automata.counting import COUNTERS, Effect
 from monograph.errors import InputRefused
 from monograph.serve import compiling, fields
 from monograph.serve.compiling import Compiler, _automaton, _written
@@ -72,9 +73,10 @@ def served() -> Iterator[Served]:
 
 def assert_equal(one: Automaton, other: Automaton) -> None:
     assert one.where == other.where
-    for name in ("next_SC", "class_V", "stops_S"):
+    for name in ("next_SC", "class_V", "stops_S", "effect_SC"):
         mine, its = getattr(one, name), getattr(other, name)
         assert mine.dtype == its.dtype and np.array_equal(mine, its), name
+    assert one.effects == other.effects
 
 
 CASES: list[tuple[str, Any, bytes]] = [
@@ -182,8 +184,8 @@ def test_stop_strings_wait_for_few_constraints_of_which_not_too_many_wait(
 
 def test_a_bomb_of_memory_is_refused(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     """The compiler's own budget keeps it just below the limit in force, so this limit is lower."""
-    monkeypatch.setattr(compiling, "MEMORY_BYTES", 1 << 25)
-    with pytest.raises(InputRefused, match="^the regular expression took more than 32 MiB of memory to compile: make"):
+    monkeypatch.setattr(compiling, "MEMORY_BYTES", 1 << 22)
+    with pytest.raises(InputRefused, match="^the regular expression took more than 4 MiB of memory to compile: make"):
         served("regex", "a{9000}")
     monkeypatch.undo()
     assert len(served("regex", "a{8000}").next_SC) == 8002
@@ -203,7 +205,7 @@ def nested(depth: int, value: Any) -> Any:
         ("json_schema", "[" * 60_000, "cannot be read as JSON"),
         ("json_schema", {"$defs": {"a": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}, "is recursive"),
         ("json_schema", nested(40, {"type": "null"}), "more than 32 deep"),
-        ("json_schema", {"type": "string", "maxLength": 10**18}, "needs more than 20,000 positions"),
+        ("json_schema", {"type": "string", "pattern": "^.{9000}$"}, "needs more than 20,000 positions"),
         ("json_schema", '{"const": "\\ud800"}', "the JSON schema"),
     ],
 )
@@ -285,11 +287,15 @@ def test_a_child_that_lies_is_not_believed() -> None:
     good = answered("ab")
     automaton = _automaton(good, len(PIECES))
     states, classes = automaton.next_SC.shape
-    following, classing, stopping = 12, 12 + 2 * states * classes, 12 + 2 * states * classes + 2 * len(PIECES)
+    following, acting = 16, 16 + 2 * states * classes
+    classing, stopping = 16 + 4 * states * classes, 16 + 4 * states * classes + 2 * len(PIECES)
+    effects = stopping + states
     lies: Sequence[tuple[int, bytes]] = [
         (following, states.to_bytes(2, "little")), (following, (-2).to_bytes(2, "little", signed=True)),
         (classing, classes.to_bytes(2, "little")), (classing, b"\xff\xff"), (stopping, b"\x02"),
         (0, b"\xff\xff\xff\xff"), (4, b"\0\0\0\0"), (8, b"\xff\xff\xff\xff"), (0, b"\0\0\0\0"),
+        (12, b"\xff\xff\xff\xff"), (8, b"\0\0\0\0"), (acting, b"\x01\0"), (acting, b"\xff\xff"),
+        (effects, b"\x01"), (effects + 3 * 4 * COUNTERS, b"\x01"),  # the first changes nothing
     ]  # fmt: skip
     for at, lie in lies:
         with pytest.raises(ValueError):
@@ -299,6 +305,18 @@ def test_a_child_that_lies_is_not_believed() -> None:
             _automaton(wrong, len(PIECES))
     with pytest.raises(ValueError):
         _automaton(good, len(PIECES) + 1)
+
+
+def test_effects_that_would_leave_the_counters_are_not_believed() -> None:
+    """They would carry into the number of the state."""
+    (*head, text) = _written("json_schema", {"type": "string", "maxLength": 9}, b"", PIECES, [END])
+    effects = head[-1]
+    assert len(effects) > 2
+    for part, value in (("add", 1 << 15), ("add", -2), ("keep", 2), ("most", 1 << 15), ("least", -1)):
+        lie = effects.copy()
+        lie[1, Effect._fields.index(part), 0] = value
+        with pytest.raises(ValueError):
+            _automaton(bytearray(b"".join(bytes(each) for each in (*head[:-1], lie, text))), len(PIECES))
 
 
 def test_an_answer_that_is_none_refuses_the_request_only(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -103,6 +103,50 @@ def test_what_is_no_http_is_refused_as_all_else(served: Served, parts: list[byte
     assert json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
+def message(answer: bytes) -> str:
+    """What an answer to bad bytes says, after which nothing else comes."""
+    first, _, body = answer.partition(b"\r\n\r\n")
+    assert first.startswith(b"HTTP/1.1 400 ") and b"connection: close" in first.lower()
+    return str(json.loads(body)["error"]["message"])
+
+
+def filled(size: int, lines: int) -> bytes:
+    """A head of so many bytes."""
+    short = HEALTH[:-2] + b"".join(b"X-%03d: \r\n" % number for number in range(lines)) + b"\r\n"
+    return short.replace(b": \r\n", b": " + b"a" * (size - len(short)) + b"\r\n", 1)
+
+
+@pytest.mark.parametrize("lines", [1, 40])
+@pytest.mark.parametrize("more", [1, 1 << 12, 85_000])
+def test_a_head_has_at_most_so_many_bytes_however_it_comes(served: Served, more: int, lines: int) -> None:
+    """In one packet it is whole before anything looks at how long it has become; blanks around a value count, too."""
+    most, large = filled(command.HEAD_BYTES, lines), filled(command.HEAD_BYTES + more, lines)
+    assert (len(most), len(large)) == (command.HEAD_BYTES, command.HEAD_BYTES + more)
+    with connected(served, most) as client:
+        assert client.recv(12) == b"HTTP/1.1 200"
+    for wrong in (large, large.replace(b"aaa", b"   "), HEALTH.replace(b"/health", b"/" + b"a" * len(large))):
+        for parts in ([wrong], [wrong[:9000], wrong[9000:]], [HEALTH + wrong]):
+            answer = read(connected(served, *parts))
+            assert "has more than 16,384 bytes" in message(answer[answer.rindex(b"HTTP/1.1 ") :])
+
+
+@pytest.mark.parametrize(
+    ("request_head", "words"),
+    [
+        (head("Content-Length: 5", "") + CHUNKED, "both Transfer-Encoding and Content-Length"),
+        (head("Content-Length: 0", "") + CHUNKED, "both Transfer-Encoding and Content-Length"),
+        (head("Transfer-Encoding: chunked", "Content-Length: 30", "", ""), "both Transfer-Encoding and Content-Length"),
+        (head("").replace(b"HTTP/1.1", b"HTTP/1.0") + CHUNKED, "Transfer-Encoding is not for HTTP/1.0"),
+        (head("Transfer-Encoding: gzip, chunked", "", ""), "no HTTP request"),
+    ],
+)
+def test_a_body_of_two_lengths_is_refused_and_what_hides_in_it_is_not_answered(
+    served: Served, request_head: bytes, words: str
+) -> None:
+    answer = read(connected(served, request_head + b"0\r\n\r\n" + HEALTH))
+    assert words in message(answer) and answer.count(b"HTTP/1.1 ") == 1
+
+
 @pytest.mark.parametrize(
     "parts",
     [

@@ -11,12 +11,14 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from clocks import HANG_S
+from monograph.decode.generator import Generator
 from monograph.serve import command, service
 from monograph.serve.owner import Version
 from monograph.text.tokenizer import Tokenizer
@@ -78,6 +80,27 @@ def test_a_signal_while_the_model_is_loaded_ends_it(capsys: pytest.CaptureFixtur
     with command._listening("127.0.0.1", 0) as listening:
         code = asyncio.run(command._serve(Slow(small(tokenizer), tokenizer, 4), "127.0.0.1", [], listening))
     assert code is None
+    assert capsys.readouterr().out.splitlines()[-1] == "serve     ended; 0 requests answered, 0 tokens written"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_while_steps_are_captured_leaves_no_thread_of_the_model(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: int
+) -> None:
+    """A thread that is inside of CUDA when Python ends makes it abort, with 134; a capture is not begun any more."""
+    begun, tokenizer = list[None](), Tokenizer.bytes()
+
+    def warm_up(self: Generator, go_on: Callable[[], None] = lambda: None) -> None:
+        os.kill(os.getpid(), number)
+        for _ in range(1000):
+            go_on()
+            begun.append(None)
+            time.sleep(0.01)
+
+    monkeypatch.setattr(Generator, "warm_up", warm_up)
+    with command._listening("127.0.0.1", 0) as listening:
+        asyncio.run(command._serve(Given(small(tokenizer), tokenizer, 4), "127.0.0.1", [], listening))
+    assert not [thread for thread in threading.enumerate() if thread.name == "owner"] and len(begun) < 1000
     assert capsys.readouterr().out.splitlines()[-1] == "serve     ended; 0 requests answered, 0 tokens written"
 
 

@@ -77,6 +77,16 @@ def test_json_may_name_its_letters_and_have_large_ones(served: Served) -> None:
     assert status(served, Content_Type="Application/JSON") == 200
 
 
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32", "utf-32-le", "utf-32-be"])
+@pytest.mark.parametrize("path", ["/tokenize", "/v1/completions"])
+def test_a_body_in_another_encoding_than_utf_8_is_refused_as_such(served: Served, path: str, encoding: str) -> None:
+    body = json.dumps({"prompt": "a", "model": "last"}).encode(encoding)
+    answer = served.ask("POST", path, body, JSON)
+    assert answer.status == 400 and "is in UTF-" in answer.body["error"]["message"]
+    answer = served.ask("POST", path, body, {"Content-Type": f"application/json; charset={encoding}"})
+    assert answer.status == 415 and encoding in answer.body["error"]["message"]
+
+
 @pytest.mark.parametrize("path", [*PATHS, "/v1/models", "/health", "/metrics", "/", "/openapi.json"])
 @pytest.mark.parametrize("method", ["GET", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE", "CONNECT", "X"])
 def test_each_address_has_its_method(served: Served, path: str, method: str) -> None:

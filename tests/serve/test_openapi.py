@@ -200,7 +200,8 @@ def test_the_other_bounds_are_those_that_are_read() -> None:
     assert SCHEMAS["stop"]["anyOf"][1]["maxItems"] == fields.MOST_STOPS
     assert SCHEMAS["StopText"]["maxLength"] == fields.MOST_STOP_BYTES
     assert SCHEMAS["choice"]["maxItems"] == compiling.MOST_CHOICES
-    assert SCHEMAS["Message"]["properties"]["role"]["enum"] == list(fields._ROLES)
+    message = SCHEMAS["Message"]["properties"]
+    assert message["role"]["enum"] == list(fields.ROLES) and message.keys() == fields.SPOKEN | fields.EMPTY
     assert set(KINDS) == {"choices", "regex", "json_schema"} and {"choice", "regex", "response_format"} < SCHEMAS.keys()
     ends = {each for each in FINISHES.values() if each in ("stop", "length")}
     assert set(SCHEMAS["CompletionChoice"]["properties"]["finish_reason"]["enum"]) == ends
@@ -243,6 +244,9 @@ FURTHER: dict[str, list[dict[str, Any]]] = {
         {"messages": [{"role": "user", "content": "a", "tool_calls": []}], "stream": True, "logprobs": True,
          "stream_options": {"include_usage": True}, "max_tokens": 4},
         {"messages": [{"role": "user", "content": "a"}], "reasoning_effort": "low"},
+        {"messages": [{"role": "user", "content": "a", "mood": "glad"}]},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f"}}]}]},
+        {"messages": [{"role": "assistant", "content": "a", "function_call": {"name": "f"}}]},
     ],
     "/tokenize": [{"prompt": "a", "add_special_tokens": None}, {"prompt": 1}],
     "/detokenize": [{"tokens": []}, {"tokens": [-1]}],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ from monograph.device import describe
 from monograph.distributed.world import World
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import Run
+from monograph.run.trust import is_ours
 from monograph.run.writing import mended_tokenizer, record_parent, recorded_parent, write_tokenizer
-from monograph.session import ranks, warmup
-from monograph.session.recorded import branched, parent_named, settings_of, write_config
+from monograph.session import ranks, recorded, warmup
+from monograph.session.recorded import branched, parent_named, settings_given, settings_of, write_config
 from monograph.session.resolve import resolve
 from monograph.storage.code import digests
 from monograph.text.tokenizer import Tokenizer
@@ -73,6 +75,40 @@ def test_a_run_that_builds_its_model_from_a_file(tmp_path: Path) -> None:
     assert settings_of(run, settings({})).model.init == init
 
 
+def test_what_nobody_vouched_for_gets_no_mark(tmp_path: Path) -> None:
+    run = Run.create(tmp_path / "own")
+    (tmp_path / "own.py").write_text("")
+    init = f"{tmp_path}/own.py:build"
+    named = settings({"model.init": init} | FIXED)
+    write_config(run, named)
+    assert "# mark" not in run.config.read_text()
+    write_config(run, named.vouching(digests([init])), programs=[f"{tmp_path}/other.py:build"])
+    assert "# mark" not in run.config.read_text()
+    write_config(run, named.vouching(digests([init])))
+    assert is_ours(run.config, [init]) and settings_of(run, settings({})).vouched == digests([init])
+
+
+@pytest.mark.parametrize("where", ["a run's own", "beside a run"])
+def test_settings_that_change_while_they_are_read_name_nothing_new(
+    where: str, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are read once to be judged, and once for their values."""
+    (tmp_path / "evil.py").write_text("")
+    toml = run.config
+    if where == "beside a run":
+        toml = Path(shutil.copy(run.config, tmp_path / "copy.toml"))
+    true = recorded.load
+
+    def load_and_change(path: Path, *others: Any) -> Settings:
+        found = true(path, *others)
+        toml.write_text(f'[model]\ninit = "{tmp_path}/evil.py:build"\n')
+        return found
+
+    monkeypatch.setattr(recorded, "load", load_and_change)
+    with pytest.raises(InputRefused, match="changed while it was read, and now names .*evil.py:build"):
+        settings_given(toml, {}, runs_code=True)
+
+
 @pytest.mark.parametrize(
     "same",
     [{}, SHAPE, FIXED, {"optim.lr": "auto"}, {"data.tokenizer": "auto"}, {"train.tokens": 50 * 512}],
@@ -80,6 +116,12 @@ def test_a_run_that_builds_its_model_from_a_file(tmp_path: Path) -> None:
 )
 def test_what_agrees_may_be_said_again(same: dict[str, Any], run: Run) -> None:
     assert settings_of(run, settings(same)).train.updates == 50
+
+
+def test_a_resumed_run_may_name_keys_that_an_earlier_version_took(run: Run) -> None:
+    own = settings_of(run, settings({}))
+    named = settings_of(run, settings({"data.ignore_keys": ["margin"]}))
+    assert named.data.ignore_keys == ["margin"] and named.fingerprint == own.fingerprint
 
 
 def test_the_file_of_settings_may_be_given_again(run: Run, tmp_path: Path) -> None:
@@ -147,8 +189,21 @@ def test_the_name_of_a_parent(run: Run, tmp_path: Path) -> None:
     assert parent_named(str(other.folder))[0].folder == other.folder
     with pytest.raises(InputRefused, match="nothing is not a run"):
         parent_named("nothing@3")
-    with pytest.raises(UsageError, match="a whole number after the @, not 'x'"):
-        parent_named("nothing@x")
+    for update in ("x", "", "9" * 99, "²"):
+        with pytest.raises(UsageError, match="a whole number after the @, not '"):
+            parent_named(f"nothing@{update}")
+
+
+def test_a_run_whose_name_ends_like_an_update_is_that_run(run: Run, tmp_path: Path) -> None:
+    """Also beside a run of the name before the @, whose update 5 is then named by its checkpoint."""
+    other = Run.create(tmp_path / "run@5")
+    found, update = parent_named(str(other.folder))
+    assert (found.folder, update) == (other.folder, None)
+    (tmp_path / "run@6").write_text("no run")
+    found, update = parent_named(f"{run.folder}@6")
+    assert (found.folder, update) == (run.folder, 6)
+    found, update = parent_named(f"{other.folder}@7")
+    assert (found.folder, update) == (other.folder, 7)
 
 
 def test_a_run_without_settings_is_said(tmp_path: Path) -> None:

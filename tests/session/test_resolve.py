@@ -140,6 +140,16 @@ def test_fp32_on_a_gpu_is_said_to_leave_its_tensor_cores_idle():
         assert not [*notes_on(sized(train__precision="fp32"), card)]
 
 
+def test_an_update_is_whole_rows_and_a_note_says_how_many():
+    plan = sized(train__tokens_per_update=1000, train__tokens=768_000)
+    assert (plan.rows, plan.tokens_per_update, plan.updates) == (3, 768, 1000)
+    [note] = notes_on(plan, CARD)
+    assert "train.tokens_per_update = 1000: an update has 3 rows of data.sequence_length = 256, so 768 tokens" in note
+    for length in (256, 300, 5000):
+        usual = sized(data__sequence_length=length)
+        assert usual.tokens_per_update == usual.rows * length and not [*notes_on(usual, CARD)]
+
+
 def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     """As many bytes as decoding allocates are left out of what the planner may use."""
     config = LlamaConfig.preset("nano", vocab_size=259, max_position_embeddings=64)

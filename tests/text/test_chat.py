@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 
+from batches import tiny_llama
 from chats import CHATS, TEMPLATES, speaking
+from monograph.data.conversations import Conversation
+from monograph.data.loss_mask import Answering, Answers
 from monograph.errors import InputRefused
+from monograph.run.folder import Run
+from monograph.run.models import save
+from monograph.run.writing import write_tokenizer
 from monograph.text.chat import chat_ids, end_of_turn, stop_ids
 from monograph.text.tokenizer import Tokenizer
 
@@ -110,3 +118,66 @@ def test_what_lies_beside_a_tokenizer_is_kept(tmp_path: Path) -> None:
     assert again.hash == tokenizer.hash and again.config.files() == tokenizer.config.files()
     assert (again.bos_id, again.eos_id, stop_ids(again)) == (tokenizer.bos_id, tokenizer.eos_id, stop_ids(tokenizer))
     assert Tokenizer.bytes().config.files() == {}
+
+
+NAMED = {"tool_use": "{{ tools | tojson }}" + TEMPLATES["headers"], "rag": "{{ messages[0].content }}"}
+TOOL = [{"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}]
+
+
+def _as_files(folder: Path, name: str) -> Tokenizer:
+    """A folder as transformers 5 saves it."""
+    known = speaking(folder, name).special
+    speaking(folder, name, stops=[known[end] for end in ("<|eos|>", "<|im_end|>", "<|eot|>")])
+    (folder / "additional_chat_templates").mkdir()
+    for other, source in NAMED.items():
+        (folder / "additional_chat_templates" / f"{other}.jinja").write_text(source)
+    return Tokenizer.from_file(folder)
+
+
+def _as_list(folder: Path, name: str) -> Tokenizer:
+    """A folder as older releases saved it."""
+    _as_files(folder, name)
+    (folder / "chat_template.jinja").unlink()
+    shutil.rmtree(folder / "additional_chat_templates")
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    named = [{"name": other, "template": source} for other, source in {"default": TEMPLATES[name], **NAMED}.items()]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": named}))
+    return Tokenizer.from_file(folder)
+
+
+def _saved_again(folder: Path, name: str) -> Tokenizer:
+    """A run's folder, which the run of such a model writes."""
+    run = Run(folder / "run")
+    run.folder.mkdir(parents=True)
+    write_tokenizer(run, _as_list(folder / "model", name))
+    return Tokenizer.from_file(run.folder)
+
+
+def _exported(folder: Path, name: str) -> Tokenizer:
+    tokenizer = _as_files(folder / "model", name)
+    save(tiny_llama(vocab_size=tokenizer.vocab_size), folder / "out", tokenizer)
+    return Tokenizer.from_file(folder / "out")
+
+
+PLACES = {"files": _as_files, "list": _as_list, "run": _saved_again, "export": _exported}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["chatml", "plain"])
+def test_a_chat_with_tools_has_the_template_that_transformers_takes(tmp_path: Path, name: str, place: str) -> None:
+    from transformers import AutoTokenizer
+
+    ours = PLACES[place](tmp_path, name)
+    folder = tmp_path / {"run": "run", "export": "out"}.get(place, "")
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert theirs.chat_template == {"default": TEMPLATES[name], **NAMED}
+    for chat in CHATS:
+        for tools in (None, TOOL):
+            options = {} if tools is None else {"tools": tools}
+            expected = theirs.apply_chat_template(chat, add_generation_prompt=True, return_dict=False, **options)
+            assert chat_ids(ours, chat, add_generation_prompt=True, **options) == expected
+    answers = Answers(ours, Answering(True, True, 10_000))
+    for tools in (None, TOOL):
+        [row] = answers.rows(Conversation([*CHATS[0], {"role": "assistant", "content": "Hi."}], tools, 0))
+        prompt = chat_ids(ours, CHATS[0], add_generation_prompt=True, **({"tools": tools} if tools else {}))
+        assert row.ids[: row.spans[0][0]] == prompt

@@ -14,7 +14,7 @@ import pytest
 from chats import CHATS, TEMPLATES, speaking
 from monograph.errors import InputRefused
 from monograph.text import sandbox
-from monograph.text.template import AT_ONCE, ChatTemplate, read_source
+from monograph.text.template import AT_ONCE, ChatTemplate, read_sources
 
 SAID = [{"role": "user", "content": "h"}]
 HOSTILE = {
@@ -160,13 +160,41 @@ def test_it_equals_transformers(tmp_path: Path) -> None:
                     assert ours.render(chat, **options) == expected
 
 
-def test_where_a_template_is_found(tmp_path: Path) -> None:
-    assert read_source(tmp_path, {}) is None
-    assert read_source(tmp_path, {"chat_template": "a"}) == "a"
+def test_where_templates_are_found(tmp_path: Path) -> None:
+    assert read_sources(tmp_path, {}) == read_sources(tmp_path, {"chat_template": []}) == {}
+    assert read_sources(tmp_path, {"chat_template": "a"}) == {"default": "a"}
     named = [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]
-    assert read_source(tmp_path, {"chat_template": named}) == "d"
+    assert read_sources(tmp_path, {"chat_template": named}) == {"default": "d", "tool_use": "t"}
     (tmp_path / "chat_template.jinja").write_bytes(b"f\xc3\xbcr\n")
-    assert read_source(tmp_path, {"chat_template": "a"}) == "für\n"
+    assert read_sources(tmp_path, {"chat_template": named}) == {"default": "für\n"}, "files come before the list"
+    (tmp_path / "additional_chat_templates").mkdir()
+    (tmp_path / "additional_chat_templates" / "tool_use.jinja").write_text("u")
+    (tmp_path / "additional_chat_templates" / "README.md").write_text("no template")
+    assert read_sources(tmp_path, {"chat_template": named}) == {"default": "für\n", "tool_use": "u"}
+
+
+def snapshot(folder: Path) -> Path:
+    """A model in the Hub's cache, where each file is a link to a blob."""
+    blobs, model = folder / "models--o--n" / "blobs", folder / "models--o--n" / "snapshots" / "abc"
+    for name, text in (("chat_template.jinja", "d"), ("additional_chat_templates/rag.jinja", "r")):
+        for place in (blobs, (model / name).parent):
+            place.mkdir(parents=True, exist_ok=True)
+        (blobs / text).write_text(text)
+        (model / name).symlink_to(blobs / text)
+    return model
+
+
+def test_templates_in_the_hubs_cache_are_read_and_other_links_are_refused(tmp_path: Path) -> None:
+    model = snapshot(tmp_path)
+    assert read_sources(model, {}) == {"default": "d", "rag": "r"}
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "x.jinja").write_text("x")
+    (model / "additional_chat_templates" / "x.jinja").symlink_to(tmp_path / "other" / "x.jinja")
+    with pytest.raises(InputRefused, match="x.jinja: is a link out of its folder"):
+        read_sources(model, {})
+    (tmp_path / "additional_chat_templates").symlink_to(tmp_path / "other")
+    with pytest.raises(InputRefused, match="additional_chat_templates: is a link; put the folder"):
+        read_sources(tmp_path, {})
 
 
 @pytest.mark.parametrize(
@@ -174,16 +202,17 @@ def test_where_a_template_is_found(tmp_path: Path) -> None:
     [
         (b"\xff", {}, "cannot be read as UTF-8"),
         (b"x" * (1 << 16) + b"y", {}, "larger than 64 KiB"),
-        (None, {"chat_template": 5}, "chat_template is '5': expected a text"),
-        (None, {"chat_template": [{"name": "other", "template": "t"}]}, "or a list with a 'default'"),
+        (None, {"chat_template": 5}, "chat_template is '5': expected a text, or texts by name"),
+        (None, {"chat_template": [{"name": "rag", "template": "t"}]}, "named rag, and none for chats without tools"),
         (None, {"chat_template": [{"name": "default", "template": 5}]}, "expected a text"),
+        (None, {"chat_template": [{"name": "../x", "template": "t"}]}, "the name '../x': give it one of letters"),
     ],
 )
 def test_a_template_that_is_none_is_refused(tmp_path: Path, content: bytes | None, config: dict, why: str) -> None:
     if content is not None:
         (tmp_path / "chat_template.jinja").write_bytes(content)
     with pytest.raises(InputRefused, match=why):
-        read_source(tmp_path, config)
+        read_sources(tmp_path, config)
 
 
 def test_a_source_in_the_configuration_is_limited_too() -> None:

@@ -128,7 +128,7 @@ class _Followed:
 
     def _settings(self) -> Settings:
         try:
-            sections = tomllib.loads(self._config.decode())
+            sections = tomllib.loads(self._config.decode("utf-8-sig"))
             return {f"{section}.{key}": value for section, keys in sections.items() for key, value in keys.items()}
         except (ValueError, AttributeError, RecursionError):
             raise InputRefused(f"{self._run.config}: not the settings of a run; put it back") from None

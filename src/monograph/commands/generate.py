@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from monograph.config.settings import did_you_mean
+from monograph.data.messages import message_of
+from monograph.data.records import Unusable
 from monograph.decode import Completion, Generation, Sampling
 from monograph.decode import generate as decode
 from monograph.decode.automata import Automaton, constraint
@@ -61,7 +63,15 @@ def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
     return _sampling(Sampling(), values)
 
 
-def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> Iterator[tuple[Prompt, Sampling]]:
+class Asked(NamedTuple):
+    """A prompt with its options; `where` is its file and line, or "" for one from the command line."""
+
+    prompt: Prompt
+    sampling: Sampling
+    where: str = ""
+
+
+def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> Iterator[Asked]:
     """Yield each prompt of a file with its options: a line, or a JSON line's key `prompt` or, in a chat, `messages`.
 
     A file holds JSON lines if its name ends with .jsonl, or if it begins with an object that has one of these keys. The
@@ -81,7 +91,7 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
         if not line.strip():
             continue
         if not records:
-            yield line, sampling
+            yield Asked(line, sampling, f"{path}:{number}")
             continue
         try:
             record = parse_json(line)
@@ -89,9 +99,12 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
             raise InputRefused(f"{path}:{number}: no JSON: {json_fault(error)}; {expected}") from None
         options = dict(record) if isinstance(record, dict) else {}
         prompt, messages = options.pop("prompt", None), options.pop("messages", None) if chat else None
-        if not (messages and isinstance(messages, list) and all(map(_is_message, messages))):
-            messages = None
-        if messages is None and not isinstance(prompt, str):
+        if prompt is not None and messages is not None:
+            raise InputRefused(f"{path}:{number}: has prompt and messages: give one of them")
+        given: Prompt = _messages(messages, f"{path}:{number}") if isinstance(messages, list) else ""
+        if isinstance(prompt, str):
+            given = prompt
+        elif not given:
             raise InputRefused(f"{path}:{number}: {expected}")
         known = {"prompt", *(["messages"] if chat else []), *_KINDS} - {"order"}
         if unknown := options.keys() - known:
@@ -101,7 +114,7 @@ def prompts_of(path: Path, chat: bool, sampling: Sampling, vocabulary: int) -> I
             own.check_vocabulary(vocabulary)
         except UsageError as error:
             raise InputRefused(f"{path}:{number}: {error}") from None
-        yield messages or prompt, own
+        yield Asked(given, own, f"{path}:{number}")
 
 
 def _sampling(first: Sampling, values: dict[str, Any]) -> Sampling:
@@ -117,11 +130,12 @@ def _unknown(key: str, known: Iterable[str]) -> str:
     return key + (did_you_mean(key, known) or f"; expected one of {', '.join(sorted(known))}")
 
 
-def _is_message(value: Any) -> bool:
-    """Return whether a value is a chat message: a role with a text, a list of parts, or tool calls."""
-    if not isinstance(value, dict) or not isinstance(value.get("role"), str):
-        return False
-    return isinstance(value.get("content"), str | list) or "tool_calls" in value
+def _messages(value: list[Any], where: str) -> list[Message]:
+    """Return the messages of a record; raise InputRefused for a bad one."""
+    try:
+        return [message_of(each, f"messages[{number}]", roles=None) for number, each in enumerate(value)]
+    except Unusable as unusable:
+        raise InputRefused(f"{where}: {unusable}") from None
 
 
 def _text_of(path: Path, flag: str, most_bytes: int) -> str:
@@ -218,33 +232,33 @@ def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) ->
     network.to(default_device())
     model = Model(network, tokenizer, sampling, [*options.stop, *ends], None, options)
     records = prompts_of(file, options.chat, sampling, tokenizer.vocab_size) if file else ()
-    given: list[tuple[Prompt, Sampling]] = [*((prompt, sampling) for prompt in prompts), *records]
+    given = [*(Asked(prompt, sampling) for prompt in prompts), *records]
     for kind, value in limits.items():
         wanted = _text_of(value, "--json-schema", LARGEST_SCHEMA_BYTES) if isinstance(value, Path) else value
         for lost in map(tokenizer.loss, wanted if kind == "choices" else ()):
             if lost:  # leaving this choice out would ask a different question
                 raise InputRefused(f"--choice: {lost}")
-        begun = [prompt for prompt, _ in given] or ["." if options.chat else ""]
+        begun = given or [Asked("." if options.chat else "", sampling)]
         model = model._replace(constraint=constraint(kind, wanted, tokenizer.pieces, ends, _lead(model, begun)))
     if file is not None and not given:
         raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
     if options.chat and not given:
         return _converse(model)
-    given = given or [("", sampling)]
-    written = model.write([_ids(model, prompt) for prompt, _ in given], [sampling for _, sampling in given])
+    given = given or [Asked("", sampling)]
+    written = model.write([_ids(model, asked) for asked in given], [asked.sampling for asked in given])
     if written.generator.compiled:
         print("compiling the step first: with so much to write that is the faster way", file=sys.stderr)
     if options.json:
         return _print_json(written)
     began = clock()
-    _print_text(written, lambda number: "" if options.chat else str(given[number // options.n][0]), bool(limits))
+    _print_text(written, lambda number: "" if options.chat else str(given[number // options.n].prompt), bool(limits))
     speed = f"{counted(written.tokens, 'token')}, {written.tokens / max(clock() - began, 1e-9):.0f} tok/s"
     print(f"{speed}, sampled in the graph; same seed, same text (--seed {sampling.seed})", file=sys.stderr)
 
 
-def _lead(model: Model, given: Sequence[Prompt]) -> bytes:
+def _lead(model: Model, given: Sequence[Asked]) -> bytes:
     """Return the bytes that the tokenizer puts before a text that follows the prompts."""
-    asked = [_ids(model, prompt) for prompt in given] if model.tokenizer.strips else []
+    asked = [_ids(model, each) for each in given] if model.tokenizer.strips else []
     encode, lead = model.tokenizer.encode, model.tokenizer.lead
     leads = {lead(encode(prompt) if isinstance(prompt, str) else prompt) for prompt in asked}
     if len(leads) > 1:
@@ -252,10 +266,15 @@ def _lead(model: Model, given: Sequence[Prompt]) -> bytes:
     return leads.pop() if leads else b""
 
 
-def _ids(model: Model, prompt: Prompt) -> str | list[int]:
+def _ids(model: Model, asked: Asked) -> str | list[int]:
+    """Return a prompt's text, or the ids of its chat; raise InputRefused, which names its file and line."""
     if not model.options.chat:
-        return str(prompt)
-    return model.question([{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt)
+        return str(asked.prompt)
+    messages = [{"role": "user", "content": asked.prompt}] if isinstance(asked.prompt, str) else asked.prompt
+    try:
+        return model.question(messages)
+    except InputRefused as refused:
+        raise InputRefused(f"{asked.where}: {refused}" if asked.where else str(refused)) from None
 
 
 def _print_text(written: Generation, head: Callable[[int], str], limited: bool) -> list[Completion]:

@@ -17,10 +17,17 @@ from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
 from monograph.storage.code import code_named
 
-# A resumed run may change these keys: they say where and in which graphs it is trained, which changes no equation.
-ANYWHERE = {"train.memory": "auto", "train.compile": "auto", "train.parallel": "none", "train.gather_dtype": "fp32"}
 # The keys whose values may name a function in a Python file.
 NAME_CODE = ("model.init", "rl.reward")
+# A resumed run may change these keys: they say where and in which graphs it is trained, which changes no equation. The
+# fingerprint of its records says whether an ignored key changes them.
+ANYWHERE = {
+    "train.memory": "auto",
+    "train.compile": "auto",
+    "train.parallel": "none",
+    "train.gather_dtype": "fp32",
+    "data.ignore_keys": None,
+}
 # At most one key of each group counts: the one whose origin has the highest rank.
 EXCLUSIVE = (("train.updates", "train.tokens", "train.epochs", "train.minutes"), ("model.preset", "model.init"))
 

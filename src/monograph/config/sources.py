@@ -95,7 +95,10 @@ def _known_keys(key: str) -> str:
 
 def _from_toml(path: Path) -> dict[str, Given]:
     try:
-        text = read_input(path, MOST_TOML_BYTES).decode()
+        content = read_input(path, MOST_TOML_BYTES)
+        if b"\0" in content:
+            raise UsageError(f"{path}: not UTF-8 text (it has NUL bytes, as UTF-16 does): save it as UTF-8")
+        text = content.decode("utf-8-sig")  # some editors begin it with a byte order mark
         tables = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise UsageError(f"{path}: not TOML: {error}") from None
@@ -138,8 +141,11 @@ def written_fingerprint(toml: Path) -> str:
     tables = tomllib.loads(read_input(toml, MOST_TOML_BYTES).decode())
     for key, value in ANYWHERE.items():
         section, _, name = key.partition(".")
-        if name in tables.get(section, {}):
-            tables[section][name] = value
+        table = tables.get(section, {})
+        if value is None:
+            table.pop(name, None)
+        elif name in table:
+            table[name] = value
     return digest_of(tables)
 
 

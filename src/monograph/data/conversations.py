@@ -18,15 +18,14 @@ from monograph.data.forms import (
     VARIABLES,
     RecordKeys,
 )
+from monograph.data.messages import message_of, read_messages, spoken, trained_on
 from monograph.data.records import EMPTY, KINDS, Fault, Record, Unusable, json_objects, short, sound
 from monograph.data.sources import LINES, SourceFile, place_of
 from monograph.data.tables import first_filled, table_columns, table_objects
+from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
-ROLES = ("system", "user", "assistant", "tool")
 MOST_MESSAGES = 1000  # each answer is rendered together with all messages before it
-# ShareGPT's form of messages has "from" and "value" instead of "role" and "content".
-_SHARED_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 # The template gets these from elsewhere, or they name what renders it.
 _NO_VARIABLES = frozenset(
     "self template tokenizer messages chats tools documents marker marks add_generation_prompt".split()
@@ -37,7 +36,7 @@ class Conversation(NamedTuple):
     """One record that holds a conversation.
 
     Attributes:
-        messages: each is {"role": one of ROLES, "content": a text or None}, with any other keys that a template reads.
+        messages: as `monograph.data.messages.message_of` returns them.
         tools: the tools that the assistant may call; None if the record names none.
         trained_from: index of the first message that may be trained on: the first after a prompt's messages, else 0.
         variables: further variables of the chat template.
@@ -52,7 +51,7 @@ class Conversation(NamedTuple):
     def answers(self) -> list[int]:
         """Return the indices of the messages that can be trained on."""
         numbers = range(self.trained_from, len(self.messages))
-        return [number for number in numbers if self.messages[number]["role"] == "assistant"]
+        return [number for number in numbers if trained_on(self.messages[number])]
 
     @property
     def template_variables(self) -> dict[str, Any]:
@@ -87,9 +86,13 @@ def keyed_records(file: SourceFile, keys: RecordKeys) -> Iterator[tuple[int, dic
             yield number, record
             continue
         try:
-            yield number, keys.read(record, place_of(file.path, number))
+            kept = keys.read(record)
         except Unusable as unusable:
             yield number, unusable.fault
+        except InputRefused as refused:
+            raise InputRefused(f"{place_of(file.path, number)}: {refused}") from None
+        else:
+            yield number, kept
 
 
 def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, Any] | Fault]]:
@@ -100,7 +103,7 @@ def _keyed_rows(path: Path, keys: RecordKeys) -> Iterator[tuple[int, dict[str, A
     for name in columns:
         row = None if name in read or name in ignored else first_filled(path, name)
         if row is not None:
-            raise keys.unknown_column(place_of(path, row), name, columns)
+            raise InputRefused(f"{place_of(path, row)}: {keys.unknown_column(name, columns)}")
     for number, record in table_objects(path, read):
         yield number, record
         keys.counts.update(ignored)
@@ -147,13 +150,15 @@ def read_conversation(record: Mapping[str, Any]) -> Conversation:
         require_copy(record.get(PROMPT), messages)
     if len(messages) > MOST_MESSAGES:
         raise Unusable("too long", f"has {len(messages):,} messages, more than {MOST_MESSAGES:,}")
-    _require_order(messages, form)
+    _require_order(messages, "message {} of 'prompt' and 'completion'" if form == PROMPT else form + "[{}]")
     whole = with_chat_keys(messages, record)
     if trained_from:
         trained_from += len(whole.messages) - len(messages)
     conversation = whole._replace(trained_from=trained_from)
     if not conversation.answers:
-        raise Unusable("no answer", f"{short(COMPLETION if trained_from else form)} has no message of an assistant")
+        which = " with another weight than 0" if any(map(_speaks, messages[trained_from:])) else ""
+        where = short(COMPLETION if trained_from else form)
+        raise Unusable("no answer", f"{where} has no message of an assistant{which}")
     return conversation
 
 
@@ -204,57 +209,9 @@ def chat_only(record: Mapping[str, Any]) -> str | None:
 
 def _side(record: Mapping[str, Any], key: str, role: str) -> list[dict[str, Any]]:
     value = record[key]
-    return (
-        [_message({"role": role, "content": value}, key, key)] if isinstance(value, str) else read_messages(value, key)
-    )
-
-
-def read_messages(value: Any, key: str) -> list[dict[str, Any]]:
-    """Return the messages under a record's key, each with a role and a content.
-
-    Raises:
-        Unusable: there are none, or one is bad.
-    """
-    if not isinstance(value, list):
-        raise Unusable("no conversation", f"{short(key)} is {KINDS[type(value)]}, not an array of messages")
-    if not value:
-        raise Unusable("empty conversation", f"{short(key)} is empty")
-    return [_message(message, f"{key}[{number}]") for number, message in enumerate(value)]
-
-
-def _message(value: Any, where: str, content_key: str | None = None) -> dict[str, Any]:
-    content_key = content_key or f"{where}.content"
-    if not isinstance(value, dict):
-        raise Unusable("no message", f"{where} is {KINDS[type(value)]}, not an object with a role and a content")
-    role_key, roles = "role", list(ROLES)
-    if "role" not in value and "from" in value:
-        role_key, roles = "from", ["human", "gpt", *ROLES]
-        rest = {key: part for key, part in value.items() if key not in ("from", "value")}
-        role = value["from"]
-        role = _SHARED_ROLES.get(role, role) if isinstance(role, str) else role
-        value = {"role": role, "content": value.get("value"), **rest}
-    role, content = value.get("role"), value.get("content")
-    if role not in ROLES:
-        found = f"is {short(role) if isinstance(role, str) else KINDS[type(role)]}"
-        raise Unusable("unknown role", f"{where}.{role_key} {found}: expected {', '.join(roles[:-1])} or {roles[-1]}")
-    if (calls := value.get("tool_calls")) is not None and (role != "assistant" or not _are_calls(calls)):
-        expected = "an array of objects that name a function each, of an assistant"
-        raise Unusable("tool calls", f"{where}.tool_calls: expected {expected}")
-    if content is None and calls:
-        return dict(value)
-    if content is None:
-        raise Unusable("no content", f"{where} has no content")
-    if not sound(content, content_key).strip() and not calls and role in ("user", "assistant"):
-        raise Unusable("empty content", f"{content_key} is empty")
-    return dict(value)
-
-
-def _are_calls(calls: Any) -> bool:
-    def named(call: Any) -> bool:
-        function = call.get("function", call) if isinstance(call, dict) else None
-        return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-    return isinstance(calls, list) and bool(calls) and all(map(named, calls))
+    if not isinstance(value, str):
+        return read_messages(value, key)
+    return [spoken(message_of({"role": role, "content": value}, key, content_key=key), key, key)]
 
 
 def _from_json(value: Any, key: str) -> Any:
@@ -286,6 +243,10 @@ def _variables(value: Any) -> dict[str, Any]:
     return found
 
 
+def _speaks(message: Mapping[str, Any]) -> bool:
+    return bool(message["role"] == "assistant")
+
+
 # For each role, the roles that the message before may have; None stands for the beginning.
 _BEFORE: dict[str, tuple[str | None, ...]] = {
     "system": (None,),
@@ -295,14 +256,28 @@ _BEFORE: dict[str, tuple[str | None, ...]] = {
 }
 
 
-def _require_order(messages: Sequence[Mapping[str, Any]], form: str) -> None:
+def require_question(messages: Sequence[Mapping[str, Any]], key: str) -> None:
+    """Require that messages are the beginning of a chat which an assistant goes on with.
+
+    Raises:
+        Unusable: roles are out of order, or the last message is not one of a user or a tool.
+    """
+    _require_order(messages, key + "[{}]")
+    last = messages[-1]["role"]
+    if last not in ("user", "tool"):
+        raise Unusable(
+            "no question", f"{key} ends with a message of {last}: an answer follows one of a user or of a tool"
+        )
+
+
+def _require_order(messages: Sequence[Mapping[str, Any]], place: str) -> None:
+    """Require that roles take turns; `place` names a message by its number, for messages."""
     before: str | None = None
     for number, message in enumerate(messages):
         role = message["role"]
         asked = role != "tool" or before == "tool" or bool(messages[number - 1].get("tool_calls"))
         if before not in _BEFORE[role] or not asked:
-            where = f"message {number} of 'prompt' and 'completion'" if form == PROMPT else f"{form}[{number}]"
-            place = f"follows {before}" if before else "begins"
+            fault = f"follows {before}" if before else "begins"
             remedy = "" if asked else ", which called no tool"
-            raise Unusable("roles out of order", f"{where}: roles out of order, {role} {place}{remedy}")
+            raise Unusable("roles out of order", f"{place.format(number)}: roles out of order, {role} {fault}{remedy}")
         before = role

@@ -175,10 +175,19 @@ class Reading(NamedTuple):
     ignored: tuple[str, ...] = ()
     is_chosen: bool = False
 
+    @property
+    def asked(self) -> Asked:
+        """Return what the settings say about the records."""
+        return Asked(self.text_key if self.is_chosen else None, frozenset(self.ignored))
+
+    @property
+    def left_out(self) -> list[str]:
+        """Return the ignored keys that would say what is trained."""
+        return self.asked.left_out
+
     def keys(self) -> RecordKeys:
         """Return a reader of the keys of conversations."""
-        asked = Asked(self.text_key if self.is_chosen else None, frozenset(self.ignored))
-        return RecordKeys(Kind.CONVERSATIONS, asked, self.is_chosen)
+        return RecordKeys(Kind.CONVERSATIONS, self.asked, self.is_chosen)
 
 
 class Survey(NamedTuple):

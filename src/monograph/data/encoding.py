@@ -23,6 +23,7 @@ from monograph.data.reading import read_text
 from monograph.data.records import Unusable
 from monograph.data.shards import INDEX, ShardWriter, token_dtype
 from monograph.data.sources import SourceFile, place_of
+from monograph.data.spelled import Spelled
 from monograph.errors import InputRefused
 from monograph.text.chat import require_read
 from monograph.text.tokenizer import Tokenizer
@@ -190,8 +191,8 @@ class SideWriter:
 
 def encode_documents(
     documents: Iterable[Document], files: Sequence[SourceFile], tokenizer: Tokenizer, folder: Path, meter: Meter
-) -> dict[str, SideWriter]:
-    """Write FOLDER/train.* and FOLDER/held_out.*, in one pass; return the writers, for their counts.
+) -> tuple[dict[str, SideWriter], tuple[str, ...]]:
+    """Write FOLDER/train.* and FOLDER/held_out.*, in one pass; return the writers, for their counts, and notes.
 
     One thread reads, `_ENCODERS` threads call the tokenizer, which works on all cores, and this thread writes the
     results in the order of the text, so the files do not depend on timing.
@@ -199,12 +200,14 @@ def encode_documents(
     Raises:
         InputRefused: the tokenizer would lose some text; the message names file, line and text.
     """
+    spelled = Spelled(tokenizer)
     with ExitStack() as stack:
         sides = {side: SideWriter(folder / side, tokenizer, len(files), stack) for side in SIDES}
         batches = stack.enter_context(closing(ahead(_batches(documents), _READ_AHEAD)))
         pool = stack.enter_context(ThreadPoolExecutor(_ENCODERS, thread_name_prefix="monograph-tokens"))
         encoding: deque[tuple[Batch, Future[list[list[int]]]]] = deque()
         for batch in batches:
+            _see(spelled, batch.parts, files)
             encoding.append((batch, pool.submit(_encoded, tokenizer, batch.parts, files)))
             if len(encoding) > _ENCODERS:
                 _write(sides, *encoding.popleft(), meter)
@@ -212,7 +215,14 @@ def encode_documents(
             _write(sides, *encoding.popleft(), meter)
         for side in sides.values():
             side.end()
-    return sides
+    return sides, spelled.notes()
+
+
+def _see(spelled: Spelled, parts: Sequence[Part], files: Sequence[SourceFile]) -> None:
+    for part in parts:
+        file = files[part.document.file]
+        where = place_of(file.path, part.document.record) if part.document.record else str(file.path)
+        spelled.see(where, [part.text])
 
 
 def encode_conversations(

@@ -5,9 +5,10 @@ refused by its name. docs/make_records.py writes the tables of the pages from th
 """
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from monograph.data.records import EMPTY, Unusable, short
@@ -146,6 +147,11 @@ class Asked(NamedTuple):
         names = [ignored] if isinstance(ignored, str) else ignored or ()
         return cls(text_key, frozenset(names))
 
+    @property
+    def left_out(self) -> list[str]:
+        """Return the ignored keys that would say what is trained; any other one could be named later, too."""
+        return sorted(key for key in self.ignored if _is_known(key))
+
     def given(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of a record that have a value and are not ignored."""
         return {key: value for key, value in record.items() if value is not None and key not in self.ignored}
@@ -155,8 +161,13 @@ ANYTHING = Asked()
 IGNORE_KEY = "name it in data.ignore_keys to train without it"
 
 
-def forms_of(keys: Collection[str], asked: Asked) -> list[Form]:
+def forms_of(keys: Iterable[str], asked: Asked) -> list[Form]:
     """Return the forms that a record with these keys has: those that a setting asks for, or else all of them."""
+    return _forms_of(frozenset(keys), asked)
+
+
+@lru_cache(maxsize=256)  # most records of a file have the same keys
+def _forms_of(keys: frozenset[str], asked: Asked) -> list[Form]:
     text_key = asked.text_key or TEXT
     forms = [form for form in FORMS if all(key in keys for key in form.needs)]
     if LABELLED_FORM in forms:  # the same keys and one more
@@ -202,25 +213,25 @@ class RecordKeys:
 
     def is_read(self, key: str) -> bool:
         """Return whether a key may say what is trained."""
-        return key not in self.asked.ignored and (key == TEXT or any(form.knows(key) for form in FORMS))
+        return key not in self.asked.ignored and _is_known(key)
 
     def is_ignored(self, key: str) -> bool:
         """Return whether a key is ignored wherever it stands."""
         return key in self.asked.ignored or key in METADATA
 
-    def unknown_column(self, where: str, column: str, columns: Sequence[str]) -> InputRefused:
-        """Return the error for a table with these columns, one of which is unknown and has a value at a place."""
+    def unknown_column(self, column: str, columns: Sequence[str]) -> InputRefused:
+        """Return the error for a table with these columns, one of which is unknown and has a value."""
         there = [form for form in self._forms if all(key in columns for key in form.needs)]
-        return unknown_key(where, column, [*there, *self._forms][0])
+        return _unknown(column, [*there, *self._forms][0])
 
-    def read(self, record: Mapping[str, Any], where: str) -> dict[str, Any]:
+    def read(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of a record that say what is trained, without nulls.
 
         A record that lacks a key which it needs is returned as it is.
 
         Raises:
             Unusable: the record is no conversation, where it should be, or could be two.
-            InputRefused: a key is unknown, and the message names the record and what to do.
+            InputRefused: a key is unknown.
         """
         given = self.asked.given(record)
         form = self._form_of(given)
@@ -232,8 +243,9 @@ class RecordKeys:
             if form.knows(key):
                 kept[key] = value
             elif key not in METADATA and key not in aside and value not in EMPTY:
-                raise unknown_key(where, key, form)
-        self.counts.update(key for key, value in record.items() if value is not None and key not in kept)
+                raise _unknown(key, form)
+        if len(kept) < len(record):
+            self.counts.update(key for key, value in record.items() if value is not None and key not in kept)
         return kept
 
     def notes(self) -> tuple[str, ...]:
@@ -246,9 +258,13 @@ class RecordKeys:
     def _form_of(self, given: Mapping[str, Any]) -> Form:
         if len(self._forms) == 1:
             return self._forms[0]
-        there = [form for form in forms_of(given, self.asked) if form in self._forms]
+        found = forms_of(given, self.asked)
+        there = [form for form in found if form in self._forms]
         if len(there) > 1:
             raise Unusable("two forms", f"could be read in two ways: {two_ways(there)}")
+        if found and not there:
+            other = f"is one of {found[0].kind.value} by {by_keys(found[0])}"
+            raise Unusable("another kind", f"{other}, and those before are {self._forms[0].kind.value}")
         if not there:
             needs = f"{MESSAGES}, {SHARED}, {PROMPT} and {COMPLETION}"
             raise Unusable("no conversation", f"has none of the keys {needs}")
@@ -262,6 +278,10 @@ class RecordKeys:
         return {key for form in there for key in form.needs}
 
 
+def _is_known(key: str) -> bool:
+    return key == TEXT or any(form.knows(key) for form in (*FORMS, PROMPT_FORM))
+
+
 def two_ways(forms: Sequence[Form]) -> str:
     """Return what a record of several forms could be, and how to choose, for a message."""
     readings = " or ".join(f"as one of {form.kind.value} by {by_keys(form)}" for form in forms)
@@ -269,7 +289,6 @@ def two_ways(forms: Sequence[Form]) -> str:
     return f"{readings}; choose by {settings}, or name the keys to leave out in data.ignore_keys"
 
 
-def unknown_key(where: str, key: str, form: Form) -> InputRefused:
-    """Return the error for a record with a key that is neither obeyed nor known to change nothing."""
+def _unknown(key: str, form: Form) -> InputRefused:
     remedy = INSTEAD.get(key, "remove it")
-    return InputRefused(f"{where}: unknown key {short(key)} beside {by_keys(form)}; {remedy}, or {IGNORE_KEY}")
+    return InputRefused(f"unknown key {short(key)} beside {by_keys(form)}; {remedy}, or {IGNORE_KEY}")

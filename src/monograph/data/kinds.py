@@ -82,10 +82,12 @@ def _kind_in(path: Path, asked: Asked, skip_bad: bool) -> Kind | None:
             raise
     if LABELLED_FORM in places:  # an answer without its label is a bad record, not a conversation
         places.pop(COMPLETED_FORM, None)
-    kinds = {form.kind: place for form, place in places.items()}
+    kinds: dict[Kind, str] = {}
+    for form, place in places.items():
+        kinds.setdefault(form.kind, place)
     if len(kinds) > 1:
         (one, where), (other, there) = list(kinds.items())[:2]
-        settings = " or ".join(form.setting for form in places)
+        settings = " or ".join(dict.fromkeys(form.setting for form in places))
         raise InputRefused(
             f"{where}: is one of {one.value}, and {there} is one of {other.value}; give one kind, or choose by "
             f"{settings}, which makes the others bad records"

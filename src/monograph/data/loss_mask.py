@@ -9,13 +9,14 @@ or from lengths.
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from monograph.data.conversations import Conversation
 from monograph.data.records import Unusable
 from monograph.errors import InputRefused
-from monograph.text.chat import marker_for, rendered, template_of
-from monograph.text.template import AT_ONCE, Message, Unspeakable
+from monograph.text.chat import marker_for, rendered, require_system, template_of
+from monograph.text.messages import Unread, for_template, unread_notes
+from monograph.text.template import AT_ONCE, ChatTemplate, Message, Unspeakable
 from monograph.text.tokenizer import Tokenizer
 
 # The date that templates see, so that a conversation has the same tokens on every day. The templates of the Llama 3
@@ -57,7 +58,8 @@ class Answers:
     Attributes:
         stops: ids that stop inference: the tokenizer's end of text and those of generation_config.json.
         counts: the number of "answers", and how many of them are "truncated" (turns before it were left out), "parted"
-            (a token spans the end of the prompt) and "untagged" (the template's own tags mark other text).
+            (a token spans the end of the prompt) and "untagged" (the template's own tags mark other text); and what
+            `for_template` counts.
         untagged: a description of the first untagged answer.
 
     Raises:
@@ -66,7 +68,9 @@ class Answers:
 
     def __init__(self, tokenizer: Tokenizer, how: Answering) -> None:
         self._tokenizer, self._how = tokenizer, how
-        self._template = template_of(tokenizer).on(DAY)
+        self._plain = template_of(tokenizer).on(DAY)
+        with_tools = template_of(tokenizer, tools=[])
+        self._with_tools = self._plain if with_tools.source == self._plain.source else with_tools.on(DAY)
         self.stops = stops_of(tokenizer)
         self.counts: Counter[str] = Counter()
         self.untagged = ""
@@ -81,12 +85,19 @@ class Answers:
         goes on (Qwen 3 removes thoughts) gives one row per answer.
 
         Raises:
-            Unusable: the template refuses the messages, or one answer alone is too long.
+            Unusable: the template refuses the messages or does not read a key of theirs, or one answer alone is too
+                long.
             InputRefused: the template changes the text before an answer once the answer is there, or writes no stop
                 token after an answer.
         """
-        marker = marker_for(self._tokenizer, conversation)
         answers = conversation.answers if self._how.every else conversation.answers[-1:]
+        template, variables = self._template(conversation), conversation.template_variables
+        try:
+            messages = for_template(template, conversation.messages, self.counts, **variables)
+        except (Unread, Unspeakable) as refused:
+            raise _unusable(refused) from None
+        conversation = conversation._replace(messages=messages)
+        marker = marker_for(self._tokenizer, template, conversation)
         rows: list[Row] = []
         begin = _lead(conversation.messages)
         for number, answer in enumerate(answers):
@@ -108,12 +119,16 @@ class Answers:
             lines.append(f"skipped conversations: {reasons}; the first: {first_bad}")
         if counts["truncated"]:
             lines.append(f"turns were left out before {counts['truncated']:,} of {counts['answers']:,} answers to fit")
-        if self._template.reads_the_date:
+        lines += unread_notes(counts)
+        if self._plain.reads_the_date or self._with_tools.reads_the_date:
             lines.append(f"the chat template reads the date; in all of these conversations it is {DAY}")
         if counts["untagged"]:
             share = f"{counts['untagged']:,} of {counts['answers']:,} answers"
             lines.append(f"the template's own generation tags differ in {share}; the first: {self.untagged}")
         return tuple(lines)
+
+    def _template(self, conversation: Conversation) -> ChatTemplate:
+        return self._with_tools if conversation.tools else self._plain
 
     def _expect(self, conversation: Conversation, answers: Sequence[int], begin: int) -> None:
         """Render the chats of these answers, each without and with the answer, in advance and together.
@@ -124,7 +139,7 @@ class Answers:
         kept = messages[: _lead(messages)]
         ends = ((answer + whole, not whole) for answer in answers for whole in (False, True))
         chats = (([*kept, *messages[begin:end]], prompt) for end, prompt in ends)
-        self._template.expect(chats, **conversation.template_variables)
+        self._template(conversation).expect(chats, **conversation.template_variables)
 
     def _fitting(self, conversation: Conversation, answer: int, begin: int, marker: str) -> tuple[Row, int]:
         """Return the row of one answer, with as many turns before it as fit, and the index of the first of them."""
@@ -132,7 +147,8 @@ class Answers:
         lead = _lead(messages)
         questions = [number for number in range(begin + 1, answer) if messages[number]["role"] == "user"]
         for first in [begin, *(questions if self._how.truncate else [])]:
-            row = self._row([*messages[:lead], *messages[first : answer + 1]], conversation.template_variables, marker)
+            kept = conversation._replace(messages=[*messages[:lead], *messages[first : answer + 1]])
+            row = self._row(kept, marker)
             if len(row.ids) - 1 <= self._how.longest:
                 self.counts.update(answers=1, truncated=int(first > lead))
                 return row, first
@@ -144,14 +160,18 @@ class Answers:
             f"than data.sequence_length = {self._how.longest}; raise it{remedy}",
         )
 
-    def _row(self, messages: Sequence[Message], variables: Mapping[str, Any], marker: str) -> Row:
+    def _row(self, conversation: Conversation, marker: str) -> Row:
+        """Return the row of the last message of a conversation."""
+        messages, variables = conversation.messages, conversation.template_variables
+        template = self._template(conversation)
         try:
             prompt, whole = (
-                rendered(self._template, self._tokenizer, part, marker, asks, **variables)
+                rendered(template, self._tokenizer, part, marker, asks, **variables)
                 for part, asks in ((messages[:-1], True), (messages, False))
             )
+            require_system(prompt.replace(marker, ""), messages[:-1])
         except Unspeakable as refused:
-            raise Unusable("refused by the chat template", str(refused)) from None
+            raise _unusable(refused) from None
         if not whole.startswith(prompt):
             raise InputRefused(_parting(prompt, whole, marker))
         before, all_ids = self._encoder.ids(prompt, marker), self._encoder.ids(whole, marker)
@@ -167,8 +187,8 @@ class Answers:
             raise InputRefused(self._without_stop(whole[len(prompt) :].replace(marker, "")))
         if not before:
             raise InputRefused("the chat template writes nothing before an answer: its first token has no input")
-        if self._template.tags_answers and not marker:
-            self._compare_tags(messages, variables, prompt, after[:end])
+        if template.tags_answers and not marker:
+            self._compare_tags(template.tagged(messages, (_OPEN, _CLOSE), **variables), prompt, after[:end])
         return Row(before + after[:end], ((len(before), len(before) + end),))
 
     def _without_stop(self, ending: str) -> str:
@@ -181,10 +201,7 @@ class Answers:
             f"{ending[-_SHOWN_CHARS:]!r}{remedy}"
         )
 
-    def _compare_tags(
-        self, messages: Sequence[Message], variables: Mapping[str, Any], prompt: str, trained: Sequence[int]
-    ) -> None:
-        marked = self._template.tagged(messages, (_OPEN, _CLOSE), **variables)
+    def _compare_tags(self, marked: str, prompt: str, trained: Sequence[int]) -> None:
         _, *parts = marked.split(_OPEN)
         inside, at = "", marked.index(_OPEN) if parts else 0
         for part in parts:
@@ -227,6 +244,11 @@ class _Encoder:
 def stops_of(tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids that stop inference: the tokenizer's end of text and those of generation_config.json."""
     return frozenset({tokenizer.eos_id, *tokenizer.config.stops})
+
+
+def _unusable(refused: InputRefused) -> Unusable:
+    reason = "a key that no template reads" if isinstance(refused, Unread) else "refused by the chat template"
+    return Unusable(reason, str(refused))
 
 
 def _lead(messages: Sequence[Message]) -> int:

@@ -7,6 +7,7 @@ on them would measure recall of the training text.
 
 import hashlib
 import os
+import re
 import shutil
 import sys
 import sysconfig
@@ -191,6 +192,9 @@ TABLES = frozenset((".parquet", ".arrow"))
 _NOT_READ = frozenset(
     ".bz2 .xz .lz4 .zip .tar .tgz .7z .npy .npz .bin .safetensors .pt .pth .gguf .pdf .docx".split()
 ) | set(COMPRESSIONS)
+# Records in forms that others read: as plain text they would be learned with their syntax.
+_ROWS = frozenset((".csv", ".tsv"))
+_ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\s*\[\s*\{")  # how a .json file begins that is one array of records
 
 
 class SourceFile(NamedTuple):
@@ -356,11 +360,16 @@ def _hashed(candidates: list[Candidate], skipped: Skipped, progress: Progress | 
 
 def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
     """Read a file once; return it, and its fault (a key of `_FAULTS`) or ""."""
-    path, digest, size, has_nul = candidate.path, hashlib.sha256(), 0, False
-    records = kind_of(path) in LINES | TABLES
+    path = candidate.path
+    kind = kind_of(path)
+    records = kind in LINES | TABLES
     modified_ns = status_of(path).st_mtime_ns
+    digest = hashlib.sha256()
+    size = 0
+    fault = ""
     for block in (raw_blocks if records else read_blocks)(path, meter):
-        has_nul = has_nul or (size == 0 and _looks_binary(block))
+        if size == 0:
+            fault = "" if records else _fault(kind, block)
         digest.update(block)
         size += len(block)
     sha256 = digest.hexdigest()
@@ -368,7 +377,22 @@ def _opened(candidate: Candidate, meter: Meter) -> tuple[SourceFile, str]:
     file = SourceFile(
         name, path, size, modified_ns, sha256, candidate.group or sha256, candidate.has_near_copies, candidate.weight
     )
-    return file, "empty" if size == 0 else "binary" if has_nul and not records else ""
+    return file, fault if size else "empty"
 
 
-_FAULTS = {"empty": "empty file; give a file with text", "binary": BINARY}
+def _fault(kind: str, begin: bytes) -> str:
+    """Return why a file of this kind with this beginning is no text (a key of `_FAULTS`), or ""."""
+    if _looks_binary(begin):
+        return "binary"
+    if kind in _ROWS:
+        return "a table as text"
+    return "an array of records" if kind == ".json" and _ARRAY.match(begin) else ""
+
+
+_MEANT = "call it .txt if its text is meant"
+_FAULTS = {
+    "empty": "empty file; give a file with text",
+    "binary": BINARY,
+    "a table as text": f"a table, whose commas would be learned, too: write it as .parquet or .jsonl; {_MEANT}",
+    "an array of records": f"a JSON array that would be learned as text: write a record a line (.jsonl); {_MEANT}",
+}

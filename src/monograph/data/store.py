@@ -65,8 +65,11 @@ class Request(NamedTuple):
             assert isinstance(self.tokenizer, Tokenizer)
             template, stops = template_of(self.tokenizer), sorted(stops_of(self.tokenizer))
             reading += [self.reading.answering, template.source, sorted(template.tokens.items()), stops, DAY]
-        if reading and self.reading.ignored:
-            reading.append(self.reading.ignored)
+            named = sorted((name, other.source) for name, other in self.tokenizer.config.named.items())
+            if named:
+                reading.append(named)
+        if reading and self.reading.left_out:
+            reading.append(self.reading.left_out)
         return [FORMAT, self.text.sha256, self.held_out, reading]
 
     @property
@@ -225,7 +228,8 @@ def _write(building: Path, request: Request, progress: Progress | None) -> tuple
         sides, unusable, more = encoding.encode_conversations(documents, files, tokenizer, building, meter)
         skipped, stored_notes = dict(Counter(skipped) + Counter(unusable)), (*stored_notes, *more)
     else:
-        sides = encoding.encode_documents(documents, files, tokenizer, building, meter)
+        sides, more = encoding.encode_documents(documents, files, tokenizer, building, meter)
+        stored_notes = (*stored_notes, *more)
     meter.finish()
     for file in files:
         if status_of(file.path).st_mtime_ns != file.modified_ns:

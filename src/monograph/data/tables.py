@@ -1,4 +1,7 @@
-"""Read the columns of a .parquet or .arrow file row by row with pyarrow, and locate folders of saved datasets."""
+"""Read the columns of a .parquet or .arrow file row by row with pyarrow, and locate folders of saved datasets.
+
+Shapes: N values of a column.
+"""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -6,10 +9,21 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
+import numpy as np
+from numpy.typing import NDArray
+
 from monograph.data.reading import Damaged, imported, unpacked
-from monograph.data.records import EMPTY, LONGEST_BYTES, Fault, Record, checked, not_utf8
+from monograph.data.records import EMPTY, LONGEST_BYTES, Fault, Record, checked, not_utf8, short
 from monograph.errors import InputRefused
-from monograph.storage.reading import error_number, is_file, open_input, read_json, unreadable
+from monograph.storage.reading import (
+    KeyTwice,
+    error_number,
+    is_file,
+    object_once,
+    open_input,
+    read_json,
+    unreadable,
+)
 
 _BATCH_ROWS, _BATCH_BYTES = 256, 1 << 24
 # A compressed batch is unpacked whole before any of its rows can be read. Parquet's format sets this bound for a page.
@@ -48,11 +62,51 @@ def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[s
     with _read_by_pyarrow(path) as pa:
         there = [key for key in keys if key in _schema(pa, path).names]
         parts = _parquet_parts if path.suffix.lower() == ".parquet" else _arrow_parts
-        for part in unpacked(path, ((part.nbytes, part) for part in parts(pa, path, there))):
-            part.validate(full=True)
-            for row in part.select(there).to_pylist():
+        chosen = (part.select(there) for part in parts(pa, path, there))
+        for part in unpacked(path, ((_unshared_bytes(pa, part), part) for part in chosen)):
+            for row in part.to_pylist():
                 number += 1
-                yield number, _plain(row)
+                yield number, _plain(pa, row, part.schema)
+
+
+def _unshared_bytes(pa: Any, part: Any) -> int:
+    """Return how much the values of a batch are once no text is stored for many rows, as dictionaries and views do.
+
+    Raises:
+        ArrowException: the batch is damaged.
+    """
+    part.validate(full=True)  # before anything follows its offsets
+    waiting, total = list(part.columns), 0
+    for array in waiting:
+        types, kind = pa.types, array.type
+        if types.is_struct(kind):
+            waiting.extend(array.flatten())
+        elif types.is_list(kind) or types.is_large_list(kind):
+            waiting.append(array.flatten())
+        elif types.is_map(kind):
+            offsets = array.offsets
+            own = slice(offsets[0].as_py(), offsets[-1].as_py())
+            waiting += [array.keys[own], array.items[own]]
+        elif types.is_dictionary(kind):
+            used = array.indices.drop_null().to_numpy(zero_copy_only=False)
+            total += int(_lengths(pa, array.dictionary)[used].sum())
+        else:
+            total += int(_lengths(pa, array).sum())
+    return total
+
+
+def _lengths(pa: Any, array: Any) -> NDArray[np.int64]:
+    """Return the bytes of each value of an array, [N]; where they are no texts, each has its share of all."""
+    if array.type in (pa.string_view(), pa.binary_view()):
+        # A view is 16 bytes, of which the first four are the length.
+        views_N4 = np.frombuffer(array.buffers()[1], dtype=np.int32).reshape(-1, 4)
+        return views_N4[array.offset : array.offset + len(array), 0].astype(np.int64)
+    if array.type in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
+        from pyarrow import compute
+
+        lengths: NDArray[np.int64] = compute.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False)
+        return lengths.astype(np.int64)
+    return np.full(len(array), -(-array.nbytes // max(1, len(array))), dtype=np.int64)
 
 
 def table_columns(path: Path) -> list[str]:
@@ -88,19 +142,35 @@ def _read_by_pyarrow(path: Path) -> Iterator[Any]:
         raise Damaged(path, f"is damaged ({' '.join(str(error).split())[:120]})") from None
 
 
-def _plain(row: dict[str, Any]) -> dict[str, Any] | Fault:
+def _plain(pa: Any, row: dict[str, Any], schema: Any) -> dict[str, Any] | Fault:
     """Return a row as values of JSON, without the nulls that tables hold where a row has no value."""
     try:
-        values: dict[str, Any] = json.loads(json.dumps(_without_nulls(row), allow_nan=False))
+        there = {name: value for name, value in row.items() if value is not None}
+        plain = {name: _of_type(pa, value, schema.field(name).type) for name, value in there.items()}
+        values: dict[str, Any] = json.loads(json.dumps(plain, allow_nan=False))
+    except KeyTwice as error:
+        return Fault("a key twice", f"has the key {short(str(error))} twice in one map")
     except (TypeError, ValueError) as error:
         return Fault("not JSON", f"is not JSON: {error}")
     return values
 
 
-def _without_nulls(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+def _of_type(pa: Any, value: Any, kind: Any) -> Any:
+    """Return a value that pyarrow read from a type: structs without their nulls, and maps, too, as objects."""
+    if value is None:
+        return None
+    if pa.types.is_dictionary(kind):
+        return _of_type(pa, value, kind.value_type)
+    if pa.types.is_struct(kind):
+        fields = [kind.field(number) for number in range(kind.num_fields)]
+        return {
+            field.name: _of_type(pa, value[field.name], field.type) for field in fields if value[field.name] is not None
+        }
+    if pa.types.is_map(kind):  # pairs of a key and a value, whose null was written
+        return object_once([(key, _of_type(pa, inner, kind.item_type)) for key, inner in value])
+    if isinstance(value, list):
+        return [_of_type(pa, inner, kind.value_type) for inner in value]
+    return value
 
 
 def _text(value: Any, key: str) -> str | Fault:
@@ -154,59 +224,98 @@ def _arrow_columns(pa: Any, path: Path, key: str) -> Iterator[Any]:
         column = batch.column(batch.schema.get_field_index(key))
         if not pa.types.is_dictionary(column.type):
             # `_text` checks each row's UTF-8. Viewed as binary, only the offsets are validated, which pyarrow trusts.
-            column = column.view(pa.large_binary() if pa.types.is_large_string(column.type) else pa.binary())
+            binary = {pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
+            column = column.view(binary.get(column.type, pa.binary()))
         column.validate(full=True)
         yield column
 
 
 def _arrow_parts(pa: Any, path: Path, keys: Sequence[str]) -> Iterator[Any]:
     with _arrow_reader(pa, path) as reader:
-        seen, stated = 0, getattr(reader, "num_record_batches", None)  # a stream states none
-        with open_input(path) as file, pa.OSFile(str(path)) as again:
-            # A footer may point anywhere, so a file is checked and read as a stream, without its footer.
-            again.seek(0 if stated is None else len(_MAGIC))
-            for _ in unpacked(path, _claims(path, file, again.tell())):
+        count = getattr(reader, "num_record_batches", None)  # a stream states none
+        with open_input(path) as file:
+            claims = _stream_claims(path, file) if count is None else _file_claims(path, file)
+            for _ in unpacked(path, claims):
                 pass
-            for batch in pa.ipc.open_stream(again):
-                batch.validate()
-                seen += 1
-                yield batch
-        if stated not in (None, seen):
-            raise Damaged(path, f"has {seen:,} batches, not the {stated:,} that it says")
+        batches = reader if count is None else map(reader.get_batch, range(count))
+        for batch in batches:
+            batch.validate()
+            yield batch
 
 
-def _claims(path: Path, file: BinaryIO, begin: int) -> Iterator[tuple[int, None]]:
-    """Yield (bytes that a batch claims to become, None) for each message of Arrow's stream, without unpacking any.
+# What the checks below read is described at https://arrow.apache.org/docs/format/Columnar.html (IPC). The metadata are
+# FlatBuffers tables. Each check yields (bytes that a batch claims to become, None), and unpacks nothing.
 
-    Source: https://arrow.apache.org/docs/format/Columnar.html; the metadata are FlatBuffers tables.
+
+def _stream_claims(path: Path, file: BinaryIO) -> Iterator[tuple[int, None]]:
+    """Check a stream: messages one after the other, and an end mark."""
+    size, begin = path.stat().st_size, 0
+    while file.seek(begin) == begin and file.read(8) != _END_OF_STREAM:
+        claimed, begin = _claim(path, file, begin, size)
+        yield claimed, None
+
+
+def _file_claims(path: Path, file: BinaryIO) -> Iterator[tuple[int, None]]:
+    """Check a file: its footer lists blocks, each with one message, in any order, as polars writes dictionaries last.
+
+    A footer may point anywhere, so blocks that share bytes, or are not what they say, are refused.
     """
     size = path.stat().st_size
+    ending = 4 + len(_MAGIC.rstrip(b"\0"))  # the footer's length and the magic once more
+    file.seek(size - ending)
+    footer_begin = size - ending - int.from_bytes(file.read(4), "little")
+    if footer_begin < len(_MAGIC):
+        raise ValueError("its footer is longer than the file")
+    file.seek(footer_begin)
+    blocks = sorted(_blocks(file.read(size - ending - footer_begin)))
+    end = len(_MAGIC)
+    for begin, metadata_bytes, body_bytes in blocks:
+        if begin < end or begin + metadata_bytes + body_bytes > footer_begin:
+            raise ValueError("its footer lists a block that lies over another or beyond the file")
+        claimed, end = _claim(path, file, begin, footer_begin)
+        if end != begin + metadata_bytes + body_bytes:
+            raise ValueError("its footer lists a block of another size than it has")
+        yield claimed, None
+
+
+def _blocks(footer: bytes) -> Iterator[tuple[int, int, int]]:
+    """Yield (where it begins, bytes of its metadata, of its body) of each dictionary and batch that a footer lists."""
+    fields = _fields(footer, _number(footer, 0, 4))
+    for field in (2, 3):
+        if fields(field):
+            listed = _linked(footer, fields(field))
+            for index in range(_number(footer, listed, 4)):
+                place = listed + 4 + 24 * index
+                yield _number(footer, place, 8), _number(footer, place + 8, 4), _number(footer, place + 16, 8)
+
+
+def _claim(path: Path, file: BinaryIO, begin: int, end: int) -> tuple[int, int]:
+    """Return the bytes that a message claims to become, and where it ends, which is not beyond `end`."""
 
     def go(place: int) -> int:
-        if place > size:
+        if place > end:
             raise ValueError("a message refers to what is beyond the file")
         return file.seek(place)
 
     go(begin)
-    while (head := file.read(8)) != _END_OF_STREAM:
-        if head[:4] != _END_OF_STREAM[:4]:
-            raise Damaged(path, "is cut short, or of a format before Arrow 0.15", "write it again")
-        begin = file.tell()
-        body_begin = go(begin + int.from_bytes(head[4:], "little"))
-        metadata = file.read(body_begin - go(begin))
-        message = _fields(metadata, _number(metadata, 0, 4))
-        kind, content = metadata[message(1)], _linked(metadata, message(2))
-        content = _linked(metadata, _fields(metadata, content)(1)) if kind == _DICTIONARY_BATCH else content
-        batch, claimed = _fields(metadata, content), 0
-        if kind in (_DICTIONARY_BATCH, _RECORD_BATCH) and batch(3):
-            buffers = _linked(metadata, batch(2))
-            for index in range(_number(metadata, buffers, 4)):
-                go(body_begin + _number(metadata, buffers + 4 + 16 * index, 8))
-                claimed += max(0, int.from_bytes(file.read(8), "little", signed=True))  # -1: stored as it is
-        if claimed > _MOST_BATCH_BYTES:
-            raise Damaged(path, f"has a batch that becomes {claimed:,} bytes", "write it again in smaller batches")
-        yield claimed, None
-        go(body_begin + (_number(metadata, message(3), 8) if message(3) else 0))
+    head = file.read(8)
+    if head[:4] != _END_OF_STREAM[:4]:
+        raise Damaged(path, "is cut short, or of a format before Arrow 0.15", "write it again")
+    begin += 8
+    body_begin = go(begin + int.from_bytes(head[4:], "little"))
+    metadata = file.read(body_begin - go(begin))
+    message = _fields(metadata, _number(metadata, 0, 4))
+    kind, content = _number(metadata, message(1), 1), _linked(metadata, message(2))
+    content = _linked(metadata, _fields(metadata, content)(1)) if kind == _DICTIONARY_BATCH else content
+    batch, claimed = _fields(metadata, content), 0
+    if kind in (_DICTIONARY_BATCH, _RECORD_BATCH) and batch(3):
+        buffers = _linked(metadata, batch(2))
+        for index in range(_number(metadata, buffers, 4)):
+            go(body_begin + _number(metadata, buffers + 4 + 16 * index, 8))
+            claimed += max(0, int.from_bytes(file.read(8), "little", signed=True))  # -1: stored as it is
+    if claimed > _MOST_BATCH_BYTES:
+        raise Damaged(path, f"has a batch that becomes {claimed:,} bytes", "write it again in smaller batches")
+    return claimed, go(body_begin + (_number(metadata, message(3), 8) if message(3) else 0))
 
 
 def _fields(data: bytes, table: int) -> Callable[[int], int]:
@@ -250,8 +359,8 @@ def _require_strings(pa: Any, path: Path, schema: Any, key: str) -> None:
         raise Damaged(path, f"has {many} {key!r}; its columns are {names}", _NAME_ANOTHER)
     kind = schema.field(key).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-        raise Damaged(path, f"column {key!r} holds {kind}, not string or large_string", _NAME_ANOTHER)
+    if kind not in (pa.string(), pa.large_string(), pa.string_view()):
+        raise Damaged(path, f"column {key!r} holds {kind}, not string, large_string or string_view", _NAME_ANOTHER)
 
 
 def saved_tables(folder: Path) -> list[Path] | None:

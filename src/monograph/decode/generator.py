@@ -6,7 +6,7 @@ its row, on the other rows, on when the request came or on how many steps a bloc
 
 import itertools
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -164,10 +164,18 @@ class Generator:
         """Return how many rows have a request."""
         return self.rows - len(self._free)
 
-    def warm_up(self) -> None:
-        """Capture every variant of a pass and a step now, while no request runs, not within the first that need it."""
+    def warm_up(self, go_on: Callable[[], None] = lambda: None) -> None:
+        """Capture every variant of a pass and a step now, while no request runs, not within the first that need it.
+
+        `go_on` is called before each variant of a step, of which there are many; what it raises ends the warm-up.
+        """
+
+        def begin() -> None:
+            go_on()
+            self.outbox.begin(self.state.line_1)
+
         self.reader.warm_up()
-        self.steps.warm_up(self.cache.sizes, lambda: self.outbox.begin(self.state.line_1))
+        self.steps.warm_up(self.cache.sizes, begin)
 
     def run(self) -> Iterator[Event]:
         """Decode until every request has ended; yield its events, in order for each request."""

@@ -86,8 +86,8 @@ class State:
         limit_B: most tokens that may be drawn.
         status_B: a `Status`.
         stop_ids_BM: ids that end the row, padded with -1.
-        constraint_B: int32, the state of the automaton of allowed texts.
-        stopping_B: int32, the state of the automaton of stop strings.
+        constraint_B: the state of the automaton of allowed texts, with its counters.
+        stopping_B: the state of the automaton of stop strings.
         counts_BV: int32, how often each id was drawn (`Rows`).
         prompt_BV: whether an id is in the prompt, bool, or how often, int32 (`Rows`).
         past: the ids that were written.
@@ -131,8 +131,8 @@ class State:
         return cls(
             **{f"{name}_B": zeros(rows) for name in ("token", "position", "seed", "generated", "limit", "status")},
             stop_ids_BM=zeros(rows, MAX_STOP_IDS) - 1,
-            constraint_B=zeros(rows, dtype=torch.int32),
-            stopping_B=zeros(rows, dtype=torch.int32),
+            constraint_B=zeros(rows),
+            stopping_B=zeros(rows),
             counts_BV=zeros(rows, vocabulary, dtype=COUNTS) if counted else None,
             prompt_BV=zeros(rows, vocabulary, dtype=known) if counted_prompt else None,
             past=Past(*(zeros(rows, size, dtype=dtype) for size, dtype in of_past)) if past else None,

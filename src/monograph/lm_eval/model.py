@@ -1,6 +1,7 @@
 """The model "monograph" of lm-evaluation-harness: a run, a Hugging Face folder or a weight file, without an export."""
 
 import json
+import os
 import sys
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,6 +20,9 @@ from monograph.evaluation.choices import BATCH_TOKENS, Continuation, score
 from monograph.graph.precision import Precision
 from monograph.run.models import load_with_tokenizer
 from monograph.terminal import one_line
+from monograph.text.chat import stop_ids, template_of
+from monograph.text.messages import for_template
+from monograph.text.template import DEFAULT, ChatTemplate
 
 MAX_TOKENS = 256  # the default if a task gives no limit, as in lm-evaluation-harness
 # The names that tasks give the limit, in the order in which lm-evaluation-harness looks for them.
@@ -33,9 +37,10 @@ def _warn(line: str) -> None:
 class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
     """A language model that answers the requests of lm-evaluation-harness.
 
-    A context begins with the token that begins a document, as in training. Log-likelihoods equal those of lm_eval's
-    `hf` model on the exported folder. For whole texts (`loglikelihood_rolling`) `hf` needs `add_bos_token=False`;
-    without it `hf` also scores that first token, which no text contains.
+    A context begins with the token that begins a document, as in training, and a chat as its template says. What is
+    too long loses its first tokens, this one with them. So log-likelihoods and texts equal those of lm_eval's `hf`
+    model on the exported folder. `hf` needs `add_bos_token=False` for whole texts (`loglikelihood_rolling`), of which
+    it would score that first token as well, and for chats whose template does not write it.
     """
 
     def __init__(self, run: str, precision: str = "fp32", batch_tokens: int = BATCH_TOKENS, **others: int | str | None):
@@ -58,6 +63,8 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         model, self._tokenizer = load_with_tokenizer(run, _warn)
         self._model = model.to(default_device()).eval()
         self._precision, self._batch_tokens = Precision(precision), int(batch_tokens)
+        self._chats: set[str] = set()  # the contexts that `apply_chat_template` returned
+        self._template_name = DEFAULT
 
     @property
     def eot_token_id(self) -> int:
@@ -78,6 +85,64 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
         """Return a text's ids, after the id that begins a document unless `add_special_tokens` is False."""
         ids = self._tokenizer.encode(string)
         return ids if add_special_tokens is False else [self._tokenizer.bos_id, *ids]
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The name under which lm_eval keeps the contexts of chats on disk, if it is asked to.
+
+        It is another one in each process, as a context is known to be a chat where it was rendered.
+        """
+        return f"{self._tokenizer.hash[:16]}-{os.getpid()}"
+
+    def chat_template(self, chat_template: bool | str = False) -> str | None:
+        """Choose the template of chats, by its name or, if True, the default; return its source.
+
+        Raises:
+            UsageError: there is none of this name.
+            InputRefused: the model has no chat template.
+        """
+        if not chat_template:
+            return None
+        if isinstance(chat_template, str):
+            self._template_name = chat_template
+        return self._template().source
+
+    def apply_chat_template(self, chat_history: Sequence[dict[str, Any]], add_generation_prompt: bool = True) -> str:
+        """Return a chat as text up to where an answer begins, or goes on after the last message's content.
+
+        Raises:
+            UsageError, InputRefused: see `chat_template`; or the template does not render, or does not copy the content
+                that is to go on.
+        """
+        template = self._template()
+        text = template.render(for_template(template, chat_history), add_generation_prompt)
+        if not add_generation_prompt:
+            begun = chat_history[-1]["content"]
+            before, found, _ = text.rpartition(begun if begun in text else begun.strip())
+            if not found:
+                raise InputRefused(
+                    f"the chat template does not copy {begun[:40]!r}, which the answer has to go on with"
+                )
+            text = before + found
+        self._chats.add(text)
+        return text
+
+    def _template(self) -> ChatTemplate:
+        default = template_of(self._tokenizer)
+        templates = {DEFAULT: default, **self._tokenizer.config.named}
+        if self._template_name not in templates:
+            names = ", ".join(sorted(templates))
+            raise UsageError(f"--apply_chat_template {self._template_name}: the model has the templates {names}")
+        return templates[self._template_name]
+
+    def _encode_pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
+        if context not in self._chats:
+            pair: tuple[list[int], list[int]] = super()._encode_pair(context, continuation)
+            return pair
+        words = context.rstrip()  # white space at the end goes to the continuation, as in any other text
+        before = self._tokenizer.encode_rendered(words)
+        whole = self._tokenizer.encode_rendered(context + continuation)
+        return before, whole[len(before) :]
 
     def _loglikelihood_tokens(
         self, requests: Sequence[tuple[Any, list[int], list[int]]], **options: Any
@@ -126,15 +191,20 @@ class Monograph(TemplateLM):  # type: ignore[misc]  # lm_eval has no types
 
     def _continued(self, contexts: Sequence[str], options: Mapping[str, Any], seed: int) -> Iterable[str]:
         sampling, max_tokens, stop = generation(options, seed)
-        room = self.max_length - max_tokens - 1  # one position is taken by the token that begins a document
+        room = self.max_length - max_tokens
         if room < 1:
             raise InputRefused(
                 f"max_gen_toks = {max_tokens} leaves no room for a context in the model's {self.max_length} positions: "
                 "give the task a smaller one (--gen_kwargs max_gen_toks=N)"
             )
-        prompts = [[self._tokenizer.bos_id, *self._tokenizer.encode(context)[-room:]] for context in contexts]
-        done = generate(self._model, self._tokenizer, prompts, sampling, max_tokens=max_tokens, stop=stop)
+        prompts = [self._ids(context)[-room:] for context in contexts]
+        are_chats = not self._chats.isdisjoint(contexts)
+        ends = stop_ids(self._tokenizer, self._model.config.ends) if are_chats else ()
+        done = generate(self._model, self._tokenizer, prompts, sampling, max_tokens=max_tokens, stop=[*stop, *ends])
         return [completion.text for completion in done]
+
+    def _ids(self, context: str) -> list[int]:
+        return self._tokenizer.encode_rendered(context) if context in self._chats else self.tok_encode(context)
 
 
 def generation(options: Mapping[str, Any], seed: int) -> tuple[Sampling, int, list[str]]:

@@ -286,6 +286,7 @@ def write_adapter(stored: Packed, new: Path) -> None:
         write_json(new / BASE, stored.base)
     if stored.tokenizer is not None:
         for name, text in stored.tokenizer.config.files().items():
+            (new / name).parent.mkdir(exist_ok=True)
             (new / name).write_text(text, encoding="utf-8")
         stored.tokenizer.save(new / "tokenizer.json")
     save_file(stored.tensors, new / WEIGHTS, metadata={"format": "pt"})

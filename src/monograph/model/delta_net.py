@@ -13,12 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from monograph.model.config import LlamaConfig
+from monograph.model.layer_kinds import LENGTH_EPS
 from monograph.model.layers import LayerCache, Linear, RMSNorm
 from monograph.model.rope import CosSin
 from monograph.ops import delta_rule
 from monograph.ops.attention import Impl, Mask
-
-_SMALL = 1e-6  # added to the square of a key's length, as in transformers
 
 
 class GatedDeltaNet(nn.Module):
@@ -100,7 +99,7 @@ class GatedDeltaNet(nn.Module):
         pairs = []
         for each_BTX in (query_BTX, key_BTX):
             heads_BGTE = _t(each_BTX.unflatten(-1, (-1, self.key_dim)))
-            unit_BGTE = heads_BGTE * (heads_BGTE.square().sum(dim=-1, keepdim=True) + _SMALL).rsqrt()
+            unit_BGTE = heads_BGTE * (heads_BGTE.square().sum(dim=-1, keepdim=True) + LENGTH_EPS).rsqrt()
             pairs.append(unit_BGTE.repeat_interleave(self.groups, dim=1))
         return pairs[0] / math.sqrt(self.key_dim), pairs[1], _t(value_BTX.unflatten(-1, (-1, self.value_dim)))
 

@@ -29,7 +29,7 @@ from monograph.storage.reading import (
     unreadable,
     without_links,
 )
-from monograph.storage.writing import FULL, held, sync
+from monograph.storage.writing import FULL, held, sync, sync_below
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -210,8 +210,7 @@ def new_folder(target: Path) -> Iterator[Path]:
         with _claimed(partial):
             yield partial
             # Before the rename, so that a power cut cannot leave a target with missing bytes.
-            for path in (*partial.rglob("*"), partial):
-                sync(path)
+            sync_below(partial)
             partial.rename(target)
     except (OSError, SafetensorError) as error:
         number = error_number(error)

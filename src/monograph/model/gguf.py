@@ -19,7 +19,7 @@ from torch import Tensor
 from monograph.errors import InputRefused, UsageError
 from monograph.graph.lora import Plain, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
-from monograph.model import gguf_layers
+from monograph.model import gguf_layers, sampling_defaults
 from monograph.model.config import LlamaConfig
 from monograph.model.families import Norms
 from monograph.model.files import new_folder, nothing_beside
@@ -44,6 +44,10 @@ _ARCHITECTURES = {"mistral": "llama", "olmo3": "olmo2", "gemma3_text": "gemma3"}
 _ARCHITECTURES |= gguf_layers.ARCHITECTURES
 # There the rotary pairs of these are neighbouring channels; here they are halves of a head.
 _NEIGHBOURING = ("llama", "smollm3", "granite")
+# These read the divisors of frequencies that stand for llama3's scaling.
+_WITH_DIVISORS = ("llama", "granite")
+# These take the heads together to be as wide as hidden_size.
+_WHOLE_HEADS = ("qwen2", "olmo2", "phi3")
 _EVERY = 4  # It rotates all layers of a SmolLM3 but each fourth one.
 # These do not take the embedding for a head that is not there.
 _OWN_HEADS = ("olmo2", "olmoe", "gpt-oss")
@@ -112,9 +116,11 @@ def save_gguf(
         writer.add_file_type(_FILE_TYPES[name])
         if name.startswith("q"):
             writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        sampling_defaults.add_to_gguf(writer, model.sampling, _context(config))
         stops = add_words(writer, tokenizer, config, warn)
         write_tensors(gguf, writer, tensors, kinds)
-        (new / "Modelfile").write_text(modelfile(FILE, tokenizer, stops), encoding="utf-8")
+        lines = [modelfile(FILE, tokenizer, stops), *sampling_defaults.modelfile_lines(model.sampling)]
+        (new / "Modelfile").write_text("".join(f"{line.rstrip()}\n" for line in lines), encoding="utf-8")
         beside(new)
 
 
@@ -141,8 +147,14 @@ def _check(config: LlamaConfig, dtype: str) -> None:
     unrotated = [layer for layer in layers if not config.rotates(layer)]
     if "no_rope_layers" in config.family.keys and unrotated != [*layers[_EVERY - 1 :: _EVERY]]:
         raise InputRefused(f"no_rope_layers: llama.cpp rotates all layers of a {family} but each {_EVERY}th{instead}")
-    if isinstance(config.rope_scaling, Llama3Scaling) and architecture(config) not in _NEIGHBOURING:
+    if isinstance(config.rope_scaling, Llama3Scaling) and architecture(config) not in _WITH_DIVISORS:
         raise InputRefused(f"rope_scaling = 'llama3' is not computed by llama.cpp for a {family}{instead}")
+    heads, width = config.num_attention_heads, config.head_dim
+    if architecture(config) in _WHOLE_HEADS and heads * width != config.hidden_size:
+        raise InputRefused(
+            f"head_dim = {width} and num_attention_heads = {heads}: llama.cpp loads a {family} only if their product "
+            f"is hidden_size = {config.hidden_size}{instead}"
+        )
     _check_scores(config, instead)
     gguf_layers.check_experts(config, instead)
     if config.attention_bias and family not in ("llama", "granite", "gpt_oss"):

@@ -9,6 +9,8 @@ from torch import Tensor
 from monograph.errors import InputRefused
 from monograph.graph.lora import Plain
 from monograph.model.config import LlamaConfig
+from monograph.model.layer_kinds import LENGTH_EPS
+from monograph.model.scaling import FULL, LINEAR
 
 ARCHITECTURES = {"qwen3_5_text": "qwen35", "qwen3_5_moe_text": "qwen35moe", "qwen3_next": "qwen3next"}
 ARCHITECTURES |= {"qwen3_moe": "qwen3moe", "gpt_oss": "gpt-oss"}
@@ -30,11 +32,23 @@ _WITH_KEYS = ("in_proj_qkv.weight", "conv1d.weight")
 
 
 def check_delta_nets(config: LlamaConfig, instead: str) -> None:
-    """Refuse what llama.cpp reads wrongly."""
+    """Refuse what llama.cpp reads wrongly, or does not load."""
     key, value = config.linear_key_head_dim, config.linear_value_head_dim
     if key != value:
         raise InputRefused(
             f"linear_key_head_dim = {key} and linear_value_head_dim = {value} are one size in llama.cpp{instead}"
+        )
+    if config.rms_norm_eps != LENGTH_EPS:
+        raise InputRefused(
+            f"rms_norm_eps = {config.rms_norm_eps:g}: llama.cpp adds it to the lengths of a delta net's keys, too, "
+            f"where the model adds {LENGTH_EPS:g}{instead}"
+        )
+    layers = range(config.num_hidden_layers)
+    if len({config.is_linear(layer) for layer in layers}) < 2:
+        kind = LINEAR if config.is_linear(0) else FULL
+        raise InputRefused(
+            f"layer_types: llama.cpp loads a {config.model_type} only with layers of both kinds, not with "
+            f"{kind!r} alone{instead}"
         )
 
 
@@ -49,9 +63,10 @@ def add_delta_net_sizes(writer: Any, config: LlamaConfig) -> None:
     writer.add_array(f"{ARCHITECTURES[config.model_type]}.attention.recurrent_layers", linear)
     if config.family.by_key_head:
         return
-    # A text has one position where a picture has three, so it matters only that the parts have the right sum.
+    # Pair i belongs to section i % 3, while i is below three times the section's size; a pair of none is not rotated.
+    # The three sections are the coordinates of a picture, which are one position in a text.
     pairs = config.rotary_dim // 2
-    writer.add_rope_dimension_sections([pairs - pairs // 3 * 2, pairs // 3, pairs // 3, 0])
+    writer.add_rope_dimension_sections([(pairs + 2) // 3, (pairs + 1) // 3, pairs // 3, 0])
 
 
 def converted(name: str, like: Tensor, read: Callable[[], Tensor], config: LlamaConfig) -> Plain:

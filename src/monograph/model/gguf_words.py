@@ -91,9 +91,19 @@ def add_words(writer: Any, tokenizer: Tokenizer, config: LlamaConfig, warn: Call
     _add_stops(writer, tokenizer, stops, tokens, warn)
     if template := tokenizer.config.template:
         writer.add_chat_template(template.source)
+        _add_named_templates(writer, tokenizer)
     if "NFC" in json.dumps(content["normalizer"]):
         warn("the tokenizer composes characters (NFC) and llama.cpp does not: give it composed text, as most text is")
     return stops
+
+
+def _add_named_templates(writer: Any, tokenizer: Tokenizer) -> None:
+    """Add the chat templates with a name, by which llama.cpp finds that for chats with tools."""
+    named = {re.sub("[^A-Za-z0-9]", "_", name): each.source for name, each in tokenizer.config.named.items()}
+    for name, source in sorted(named.items()):
+        writer.add_string(f"tokenizer.chat_template.{name}", source)
+    if named:
+        writer.add_array("tokenizer.chat_templates", sorted(named))
 
 
 def pre_tokenizer(content: dict[str, Any]) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor
 from monograph.errors import InputRefused
 from monograph.graph.lora import plain_parameters
 from monograph.graph.mmap_weights import kept_dtype, mapped, materialize_
-from monograph.model import parameters
+from monograph.model import parameters, sampling_defaults
 from monograph.model.config import LlamaConfig
 from monograph.model.files import (
     DTYPES,
@@ -186,7 +186,9 @@ def mapped_model(folder: str | Path, dtype: torch.dtype | None = None) -> Llama:
     if dtype is None and len(kinds) > 1:
         raise InputRefused(f"{folder}: the weights are stored as {' and '.join(kinds)}; say which dtype to load")
     becomes = dtype or DTYPES[kinds[0]]
-    return assembled(config, {name: mapped(tensor, becomes) for name, tensor in mapped_weights(stored)}, folder)
+    model = assembled(config, {name: mapped(tensor, becomes) for name, tensor in mapped_weights(stored)}, folder)
+    model.sampling = sampling_defaults.read(folder)
+    return model
 
 
 def assembled(config: LlamaConfig, state: dict[str, Tensor], origin: Path) -> Llama:
@@ -230,8 +232,8 @@ def save_model(
     absent. Files get the modes that the umask gives.
 
     Args:
-        model: the model; its weights are written in their own dtype, a tied head once, adapters merged. Besides the
-            model, one tensor at a time is in memory.
+        model: the model; its weights are written in their own dtype, a tied head once, adapters merged, and its
+            defaults for sampling into generation_config.json. Besides the model, one tensor at a time is in memory.
         folder: the folder to create; it may exist if it is empty.
         tokenizer: a tokenizer, which is written with its chat template and other files; its bos and eos ids are used if
             the model's configuration has none.
@@ -249,12 +251,18 @@ def save_model(
             config[key] = token if config[key] is None else config[key]
     with new_folder(Path(folder)) as new:
         write_json(new / "config.json", config)
-        write_json(new / "generation_config.json", _generation_config(config, model.config.ends, tokenizer))
+        ends = _generation_config(config, model.config.ends, tokenizer)
+        if model.sampling:
+            ends.pop("_from_model_config", None)  # else transformers may take all of it from config.json
+        write_json(new / sampling_defaults.FILE, {**ends, **model.sampling})
         if tokenizer is not None:
             tokenizer.save(new / "tokenizer.json")
             write_json(new / "tokenizer_config.json", _tokenizer_config(new, tokenizer, model.config))
             if template := tokenizer.config.template:
                 (new / "chat_template.jinja").write_text(template.source, encoding="utf-8")
+            for name, source in tokenizer.config.named_files().items():
+                (new / name).parent.mkdir(exist_ok=True)
+                (new / name).write_text(source, encoding="utf-8")
         write_tensors(new, apart(joined(plain_parameters(model), model.config), model.config), max_shard_bytes)
         beside(new)
 

@@ -8,6 +8,7 @@ from monograph.model.families import LINEAR_SIZES, Family, family
 from monograph.model.scaling import FULL, LINEAR, SLIDING, check_whole
 
 MOST_LAYERS = 10_000  # a limit for files that ask for a list of layers by two numbers; no trained decoder has as many
+LENGTH_EPS = 1e-6  # what a delta net adds to the square of a query's or key's length, as in transformers
 
 
 def windows_from_hf(values: Mapping[str, Any]) -> tuple[Any, tuple[Any, ...]]:
@@ -124,6 +125,8 @@ def fresh(model_type: str, layers: int) -> dict[str, Any]:
         "partial_rotary_factor": its.defaults.get("partial_rotary_factor", 1.0),
         "attention_bias": its.defaults.get("attention_bias", False),
     }  # fmt: skip
+    if its.others == LINEAR:
+        found["rms_norm_eps"] = LENGTH_EPS  # llama.cpp has one number for both
     return found if "llama3" in its.scalings else found | {"rope_scaling": None}  # as presets have
 
 

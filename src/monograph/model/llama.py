@@ -27,6 +27,7 @@ from monograph.model.config import LlamaConfig
 from monograph.model.delta_net import GatedDeltaNet, drawn
 from monograph.model.layers import MLP, Attention, Cache, LayerCache, Linear, Mixture, norm_of, scale
 from monograph.model.rope import CosSin, cos_sin
+from monograph.model.sampling_defaults import Defaults
 from monograph.ops.attention import Impl, Kernel, Mask
 
 BLOCK = 128  # positions per side of a block: flex attention's own default
@@ -172,6 +173,10 @@ class Llama(nn.Module):
         config: the shape.
         seed: seeds the initial weights.
         attention: the attention implementation, see `attention_mask`; others than "auto" are for comparisons.
+
+    Attributes:
+        sampling: how its makers want its texts drawn, by the names in generation_config.json, which exports keep; empty
+            for a new model. Nothing here draws by it.
     """
 
     fuses = True  # it takes no gradients itself, so products may add those of weights (`monograph.ops.fused_gradients`)
@@ -186,6 +191,7 @@ class Llama(nn.Module):
         # transformers keeps the factor in fp32.
         self.scale_embedded = scale(torch.tensor(config.embedding_scale, device="cpu").item())
         self.scale_last = scale(1 / config.logits_scaling)
+        self.sampling: Defaults = {}
         self.balance_factor = mixture_keys.balance_factor(config)
         self.tie_weights()
         self._initialise(seed)

@@ -79,6 +79,11 @@ def updates_for(seconds: float, seconds_per_update: float, most: int) -> int:
     return max(10, min(most, int(seconds / seconds_per_update)))
 
 
+def in_whole_rows(tokens: int, length: int) -> int:
+    """Return the tokens of the whole rows that so many tokens fill."""
+    return tokens // length * length
+
+
 def updates_of(tokens: int, tokens_per_update: int) -> int:
     """Return the number of updates that have about `tokens` tokens in all, at least 1."""
     return max(1, round(tokens / tokens_per_update))

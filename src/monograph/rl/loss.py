@@ -27,7 +27,8 @@ alone could leave the narrow limits of gspo. Only cispo uses rho even then: it i
 The gradients of reinforce, rloo and dr_grpo at rho = 1 are those of the expected reward, the last one times (G - 1) /
 (G L). That of grpo is not: it gives tokens of short right answers more weight, and of long wrong ones less. That of
 dapo is, up to a factor that all answers of an update share and that depends on their lengths. The standard deviation is
-the unbiased one. A group whose rewards are all equal has the advantage 0, exactly, except for reinforce.
+the unbiased one. A group whose rewards are all equal, up to the rounding of sums (ROUNDING), has the advantage 0,
+exactly, except for reinforce.
 
 Answers may have a form: only tokens after which an answer can still get it are drawn, and learned from. A token is then
 drawn from the softmax over the allowed tokens alone, and its log-probability is that of this distribution wherever it
@@ -89,7 +90,10 @@ class Form:
         self._start = start
         self.allowed: Callable[[Tensor], Tensor] = functools.partial(allowed, tables)
         states = len(tables.row_S)
-        if states * tokenizer.vocab_size <= _MOST_MASKS:  # to compute a mask takes more memory than to look it up
+        # A state with counters has many masks.
+        if (
+            not self.automaton.counts and states * tokenizer.vocab_size <= _MOST_MASKS
+        ):  # to compute a mask takes more memory than to look it up
             each = [allowed(tables, torch.tensor([state], device=device)) for state in range(states)]
             self.allowed = functools.partial(_looked_up, torch.cat(each))
 
@@ -98,7 +102,7 @@ class Form:
         state, found = 0, list[int]()
         for token in token_ids:
             found.append(self._start + state)
-            state = int(self.automaton.next_SC[state, self.automaton.class_V[token]])
+            state = self.automaton.after(state, token)
         return found
 
 
@@ -111,6 +115,10 @@ OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 UNSCALED: tuple[Objective, ...] = ("dr_grpo", "rloo", "reinforce")  # those that do not divide by a deviation
 BY_LENGTH: tuple[Objective, ...] = ("grpo", "gspo")  # those in which tokens of long answers weigh less
 _LEAST_DEVIATION = 1e-4
+# What rounding may add to a reward, relative to the larger of 1 and the largest reward. A sum of n parts is off by at
+# most n 2^-53 of the sum of their sizes, in whatever order it is made: this is room for 2^12 parts of together twice
+# that size. No reward means so little.
+ROUNDING = 2.0**-40
 
 
 class Ratio(NamedTuple):
@@ -176,9 +184,17 @@ def weights(objective: Objective, rewards: Sequence[float], lengths: Sequence[in
     return [Weight(value, length) for value, length in pairs]
 
 
+def are_equal(rewards: Sequence[float]) -> bool:
+    """Return whether rewards differ by nothing but the rounding of sums; true without any."""
+    if not rewards:
+        return True
+    least, most = min(rewards), max(rewards)
+    return most - least <= ROUNDING * max(1.0, -least, most)
+
+
 def centred(rewards: Sequence[float]) -> list[float]:
     """Return the rewards less their mean, exact zeros if all are equal."""
-    if min(rewards) == max(rewards):  # the mean of equal numbers may differ from them in its last digit
+    if are_equal(rewards):  # divided by their deviation, differences of rounding would weigh like real ones
         return [0.0] * len(rewards)
     mean = statistics.fmean(rewards)
     return [reward - mean for reward in rewards]

@@ -35,10 +35,12 @@ from monograph.data.forms import (
 )
 from monograph.data.kinds import kind_of_records
 from monograph.data.loss_mask import Answering, Answers, Row
+from monograph.data.messages import trained_on
 from monograph.data.progress import Progress
 from monograph.data.records import KINDS, Fault, Unusable, few, short, sound
 from monograph.data.rows import IGNORE, Int64, Rows
 from monograph.data.sources import located
+from monograph.data.spelled import Spelled, texts_of
 from monograph.data.store import Side
 from monograph.errors import InputRefused
 from monograph.rl.prompts import Record, own_tokenizer, read_parts
@@ -169,6 +171,8 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
     keys = (COMPLETION,) if labelled else (CHOSEN, REJECTED)
     ignored = Asked.of(None, reading.get("ignore_keys"))
     record_keys = RecordKeys(Kind.LABELLED if labelled else Kind.PAIRS, ignored, is_chosen=True)
+    spelled = Spelled(tokenizer)
+    repeating = list[str]()  # places of records whose answers begin with the prompt
 
     def rendered(conversation: Conversation) -> Row:
         if not template:
@@ -185,6 +189,11 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
             return unusable.fault
         except InputRefused as refused:
             raise InputRefused(f"{where}: {refused}") from None
+        if not chat:
+            spelled.see(where, texts_of(record, PROMPT, *keys))
+            prompt = record.get(PROMPT)
+            if prompt and all(record[key].startswith(prompt) for key in keys):
+                repeating.append(where)
         if (inputs := len(pair.chosen.ids) + len(pair.rejected.ids) - 1) <= length:
             return pair
         both = "the answer and its prompt twice" if labelled else "the two answers, each after its prompt,"
@@ -199,12 +208,22 @@ def read_pairs(reading: Mapping[str, Any], *, labelled: bool = False, progress: 
         if not sides[0]:
             raise InputRefused(f"{parts.sources.name}: no answer has room beside one to another prompt: give more")
     decisive = [parts.sources.sha256, tokenizer.hash, length, reading["held_out"], reading["bad_records"], keys[0]]
-    decisive += [sorted(ignored.ignored)] if ignored.ignored else []
+    decisive += [ignored.left_out] if ignored.left_out else []
     digest, name = hashlib.sha256(json.dumps(decisive).encode()).hexdigest(), parts.sources.name
     train = PairRows(sides[0], name, tokenizer, length, 1)
     held = PairRows(sides[1], name, tokenizer, length, 1 + train.answers)
     stats = stats_of(len(parts.sources.files), parts.skipped, train, held)
-    return Corpus(name, tokenizer, train, held, digest, stats, record_keys.notes(), Path())
+    of_template = template[0].notes({}, "") if template else ()
+    notes = (*record_keys.notes(), *of_template, *spelled.notes(), *_repeating_note(repeating))
+    return Corpus(name, tokenizer, train, held, digest, stats, notes, Path())
+
+
+def _repeating_note(places: Sequence[str]) -> tuple[str, ...]:
+    """Return a line for the user on records whose answers begin with their prompt, or none."""
+    if not places:
+        return ()
+    found = f"answers begin with their prompt in records: {len(places):,}, the first {places[0]}"
+    return (f"{found}; the prompt is then trained on a second time: leave it out of the answers",)
 
 
 def _are_chats(record: Record, keys: Sequence[str]) -> bool:
@@ -239,7 +258,8 @@ def _of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
         raise InputRefused(f"{short(chats)} is for chats, and the answers are texts: remove it, or {IGNORE_KEY}")
     prompt, answer = _text(asked, PROMPT), _text(record[key], key)
     before = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    ids = [*before, *tokenizer.encode(answer), tokenizer.eos_id]
+    # Only a text that begins the document has the space that some tokenizers put before a text.
+    ids = [*before, *tokenizer.encode(answer, inside=bool(prompt)), tokenizer.eos_id]
     return prompt, Row(ids, ((len(before), len(ids)),)), len(answer.encode())
 
 
@@ -260,7 +280,9 @@ def _of_chat(rendered: Callable[[Conversation], Row], record: Record, key: str) 
     *asked, last = conversation.messages
     if last["role"] != "assistant":
         raise Unusable("no answer", f"{short(key)} ends with a message of {last['role']}, not of an assistant")
-    size = len(str(last.get("content") or "").encode())
+    if not trained_on(last):
+        raise Unusable("no answer", f"{short(key)} ends with a message of the weight 0: nothing of it would be learned")
+    size = len(last.get("content", "").encode())
     return json.dumps(asked, ensure_ascii=False), rendered(conversation), size
 
 
@@ -269,6 +291,10 @@ def _pair(record: Record, answer: Callable[[Record, str], _Answer], chat: bool) 
     begins = [row.ids[: row.spans[0][0]] for row in (chosen, rejected)]
     if asked != other or begins[0] != begins[1]:
         raise Unusable("differing prompts", f"{short(CHOSEN)} and {short(REJECTED)} differ before their last message")
+    if chosen.ids == rejected.ids:
+        maker = "chat template" if chat else "tokenizer"
+        both = f"{short(CHOSEN)} and {short(REJECTED)}"
+        raise Unusable("equal answers", f"the {maker} makes both answers, {both}, the same text: nothing is preferred")
     return Pair(asked, chosen, rejected, size + more, chat)
 
 

@@ -5,16 +5,20 @@ plain data goes between the two: None, booleans, numbers, texts, lists, tuples, 
 where the solution cannot reach. A change that a function makes in its arguments is not seen, and classes and other
 objects do not get through.
 
-Both processes begin in an empty folder, with an empty environment, without site-packages, with standard streams that
-lead nowhere, and with limits (`worker.LIMITS`): 5 s of processor time, 512 MiB of address space, no child process, no
-thread, no byte in a file, few open files. They are killed with the trainer. On Linux they also see no network, no other
-process, and no file but the standard library and the system's libraries, read-only, if the system lets this user make
-namespaces; `confinement` says whether it does. Where it does not, as in most containers, a solution can read and remove
-this user's files, end this user's processes, and use the network: then run the training where that does no harm.
+Both processes begin with an empty environment, without site-packages, with standard streams that lead nowhere, and
+with limits (`worker.LIMITS`): 5 s of processor time, 512 MiB of address space, no byte in a file, few open files. A
+filter of system calls forbids child processes and threads, and what no limit counts or what would outlive them: shared
+memory, queues and semaphores of System V and POSIX, keyrings, files in memory, new namespaces and mounts, sockets
+(`worker.FORBIDDEN`). They are killed with the trainer. If the system lets this user make namespaces, they also see no
+other process, and no file but the standard library and the system's libraries, read-only, in a root that is in memory
+and ends with them; `confinement` says whether it does. Where it does not, as in most containers, a solution can read
+and remove this user's files and end this user's processes, so that `rewards` refuses to begin unless it is told.
 
-Root becomes nobody, since the kernel does not count root's processes. A solution may only fork if the system forbids
-that to root, as in some containers. Its children end with its namespace; if there is none either, they are killed with
-its process group, and one that leaves the group survives.
+Root becomes nobody, unless the system forbids that, as in some containers.
+
+A score is a share of the tests, counted here: one verdict is read for each test, whatever the tests' process writes. A
+test passes if it runs to its end. What a solution raises arrives in the test as an exception of Python's own, but never
+as one that merely ends an iterator.
 """
 
 import json
@@ -23,7 +27,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import weakref
 from collections.abc import Mapping, Sequence
@@ -41,6 +44,7 @@ from monograph.storage.code import Code
 from monograph.storage.reading import is_folder, without_links
 from monograph.terminal import one_line
 
+_MOST_VERDICT_BYTES = len(b"false\n")
 SECONDS = 10.0  # for all tests of one solution
 _TRIAL = "import heapq, os\ndef least(of): return heapq.nsmallest(1, of)\ndef sees(path): return os.path.exists(path)"
 _TRIALS = ["assert least([3, 2]) == [2]", "assert not sees('/etc')"]
@@ -58,12 +62,8 @@ class Solutions:
     """Scores programs, as many at once as there are cores."""
 
     def __init__(self) -> None:
-        self._root = tempfile.TemporaryDirectory(prefix="monograph-solutions-")
-        os.chmod(self._root.name, 0o755)  # nobody must be able to enter it
         libraries = {str(Path(os.__file__).parents[1]), "/lib", "/lib64", "/usr/lib", "/usr/lib64"}
         self._folders = sorted(filter(is_folder, libraries))
-        for folder in self._folders:
-            os.makedirs(self._root.name + folder, exist_ok=True)
         self._stopped = False
 
     def confinement(self) -> bool | None:
@@ -85,13 +85,9 @@ class Solutions:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def close(self) -> None:
-        """Remove the folder in which solutions run."""
-        self._root.cleanup()
-
     def _share(self, solution: tuple[str, Sequence[str]]) -> float:
         code, tests = solution
-        deadline, verdicts, processes = time.monotonic() + SECONDS, b"", []
+        deadline, said, processes = time.monotonic() + SECONDS, b"", []
         ours, judges = socket.socketpair()
         asking, asked = socket.socketpair()
         try:
@@ -102,25 +98,27 @@ class Solutions:
                 job = [code.encode("utf-8", "surrogatepass").decode("latin-1"), tests]
                 ours.sendall(json.dumps(job).encode() + b"\n")
                 ours.settimeout(0.1)
-                while not self._stopped and time.monotonic() < deadline:
+                # A verdict for each test is read, and no more, whatever the process writes.
+                while said.count(b"\n") < len(tests) and not self._stopped and time.monotonic() < deadline:
                     with suppress(TimeoutError):
-                        if not (said := ours.recv(1 << 16)):
+                        more = ours.recv(_MOST_VERDICT_BYTES * len(tests))
+                        if not more:
                             break
-                        verdicts += said
+                        said += more
         finally:
             for process in processes:
                 _end(process)
             ours.close()
-        return verdicts.count(b"true") / len(tests)
+        return said.split(b"\n")[: len(tests)].count(b"true") / len(tests)
 
     def _start(self, role: str, channel: socket.socket, other: int = 0) -> subprocess.Popen[bytes]:
         # In a session of its own, so that Ctrl-C does not end it: a run may still have to save.
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", worker.__file__, role, str(other), self._root.name, *self._folders],
+            [sys.executable, "-I", "-S", worker.__file__, role, str(other), *self._folders],
             stdin=channel.fileno(),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            cwd=self._root.name,
+            cwd="/",
             env={},
             pass_fds=[other] if other else [],
             start_new_session=True,

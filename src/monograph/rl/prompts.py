@@ -7,27 +7,31 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from monograph.data.conversations import chat_only, keyed_records, read_messages, with_chat_keys
+from monograph.data.conversations import chat_only, keyed_records, require_question, with_chat_keys
 from monograph.data.forms import (
     ANYTHING,
     FUNCTIONS,
     INSTEAD,
     PROMPT,
-    SYSTEM,
     TEACHER_PROMPT,
     TEXT,
     Asked,
     RecordKeys,
 )
+from monograph.data.loss_mask import DAY
+from monograph.data.messages import read_messages
 from monograph.data.progress import Progress
 from monograph.data.records import EMPTY, KINDS, Fault, Unusable, few, json_objects, short, sound
 from monograph.data.sources import LINES, Sources, find
+from monograph.data.spelled import Spelled, texts_of
 from monograph.data.tables import table_columns, table_objects
 from monograph.errors import InputRefused, UsageError
 from monograph.model.config import LlamaConfig
 from monograph.rl.rewards import Reward, Taught
 from monograph.storage.writing import temporary_folder
-from monograph.text.chat import chat_ids, require_read, stop_ids
+from monograph.text.chat import chat_ids, require_read, stop_ids, template_of
+from monograph.text.messages import Unread
+from monograph.text.template import Unspeakable
 from monograph.text.tokenizer import Tokenizer, parse
 
 Record = Mapping[str, Any]  # a record as it was read
@@ -151,6 +155,7 @@ class Prompts:
         chats: whether prompts are messages of a chat, not texts.
         longest: tokens of the longest prompt, a teacher's included.
         skipped: {reason: count} of the records that were skipped.
+        notes: lines for the user on the prompts.
     """
 
     name: str
@@ -161,6 +166,7 @@ class Prompts:
     chats: bool
     longest: int
     skipped: dict[str, int]
+    notes: tuple[str, ...] = ()
 
     def ends(self, config: LlamaConfig) -> tuple[int, ...]:
         """Return the tokens that end an answer of a model."""
@@ -195,21 +201,31 @@ def read_prompts(reading: Mapping[str, Any], *, room: int, reward: Reward, progr
     asked = Asked.of(None, reading.get("ignore_keys"))
     refuse = reading["bad_records"] == "refuse"
 
+    dated = own.on(DAY)
+    spelled = Spelled(own)
+
     def read(where: str, record: Record) -> Prompt | Fault:
         try:
-            prompt = _prompt(record, key, where, own, (room, _ROOM), isinstance(reward, Taught), asked)
+            prompt = _prompt(record, key, where, dated, (room, _ROOM), isinstance(reward, Taught), asked)
         except Unusable as unusable:
             return unusable.fault
         except InputRefused as refused:
             raise InputRefused(f"{where}: {refused}") from None
+        spelled.see(where, texts_of(record, key))
         return _rewarded(prompt, reward, refuse)
 
     parts = read_parts(reading, read, "rl.reward needs records with a prompt each", progress)
     decisive = [parts.sources.sha256, own.hash, key, room, reading["held_out"], reading["bad_records"]]
-    decisive += [sorted(asked.ignored)] if asked.ignored else []
-    fingerprint = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+    decisive += [asked.left_out] if asked.left_out else []
     chats, longest = _kind_and_longest([*parts.train, *parts.held_out], key)
-    return Prompts(parts.sources.name, own, parts.train, parts.held_out, fingerprint, chats, longest, parts.skipped)
+    notes = spelled.notes()
+    if chats and template_of(own).reads_the_date:
+        decisive.append(DAY)
+        notes = (*notes, f"the chat template reads the date; in all of these prompts it is {DAY}")
+    fingerprint = hashlib.sha256(json.dumps(decisive).encode()).hexdigest()
+    return Prompts(
+        parts.sources.name, own, parts.train, parts.held_out, fingerprint, chats, longest, parts.skipped, notes
+    )
 
 
 def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, reward: Reward, room: int) -> Prompts:
@@ -225,11 +241,12 @@ def prompts_of(records: Iterable[Record], tokenizer: Tokenizer, reward: Reward, 
         InputRefused: there is no record, or one is bad; the message has its number, from 1.
     """
     made = list[Prompt]()
+    dated = tokenizer.on(DAY)
     most = room, "the model's positions less max_new_tokens: lower that"
     for number, record in enumerate(records, 1):
         where = f"record {number}"
         try:
-            made.append(_prompt(record, PROMPT, where, tokenizer, most, isinstance(reward, Taught), ANYTHING))
+            made.append(_prompt(record, PROMPT, where, dated, most, isinstance(reward, Taught), ANYTHING))
         except (Unusable, InputRefused) as unusable:
             raise InputRefused(f"{where}: {unusable}") from None
         reward.require(record, where)
@@ -264,11 +281,15 @@ def _read(record: Record, key: str, tokenizer: Tokenizer, room: tuple[int, str])
     value = record[key]
     _require_obeyed(record, is_chat=isinstance(value, list))
     if isinstance(value, list):
-        chat = with_chat_keys(read_messages(value, key), record)
+        messages = read_messages(value, key)
+        require_question(messages, key)
+        chat = with_chat_keys(messages, record)
         require_read(tokenizer, chat.template_variables)
-        said = chat.messages if record.get(SYSTEM) else value
-        text = json.dumps(said, ensure_ascii=False)
-        ids = chat_ids(tokenizer, chat.messages, add_generation_prompt=True, **chat.template_variables)
+        text = json.dumps(chat.messages, ensure_ascii=False)
+        try:
+            ids = chat_ids(tokenizer, chat.messages, add_generation_prompt=True, **chat.template_variables)
+        except (Unread, Unspeakable) as refused:
+            raise Unusable("refused by the chat template", str(refused)) from None
     elif isinstance(value, str):
         text, ids = sound(value, key), [tokenizer.bos_id, *tokenizer.encode(value)]
     else:

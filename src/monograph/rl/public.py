@@ -81,6 +81,7 @@ def rollouts(
     draws: int = 1,
     epochs: int | None = None,
     seed: int = 0,
+    trust_code: bool = False,
 ) -> Rollouts:
     """Return the windows of `monograph.train` with answers that the engine's model draws when each is asked for.
 
@@ -104,6 +105,7 @@ def rollouts(
         draws: most times that a window draws, until it has as many groups of unequal rewards as prompts.
         epochs: passes over the prompts; None: without end.
         seed: of the prompts' order and of all draws.
+        trust_code: whether the programs of "python" may run where the system allows no namespaces to confine them.
 
     Returns:
         An iterator; its `numbers` are figures on the window that it returned last, and `state()` is its position.
@@ -120,6 +122,7 @@ def rollouts(
         reward = reward_of(reward, regex=regex, schema=schema)
     scorer = reward if isinstance(reward, Reward) else Called(reward)
     _require_scorer(scorer, loss, model, truncated, truncation_penalty)
+    scorer.unconfined = scorer.unconfined or trust_code
     asked = prompts_of(records, tokenizer, scorer, model.config.max_position_embeddings - max_new_tokens)
     exact = engine.step.scope == "none" and engine.step.device.type == "cpu"
     options = Options(

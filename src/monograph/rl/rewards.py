@@ -16,7 +16,7 @@ import warnings
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, localcontext
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,17 +25,15 @@ from monograph.decode.automata import ByteAutomaton, acceptor
 from monograph.errors import InputRefused, UsageError
 from monograph.model.llama import Llama
 from monograph.rl import worker
+from monograph.rl.numbers import last_number, whole_number
 from monograph.rl.processes import Function, Solutions, parts_of, refused
 from monograph.storage.code import Code, code_named
 from monograph.storage.reading import read_json
 from monograph.terminal import warn
 
-TOLERANCE = Decimal("1e-6")  # relative, of numbers that are not whole
+TOLERANCE = Fraction(1, 10**6)  # relative, of numbers that are not whole
 MOST_SCHEMA_BYTES = 1 << 20
-# A sign counts unless it stands between two numbers, as in 10-12. Commas count where they part thousands.
-_NUMBER = re.compile(
-    r"(?:(?<!\w)[-+\u2212])?(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+)(?:[eE][-+]?[0-9]+)?"
-)
+MOST_SHOWN = 60  # letters of a value that is refused
 _FENCED = re.compile(r"^[ \t]*```[^\n`]*\n(.*?)(?:^[ \t]*```|\Z)", re.DOTALL | re.MULTILINE)
 
 
@@ -88,12 +86,14 @@ class Reward:
         field: the key that each record needs; None if it needs none.
         digest: hex sha256 of what its scores depend on and is read from a file; empty if there is nothing.
         teacher: the model whose probabilities of an answer's tokens are its score; None for all other rewards.
+        unconfined: whether the model's programs may run where the system keeps them from nothing; the caller decides.
     """
 
     field: str | None = None
     expected = ""  # what stands under the key
     digest = ""
     teacher: Llama | None = None
+    unconfined = False
 
     def parts(self) -> dict[str, float]:
         """Return the mean of each named part of the scores since the last call; empty if scores have no parts."""
@@ -106,7 +106,8 @@ class Reward:
             InputRefused: it does not, or the reward cannot work here at all.
         """
         if self.field is not None and not (self.field in record and self._fits(record[self.field])):
-            found = "does not hold that" if self.field in record else f"is missing; its keys are {few(list(record))}"
+            missing = f"is missing; its keys are {few(list(record))}"
+            found = f"is {_shown(record[self.field])}" if self.field in record else missing
             raise InputRefused(f"{where}: rl.reward needs {self.expected} under {self.field!r}, which {found}")
 
     def score(self, answers: Sequence[Answer]) -> list[float]:
@@ -128,15 +129,16 @@ class Reward:
 
 
 class _Number(Reward):
-    """1 if the last number of the completion equals the last one under "answer", else 0."""
+    """1 if the number that the completion ends with equals the one under "answer", else 0; see `numbers`."""
 
-    field, expected = "answer", "a number, or a text with one,"
+    field = "answer"
+    expected = "one number (such as 9500, or a text that ends with #### 9500 or has it in \\boxed{})"
 
     def _fits(self, value: Any) -> bool:
-        return _last_number(value) is not None
+        return whole_number(value) is not None
 
     def _one(self, answer: Answer) -> float:
-        found, wanted = _last_number(answer.completion), _last_number(answer.record["answer"])
+        found, wanted = last_number(answer.completion), whole_number(answer.record["answer"])
         return float(found is not None and wanted is not None and _equal(found, wanted))
 
 
@@ -176,23 +178,28 @@ class _Python(Reward):
             if (confined := self._started().confinement()) is None:
                 self.close()
                 raise InputRefused(
-                    "rl.reward = python: no program can run in a process with limits here; it needs Linux, and as root "
-                    "also a Python that every user can read"
+                    "rl.reward = python: no program can run in a process with limits here; it needs Linux on x86-64 or "
+                    "arm64 with seccomp, and as root also a Python that every user can read"
+                )
+            danger = (
+                "rl.reward = python: this system allows no namespaces, so the model's programs can use this user's "
+                "files and processes"
+            )
+            if not confined and not self.unconfined:
+                self.close()
+                raise InputRefused(
+                    f"{danger}: train where namespaces are allowed, or, where such programs can do no harm, add "
+                    "--trust-code (in Python trust_code=True)"
                 )
             if not confined:
-                warn(
-                    "rl.reward = python: this system allows no namespaces, so the model's code can use this user's "
-                    "files, processes and network: train where it can do no harm"
-                )
+                warn(danger)
 
     def score(self, answers: Sequence[Answer]) -> list[float]:
         pairs = [(_code(answer.completion), _listed(answer.record["tests"])) for answer in answers]
         return self._started().scores(pairs)
 
     def close(self) -> None:
-        if self._solutions is not None:
-            self._solutions.close()
-            self._solutions = None
+        self._solutions = None
 
     def _fits(self, value: Any) -> bool:
         return _are_texts(value) and all(map(_tests_something, _listed(value)))
@@ -219,7 +226,7 @@ class Called(Reward):
         parts = self._scored(answer)
         for name, part in parts.items():
             self._parts[name].append(part)
-        return sum(parts.values())
+        return math.fsum(parts.values())  # rounded once, so that the order of the parts' names does not matter
 
     def _scored(self, answer: Answer) -> dict[str, float]:
         score = self._function(answer.prompt, answer.completion, answer.record)
@@ -264,8 +271,8 @@ def reward_of(
 ) -> Reward:
     r"""Return the reward that `rl.reward` names; nothing is started before its first `require` or `score`.
 
-    - "number": 1 if the completion's last number equals that of the record's "answer": whole numbers exactly, others up
-      to TOLERANCE. The answer may be a number or a text such as "#### 1,234".
+    - "number": 1 if the completion's last number equals the record's "answer": whole numbers exactly, others up to
+      TOLERANCE. The answer may be a number or a text such as "#### 1,234"; `monograph.rl.numbers` has the grammar.
     - "exact": 1 if the completion is the record's "answer", a text or a list of accepted ones, up to spaces around it.
     - "regex": 1 if `regex` matches the whole completion, up to spaces around it; see `acceptor`.
     - "json-schema": 1 if the completion is JSON that `schema` allows, up to spaces around it, in the compact
@@ -309,6 +316,12 @@ def reward_of(
     raise UsageError(f"rl.reward = {name!r}: expected {', '.join(_FORMS[:-1])} or {_FORMS[-1]}{hint}")
 
 
+def _shown(value: Any) -> str:
+    """Return a value in one short line; of a long text the end, where an answer is."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"...{text[-MOST_SHOWN:]}"
+
+
 def _listed(value: str | list[str]) -> list[str]:
     return [value] if isinstance(value, str) else value
 
@@ -341,25 +354,7 @@ def _code(completion: str) -> str:
     return textwrap.dedent(([completion] + _FENCED.findall(completion))[-1])
 
 
-def _exactly() -> Context:
-    """Return a context in which a number that is too large or small becomes infinite, zero or NaN, not an exception."""
-    return Context(prec=50, Emax=MAX_EMAX, Emin=MIN_EMIN, traps=[])
-
-
-def _last_number(value: Any) -> Decimal | None:
-    """Return a finite number, or the last one in a text; None if there is none."""
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return Decimal(repr(value)) if math.isfinite(value) else None
-    found = _NUMBER.findall(value) if isinstance(value, str) else []
-    if not found:
-        return None
-    with localcontext(_exactly()):
-        number = Decimal(found[-1].replace(",", "").replace("\u2212", "-"))
-    return number if number.is_finite() else None
-
-
-def _equal(found: Decimal, wanted: Decimal) -> bool:
-    with localcontext(_exactly()):
-        if found == found.to_integral_value() and wanted == wanted.to_integral_value():
-            return found == wanted
-        return abs(found - wanted) <= TOLERANCE * abs(wanted)
+def _equal(found: Fraction, wanted: Fraction) -> bool:
+    if found.denominator == wanted.denominator == 1:
+        return found == wanted
+    return abs(found - wanted) <= TOLERANCE * abs(wanted)

@@ -37,13 +37,13 @@ from monograph.model.llama import Llama
 from monograph.ops.attention import SAME_ROWS, block_of
 from monograph.optim import holding
 from monograph.rl.arrange import Group, Options, Rollout, arranged, by_answer, described, judged, weighted
-from monograph.rl.loss import Form, PolicyLoss, Weight
+from monograph.rl.loss import ROUNDING, Form, PolicyLoss, Weight, are_equal
 from monograph.rl.prompts import Prompt, Prompts
 from monograph.rl.rewards import Answer, Reward
 
 MOST_ROWS, MOST_PROMPTS = 256, 32  # answers that are drawn, and prompts that are read at once
 STEPS = 16  # between two looks at which answers have ended; each look costs as much as a step of a small model
-SOLVED = 1.0  # the reward from which on an answer counts as right
+SOLVED = 1.0 - ROUNDING  # the reward from which on an answer counts as right: 0.7 + 0.2 + 0.1 is below 1 in floats
 HELD_OUT = 1 << 62  # the position of the first held-out prompt, beyond all that a run trains on
 
 
@@ -361,7 +361,8 @@ class Rollouts(Iterator[Batch]):
             else:
                 weighed = weighted(rollouts[own], rewards[own], options)
             _, judgements = judged(rollouts[own], rewards[own], options)
-            differ = any(judgements) if options.objective == "reinforce" else len({*judgements}) > 1
+            compared = [*judgements, 0.0] if options.objective == "reinforce" else judgements
+            differ = not are_equal(compared)
             teaches = bool(taught) or differ
             groups.append(Group(prompts[first], completions[own], rollouts[own], rewards[own], weighed, teaches))
         return groups

@@ -6,14 +6,15 @@ The first argument is the role:
 
     function: reads [source, path, function] and runs the source, then calls a function for each [name, arguments, named
         arguments]. A reply is [null, result], or [name, message] of an exception.
-    solution 0 ROOT FOLDER...: does the same, but confined to the folders below ROOT.
-    tests SOCKET ROOT FOLDER...: is confined, too. It reads [code, tests], sends the code to the solution at SOCKET, and
+    solution 0 FOLDER...: does the same, but confined, with no other files than those folders.
+    tests SOCKET FOLDER...: is confined, too. It reads [code, tests], sends the code to the solution at SOCKET, and
         writes for each test whether it passed. The tests see the solution's functions through proxies.
 """
 
 import ast
 import builtins
 import ctypes
+import errno
 import functools
 import json
 import os
@@ -21,10 +22,10 @@ import resource
 import signal
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 MOST_BYTES = 1 << 26  # of a message, more than a record may have
 LIMITS = {
@@ -35,6 +36,7 @@ LIMITS = {
     resource.RLIMIT_NOFILE: 16,
     resource.RLIMIT_CORE: 0,
 }
+ENDS_OF_ITERATORS = (StopIteration, StopAsyncIteration)
 LONGEST_S = 20.0  # if the trainer died before this process could ask to end with it
 NOBODY = 65534  # the user without rights
 # Linux's numbers, which Python does not name.
@@ -42,6 +44,41 @@ _NEW_NETWORK, _NEW_PROCESSES, _NEW_USER, _NEW_IPC, _NEW_MOUNTS = 1 << 30, 1 << 2
 _PRIVATE, _BIND, _RECURSIVE = 1 << 18, 1 << 12, 1 << 14
 _MOUNT_SETATTR, _FROM_HERE, _WITH_MOUNTS_BELOW, _READ_ONLY_WITHOUT_DEVICES = 442, -100, 0x8000, 7
 _END_WITH_PARENT, _OPEN_TO_OTHERS, _NO_NEW_RIGHTS, _CAPABILITIES_VERSION = 1, 4, 38, 0x20080522
+_FILTER_CALLS, _BY_PROGRAM = 22, 2
+ROOT = b"/proc"  # where a file system of its own becomes the root: every Linux has this folder, and no library is in it
+
+
+class _Machine(NamedTuple):
+    """A kind of processor, as Linux's system calls know it.
+
+    Attributes:
+        number: what a filter sees as its name.
+        column: the place of its numbers in FORBIDDEN.
+        most: the largest number of a call; beyond it are the calls of another kind, such as x32.
+    """
+
+    number: int
+    column: int
+    most: int
+
+
+MACHINES = {"x86_64": _Machine(0xC000003E, 0, (1 << 30) - 1), "aarch64": _Machine(0xC00000B7, 1, (1 << 31) - 1)}
+# System calls that fail, with their numbers on x86_64 and aarch64: those that make another process or thread; that hold
+# memory, or reach a process, that no limit of this process counts, and that may outlive it; that make namespaces and
+# file systems, with rights and memory of their own; and sockets, which lead to the network where no namespace hides it.
+FORBIDDEN: dict[str, tuple[int, int | None]] = {
+    "clone": (56, 220), "clone3": (435, 435), "fork": (57, None), "vfork": (58, None), "shmget": (29, 194),
+    "shmat": (30, 196), "shmctl": (31, 195), "msgget": (68, 186), "msgsnd": (69, 189), "msgrcv": (70, 188),
+    "semget": (64, 190), "semop": (65, 193), "semtimedop": (220, 192), "mq_open": (240, 180), "add_key": (248, 217),
+    "request_key": (249, 218), "keyctl": (250, 219), "memfd_create": (319, 279), "bpf": (321, 280),
+    "userfaultfd": (323, 282), "perf_event_open": (298, 241), "io_setup": (206, 0), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272), "fanotify_init": (300, 262),
+    "open_by_handle_at": (304, 265), "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40),
+    "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "socket": (41, 198),
+    "memfd_secret": (447, 447), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427), "open_tree": (428, 428), "move_mount": (429, 429), "fsopen": (430, 430),
+    "fsmount": (432, 432), "pidfd_getfd": (438, 438), "mount_setattr": (442, 442),
+}  # fmt: skip
 
 
 class _Channel:
@@ -68,10 +105,14 @@ class _Channel:
         return json.loads(line)
 
 
-def _confine(root: str, *folders: str) -> None:
-    """Take from this process all that `monograph.rl.processes` says, and as much of it as the system allows."""
-    libc = ctypes.CDLL(None)
-    _hide(libc, root.encode(), [folder.encode() for folder in folders])
+def _confine(folders: Sequence[str]) -> None:
+    """Take from this process all that `monograph.rl.processes` says, and as much of it as the system allows.
+
+    Raises:
+        OSError: it would be left with calls that no limit counts.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    _hide(libc, [folder.encode() for folder in folders])
     if os.geteuid() == 0:  # root has no limit of processes, and may do too much
         with suppress(OSError):
             os.setgroups([])
@@ -83,21 +124,53 @@ def _confine(root: str, *folders: str) -> None:
     libc.prctl(_END_WITH_PARENT, signal.SIGKILL)  # after the changes of rights, each of which cancels it
     for limit, most in LIMITS.items():
         resource.setrlimit(limit, (most, most))
+    _forbid(libc)
     sys.set_int_max_str_digits(0)  # a long number is a fair result; processor time is limited
 
 
-def _hide(libc: ctypes.CDLL, root: bytes, folders: list[bytes]) -> None:
-    """Let this process see no network, no other process, and no files but the folders, read-only, below `root`."""
+def _forbid(libc: ctypes.CDLL) -> None:
+    """Let the calls of FORBIDDEN fail in this process and its children, as those do that rights are missing for."""
+    machine = MACHINES.get(os.uname().machine)
+    if machine is None:
+        raise OSError(f"no filter of system calls is known for {os.uname().machine}")
+    load, jump_if_equal, jump_if_above, end = 0x20, 0x15, 0x25, 0x06  # instructions of the kernel's small machine
+    allow, fail, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+    number, architecture = 0, 4  # where they stand in what the kernel shows of a call
+    calls = [numbers[machine.column] for numbers in FORBIDDEN.values() if numbers[machine.column] is not None]
+    code = [
+        (load, 0, 0, architecture),
+        (jump_if_equal, 1, 0, machine.number),
+        (end, 0, 0, kill),
+        (load, 0, 0, number),
+        (jump_if_above, len(calls) + 1, 0, machine.most),
+        *((jump_if_equal, len(calls) - index, 0, call) for index, call in enumerate(calls)),
+        (end, 0, 0, allow),
+        (end, 0, 0, fail),
+    ]
+    program = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *instruction) for instruction in code))
+    described = struct.pack("HxxxxxxQ", len(code), ctypes.addressof(program))
+    if libc.prctl(_FILTER_CALLS, _BY_PROGRAM, described, 0, 0):
+        raise OSError(ctypes.get_errno(), "the system takes no filter of system calls")
+
+
+def _hide(libc: ctypes.CDLL, folders: list[bytes]) -> None:
+    """Let this process see no network, no other process, and no files but the folders, read-only, and only if it can.
+
+    Its root is a file system of its own, in memory, which ends with it: it leaves nothing behind, however it ends.
+    """
     apart = _NEW_NETWORK | _NEW_PROCESSES | _NEW_IPC | _NEW_MOUNTS
     if libc.unshare(apart) and libc.unshare(apart | _NEW_USER):
         return
-    binds = [(root, root), *((folder, root + folder) for folder in folders)]
-    attributes = struct.pack("4Q", _READ_ONLY_WITHOUT_DEVICES, 0, 0, 0)
     failed = libc.mount(None, b"/", None, _PRIVATE | _RECURSIVE, None)
-    failed = failed or any(libc.mount(source, place, None, _BIND | _RECURSIVE, None) for source, place in binds)
-    if not (failed or libc.syscall(_MOUNT_SETATTR, _FROM_HERE, root, _WITH_MOUNTS_BELOW, attributes, len(attributes))):
-        os.chroot(root)
-        os.chdir("/")
+    if not (failed or libc.mount(b"tmpfs", ROOT, b"tmpfs", 0, b"size=64k,mode=755")):
+        for folder in folders:
+            os.makedirs(ROOT + folder, exist_ok=True)
+            failed = failed or libc.mount(folder, ROOT + folder, None, _BIND | _RECURSIVE, None)
+        attributes = struct.pack("4Q", _READ_ONLY_WITHOUT_DEVICES, 0, 0, 0)
+        size = len(attributes)
+        if not (failed or libc.syscall(_MOUNT_SETATTR, _FROM_HERE, ROOT, _WITH_MOUNTS_BELOW, attributes, size)):
+            os.chroot(ROOT)
+            os.chdir("/")
     # The first child is the namespace's first process: when it ends, the kernel ends all others in it. The second one
     # is the one that is confined, so that it cannot touch the first.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -185,10 +258,14 @@ def _test(parent: _Channel, solution: _Channel) -> None:
 
 
 def _exception(name: str, message: str) -> Exception:
-    """Return the builtin exception of that name, else a RuntimeError."""
+    """Return the builtin exception of that name, else a RuntimeError.
+
+    Those that only end an iterator become one, too, as in generators (PEP 479): `all(map(f, cases))` would be true as
+    soon as f raises it.
+    """
     kind = getattr(builtins, name, None)
     with suppress(TypeError):  # some take more than a message
-        if isinstance(kind, type) and issubclass(kind, Exception):
+        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, ENDS_OF_ITERATORS):
             return kind(message)
     return RuntimeError(message)
 
@@ -203,11 +280,11 @@ def _passes(test: str, call: Callable[..., Any]) -> bool:
     return True
 
 
-def main(role: str, descriptor: str = "0", *places: str) -> None:
+def main(role: str, descriptor: str = "0", *folders: str) -> None:
     """Work until the socket is closed; see the module."""
     channels = [_Channel(number) for number in sorted({0, int(descriptor)})]
-    if places:
-        _confine(*places)
+    if folders:
+        _confine(folders)
     elif sys.platform == "linux":
         ctypes.CDLL(None).prctl(_END_WITH_PARENT, signal.SIGKILL)
     channels[0].leave_children()

@@ -12,9 +12,9 @@ import json
 import math
 import os
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any, Self
 
@@ -308,7 +308,7 @@ def explained(path: Path) -> Iterator[None]:
 def claim_new_folder(root: Path) -> Path:
     """Make `root`/YYYY-MM-DD-HHMM, with -2, -3, ... after it if that minute has one already."""
     root.mkdir(parents=True, exist_ok=True)
-    folder = wanted = root / datetime.now().strftime("%Y-%m-%d-%H%M")
+    folder = wanted = root / time.strftime("%Y-%m-%d-%H%M", time.localtime(time.time()))  # datetime ends at 9999
     attempt = 1
     while True:
         try:

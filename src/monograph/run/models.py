@@ -180,6 +180,7 @@ def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tupl
     recipe = Recipe.recorded(checkpoint.state["recipe"])
     if recipe.lora is None or recipe.code:
         model = _restored(run, checkpoint)
+        model.sampling = checkpoint.state.get("sampling") or {}
         return model, model.config
     assert recipe.init is not None
     model = _merged(_load(recipe.init, lambda line: None, dtype or _one_dtype(recipe.init), recipe.sizes))
@@ -189,6 +190,8 @@ def _of_run(run: Run, checkpoint: Checkpoint, dtype: torch.dtype | None) -> tupl
         extend(model, *recipe.vocabulary)
     adapt(model, lora_of(recipe.lora | {"base": "auto"}))
     load_weights(model, weights_of(checkpoint))
+    if "sampling" in checkpoint.state:  # an older run's are those that its base has now
+        model.sampling = checkpoint.state["sampling"] or {}
     return model, base
 
 

@@ -40,8 +40,8 @@ from monograph.storage.reading import is_file, is_folder, without_links
 from monograph.text import tokenizer_file
 from monograph.text.tokenizer import Tokenizer
 
-# Entries that older checkpoints lack.
-_ADDED = ("lora", "adapter", "base_sha256", "vocabulary", "family")
+# Entries that older checkpoints lack, or that none has.
+_ADDED = ("lora", "adapter", "base_sha256", "vocabulary", "family", "norm_eps")
 SHAPE_OF_SIZES = "micro"  # the preset that gives rope, head and initialisation to a shape given by sizes alone
 
 
@@ -62,6 +62,8 @@ class Recipe(NamedTuple):
         vocabulary: (first id that the weights of `init` were not trained with, number of tokens), if rows were added
             (`monograph.model.vocabulary.extend`); None otherwise.
         family: the family of a new model.
+        norm_eps: the rms_norm_eps of a new Llama that a checkpoint of its run, or of the run's parent, records; None
+            if none does: presets of hybrids once had another one. It is not recorded itself.
         vouched: the digest of each Python file that may run, by the value of `init` that names it
             (`monograph.run.trust`). It is not recorded itself.
     """
@@ -76,12 +78,14 @@ class Recipe(NamedTuple):
     base_sha256: str | None = None
     vocabulary: list[int] | None = None
     family: str = FIRST_FAMILY
+    norm_eps: float | None = None
     vouched: Mapping[str, str] = MappingProxyType({})
 
     @classmethod
     def recorded(cls, saved: Mapping[str, Any]) -> Self:
         """Return the recipe in a run's checkpoint, which `monograph.run.recorded_state` has checked before."""
-        values = {name: saved[name] for name in cls._fields if name in saved and name != "vouched"}
+        recorded = [name for name in cls._fields if name in saved and name not in ("norm_eps", "vouched")]
+        values = {name: saved[name] for name in recorded}
         # Until version 0.2 a family was named before the preset, as in "olmo2:nano".
         family, _, preset = str(values["preset"]).rpartition(":")
         if family:
@@ -90,7 +94,7 @@ class Recipe(NamedTuple):
 
     def entries(self) -> dict[str, Any]:
         """Return the recipe as a checkpoint records it, without usual values of entries that older ones lack."""
-        values = self._asdict()
+        values = self._replace(norm_eps=None)._asdict()
         del values["vouched"]
         usual = self._field_defaults
         return {key: value for key, value in values.items() if key not in _ADDED or value != usual[key]}
@@ -124,6 +128,8 @@ class Recipe(NamedTuple):
     def shape(self, **defaults: Any) -> LlamaConfig:
         """Return the shape of a new Llama; `defaults` are the sizes that the recipe leaves open."""
         sizes = defaults | self.sizes
+        if self.norm_eps is not None:
+            sizes["rms_norm_eps"] = self.norm_eps
         if self.preset != "auto":
             return LlamaConfig.preset(self.preset, family=self.family, **sizes)
         # As in the first Llama, there are as many key-value heads as heads, and the feed-forward layer has 8/3 of the

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint, CheckpointDamaged
 from monograph.errors import InputRefused, MonographError, Warn
+from monograph.model import sampling_defaults
 from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.recipe import lora_of
@@ -107,6 +108,7 @@ class _State(Strict):
     attention: str | None = None
     teachers: Digest | None = None
     shape: dict[str, Any] | None = Field(alias="model_config")
+    sampling: dict[str, Any] | None = None
     versions: _Versions
 
 
@@ -182,6 +184,9 @@ def _require(state: Mapping[str, Any], update: int, run: Run) -> None:
             LlamaConfig.from_hf(known.shape)
         except InputRefused as error:
             raise InputRefused(f"model_config: {error}") from None
+    sampling = known.sampling or {}
+    if unknown := sorted(sampling.keys() - sampling_defaults.checked(sampling, "sampling").keys()):
+        raise InputRefused(f"sampling.{unknown[0]} = {_shown(sampling[unknown[0]])}: no key of a number for sampling")
     try:
         set_generators(state["random"], random.Random(), np.random.RandomState(), torch.Generator())
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:

@@ -10,14 +10,14 @@ from typing import Any
 
 from monograph.data.sources import HUB
 from monograph.errors import DiskFull, InputRefused, UsageError
-from monograph.storage.reading import entries, error_number, is_file
+from monograph.storage.reading import error_number, is_file, matching
 from monograph.storage.writing import FULL
 
 # The files of a model that are read here, and no others: neither code nor pickles are fetched.
 FILES = (
     "config.json", "generation_config.json", "model.safetensors.index.json", "model*.safetensors", "tokenizer.json",
-    "tokenizer_config.json", "chat_template.jinja", "adapter_config.json", "adapter_model.safetensors",
-    "monograph_base.json",
+    "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "adapter_config.json",
+    "adapter_model.safetensors", "monograph_base.json",
 )  # fmt: skip
 _NAME = re.compile(rf"{HUB}([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
 _UNREACHED = "the Hub cannot be reached; is HF_HUB_OFFLINE set?"
@@ -66,16 +66,20 @@ def push(folder: Path, name: str) -> str:
     Raises:
         UsageError, InputRefused: see `fetched`.
     """
-    new = {path.name: path for path in entries(folder)}
+    new = {path.relative_to(folder).as_posix(): path for path in matching(folder / "**" / "*") if is_file(path)}
     with _asking(name) as (library, repository, revision):
         api = library.HfApi()
         address = api.create_repo(repository, private=True, exist_ok=True)
         there = [file for file in api.list_repo_files(repository, revision=revision) if file not in new]
-        stale = [file for file in there if "/" not in file and any(fnmatchcase(file, each) for each in FILES)]
+        stale = [file for file in there if any(_matches(file, pattern) for pattern in FILES)]
         changes = [library.CommitOperationAdd(file, str(path)) for file, path in new.items()]
         changes += map(library.CommitOperationDelete, stale)
         api.create_commit(repository, changes, commit_message="Upload a model", revision=revision)
     return str(address)
+
+
+def _matches(file: str, pattern: str) -> bool:
+    return fnmatchcase(file, pattern) and file.count("/") == pattern.count("/")
 
 
 @contextmanager

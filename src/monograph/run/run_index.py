@@ -56,7 +56,7 @@ def locked_in(root: Path) -> list[Path]:
 
 def _natural(name: str) -> list[tuple[int, str]]:
     """Return a sort key by which "a-10" comes after "a-9"."""
-    return [(int(part), "") if part.isdigit() else (0, part) for part in re.split(r"(\d+)", name)]
+    return [(int(part), "") if part.isdecimal() else (0, part) for part in re.split(r"(\d+)", name)]
 
 
 def serial(folder: Path) -> int:

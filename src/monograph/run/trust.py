@@ -37,6 +37,11 @@ def trust_code() -> None:
     _by_word.add(OPTION)
 
 
+def is_all_trusted() -> bool:
+    """Return whether the user gave --trust-code."""
+    return OPTION in _by_word
+
+
 def carries_mark(toml: Path) -> bool:
     """Return whether a TOML file has any user's mark, valid or not, and so was written by a run."""
     return f"\n{_MARK}".encode() in (contents(toml) or b"")

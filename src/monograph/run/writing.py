@@ -12,6 +12,7 @@ from monograph.run.run_index import SWEEP
 from monograph.storage.reading import contents, entries, exists, is_file, parse_json, without_links
 from monograph.storage.writing import write_durably
 from monograph.text import tokenizer_config
+from monograph.text.template import NAMED_FOLDER
 from monograph.text.tokenizer import Tokenizer
 
 
@@ -30,6 +31,7 @@ def write_whole(path: Path, content: str | bytes, kept: str = "what was there be
 def write_tokenizer(run: Run, tokenizer: Tokenizer) -> None:
     """Write tokenizer.json and the files next to it, each whole or not at all; tokenizer.json comes last."""
     for name, text in tokenizer.config.files().items():
+        (run.folder / name).parent.mkdir(exist_ok=True)
         write_whole(run.folder / name, text)
     write_whole(run.tokenizer, tokenizer.to_json() + "\n")
 
@@ -64,10 +66,13 @@ def recorded_parent(run: Run) -> tuple[Run, int | None] | None:
 
 def discard(run: Run) -> None:
     """Remove the folder of a new run that never began, so that `last` still names the newest one that did."""
-    others = [run.folder / name for name in (*tokenizer_config.NAMES, "stdin", SWEEP)]
+    templates = run.folder / NAMED_FOLDER
+    others = [run.folder / name for name in (*tokenizer_config.NAMES, "stdin", SWEEP)] + entries(templates)
     written = [run.config, run.parent_file, run.tokenizer, *others, run.lock_file]
     for path in [*written, *(entry for entry in entries(run.folder) if entry.suffix == ".partial")]:
         path.unlink(missing_ok=True)
+    with suppress(FileNotFoundError):
+        templates.rmdir()
     if not entries(run.folder):
         run.folder.rmdir()
 

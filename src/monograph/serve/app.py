@@ -27,6 +27,7 @@ from monograph.serve.service import Service
 from monograph.serve.texts import Texts
 
 _HOST = re.compile(r"(\[[0-9a-f:.]+\]|[^\s:/?#@\[\]\\]+)(?::[0-9]*)?")
+_CHARSET = re.compile(r"(?:^|;)\s*charset\s*=\s*\"?([^\s;\"]+)", re.IGNORECASE)
 LOCAL = ("localhost", "127.0.0.1", "::1")
 OPEN = ("/", "/health", "/openapi.json")  # they need no key
 
@@ -69,9 +70,12 @@ class Guard:
         if origin is not None and origin.lower() != f"{scope['scheme']}://{host}".lower():
             raise Refused(403, f"pages of {origin!r:.80} may not use this server")
         name = self._client(headers.getlist("authorization")) if scope["path"] not in OPEN else ""
-        kind = headers.get("content-type", "").split(";")[0].strip().lower()
-        if scope["method"] == "POST" and kind != "application/json":
+        kind, _, parameters = headers.get("content-type", "").partition(";")
+        if scope["method"] == "POST" and kind.strip().lower() != "application/json":
             raise Refused(415, "expected a body with the header Content-Type: application/json")
+        charset = _CHARSET.search(parameters)
+        if charset is not None and charset[1].lower() not in ("utf-8", "utf8", "us-ascii"):
+            raise Refused(415, f"the body is in {charset[1]!r:.40}: JSON is sent in UTF-8 (RFC 8259)")
         return name
 
     def _client(self, given: list[str]) -> str:

@@ -20,6 +20,7 @@ import h11
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from monograph import interrupts
 from monograph.decode.completion import MOST_ROWS
 from monograph.device import default_device
 from monograph.errors import InputRefused, UsageError, bug_report, said_by
@@ -39,14 +40,68 @@ MOST_AHEAD = 1 << 16  # bytes of further requests that come before the answer to
 MOST_CONNECTIONS = 1000
 
 
+class _Requests(h11.Connection):
+    """The requests of a connection, of which some that h11 lets pass are refused.
+
+    Attributes:
+        fault: what is wrong with the last bytes, if it is known.
+    """
+
+    fault = ""
+
+    def next_event(self) -> Any:
+        """Return the next event.
+
+        Raises:
+            h11.RemoteProtocolError: the bytes are no request that may be answered.
+        """
+        before = len(self.trailing_data[0])
+        try:
+            event = super().next_event()
+        except h11.RemoteProtocolError as error:
+            if error.error_status_hint == 431:  # of bytes that are no whole head yet
+                self.fault = _LARGE_HEAD
+            raise
+        if isinstance(event, h11.Request):
+            self.fault = _fault(event, before - len(self.trailing_data[0]))
+            if self.fault:
+                raise h11.RemoteProtocolError(self.fault)
+        return event
+
+
+_LARGE_HEAD = f"the head of the request has more than {HEAD_BYTES:,} bytes"
+
+
+def _fault(request: h11.Request, head_bytes: int) -> str:
+    """Return why a request is not answered, or "".
+
+    Two lengths of a body are how a request hides in another from a proxy in front (RFC 9112, 6.1), and HTTP/1.0 has no
+    Transfer-Encoding.
+    """
+    names = [name for name, _ in request.headers]
+    if head_bytes > HEAD_BYTES:
+        return _LARGE_HEAD
+    if b"transfer-encoding" in names and b"content-length" in names:
+        return "the request has both Transfer-Encoding and Content-Length: send one of them"
+    if b"transfer-encoding" in names and request.http_version < b"1.1":
+        return "Transfer-Encoding is not for HTTP/1.0: send Content-Length"
+    return ""
+
+
 class Connection(H11Protocol):
     """A connection that closes if no request comes for a while, nobody reads its answers, or others need its place."""
 
+    conn: _Requests
     _timer: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _seen: Any = None
     _since = 0.0  # when it became idle
     _ahead = 0
+
+    def __init__(self, *given: Any, **named: Any) -> None:
+        """Take what uvicorn gives."""
+        super().__init__(*given, **named)
+        self.conn = _Requests(h11.SERVER, HEAD_BYTES)
 
     def connection_made(self, transport: Any) -> None:
         """Begin to look; where there are too many, the one that was idle longest makes room."""
@@ -102,10 +157,10 @@ class Connection(H11Protocol):
             self._stalled.cancel()
 
     def send_400_response(self, msg: str) -> None:
-        """Answer what is no HTTP, if nothing else was answered, and close."""
+        """Answer what is no HTTP, or no request that may be answered, if nothing else was answered, and close."""
         if self.cycle is not None:
             self.cycle.disconnected = True  # it sends nothing any more
-        body = json.dumps(error_of(Refused(400, "these bytes are no HTTP request"))).encode()
+        body = json.dumps(error_of(Refused(400, self.conn.fault or "these bytes are no HTTP request"))).encode()
         size, kind = str(len(body)).encode(), b"application/json"
         headers = [(b"content-type", kind), (b"content-length", size), (b"connection", b"close")]
         try:
@@ -159,16 +214,24 @@ def keys_in(path: Path) -> list[str]:
     """Return the keys in a file, one a line.
 
     Raises:
-        InputRefused: the file cannot be read, has no key, or has one that is too short to be secret.
+        InputRefused: the file cannot be read, has no key, or has one that is too short to be secret or cannot be sent.
     """
     try:
-        lines = read_input(path, MOST_KEY_BYTES).decode().split("\n")
+        # Some editors begin a file with a byte order mark.
+        lines = read_input(path, MOST_KEY_BYTES).decode("utf-8-sig").split("\n")
     except OSError as error:
         raise InputRefused(f"--api-key-file {path}: cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise InputRefused(f"--api-key-file {path}: it is not UTF-8") from None
     keys = [line.strip() for line in lines if line.strip()]
     for number, line in enumerate(lines, 1):
+        # Who has the key sees only the others, and no header may have a control character.
+        hidden = next((letter for letter in line.strip() if not letter.isprintable()), None)
+        if hidden is not None:
+            raise InputRefused(
+                f"--api-key-file {path}:{number}: the key has the invisible character U+{ord(hidden):04X}; expected "
+                "letters, digits and signs"
+            )
         if 0 < len(line.strip()) < 16:
             raise InputRefused(f"--api-key-file {path}:{number}: expected a key of at least 16 characters")
     if not keys:
@@ -198,10 +261,15 @@ async def _serve(source: Source, host: str, keys: list[str], listening: socket.s
     try:
         await serving
     finally:
-        begun.cancel()
-        with suppress(asyncio.CancelledError):
-            await begun  # raises what kept the model from being loaded
-        service.end()
+        with interrupts.ending_at_once():
+            begun.cancel()
+            try:
+                with suppress(asyncio.CancelledError):
+                    await begun  # raises what kept the model from being loaded
+            finally:
+                # No thread may be inside a device's library when Python ends, as that aborts the process.
+                service.end()
+                await asyncio.get_running_loop().shutdown_default_executor()
     if service.crashed is not None:
         raise service.crashed
     answered = counted(sum(service.counted.by_status.values()), "request")

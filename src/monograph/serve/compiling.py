@@ -12,6 +12,7 @@ the child ended and what it wrote: `_HEAD`, the automaton's arrays and a text, w
 import asyncio
 import ctypes
 import json
+import math
 import os
 import resource
 import signal
@@ -29,6 +30,8 @@ from typing import Any, NoReturn
 import numpy as np
 
 from monograph.decode.automata import Automaton, constraint, stop_strings
+from monograph.decode.automata.arena import MAX_EFFECTS
+from monograph.decode.automata.counting import ALWAYS, COUNTERS, Effect, is_sound
 from monograph.errors import InputRefused
 from monograph.storage.reading import parse_json
 
@@ -44,7 +47,8 @@ _NAMES = {"choices": "the choices", "regex": "the regular expression", "json_sch
 _NAMES |= {_STOP: "the stop strings"}
 _REPLY = struct.Struct("<iQ")  # a child's exit code, or a signal's number below 0; how many bytes it wrote
 _MOST_REPLY_BYTES = 1 << 27  # no automaton of the compiler is that large
-_HEAD = struct.Struct("<3I")  # states, classes, bytes of the text
+_HEAD = struct.Struct("<4I")  # states, classes, effects, bytes of the text
+_ARRAYS = (np.int16, np.int16, np.int16, np.uint8, np.int32)  # next states, effects, classes, stops, all effects
 _NO_MEMORY, _TOO_LONG = 100, 101  # in place of exit codes
 _END_WITH_PARENT = 1  # Linux's number, which Python does not name
 
@@ -219,25 +223,36 @@ async def _reply(reader: asyncio.StreamReader, most_s: float) -> tuple[int, byte
 
 def _automaton(written: bytearray, vocabulary: int) -> Automaton:
     """Return the automaton that a child wrote; raise InputRefused if it wrote a refusal, ValueError if neither."""
-    states, classes, length = _HEAD.unpack_from(written)
-    sizes = (2 * states * classes, 2 * vocabulary, states) if states else (0, 0, 0)
-    if len(written) != _HEAD.size + sum(sizes) + length:
+    states, classes, effects, length = _HEAD.unpack_from(written)
+    shapes = ((states, classes), (states, classes), (vocabulary,), (states,), (effects, 4, COUNTERS))
+    arrays: list[Any] = []
+    at = _HEAD.size
+    for shape, kind in zip(shapes, _ARRAYS, strict=True):
+        count = math.prod(shape) if states else 0
+        arrays.append(np.frombuffer(written, kind, count, at).reshape(shape if states else (0,)))
+        at += arrays[-1].nbytes
+    if len(written) != at + length:
         raise ValueError
     text = written[len(written) - length :].decode(errors="replace")
     if not states:
         raise InputRefused(text)
-    next_SC = np.frombuffer(written, np.int16, states * classes, _HEAD.size).reshape(states, classes)
-    class_V = np.frombuffer(written, np.int16, vocabulary, _HEAD.size + sizes[0])
-    stops_S = np.frombuffer(written, np.uint8, states, _HEAD.size + sizes[0] + sizes[1])
+    next_SC, effect_SC, class_V, stops_S, effects_E4R = arrays
     # The device takes these numbers for indices.
     inside = -1 <= next_SC.min() and next_SC.max() < states and 0 <= class_V.min() and class_V.max() < classes
-    if not inside or stops_S.max() > 1:
+    inside = inside and 0 <= effect_SC.min() and effect_SC.max() < effects <= MAX_EFFECTS
+    # Counters that leave their bits would change the state; effects that are allowed nowhere are harmless.
+    if not inside or stops_S.max() > 1 or not all(map(is_sound, effects_E4R.tolist())):
         raise ValueError
-    return Automaton(text, next_SC, class_V, stops_S.view(np.bool_))
+    known = tuple(Effect(*map(tuple, numbers)) for numbers in effects_E4R.tolist())
+    if known[0] != ALWAYS:
+        raise ValueError
+    return Automaton(text, next_SC, class_V, stops_S.view(np.bool_), effect_SC, known)
 
 
 def _bytes(kept: Automaton | str) -> int:
-    return len(kept) if isinstance(kept, str) else kept.next_SC.nbytes + kept.class_V.nbytes + kept.stops_S.nbytes
+    if isinstance(kept, str):
+        return len(kept)
+    return sum(array.nbytes for array in (kept.next_SC, kept.effect_SC, kept.class_V, kept.stops_S))
 
 
 def main() -> None:
@@ -289,10 +304,12 @@ def _written(kind: str, value: Any, lead: bytes, pieces: Sequence[bytes], ends: 
         automaton = stop_strings(value, pieces) if kind == _STOP else constraint(kind, value, pieces, ends, lead)
     except InputRefused as error:
         text = str(error).encode(errors="replace")
-        return [_HEAD.pack(0, 0, len(text)), text]
+        return [_HEAD.pack(0, 0, 0, len(text)), text]
     text = automaton.where.encode(errors="replace")
-    arrays = automaton.next_SC, automaton.class_V, automaton.stops_S
-    return [_HEAD.pack(*automaton.next_SC.shape, len(text)), *map(np.ascontiguousarray, arrays), text]
+    effects = np.array(automaton.effects, dtype=np.int32)
+    arrays = automaton.next_SC, automaton.effect_SC, automaton.class_V, automaton.stops_S, effects
+    head = _HEAD.pack(*automaton.next_SC.shape, len(effects), len(text))
+    return [head, *map(np.ascontiguousarray, arrays), text]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 A field that would change the answer and is not built is refused, never ignored; a few that change nothing are accepted.
 """
 
+import json
 import math
 import secrets
 from collections.abc import Callable, Mapping
@@ -10,10 +11,13 @@ from dataclasses import fields
 from typing import Any, NamedTuple
 
 from monograph.config.settings import did_you_mean
+from monograph.data.messages import message_of
+from monograph.data.records import Unusable
 from monograph.decode import Sampling
 from monograph.errors import MonographError, UsageError
 from monograph.ranges import whole
 from monograph.storage.reading import json_fault, parse_json
+from monograph.text.messages import CALLS, THOUGHTS
 
 MOST_BODY, MOST_DEPTH = 1 << 20, 64  # bytes, and lists and objects inside each other
 MOST_LOGPROBS, MOST_BIASES, MOST_MESSAGES, MOST_PROMPTS, MOST_STOPS, MOST_STOP_BYTES = 20, 1024, 1024, 1024, 4, 64
@@ -33,7 +37,9 @@ NOT_BUILT = {
 }  # fmt: skip
 # The options of `Sampling` by name; `logprobs` is another number here, and the seed has a field of its own.
 OPTIONS = {field.name for field in fields(Sampling)} - {"logprobs", "seed", "order"}
-_ROLES = ("system", "developer", "user", "assistant", "tool")
+ROLES = ("system", "developer", "user", "assistant", "tool")
+SPOKEN = {"role", "content", "name", "tool_call_id", CALLS, *THOUGHTS}  # fields of a message
+EMPTY = {"refusal", "annotations", "audio", "function_call"}  # fields that may be there if they say nothing
 
 
 class Refused(Exception):
@@ -99,6 +105,9 @@ def parsed(body: bytes) -> dict[str, Any]:
     Raises:
         Refused: it is none, or nested too deep.
     """
+    encoding = json.detect_encoding(body)
+    if not encoding.startswith("utf-8"):
+        raise Refused(400, f"the body is in {encoding.upper()}: JSON is sent in UTF-8 (RFC 8259)")
     try:
         value = parse_json(body)
     except (ValueError, RecursionError) as error:
@@ -349,26 +358,11 @@ def _messages(name: str, value: Any) -> list[dict[str, Any]]:
 
 
 def _message(name: str, value: Any) -> dict[str, Any]:
-    given = Fields(value) if isinstance(value, dict) else Fields({})
-    role, content = given.take("role", a_text), given.take("content", _content)
-    speaker = given.take("name", a_text)
-    if role not in _ROLES:
-        raise Refused(400, f"{name}: expected a role of {', '.join(_ROLES)}, not {role!r:.40}", "messages")
-    for nothing in ("refusal", "annotations", "audio", "tool_calls", "function_call"):
-        if given.take(nothing, lambda _, found: found):
-            raise Refused(400, f"{name}: {nothing} is not supported: leave it out", "messages")
-    given.end()
-    if content is None:
-        raise Refused(400, f"{name}: content is missing: expected a text", "messages")
-    return {"role": role, "content": content} | ({"name": speaker} if speaker else {})
-
-
-def _content(name: str, value: Any) -> str:
-    parts = [{"type": "text", "text": value}] if isinstance(value, str) else value
-    if not isinstance(parts, list):
-        raise Refused(400, f"messages: {name} = {value!r:.80}: expected a text", "messages")
-    for part in parts:
-        sound = isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)
-        if not sound or part.keys() - {"type", "text"}:
-            raise Refused(400, 'messages: expected parts of {"type": "text", "text": ...} alone', "messages")
-    return "".join(part["text"] for part in parts)
+    try:
+        message = message_of(value, name, ROLES)
+    except Unusable as unusable:
+        raise Refused(400, str(unusable), "messages") from None
+    known = SPOKEN | EMPTY
+    for key in value.keys() - known:
+        raise Refused(400, f"{name}: there is no field {key!r:.80}{did_you_mean(key, known)}", "messages")
+    return message

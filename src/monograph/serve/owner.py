@@ -280,6 +280,7 @@ class Owner:
         self._lanes: dict[Version, _Lane] = {}
         self._dropped = [0, 0]  # tokens that versions drew, and that they did not read again, which are gone
         self._ended: Exception | None = None
+        self._ending = False
         self._thread = threading.Thread(target=self._run, name="owner", daemon=True)
         self._thread.start()
 
@@ -294,7 +295,7 @@ class Owner:
         def make() -> None:
             try:
                 lane = _Lane(version, self._rows)
-                lane.generator.warm_up()
+                lane.generator.warm_up(self._go_on)
             except MonographError as error:
                 self._tell(_answer, done, error)
             else:
@@ -336,7 +337,11 @@ class Owner:
         return await done
 
     def end(self) -> None:
-        """End the thread after its block, and wait for it."""
+        """End the thread after its block, or within a warm-up, and wait for it.
+
+        A thread that still calls a device's library when Python ends would abort the process.
+        """
+        self._ending = True
         self._asked.put(None)
         self._thread.join()
 
@@ -352,9 +357,15 @@ class Owner:
             while self._advance():
                 pass
             self._ended = Gone()
+        except Gone as gone:
+            self._ended = gone
         except Exception as error:  # it is told, and nothing goes on as if it had not happened
             self._ended = error
             self._tell(self._crashed, error)
+
+    def _go_on(self) -> None:
+        if self._ending:
+            raise Gone
 
     def _advance(self) -> bool:
         """Do what was asked, and one step of all that is under way; return whether to go on."""

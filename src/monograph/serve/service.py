@@ -168,6 +168,7 @@ class Service:
         self._say = say
         self._unfit = False  # whether the newest version did not fit beside those that are used
         self._newest: Version | None = None
+        self._has_owner = False  # which is before its first version can be used
         self._users: Counter[Version] = Counter()
         self._compilers: dict[tuple[str, tuple[int, ...]], Compiler] = {}
 
@@ -185,6 +186,7 @@ class Service:
 
         version = await asyncio.to_thread(self.source.load)
         self.owner = Owner(self.source.rows, crashed)
+        self._has_owner = True
         await self.owner.add(version)
         self.gate = Gate(self.owner, version.rows, version.context)
         self._newest = version
@@ -222,7 +224,7 @@ class Service:
         """End the thread and the processes."""
         for compiler in self._compilers.values():
             compiler.close()
-        if self._newest is not None:
+        if self._has_owner:
             self.owner.end()
 
     @property

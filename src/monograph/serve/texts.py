@@ -289,8 +289,12 @@ def joined(asked: Asked) -> str:
     """Return the messages of a chat with a model that has no template: a text, which the model goes on with.
 
     Raises:
-        Refused: a message is of nobody who speaks.
+        Refused: a message is of nobody who speaks, or says more than its text.
     """
+    further = {key for each in asked.messages for key in each} - {"role", "content", "name"}
+    if further:
+        said = f"messages: the model has no chat template, so nothing reads {min(further)}: leave it out"
+        raise Refused(400, said, "messages")
     if strange := next((each["role"] for each in asked.messages if each["role"] not in ("user", "assistant")), None):
         raise Refused(400, f"messages: the model has no chat template, so nobody has the role {strange}", "messages")
     return "".join(each["content"] for each in asked.messages)

@@ -241,13 +241,13 @@ def settings_of(run: Run, given: Settings) -> Settings:
         mine = own.values()[key]
         if (
             value in (mine, "auto")
-            or (
-                key == "train.tokens"
-                and own.train.updates == defaults.updates_of(value, int(own.train.tokens_per_update))
-            )
+            or (key == "train.tokens" and own.train.updates == defaults.updates_of(value, _tokens_per_update(own)))
             # The minutes in a TOML file have become the run's updates.
             or (key == "train.minutes" and given.origins[key] != "command line")
         ):
+            continue
+        if key == "data.ignore_keys":  # an earlier version took unknown keys; others change the records' fingerprint
+            own = own.resolve({key: value}, given.origins[key])
             continue
         if key in ("train.memory", "train.parallel", "train.gather_dtype"):  # the updates stay the same
             # A run that is streamed, or gathered block by block, has no graph of the whole step.
@@ -262,6 +262,10 @@ def settings_of(run: Run, given: Settings) -> Settings:
             f"leave it out, or start a new run with --from {shell_words(run.handle)}"
         )
     return own
+
+
+def _tokens_per_update(own: Settings) -> int:
+    return defaults.in_whole_rows(int(own.train.tokens_per_update), int(own.data.sequence_length))
 
 
 def parent_named(name: str) -> tuple[Run, int | None]:

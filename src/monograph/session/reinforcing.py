@@ -32,6 +32,7 @@ from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS
 from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
+from monograph.run.trust import is_all_trusted
 from monograph.session.adapting import lora_of
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
 from monograph.storage.reading import without_links
@@ -60,11 +61,11 @@ _NOT_OF_TEACHERS = (
 
 def with_records(settings: Settings) -> Settings:
     """Return the settings with prefer.loss decided: as given, or the usual loss if the records are judged answers."""
-    data = settings.data
-    is_text = data.text_key is not None  # it is asked for
-    if is_text or settings.prefer.loss is not None or settings.rl.reward is not None:
+    given = settings.values()
+    if any(given[key] is not None for key in ("data.text_key", "prefer.loss", "rl.reward")):  # they ask for a kind
         return settings
-    usual = loss_for(data.source, Asked.of(None, data.ignore_keys), data.bad_records == "skip")
+    asked = Asked.of(None, given["data.ignore_keys"])
+    usual = loss_for(given["data.source"], asked, given["data.bad_records"] == "skip")
     return settings.resolve({"prefer.loss": usual}, "data.source") if usual else settings
 
 
@@ -141,6 +142,7 @@ def reward_in(settings: Settings) -> AbstractContextManager[Reward | None]:
 def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
     """Read the run's prompts, and print how many there are."""
     reading, options = plan.reading, options_of(plan)
+    reward.unconfined = is_all_trusted()
     with progress.stage("prompts", str(reading["source"])) as stage:
         room = options.length - options.max_new_tokens
         prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
@@ -148,6 +150,8 @@ def open_prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
         held = f"{len(prompts.held_out)} held out" if prompts.held_out else "none held out"
         skipped = f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped" if prompts.skipped else ""
         stage.result = f"{asked} of up to {counted(prompts.longest, 'token')}, {held}{skipped}"
+    for line in prompts.notes:
+        progress.line("note", line)
     if isinstance(reward, Taught) and plan.teacher is not None:
         with progress.stage("teacher", plan.teacher):
             reward.teacher = _teacher(plan.teacher, prompts, options)

@@ -283,7 +283,9 @@ class Reporter:
         if self.session.reward:
             end = rewards_in(self.session.run.rows())
             held = f", held out {end['eval_reward']:.3f}" if end["eval_reward"] is not None else ""
-            return f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at first){held}"
+            apart = end["drawn_minus_scored_max"]
+            scored = f"; tokens scored up to {apart:.1g} nats from how they were drawn" if apart else ""
+            return f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at first){held}{scored}"
         if not self.held_out:
             return ""
         if self.session.plan.preference:

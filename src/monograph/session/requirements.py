@@ -14,7 +14,7 @@ from monograph.model.adapter import is_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.planner import Limits, defaults
-from monograph.report.quantities import count, gibibytes
+from monograph.report.quantities import count, counted, gibibytes
 from monograph.rl.loss import penalty
 from monograph.session.plan import Plan, is_sharded
 from monograph.session.reinforcing import USUAL, with_records
@@ -295,5 +295,9 @@ def notes_on(plan: Plan, machine: Device) -> Iterator[str]:
     """Yield a line for each setting whose effect may differ from what the user expects."""
     if plan.precision == "fp32" and machine.type == "cuda" and machine.has_bf16:
         yield "train.precision = fp32: products keep all digits, without tensor cores (no TF32); bf16 is much faster"
+    given = plan.settings.train.tokens_per_update
+    if given != plan.tokens_per_update:
+        rows = f"{counted(plan.rows, 'row')} of data.sequence_length = {plan.sequence_length}"
+        yield f"train.tokens_per_update = {given}: an update has {rows}, so {plan.tokens_per_update:,} tokens"
     if plan.micro_batch > plan.rows:
         yield f"train.micro_batch = {plan.micro_batch}: an update has {plan.rows} rows, so micro-batches of {plan.rows}"

@@ -79,7 +79,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     judged = reward is not None or compared is not None
     update_rule = _update_rule(settings, recipe, name, adapted=lora is not None, judged=judged)
     final = settings.optim.min_lr_ratio
-    per_update = int(train.tokens_per_update)
+    per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
     updates = train.updates or (defaults.updates_of(train.tokens, per_update) if train.tokens else 0)
     plan = Plan(
         settings=settings,
@@ -150,7 +150,8 @@ def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe
     if chosen.get("data.tokenizer", settings.data.tokenizer) == "bpe" and settings.data.vocab_size is None:
         chosen["data.vocab_size"] = defaults.DEFAULT.vocabulary
     if per_update == "auto" and settings.rl.reward is None:
-        chosen["train.tokens_per_update"] = max(defaults.DEFAULT.tokens_per_update, length)
+        usual = max(defaults.DEFAULT.tokens_per_update, length)
+        chosen["train.tokens_per_update"] = defaults.in_whole_rows(usual, length)
     settings, shape = settings.resolve(chosen, ORIGIN), shape_in(recipe.init) if recipe.init else None
     init = settings.model.init  # a run records its full path; an error shows it as it was typed
     if init and is_adapter(init):

@@ -156,6 +156,7 @@ class Session:
             DiskFull: there is no room; existing checkpoints stay.
         """
         state, update = self.engine.state(), self.engine.index
+        model = self.engine.model
         if bad := self.non_finite():
             raise Diverged(
                 f"{bad[0]} is not finite after update {update} ({len(bad)} such): lower optim.lr; "
@@ -180,6 +181,7 @@ class Session:
             **({"attention": self.kernel} if self.kernel else {}),  # runs from before kernels were measured lack it
             **({"teachers": self.teachers} if self.teachers else {}),
             "model_config": self.model_config.to_hf() if self.model_config else None,
+            "sampling": dict(model.sampling) if isinstance(model, Llama) else None,
             "versions": _versions(),
         }
         checkpoint = Checkpoint(update, state.model, state.optimizer, record, run=self.run.folder.name)
@@ -254,6 +256,9 @@ class Session:
         """
         self.engine.load_state(EngineState(checkpoint.model, checkpoint.optimizer, dict(checkpoint.state["engine"])))
         self.engine.step.index = 0
+        model = self.engine.model
+        if isinstance(model, Llama) and "sampling" in checkpoint.state:  # older runs did not keep it
+            model.sampling = checkpoint.state["sampling"] or {}
 
     def branch(self, checkpoint: Checkpoint, parent: Run) -> None:
         """Begin from another run's weights and optimizer state; its tokens and skipped updates do not count.

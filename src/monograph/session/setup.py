@@ -21,6 +21,7 @@ from monograph.loss import Loss, TokenLoss
 from monograph.model.adapter import put, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
+from monograph.model.scaling import LINEAR
 from monograph.report.quantities import count, counted, megabytes
 from monograph.resident import Resident
 from monograph.rl.prompts import Prompts
@@ -29,6 +30,8 @@ from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, extended, is_weight_file, left_out_of, recorded, require_base_of, shape_in
+from monograph.run.recorded_state import newest_state
+from monograph.run.writing import recorded_parent
 from monograph.session.adapting import lora_of, new_tokens_of, token_notes
 from monograph.session.distilling import mixture_loss
 from monograph.session.plan import Plan, Shape, is_sharded
@@ -125,9 +128,10 @@ def open_session(
         reward: what scores the answers of a run with rewards.
     """
     world, machine = world or World(), describe()
+    plan = _as_begun(plan, run)
     built = build_run(plan, text, machine, device, world.size, minutes=plan.minutes) if world.leads else None
     settings = agreed(world, (built.plan if built else plan).settings)
-    built = built or build_run(resolve(settings, machine), text, machine, device, world.size)
+    built = built or build_run(_as_begun(resolve(settings, machine), run), text, machine, device, world.size)
     built = built._replace(loss=mixture_loss(run, built.plan, text, built.model, device, world.size) or built.loss)
     for line in built.notes:
         progress.line("tokens", line)
@@ -142,6 +146,23 @@ def open_session(
     engine = make_engine(built, device, world)
     seed_all(built.plan.seed)
     return Session(run, built.plan, text, engine, reward=reward, world=world)
+
+
+def _as_begun(plan: Plan, run: Run) -> Plan:
+    """Return the plan of a hybrid with the rms_norm_eps that a checkpoint of its run, or of the run's parent, records.
+
+    Presets of hybrids had 1e-5 once; such a run goes on with that.
+    """
+    if plan.recipe.init is not None or plan.recipe.shape(vocab_size=1).family.others != LINEAR:
+        return plan
+    state = newest_state(run)
+    parent = recorded_parent(run)
+    if parent and not state:
+        state = newest_state(parent[0])
+    shape = state.get("model_config")
+    if shape is None:
+        return plan
+    return replace(plan, recipe=plan.recipe._replace(norm_eps=LlamaConfig.from_hf(shape).rms_norm_eps))
 
 
 def build_run(

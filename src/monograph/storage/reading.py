@@ -23,7 +23,8 @@ from monograph.errors import InputRefused, Unreadable
 
 MOST_JSON_BYTES = 1 << 24  # an index of weights has about 100 bytes per tensor
 # Errors which make certain that nothing is there, or something other than a file.
-_CERTAIN = {errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG}
+# ENXIO is a socket's.
+_CERTAIN = {errno.EINVAL, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.ENXIO}
 _REMEDIES = {
     errno.EACCES: "check its permissions",
     errno.EPERM: "check its permissions",
@@ -255,7 +256,8 @@ def inside(folder: Path, name: str) -> Path:
     if Path(name).name != name or not is_file(path):
         raise InputRefused(f"{folder}: {name!r} is not a file in this folder")
     home, target = resolved(folder), resolved(path)
-    homes = [home, home.parent.parent / "blobs"] if home.parent.name == "snapshots" else [home]
+    # A snapshot's own folder, or a folder in it.
+    homes = [home, *(above.parent / "blobs" for above in home.parents[:2] if above.name == "snapshots")]
     if target.parent not in homes:
         raise InputRefused(f"{path}: is a link out of its folder, to {target}; put the file itself there")
     return path

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -93,3 +94,13 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_below(folder: Path) -> None:
+    """Wait until a folder and everything below it would survive a power cut."""
+    for path in folder.iterdir():
+        if stat.S_ISDIR(path.lstat().st_mode):
+            sync_below(path)
+        else:
+            sync(path)
+    sync(folder)

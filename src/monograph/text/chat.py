@@ -6,15 +6,17 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 from monograph.errors import InputRefused
-from monograph.text.template import ChatTemplate, Message
+from monograph.text.messages import for_template
+from monograph.text.template import TOOL_USE, ChatTemplate, Message, Unspeakable
 from monograph.text.tokenizer import Tokenizer
 
 _PRIVATE_USE = range(0xE000, 0xF900)
+_SYSTEM = ("system", "developer")  # who says what holds for the whole chat
 _QUESTION, _ANSWER = "What is it?", "It is an answer."  # a chat of one turn, which every template can render
 
 
-def template_of(tokenizer: Tokenizer) -> ChatTemplate:
-    """Return the tokenizer's chat template.
+def template_of(tokenizer: Tokenizer, tools: Any = None) -> ChatTemplate:
+    """Return the tokenizer's chat template: with tools the one named "tool_use" if there is one, as in transformers.
 
     Raises:
         InputRefused: the tokenizer has none.
@@ -23,7 +25,9 @@ def template_of(tokenizer: Tokenizer) -> ChatTemplate:
         raise InputRefused(
             "the model has no chat template: put its chat_template.jinja next to its tokenizer.json, or give plain text"
         )
-    return tokenizer.config.template
+    return (
+        tokenizer.config.template if tools is None else tokenizer.config.named.get(TOOL_USE, tokenizer.config.template)
+    )
 
 
 def chat_ids(
@@ -36,10 +40,14 @@ def chat_ids(
     nowhere else) inside them; if this changes anything else in the text, the chat is refused.
 
     Raises:
-        InputRefused: as in `ChatTemplate.render`, or the template does not copy such letters unchanged.
+        InputRefused: as in `ChatTemplate.render` and `for_template`, or the template does not copy such letters
+            unchanged.
     """
-    marker = marker_for(tokenizer, [list(messages), variables])
-    text = rendered(template_of(tokenizer), tokenizer, messages, marker, add_generation_prompt, **variables)
+    template = template_of(tokenizer, variables.get("tools"))
+    read = for_template(template, messages, **variables)
+    marker = marker_for(tokenizer, template, [read, variables])
+    text = rendered(template, tokenizer, read, marker, add_generation_prompt, **variables)
+    require_system(text.replace(marker, ""), read)
     return tokenizer.encode_rendered(text, marker)
 
 
@@ -49,24 +57,43 @@ def require_read(tokenizer: Tokenizer, variables: Mapping[str, Any]) -> None:
     Raises:
         InputRefused: it does not, or there is no template; the message names the first such variable.
     """
-    source = template_of(tokenizer).source
-    unread = next((name for name in variables if not re.search(rf"\b{re.escape(name)}\b", source)), None)
-    if unread is not None:
-        raise InputRefused(
-            f"{unread!r} changes nothing, as the model's chat template does not read it: remove it, or name its key in "
-            "data.ignore_keys"
-        )
+    source = template_of(tokenizer, variables.get("tools")).source
+    for name in variables:
+        if not re.search(rf"\b{re.escape(name)}\b", source):
+            raise InputRefused(
+                f"{name!r} changes nothing, as the model's chat template does not read it: remove it, or name its key "
+                "in data.ignore_keys"
+            )
 
 
-def marker_for(tokenizer: Tokenizer, said: Any) -> str:
-    """Return a character that occurs nowhere in `said`, to split typed control tokens; "" if `said` has none of these.
+def require_system(text: str, messages: Sequence[Message]) -> None:
+    """Require that a rendered chat has what its system says, which some templates leave out without a word.
+
+    Raises:
+        Unspeakable: it has not.
+    """
+    for message in messages:
+        role, content = message.get("role"), message.get("content")
+        if role not in _SYSTEM or not isinstance(content, str):
+            continue
+        said = content.strip()
+        if said not in text and json.dumps(said, ensure_ascii=False)[1:-1] not in text:
+            raise Unspeakable(
+                f"the chat template leaves out what the {role} says, {said[:40]!r}: say it in the user's first message"
+            )
+
+
+def marker_for(tokenizer: Tokenizer, template: ChatTemplate, said: Any) -> str:
+    """Return a character that is neither in `said` nor in the template, to split typed control tokens.
+
+    It is "" if `said` has none of these.
 
     Raises:
         InputRefused: there is no such character.
     """
     if not _typed(tokenizer, said):
         return ""
-    taken = json.dumps(said, ensure_ascii=False, default=str) + template_of(tokenizer).source
+    taken = json.dumps(said, ensure_ascii=False, default=str) + template.source
     marker = next((chr(code) for code in _PRIVATE_USE if chr(code) not in taken), None)
     if marker is None:
         raise InputRefused("a chat with all of Unicode's private characters and a control token is not supported")

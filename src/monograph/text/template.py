@@ -3,9 +3,11 @@
 Templates are programs by strangers, so a separate process renders them (`sandbox`), never this one.
 """
 
+import functools
 import json
 import re
 import socket
+import stat
 import subprocess
 import sys
 import threading
@@ -17,16 +19,20 @@ from pathlib import Path
 from typing import Any, Self
 
 from monograph.errors import InputRefused
-from monograph.storage.reading import inside, read_input, status
+from monograph.storage.reading import entries, inside, read_input, status
 from monograph.text import sandbox
 
-MAX_SOURCE_BYTES = 1 << 16
+FILE, NAMED_FOLDER, _SUFFIX = "chat_template.jinja", "additional_chat_templates", ".jinja"
+DEFAULT, TOOL_USE = "default", "tool_use"  # the names of templates that transformers chooses by
+MAX_SOURCE_BYTES, MOST_NAMED = 1 << 16, 64
+_NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]{0,63}")
 AT_ONCE = 16  # most renderings requested in one line
 PATIENCE_S = 30.0 + 2 * sandbox.SECONDS * AT_ONCE  # longest wait for the reply to one line, on a busy machine too
 
 Message = Mapping[str, Any]  # "role", "content", and any other keys that a template reads
 # The names that transformers accepts for a model's reasoning; templates read the first.
 _REASONING = ("reasoning_content", "thinking", "reasoning")
+_ARGUMENTS = {"key": "needle"}  # of a call that shows in which form a template takes them
 
 
 class Unspeakable(InputRefused):
@@ -53,6 +59,11 @@ class ChatTemplate:
         self._turn = threading.Lock()  # one thread at a time asks the process, or it would read another's chat
         self._ready: dict[str, dict[str, str]] = {}
 
+    @functools.cached_property
+    def words(self) -> frozenset[str]:
+        """Return all words of the source, among them every name that it reads."""
+        return frozenset(re.findall(r"\w+", self.source))
+
     def on(self, day: str) -> Self:
         """Return the same template with another date as today's."""
         return type(self)(self.source, self._where, self.tokens, day)
@@ -61,6 +72,26 @@ class ChatTemplate:
     def reads_the_date(self) -> bool:
         """Return whether the rendered text may depend on the date."""
         return "strftime_now" in self.source
+
+    @functools.cached_property
+    def wants_objects(self) -> bool:
+        """Return whether a call's arguments have to be an object, as a text of JSON would be escaped a second time.
+
+        A call is rendered with its arguments in both forms. A template that writes the text as it is takes the text.
+        """
+        as_text, as_object = (self._called(arguments) for arguments in (json.dumps(_ARGUMENTS), _ARGUMENTS))
+        [needle] = _ARGUMENTS.values()
+        return needle in as_object and json.dumps(_ARGUMENTS) not in as_text
+
+    def _called(self, arguments: Any) -> str:
+        """Return a chat with a call of a tool; "" if the template refuses it."""
+        function = {"name": "probe", "description": "Probes.", "parameters": {"type": "object", "properties": {}}}
+        call = {"id": "probe0001", "type": "function", "function": {"name": "probe", "arguments": arguments}}
+        asked, answer = {"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            return self.render([asked, answer], tools=[{"type": "function", "function": function}])
+        except InputRefused:
+            return ""
 
     @property
     def tags_answers(self) -> bool:
@@ -164,32 +195,77 @@ def _end(process: subprocess.Popen[bytes], pipe: BufferedRWPair) -> None:
 
 
 def _with_reasoning(message: Message) -> dict[str, Any]:
+    """Return a message as transformers gives it to a template: without nulls, its thoughts under both names."""
     if not isinstance(message, Mapping):
         raise InputRefused(
             f"a chat's message is {type(message).__name__}: expected an object with a role and a content"
         )
-    thought = next((message[key] for key in _REASONING if message.get(key) is not None), None)
-    return dict(message) if thought is None else {"thinking": thought, **message, "reasoning_content": thought}
+    there = {key: value for key, value in message.items() if value is not None}
+    thought = next((there[key] for key in _REASONING if key in there), None)
+    return there if thought is None else {"thinking": thought, **there, "reasoning_content": thought}
 
 
-def read_source(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the source of a folder's chat template, from chat_template.jinja or else tokenizer_config.json, or None.
+def read_sources(folder: Path, tokenizer_config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the sources of a folder's chat templates by name, as transformers reads them; {} if there is none.
 
-    Of several named templates, the one named "default" is used, as transformers does for chats without tools.
+    They are chat_template.jinja, named "default", and additional_chat_templates/NAME.jinja. If there is no such file,
+    they are in tokenizer_config.json: a text, named "default", or several with their names.
 
     Raises:
-        InputRefused: a file cannot be read, is too large or not UTF-8, or `chat_template` has another form.
+        InputRefused: a file cannot be read, is too large or not UTF-8, `chat_template` has another form, or there are
+            templates but none is named "default".
     """
-    path, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    path, config = folder / FILE, folder / "tokenizer_config.json"
+    sources = {}
     if status(path, follow=False) is not None:
-        try:
-            return read_input(inside(folder, path.name), MAX_SOURCE_BYTES).decode().replace("\r\n", "\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputRefused(f"{path}: cannot be read as UTF-8 text: {error}") from None
-    stored = tokenizer_config.get("chat_template")
-    if isinstance(stored, list):
-        named = [entry for entry in stored if isinstance(entry, dict) and entry.get("name") == "default"]
-        stored = named[0].get("template") if named else stored
-    if stored is None or isinstance(stored, str):
-        return stored
-    raise InputRefused(f"{config}: chat_template is {str(stored)[:60]!r}: expected a text, or a list with a 'default'")
+        sources[DEFAULT] = _read_source(folder, path.name)
+    for path in _named_files(folder / NAMED_FOLDER):
+        sources[path.name.removesuffix(_SUFFIX)] = _read_source(path.parent, path.name)
+    if not sources:
+        sources = _stored_sources(tokenizer_config.get("chat_template"), config)
+    for name in sources:
+        if not _NAME.fullmatch(name):
+            raise InputRefused(
+                f"{folder}: a chat template has the name {name[:60]!r}: give it one of letters and digits"
+            )
+    if sources and DEFAULT not in sources:
+        names = ", ".join(sorted(sources))
+        raise InputRefused(
+            f"{folder}: has chat templates named {names}, and none for chats without tools: add {FILE}, or in "
+            "tokenizer_config.json one named 'default'"
+        )
+    return sources
+
+
+def _named_files(folder: Path) -> list[Path]:
+    entry = status(folder, follow=False)
+    if entry is None:
+        return []
+    if stat.S_ISLNK(entry.st_mode):
+        raise InputRefused(f"{folder}: is a link; put the folder of chat templates itself there")
+    files = [path for path in entries(folder) if path.name.endswith(_SUFFIX)]
+    if len(files) > MOST_NAMED:
+        raise InputRefused(f"{folder}: has {len(files):,} chat templates, more than {MOST_NAMED}")
+    return files
+
+
+def _read_source(folder: Path, name: str) -> str:
+    try:
+        return read_input(inside(folder, name), MAX_SOURCE_BYTES).decode().replace("\r\n", "\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputRefused(f"{folder / name}: cannot be read as UTF-8 text: {error}") from None
+
+
+def _stored_sources(stored: Any, path: Path) -> dict[str, str]:
+    """Return the templates by name of the value of `chat_template` in a tokenizer_config.json."""
+    sources = stored
+    if stored is None:
+        return {}
+    if isinstance(stored, str):
+        sources = {DEFAULT: stored}
+    if isinstance(stored, list) and all(isinstance(entry, dict) for entry in stored):
+        sources = {entry.get("name"): entry.get("template") for entry in stored[:MOST_NAMED]}
+    texts = isinstance(sources, dict) and all(isinstance(text, str) for pair in sources.items() for text in pair)
+    if not texts:
+        raise InputRefused(f"{path}: chat_template is {str(stored)[:60]!r}: expected a text, or texts by name")
+    return dict(sources)

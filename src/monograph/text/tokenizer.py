@@ -1,5 +1,6 @@
 """Train, read and apply BPE tokenizers that lose no text: trained here, from a `tokenizer.json`, or plain bytes."""
 
+import copy
 import functools
 import hashlib
 import itertools
@@ -152,6 +153,12 @@ class Tokenizer:
             "model": {"type": "BPE", "vocab": vocab, "merges": []},
         }
         return cls(content, "bytes")
+
+    def on(self, day: str) -> Self:
+        """Return the same tokenizer, whose chat template sees another date as today's."""
+        dated = copy.copy(self)
+        dated.config = self.config.on(day)
+        return dated
 
     def encode(self, text: str, inside: bool = False) -> list[int]:
         """Return the ids of a text, without beginning and end tokens; `decode` gives the text back.

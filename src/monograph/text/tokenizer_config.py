@@ -8,14 +8,14 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from monograph.errors import InputRefused
 from monograph.storage.reading import inside, read_json, status
-from monograph.text.template import ChatTemplate, read_source
+from monograph.text.template import DEFAULT, FILE, NAMED_FOLDER, ChatTemplate, read_sources
 
-CONFIG, _GENERATION, _TEMPLATE = "tokenizer_config.json", "generation_config.json", "chat_template.jinja"
-NAMES = (CONFIG, _GENERATION, _TEMPLATE)
+CONFIG, _GENERATION = "tokenizer_config.json", "generation_config.json"
+NAMES = (CONFIG, _GENERATION, FILE)
 MAX_STOPS = 64
 _ROLES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
@@ -25,28 +25,42 @@ class TokenizerConfig(NamedTuple):
 
     Attributes:
         tokens: contents of special tokens by role, such as {"eos_token": "<|im_end|>"}; a role may be missing.
-        template: the chat template, or None.
+        template: the chat template for chats without tools, or None.
+        named: further chat templates by name; a chat with tools takes "tool_use".
         stops: ids that end a text, by generation_config.json or, if that names none, by config.json.
     """
 
     tokens: dict[str, str] = {}  # noqa: RUF012 (never written to)
     template: ChatTemplate | None = None
     stops: tuple[int, ...] = ()
+    named: Mapping[str, ChatTemplate] = {}  # noqa: RUF012 (never written to)
 
     @property
     def borders(self) -> tuple[str | None, str | None]:
         """Return the contents of the tokens that begin and end a document."""
         return self.tokens.get("bos_token"), self.tokens.get("eos_token")
 
+    def on(self, day: str) -> Self:
+        """Return the same settings with another date as the chat template's today."""
+        if self.template is None:
+            return self
+        named = {name: template.on(day) for name, template in self.named.items()}
+        return self._replace(template=self.template.on(day), named=named)
+
     def files(self) -> dict[str, str]:
         """Return {name: content} of the files from which transformers reads these settings, without empty files."""
         config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **self.tokens}
         written = {CONFIG: _as_json(config)} if self.tokens else {}
         if self.template is not None:
-            written[_TEMPLATE] = self.template.source
+            written[FILE] = self.template.source
+            written |= self.named_files()
         if self.stops:
             written[_GENERATION] = _as_json({"eos_token_id": list(self.stops)})
         return written
+
+    def named_files(self) -> dict[str, str]:
+        """Return {path in the folder: content} of the named chat templates."""
+        return {f"{NAMED_FOLDER}/{name}.jinja": template.source for name, template in sorted(self.named.items())}
 
     @property
     def digests(self) -> dict[str, str]:
@@ -62,9 +76,10 @@ def read(folder: Path) -> TokenizerConfig:
     """
     config = _read(folder, CONFIG)
     tokens = _tokens(config, folder / CONFIG)
-    source = read_source(folder, config)
-    template = None if source is None else ChatTemplate(source, str(folder), tokens)
-    return TokenizerConfig(tokens, template, _stops(folder))
+    sources = read_sources(folder, config)
+    templates = {name: ChatTemplate(source, str(folder), tokens) for name, source in sources.items()}
+    template = templates.pop(DEFAULT, None)
+    return TokenizerConfig(tokens, template, _stops(folder), templates)
 
 
 def _tokens(config: Mapping[str, Any], path: Path) -> dict[str, str]:

@@ -23,7 +23,7 @@ AUTOMATA = [
 def follows(arena: Arena, automaton: Automaton, start: int) -> bool:
     """Whether a text's states say the same as in tables of the automaton alone."""
     alone = Arena.holding([automaton], V, CPU)
-    states = [torch.tensor([start], dtype=torch.int32), torch.tensor([alone.take(automaton)], dtype=torch.int32)]
+    states = [torch.tensor([start], dtype=torch.int64), torch.tensor([alone.take(automaton)], dtype=torch.int64)]
     for token in [*b"abab", *b"\n\n"]:
         ours, theirs = ((allowed(t, s), stopped(t, s)) for t, s in zip((arena, alone), states, strict=True))
         if not all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True)):

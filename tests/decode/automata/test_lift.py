@@ -141,7 +141,7 @@ def test_equal_tokens_are_one_class() -> None:
         ("choices", ["\ud800"], "half of a surrogate pair"),
         ("regex", "[", "is not closed"),
         ("regex", None, "regex: expected a text, not None"),
-        ("json_schema", [], "at \\$: '\\[\\]' is no schema"),
+        ("json_schema", [], "at #: '\\[\\]' is no schema"),
         ("regex", "c", "no sequence of the tokenizer's tokens makes such a text"),
     ],
 )

@@ -1,10 +1,12 @@
 # Run: pytest tests/decode/automata/test_pattern.py    (10,000 random patterns and more: -m slow)
-"""A pattern accepts what `re.fullmatch` matches; what is not understood is refused by name and place."""
+"""A pattern accepts what ECMA-262 matches; what is not understood is refused by name and place."""
 
 from __future__ import annotations
 
+import json
 import random
 import re
+import unicodedata
 
 import pytest
 
@@ -12,9 +14,34 @@ from clocks import least_s
 from monograph.decode.automata.dfa import ByteAutomaton, compiled
 from monograph.decode.automata.expression import ANY, complement, intersection, union, utf8
 from monograph.decode.automata.pattern import found_in, whole
+from monograph.decode.automata.schema import document
 from monograph.errors import InputRefused
 
-ALPHABET = "ab0_ -\n\té￿𝔘"
+ALPHABET = "ab0_ -\n\té￿𝔘\r\u2028\u00a0\ufeff"
+# Written out from ECMA-262 and Unicode, and not taken from the code.
+LINE_ENDS = {"\n", "\r", "\u2028", "\u2029"}
+SPACES = {"\t", "\v", "\f", "\ufeff"} | LINE_ENDS
+SPACES |= {chr(point) for point in range(0x10000) if unicodedata.category(chr(point)) == "Zs"}
+DIGITS = set("0123456789")
+WORDS = DIGITS | set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ_")
+
+
+def in_python(pattern: str) -> str:
+    r"""A pattern of ECMA-262 for `re` with its flag ASCII: the dot and \s are written out."""
+    listed, lines = ("".join(f"\\u{ord(sign):04x}" for sign in sorted(signs)) for signs in (SPACES, LINE_ENDS))
+    written, at, inside = "", 0, False
+    while at < len(pattern):
+        part = pattern[at : at + 2] if pattern[at] == "\\" else pattern[at]
+        at += len(part)
+        inside = part == "[" or (inside and part != "]")
+        if part == "\\s":
+            part = listed if inside else f"[{listed}]"
+        elif part == "\\S":
+            part = f"[^{listed}]"
+        elif part == "." and not inside:
+            part = f"[^{lines}]"
+        written += part
+    return written
 
 
 def automaton(pattern: str) -> ByteAutomaton:
@@ -51,7 +78,7 @@ def random_pattern(draw: random.Random, depth: int = 0) -> str:
     inner = random_pattern(draw, depth + 1)
     if kind < 0.8:
         return draw.choice(["({})", "(?:{})"]).format(f"{inner}|{random_pattern(draw, depth + 1)}")
-    return f"(?:{inner}){draw.choice(['*', '+', '?', '{2}', '{1,3}', '{,2}', '{2,}'])}"
+    return f"(?:{inner}){draw.choice(['*', '+', '?', '{2}', '{1,3}', '{0,2}', '{2,}'])}"
 
 
 def similar_text(draw: random.Random, pattern: str) -> str:
@@ -62,17 +89,58 @@ def similar_text(draw: random.Random, pattern: str) -> str:
 
 def compare(patterns: int, seed: int) -> tuple[int, int]:
     """How many texts were compared, and how many of them matched."""
-    draw, compared, matched = random.Random(seed), 0, 0
+    draw, compared, matched, refused = random.Random(seed), 0, 0, 0
     for _ in range(patterns):
         pattern = random_pattern(draw)
-        expected = re.compile(pattern, re.ASCII)
-        ours = automaton(pattern)
+        expected = re.compile(in_python(pattern), re.ASCII)
+        try:
+            ours = automaton(pattern)
+        except InputRefused as error:
+            assert "steps to build" in str(error)
+            refused += 1
+            continue
         for _ in range(12):
             text = similar_text(draw, pattern)
             match = expected.fullmatch(text) is not None
             assert ours.accepts(text.encode()) == match, (pattern, text)
             compared, matched = compared + 1, matched + match
+    assert refused * 1000 <= patterns
     return compared, matched
+
+
+@pytest.mark.parametrize(
+    ("name", "members", "is_inside"),
+    [
+        (r"\d", DIGITS, True),
+        (r"\w", WORDS, True),
+        (r"\s", SPACES, True),
+        (r"[\s\d]", SPACES | DIGITS, True),
+        (r"[^\S]", SPACES, True),
+        (".", LINE_ENDS, False),
+        (r"\D", DIGITS, False),
+        (r"\W", WORDS, False),
+        (r"\S", SPACES, False),
+        (r"[^\w]", WORDS, False),
+        (r"[\S\n]", SPACES - {"\n"}, False),
+    ],
+)
+def test_each_set_has_the_characters_of_ecma_262(name: str, members: set[str], is_inside: bool) -> None:
+    """Every character of the basic plane and some beyond it: a set has these members, or all others."""
+    ours = automaton(name)
+    for point in (*range(0xD800), *range(0xE000, 0x10100), 0x1D7D8, 0x10FFFF):
+        sign = chr(point)
+        assert ours.accepts(sign.encode()) == ((sign in members) == is_inside), hex(point)
+
+
+def test_a_schemas_pattern_lets_no_text_through_that_ecma_262_does_not_match() -> None:
+    """The same sets inside a JSON string, where a character may be an escape."""
+    texts = ["\u00a0", "\u2003", "\u2028", "\ufeff", "\r", "\u3000"]
+    for pattern, misses in ((r"^\S$", texts), ("^.$", ["\u2028", "\u2029", "\r", "\n"]), (r"^\W$", ["_", "a", "0"])):
+        ours = compiled(document({"type": "string", "pattern": pattern}), "the JSON schema")
+        for ascii_only in (True, False):
+            taken = [sign for sign in misses if ours.accepts(json.dumps(sign, ensure_ascii=ascii_only).encode())]
+            assert taken == [], pattern
+            assert ours.accepts(json.dumps("é" if pattern != r"^\W$" else "\u00a0", ensure_ascii=ascii_only).encode())
 
 
 def test_equal_to_fullmatch() -> None:
@@ -94,6 +162,8 @@ def test_equal_to_fullmatch_on_many() -> None:
         (r"[\]\[^-]", ["]", "[", "^", "-"], ["\\"]),
         ("a}]", ["a}]"], ["a"]),
         (r"\x41\u00e9\U0001d518\0", ["Aé𝔘\0"], ["A"]),
+        (r"\u{1D518}\u{e9}\u{000041}[\u{61}-\u{63}]", ["𝔘éAb"], ["𝔘éAd"]),
+        (r"\ud835\udd18|[\uD835\uDD18x]{2}", ["𝔘", "𝔘x", "xx"], ["x"]),
         ("(a|ab)(c|bcd)", ["ac", "abc", "abcd", "abbcd"], ["ab", "abd"]),
         ("(?:a{2,3}){2}", ["aaaa", "aaaaaa"], ["aaa", "a" * 7]),
     ],
@@ -143,6 +213,10 @@ def test_found_in_is_search(pattern: str) -> None:
         ("a{1}{2}", "a quantifier of a quantifier"),
         ("a{x}", "a '{' that begins no count at position 1"),
         ("a{,}", "a '{' that begins no count"),
+        ("a{,3}", r"a count without a lower bound at position 1: write \{0,3\}"),
+        (r"\u{}", r"\\u\{ at position 0"),
+        (r"\u{110000}", "there is no such character"),
+        (r"\u{1F600", r"\\u\{ at position 0"),
         ("a{3,2}", "a count whose upper bound"),
         ("a{1234567890}", "a count of more than nine digits"),
         (r"\q", "the escape"),

@@ -5,15 +5,19 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from automata_vocabularies import END, random_text
+from automata_vocabularies import END, allowed_ids, is_over, random_text
 from clocks import least_s
 from json_schemas import follows, random_schema, random_value
 from monograph.decode.automata import constraint
-from monograph.decode.automata.dfa import MAX_WORK, ByteAutomaton, compiled
+from monograph.decode.automata.arena import MAX_CELLS, MAX_EFFECTS, constrainer
+from monograph.decode.automata.counting import COUNTERS, MAX_COUNT
+from monograph.decode.automata.dfa import MAX_POSITIONS, MAX_STATES, MAX_WORK, ByteAutomaton, compiled
+from monograph.decode.automata.pattern import MAX_LENGTH
 from monograph.decode.automata.schema import _STEPS, _Schemas, document, parsed
 from monograph.errors import InputRefused
 
@@ -144,7 +148,7 @@ def test_oneof_by_a_telling_member() -> None:
 
     options = {"oneOf": [{"$ref": "#/$defs/a"}, shape("square")], "$defs": {"a": shape("circle")}}
     assert automaton(options).accepts(b'{"kind":"circle","size":null}')
-    with pytest.raises(InputRefused, match=r"at \$: one value may follow options 0 and 1 of 'oneOf': use 'anyOf'"):
+    with pytest.raises(InputRefused, match=r"at #: one value may follow options 0 and 1 of 'oneOf': use 'anyOf'"):
         automaton({"oneOf": [shape("circle"), shape("circle")]})
 
 
@@ -159,11 +163,11 @@ def nested(levels: int) -> Any:
     ("schema", "words"),
     [
         # not bounded
-        ({"type": "array", "items": {"type": "null"}}, r"at \$: an array without 'maxItems' is not bounded"),
-        ({"type": "object"}, r"at \$: an object of any members is not bounded"),
+        ({"type": "array", "items": {"type": "null"}}, r"at #: an array without 'maxItems' is not bounded"),
+        ({"type": "object"}, r"at #: an object of any members is not bounded"),
         (
             {"type": "object", "properties": {"a": {}}},
-            r"at \$\.properties\.a: any value is valid here, so .* not bounded",
+            r"at #/properties/a: any value is valid here, so .* not bounded",
         ),
         ({"type": "object", "properties": {}, "additionalProperties": True}, "any name, so it is not bounded"),
         ({"minLength": 2}, "any type is valid here, so it is not bounded"),
@@ -171,7 +175,7 @@ def nested(levels: int) -> Any:
         ({"$ref": "#"}, "'#' is recursive, so it is not bounded"),
         (
             {"$defs": {"t": {"type": "array", "items": {"$ref": "#/$defs/t"}, "maxItems": 2}}, "$ref": "#/$defs/t"},
-            r"at \$\.\$ref\.items: '\$ref' to '#/\$defs/t' is recursive, so it is not bounded",
+            r"at #/\$ref/items: '\$ref' to '#/\$defs/t' is recursive, so it is not bounded",
         ),
         # not in the subset
         ({"type": "string", "format": "date"}, "'format' is not supported"),
@@ -182,7 +186,7 @@ def nested(levels: int) -> Any:
         ({"$ref": "http://example.com/a"}, "is not supported: refer to '#/"),
         ({"anyOf": [{"type": "null"}], "type": "null"}, "'anyOf' next to 'type' is not supported"),
         ({"enum": [1], "minimum": 0}, "'minimum' next to 'enum' or 'const' is not supported"),
-        ({"type": "string", "pattern": "a(?=b)"}, r"at \$: the pattern: lookahead at position 1"),
+        ({"type": "string", "pattern": "a(?=b)"}, r"at #: the pattern: lookahead at position 1"),
         ({"oneOf": [{"type": "integer"}, {"type": "number"}]}, "options 0 and 1 of 'oneOf'"),
         # no schema, or nothing valid
         ({"type": "text"}, "type 'text' is none of object, array"),
@@ -249,9 +253,8 @@ def doubling(levels: int) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "schema",
     [
-        {"type": "string", "maxLength": 10**9},
-        {"type": "array", "items": {"type": "string"}, "maxItems": 10**9},
-        {"type": "string", "pattern": "(.*a){20}b{0,99}", "maxLength": 10**6},
+        {"type": "string", "pattern": "^(.*a){90}b{0,99}(a|b)*a(a|b){40}$", "maxLength": 10**4},
+        {"anyOf": [{"type": "string", "maxLength": 10**4}, {"type": "string", "maxLength": 9999, "pattern": "a"}]},
         doubling(20),
         {"enum": ["x" * 100 + str(number) for number in range(5000)]},
     ],
@@ -262,6 +265,232 @@ def test_hostile_schemas_are_refused_at_once(schema: Any) -> None:
             automaton(schema)
 
     assert least_s(refused, 2) < 2
+
+
+TOOL = {
+    "type": "object",
+    "properties": {
+        **{f"text{number}": {"type": "string", "maxLength": 4000} for number in range(20)},
+        **{f"plain{number}": {"type": "string"} for number in range(5)},
+        "content": {"type": "string", "minLength": 1, "maxLength": 32767},
+        "name": {"type": "string", "pattern": "^[a-zA-Z0-9_-]+$", "minLength": 1, "maxLength": 299},
+        "rows": {
+            "type": "array",
+            "maxItems": 100,
+            "items": {
+                "type": "object",
+                "properties": {
+                    "labels": {"type": "array", "items": {"type": "string", "maxLength": 200}, "maxItems": 100},
+                    "kind": {"enum": ["a", "b"]},
+                    "size": {"type": ["integer", "null"]},
+                },
+                "required": ["kind"],
+            },
+        },
+    },
+    "required": ["name"],
+}
+
+
+def test_an_ordinary_tools_schema_is_small() -> None:
+    ours = automaton(TOOL)
+    assert len(ours.next_SK) < 2500 and len(ours.effects) < 64
+    row = {"labels": ["x" * 200] * 100, "kind": "b", "size": None}
+    small = {"labels": [], "kind": "a"}
+    valid = [
+        {"text3": "é" * 4000, "name": "a" * 299},
+        {"content": "\n" * 32767, "name": "a"},
+        {"name": "a", "rows": [row, *[small] * 99]},
+    ]
+    invalid = [
+        {"text3": "é" * 4001, "name": "a"},
+        {"content": "", "name": "a"},
+        {"content": "x" * 32768, "name": "a"},
+        {"name": "a" * 300},
+        {"name": "a b"},
+        {"name": "a", "rows": [small] * 101},
+        {"name": "a", "rows": [small, small | {"labels": ["x"] * 101}]},
+        {"name": "a", "rows": [small, small | {"labels": ["x" * 201]}]},
+    ]
+    for ascii_only in (True, False):
+        assert [value for value in valid if not ours.accepts(compact(value, ascii_only))] == []
+        assert [value for value in invalid if ours.accepts(compact(value, ascii_only))] == []
+
+
+def same_allowed(schema: Any, draw: random.Random, walks: int) -> int:
+    """How many states of random texts allow the same tokens with counters as with each length written out."""
+    counting = constraint("json_schema", schema, PIECES, [END])
+    written = constrainer(compiled(document(schema, counted=False), "it"), PIECES, [END], "it")
+    assert not written.counts
+    compared = 0
+    for _ in range(walks):
+        states = (0, 0)
+        for _ in range(60):
+            allowed = allowed_ids(counting, states[0])
+            assert allowed == allowed_ids(written, states[1]), schema
+            assert is_over(counting, states[0]) == is_over(written, states[1])
+            compared += counting.counts
+            token = draw.choice(sorted(allowed))
+            if token == END:
+                break
+            states = (counting.after(states[0], token), written.after(states[1], token))
+    return compared
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "minLength": 2, "maxLength": 5},
+        {"type": "string", "pattern": "^(aa)*é?$", "maxLength": 5},
+        {"type": "string", "pattern": "^(aa)*é?$", "minLength": 2, "maxLength": 5},
+        {"type": "string", "pattern": "[0-9]a", "minLength": 1, "maxLength": 4},
+        {"type": "array", "items": {"type": "string", "maxLength": 2}, "minItems": 2, "maxItems": 4},
+        {"type": "array", "prefixItems": [{"const": "a"}], "items": {"type": "integer"}, "minItems": 3, "maxItems": 4},
+        {"anyOf": [{"enum": ["a", "abc"]}, {"type": "string", "minLength": 2, "maxLength": 3}]},
+        {
+            "type": "array",
+            "items": {"type": "array", "items": {"type": "string", "maxLength": 1}, "maxItems": 2},
+            "maxItems": 3,
+        },
+        {"anyOf": [{"type": "array", "items": {"type": "string", "maxLength": n}, "maxItems": n} for n in (2, 3)]},
+        {
+            "type": "object",
+            "properties": {"a": {"type": "string", "maxLength": 3, "pattern": "^b{4}$"}, "b": {"type": "null"}},
+        },
+    ],
+)
+def test_a_counter_allows_what_can_still_be_finished(schema: Any) -> None:
+    """The other side, lengths written out, is compared with brute force in test_lift."""
+    same_allowed(schema, random.Random(0), 25)
+
+
+def test_counters_allow_what_can_still_be_finished_for_random_schemas() -> None:
+    draw = random.Random(5)
+    assert sum(same_allowed(random_schema(draw), draw, 3) for _ in range(60)) > 300
+
+
+def test_without_a_token_for_each_byte_lengths_are_not_counted() -> None:
+    """After three letters only one more would fit, which no token writes: a counter alone would not see that."""
+    pieces = [b"", b"", b'"', b"ab", b"abc"]
+    automaton = constraint("json_schema", {"type": "string", "minLength": 4, "maxLength": 4}, pieces, [END])
+    assert not automaton.counts
+    assert allowed_ids(automaton, automaton.after(0, 2)) == {3}
+    assert allowed_ids(automaton, automaton.after(automaton.after(0, 2), 3)) == {3}
+
+
+def test_more_counted_parts_inside_each_other_than_counters_are_written_out() -> None:
+    schema: Any = {"type": "string", "maxLength": 1}
+    for _ in range(4):
+        schema = {"type": "array", "items": schema, "maxItems": 2}
+    ours = automaton(schema)
+    assert ours.accepts(b'[[[["a"],["a","b"]]]]') and not ours.accepts(b'[[[["a","b","c"]]]]')
+
+
+@pytest.mark.parametrize(
+    ("schema", "words"),
+    [
+        (
+            {
+                "type": "object",
+                "properties": {"a": {"type": "string"}, "b/c": {"type": "string", "pattern": "^.{900}$"}},
+            },
+            r"needs more than 20,000 positions, the most of them for 'pattern' at #/properties/b~1c; make",
+        ),
+        (
+            {"anyOf": [{"const": "x"}, {"type": "string", "maxLength": 4000}]},
+            r"more than 20,000 positions, the most of them for 'maxLength' at #/anyOf/1; make",
+        ),
+        ({"type": "object", "properties": {"a": {"enum": [["x" * 9000] * 9]}}}, r"for 'enum' at #/properties/a; make"),
+        (
+            {"type": "object", "properties": {f"p{n}": {"type": "integer"} for n in range(4000)}},
+            r"more than 1,000,000 steps to build, when #/properties/p[0-9]+ is read; make",
+        ),
+        (
+            {"type": "array", "items": {"type": "string", "maxLength": 32768}, "maxItems": 9},
+            r"at #/items: maxLength = 32,768: at most 32,767 are counted; give a smaller one",
+        ),
+        ({"type": "array", "items": {"type": "null"}, "maxItems": 10**9}, r"at #: maxItems = 1,000,000,000: at most"),
+    ],
+)
+def test_what_is_too_large_is_named_by_place_key_and_limit(schema: Any, words: str) -> None:
+    with pytest.raises(InputRefused, match=words):
+        automaton(schema)
+
+
+def test_the_page_names_the_limits_that_hold() -> None:
+    page = Path(__file__).parents[3].joinpath("docs", "constraints.md").read_text()
+    sizes = " ".join(page.partition("## Sizes")[2].split())
+    for limit, unit in (
+        (MAX_STATES, "states"),
+        (MAX_POSITIONS, "positions"),
+        (MAX_WORK, "construction steps"),
+        (MAX_CELLS, "cells"),
+        (MAX_EFFECTS, "effects"),
+        (MAX_LENGTH, "characters"),
+        (MAX_COUNT, "characters or items"),
+        (COUNTERS, "counted parts"),
+    ):
+        assert f"{limit:,} {unit}" in sizes, unit
+
+
+REFERRED = {
+    "properties": {"a": {"anyOf": [{"const": "first"}, {"const": "second"}]}},
+    "$defs": {
+        "a/b": {"const": "slash"},
+        "m~n": {"const": "tilde"},
+        "~1": {"const": "tilde one"},
+        "é %": {"const": "percent"},
+        "": {"const": "empty"},
+        "0": {"const": "a name"},
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("pointer", "value"),
+    [
+        ("#/properties/a/anyOf/0", "first"),
+        ("#/properties/a/anyOf/1", "second"),
+        ("#/%70roperties/a/anyOf/%31", "second"),
+        ("#/$defs/a~1b", "slash"),
+        ("#/%24defs/a%7E1b", "slash"),
+        ("#%2F$defs%2Fa~1b", "slash"),
+        ("#/$defs/m~0n", "tilde"),
+        ("#/$defs/~01", "tilde one"),
+        ("#/$defs/%C3%A9%20%25", "percent"),
+        ("#/$defs/é %25", "percent"),
+        ("#/$defs/", "empty"),
+        ("#/$defs/0", "a name"),
+    ],
+)
+def test_a_reference_is_a_json_pointer_of_rfc_6901(pointer: str, value: str) -> None:
+    schema = REFERRED | {"type": "object", "properties": REFERRED["properties"] | {"it": {"$ref": pointer}}}
+    assert automaton(schema).accepts(compact({"it": value}, False))
+
+
+@pytest.mark.parametrize(
+    ("pointer", "words"),
+    [
+        ("#/properties/a/anyOf/2", "leads nowhere: there is no '2'"),
+        ("#/properties/a/anyOf/-", "leads nowhere"),
+        ("#/properties/a/anyOf/00", "leads nowhere"),
+        ("#/properties/a/anyOf/+1", "leads nowhere"),
+        ("#/properties/a/anyOf/\u0661", "leads nowhere"),
+        ("#/properties/a/anyOf/0/const/0", "leads nowhere"),
+        ("#/$defs/a%2Fb", "leads nowhere: there is no 'a'"),
+        ("#/$defs/a~2b", "write ~0 for '~' and ~1 for '/'"),
+        ("#/$defs/m~", "write ~0 for '~'"),
+        ("#/$defs/%FF", "its percent escapes are no UTF-8"),
+        ("#/properties/it", "is recursive"),
+        ("#/%70roperties/it", "is recursive"),
+        ("#", "is recursive"),
+        ("#defs", "is not supported: refer to"),
+    ],
+)
+def test_a_pointer_that_leads_nowhere_or_back_is_refused(pointer: str, words: str) -> None:
+    schema = REFERRED | {"type": "object", "properties": REFERRED["properties"] | {"it": {"$ref": pointer}}}
+    with pytest.raises(InputRefused, match=words):
+        automaton(schema)
 
 
 def test_many_optional_members() -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 import torch
 import torch._dynamo.testing
@@ -31,7 +33,7 @@ def tables(device: str = "cpu") -> tuple[Arena, list[int]]:
 def agrees(there: Arena, automaton: Automaton, start: int) -> None:
     """Every state's mask, stop and successors are the automaton's own."""
     states = len(automaton.stops_S)
-    state_B = torch.arange(start, start + states, dtype=torch.int32)
+    state_B = torch.arange(start, start + states, dtype=torch.int64)
     mask_BV = allowed(there, state_B)
     assert [set(row.nonzero().flatten().tolist()) for row in mask_BV] == [
         allowed_ids(automaton, state) for state in range(states)
@@ -41,7 +43,7 @@ def agrees(there: Arena, automaton: Automaton, start: int) -> None:
         after = [state_after(automaton, [token], state) for state in range(states)]
         expected = [DEAD if state < 0 else state + start for state in after]
         found = advance(there, state_B, torch.full((states,), token))
-        assert found.dtype == torch.int32 and found.tolist() == expected
+        assert found.dtype == torch.int64 and found.tolist() == expected
 
 
 def test_the_tables_say_what_the_automata_say() -> None:
@@ -50,9 +52,36 @@ def test_the_tables_say_what_the_automata_say() -> None:
         agrees(there, automaton, start)
 
 
+def test_the_tables_count_as_the_automata_do() -> None:
+    """Two automata with counters beside others, followed through random texts, one of them with lists in lists."""
+    pieces = [b"", b"", *(bytes([byte]) for byte in range(256)), b'["', b'","', b'"],["', b"ab", "éé".encode(), b'"]']
+    rows = {"type": "array", "items": {"type": "string", "minLength": 1, "maxLength": 5}, "minItems": 2, "maxItems": 4}
+    made = [
+        constraint("json_schema", schema, pieces, [END])
+        for schema in (rows, {"type": "array", "items": rows, "maxItems": 3}, {"type": "string", "maxLength": 900})
+    ]
+    there = Arena.holding([*made, stop_strings(["ab"], pieces)], len(pieces), torch.device("cpu"))
+    draw, compared = random.Random(0), 0
+    for automaton in made:
+        start = there.take(automaton)
+        assert start is not None and automaton.counts
+        for _ in range(12):
+            state, state_1 = 0, torch.tensor([start])
+            while not stopped(there, state_1):
+                mine = allowed_ids(automaton, state)
+                assert set(allowed(there, state_1)[0].nonzero().flatten().tolist()) == mine
+                for token in (draw.randrange(len(pieces)), draw.choice(sorted(mine - {END}) or [END])):
+                    after = automaton.after(state, token)
+                    found = advance(there, state_1, torch.tensor([token]))
+                    assert found.tolist() == [DEAD if after < 0 else after + start]
+                state, state_1 = after, found
+                compared += 1
+    assert compared > 300
+
+
 def test_rows_without_an_automaton() -> None:
     for there in (tables()[0], Arena.holding([], len(PIECES), torch.device("cpu"))):
-        state_B, token_B = torch.tensor([FREE, DEAD], dtype=torch.int32), torch.tensor([PAD, 3])
+        state_B, token_B = torch.tensor([FREE, DEAD], dtype=torch.int64), torch.tensor([PAD, 3])
         assert allowed(there, state_B).all(1).tolist() == [True, False] and not allowed(there, state_B)[1].any()
         assert advance(there, state_B, token_B).tolist() == [FREE, DEAD]
         assert not stopped(there, state_B).any()
@@ -75,7 +104,7 @@ def test_compiled_is_eager_in_one_graph() -> None:
     captured = torch.compile(step, backend=graphs, fullgraph=True)
     for start in starts:
         for token in range(2, len(PIECES), 3):
-            state_B = torch.tensor([FREE, start, start + 1, DEAD], dtype=torch.int32)
+            state_B = torch.tensor([FREE, start, start + 1, DEAD], dtype=torch.int64)
             token_B = torch.full((4,), token)
             for ours, eager in zip(captured(state_B, token_B), step(state_B, token_B), strict=True):
                 assert torch.equal(ours, eager)
@@ -85,7 +114,7 @@ def test_compiled_is_eager_in_one_graph() -> None:
 @pytest.mark.gpu
 def test_replayed_on_a_gpu() -> None:
     there, starts = tables("cuda")
-    state_B = torch.zeros(3, dtype=torch.int32, device="cuda")
+    state_B = torch.zeros(3, dtype=torch.int64, device="cuda")
     token_B = torch.full((3,), 2, device="cuda")
     outputs = allowed(there, state_B), advance(there, state_B, token_B), stopped(there, state_B)
     graph = torch.cuda.CUDAGraph()

@@ -7,7 +7,16 @@ step calls `allowed`, `advance` and `stopped`.
 from collections.abc import Collection, Sequence
 from typing import Any
 
-from monograph.decode.automata.arena import Arena, Automaton, advance, allowed, constrainer, searcher, stopped
+from monograph.decode.automata.arena import (
+    Arena,
+    Automaton,
+    advance,
+    allowed,
+    constrainer,
+    has_each_byte,
+    searcher,
+    stopped,
+)
 from monograph.decode.automata.dfa import ByteAutomaton, compiled
 from monograph.decode.automata.expression import Alternation, Expression, joined, literal
 from monograph.decode.automata.pattern import whole
@@ -40,6 +49,9 @@ def constraint(
         InputRefused: the value is outside the subset, unbounded or too large; the message names the place.
     """
     automaton, where = _compiled(kind, value, lead)
+    if automaton.counts and not has_each_byte(automaton, pieces, end_ids):
+        # What a counter allows has to be writable byte by byte; without a byte, every length is looked at by itself.
+        automaton, where = _compiled(kind, value, lead, counted=False)
     return constrainer(automaton, pieces, end_ids, where)
 
 
@@ -70,16 +82,16 @@ def stop_strings(strings: Sequence[str], pieces: Sequence[bytes]) -> Automaton:
     return searcher([_utf8(string, "a stop string") for string in strings], pieces)
 
 
-def _compiled(kind: str, value: Any, lead: bytes) -> tuple[ByteAutomaton, str]:
+def _compiled(kind: str, value: Any, lead: bytes, counted: bool = True) -> tuple[ByteAutomaton, str]:
     """Return the automaton of a constraint after `lead`, and its name in an error."""
     try:
-        expression, where = _expression(kind, value)
+        expression, where = _expression(kind, value, counted)
         return compiled(joined(literal(lead), expression) if lead else expression, where), where
     except RecursionError:
         raise InputRefused(f"the {kind} constraint is nested too deep: make it flatter") from None
 
 
-def _expression(kind: str, value: Any) -> tuple[Expression, str]:
+def _expression(kind: str, value: Any, counted: bool) -> tuple[Expression, str]:
     """Return an expression for the accepted texts, and its name in an error."""
     if kind == "choices":
         if isinstance(value, str) or not value:
@@ -91,7 +103,7 @@ def _expression(kind: str, value: Any) -> tuple[Expression, str]:
         shown = value if len(value) <= 60 else value[:60] + "..."
         return whole(value, f"the regular expression {shown!r}"), f"the regular expression {shown!r}"
     if kind == "json_schema":
-        return document(parsed(value) if isinstance(value, str) else value), "the JSON schema"
+        return document(parsed(value) if isinstance(value, str) else value, counted), "the JSON schema"
     if kind == "grammar":
         raise UsageError(
             "a context-free grammar needs a stack, which the host would have to keep token by token, and decoding "

@@ -4,11 +4,14 @@ Tokens that lead from every state to the same next state form one class, so a ta
 class of each token, stand for the table over states and tokens. Stop strings form such an automaton too; its state
 tracks the progress in each of them (Aho and Corasick 1975).
 
+A token may also have an effect on counters (`counting`), which say how often a part of the text may still be repeated;
+each automaton lists its effects. A row's state and its counters are one number.
+
 The decode step follows automata by gathers in tensors of fixed size, without the host. The tensors keep their sizes and
 places, so a captured step goes on to read them.
 
-Shapes: V tokens, S states, C classes of tokens, K classes of bytes; on the device B rows, S states and N cells of all
-automata, A automata.
+Shapes: V tokens, S states, C classes of tokens, K classes of bytes, E effects, R counters; on the device B rows, S
+states, N cells and E effects of all automata, A automata.
 """
 
 from collections import Counter
@@ -21,7 +24,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from monograph.decode.automata.dfa import ByteAutomaton
+from monograph.decode.automata.counting import (
+    ALWAYS,
+    COUNTERS,
+    MAX_COUNT,
+    SHIFTS,
+    STATE_BITS,
+    Effect,
+    moved,
+    then,
+)
+from monograph.decode.automata.dfa import STATE_MASK, ByteAutomaton
 from monograph.errors import InputRefused
 
 MAX_BYTES = 4_096  # most bytes of all stop strings together
@@ -65,29 +78,51 @@ def _aho_corasick(strings: Sequence[bytes]) -> ByteAutomaton:
             shorter[child] = int(next_SK[shorter[node], byte]) if node else 0
             next_SK[node, byte] = child
             queue.append(child)
-    return ByteAutomaton(next_SK, np.arange(256, dtype=np.uint8), np.isin(np.arange(len(children)), list(ends)))
+    accepting_S = np.isin(np.arange(len(children)), list(ends))
+    return ByteAutomaton(next_SK, np.arange(256, dtype=np.uint8), accepting_S, np.zeros_like(next_SK))
 
 
-MAX_CELLS = 1 << 25  # most cells of one automaton's table while it is built, 64 MiB
+MAX_CELLS = 1 << 25  # most cells of one automaton's table while it is built, 128 MiB
+MAX_EFFECTS = 1 << 12  # most effects of one automaton
 _PART = 1 << 22  # cells computed at once
 _MAX_CLASSES = (1 << 15) - 2  # a class is an int16, and a constraint adds two
 
 
 @dataclass(frozen=True, eq=False)
 class Automaton:
-    """An automaton over tokens; a text begins in state 0.
+    """An automaton over tokens; a text begins in state 0, with all counters 0.
 
     Attributes:
         where: the automaton's name in an error.
         next_SC: int16 [S, C], the state after a token of each class; -1 where the token is forbidden.
         class_V: int16 [V], the class of each token.
         stops_S: bool [S], whether the text is over: a stop string has occurred, or only an end token may follow.
+        effect_SC: int16 [S, C], the index in `effects` of what the token does to the counters.
+        effects: all effects; the first is `ALWAYS`.
     """
 
     where: str
     next_SC: NDArray[np.int16]
     class_V: NDArray[np.int16]
     stops_S: NDArray[np.bool_]
+    effect_SC: NDArray[np.int16]
+    effects: tuple[Effect, ...] = (ALWAYS,)
+
+    def after(self, state: int, token: int) -> int:
+        """Return the state after a token, or -1 if it is forbidden; this is the reference for `advance`.
+
+        Args:
+            state: a state with its counters.
+            token: the token's id.
+        """
+        at, by = state & STATE_MASK, self.class_V[token]
+        following = int(self.next_SC[at, by])
+        return -1 if following < 0 else moved(self.effects[self.effect_SC[at, by]], state, following)
+
+    @property
+    def counts(self) -> bool:
+        """Return whether it has counters."""
+        return len(self.effects) > 1
 
 
 def searcher(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automaton:
@@ -101,15 +136,17 @@ def searcher(strings: Sequence[bytes], pieces: Sequence[bytes]) -> Automaton:
         InputRefused: see `_aho_corasick`; or the table is too large.
     """
     automaton, where = _aho_corasick(strings), "the stop strings"
-    columns_CS, class_V = _columns(automaton, pieces, where)
-    return Automaton(where, np.ascontiguousarray(columns_CS[:, :-1].T), class_V, automaton.accepting_S)
+    columns_C2S, class_V, _ = _columns(automaton, pieces, where)
+    next_SC, effect_SC = (np.ascontiguousarray(columns_C2S[:, part, :-1].T) for part in (0, 1))
+    return Automaton(where, next_SC, class_V, automaton.accepting_S, effect_SC)
 
 
 def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Collection[int], where: str) -> Automaton:
     """Return the automaton of a constraint over tokens: from every state it can reach an accepting state.
 
     Args:
-        automaton: the automaton over bytes.
+        automaton: the automaton over bytes; if it has counters, each byte of its texts is a token by itself, so that
+            what can be finished byte by byte can be finished by tokens.
         pieces: the bytes of each token; a token without bytes is never allowed, unless it ends the text.
         end_ids: tokens that end a text; they are allowed in accepting states only, regardless of their bytes.
         where: the automaton's name in an error.
@@ -119,20 +156,25 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
     """
     if not (ends := sorted(end_ids)):
         raise InputRefused(f"{where} needs a token that ends a text, and the tokenizer has none")
-    columns_CS, class_V = _columns(automaton, pieces, where)
+    columns_C2S, class_V, effects = _columns(automaton, pieces, where)
     states = len(automaton.accepting_S)
     # Add two columns that lead to the dead state: one for tokens that are never allowed, and the last for end tokens.
-    columns_CS = np.concatenate([columns_CS, np.full((2, states + 1), states, dtype=np.int16)])
+    nowhere_2S = np.zeros((1, 2, states + 1), dtype=np.int16)
+    nowhere_2S[:, 0] = states
+    columns_C2S = np.concatenate([columns_C2S, nowhere_2S, nowhere_2S])
     # An end token is one whatever its bytes are, and a token without bytes would never move the text on.
-    class_V[[not piece for piece in pieces]] = len(columns_CS) - 2
-    class_V[ends] = len(columns_CS) - 1
+    class_V[[not piece for piece in pieces]] = len(columns_C2S) - 2
+    class_V[ends] = len(columns_C2S) - 1
     # Drop the columns that only tokens without bytes and end tokens had.
     used, number_V = np.unique(class_V, return_inverse=True)
-    columns_CS, class_V = columns_CS[used], number_V.astype(np.int16)
-    next_SC = np.ascontiguousarray(columns_CS.T)  # row `states` is the dead state
-    edges_SS = _edges(next_SC)
-    # A live state can be reached from state 0, and an accepting state can be reached from it.
-    live_S = (_spread(edges_SS, np.array([0])) & _spread(edges_SS.T, np.flatnonzero(automaton.accepting_S)))[:-1]
+    columns_C2S, class_V = columns_C2S[used], number_V.astype(np.int16)
+    next_SC = np.ascontiguousarray(columns_C2S[:, 0].T)  # row `states` is the dead state
+    effect_SC = columns_C2S[:, 1].T
+    live_S = np.ones(states, dtype=bool)
+    if not has_each_byte(automaton, pieces, end_ids):
+        edges_SS = _edges(next_SC)
+        # A live state can be reached from state 0, and an accepting state can be reached from it.
+        live_S = (_spread(edges_SS, np.array([0])) & _spread(edges_SS.T, np.flatnonzero(automaton.accepting_S)))[:-1]
     if not live_S[0]:
         raise InputRefused(f"{where}: no sequence of the tokenizer's tokens makes such a text")
     # Renumber the live states, and add one last state, to which only end tokens lead.
@@ -140,27 +182,40 @@ def constrainer(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Coll
     numbers[:states][live_S] = np.arange(live_S.sum(), dtype=np.int16)
     next_SC = np.concatenate([numbers[next_SC[:states][live_S]], np.full((1, next_SC.shape[1]), -1, dtype=np.int16)])
     next_SC[np.append(automaton.accepting_S[live_S], True), -1] = len(next_SC) - 1
+    effect_SC = np.concatenate([effect_SC[:states][live_S], np.zeros((1, next_SC.shape[1]), dtype=np.int16)])
+    effect_SC[next_SC < 0] = 0
     stops_S = np.asarray((next_SC[:, :-1] < 0).all(axis=1))
-    next_SC, merged_C = np.unique(next_SC, axis=1, return_inverse=True)
-    return Automaton(where, next_SC, merged_C.reshape(-1).astype(np.int16)[class_V], stops_S)
+    both, merged_C = np.unique(np.concatenate([next_SC, effect_SC]), axis=1, return_inverse=True)
+    next_SC, effect_SC = np.ascontiguousarray(both[: len(stops_S)]), np.ascontiguousarray(both[len(stops_S) :])
+    return Automaton(where, next_SC, merged_C.reshape(-1).astype(np.int16)[class_V], stops_S, effect_SC, effects)
+
+
+def has_each_byte(automaton: ByteAutomaton, pieces: Sequence[bytes], end_ids: Collection[int]) -> bool:
+    """Return whether each byte of the accepted texts is a token by itself, so that tokens write all of these texts."""
+    alone = {piece[0] for token, piece in enumerate(pieces) if len(piece) == 1 and token not in end_ids}
+    used_K = np.asarray((automaton.next_SK >= 0).any(axis=0))
+    return alone.issuperset(np.flatnonzero(used_K[automaton.class_256]).tolist())
 
 
 def _columns(
     automaton: ByteAutomaton, pieces: Sequence[bytes], where: str
-) -> tuple[NDArray[np.int16], NDArray[np.int16]]:
-    """Return the next state for each class of tokens and state, [C, S + 1] (S is the dead state), and classes, [V].
+) -> tuple[NDArray[np.int16], NDArray[np.int16], tuple[Effect, ...]]:
+    """Return the columns of all classes of tokens, [C, 2, S + 1], each token's class, [V], and the effects.
 
-    A column holds the states that a run of bytes leads to from each state. All tokens are read at once, byte by byte.
-    Prefixes that lead from all states to the same states share a column, and each column is continued by each class of
-    bytes only once.
+    A column holds the states that a run of bytes leads to from each state, and the effects on the way there; state S is
+    the dead state. All tokens are read at once, byte by byte. Prefixes that lead from all states to the same states
+    with the same effects share a column, and each column is continued by each class of bytes only once.
     """
     states, byte_classes = automaton.next_SK.shape
     step_KS = np.full((byte_classes, states + 1), states, dtype=np.int16)
     step_KS[:, :states] = np.where(automaton.next_SK < 0, states, automaton.next_SK).T
+    effect_KS = np.zeros((byte_classes, states + 1), dtype=np.int16)
+    effect_KS[:, :states] = automaton.effect_SK.T
+    sequences = _Sequences(automaton.effects, where)
     text = automaton.class_256[np.frombuffer(b"".join(pieces), dtype=np.uint8)].astype(np.int64)
     lengths_V = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
     starts_V = np.cumsum(lengths_V) - lengths_V
-    columns = [np.arange(states + 1, dtype=np.int16)]
+    columns = [np.stack([np.arange(states + 1, dtype=np.int16), np.zeros(states + 1, dtype=np.int16)])]
     index_of = {columns[0].tobytes(): 0}
     known = np.full((1, byte_classes), -1, dtype=np.int64)  # the column after a column and a class of bytes
     column_V = np.zeros(len(pieces), dtype=np.int64)
@@ -176,9 +231,13 @@ def _columns(
         for first in range(0, len(parents), part):
             chosen = slice(first, first + part)
             before = np.stack([columns[parent] for parent in parents[chosen]])
-            for parent, kind, column in zip(
-                parents[chosen], kinds[chosen], step_KS[kinds[chosen, None], before], strict=True
-            ):
+            after = np.empty_like(before)
+            after[:, 0] = step_KS[kinds[chosen, None], before[:, 0]]
+            after[:, 1] = sequences.after(before[:, 1], effect_KS[kinds[chosen, None], before[:, 0]])
+            # What no counters allow leads to the dead state, where all effects are one.
+            after[:, 0][after[:, 1] < 0] = states
+            after[:, 1][after[:, 0] == states] = 0
+            for parent, kind, column in zip(parents[chosen], kinds[chosen], after, strict=True):
                 known[parent, kind] = index_of.setdefault(column.tobytes(), len(columns))
                 if known[parent, kind] == len(columns):
                     columns.append(column.copy())
@@ -192,7 +251,56 @@ def _columns(
         depth += 1
         active = active[lengths_V[active] > depth]
     used, class_V = np.unique(column_V, return_inverse=True)
-    return np.stack([columns[index] for index in used]), class_V.astype(np.int16)
+    return np.stack([columns[index] for index in used]), class_V.astype(np.int16), tuple(sequences.effects)
+
+
+class _Sequences:
+    """The effects of sequences of bytes, made from those of single bytes.
+
+    Attributes:
+        effects: all effects so far; the first are those of single bytes.
+    """
+
+    def __init__(self, of_bytes: Sequence[Effect], where: str) -> None:
+        self.effects = list(of_bytes)
+        self._where = where
+        self._of_bytes = len(of_bytes)
+        self._number = {effect: number for number, effect in enumerate(of_bytes)}
+        # The effect after an effect and one of a byte: -1 where no counters allow it, _UNKNOWN until it is asked for.
+        self._known = np.full((len(of_bytes), len(of_bytes)), _UNKNOWN, dtype=np.int16)
+        self._known[0] = np.arange(len(of_bytes))
+        self._known[:, 0] = np.arange(len(of_bytes))
+
+    def after(self, before: NDArray[np.int16], byte: NDArray[np.int16]) -> NDArray[np.int16]:
+        """Return the effects of sequences and then of a byte, in the arrays' shape; -1 where no counters allow it."""
+        found = self._known[before, byte]
+        missing = found == _UNKNOWN
+        if missing.any():
+            for pair in np.unique(before[missing].astype(np.int64) * self._of_bytes + byte[missing]).tolist():
+                self._add(*divmod(pair, self._of_bytes))
+            found = self._known[before, byte]
+        return found
+
+    def _add(self, before: int, byte: int) -> None:
+        effect = then(self.effects[before], self.effects[byte])
+        if effect is None:
+            self._known[before, byte] = -1
+            return
+        if effect not in self._number:
+            if len(self.effects) == MAX_EFFECTS:
+                raise InputRefused(
+                    f"{self._where}: tokens count its lengths in more than {MAX_EFFECTS:,} ways; give fewer different "
+                    "values of maxLength and maxItems"
+                )
+            self._number[effect] = len(self.effects)
+            self.effects.append(effect)
+            row = np.full((1, self._of_bytes), _UNKNOWN, dtype=np.int16)
+            row[0, 0] = self._number[effect]
+            self._known = np.concatenate([self._known, row])
+        self._known[before, byte] = self._number[effect]
+
+
+_UNKNOWN = -2
 
 
 def _edges(next_SC: NDArray[np.int16]) -> NDArray[np.bool_]:
@@ -216,28 +324,34 @@ def _spread(edges_SS: NDArray[np.bool_], start: NDArray[np.int64]) -> NDArray[np
 
 
 FREE, DEAD = 0, 1  # states of an arena: in FREE every token is allowed and no text is over, in DEAD none is allowed
+NEVER = 1  # the effect that no counters allow; effect 0 is `ALWAYS`
 
 
 class _Place(NamedTuple):
-    """An automaton, where its cells and states begin, and its number."""
+    """An automaton, where its cells, states and effects begin, and its number."""
 
     automaton: Automaton
     cell: int
     state: int
+    effect: int
     number: int
 
 
 class Arena:
-    """Automata over one vocabulary as a few tensors of 4 N + 9 S + 2 A V bytes.
+    """Automata over one vocabulary as a few tensors of 6 N + 9 S + 16 E R + 2 A V bytes.
 
     Each automaton has a place while a request uses it, and longer if nobody asks. Each row of a batch has a state,
-    int32: FREE if it has no automaton, else a state of an automaton.
+    int64: FREE if it has no automaton, else a state of an automaton, with its counters.
 
     Attributes:
         cells: most cells of all automata.
         states: most states of all.
         automata: most automata.
+        effects: most effects of all but `ALWAYS`.
         next_N: int32 [N], the state after each class of tokens, state by state; DEAD where the token is forbidden.
+        effect_N: int16 [N], the effect on the counters; NEVER where the token is forbidden.
+        classes_C: int32 [C], the numbers from 0 of as many classes as an automaton may have.
+        effects_4ER: int32 [4, E, R], least, most, keep and add of each effect.
         row_S: int32 [S], the index in `next_N` of each state's first cell.
         automaton_S: int32 [S], the number of each state's automaton, from 1; 0 for FREE and DEAD.
         stops_S: bool [S], whether the text is over in the state.
@@ -245,17 +359,34 @@ class Arena:
     """
 
     def __init__(
-        self, vocabulary: int, device: torch.device, cells: int = 1 << 22, states: int = 1 << 16, automata: int = 64
+        self,
+        vocabulary: int,
+        device: torch.device,
+        cells: int = 1 << 22,
+        states: int = 1 << STATE_BITS,
+        automata: int = 64,
+        effects: int = MAX_EFFECTS,
+        classes: int = 1 << 13,
     ) -> None:
-        """Allocate tables of so many cells, states and automata, all free."""
-        self.cells, self.states, self.automata = cells, states, automata
+        """Allocate tables of so many cells, states, automata and effects, all free.
+
+        An automaton has at most so many classes; a step looks at as many, and at none per token of a large vocabulary.
+        """
+        self.cells, self.states, self.automata, self.effects = cells, states, automata, effects
         self.next_N, self.row_S, self.automaton_S = (
             torch.zeros(size, dtype=torch.int32, device=device) for size in (cells, states, states)
         )
+        self.effect_N = torch.zeros(cells, dtype=torch.int16, device=device)
+        self.effects_4ER = torch.zeros(4, 2 + effects, COUNTERS, dtype=torch.int32, device=device)
         self.stops_S = torch.zeros(states, dtype=torch.bool, device=device)
         self.class_AV = torch.zeros(1 + automata, vocabulary, dtype=torch.int16, device=device)
         # FREE and DEAD have one cell each: FREE leads to FREE, DEAD to DEAD.
         self.next_N[DEAD] = self.row_S[DEAD] = DEAD
+        self.effect_N[DEAD] = NEVER
+        self._write_effects(0, [ALWAYS, ALWAYS._replace(least=(1,) * COUNTERS, most=(0,) * COUNTERS)])
+        # On the device, so that a captured step copies nothing.
+        self.classes_C = torch.arange(min(classes, vocabulary + 2), dtype=torch.int32, device=device)
+        self.shifts_R = torch.tensor(SHIFTS, dtype=torch.int64, device=device)
         self._vocabulary = vocabulary
         self._places: dict[int, _Place] = {}  # by identity, the longest unused first
         self._uses: Counter[int] = Counter()
@@ -263,8 +394,9 @@ class Arena:
     @classmethod
     def holding(cls, automata: Collection[Automaton], vocabulary: int, device: torch.device) -> Self:
         """Allocate as much as these automata take together; raises InputRefused like `require`."""
-        cells, states = sum(each.next_SC.size for each in automata), sum(len(each.next_SC) for each in automata)
-        arena = cls(vocabulary, device, 2 + cells, 2 + states, len(automata))
+        cells, states, effects = _sizes(automata)
+        classes = max([1, *(automaton.next_SC.shape[1] for automaton in automata)])
+        arena = cls(vocabulary, device, 2 + cells, 2 + states, len(automata), effects, classes)
         arena.require(*automata)
         return arena
 
@@ -274,11 +406,18 @@ class Arena:
         for automaton in given:
             if (made_for := len(automaton.class_V)) != self._vocabulary:
                 raise InputRefused(f"{automaton.where} was made for {made_for:,} tokens, not {self._vocabulary:,}")
-        size, states = sum(each.next_SC.size for each in given), sum(len(each.next_SC) for each in given)
-        if size + 2 > self.cells or states + 2 > self.states or len(given) > self.automata:
+            if (classes := automaton.next_SC.shape[1]) > len(self.classes_C):
+                raise InputRefused(
+                    f"{automaton.where}: it tells {classes:,} kinds of tokens apart, more than there is room for "
+                    f"({len(self.classes_C):,}): make it simpler or shorter"
+                )
+        size, states, effects = _sizes(given)
+        enough = size + 2 <= self.cells and states + 2 <= self.states and effects <= self.effects
+        if not enough or len(given) > self.automata:
             raise InputRefused(
                 f"{' and '.join(each.where for each in given)}: {states:,} states and {size:,} cells are more than "
-                f"there is room for ({self.states:,} and {self.cells:,}): make it simpler or shorter"
+                f"there is room for ({self.states:,} and {self.cells:,}), or {effects:,} effects than "
+                f"{self.effects:,}: make it simpler or shorter"
             )
 
     def take(self, automaton: Automaton | None) -> int | None:
@@ -315,20 +454,42 @@ class Arena:
         number = next((n for n in range(1, 1 + self.automata) if all(n != place.number for place in there)), None)
         cell = _gap([(p.cell, p.automaton.next_SC.size) for p in there], automaton.next_SC.size, self.cells)
         state = _gap([(p.state, len(p.automaton.next_SC)) for p in there], len(automaton.next_SC), self.states)
-        return None if number is None or cell is None or state is None else _Place(automaton, cell, state, number)
+        effect = _gap(
+            [(p.effect, len(p.automaton.effects) - 1) for p in there], len(automaton.effects) - 1, self.effects + 2
+        )
+        if number is None or cell is None or state is None or effect is None:
+            return None
+        return _Place(automaton, cell, state, effect, number)
 
-    def _write(self, automaton: Automaton, cell: int, state: int, number: int) -> None:
-        """Write an automaton's table from `cell` and `state` on."""
+    def _write(self, automaton: Automaton, cell: int, state: int, effect: int, number: int) -> None:
+        """Write an automaton's table from `cell`, `state` and `effect` on."""
         table_SC, device = automaton.next_SC.astype(np.int32), self.next_N.device
         states = slice(state, state + len(table_SC))
         # A forbidden token's -1 becomes the dead state here, so that the device needs no case for it.
         following = np.where(table_SC < 0, DEAD, table_SC + state).reshape(-1)
         rows = np.arange(len(table_SC), dtype=np.int32) * table_SC.shape[1] + cell
         self.next_N[cell : cell + table_SC.size] = torch.from_numpy(following.astype(np.int32)).to(device)
+        # The first effect is `ALWAYS`, which all automata share.
+        effects = np.where(automaton.effect_SC > 0, automaton.effect_SC + (effect - 1), 0)
+        effects = np.where(table_SC < 0, NEVER, effects).reshape(-1).astype(np.int16)
+        self.effect_N[cell : cell + table_SC.size] = torch.from_numpy(effects).to(device)
+        self._write_effects(effect, automaton.effects[1:])
         self.row_S[states] = torch.from_numpy(rows.astype(np.int32)).to(device)
         self.automaton_S[states] = number
         self.stops_S[states] = torch.from_numpy(automaton.stops_S).to(device)
         self.class_AV[number] = torch.from_numpy(automaton.class_V).to(device)
+
+    def _write_effects(self, first: int, effects: Sequence[Effect]) -> None:
+        """Write effects from the number `first` on."""
+        if effects:
+            written = torch.tensor(effects, dtype=torch.int32).transpose(0, 1)
+            self.effects_4ER[:, first : first + len(effects)] = written.to(self.effects_4ER.device)
+
+
+def _sizes(automata: Collection[Automaton]) -> tuple[int, int, int]:
+    """Return the cells, states and effects of automata."""
+    cells = sum(each.next_SC.size for each in automata)
+    return cells, sum(len(each.next_SC) for each in automata), sum(len(each.effects) - 1 for each in automata)
 
 
 def _gap(taken: list[tuple[int, int]], size: int, most: int) -> int | None:
@@ -346,13 +507,20 @@ def allowed(tables: Arena, state_B: Tensor) -> Tensor:
 
     Args:
         tables: the automata.
-        state_B: int32 [B].
+        state_B: int64 [B].
 
     Returns:
         bool [B, V]; all true in state FREE, all false in state DEAD.
     """
-    class_BV = tables.class_AV[tables.automaton_S[state_B]].int()
-    return tables.next_N[tables.row_S[state_B][:, None] + class_BV] != DEAD
+    at_B = state_B & STATE_MASK
+    # Whether the counters allow an effect is found out for each effect, then for each class, and not for each token.
+    counts_BR = _counts(tables, state_B)
+    least_ER, most_ER = tables.effects_4ER[0], tables.effects_4ER[1]
+    may_BE = ((counts_BR[:, None] >= least_ER) & (counts_BR[:, None] <= most_ER)).all(-1)
+    # Behind an automaton's last class come cells of others, which no token has.
+    cell_BC = (tables.row_S[at_B][:, None] + tables.classes_C).clamp(max=tables.cells - 1)
+    may_BC = may_BE.gather(1, tables.effect_N[cell_BC].long())
+    return may_BC.gather(1, tables.class_AV[tables.automaton_S[at_B]].long())
 
 
 def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
@@ -360,14 +528,19 @@ def advance(tables: Arena, state_B: Tensor, token_B: Tensor) -> Tensor:
 
     Args:
         tables: the automata.
-        state_B: int32 [B].
+        state_B: int64 [B].
         token_B: int64 or int32 [B], ids below V.
 
     Returns:
-        int32 [B].
+        int64 [B].
     """
-    class_B = tables.class_AV[tables.automaton_S[state_B], token_B].int()
-    return tables.next_N[tables.row_S[state_B] + class_B]
+    at_B = state_B & STATE_MASK
+    cell_B = tables.row_S[at_B] + tables.class_AV[tables.automaton_S[at_B], token_B].int()
+    least_BR, most_BR, keep_BR, add_BR = tables.effects_4ER[:, tables.effect_N[cell_B].int()].long().unbind(0)
+    counts_BR = _counts(tables, state_B)
+    may_B = ((counts_BR >= least_BR) & (counts_BR <= most_BR)).all(-1)
+    after_B = tables.next_N[cell_B] + ((keep_BR * counts_BR + add_BR) << tables.shifts_R).sum(-1)
+    return torch.where(may_B, after_B, DEAD)
 
 
 def stopped(tables: Arena, state_B: Tensor) -> Tensor:
@@ -375,9 +548,14 @@ def stopped(tables: Arena, state_B: Tensor) -> Tensor:
 
     Args:
         tables: the automata.
-        state_B: int32 [B].
+        state_B: int64 [B].
 
     Returns:
         bool [B]; never true in states FREE and DEAD.
     """
-    return tables.stops_S[state_B]
+    return tables.stops_S[state_B & STATE_MASK]
+
+
+def _counts(tables: Arena, state_B: Tensor) -> Tensor:
+    """Return the counters of each row, int64 [B, R]."""
+    return (state_B[:, None] >> tables.shifts_R) & MAX_COUNT

@@ -1,12 +1,13 @@
 """Compiles a byte expression into the smallest deterministic automaton.
 
 The expression first becomes a nondeterministic automaton without empty moves. Its states are positions in the
-expression: a position takes one byte of a set and has successors, the positions that may take the next byte.
+expression: a position takes one symbol of a set and has successors, the positions that may take the next symbol. The
+symbols are the 256 bytes and, after them, the operations on counters (`counting`), which go away at the end.
 
 Shapes: S states, K classes of bytes that no state distinguishes.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
@@ -14,12 +15,24 @@ from typing import TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from monograph.decode.automata.counting import (
+    ALWAYS,
+    STATE_BITS,
+    Ambiguous,
+    Arrows,
+    Effect,
+    Operation,
+    moved,
+    without_operations,
+)
 from monograph.decode.automata.expression import (
     Alternation,
     ByteSet,
     Concatenation,
     Expression,
     Intersection,
+    Mark,
+    Placed,
     Repetition,
 )
 from monograph.errors import InputRefused
@@ -28,12 +41,13 @@ from monograph.errors import InputRefused
 MAX_STATES = 10_000
 MAX_POSITIONS = 20_000
 MAX_WORK = 1_000_000  # steps of a `Budget`
+STATE_MASK = (1 << STATE_BITS) - 1
 
 Next: TypeAlias = frozenset[int]  # positions, any of which may take the next byte
 NOWHERE: Next = frozenset()
 END = 0  # the position that takes no byte: the text may end here
 S = TypeVar("S")
-Rows: TypeAlias = Sequence[Mapping[int, int]]  # per state {class of bytes: next state}
+Rows: TypeAlias = Sequence[Mapping[int, int]]  # per state {class of symbols: next state}
 
 
 class Budget:
@@ -41,10 +55,19 @@ class Budget:
 
     Attributes:
         where: the automaton's name in an error.
+        reading: the place of the schema that is being read.
+        place: what positions are being made for.
+        built: how many positions each place has taken.
+        symbols: the symbol of each operation, from 256.
     """
 
     def __init__(self, where: str) -> None:
-        self.where, self._spent = where, 0
+        self.where = where
+        self.reading = ""
+        self.place = ""
+        self.built: Counter[str] = Counter()
+        self.symbols: dict[Operation, int] = {}
+        self._spent = 0
 
     def spend(self, steps: int) -> None:
         """Count steps; raise InputRefused when there are too many."""
@@ -54,8 +77,11 @@ class Budget:
     def limit(self, count: int, most: int, unit: str) -> None:
         """Raise InputRefused for an automaton that needs more than `most` of a unit."""
         if count > most:
+            reached = f", when {self.reading} is read" if self.reading else ""
+            if self.built:
+                reached = f", the most of them for {max(self.built, key=self.built.__getitem__)}"
             raise InputRefused(
-                f"{self.where}: its automaton needs more than {most:,} {unit}; make it simpler or shorter"
+                f"{self.where}: its automaton needs more than {most:,} {unit}{reached}; make it simpler or shorter"
             )
 
 
@@ -68,7 +94,7 @@ class Positions:
     A loop is a placeholder for a part that may repeat without limit: it takes no byte and `closed` replaces it.
 
     Attributes:
-        takes: for each position a bit mask of the bytes that it takes; 0 for loops and the end.
+        takes: for each position a bit mask of the symbols that it takes; 0 for loops and the end.
         follow: for each position its successors; for a loop, the first positions of its part and its successors.
 
     Raises:
@@ -85,7 +111,7 @@ class Positions:
         self._closed: dict[Next, Next] = {}
 
     def at(self, takes: int, then: Next) -> Next:
-        """Return the one position that takes a byte of the mask and has the successors `then`, or NOWHERE."""
+        """Return the one position that takes a symbol of the mask and has the successors `then`, or NOWHERE."""
         if not takes or not then:
             return NOWHERE  # no text leads through such a position
         if (known := self._known.get((takes, then))) is None:
@@ -95,6 +121,8 @@ class Positions:
     def _add(self, takes: int, follow: Next) -> int:
         self.budget.limit(len(self.takes), MAX_POSITIONS, "positions")
         self.budget.spend(1)
+        if self.budget.place:
+            self.budget.built[self.budget.place] += 1
         self.takes.append(takes)
         self.follow.append(follow)
         return len(self.takes) - 1
@@ -127,6 +155,15 @@ class Positions:
             return self.union(self.before(option, then) for option in expression.options)
         if isinstance(expression, Intersection):
             return _intersection_before(expression, self, then)
+        if isinstance(expression, Mark):
+            symbol = self.budget.symbols.setdefault(expression.operation, 256 + len(self.budget.symbols))
+            return self.at(1 << symbol, then)
+        if isinstance(expression, Placed):
+            outer = self.budget.place
+            self.budget.place = expression.place
+            first = self.before(expression.part, then)
+            self.budget.place = outer
+            return first
         assert isinstance(expression, Repetition)
         return self._repeated(expression, then)
 
@@ -151,6 +188,27 @@ class Positions:
             first = longer
         return first
 
+    def states(self, rows: Rows, accepting: Sequence[bool], symbols_of: Mapping[int, int], then: Next) -> Next:
+        """Return the positions before a text that an automaton accepts, followed by one from `then`.
+
+        Args:
+            rows: the automaton's transitions.
+            accepting: whether a text may end in each of its states.
+            symbols_of: the symbols of each class of its transitions.
+            then: what follows.
+        """
+        # States may lead to each other in circles, so each is a loop, whose successors are known once all are made.
+        loops = [frozenset((self._add(0, NOWHERE),)) for _ in rows]
+        self._loops.update(*loops)
+        for state, row in enumerate(rows):
+            takes: dict[int, int] = defaultdict(int)  # {next state: the symbols that lead there}
+            for by, target in row.items():
+                takes[target] |= symbols_of[by]
+            ways = [self.at(mask, loops[target]) for target, mask in takes.items()]
+            (loop,) = loops[state]
+            self.follow[loop] = self.union([*ways, *([then] if accepting[state] else [])])
+        return loops[0]
+
     def closed(self, positions: Next) -> Next:
         """Return the positions with every loop replaced by the first positions of its part and its successors."""
         if (closed := self._closed.get(positions)) is None:
@@ -172,59 +230,131 @@ class ByteAutomaton:
         next_SK: int16 [S, K], the state after a byte of each class; -1 where no accepted text continues that way.
         class_256: uint8 [256], the class of each byte.
         accepting_S: bool [S], whether a text may end there.
+        effect_SK: int16 [S, K], the index in `effects` of what the byte does to the counters.
+        effects: all effects; the first changes nothing and is always allowed.
     """
 
     next_SK: NDArray[np.int16]
     class_256: NDArray[np.uint8]
     accepting_S: NDArray[np.bool_]
+    effect_SK: NDArray[np.int16]
+    effects: tuple[Effect, ...] = (ALWAYS,)
 
     def accepts(self, text: bytes) -> bool:
         """Return whether the automaton accepts a text; this reads byte by byte and is the reference for the rest."""
         state = 0
         for byte in text:
-            state = int(self.next_SK[state, self.class_256[byte]])
+            at, by = state & STATE_MASK, self.class_256[byte]
+            following = int(self.next_SK[at, by])
+            if following < 0:
+                return False
+            state = moved(self.effects[self.effect_SK[at, by]], state, following)
             if state < 0:
                 return False
-        return bool(self.accepting_S[state])
+        return bool(self.accepting_S[state & STATE_MASK])
+
+    @property
+    def counts(self) -> bool:
+        """Return whether it has counters."""
+        return len(self.effects) > 1
 
 
 def compiled(expression: Expression, where: str) -> ByteAutomaton:
-    """Return the minimal automaton of an expression.
+    """Return the minimal automaton of an expression (with counters it may have more states than it needs).
 
     Args:
         expression: the expression over bytes.
         where: its name in an error.
 
     Raises:
+        Ambiguous: a byte may have two effects on the counters.
         InputRefused: the expression matches no text, or its automaton is too large (MAX_STATES, MAX_POSITIONS,
             MAX_WORK).
     """
-    if (automaton := _compiled(expression, Budget(where))) is None:
+    automaton = bytes_only(expression, Budget(where))
+    if automaton is None:
         raise InputRefused(f"{where} matches no text at all")
     return automaton
 
 
-def _compiled(expression: Expression, budget: Budget) -> ByteAutomaton | None:
+def bytes_only(expression: Expression, budget: Budget) -> ByteAutomaton | None:
+    """Return the automaton of an expression, or None if it matches no text; see `compiled`."""
+    found = _deterministic(expression, budget)
+    if found is None:
+        return None
+    used = {by for row in found.rows for by in row}
+    byte_classes = used.intersection(found.classes[:256])
+    known = [(symbol, operation) for operation, symbol in budget.symbols.items() if symbol < len(found.classes)]
+    operations = {found.classes[symbol]: operation for symbol, operation in known if found.classes[symbol] in used}
+    if len(byte_classes) + len(operations) != len(used):
+        raise Ambiguous  # an operation stands for another one, or for a byte
+    arrows = without_operations(found.rows, found.accepting, byte_classes, operations)
+    return _renumbered(arrows, found)
+
+
+def _renumbered(arrows: Sequence[Arrows], found: "_Deterministic") -> ByteAutomaton | None:
+    """Return the automaton of the states that bytes reach, numbered breadth first; None if state 0 leads nowhere."""
+    if not arrows[0] and not found.accepting[0]:
+        return None
+    effects = {ALWAYS: 0}
+    order = {0: 0}
+    states = [0]
+    for state in states:
+        for _, (target, effect) in sorted(arrows[state].items()):
+            effects.setdefault(effect, len(effects))
+            if target not in order:
+                order[target] = len(states)
+                states.append(target)
+    next_SK = np.full((len(states), max(found.classes) + 1), -1, dtype=np.int16)
+    effect_SK = np.zeros(next_SK.shape, dtype=np.int16)
+    for number, state in enumerate(states):
+        for by, (target, effect) in arrows[state].items():
+            next_SK[number, by] = order[target]
+            effect_SK[number, by] = effects[effect]
+    # Bytes whose columns became equal when states were merged, or when operations went away, share a class.
+    both, merged = np.unique(np.concatenate([next_SK, effect_SK]), axis=1, return_inverse=True)
+    class_256 = merged.reshape(-1)[found.classes[:256]]
+    accepting_S = np.array([found.accepting[state] for state in states])
+    next_SK, effect_SK = np.ascontiguousarray(both[: len(states)]), np.ascontiguousarray(both[len(states) :])
+    return ByteAutomaton(next_SK, class_256.astype(np.uint8), accepting_S, effect_SK, tuple(effects))
+
+
+@dataclass(frozen=True, eq=False)
+class _Deterministic:
+    """The smallest deterministic automaton over symbols.
+
+    Attributes:
+        rows: for each state {class of symbols: next state}.
+        accepting: whether a text may end in each state.
+        classes: the class of each symbol; that of symbols that occur nowhere has no transitions.
+    """
+
+    rows: Rows
+    accepting: list[bool]
+    classes: list[int]
+
+
+def _deterministic(expression: Expression, budget: Budget) -> _Deterministic | None:
     positions = Positions(budget)
     start = positions.closed(positions.before(expression, frozenset((END,))))
     if not start:
         return None
-    # Bytes that no set tells apart share a class, so a row has a few entries instead of 256.
-    class_256, classes_of = _byte_classes(set(positions.takes))
+    # Symbols that no set tells apart share a class, so a row has a few entries instead of 256.
+    classes, classes_of = _symbol_classes(set(positions.takes), 256 + len(budget.symbols))
 
-    # The subset construction: a state is the set of positions that may take the next byte.
+    # The subset construction: a state is the set of positions that may take the next symbol.
     def after(state: Next) -> Iterator[tuple[int, Next]]:
         into: dict[int, list[Next]] = defaultdict(list)
         for position in state:
-            classes = classes_of[positions.takes[position]]
-            budget.spend(1 + len(classes))
-            for byte_class in classes:
-                into[byte_class].append(positions.follow[position])
-        for byte_class, follow in into.items():
-            yield byte_class, positions.closed(follow[0] if len(follow) == 1 else positions.union(follow))
+            its_classes = classes_of[positions.takes[position]]
+            budget.spend(1 + len(its_classes))
+            for symbol_class in its_classes:
+                into[symbol_class].append(positions.follow[position])
+        for symbol_class, follow in into.items():
+            yield symbol_class, positions.closed(follow[0] if len(follow) == 1 else positions.union(follow))
 
     rows, states = _explored(start, after, budget)
-    return _minimal(rows, [END in state for state in states], class_256)
+    return _minimal(rows, [END in state for state in states], classes)
 
 
 def _explored(start: S, after: Callable[[S], Iterable[tuple[int, S]]], budget: Budget) -> tuple[Rows, list[S]]:
@@ -242,19 +372,19 @@ def _explored(start: S, after: Callable[[S], Iterable[tuple[int, S]]], budget: B
     return rows, queue
 
 
-def _byte_classes(sets: Iterable[int]) -> tuple[NDArray[np.uint8], dict[int, list[int]]]:
-    """Sort bytes into classes whose members lie in the same sets; return each byte's class and each set's classes."""
+def _symbol_classes(sets: Iterable[int], symbols: int) -> tuple[list[int], dict[int, list[int]]]:
+    """Sort symbols into classes whose members lie in the same sets; return their classes and each set's classes."""
     masks = list(sets)
-    # Whether each set has the byte, for each byte; the bytes of a class have the same profile.
-    profiles = [tuple(mask >> byte & 1 for mask in masks) for byte in range(256)]
+    # Whether each set has the symbol, for each symbol; the symbols of a class have the same profile.
+    profiles = [tuple(mask >> symbol & 1 for mask in masks) for symbol in range(symbols)]
     numbers = {profile: number for number, profile in enumerate(dict.fromkeys(profiles))}
-    class_256 = np.array([numbers[profile] for profile in profiles], dtype=np.uint8)
+    classes = [numbers[profile] for profile in profiles]
     classes_of = {mask: [number for profile, number in numbers.items() if profile[i]] for i, mask in enumerate(masks)}
-    return class_256, classes_of
+    return classes, classes_of
 
 
-def _minimal(rows: Rows, accepting: Sequence[bool], class_256: NDArray[np.uint8]) -> ByteAutomaton:
-    """Merge equivalent states and equivalent classes of bytes, and number the states breadth first."""
+def _minimal(rows: Rows, accepting: Sequence[bool], classes: list[int]) -> _Deterministic:
+    """Merge equivalent states, and number them breadth first."""
     block_of = _equivalent(rows, accepting)
     order = {block_of[0]: 0}
     representatives = [0]
@@ -263,14 +393,8 @@ def _minimal(rows: Rows, accepting: Sequence[bool], class_256: NDArray[np.uint8]
             if block_of[target] not in order:
                 order[block_of[target]] = len(representatives)
                 representatives.append(target)
-    next_SK = np.full((len(representatives), int(class_256.max()) + 1), -1, dtype=np.int16)
-    for number, state in enumerate(representatives):
-        for byte_class, target in rows[state].items():
-            next_SK[number, byte_class] = order[block_of[target]]
-    # Merging states may have made classes equal that were different before.
-    next_SK, merged = np.unique(next_SK, axis=1, return_inverse=True)
-    accepting_S = np.array([accepting[state] for state in representatives])
-    return ByteAutomaton(next_SK, merged.reshape(-1).astype(np.uint8)[class_256], accepting_S)
+    merged = [{by: order[block_of[target]] for by, target in rows[state].items()} for state in representatives]
+    return _Deterministic(merged, [accepting[state] for state in representatives], classes)
 
 
 def _equivalent(rows: Rows, accepting: Sequence[bool]) -> list[int]:
@@ -335,50 +459,30 @@ class _Partition:
 
 def _intersection_before(expression: Intersection, positions: Positions, then: Next) -> Next:
     """Return what `Positions.before` returns, for an intersection."""
-    sides = [_compiled(side, positions.budget) for side in (expression.left, expression.right)]
+    sides = [_deterministic(side, positions.budget) for side in (expression.left, expression.right)]
     if sides[0] is None or sides[1] is None:
         return NOWHERE
-    rows, accepting, bytes_of = _product(sides[0], sides[1], positions.budget)
-    firsts: dict[int, Next] = {}
-    for state in _ends_first(rows):
-        takes: dict[int, int] = defaultdict(int)  # {next state: the bytes that lead there}
-        for byte_class, target in rows[state].items():
-            takes[target] |= bytes_of[byte_class]
-        ways = [positions.at(mask, firsts[target]) for target, mask in takes.items()]
-        firsts[state] = positions.union([*ways, *([then] if accepting[state] else [])])
-    return firsts[0]
+    rows, accepting, symbols_of = _product(sides[0], sides[1], positions.budget)
+    return positions.states(rows, accepting, symbols_of, then)
 
 
-def _product(left: ByteAutomaton, right: ByteAutomaton, budget: Budget) -> tuple[Rows, list[bool], dict[int, int]]:
-    """Return the product automaton: rows over pairs of byte classes, whether each state accepts, each class's bytes."""
-    bytes_of: dict[int, int] = defaultdict(int)
-    right_classes = right.next_SK.shape[1]
-    for byte in range(256):
-        bytes_of[int(left.class_256[byte]) * right_classes + int(right.class_256[byte])] |= 1 << byte
-    left_rows, right_rows = left.next_SK.tolist(), right.next_SK.tolist()
+def _product(left: _Deterministic, right: _Deterministic, budget: Budget) -> tuple[Rows, list[bool], dict[int, int]]:
+    """Return the product automaton: rows over pairs of classes, whether each state accepts, each class's symbols."""
+    symbols_of: dict[int, int] = defaultdict(int)
+    # The side that was made first may not know an operation of the other; it has no transition for it.
+    unknown = max(right.classes) + 1
+    for symbol in range(256 + len(budget.symbols)):
+        if symbol < len(left.classes):
+            other = right.classes[symbol] if symbol < len(right.classes) else unknown
+            symbols_of[left.classes[symbol] * (unknown + 1) + other] |= 1 << symbol
 
     def after(state: tuple[int, int]) -> Iterator[tuple[int, tuple[int, int]]]:
-        budget.spend(len(bytes_of))
-        one, other = left_rows[state[0]], right_rows[state[1]]
-        pairs = ((c, (one[c // right_classes], other[c % right_classes])) for c in bytes_of)
-        return ((byte_class, pair) for byte_class, pair in pairs if min(pair) >= 0)
+        budget.spend(len(symbols_of))
+        one, other = left.rows[state[0]], right.rows[state[1]]
+        for both in symbols_of:
+            of_one, of_other = divmod(both, unknown + 1)
+            if of_one in one and of_other in other:
+                yield both, (one[of_one], other[of_other])
 
     rows, pairs = _explored((0, 0), after, budget)
-    return rows, [bool(left.accepting_S[one] and right.accepting_S[other]) for one, other in pairs], bytes_of
-
-
-def _ends_first(rows: Rows) -> list[int]:
-    """Return the states of an acyclic automaton, every state after its successors."""
-    before: list[set[int]] = [set() for _ in rows]
-    for state, row in enumerate(rows):
-        for target in row.values():
-            before[target].add(state)
-    missing = [len(set(row.values())) for row in rows]
-    order = [state for state, count in enumerate(missing) if not count]
-    for state in order:
-        for earlier in before[state]:
-            missing[earlier] -= 1
-            if not missing[earlier]:
-                order.append(earlier)
-    assert len(order) == len(rows), "one side of an intersection matches finitely many texts"
-    return order
+    return rows, [left.accepting[one] and right.accepting[other] for one, other in pairs], symbols_of

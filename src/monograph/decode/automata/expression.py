@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TypeAlias
 
+from monograph.decode.automata.counting import Operation
+
 
 # Expressions are equal by identity (eq=False), so that even large ones are cheap keys of a dict (`Positions.before`).
 @dataclass(frozen=True, eq=False)
@@ -44,13 +46,28 @@ class Repetition:
 
 @dataclass(frozen=True, eq=False)
 class Intersection:
-    """An expression that matches the texts that both sides match; one side must match only finitely many texts."""
+    """An expression that matches the texts that both sides match."""
 
     left: Expression
     right: Expression
 
 
-Expression: TypeAlias = ByteSet | Concatenation | Alternation | Repetition | Intersection
+@dataclass(frozen=True, eq=False)
+class Mark:
+    """An expression that matches the empty text, where an operation on a counter takes place."""
+
+    operation: Operation
+
+
+@dataclass(frozen=True, eq=False)
+class Placed:
+    """An expression that matches what its part does; `place` names in an error what the part comes from."""
+
+    part: Expression
+    place: str
+
+
+Expression: TypeAlias = ByteSet | Concatenation | Alternation | Repetition | Intersection | Mark | Placed
 
 
 def byte_range(first: int, last: int) -> ByteSet:

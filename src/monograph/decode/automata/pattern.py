@@ -25,10 +25,18 @@ from monograph.errors import InputRefused
 # Parsing recurses for each group; this depth is far below Python's own limit.
 MAX_LENGTH, MAX_DEPTH = 20_000, 30
 
-# ASCII only: a pattern that asks for digits means 0 to 9, not the digits of every script.
+# The sets are those of ECMA-262 (2024: 12.2 White Space, 12.3 Line Terminators, 22.2.2 Pattern Semantics, without the
+# flags i and s), which JSON schemas name for their patterns. Each is given once, and the rest is its complement.
 _DIGITS: CodePoints = ((0x30, 0x39),)
 _WORD = union((ord(first), ord(last)) for first, last in ("09", "AZ", "az", "__"))
-_SPACE: CodePoints = ((0x09, 0x0D), (0x20, 0x20))
+_LINE_ENDS: CodePoints = ((0x0A, 0x0A), (0x0D, 0x0D), (0x2028, 0x2029))
+# Tab, vertical tab, form feed, U+FEFF, and the space separators of Unicode, of general category Zs.
+_BLANKS = union(
+    [(0x09, 0x09), (0x0B, 0x0C), (0xFEFF, 0xFEFF)]
+    + [(0x20, 0x20), (0xA0, 0xA0), (0x1680, 0x1680), (0x2000, 0x200A), (0x202F, 0x202F), (0x205F, 0x205F)]
+    + [(0x3000, 0x3000)]
+)
+_SPACE = union([*_BLANKS, *_LINE_ENDS])
 _SETS = {"d": _DIGITS, "w": _WORD, "s": _SPACE}
 _SETS |= {name.upper(): complement(points) for name, points in _SETS.items()}
 _CONTROLS = {"n": 10, "r": 13, "t": 9, "f": 12, "v": 11, "0": 0}
@@ -67,7 +75,7 @@ class Branch(NamedTuple):
 def whole(pattern: str, where: str, encoding: Encoding = utf8) -> Expression:
     r"""Return an expression for the texts that the pattern matches as a whole, as `re.fullmatch` does.
 
-    The sets \d, \w and \s are those of `re.ASCII`; a dot is any character but a newline.
+    The sets \d, \w and \s and the dot are those of ECMA-262.
 
     Args:
         pattern: the regular expression.
@@ -167,7 +175,10 @@ class _Reader:
         least, comma, most = self.digits(), self.take(","), self.digits()
         # `re` reads a brace that begins no count as a character; a typo in a count would then pass unseen.
         if not self.take("}") or not (least or most) or (most and not comma):
-            self.refuse("a '{' that begins no count", r"write {m}, {m,}, {,n} or {m,n}, or \{ for the character", start)
+            self.refuse("a '{' that begins no count", r"write {m}, {m,} or {m,n}, or \{ for the character", start)
+        # Python repeats up to n times there, and ECMA-262 reads the characters of the braces.
+        if not least:
+            self.refuse("a count without a lower bound", f"write {{0,{most}}}", start)
         most = most if comma else least
         if most and int(most) < int(least or 0):
             self.refuse("a count whose upper bound is below its lower one", "swap them", start)
@@ -194,7 +205,7 @@ class _Reader:
         if sign == "[":
             return self.encoding(self.character_set(start))
         if sign == ".":
-            return self.encoding(complement(single(ord("\n"))))
+            return self.encoding(complement(_LINE_ENDS))
         return self.encoding(self.escape(start) if sign == "\\" else single(ord(sign)))
 
     def group(self, start: int) -> Expression:
@@ -220,6 +231,8 @@ class _Reader:
         if letter in _ASSERTIONS or (letter.isdigit() and (letter != "0" or self.peek().isdigit())):
             name = _ASSERTIONS.get(letter, "a backreference or octal number")
             self.refuse(f"{name} (\\{letter})", "it is not part of the subset", start)
+        if letter == "u" and self.peek() == "{":
+            return single(self.braced(start))
         if letter in _HEXADECIMAL:
             number = self.pattern[self.at : self.at + _HEXADECIMAL[letter]]
             self.at += len(number)
@@ -228,13 +241,34 @@ class _Reader:
                 self.refuse(f"\\{letter}", f"{_HEXADECIMAL[letter]} hexadecimal digits must follow", start)
             if int(number, 16) > ANY[0][1]:
                 self.refuse(f"\\{letter}{number}", "there is no such character", start)
-            return single(int(number, 16))
+            return single(self.paired(int(number, 16)) if letter == "u" else int(number, 16))
         if letter in _CONTROLS:
             return single(_CONTROLS[letter])
         # Letters are reserved for escapes that `re` may have or get; any other character stands for itself.
         if not letter or letter.isalnum():
             self.refuse(f"the escape \\{letter}", "it is not part of the subset", start)
         return single(ord(letter))
+
+    def braced(self, start: int) -> int:
+        r"""Read the braces of `\u{...}` and return the code point."""
+        end = self.pattern.find("}", self.at)
+        number = self.pattern[self.at + 1 : max(end, self.at)]
+        if not number or not set(number) <= set(string.hexdigits):
+            self.refuse(r"\u{", r"write the character's number as \u{1F600}", start)
+        number = number.lstrip("0") or "0"
+        if len(number) > 6 or int(number, 16) > ANY[0][1]:
+            self.refuse(f"\\u{{{number[:12]}}}", "there is no such character", start)
+        self.at = end + 1
+        return int(number, 16)
+
+    def paired(self, unit: int) -> int:
+        r"""Return the character of a UTF-16 unit: with a second half as `\uXXXX` after a first one, that of both."""
+        low = self.pattern[self.at + 2 : self.at + 6]
+        follows = self.pattern.startswith(r"\u", self.at) and len(low) == 4 and set(low) <= set(string.hexdigits)
+        if not 0xD800 <= unit <= 0xDBFF or not follows or not 0xDC00 <= int(low, 16) <= 0xDFFF:
+            return unit
+        self.at += 6
+        return 0x10000 + ((unit - 0xD800) << 10) + (int(low, 16) - 0xDC00)
 
     def character_set(self, start: int) -> CodePoints:
         """Read a set of characters; its `[` at `start` has been read."""

@@ -22,7 +22,7 @@ from monograph.decode.automata.expression import (
     single,
 )
 
-STRING_LENGTH = 64  # most characters of a string whose schema gives no limit
+STRING_LENGTH = 64  # most characters beyond its least of a string whose schema gives no limit
 DIGITS = 15  # most digits of a number whose schema gives no limit: as many as a float64 holds exactly
 FRACTION_DIGITS = 22  # most digits behind the point; serialisers write 17 significant ones after at most five zeros
 _DIGIT = byte_range(0x30, 0x39)
