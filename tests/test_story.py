@@ -197,8 +197,9 @@ def reinforce(monograph: CommandServer, here: Path) -> str:
     """Teach the folder `out` to say beta, let llama.cpp say it, and return the run."""
     (here / "prompts.jsonl").write_text("".join(f'{{"prompt": "{word} "}}\n' for word in ("alpha", "gamma", "delta")))
     typed = [
-        "prompts.jsonl", "model.init=out", "rl.reward=regex", "rl.reward_regex=.*beta.*", "rl.prompts=3", "rl.max_new_tokens=6",
-        "data.held_out=0", "data.sequence_length=16", "optim.lr=3e-3", "train.updates=40", "train.save_every=10",
+        "prompts.jsonl", "model.init=out", "rl.reward=regex", "rl.reward_regex=.*beta.*", "rl.prompts=3",
+        "rl.max_new_tokens=6", "data.held_out=0", "data.sequence_length=16", "optim.lr=3e-3",
+        "train.updates=40", "train.save_every=10",
         "train.compile=none", "train.precision=fp32",
     ]  # fmt: skip
     first, second = started(monograph, here, 2, "train", *typed, "train.parallel=ddp", "--out", "better")
@@ -224,9 +225,9 @@ def prefer(monograph: CommandServer, here: Path, reinforced: str) -> None:
     pairs = [json.dumps({"prompt": f"{word} ", "chosen": "gamma", "rejected": "beta"}) for word in words]
     (here / "pairs.jsonl").write_text("\n".join(pairs * 4))
     typed = [
-        "pairs.jsonl", f"model.init={reinforced}", "prefer.loss=dpo", "prefer.beta=0.5", "data.held_out=0", "data.sequence_length=32",
-        "optim.lr=3e-3", "train.updates=40", "train.tokens_per_update=64", "train.save_every=10", "train.compile=none",
-        "train.precision=fp32",
+        "pairs.jsonl", f"model.init={reinforced}", "prefer.loss=dpo", "prefer.beta=0.5", "data.held_out=0",
+        "data.sequence_length=32", "optim.lr=3e-3", "train.updates=40", "train.tokens_per_update=64",
+        "train.save_every=10", "train.compile=none", "train.precision=fp32",
     ]  # fmt: skip
     killed(
         monograph.start(here, "train", *typed, "--out", "preferring", figures=0),

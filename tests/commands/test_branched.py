@@ -72,7 +72,7 @@ def test_a_run_of_a_preset_that_has_changed_since_goes_on_with_its_own_number(
     def number(folder: Path) -> float:
         return checkpointing.load(newest(folder)).state["model_config"]["rms_norm_eps"]
 
-    hybrid = over(OWN, "model.preset=qwen3_5_text:nano", "train.updates=4", "train.save_every=2")
+    hybrid = over(OWN, "model.family=qwen3_5_text", "model.preset=nano", "train.updates=4", "train.save_every=2")
     assert server.run(here, "train", *hybrid, "--out", "a", figures=0).code == 0
     assert number(here / "a") == 1e-6
     older = checkpointing.load(here / "a/checkpoints/step-00000002")

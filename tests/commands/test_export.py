@@ -74,7 +74,7 @@ def test_a_bases_defaults_for_sampling_stay_with_what_is_trained_from_it(server:
         ("tuned", ["model.init=base"]),
         ("adapted", ["model.init=base", "lora.rank=2"]),
         ("further", ["model.init=tuned"]),
-        ("other-words", ["model.init=base", "data.tokenizer=bpe:259"]),
+        ("other-words", ["model.init=base", "data.tokenizer=bpe", "data.vocab_size=259"]),
     ):
         done = server.run(here, "train", *over(short, *others), "--out", name, figures=0)
         assert done.code == 0, done.err

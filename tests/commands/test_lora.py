@@ -111,7 +111,8 @@ def test_magnitudes_a_stable_scale_and_a_rate_of_bs_own(folder: Path, server: Co
     done = server.run(folder, "train", *wanted, "--out", "three", "--json", figures=0)
     assert done.code == 0, done.err
     config = (folder / "three" / "config.toml").read_text()
-    assert all(line in config for line in ('rank = "4:dora"', 'alpha = "8:sqrt"', 'lr = "1e-3:16"')), config
+    lines = ("rank = 4", "alpha = 8.0", "rslora = true", "dora = true", "lr = 0.001", "lr_ratio = 16.0")
+    assert all(line in config for line in lines), config
     loss = json.loads(done.out.splitlines()[-1])["eval_loss"]
     scored = server.run(folder, "evaluate", "three", "--json")
     assert json.loads(scored.out.splitlines()[-1])["loss"] == pytest.approx(loss, rel=1e-6), scored.err
@@ -132,7 +133,7 @@ def test_magnitudes_a_stable_scale_and_a_rate_of_bs_own(folder: Path, server: Co
     done = server.run(folder, "train", *wanted, "--out", "three.on", figures=0)
     assert done.code == 0, done.err
     done = server.run(folder, "export", "three", "--to", "three.gguf", "--format", "gguf")
-    assert done.code == 0 and "has no form for magnitudes (lora.rank = ...:dora): the model is written" in done.err
+    assert done.code == 0 and "has no form for magnitudes (lora.dora): the model is written" in done.err
     assert not (folder / "three.gguf" / "adapter").exists()
     done = server.run(folder, "export", "run", "--to", "run.gguf", "--format", "gguf")
     assert done.code == 0 and "run.gguf/adapter/adapter.gguf: the adapters alone" in done.out, done.err
@@ -156,10 +157,12 @@ def test_a_sweep_of_ranks(folder: Path, server: CommandServer) -> None:
         (["model.init=base", "lora.rank=4", "train.precision=fp8"], "with lora.rank take bf16 or fp32"),
         (["model.init=base", "lora.rank=0"], "lora.rank = \"0\": expected a whole number above 0"),
         (["model.init=base", "lora.rank=1000"], "lora.rank = 1000: these layers' weights have rank 16 at most; lower"),
-        (["model.init=base", "lora.rank=4:dori"], "also with :dora, as in 16:dora"),
-        (["model.init=base", "lora.rank=4", "lora.alpha=0", "lora.rslora=true"], "also with :sqrt, as in 32:sqrt"),
-        (["model.init=base", "lora.rank=4", "optim.lr=0.001", "lora.lr_ratio=0"], "also with a factor, as in 2e-4:16"),
-        (["model.init=base", "optim.lr=0.001", "lora.lr_ratio=16"], "optim.lr = 1e-3:16 is of adapters, and none are trained: give"),
+        (["model.init=base", "lora.rank=4:dori"], "lora.rank = \"4:dori\": expected a whole number above 0"),
+        (["model.init=base", "lora.rank=4", "lora.alpha=0"], "lora.alpha = \"0\": expected a number above 0"),
+        (["model.init=base", "lora.rank=4", "lora.rslora=sqrt"], "lora.rslora = \"sqrt\": expected true or false"),
+        (["model.init=base", "lora.rank=4", "lora.lr_ratio=0"], "lora.lr_ratio = \"0\": expected a number above 0"),
+        (["model.init=base", "lora.lr_ratio=16"], "lora.lr_ratio is of adapters, and none are trained: give their"),
+        (["model.init=base", "lora.dora=true"], "lora.dora is of adapters, and none are trained: give their rank too"),
         (["model.init=base", "lora.rank=4", "lora.base=int4"], "lora.base = \"int4\": expected auto, int8 or nf4"),
     ],
 )  # fmt: skip

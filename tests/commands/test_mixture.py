@@ -164,7 +164,8 @@ def test_what_takes_one_model_names_the_way_to_one(place: Path, server: CommandS
     ("more", "words"),
     [
         (["data.sequence_length=16,32"], "leave out data.sequence_length as an axis"),
-        (["data.tokenizer=bytes,bpe:280"], "leave out data.tokenizer as an axis"),
+        (["data.tokenizer=bytes,bpe"], "leave out data.tokenizer as an axis"),
+        (["data.tokenizer=bpe", "data.vocab_size=280,300"], "leave out data.vocab_size as an axis"),
         (["train.memory=stream"], "leave out train.memory = stream"),
         (["model.init=own.py:build"], "leave out a model.init that is a Python file"),
     ],

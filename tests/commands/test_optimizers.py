@@ -78,11 +78,8 @@ def test_another_optimizer_cannot_take_up_a_run_s_state(server: CommandServer, h
     for change, name in (("optim.name=muon", "exp_avg"), ("optim.ema=0.9", "ema")):
         done = server.run(here, "train", "--from", "a", change, "--out", "b", figures=0)
         assert done.code == 3 and f"does not fit: '{name}." in done.err.splitlines()[-1], done.err
-    wrong = (
-        "optim.name=sgd",
-        "optim.ema=1",
-        *(f"optim.schedule={each}" for each in ("linear", "constant:0", "wsd:1.5")),
-    )
+    wrong = ("optim.name=sgd", "optim.ema=1", "optim.schedule=linear", "optim.schedule=constant:0",
+             "optim.min_lr_ratio=1.5", "optim.state=4bit", "optim.master_weights=maybe")  # fmt: skip
     for line in wrong:
         done = server.run(here, "train", *TINY, line, "--out", "c")
         assert done.code == 2 and line.split("=")[0] in done.err and done.err.count("\n") == 1, done.err

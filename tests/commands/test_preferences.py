@@ -20,9 +20,23 @@ RUN = [
 CASES: list[tuple[list[str], int, str]] = [
     (["train", *[each for each in RUN if "init" not in each]], 2, "prefer.loss: a new model answers nothing: name one"),
     (["train", *RUN, "prefer.loss=ppo"], 2, 'prefer.loss = "ppo": expected dpo, robust, ipo, simpo, orpo or kto'),
-    (["train", *RUN, "prefer.loss=dpo", "prefer.beta=0"], 2, "prefer.loss = dpo:0: expected a strength above 0"),
-    (["train", *RUN, "prefer.loss=robust", "prefer.beta=0.1", "prefer.label_smoothing=0.5"], 2, "expected a share of wrong pairs below 0.5"),
-    (["train", *RUN, "prefer.loss=dpo:0.1:0.2"], 2, "each also with its numbers"),
+    (["train", *RUN, "prefer.loss=dpo", "prefer.beta=0"], 2, 'prefer.beta = "0": expected a number above 0'),
+    (
+        ["train", *RUN, "prefer.loss=robust", "prefer.label_smoothing=0.5"],
+        2,
+        'prefer.label_smoothing = "0.5": expected a number from 0 and below 0.5',
+    ),
+    (["train", *RUN, "prefer.loss=dpo:0.1:0.2"], 2, 'prefer.loss = "dpo:0.1:0.2": expected dpo, robust'),
+    (
+        ["train", *RUN, "prefer.loss=dpo", "prefer.gamma=0.2"],
+        2,
+        "prefer.gamma does not go with prefer.loss = dpo, which has beta",
+    ),
+    (
+        ["train", "texts", "prefer.beta=0.2"],
+        2,
+        "prefer.beta = 0.2 is of preferences: give prefer.loss, too, such as dpo",
+    ),
     (["train", *RUN, "prefer.loss=dpo", "rl.reward=exact"], 2, "prefer.loss does not go with rl.reward"),
     (["train", *RUN, "data.packing=padded"], 2, "prefer.loss does not go with data.packing = padded"),
     (["train", *RUN, "train.memory=stream"], 2, "prefer.loss does not go with train.memory = stream"),
@@ -86,17 +100,8 @@ def test_what_a_run_leaves_and_what_follows_it(here: Path, monograph: CommandSer
     )
     last = (here / "texts-after" / "metrics.jsonl").read_text()
     assert "accuracy" not in last and "eval_bits_per_byte" in last
-    typed = [
-        "pairs.jsonl",
-        "--from",
-        "run",
-        "prefer.loss=ipo",
-        "prefer.beta=0.5",
-        "train.updates=2",
-        "--out",
-        "pairs-after",
-    ]
-    assert monograph.run(here, "train", *typed, figures=0).code == 0
+    typed = ["pairs.jsonl", "--from", "run", "prefer.loss=ipo", "prefer.beta=0.5", "train.updates=2"]
+    assert monograph.run(here, "train", *typed, "--out", "pairs-after", figures=0).code == 0
     assert first_row(here / "pairs-after")["eval_loss"] == 1.0  # (0 - 1 / (2 x 0.5))^2
     (here / "others.jsonl").write_text((here / "pairs.jsonl").read_text())
     typed = ["others.jsonl", "--from", "pairs-after", "train.updates=2", "--out", "same-loss"]

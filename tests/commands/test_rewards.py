@@ -44,37 +44,49 @@ CASES: list[tuple[list[str], int, str]] = [
         "the regular expression '(': a '(' that is not closed",
     ),
     (["train", *over(RUN, "rl.group=1")], 2, 'rl.group = "1": expected a whole number from 2'),
+    (["train", *over(RUN, "rl.reward=regex")], 2, "rl.reward = regex needs rl.reward_regex: give it, too"),
+    (["train", *RUN, "rl.reward_regex=a"], 2, "rl.reward_regex = a is of rl.reward = regex, not letters.py:score"),
+    (
+        ["train", *over(RUN, "rl.reward=json-schema", "rl.teacher=base", "rl.reward_schema=schema.json")],
+        2,
+        "rl.teacher = base is of rl.reward = teacher, not json-schema: leave it out",
+    ),
     (
         ["train", *RUN, "rl.kl=k1", "rl.kl_coef=0.1", "rl.advantage=dapo"],
         2,
-        "rl.kl = k1:0.1 is a part of the reward, which rl.adv",
+        "rl.kl = k1 is a part of the reward, which rl.advantage = dapo divides",
     ),
-    (["train", *RUN, "rl.kl=k4:0.1"], 2, 'rl.kl = "k4:0.1": expected none, or k1, k2, k3 or entropy'),
+    (["train", *RUN, "rl.kl=k2"], 2, "rl.kl = k2: say how strong it is, such as rl.kl_coef = 0.05"),
+    (["train", *RUN, "rl.kl_coef=0.1"], 2, "rl.kl_coef is the strength of rl.kl: say k1, k2 or k3"),
     (
-        ["train", "texts", "data.answers=every", "rl.answer_regex=a"],
+        ["train", *RUN, "rl.kl=k2", "rl.kl_coef=0.1", "rl.entropy_coef=0.1"],
         2,
-        "is the form of answers that are drawn: give rl.reward, too",
+        "rl.entropy_coef does not go with rl.kl = k2: leave one of them out",
     ),
+    (["train", *RUN, "rl.kl=k4:0.1"], 2, 'rl.kl = "k4:0.1": expected none, k1, k2 or k3'),
     (
-        ["train", *RUN, "data.answers=every", "rl.answer_regex=("],
-        3,
-        "the regular expression '(': a '(' that is not closed",
+        ["train", "texts", "rl.answer_regex=a"],
+        2,
+        "rl.answer_regex is of answers that are rewarded: give rl.reward, too",
     ),
-    (["train", *RUN, "data.answers=every", "rl.answer_schema=nothere.json"], 3, "nothere.json"),
-    (["train", *RUN, "data.answers=all"], 2, 'data.answers = "all": expected every or last, or with rl.reward'),
+    (["train", *RUN, "rl.answer_regex=("], 3, "the regular expression '(': a '(' that is not closed"),
+    (["train", *RUN, "rl.answer_schema=nothere.json"], 3, "nothere.json"),
+    (
+        ["train", *RUN, "rl.answer_regex=a", "rl.answer_schema=nothere.json"],
+        2,
+        "rl.answer_regex and rl.answer_schema both say what form answers have: give one",
+    ),
+    (["train", *RUN, "data.answers=all"], 2, 'data.answers = "all": expected every or last'),
     (["train", *over(RUN, "rl.max_new_tokens=6:half")], 2, 'rl.max_new_tokens = "6:half": expected a whole number'),
     (
-        ["train", *over(RUN, "rl.max_new_tokens=32", "rl.truncated=mask")],
+        ["train", *RUN, "rl.truncated=mask", "rl.truncation_penalty=0.5"],
         2,
-        "rl.max_new_tokens = 32:mask leaves no room",
+        "rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out",
     ),
     (
-        [
-            "train",
-            *over(RUN, "rl.reward=teacher", "rl.teacher=base", "rl.max_new_tokens=6", "rl.truncation_penalty=0.5"),
-        ],
+        ["train", *over(RUN, "rl.reward=teacher", "rl.teacher=base", "rl.truncation_penalty=0.5")],
         2,
-        "give the number alone",
+        "rl.truncation_penalty: a teacher says what each",
     ),
     (
         ["train", *over(RUN[1:], "rl.reward=teacher", "rl.teacher=base"), "told.jsonl"],
@@ -223,9 +235,7 @@ def test_a_stranger_s_function_is_not_run_unasked(here: Path, monograph: Command
 
 
 def test_answers_of_a_form_are_all_of_it_and_the_run_is_one_like_others(here: Path, monograph: CommandServer) -> None:
-    done = monograph.run(
-        here, "train", *RUN, "data.answers=every", "rl.answer_regex=[a-f]+[0-9]", "--out", "of-a-form", figures=0
-    )
+    done = monograph.run(here, "train", *RUN, "rl.answer_regex=[a-f]+[0-9]", "--out", "of-a-form", figures=0)
     assert done.code == 0, done.err
     rows = [json.loads(line) for line in (here / "of-a-form" / "metrics.jsonl").read_text().splitlines()]
     samples = [row["sample"] for row in rows if "sample" in row]
@@ -238,16 +248,11 @@ def test_answers_of_a_form_are_all_of_it_and_the_run_is_one_like_others(here: Pa
 
 def test_another_schema_is_another_run(here: Path, monograph: CommandServer) -> None:
     (here / "schema.json").write_text('{"enum": ["a", "b"]}')
-    typed = [
-        "train",
-        *over(RUN, "rl.reward=json-schema", "rl.reward_schema=schema.json", "train.updates=60"),
-        "--out",
-        "formed",
-    ]
-    command = monograph.start(here, *typed, figures=0)
+    formed = over(RUN, "rl.reward=json-schema", "rl.reward_schema=schema.json", "train.updates=60")
+    command = monograph.start(here, "train", *formed, "--out", "formed", figures=0)
     command.until(lambda: any((here / "formed").glob("checkpoints/step-*")))
     command.signal(signal.SIGINT)
     command.wait()
     (here / "schema.json").write_text('{"enum": ["a", "c"]}')
     refused = monograph.run(here, "train", "--resume", "formed")
-    assert refused.code == 3 and "a file that rl.reward or data.answers names changed" in refused.err
+    assert refused.code == 3 and "a file that a key of [rl] names changed" in refused.err

@@ -32,7 +32,7 @@ class Scaled(nn.Module):
 
 REFUSED: dict[str, dict[str, Any]] = {
     "gradients would be summed in the weights' dtype": {"optim": AdamW(state="bf16", master_weights=False)},
-    "fsdp:bf16 is for train.precision = bf16, not fp32": {"halved": True},
+    "halved is for precision bf16, not fp32": {"halved": True},
     "gain has no rows": {"model": Scaled()},
 }
 

@@ -181,7 +181,7 @@ def in_a_teacher(here: Path, name: Name) -> str:
     """The teacher's own settings and recipe name the program."""
     forged(copied(here, "runs/true", "runs/teacher"), {"model.init": name("build")})
     run = copied(here, "runs/true", "runs/forged")
-    forged(run, rewarded(here, f"teacher:{here}/runs/teacher"))
+    forged(run, rewarded(here, "teacher") | {"rl.teacher": str(here / "runs/teacher")})
     return str(run.folder)
 
 
@@ -231,8 +231,8 @@ COMMANDS = {
     "train --resume": ["train", "--resume", "IT"],
     "train --resume last": ["train", "--resume", "last"],
     "train model.init": ["train", *OWN, "model.init=IT", "--out", "out"],
-    "train, a teacher": ["train", *OWN[1:], "prompts.jsonl", "model.init=runs/true", "rl.reward=teacher", "rl.teacher=IT", "--out",
-                         "out"],
+    "train, a teacher": ["train", *OWN[1:], "prompts.jsonl", "model.init=runs/true", "rl.reward=teacher",
+                         "rl.teacher=IT", "--out", "out"],
     "generate": ["generate", "IT", "--max-tokens", "1"],
     "evaluate": ["evaluate", "IT"],
     "evaluate mixture": ["evaluate", "IT/mixture"],

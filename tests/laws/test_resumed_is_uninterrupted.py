@@ -39,8 +39,11 @@ CHANGES = {
     "padded": {"data.packing": "padded"},
     "a hybrid with mixtures": {"model.family": "qwen3_next", "model.preset": "nano", "model.num_hidden_layers": 2},
     "epochs": {"train.epochs": 2},
-    "mixed": {"data.source": ["texts@0.5", "records.jsonl@2"], "data.bad_records": "skip"},
-    "rounded": {"optim.name": "adamw", "optim.state": "bf16", "optim.master_weights": False, "train.precision": "bf16", "train.seed": 3},
+    "mixed": {"data.source": ["texts", "records.jsonl"], "data.weights": [0.5, 2.0], "data.bad_records": "skip"},
+    "rounded": {
+        "optim.name": "adamw", "optim.state": "bf16", "optim.master_weights": False, "train.precision": "bf16",
+        "train.seed": 3,
+    },
     "coded": {"optim.name": "muon", "optim.state": "8bit", "optim.ema": 0.9},
     "carried": {"optim.transfer": "width", "optim.transfer_base": 8, "optim.lr": 0.01, "optim.name": "muon"},
     "aot": {"train.compile": "whole"},
@@ -52,8 +55,8 @@ CHANGES = {
     "preferred": {"data.held_out": 0.2},
     "adapters": {},
     "adapters, 4 bits": {
-        "lora.base": "nf4", "train.precision": "bf16", "optim.name": "adamw", "optim.state": "8bit", "lora.rank": 3, "lora.dora": True,
-        "lora.alpha": 8.0, "lora.rslora": True, "optim.lr": 0.001, "lora.lr_ratio": 4.0,
+        "lora.base": "nf4", "train.precision": "bf16", "optim.name": "adamw", "optim.state": "8bit", "lora.rank": 3,
+        "lora.dora": True, "lora.alpha": 8.0, "lora.rslora": True, "optim.lr": 0.001, "lora.lr_ratio": 4.0,
     },
 }  # fmt: skip
 

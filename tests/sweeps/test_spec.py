@@ -45,14 +45,16 @@ def test_without_an_axis_rates_about_the_known_one_and_two_seeds() -> None:
     found = spec.spec_of(
         ["model.init=base", "lora.rank=4", "optim.lr=0.001", "lora.lr_ratio=16", "data.sequence_length=32"], None
     )
-    assert [point["optim.lr"] for point in found.points[::8]] == ["6.25e-05:16", "0.001:16"], "with its factor"
+    assert [point["optim.lr"] for point in found.points[::8]] == [6.25e-05, 0.001]
+    assert found.settings.lora.lr_ratio == 16
 
 
 def test_a_fresh_machine_sweeps_the_default_models_proxy() -> None:
     found = spec.spec_of([], None)
     assert len(found.points) == 16
     narrow, wide = found.settings, found.target
-    assert wide and (wide.model.preset, wide.optim.transfer) == ("micro", "width:96")
+    assert wide and wide.model.preset == "micro"
+    assert (wide.optim.transfer, wide.optim.transfer_base) == ("width", 96)
     assert (narrow.model.hidden_size, narrow.model.num_attention_heads, narrow.optim.transfer) == (96, 3, "none")
     assert narrow.train.minutes == spec.DEFAULT_MINUTES and wide.train.minutes == 3.0
 
@@ -78,7 +80,7 @@ def test_a_sweep_is_not_the_newest_run_and_what_has_no_narrower_shape_is_tuned_i
 
 def test_transfer_is_asked_for() -> None:
     found = spec.spec_of(["model.preset=micro", "optim.transfer=width", "optim.lr=1e-3,1e-2"], None)
-    assert found.target and found.target.optim.transfer == "width:96"
+    assert found.target and (found.target.optim.transfer, found.target.optim.transfer_base) == ("width", 96)
     assert found.settings.model.hidden_size == 96 and found.settings.optim.transfer == "none"
     with pytest.raises(UsageError, match="no narrower model keeps the ratios"):
         spec.spec_of(["model.preset=nano", "optim.transfer=width"], None)

@@ -13,9 +13,10 @@ from monograph.config.elsewhere import as_here
 from monograph.config.keys import KEYS, SECTIONS
 from monograph.config.renamed import translated
 from monograph.config.settings import ANYWHERE, EXCLUSIVE, Settings, build, check, did_you_mean, digest_of
-from monograph.data.sources import HUB
+from monograph.data import HEAVIEST, LIGHTEST
 from monograph.errors import InputRefused, UsageError
 from monograph.model.families import PRESETS
+from monograph.storage.code import HUB
 from monograph.storage.reading import entries, exists, is_folder, matching, read_input
 
 COMMAND_LINE = "command line"
@@ -233,11 +234,19 @@ def classify(arguments: Iterable[str]) -> Arguments:
 
 
 def weighted(argument: str) -> tuple[str, float]:
-    """Return ("books/", 2.0) for "books/@2"; the weight is 1 if none is given or a file has the whole name."""
-    place, _, weight = argument.rpartition("@")
-    if not place or not re.fullmatch(_WEIGHT, weight) or exists(argument):
+    """Return ("books/", 2.0) for "books/@2"; the weight is 1 if none is given or a file has the whole name.
+
+    Raises:
+        UsageError: the weight is out of range.
+    """
+    place, _, number = argument.rpartition("@")
+    if not place or not re.fullmatch(_WEIGHT, number) or exists(argument):
         return argument, 1.0
-    return place, float(weight)
+    weight = float(number)
+    if not LIGHTEST <= weight <= HEAVIEST:
+        bounds = f"a number from {LIGHTEST:g} to {HEAVIEST:g}"
+        raise UsageError(f"{COMMAND_LINE}: {argument}: a weight is how often an epoch sees the text, {bounds}")
+    return place, weight
 
 
 def _source(argument: str) -> str:

@@ -228,7 +228,7 @@ def chosen_layers(module: nn.Module, lora: Lora) -> dict[str, nn.Linear | Expert
     """Return the layers that get an adapter, by name; raises UsageError, see `adapt`."""
     chosen = inspect.targeted(module, lora.targets)
     if lora.dora and (experts := [name for name, layer in chosen.items() if isinstance(layer, ExpertLinear)]):
-        raise UsageError(f"lora.rank: {experts[0]} holds experts, which have no DoRA: leave :dora out, or the experts")
+        raise UsageError(f"lora.dora: {experts[0]} holds experts, which have no DoRA: leave it out, or the experts")
     return chosen
 
 

@@ -347,7 +347,7 @@ def save_gguf_adapter(stored: Packed, config: LlamaConfig, folder: str | Path) -
 def require_gguf_form(stored: Packed, config: LlamaConfig) -> None:
     """Refuse adapters that have parts for which a GGUF file has no form; raises InputRefused."""
     obstacles = {
-        "magnitudes (lora.rank = ...:dora)": "use_dora" in stored.values,
+        "magnitudes (lora.dora)": "use_dora" in stored.values,
         "rows of tokens": KEY in stored.values,
         f"layers of the family {config.model_type}": config.family.experts or config.family.others == LINEAR,
     }

@@ -62,25 +62,25 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
     Raises:
         UsageError: there is no base or no rank, or the adapters differ from the stored ones that they begin from.
     """
-    init, given = (
-        settings.model.init,
-        {key: settings.origins[key] for key in (*ADAPTER_KEYS, "lora.lr_ratio") if key in settings.origins},
-    )
+    init = settings.model.init
+    given = {key: settings.origins[key] for key in (*ADAPTER_KEYS, "lora.lr_ratio") if key in settings.origins}
     if init and is_adapter(init):
         return {**_as_stored(settings, init, given), "model.init": folder_named(without_links(init))}
     if not given:
         return {}
     key, origin = next(iter(given.items()))
-    if (lora := lora_of(settings)) is None:
+    lora = lora_of(settings)
+    if lora is None:
         raise UsageError(f"{origin}: {key} is of adapters, and none are trained: give their rank too, such as {RANK}")
     if init is None:
         raise UsageError(
             f"{origin}: {key}: adapters are added to weights that exist and stay frozen, which those of a new model "
             "would at random: name the model with model.init = FOLDER"
         )
-    return (
-        {"model.init": folder_named(without_links(init))} if exists(init) and not code_named(init) else {}
-    ) | _values(lora)
+    values = _values(lora)
+    if exists(init) and not code_named(init):
+        values["model.init"] = folder_named(without_links(init))
+    return values
 
 
 def _values(lora: Lora) -> dict[str, Any]:

@@ -85,7 +85,7 @@ RUNGS = (
     Rung("accumulation", f"train.micro_batch, {FEWER} times as many micro-steps", {"accumulated": True}, "packed"),
     Rung("recompute", "train.remat=full", {"remat": "full"}, "packed"),
     Rung("offload", "train.remat=offload, a graph per block", {"remat": "offload"}, "packed"),
-    Rung("8-bit state", "optim.name=...:8bit", {"narrow_state": True}, "packed"),
+    Rung("8-bit state", "optim.state=8bit", {"narrow_state": True}, "packed"),
     Rung("adapters", f"lora.rank={ADAPTER_RANK}", {"adapters": True}, "packed"),
     Rung("streaming", "train.memory=stream, a graph per block", {"streamed": True}, "packed"),
 )

@@ -232,7 +232,7 @@ class Session:
                 f"found {self.plan.settings.fingerprint}): {instead}"
             )
         tokenizer = self.corpus.tokenizer.digest
-        prompts = "prompts, tokenizer or a file that rl.reward or rl.answer_schema names"
+        prompts = "prompts, tokenizer or a file that a key of [rl] names"
         form = prompts if self.reward else "text, tokenizer or form"
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
             raise InputRefused(
