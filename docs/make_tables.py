@@ -13,7 +13,7 @@ from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
 import monograph
-from monograph.config.keys import KEYS, SECTIONS, AnswerForm, Fraction
+from monograph.config.keys import KEYS, SECTIONS, Fraction
 from monograph.model.families import FAMILIES, PRESETS
 from monograph.rl.preferences import PARAMETERS
 from monograph.session.plan import Plan
@@ -51,15 +51,11 @@ BEHIND: dict[str, dict[str, str]] = {
     "train.remat": dict.fromkeys(("none", "pointwise", "full", "a number between 0 and 1"), RECOMPUTED)
     | {"offload": "tests/graph/test_offload.py"},
     "train.compile": {"whole": COMPILED, "blocks": BLOCKS, "none": ACCUMULATED},
-    "train.parallel": {
-        "none": ACCUMULATED,
-        **dict.fromkeys(("ddp", "fsdp", "hsdp"), SHARDED),
-    },
+    "train.parallel": {"none": ACCUMULATED} | dict.fromkeys(("ddp", "fsdp", "hsdp"), SHARDED),
     "train.gather_dtype": dict.fromkeys(("fp32", "bf16"), SHARDED),
     "data.packing": {"packed": PACKED, "padded": ACCUMULATED},
     "data.bad_records": dict.fromkeys(("refuse", "skip"), "tests/data/test_records.py"),
-    "data.answers": dict.fromkeys(("every", "last"), "tests/data/test_loss_mask.py")
-    | dict.fromkeys(("regex:PATTERN", "json-schema:FILE"), ESTIMATOR),
+    "data.answers": dict.fromkeys(("every", "last"), "tests/data/test_loss_mask.py"),
     "data.too_long": dict.fromkeys(("truncate", "refuse"), "tests/data/test_loss_mask.py"),
     "optim.name": {"adamw": "tests/test_optim.py", "muon": "tests/test_muon.py"},
     "optim.state": {"fp32": "tests/test_optim.py"} | dict.fromkeys(("bf16", "8bit"), "tests/test_narrow.py"),
@@ -115,8 +111,6 @@ def values(key: str) -> list[str]:
     listed = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind) if value != "auto"]
     if Fraction in kinds:
         return [*listed, "a number between 0 and 1"]
-    if AnswerForm in kinds:
-        return [*listed, "regex:PATTERN", "json-schema:FILE"]
     return listed if len(kinds) == 1 else []
 
 
@@ -172,11 +166,19 @@ def keys_read(function: ast.FunctionDef, *, refusals: bool = False) -> set[str]:
 
 
 def _keys_written(function: ast.FunctionDef) -> set[str]:
-    """Return the keys for which a function writes a value: `chosen["data.tokenizer"] = ...`."""
-    stores = [
-        node for node in ast.walk(function) if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
+    """Return the keys for which a function writes a value.
+
+    It is written as in `chosen["data.tokenizer"] = ...` or `return settings.resolve({"data.tokenizer": ...}, origin)`.
+    """
+    nodes = list(ast.walk(function))
+    written: list[ast.expr | None] = [
+        node.slice for node in nodes if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store)
     ]
-    return {node.slice.value for node in stores if isinstance(node.slice, ast.Constant) and node.slice.value in KEYS}
+    for returned in (node for node in nodes if isinstance(node, ast.Return)):
+        for call in (node for node in ast.walk(returned) if isinstance(node, ast.Call)):
+            if ast.unparse(call.func).endswith("settings.resolve") and isinstance(call.args[0], ast.Dict):
+                written += call.args[0].keys
+    return {key.value for key in written if isinstance(key, ast.Constant) and key.value in KEYS}
 
 
 def deciding() -> dict[str, list[str]]:

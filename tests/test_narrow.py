@@ -249,7 +249,7 @@ RULES = {"adamw": AdamW(lr=0.01, ema=0.9, groups=[Group("*norm*", lr=2.0)]), "mu
 
 
 def engine_of(rule, state, seed=0):
-    optim = replace(RULES[rule], state=state, seed=3)
+    optim = replace(RULES[rule], **FORMS[state], seed=3)
     return Resident(tiny_llama(seed=seed, **TOY), optim=optim, precision=Precision("bf16"), micro_batch=2)
 
 
@@ -276,7 +276,7 @@ def test_what_a_parameter_takes():
     expected = {"fp32": (4, 8), "bf16": (4, 4), "8bit": (4, 2 + 8 / 256), "no masters": (2, 4)}
     for state, (weight, moments) in expected.items():
         model = nn.Linear(64, 64, bias=False)
-        plane = Step(model, optim=AdamW(state=state), precision=Precision("bf16")).planes[0]
+        plane = Step(model, optim=AdamW(**FORMS[state]), precision=Precision("bf16")).planes[0]
         held = sum(t.nbytes for t in plane.state.values())
         assert (plane.param.nbytes / 64**2, held / 64**2) == (weight, moments)
 

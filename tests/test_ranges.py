@@ -41,7 +41,7 @@ def test_what_is_no_number_text_or_split_is_refused_in_words(tmp_path: Path) -> 
     with pytest.raises(UsageError, match="tokens_per_update = 128.5"):
         data.batches(tokens_per_update=128.5)
     for name in (None, b"bytes"):
-        with pytest.raises(UsageError, match="expected bpe:N, bytes, a tokenizer.json or a Tokenizer"):
+        with pytest.raises(UsageError, match="expected bpe, bytes, a tokenizer.json or a Tokenizer"):
             mono.corpus(tmp_path / "a.txt", tokenizer=name)
 
     with pytest.raises(UsageError, match="the rows are a list: give a split of a corpus"):

@@ -16,6 +16,9 @@ from monograph.errors import InputRefused, UsageError
 from monograph.ranges import COUNT
 from monograph.step import Update
 
+# Keys that say which tensors an optimizer keeps, and in which form.
+_OF_OPTIMIZER = "optim.name, optim.state, optim.master_weights or optim.ema"
+
 
 @dataclass
 class EngineState:
@@ -43,7 +46,7 @@ class EngineState:
         for kind, mine, theirs in (("model", own.model, self.model), ("optimizer", own.optimizer, self.optimizer)):
             place = f"the saved {kind} does not fit"
             if odd := sorted(mine.keys() ^ theirs.keys()):
-                hint = ": it was saved with another optim.name or optim.ema" if kind == "optimizer" else ""
+                hint = f": it was saved with another {_OF_OPTIMIZER}" if kind == "optimizer" else ""
                 raise InputRefused(f"{place}: {odd[0]!r} is {'missing' if odd[0] in mine else 'unknown'}{hint}")
             like = theirs.like if isinstance(theirs, LargeFile) else theirs.__getitem__
             for name, tensor in mine.items():

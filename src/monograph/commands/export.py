@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from monograph.data.sources import HUB
 from monograph.errors import InputRefused, UsageError
 from monograph.model.adapter import GGUF_FILE, Packed, require_gguf_form, write_adapter, write_gguf_adapter
 from monograph.model.config import LlamaConfig
 from monograph.run.models import check, load_to_export, save
 from monograph.run.repository import push, require_account
+from monograph.storage.code import HUB
 from monograph.storage.writing import temporary_folder
 from monograph.terminal import shell_words, warn
 

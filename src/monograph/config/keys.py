@@ -118,7 +118,8 @@ class ModelSection(Section):
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes that were given, by their Hugging Face names."""
-        return {key: value for key, value in self if key not in ("preset", "init") and value is not None}
+        no_sizes = ("preset", "family", "init")
+        return {key: value for key, value in self if key not in no_sizes and value is not None}
 
 
 class DataSection(Section):

@@ -198,6 +198,9 @@ def _check_together(settings: Settings) -> None:
     if model.init and sizes and not model.init.endswith(WEIGHT_FILES):
         key = f"model.{min(sizes)}"
         raise UsageError(f"{settings.origins[key]}: {key} cannot change what model.init brings; give one or the other")
+    if model.init and model.family:
+        origin = settings.origins["model.family"]
+        raise UsageError(f"{origin}: model.family is that of a new model, and model.init brings its own; give one")
     shape = ("hidden_size", "num_hidden_layers", "num_attention_heads")
     given = [key for key in shape if key in sizes]
     if model.preset == "auto" and model.init is None and given and len(given) < len(shape):

@@ -21,6 +21,7 @@ from monograph.data.progress import Meter, Progress
 from monograph.data.reading import BLOCK_BYTES, COMPRESSIONS, raw_blocks, read_blocks, status_of
 from monograph.data.tables import hub_tables, saved_tables
 from monograph.errors import InputRefused, UsageError
+from monograph.storage.code import HUB
 from monograph.storage.reading import exists, is_file, is_folder, matching, read_input, refusing, resolved
 from monograph.storage.writing import writing
 
@@ -50,7 +51,7 @@ _NOT_LIBRARY = frozenset(
 )
 _BUILD_TABLE = "_sysconfigdata"  # records how this Python was compiled, and differs between machines
 
-HUB, STDIN = "hf://", "stdin"
+STDIN = "stdin"
 MOST_STDIN_BYTES = 1 << 34
 BINARY = "has NUL bytes, so it is binary or UTF-16; give UTF-8 text"
 Skipped = list[tuple[str, str]]

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from monograph.data.sources import HUB
 from monograph.errors import DiskFull, InputRefused, UsageError
+from monograph.storage.code import HUB
 from monograph.storage.reading import error_number, is_file, matching
 from monograph.storage.writing import FULL
 

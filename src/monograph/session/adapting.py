@@ -79,7 +79,7 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
         )
     values = _values(lora)
     if exists(init) and not code_named(init):
-        values["model.init"] = folder_named(without_links(init))
+        return {**values, "model.init": folder_named(without_links(init))}
     return values
 
 

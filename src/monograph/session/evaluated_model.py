@@ -23,6 +23,7 @@ from monograph.text.tokenizer import Tokenizer
 
 LONGEST_ROW = 4096
 _READING = ("sequence_length", "packing", "text_key", "ignore_keys", "bad_records", "answers", "too_long")
+_TEXT = ("source", "weights", "held_out")
 
 
 @dataclass(frozen=True)
@@ -73,6 +74,7 @@ def of_run(run: Run, warn: Warn) -> EvaluatedModel:
     precision = Precision(settings.train.precision)  # in another precision the figures would differ
     text = settings.data.model_dump() | own_copies(settings)
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision, settings.programs)
+    judged = settings.rl.reward is not None or settings.prefer.loss is not None
     return EvaluatedModel(
         module,
         loss,
@@ -80,7 +82,7 @@ def of_run(run: Run, warn: Warn) -> EvaluatedModel:
         precision,
         {key: text[key] for key in _READING},
         averaged,
-        {} if settings.rl.reward or settings.prefer.loss else {key: text[key] for key in ("source", "held_out")},
+        {} if judged else {key: text[key] for key in _TEXT},
         state["fingerprint"],
         strange_text(run, settings),
     )

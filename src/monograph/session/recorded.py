@@ -12,7 +12,6 @@ from typing import Any
 from monograph.config import EXCLUSIVE, KEYS, Settings, load
 from monograph.config.settings import NAME_CODE
 from monograph.config.sources import written_fingerprint
-from monograph.data.sources import HUB
 from monograph.errors import InputRefused, UsageError
 from monograph.planner import defaults
 from monograph.report.quantities import counted
@@ -26,16 +25,20 @@ from monograph.run.trust import carries_mark, is_ours, marked, require_trusted
 from monograph.run.writing import write_whole
 from monograph.session.adapting import ADAPTER_KEYS, require_no_new
 from monograph.session.plan import is_sharded
-from monograph.storage.code import digests
+from monograph.storage.code import HUB, digests
 from monograph.storage.reading import contents, entries, exists, is_file, is_folder, matching, resolved, without_links
 from monograph.terminal import shell_words
 
 # Keys that say something about another key's value: a new run that is given the other does not take them over.
 BELONGS = {
+    "data.source": ("data.weights",),
     "data.tokenizer": ("data.vocab_size",),
     "optim.grad_clip": ("optim.skip_spikes",),
     "optim.schedule": ("optim.min_lr_ratio",),
     "train.parallel": ("train.gather_dtype",),
+    "rl.reward": ("rl.reward_regex", "rl.reward_schema", "rl.teacher"),
+    "rl.answer_regex": ("rl.answer_schema",),
+    "rl.answer_schema": ("rl.answer_regex",),
     "rl.kl": ("rl.kl_coef", "rl.entropy_coef"),
     "rl.entropy_coef": ("rl.kl", "rl.kl_coef"),
     "rl.truncated": ("rl.truncation_penalty",),

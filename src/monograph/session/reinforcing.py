@@ -94,6 +94,7 @@ def fixed_rl(settings: Settings, length: int) -> dict[str, Any]:
         usual = {key: value for key, value in USUAL.items() if key != "rl.advantage"}
     values: dict[str, Any] = {"rl.max_new_tokens": max(1, length // 2)} | usual
     values |= {key: value for key, value in given.items() if key in values}
+    values["rl.reward"] = reward
     if settings.rl.teacher is not None:
         run = run_named(settings.rl.teacher)  # record its path: `last` will soon name the new run
         values["rl.teacher"] = str(run.named if run else without_links(settings.rl.teacher))
