@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -37,6 +38,22 @@ def test_from_a_run(server: CommandServer, here: Path) -> None:
     (here / "more/x.txt").write_text("delta gamma " * 80)
     done = server.run(here, "train", "--from", "b", "more", "train.updates=2", "--out", "c", figures=0)
     assert done.code == 0 and (here / "c/tokenizer.json").read_bytes() == (here / "b/tokenizer.json").read_bytes()
+
+
+def test_weights_are_those_of_their_sources(server: CommandServer, here: Path) -> None:
+    (here / "more.txt").write_text("delta gamma " * 80)
+    typed = ["texts@0.5", "more.txt@2", *over(TINY[1:], "train.updates=2")]
+    assert server.run(here, "train", *typed, "--out", "a", figures=0).code == 0
+    config = (here / "a/config.toml").read_text()
+    assert 'source = ["texts", "more.txt"]\nweights = [0.5, 2.0]\n' in config
+    for command in (["evaluate", "a"], ["compare", "a", "a"]):
+        done = server.run(here, *command)
+        assert done.code == 0 and "changed since" not in done.err, done.err
+    for out, source, weights in (("b", [], "weights = [0.5, 2.0]"), ("c", ["texts"], "")):
+        done = server.run(here, "train", "--from", "a", *source, "train.updates=1", "--out", out, figures=0)
+        assert done.code == 0, done.err
+        written = re.findall(r"^weights = .*$", (here / out / "config.toml").read_text(), re.MULTILINE)
+        assert written == ([weights] if weights else [])
 
 
 def test_a_new_run_whose_model_is_that_of_the_last_one(server: CommandServer, here: Path) -> None:

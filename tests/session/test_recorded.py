@@ -54,17 +54,17 @@ def test_the_settings_that_were_written_are_read_back(run: Run) -> None:
 @pytest.mark.parametrize(
     ("taken", "compile"),
     [
-        ("train.memory=stream", "blocks"),
-        ("train.parallel=hsdp", "train.gather_dtype=bf16", "blocks"),
-        ("train.parallel=ddp", "whole"),
+        ({"train.memory": "stream"}, "blocks"),
+        ({"train.parallel": "hsdp", "train.gather_dtype": "bf16"}, "blocks"),
+        ({"train.parallel": "ddp"}, "whole"),
     ],
 )
 def test_a_step_of_one_graph_goes_on_block_by_block_where_weights_come_so(
-    taken: str, compile: str, tmp_path: Path
+    taken: dict[str, Any], compile: str, tmp_path: Path
 ) -> None:
     run = Run.create(tmp_path / "whole")
     write_config(run, settings(SHAPE | FIXED | {"train.compile": "whole"}))
-    assert settings_of(run, settings(dict([taken.split("=")]))).train.compile == compile
+    assert settings_of(run, settings(taken)).train.compile == compile
 
 
 def test_a_run_that_builds_its_model_from_a_file(tmp_path: Path) -> None:
@@ -172,6 +172,30 @@ def test_a_branch_has_one_length(length: dict[str, Any], run: Run) -> None:
 def test_a_branch_may_have_another_tokenizer_or_model(run: Run) -> None:
     assert branched(run, settings({"data.tokenizer": "bytes"})).data.tokenizer == "bytes"
     assert branched(run, settings({"model.init": "x.py:build"})).model.preset == "auto"
+
+
+@pytest.mark.parametrize(
+    ("of_parent", "given"),
+    [
+        ({"data.source": ["a", "b"], "data.weights": [2.0, 1.0]}, {"data.source": "c"}),
+        ({"optim.schedule": "wsd", "optim.min_lr_ratio": 0.1}, {"optim.schedule": "constant"}),
+        ({"rl.reward": "regex", "rl.reward_regex": "a"}, {"rl.reward": "number"}),
+        ({"rl.reward": "json-schema", "rl.reward_schema": "s.json"}, {"rl.reward": "teacher", "rl.teacher": "t"}),
+        ({"rl.answer_regex": "a"}, {"rl.answer_schema": "s.json"}),
+        ({"rl.kl": "k2", "rl.kl_coef": 0.1}, {"rl.kl": "none"}),
+        ({"prefer.loss": "simpo", "prefer.gamma": 0.5}, {"prefer.loss": "dpo"}),
+    ],
+    ids=str,
+)
+def test_a_branch_with_another_value_takes_over_nothing_that_is_said_of_the_parent_s(
+    of_parent: dict[str, Any], given: dict[str, Any], tmp_path: Path
+) -> None:
+    run = Run.create(tmp_path / "run")
+    write_config(run, settings(SHAPE | FIXED | of_parent))
+    child = branched(run, settings(given)).pinned()
+    assert {key: child.get(key) for key in of_parent | given} == dict.fromkeys(of_parent) | given
+    kept = branched(run, settings({})).pinned()
+    assert {key: kept.get(key) for key in of_parent} == of_parent
 
 
 @pytest.mark.parametrize("at", [None, 40])
