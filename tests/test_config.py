@@ -158,6 +158,32 @@ def test_a_stronger_source_replaces_the_other_budget() -> None:
     assert settings_of("[model]\npreset = 'nano'", model__init="folder").model.preset == "auto"
 
 
+REPLACED = [
+    ('[data]\nsource = ["a", "b"]\nweights = [2, 1]', {"data.source": "c"}, "data.weights"),
+    ('[data]\ntokenizer = "bpe"\nvocab_size = 300', {"data.tokenizer": "bytes"}, "data.vocab_size"),
+    ('[optim]\nschedule = "wsd"\nmin_lr_ratio = 0.1', {"optim.schedule": "constant"}, "optim.min_lr_ratio"),
+    ('[rl]\nreward = "regex"\nreward_regex = "a"', {"rl.reward": "number"}, "rl.reward_regex"),
+    ('[rl]\nanswer_regex = "a"', {"rl.answer_schema": "s.json"}, "rl.answer_regex"),
+    ('[prefer]\nloss = "simpo"\ngamma = 0.5', {"prefer.loss": "dpo"}, "prefer.gamma"),
+]
+
+
+@pytest.mark.parametrize(("toml", "typed", "gone"), REPLACED, ids=[gone for _, _, gone in REPLACED])
+def test_what_is_said_of_a_value_goes_with_it(toml: str, typed: dict[str, str], gone: str) -> None:
+    Path("run.toml").write_text(toml)
+    [(key, value)] = typed.items()
+    for found in (load(Path("run.toml"), typed, {}), load(Path("run.toml"), {}, {variable(key): value})):
+        assert found.values()[key] == value and found.values()[gone] is None
+    kept = load(Path("run.toml"), {}, {})
+    same = {key: str(kept.values()[key])} if isinstance(kept.values()[key], str) else {}
+    assert load(Path("run.toml"), same, {}).values()[gone] == kept.values()[gone] is not None
+
+
+def variable(key: str) -> str:
+    """The variable of the environment that says a key's value."""
+    return f"MONOGRAPH_{key.replace('.', '_').upper()}"
+
+
 def test_resolving_keeps_what_was_pinned_and_says_who_chose_the_rest() -> None:
     settings = settings_of("[optim]\nlr = 1e-3", train__minutes="5")
     resolved = settings.resolve({"train.updates": 700, "train.micro_batch": 8}, origin="plan")

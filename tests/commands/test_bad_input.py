@@ -40,7 +40,7 @@ CASES: list[tuple[list[str], int, str]] = [
         "bad.jsonl:2: 'text' is a number, not a string; correct or remove it, or train",
     ),
     (["train", "bad.jsonl", *TINY[1:], "data.text_key=body"], 3, "bad.jsonl:1: has no key 'body'; its keys are 'text'"),
-    (["train", "bad.jsonl@0", *TINY[1:]], 2, "bad.jsonl@0: a weight is how often an epoch sees the text, a number from"),
+    (["train", "bad.jsonl@0", *TINY[1:]], 2, "bad.jsonl@0: a weight is how often an epoch sees the text, a number"),
     (["train", *TINY, "data.weights=0"], 2, 'data.weights = "0": expected a list of numbers from 0.001 to 1000'),
     (["train", *TINY, "data.weights=1,2"], 2, "data.weights has 2 numbers and data.source 1: give one for each"),
     (["train", "bad.jsonl.gz", *TINY[1:]], 3, "bad.jsonl.gz: is not gzip; get the file again or leave it out"),

@@ -74,7 +74,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (
         ["train", *RUN, "rl.answer_regex=a", "rl.answer_schema=nothere.json"],
         2,
-        "rl.answer_regex and rl.answer_schema both say what form answers have: give one",
+        "rl.answer_regex and rl.answer_schema exclude each other; give one",
     ),
     (["train", *RUN, "data.answers=all"], 2, 'data.answers = "all": expected every or last'),
     (["train", *over(RUN, "rl.max_new_tokens=6:half")], 2, 'rl.max_new_tokens = "6:half": expected a whole number'),

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from monograph.config.elsewhere import as_here
 from monograph.config.keys import KEYS, SECTIONS
 from monograph.config.renamed import translated
-from monograph.config.settings import ANYWHERE, EXCLUSIVE, Settings, build, check, did_you_mean, digest_of
+from monograph.config.settings import ANYWHERE, BELONGS, EXCLUSIVE, Settings, build, check, did_you_mean, digest_of
 from monograph.data import HEAVIEST, LIGHTEST
 from monograph.errors import InputRefused, UsageError
 from monograph.model.families import PRESETS
@@ -66,10 +66,8 @@ def load(
     given = {} if toml is None else _from_toml(toml)
     if recorded:
         given = _translated(given)
-    given |= _from_environment(os.environ if environment is None else environment)
-    for key, value in (overrides or {}).items():
-        require_known(key, COMMAND_LINE)
-        given[key] = Given(value, COMMAND_LINE, 3, isinstance(value, str))
+    given = _replaced(given, _from_environment(os.environ if environment is None else environment))
+    given = _replaced(given, _from_command_line(overrides or {}))
     in_force = _without_overruled(given)
     values = {key: check(key, value.value, value.origin, from_text=value.from_text) for key, value in in_force.items()}
     return build(values, {key: value.origin for key, value in in_force.items()})
@@ -171,6 +169,21 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
         elif name.startswith(_ENVIRONMENT_PREFIXES):
             raise UsageError(f"environment: {name} names no key{did_you_mean(name, _ENVIRONMENT)}")
     return given
+
+
+def _from_command_line(overrides: Mapping[str, Any]) -> dict[str, Given]:
+    given = {}
+    for key, value in overrides.items():
+        require_known(key, COMMAND_LINE)
+        given[key] = Given(value, COMMAND_LINE, 3, isinstance(value, str))
+    return given
+
+
+def _replaced(given: Mapping[str, Given], higher: Mapping[str, Given]) -> dict[str, Given]:
+    """Return values with those of a higher rank in their place; what belongs to a value that gives way goes with it."""
+    giving_way = {key for key, value in higher.items() if key in given and given[key].value != value.value}
+    gone = {belonging for key in giving_way for belonging in BELONGS.get(key, ())}
+    return {key: value for key, value in given.items() if key not in gone} | dict(higher)
 
 
 def _without_overruled(given: Mapping[str, Given]) -> dict[str, Given]:

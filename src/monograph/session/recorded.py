@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from monograph.config import EXCLUSIVE, KEYS, Settings, load
-from monograph.config.settings import NAME_CODE
+from monograph.config import EXCLUSIVE, Settings, load
+from monograph.config.settings import BELONGS, NAME_CODE
 from monograph.config.sources import written_fingerprint
 from monograph.errors import InputRefused, UsageError
 from monograph.planner import defaults
@@ -29,21 +29,6 @@ from monograph.storage.code import HUB, digests
 from monograph.storage.reading import contents, entries, exists, is_file, is_folder, matching, resolved, without_links
 from monograph.terminal import shell_words
 
-# Keys that say something about another key's value: a new run that is given the other does not take them over.
-BELONGS = {
-    "data.source": ("data.weights",),
-    "data.tokenizer": ("data.vocab_size",),
-    "optim.grad_clip": ("optim.skip_spikes",),
-    "optim.schedule": ("optim.min_lr_ratio",),
-    "train.parallel": ("train.gather_dtype",),
-    "rl.reward": ("rl.reward_regex", "rl.reward_schema", "rl.teacher"),
-    "rl.answer_regex": ("rl.answer_schema",),
-    "rl.answer_schema": ("rl.answer_regex",),
-    "rl.kl": ("rl.kl_coef", "rl.entropy_coef"),
-    "rl.entropy_coef": ("rl.kl", "rl.kl_coef"),
-    "rl.truncated": ("rl.truncation_penalty",),
-    "prefer.loss": tuple(key for key in KEYS if key.startswith("prefer.") and key != "prefer.loss"),
-}
 # Settings that a branched run does not take over from its parent: the length, values that depend on it, and the ranks.
 _OF_ONE_RUN = {
     *EXCLUSIVE[0],

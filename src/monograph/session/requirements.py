@@ -166,8 +166,6 @@ def _require_parameters(settings: Settings) -> None:
             raise UsageError(f"{settings.said('rl.reward')} needs rl.{name}: give it, too")
         if given and rl.reward != reward:
             raise UsageError(f"{settings.said(f'rl.{name}')} is of rl.reward = {reward}, not {rl.reward}: leave it out")
-    if rl.answer_regex is not None and rl.answer_schema is not None:
-        raise UsageError("rl.answer_regex and rl.answer_schema both say what form answers have: give one")
 
 
 def require_with_preferences(settings: Settings) -> None:
