@@ -140,11 +140,11 @@ def prepare(folder: Path) -> dict[str, Any]:
     before_bytes, began_s = _status("VmHWM"), time.monotonic()
     began_cpu_s = _cpu_s()
     settings: dict[str, Any] = {"sequence_length": LENGTH, "cache": folder / "cache"}
-    built = corpus(folder / "source", tokenizer=f"bpe:{VOCABULARY}", **settings)
+    built = corpus(folder / "source", tokenizer="bpe", vocab_size=VOCABULARY, **settings)
     wall_s, cpu_s = time.monotonic() - began_s, _cpu_s() - began_cpu_s
     built.train.window(np.arange(64) * len(built.train) // 64)
     began_s = time.monotonic()
-    again = corpus(folder / "source", tokenizer=f"bpe:{VOCABULARY}", **settings)
+    again = corpus(folder / "source", tokenizer="bpe", vocab_size=VOCABULARY, **settings)
     again_s = time.monotonic() - began_s
     assert again.fingerprint == built.fingerprint
     peak_bytes = _status("VmHWM")

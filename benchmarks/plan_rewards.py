@@ -20,7 +20,9 @@ from typing import Any
 import harness
 
 SHAPE = ["model.hidden_size=256", "model.num_hidden_layers=4", "model.num_attention_heads=4"]
-ANSWERS = ["rl.prompts=8", "rl.group=8", "rl.max_new_tokens=64", "data.answers=regex:[a-z ]{64,80}", "data.held_out=0"]
+ANSWERS = [
+    "rl.prompts=8", "rl.group=8", "rl.max_new_tokens=64", "rl.answer_regex=[a-z ]{64,80}", "data.held_out=0",
+]  # fmt: skip
 LENGTH = 105  # a prompt of 41 tokens, and an answer
 EAGER = "train.compile=none"
 WAYS: dict[str, list[str]] = {
@@ -31,8 +33,8 @@ WAYS: dict[str, list[str]] = {
     "bf16, recomputed": [EAGER, "train.remat=full"],
     "adapters": [EAGER, "lora.rank=8"],
     "adapters on nf4, k2": [EAGER, "lora.rank=8", "lora.base=nf4", "rl.kl=k2", "rl.kl_coef=0.1"],
-    "adamw:8bit": [EAGER, "optim.name=adamw", "optim.state=8bit"],
-    "teacher": [EAGER, "rl.reward=teacher:{base}"],
+    "adamw, 8bit": [EAGER, "optim.name=adamw", "optim.state=8bit"],
+    "teacher": [EAGER, "rl.reward=teacher", "rl.teacher={base}"],
     "a graph per block, fp32": ["train.compile=blocks", "train.precision=fp32"],
     "one graph": ["train.compile=whole"],
 }

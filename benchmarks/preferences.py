@@ -4,8 +4,8 @@ The task is "makes" of that script: "57=" -> any "aa+bb" that adds up to it, aft
 model then writes 64 answers to each prompt, and right ones are paired with wrong ones, or, for kto, labelled. The
 installed command line does all of it: `train`, `generate`, `train` on the pairs by each loss from the same weights, and
 for comparison `train` on the chosen texts alone, with as many updates. The teacher is the model that `rl.reward` makes
-of the same weights; the student learns from it by its own answers (`rl.reward=teacher rl.teacher=RUN`). Figures are shares of
-right answers, 16 to each prompt at temperature 1.
+of the same weights; the student learns from it by its own answers (`rl.reward=teacher rl.teacher=RUN`). Figures are
+shares of right answers, 16 to each prompt at temperature 1.
 
     right     to the prompts of the pairs
     unseen    to prompts that were in no pair
@@ -24,8 +24,15 @@ from typing import Any
 import harness
 from rewards import COMMON, TASKS, supervised
 
-# The loss, and its learning rate.
-LOSSES = {"dpo:1": 1e-4, "robust:1:0.1": 1e-4, "ipo:1": 1e-4, "simpo:2:1": 1e-4, "orpo:1": 2e-4, "kto:1": 1e-4}
+# The loss, and what it is given.
+LOSSES = {
+    "dpo": ["prefer.beta=1", "optim.lr=1e-4"],
+    "robust": ["prefer.beta=1", "prefer.label_smoothing=0.1", "optim.lr=1e-4"],
+    "ipo": ["prefer.beta=1", "optim.lr=1e-4"],
+    "simpo": ["prefer.beta=2", "prefer.gamma=1", "optim.lr=1e-4"],
+    "orpo": ["prefer.beta=1", "optim.lr=2e-4"],
+    "kto": ["prefer.beta=1", "optim.lr=1e-4"],
+}
 TEXTS, TEACHER = "chosen texts", "teacher"
 SAMPLES, JUDGED = 64, 16  # answers to each prompt, to make pairs of and to count
 EXACT = ["optim.schedule=constant", "optim.weight_decay=0", "train.compile=none", "data.sequence_length=32"]
@@ -62,7 +69,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=1)
     options = parser.parse_args()
     if options.smoke:
-        options.losses, options.updates = "dpo:1", 2
+        options.losses, options.updates = "dpo", 2
     found = harness.result("preferences", {key: getattr(options, key) for key in ("losses", "updates", "seeds")})
     harness.print_machine(found)
     with tempfile.TemporaryDirectory() as home:
@@ -109,9 +116,9 @@ def measured(home: Path, seed: int, losses: Sequence[str], updates: int) -> list
         TEXTS: [str(folder / "chosen.jsonl"), "optim.lr=2e-4", *long],
         **{
             loss: [
-                str(folder / ("labelled.jsonl" if loss.startswith("kto") else "pairs.jsonl")),
+                str(folder / ("labelled.jsonl" if loss == "kto" else "pairs.jsonl")),
                 f"prefer.loss={loss}",
-                f"optim.lr={LOSSES[loss]}",
+                *LOSSES[loss],
                 *long,
             ]
             for loss in losses
@@ -126,7 +133,7 @@ def measured(home: Path, seed: int, losses: Sequence[str], updates: int) -> list
     ]  # fmt: skip
     better = [*drawing, f"rl.reward={folder / 'makes.py'}:score"]
     cases.append({"way": "rl.reward", "seed": seed, **_trained(home, base, "better", better, asked, unseen)})
-    taught = [*drawing, f"rl.reward=teacher:{folder / 'better'}"]
+    taught = [*drawing, "rl.reward=teacher", f"rl.teacher={folder / 'better'}"]
     cases.append({"way": TEACHER, "seed": seed, **_trained(home, base, "taught", taught, asked, unseen)})
     return cases
 
@@ -134,7 +141,7 @@ def measured(home: Path, seed: int, losses: Sequence[str], updates: int) -> list
 def _trained(
     home: Path, base: Path, way: str, typed: Sequence[str], asked: Sequence[str], unseen: Sequence[str]
 ) -> dict[str, Any]:
-    out = base.parent / way.replace(":", "-").replace(" ", "-")
+    out = base.parent / way.replace(" ", "-")
     found, _ = harness.command(home, "train", *typed, *COMMON[:2], *EXACT, f"model.init={base}", "--out", str(out))
     return {
         **_counted(home, out, asked, unseen), "ahead": found.get("eval_accuracy"), "training_s": found["training_s"],

@@ -7,7 +7,7 @@ is the mean of the pairs' differences in held-out bits per byte, with its standa
 below 0 is better. Whether a
 variant costs time is seen in the column of seconds. Runs that are in `--out` already are not repeated.
 
-    python benchmarks/recipe.py --variant "no floor: optim.schedule=cosine optim.min_lr_ratio=0" --text stdlib my_texts/ --out found.json
+    python benchmarks/recipe.py --variant "no floor: optim.min_lr_ratio=0" --text stdlib my_texts/ --out found.json
 """
 
 from __future__ import annotations

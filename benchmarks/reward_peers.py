@@ -78,7 +78,7 @@ def monograph(home: Path, seconds: float, compiled: bool, seed: int) -> dict[str
         f"rl.prompts={PROMPTS}", f"rl.group={GROUP}", f"rl.max_new_tokens={TASK.most_tokens}", "rl.advantage=dr_grpo",
         "rl.temperature=1", "data.held_out=0", f"data.sequence_length={LENGTH}", f"optim.lr={LR}",
         f"optim.betas={BETAS[0]},{BETAS[1]}", "optim.schedule=constant", f"optim.warmup_updates={WARM_UP}",
-        "optim.weight_decay=0", f"optim.grad_clip={CLIP}:all", f"train.compile={scope}",
+        "optim.weight_decay=0", f"optim.grad_clip={CLIP}", "optim.skip_spikes=false", f"train.compile={scope}",
         f"train.minutes={seconds / 60}", f"train.seed={seed}", "--out", out,
     )  # fmt: skip
     rows = [json.loads(line) for line in (home / out / "metrics.jsonl").read_text().splitlines()]

@@ -93,7 +93,7 @@ class Timer:
 
 def peer(training: Training, minutes: float) -> dict[str, Any]:
     """Train a peer; return its weights, under Hugging Face's names, scored by `evaluate`."""
-    text = corpus("stdlib", tokenizer=f"bpe:{defaults.DEFAULT.vocabulary}", sequence_length=LENGTH)
+    text = corpus("stdlib", tokenizer="bpe", vocab_size=defaults.DEFAULT.vocabulary, sequence_length=LENGTH)
     sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": LENGTH}
     config = LlamaConfig.preset(defaults.DEFAULT.preset, **sizes)
     shape = Shape(config, LENGTH, micro_batch=TOKENS // LENGTH, micro_batches=1)

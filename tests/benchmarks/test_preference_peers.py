@@ -103,4 +103,4 @@ def test_preference_peers(peers, monkeypatch, tmp_path, capsys):
 @pytest.mark.slow
 def test_preferences(script, monkeypatch, tmp_path):
     cases = smoke(script("preferences"), monkeypatch, tmp_path / "found.json")["cases"]
-    assert [case["way"] for case in cases] == ["before", "chosen texts", "dpo:1", "rl.reward", "teacher"]
+    assert [case["way"] for case in cases] == ["before", "chosen texts", "dpo", "rl.reward", "teacher"]

@@ -204,7 +204,7 @@ def test_what_counts_as_conversations(opened: Any, tmp_path: Path) -> None:
     (tmp_path / "plain.txt").write_text("text")
     with pytest.raises(UsageError, match="chats.jsonl holds conversations and .*plain.txt holds texts; give one kind"):
         corpus([tmp_path / "chats.jsonl", tmp_path / "plain.txt"], **asked)
-    with pytest.raises(UsageError, match="data.tokenizer = bpe:300: conversations need the tokenizer and"):
+    with pytest.raises(UsageError, match="data.tokenizer = bpe: conversations need the tokenizer and"):
         corpus(tmp_path / "chats.jsonl", tokenizer="bpe", vocab_size=300)
     with pytest.raises(InputRefused, match="the model has no chat template"):
         corpus(tmp_path / "chats.jsonl", tokenizer="bytes")

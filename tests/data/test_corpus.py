@@ -112,7 +112,7 @@ def test_text_shorter_than_a_row_is_a_padded_row(tmp_path):
         ({"sequence_length": 0}, "data.sequence_length = 0"),
         ({"held_out": 0.9}, "data.held_out = 0.9"),
         ({"bad_records": "keep"}, "data.bad_records = 'keep': must be 'refuse' or 'skip'"),
-        ({"tokenizer": "bpe", "vocab_size": 9}, "data.tokenizer = 'bpe:9'"),
+        ({"tokenizer": "bpe", "vocab_size": 9}, "data.vocab_size = 9: expected a whole number from 259"),
     ],
 )
 def test_a_wrong_setting_is_refused(texts, setting, message):
@@ -122,7 +122,7 @@ def test_a_wrong_setting_is_refused(texts, setting, message):
 
 def test_invalid_text_is_refused_by_file_and_byte(texts, tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"one\ntwo \xe9\n" + b"x" * 999)
-    for tokenizer in ("bytes", "bpe:300"):
+    for tokenizer in ("bytes", "bpe"):
         with pytest.raises(InputRefused, match=r"bad.txt: byte 8 \(line 2\) is not UTF-8: 0xe9"):
             corpus([texts, tmp_path / "bad.txt"], tokenizer=tokenizer)
 

@@ -94,7 +94,7 @@ def test_units_of_several_documents(text: Corpus, monkeypatch: pytest.MonkeyPatc
 
 
 def test_units_do_not_depend_on_the_tokenizer(tmp_path: Path) -> None:
-    one, other = made(tmp_path, "bytes").held_out, made(tmp_path, "bpe:300", sequence_length=8).held_out
+    one, other = made(tmp_path, "bytes").held_out, made(tmp_path, "bpe", vocab_size=300, sequence_length=8).held_out
     assert one.tokens > other.tokens
     assert list(by_document(Members([1.0]), one).bytes_U) == list(by_document(Members([1.0]), other).bytes_U)
 

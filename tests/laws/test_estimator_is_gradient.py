@@ -128,7 +128,7 @@ def test_answers_that_are_left_out_leave_the_gradient_of_the_reward_of_those_tha
         logs = {answer: log_probability(net, answer) for answer in ends}
         return sum(log.exp() * of[answer] for answer, log in logs.items()) / sum(log.exp() for log in logs.values())
 
-    exact, options = gradient_of(net, among_those_that_end), replace(FORM, objective=objective, cut_costs=None)
+    exact, options = gradient_of(net, among_those_that_end), replace(FORM, objective=objective, masks_truncated=True)
     mean, expected = torch.zeros_like(exact), torch.zeros_like(exact)
     for group in itertools.product(of, repeat=3):
         made = [Rollout(PROMPT, answer, (), is_cut=answer not in ends) for answer in group]
@@ -221,11 +221,11 @@ def test_answers_of_a_form_are_drawn_and_scored_as_such_and_forced_tokens_teach_
 def test_an_answer_that_is_cut_is_worth_less_by_what_that_costs() -> None:
     made = [Rollout(PROMPT, (1,) * size, (), is_cut=size == LONGEST) for size in (1, LONGEST, 2)]
     lowered = weights("grpo", [1.0, 0.5, 0.0], [1, LONGEST, 2], LONGEST)
-    assert weighted(made, [1.0, 1.0, 0.0], replace(FORM, objective="grpo", cut_costs=0.5)) == lowered
+    assert weighted(made, [1.0, 1.0, 0.0], replace(FORM, objective="grpo", truncation_penalty=0.5)) == lowered
 
 
 def test_an_update_of_answers_that_are_all_left_out_changes_nothing_by_itself() -> None:
-    options = replace(OPTIONS, cut_costs=None, max_new_tokens=1)
+    options = replace(OPTIONS, masks_truncated=True, max_new_tokens=1)
     rollouts = windows(options, reward=lambda text: float(len(text)))
     window, engine = next(rollouts), rollouts.drawer.engine
     assert rollouts.numbers["cut"] > 0.9 and rollouts.numbers["dead"] == 1

@@ -47,7 +47,7 @@ def traced(monkeypatch):
     def stand_in(factor):
         def footprint(work):
             calls.append(work)
-            return Footprint("forward", {"weights": int(factor * computed_once(work, "adamw"))})
+            return Footprint("forward", {"weights": int(factor * computed_once(work))})
 
         monkeypatch.setattr(defaults, "footprint", footprint)
         return calls
@@ -122,7 +122,7 @@ def off_by(monkeypatch, factors, most=None):
     def footprint(work):
         calls.append(work)
         assert most is None or len(calls) <= most
-        return Footprint("forward", {"weights": int(factors.get(work.remat, 1.0) * computed_once(work, "adamw"))})
+        return Footprint("forward", {"weights": int(factors.get(work.remat, 1.0) * computed_once(work))})
 
     monkeypatch.setattr(defaults, "footprint", footprint)
     return calls
@@ -134,7 +134,7 @@ def test_if_nothing_fits_what_is_nearest_by_the_trace_is_found_among_all(monkeyp
     calls = off_by(monkeypatch, {"offload": 1.04})
     found = plan(asked, card, card.peak_flops)
     assert calls[0].remat == "offload" and found.chosen is None and found.nearest.work.remat == "full"
-    assert found.nearest.by_origin and found.nearest.peak_memory_bytes == estimate_bytes(found.nearest.work, "adamw")
+    assert found.nearest.by_origin and found.nearest.peak_memory_bytes == estimate_bytes(found.nearest.work)
     offload = next(each for each in found.candidates if each.work.remat == "offload")
     assert offload.by_origin and offload.peak_memory_bytes > found.nearest.peak_memory_bytes
 
@@ -153,9 +153,9 @@ def test_nothing_is_chosen_that_a_trace_has_not_found_to_fit(monkeypatch, factor
     calls = off_by(monkeypatch, dict.fromkeys(EVERY, factor), defaults.MOST_TRACES)
     found = plan(asked, card, card.peak_flops)
     assert found.nearest.work in calls and found.nearest.by_origin
-    assert found.nearest.peak_memory_bytes == int(factor * estimate_bytes(found.nearest.work, "adamw"))
+    assert found.nearest.peak_memory_bytes == int(factor * estimate_bytes(found.nearest.work))
     assert (found.chosen is not None) == (found.nearest.peak_memory_bytes <= found.budget_bytes)
-    smallest = factor * min(estimate_bytes(each.work, "adamw") for each in found.candidates)
+    smallest = factor * min(estimate_bytes(each.work) for each in found.candidates)
     assert found.chosen or found.nearest.peak_memory_bytes <= defaults.NEAR * smallest
     assert not any("-" in each.why for each in found.candidates)
 
@@ -210,7 +210,7 @@ def test_no_model_is_predicted_to_be_faster_than_the_card(traced):
 def test_inputs_on_the_host_make_room_and_cost_nothing_beside_longer_computation():
     work = Work(LlamaConfig.preset("8b"), 8, 4096, LLAMA_3_8B.optim, "bf16", "blocks", "offload", window_rows=128)
     full, an_input = replace(work, remat="full"), 8 * 4096 * 4096 * 2
-    assert estimate_bytes(full, "adamw") - estimate_bytes(work, "adamw") == 29 * an_input
+    assert estimate_bytes(full) - estimate_bytes(work) == 29 * an_input
     assert update_time(work, H200, 989e12).total_s == update_time(full, H200, 989e12).total_s
     slow = replace(H200, link_bytes_per_s=1e9)
     assert update_time(work, slow, 989e12).total_s > 2 * update_time(full, slow, 989e12).total_s

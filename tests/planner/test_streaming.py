@@ -161,7 +161,7 @@ def test_a_stage_that_does_not_fit_is_refused_with_its_parts():
 def test_a_host_that_is_too_small_is_refused_with_what_would_fit():
     words = asked_refused(device_bytes=SMALL, host_bytes=GIB)
     assert "the host needs" in words and "1.00 GiB of it may be taken" in words
-    assert "optim.name = adamw:8bit would fit" in words or "optim.name = adamw:bf16 would fit" in words
+    assert "optim.state = 8bit would fit" in words or "optim.state = bf16 would fit" in words
     assert "0.00 GiB may be taken in" in words
 
 

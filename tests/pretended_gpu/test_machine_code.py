@@ -43,7 +43,7 @@ def test_what_is_compiled_is_captured_waits_for_nothing_and_spills_little(name: 
     if name == "fp8" and SM < 89:
         assert "has no fp8 arithmetic" in case["refused"]
         return
-    if name == "adamw:bf16" and SM < 80:
+    if name == "adamw, bf16" and SM < 80:
         assert "BF16 is not supported" in case["eager"]
         return
     assert (case["eager"], case["said"]) == (None, []) and case["captured"] is not False

@@ -81,9 +81,10 @@ class Batched(monograph.Reward):
 
 
 def test_a_reward_of_one_s_own_and_a_named_one_score_answers() -> None:
-    for reward in (Batched(), "regex:[a-z]*"):
+    for reward, more in ((Batched(), {}), ("regex", {"regex": "[a-z]*"})):
         engine = learner(monograph.policy_loss())
-        answers = monograph.rollouts(engine, BYTES, RECORDS, reward, prompts=2, max_new_tokens=2, cut_costs=None)
+        more |= {"prompts": 2, "max_new_tokens": 2, "truncated": "mask"}
+        answers = monograph.rollouts(engine, BYTES, RECORDS, reward, **more)
         window = next(answers)
         assert 0 <= answers.numbers["reward"] <= 1 and 0 < answers.numbers["cut"] < 1
         assert not isinstance(reward, Batched) or answers.numbers["reward"] == 0.5
@@ -105,12 +106,12 @@ def write(path: Path, labelled: bool) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "captured"), [("dpo:0.5", False), ("dpo:0.5", True), ("orpo", False), ("kto:0.5", False)]
+    ("name", "beta", "captured"), [("dpo", 0.5, False), ("dpo", 0.5, True), ("orpo", 0.1, False), ("kto", 0.5, False)]
 )
-def test_pairs_are_learned_from(name: str, captured: bool, tmp_path: Path) -> None:
-    labelled = name.startswith("kto")
+def test_pairs_are_learned_from(name: str, beta: float, captured: bool, tmp_path: Path) -> None:
+    labelled = name == "kto"
     read = monograph.pairs(write(tmp_path / "p.jsonl", labelled), BYTES, labelled=labelled, sequence_length=64)
-    loss = monograph.preference_loss(read, name)
+    loss = monograph.preference_loss(read, name, beta=beta)
     engine = learner(loss, rate=0.01)
     if captured:  # rehearsed updates leave no reference behind, and the first one takes it
         assert engine.capture(next(iter(read.batches(256, seed=1))), backend="aot_eager", scope="blocks") is None
@@ -158,11 +159,14 @@ def refused(**more: Any) -> None:
         ({"records": [{"text": "a"}]}, InputRefused, "record 1: has no key 'prompt'"),
         ({"records": [{"prompt": "a" * 61}]}, InputRefused, "record 1: the prompt has 62 tokens, more than 60"),
         ({"reward": "exact"}, InputRefused, "record 1: rl.reward needs a text or a list of texts"),
-        ({"cut_costs": math.nan}, UsageError, "cut_costs = nan: expected a number from 0, or None"),
-        ({"cut_costs": "mask"}, UsageError, "cut_costs = 'mask'"),
+        ({"truncation_penalty": math.nan}, UsageError, "truncation_penalty = nan: expected a number from 0"),
+        ({"truncation_penalty": "mask"}, UsageError, "truncation_penalty = 'mask'"),
+        ({"truncated": "drop"}, UsageError, "truncated = 'drop': expected 'keep' or 'mask'"),
+        ({"truncated": "mask", "truncation_penalty": 0.5}, UsageError, "answers that truncated = 'mask' leaves out"),
+        ({"reward": "regex"}, UsageError, "rl.reward = regex: give rl.reward_regex, too"),
         ({"reward": lambda *_: torch.ones(2)}, InputRefused, "returned tensor"),
         ({"reward": monograph.distill(tiny_llama()), "max_new_tokens": 4}, UsageError, "has another vocabulary"),
-        ({"reward": "teacher:x"}, UsageError, r"monograph.distill\(teacher\)"),
+        ({"reward": "teacher"}, UsageError, r"monograph.distill\(teacher\)"),
         ({"reward": "exat"}, UsageError, "did you mean exact"),
         ({"reward": lambda *_: math.nan}, InputRefused, "record 1: <lambda> returned nan: correct it"),
         ({"reward": lambda *_: "1"}, InputRefused, "returned '1'"),
@@ -179,8 +183,17 @@ def test_a_bad_argument_is_refused_in_one_line(given: dict[str, Any], kind: type
     [
         (lambda: monograph.policy_loss("ppo"), "advantage = 'ppo': expected one of dr_grpo"),  # type: ignore[arg-type]
         (lambda: monograph.policy_loss(temperature=0.0), "temperature = 0.0"),
-        (lambda: monograph.policy_loss(kl="k2"), "kl = 'k2': expected k1, k2, k3, entropy with a strength"),
-        (lambda: monograph.policy_loss("grpo", kl="k1", kl_coef=0.1), "is a part of the reward: take dr_grpo"),
+        (lambda: monograph.policy_loss(kl="k2"), "kl = k2: say how strong it is, such as kl_coef = 0.05"),
+        (lambda: monograph.policy_loss(kl="k4", kl_coef=0.1), "kl = 'k4': expected k1, k2 or k3"),
+        (lambda: monograph.policy_loss(kl_coef=0.1), "kl_coef is the strength of kl: say k1, k2 or k3"),
+        (
+            lambda: monograph.policy_loss(kl="k2", kl_coef=0.1, entropy_coef=0.1),
+            "entropy_coef does not go with kl = k2",
+        ),
+        (
+            lambda: monograph.policy_loss("grpo", kl="k1", kl_coef=0.1),
+            "is a part of the reward, which advantage = grpo divides by its deviation: take dr_grpo",
+        ),
     ],
 )
 def test_a_loss_that_is_not_is_refused(call: Any, words: str) -> None:
@@ -197,7 +210,7 @@ def test_a_loss_and_answers_that_do_not_go_together_are_refused(tmp_path: Path) 
         (False, "kto", "compares labelled answers: read them with labelled=True"),
         (True, "dpo", "compares pairs, not labelled answers"),
         (False, "ppo", "expected dpo, robust"),
-        (False, "dpo:x", "expected dpo, robust"),
+        (False, "dpo:0.1", "expected dpo, robust"),
     ):
         with pytest.raises(UsageError, match=words):
             monograph.preference_loss(read[labelled], loss)

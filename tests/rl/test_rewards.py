@@ -109,14 +109,17 @@ def test_exact_is_one_of_the_accepted_texts_up_to_spaces_around_it() -> None:
 
 def test_patterns_and_schemas_match_the_whole_completion(tmp_path: Path) -> None:
     (tmp_path / "s.json").write_text('{"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}')
-    schema = f"json-schema:{tmp_path / 's.json'}"
-    for name, right, wrong in ("regex:[0-9]+:[ab]", "12:a", "12:ab"), (schema, '{"a":1}', '{"a":"1"}'):
-        assert [score(name, text) for text in (right, f" {right}\n", wrong, f"{right} x", "\ud800")] == [1, 1, 0, 0, 0]
+    pattern = reward_of("regex", regex="[0-9]+:[ab]")
+    schema = reward_of("json-schema", schema=str(tmp_path / "s.json"))
+    for reward, right, wrong in (pattern, "12:a", "12:ab"), (schema, '{"a":1}', '{"a":"1"}'):
+        texts = (right, f" {right}\n", wrong, f"{right} x", "\ud800")
+        assert [score(reward, text) for text in texts] == [1, 1, 0, 0, 0]
+        reward.close()
 
 
 def test_a_pattern_that_would_backtrack_takes_linear_time() -> None:
     began = time.process_time()
-    assert score("regex:(a|aa)*", "a" * 20_000 + "b") == 0
+    assert score(reward_of("regex", regex="(a|aa)*"), "a" * 20_000 + "b") == 0
     assert time.process_time() - began < 5
 
 
@@ -145,14 +148,21 @@ def test_a_record_without_what_the_reward_needs_is_refused_before_any_training(
         ("", UsageError, "expected number"),
         ("file.py:", UsageError, "expected number"),
         ("file.py:a b", UsageError, "expected number"),
-        ("regex:(", InputRefused, "not closed"),
-        ("json-schema:nowhere.json", InputRefused, "nowhere.json"),
+        ("regex", UsageError, "rl.reward = regex: give rl.reward_regex, too"),
+        ("json-schema", UsageError, "rl.reward = json-schema: give rl.reward_schema, too"),
     ],
 )
 def test_a_name_that_is_no_reward_is_refused_in_one_line(name: str, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words) as refused:
         reward_of(name)
     assert "\n" not in str(refused.value)
+
+
+def test_a_pattern_or_schema_that_is_none_is_refused() -> None:
+    with pytest.raises(InputRefused, match="not closed"):
+        reward_of("regex", regex="(")
+    with pytest.raises(InputRefused, match="nowhere.json"):
+        reward_of("json-schema", schema="nowhere.json")
 
 
 # ── a model's programs ────────────────────────────────────────────────────────────────────────────

@@ -59,7 +59,7 @@ def test_a_mark_is_of_one_run_with_one_program(change: Callable[[], object], hom
 
 def test_a_mark_without_a_program_says_nothing_of_one(home: Path) -> None:
     Path("config.toml").write_text(marked(TEXT, {}))
-    assert vouched("folder") and vouched("regex:own.py:build") and not vouched()
+    assert vouched("folder") and vouched("hf://a/own.py:build") and not vouched()
     assert not is_ours(Path("config.toml"), ["own.py:build", "own.py:other"])
 
 
@@ -109,9 +109,8 @@ def test_what_is_code_depends_on_the_value_alone(value: str, file: str, function
 
 @pytest.mark.parametrize(
     "value",
-    [None, "", "folder", "own.py", "own.py:", "own.py:a b", "own.py:build/", "own.pyc:x", "a:b", "hf://a/own.py:build",
-     "regex:own.py:build", "json-schema:own.py:build", "teacher:own.py:build"],
-)  # fmt: skip
+    [None, "", "folder", "own.py", "own.py:", "own.py:a b", "own.py:build/", "own.pyc:x", "a:b", "hf://a/own.py:build"],
+)
 def test_what_is_no_code(value: str | None) -> None:
     assert code_named(value) is None
 

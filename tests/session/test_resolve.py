@@ -45,7 +45,7 @@ def shape(plan: Plan) -> Shape:
 
 @pytest.fixture(autouse=True)
 def _not_traced(monkeypatch):
-    guess = lambda work: Footprint("forward", {"weights": estimate_bytes(work, "muon")})  # noqa: E731
+    guess = lambda work: Footprint("forward", {"weights": estimate_bytes(work)})  # noqa: E731
     monkeypatch.setattr(defaults, "footprint", guess)
 
 

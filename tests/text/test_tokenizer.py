@@ -316,19 +316,23 @@ def test_what_no_text_can_have_is_not_missed():
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize(
-    "asked", ["bpe:", "bpe:x", "bpe:258", "bpe:-5", "bpe:4e3", "bpe:99999999", "bpe:" + "9" * 5000]
-)
-def test_a_wrong_size_is_refused(asked):
-    with pytest.raises(UsageError, match="whole number from 259"):
-        parse(asked)
+@pytest.mark.parametrize("size", [0, 258, -5, 4e3, "4096", 99_999_999, 10**20])
+def test_a_wrong_size_is_refused(size):
+    with pytest.raises(UsageError, match="data.vocab_size = .*: expected a whole number from 259"):
+        parse("bpe", size)
+
+
+def test_a_size_is_of_a_tokenizer_that_is_trained():
+    for asked in ("bytes", tokenizers()[1], "tokenizer.json"):
+        with pytest.raises(UsageError, match="data.vocab_size is of a tokenizer that is trained here"):
+            parse(asked, 300)
 
 
 def test_settings_mean_tokenizers(tmp_path):
-    assert parse("bpe:4_096") == 4096
+    assert parse("bpe") == 4096 and parse("bpe", 300) == 300
     assert parse("bytes").vocab_size == 259
     assert parse(tokenizers()[1]) is tokenizers()[1]
-    with pytest.raises(InputRefused, match="gpt2: cannot be read: .*; give bpe:N, bytes or the tokenizer.json"):
+    with pytest.raises(InputRefused, match="gpt2: cannot be read: .*; give bpe, bytes or the tokenizer.json"):
         parse("gpt2")
     with pytest.raises(UsageError, match="bpe:7"):
         Tokenizer.train_bpe(["a"], 7)
