@@ -41,6 +41,7 @@ from monograph.run.recipe import (
     shape_in,
     tokenizer_in,
     tokenizer_of,
+    without_tokenizer,
 )
 from monograph.run.repository import fetched
 from monograph.run.trust import require_trusted
@@ -110,11 +111,10 @@ def load(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tok
     run = run_named(folder)
     if run:
         return load_run(run, warn)[:2]
-    path = tokenizer_in(folder)
-    tokenizer = Tokenizer.from_file(path) if path else None
     model = materialize_(_merged(_load(folder, warn, None, {})))
     require_all_finite(model, folder)  # a run saves only finite weights
-    return model, tokenizer
+    path = tokenizer_in(folder)
+    return model, Tokenizer.from_file(path) if path else None
 
 
 def load_with_tokenizer(folder: str | Path, warn: Warn = lambda line: None) -> tuple[Llama, Tokenizer]:
@@ -124,10 +124,9 @@ def load_with_tokenizer(folder: str | Path, warn: Warn = lambda line: None) -> t
         InputRefused: there is no tokenizer.json; see also `load`.
     """
     folder = fetched(folder)
-    if run_named(folder) is None:
-        tokenizer_of(folder)  # before the weights are read
     model, tokenizer = load(folder, warn)
-    assert tokenizer is not None
+    if tokenizer is None:
+        raise without_tokenizer(folder)
     return model, tokenizer
 
 

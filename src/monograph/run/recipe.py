@@ -289,11 +289,16 @@ def tokenizer_of(folder: str | Path) -> Path:
     """
     path = tokenizer_in(folder)
     if path is None:
-        raise InputRefused(
-            f"{folder}: there is no tokenizer.json; put the model's next to its weights, "
-            "or to train on it name it as data.tokenizer"
-        )
+        raise without_tokenizer(folder)
     return path
+
+
+def without_tokenizer(folder: str | Path) -> InputRefused:
+    """Return the refusal of a folder that has no tokenizer."""
+    return InputRefused(
+        f"{folder}: there is no tokenizer.json; put the model's next to its weights, "
+        "or to train on it name it as data.tokenizer"
+    )
 
 
 def tokenizer_named(name: str) -> str:
