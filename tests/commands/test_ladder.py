@@ -112,7 +112,7 @@ def test_an_interrupt_leaves_nothing(sent: signal.Signals, code: int, server: Co
 def test_what_is_refused_is_one_line_and_leaves_nothing(
     server: CommandServer, here: Path, arguments: list[str], code: int, words: str
 ) -> None:
-    settings = over(LADDER, *(["train.precision=bf16"] if "all-bf16" in arguments[0] else []))
+    settings = over(LADDER, *(["train.precision=bf16"] if "optim.master_weights=false" in arguments else []))
     done = server.run(here, *settings, *arguments, env=NO_COMPILER)
     assert done.code == code and words in done.err.splitlines()[-1] and "Traceback" not in done.err
     assert {path.name for path in here.iterdir()} == {"texts"}

@@ -78,7 +78,7 @@ def test_memory_that_earlier_runs_took_beyond_the_trace_is_in_the_plan_and_said(
         (("--device", "A100-80", "train.precision=fp8"), "; use bf16"),
         (
             ("optim.name=muon", "optim.state=bf16", "optim.master_weights=false", "train.precision=fp32"),
-            "optim.name = muon:all-bf16 keeps the weights in bf16",
+            "optim.master_weights = false keeps the weights in bf16, which train.precision = fp32 cannot use",
         ),
         (("model.init=a.py:build",), "a preset, sizes or a Hugging Face folder"),
     ],

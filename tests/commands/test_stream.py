@@ -91,7 +91,7 @@ def test_a_folder_is_finetuned(folder, monograph, trained):
         (["train.remat=offload"], "with it train.remat is none, full, pointwise or a number"),
         (
             ["optim.name=adamw", "optim.state=bf16", "optim.master_weights=false", "train.precision=bf16"],
-            "keeps full-precision weights",
+            "and train.memory = stream keeps them in full precision",
         ),
         (["model.init=own.py:build"], "has no begin"),
     ],

@@ -38,13 +38,13 @@ from monograph.commands.plan import memory_size
 from monograph.config import load
 from monograph.config.axes import axes_of, points
 from monograph.config.keys import KEYS
-from monograph.config.sources import classify
+from monograph.config.sources import classify, weighted
 from monograph.data import shards
 from monograph.data.conversations import Conversation, conversation_text
 from monograph.data.documents import Documents, Reading
 from monograph.data.reading import read_blocks
 from monograph.data.records import Fault
-from monograph.data.sources import find, weighted
+from monograph.data.sources import find
 from monograph.data.tables import table_rows
 from monograph.decode import Sampling
 from monograph.decode.automata.dfa import compiled
