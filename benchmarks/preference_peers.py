@@ -204,7 +204,8 @@ def start(folder: Path, options: Namespace, way: str, seed: int, length: int) ->
         "records": str(folder / "pairs.jsonl"), "model": str(folder / "hf"), "more": TRL.get(way),
     }  # fmt: skip
     order["arguments"] = [
-        "train", order["records"], *COMMON[:2], f"model.init={folder / 'base'}", "prefer.loss=dpo", f"prefer.beta={BETA}",
+        "train", order["records"], *COMMON[:2], f"model.init={folder / 'base'}",
+        "prefer.loss=dpo", f"prefer.beta={BETA}",
         "data.held_out=0", f"data.sequence_length={length}", f"train.tokens_per_update={PAIRS * length}",
         f"optim.lr={LR}", f"optim.betas={BETAS[0]},{BETAS[1]}", "optim.schedule=constant", "optim.warmup_updates=0",
         "optim.weight_decay=0", f"optim.grad_clip={CLIP}", "optim.skip_spikes=false",
