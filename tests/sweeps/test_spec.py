@@ -71,6 +71,15 @@ def test_the_newest_run_is_what_is_tuned() -> None:
     assert found.settings.optim.lr == "auto" and found.settings.optim.warmup_updates == "auto"
 
 
+def test_what_is_said_of_a_value_that_a_sweep_has_not_of_the_newest_run_is_left_behind() -> None:
+    run = begun("a", model__preset="nano", data__tokenizer="bpe", data__vocab_size=300, train__parallel="fsdp",
+                train__gather_dtype="bf16")  # fmt: skip
+    run.tokenizer.write_text("{}")
+    found = spec.spec_of([], None).settings
+    assert (found.data.tokenizer, found.data.vocab_size) == (str(run.tokenizer), None)
+    assert (found.train.parallel, found.train.gather_dtype) == ("none", "fp32")
+
+
 def test_a_sweep_is_not_the_newest_run_and_what_has_no_narrower_shape_is_tuned_itself() -> None:
     begun("a", model__preset="nano")
     (begun("b", model__preset="micro").folder / "sweep.json").write_text("{}")
@@ -82,6 +91,9 @@ def test_transfer_is_asked_for() -> None:
     found = spec.spec_of(["model.preset=micro", "optim.transfer=width", "optim.lr=1e-3,1e-2"], None)
     assert found.target and (found.target.optim.transfer, found.target.optim.transfer_base) == ("width", 96)
     assert found.settings.model.hidden_size == 96 and found.settings.optim.transfer == "none"
+    named = spec.spec_of(["model.preset=micro", "optim.transfer=width", "optim.transfer_base=96"], None)
+    assert named.target and named.target.optim.transfer_base == 96
+    assert (named.settings.optim.transfer, named.settings.optim.transfer_base) == ("none", None)
     with pytest.raises(UsageError, match="no narrower model keeps the ratios"):
         spec.spec_of(["model.preset=nano", "optim.transfer=width"], None)
 

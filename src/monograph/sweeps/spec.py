@@ -147,8 +147,9 @@ STEPS = range(-4, 4)
 # Settings that a sweep does not take over from a run: the varied ones, the length, and values that depend on that.
 _NOT_TAKEN = {
     *EXCLUSIVE[0], "optim.lr", SEED, "optim.warmup_updates", "train.eval_every", "train.save_every", "train.keep",
-    "train.micro_batch", "train.compile", "train.remat", "train.parallel",
+    "train.micro_batch", "train.compile", "train.remat", "train.parallel", "train.gather_dtype",
 }  # fmt: skip
+_NO_TRANSFER: Point = {"optim.transfer": "none", "optim.transfer_base": None}
 
 
 class SweepSpec(NamedTuple):
@@ -201,9 +202,10 @@ def _proxy(settings: Settings) -> tuple[Settings, Settings]:
     Raises:
         UsageError: no narrower shape keeps the model's ratios.
     """
-    plan = resolve(settings.resolve({"optim.transfer": "none"}, ORIGIN), describe())
+    plan = resolve(settings.resolve(_NO_TRANSFER, ORIGIN), describe())
     shape = None if plan.recipe.init else plan.recipe.shape(vocab_size=1)
-    wide = plan.settings.resolve({"optim.transfer": settings.optim.transfer}, ORIGIN)
+    asked = {key: settings.values()[key] for key in _NO_TRANSFER}
+    wide = plan.settings.resolve(asked, ORIGIN)
     transfer = transfer_of(wide, shape)
     assert transfer is not None and shape is not None
     named = wide.resolve({"optim.transfer_base": transfer.base.hidden_size}, ORIGIN)
@@ -230,6 +232,7 @@ def _of_newest_run() -> Settings:
     kept = {key: value for key, value in own.pinned().items() if key not in _NOT_TAKEN}
     if is_file(run.tokenizer):
         kept["data.tokenizer"] = str(run.tokenizer)
+        kept.pop("data.vocab_size", None)  # it is of a tokenizer that is trained
     return load(None, {}).resolve(kept, str(run.config)).resolve(short, ORIGIN).vouching(own.vouched)
 
 
@@ -253,7 +256,7 @@ def narrow(settings: Settings, config: LlamaConfig) -> Settings:
     assert transfer is not None
     names = ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads")
     sizes = {f"model.{name}": getattr(transfer.base, name) for name in names}
-    return settings.resolve({**sizes, "optim.transfer": "none"}, f"the proxy of {config.hidden_size}")
+    return settings.resolve(sizes | _NO_TRANSFER, f"the proxy of {config.hidden_size}")
 
 
 def carried(settings: Settings, proxy: Settings, updates: int, proxy_updates: int) -> list[str]:
