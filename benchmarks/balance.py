@@ -40,10 +40,10 @@ def window(data: Tensor, seed: int, rows: int) -> Batch:
     return {"tokens": data[at[:, :-1]], "targets": data[at[:, 1:]]}
 
 
-def measure(preset: str, factor: float, updates: int, data: Tensor) -> dict[str, Any]:
+def measure(family: str, preset: str, factor: float, updates: int, data: Tensor) -> dict[str, Any]:
     """Train a model, and return its held-out loss and the use of its experts by layer."""
     balance = {"output_router_logits": factor > 0, "router_aux_loss_coef": factor}
-    config = LlamaConfig.preset(preset, vocab_size=256, **balance)
+    config = LlamaConfig.preset(preset, family=family, vocab_size=256, **balance)
     model, counts = Llama(config, seed=0), list[Tensor]()
     engine = Resident(model, optim=AdamW(LR), schedule=warmup_cosine(updates // 20, updates), clip=1.0)
     for index in range(updates):
@@ -56,7 +56,7 @@ def measure(preset: str, factor: float, updates: int, data: Tensor) -> dict[str,
     total, targets = engine.evaluate(window(data, updates, HELD_OUT_ROWS))
     shares = [count / count.sum() for count in counts]
     return {
-        "preset": preset,
+        "preset": f"{family} {preset}",
         "factor": factor,
         "loss": float(total / targets),
         "entropy": [float(torch.special.entr(share).sum()) / math.log(len(share)) for share in shares],
@@ -80,17 +80,17 @@ def table(cases: list[dict[str, Any]]) -> str:
 def main() -> None:
     """Measure and print; see `--help`."""
     parser = harness.arguments(__doc__)
-    parser.add_argument("--presets", nargs="+", default=["qwen3_moe:nano", "qwen3_moe:micro"])
+    parser.add_argument("--presets", nargs="+", default=["nano", "micro"])
     parser.add_argument("--updates", type=int, default=300)
     args = parser.parse_args()
     if args.smoke:
-        args.presets, args.updates = ["qwen3_moe:nano"], 2
+        args.presets, args.updates = ["nano"], 2
     settings = {"updates": args.updates, "rows": ROWS, "length": LENGTH, "lr": LR}
     found, data = harness.result("balance", settings), text()
     harness.print_machine(found)
     for preset in args.presets:
         for factor in FACTORS:
-            found["cases"].append(measure(preset, factor, args.updates, data))
+            found["cases"].append(measure("qwen3_moe", preset, factor, args.updates, data))
             harness.write(args.out, found)
     print(table(found["cases"]))
 

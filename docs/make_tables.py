@@ -160,7 +160,7 @@ def keys_read(function: ast.FunctionDef, *, refusals: bool = False) -> set[str]:
             continue
         section = node.value.attr if _is_section(node.value) else local.get(ast.unparse(node.value), "")
         fields = SECTIONS[section].model_fields if section else {}
-        whole = {"model_dump": fields, "sizes": [key for key in fields if key not in ("preset", "init")]}
+        whole = {"model_dump": fields, "sizes": [key for key in fields if key not in ("preset", "family", "init")]}
         found |= {f"{section}.{key}" for key in whole.get(node.attr, [node.attr] if node.attr in fields else [])}
     return found
 

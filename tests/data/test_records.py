@@ -420,7 +420,7 @@ def test_the_hub_is_asked_only_for_a_hub_id_and_its_faults_are_one_line(sources,
         return types.SimpleNamespace(cache_files=[{"filename": str(file)} for file in files])
 
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    found = find(["hf://owner/name@2", "hf://owner/name/plain@2"], tmp_path)
+    found = find(["hf://owner/name", "hf://owner/name/plain"], tmp_path, weights=[2, 2])
     assert asked == [("owner/name", None, "train"), ("owner/name", "plain", "train")]
     assert [(file.name, file.weight) for file in found.files] == [
         ("hf://owner/name/data-00000-of-00002.arrow", 2.0), ("hf://owner/name/data-00001-of-00002.arrow", 2.0)

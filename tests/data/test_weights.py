@@ -10,23 +10,23 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from monograph.config.sources import classify
+from monograph.config.sources import classify, weighted
 from monograph.data import store
 from monograph.data.batches import Batches
 from monograph.data.corpus import corpus
-from monograph.data.sources import find, weighted
+from monograph.data.sources import find
 from monograph.errors import InputRefused, UsageError
 
 
 @pytest.fixture
 def mixed(texts, tmp_path):
-    """mixed("@0.5", "@2"): a corpus of the texts and of 60 records, with these weights."""
+    """mixed(0.5, 2): a corpus of the texts and of 60 records, with these weights."""
     lines = [json.dumps({"text": f"record {i} " + "again and " * (i % 7)}) for i in range(60)]
     (tmp_path / "records.jsonl").write_text("\n".join(lines))
 
     def build(*weights, **settings):
-        source = [f"{texts}{weights[0]}", f"{tmp_path / 'records.jsonl'}{weights[1]}"]
-        return corpus(source, **({"tokenizer": "bytes", "sequence_length": 32, "cache": tmp_path / "cache"} | settings))
+        usual = {"tokenizer": "bytes", "sequence_length": 32, "cache": tmp_path / "cache"}
+        return corpus([texts, tmp_path / "records.jsonl"], weights=weights or None, **(usual | settings))
 
     return build
 
@@ -59,7 +59,7 @@ def test_a_file_of_the_whole_name_wins(tmp_path):
 
 @pytest.mark.parametrize("weight", ["0", "-1", "1001", "0.0001", "1e9"])
 def test_a_weight_out_of_range_is_refused(weight):
-    with pytest.raises(UsageError, match=f"data.source 'a.txt@{weight}': a weight is how often .*from 0.001 to 1000"):
+    with pytest.raises(UsageError, match=f"a.txt@{weight}: a weight is how often .*from 0.001 to 1000"):
         weighted(f"a.txt@{weight}")
 
 
@@ -68,20 +68,30 @@ def test_the_command_line_takes_weights(tmp_path, monkeypatch):
     (tmp_path / "books").mkdir()
     (tmp_path / "b.jsonl").touch()
     named = ["books/@2", "b.jsonl@0.5", "stdlib@2", "hf://owner/name", "*.jsonl@3"]
-    assert classify(named).overrides == {"data.source": named}
+    places = ["books/", "b.jsonl", "stdlib", "hf://owner/name", "*.jsonl"]
+    assert classify(named).overrides == {"data.source": places, "data.weights": [2.0, 0.5, 2.0, 1.0, 3.0]}
+    assert classify(["books/", "stdlib@1"]).overrides == {"data.source": ["books/", "stdlib"]}
     with pytest.raises(InputRefused, match=r"c.jsonl@2: no such file or folder; did you mean b.jsonl\?"):
         classify(["c.jsonl@2"])
 
 
 def test_two_weights_for_one_file_are_refused(texts, tmp_path):
     with pytest.raises(UsageError, match=r"001.txt has the weights 2 and 1; leave it out at one place"):
-        find([f"{texts}@2", texts / "001.txt"], tmp_path)
-    assert {file.weight for file in find([f"{texts}@2", f"{texts / '001.txt'}@2"], tmp_path).files} == {2.0}
+        find([texts, texts / "001.txt"], tmp_path, weights=[2, 1])
+    assert {file.weight for file in find([texts, texts / "001.txt"], tmp_path, weights=[2, 2]).files} == {2.0}
+
+
+def test_there_are_as_many_weights_as_sources_and_each_is_in_range(texts, tmp_path):
+    with pytest.raises(UsageError, match="data.weights has 1 numbers and data.source 2: give one for each"):
+        find([texts, texts / "001.txt"], tmp_path, weights=[2])
+    for weight in (0, -1, 1001, 1e-4, float("nan")):
+        with pytest.raises(UsageError, match="data.weights: .* is not from 0.001 to 1000"):
+            find(texts, tmp_path, weights=[weight])
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_sources_of_different_weights_share_no_row(mixed, packing):
-    built = mixed("@0.5", "@2", packing=packing, held_out=0.2)
+    built = mixed(0.5, 2, packing=packing, held_out=0.2)
     rows = built.train
     kinds = [{".jsonl:" in piece.document for piece in rows.pieces(i)} for i in range(len(rows))]
     assert all(len(kind) == 1 for kind in kinds) and len(set(map(tuple, kinds))) == 2
@@ -96,7 +106,7 @@ def drawn(batches, windows=None):
 
 
 def test_epochs_see_what_the_weights_say(mixed):
-    rows = mixed("@0.5", "@2").train
+    rows = mixed(0.5, 2).train
     texts, records = (each.rows for each in rows.shares)
     every = [tuple(row) for row in rows.window(np.arange(len(rows)))["tokens"].tolist()]
     first = Counter(drawn(Batches(rows, 32 * 7, epochs=1)))
@@ -112,7 +122,7 @@ def test_epochs_see_what_the_weights_say(mixed):
 
 
 def test_resumed_is_uninterrupted_among_weighted_records(mixed):
-    rows = mixed("@0.5", "@2").train
+    rows = mixed(0.5, 2).train
     whole = drawn(Batches(rows, 32, seed=3), 3 * rows.per_epoch)
     for place in (1, rows.per_epoch - 3, rows.per_epoch + rows.per_epoch // 2, 2 * rows.per_epoch):
         before = Batches(rows, 32 * 5, seed=3)
@@ -123,9 +133,9 @@ def test_resumed_is_uninterrupted_among_weighted_records(mixed):
 
 
 def test_a_weight_tokenises_nothing_again_and_is_in_the_fingerprint(mixed, monkeypatch):
-    plain = mixed("", "")
+    plain = mixed()
     monkeypatch.setattr(store, "_build", None)
-    weighted_ = [mixed("@0.5", "@2"), mixed("@2", "@2"), mixed("@1", "")]
+    weighted_ = [mixed(0.5, 2), mixed(2, 2), mixed(1, 1)]
     assert all(built.folder == plain.folder for built in weighted_)
     prints = [built.fingerprint for built in (plain, *weighted_)]
     assert len(set(prints)) == 3 and prints[3] == prints[0]
