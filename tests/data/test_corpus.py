@@ -48,7 +48,7 @@ def test_the_standard_library_from_nothing(tmp_path):
 def test_the_fingerprint_follows_every_setting(texts, tmp_path):
     variants = [
         {},
-        {"tokenizer": "bytes"},
+        {"tokenizer": "bytes", "vocab_size": None},
         {"sequence_length": 31},
         {"packing": "padded"},
         {"held_out": 0.2},

@@ -334,7 +334,7 @@ def test_settings_mean_tokenizers(tmp_path):
     assert parse(tokenizers()[1]) is tokenizers()[1]
     with pytest.raises(InputRefused, match="gpt2: cannot be read: .*; give bpe, bytes or the tokenizer.json"):
         parse("gpt2")
-    with pytest.raises(UsageError, match="bpe:7"):
+    with pytest.raises(UsageError, match="vocab_size = 7: must be from 259"):
         Tokenizer.train_bpe(["a"], 7)
 
 
