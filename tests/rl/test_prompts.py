@@ -77,7 +77,7 @@ def test_what_cannot_hold_prompts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="rl.reward needs a model's tokenizer"):
         read(source, tokenizer="bpe", vocab_size=300)
     with pytest.raises(UsageError, match="has a weight"):
-        read(f"{source}@2")
+        read(source, weights=[2])
     with pytest.raises(InputRefused, match="no record is left to train on"):
         read(source, held_out=1.0)
     (tmp_path / "p.txt").write_text("text")

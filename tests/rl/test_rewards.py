@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -556,7 +557,7 @@ def test_a_function_gets_the_prompt_the_completion_and_the_record(
         "    return neighbour.WORTH + (record == {'a': [1, {'b': None}]}) + len(completion)\n"
     )
     reward = own(tmp_path, source)
-    assert reward.file == tmp_path / "mine.py"
+    assert reward.digest == hashlib.sha256(source.encode()).hexdigest()
     reward.require({}, PLACE)
     try:
         for completion in ("", "é\u2028\n"):
