@@ -168,7 +168,7 @@ def test_a_host_that_is_too_small_is_refused_with_what_would_fit():
 def test_what_was_said_to_fit_fits():
     limits = Limits(SMALL, GIB, link=LINK)
     state = "8bit" if "8bit would fit" in asked_refused(device_bytes=SMALL, host_bytes=GIB) else "bf16"
-    other = replace(ASKED, optim=AdamW(state=state), optimizer=f"adamw:{state}")
+    other = replace(ASKED, optim=AdamW(state=state))
     assert streamed(other, H200, limits, H200.peak_flops)
 
 
