@@ -546,7 +546,7 @@ def test_a_function_gets_the_prompt_the_completion_and_the_record(
         "    return neighbour.WORTH + (record == {'a': [1, {'b': None}]}) + len(completion)\n"
     )
     reward = own(tmp_path, source)
-    assert reward.file == tmp_path / "mine.py"
+    assert reward.digest == digest(tmp_path / "mine.py")
     reward.require({}, PLACE)
     try:
         for completion in ("", "é\u2028\n"):

@@ -22,6 +22,7 @@ from monograph.session.recorded import write_config
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session
+from monograph.storage.code import digests
 
 OPEN = ("train.updates", "train.compile")
 BY_CLOCK = {key: value for key, value in SETTINGS.items() if key not in OPEN}
@@ -36,7 +37,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def session_of(settings: dict[str, Any]) -> Session:
-    plan, progress = resolve(load(None, settings, {}), describe()), Progress()
+    loaded = load(None, settings, {})
+    loaded = loaded.vouching(digests(loaded.programs))
+    plan, progress = resolve(loaded, describe()), Progress()
     text = open_corpus(plan.reading, progress)
     return open_session(Run(Path("run")), plan, text, torch.device("cpu"), progress)
 
