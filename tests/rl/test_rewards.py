@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
@@ -447,6 +448,7 @@ def test_time_has_a_limit_and_nothing_survives_it(monkeypatch: pytest.MonkeyPatc
 
 
 PARTED = """
+import hashlib
 import os
 def opens(program):
     parted = 0
@@ -546,7 +548,7 @@ def test_a_function_gets_the_prompt_the_completion_and_the_record(
         "    return neighbour.WORTH + (record == {'a': [1, {'b': None}]}) + len(completion)\n"
     )
     reward = own(tmp_path, source)
-    assert reward.digest == digest(tmp_path / "mine.py")
+    assert reward.digest == hashlib.sha256(source.encode()).hexdigest()
     reward.require({}, PLACE)
     try:
         for completion in ("", "é\u2028\n"):

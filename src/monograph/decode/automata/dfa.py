@@ -22,8 +22,8 @@ from monograph.decode.automata.counting import (
     Arrows,
     Effect,
     Operation,
-    moved,
     live_states,
+    moved,
     without_operations,
 )
 from monograph.decode.automata.expression import (
