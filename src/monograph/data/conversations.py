@@ -30,7 +30,7 @@ MOST_MESSAGES = 1000  # each answer is rendered together with all messages befor
 _SHARED_ROLES = {"human": "user", "gpt": "assistant"} | {role: role for role in ROLES}
 # The template gets these from elsewhere, or they name what renders it.
 _NO_VARIABLES = frozenset(
-    "self template tokenizer messages chats tools documents marker marks add_generation_prompt".split()
+    "self template tokenizer messages chats tools documents marker marks counts add_generation_prompt".split()
 )
 
 
