@@ -114,7 +114,7 @@ def test_every_token_that_a_layer_may_see_moves_the_last_one_by_far_more_than_th
 
 @pytest.mark.parametrize("shape", OFTEN)
 def test_a_text_that_grows_through_all_blocks_alone(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = machine_of(model_of(shape))
+    machine = machine_of(model_of(shape), block=5)  # so that steps between two reads cross the borders
     sizes = sizes_of(machine.cache, monkeypatch)
     assert_law(machine, requests([1]))
     assert sorted(set(sizes)) == machine.cache.sizes == LADDER
