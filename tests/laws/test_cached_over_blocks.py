@@ -1,7 +1,7 @@
 """Run: pytest tests/laws/test_cached_over_blocks.py (law 8 for texts of one to five blocks; through Inductor: -m slow).
 
-At each step the log-probabilities of all ids, reported in fp32, are within 1e-5 of those of a full pass in fp64 (BOUND),
-for models in which every token that a layer sees matters: what a step does not read of its cache, or reads wrongly, shows.
+At each step the log-probabilities of all ids, reported in fp32, are within 1e-5 of those of a full pass in fp64, for
+models in which every token that a layer sees matters: what a step does not read of its cache, or reads wrongly, shows.
 """
 
 from __future__ import annotations
