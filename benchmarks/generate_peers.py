@@ -50,7 +50,7 @@ def shape(layers: int, width: int, vocabulary: int, **sizes: Any) -> LlamaConfig
 SMALL = shape(6, 384, 32_000)
 HYBRID = shape(
     8, 384, 32_000, model_type="qwen3_5_text", layer_types=(("linear_attention",) * 3 + ("full_attention",)) * 2,
-    partial_rotary_factor=0.25,
+    partial_rotary_factor=0.25, rms_norm_eps=1e-6,  # the only one that llama.cpp computes
 )  # fmt: skip
 ONE_B, EIGHT_B = (
     LlamaConfig.preset(name, max_position_embeddings=1024, tie_word_embeddings=False) for name in ("1b", "8b")

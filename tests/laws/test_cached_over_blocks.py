@@ -1,7 +1,7 @@
 """Run: pytest tests/laws/test_cached_over_blocks.py (law 8 for texts of one to five blocks; through Inductor: -m slow).
 
-At each step the log-probabilities of all ids are those of a full pass, for models in which every token that a layer
-sees matters: what a step does not read of its cache, or reads wrongly, shows.
+At each step the log-probabilities of all ids, reported in fp32, are within 1e-5 of those of a full pass in fp64, for
+models in which every token that a layer sees matters: what a step does not read of its cache, or reads wrongly, shows.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ def test_every_token_that_a_layer_may_see_moves_the_last_one_by_far_more_than_th
 
 @pytest.mark.parametrize("shape", OFTEN)
 def test_a_text_that_grows_through_all_blocks_alone(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = machine_of(model_of(shape))
+    machine = machine_of(model_of(shape), block=5)  # so that steps between two reads cross the borders
     sizes = sizes_of(machine.cache, monkeypatch)
     assert_law(machine, requests([1]))
     assert sorted(set(sizes)) == machine.cache.sizes == LADDER

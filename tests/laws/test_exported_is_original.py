@@ -67,18 +67,18 @@ SHAPES = {
         "logits_scaling": 2.0, "rope_scaling": Llama3Scaling(4.0, 1.0, 4.0, 32),
     },
     "qwen3_5_moe_text": {
-        "layer_types": (LINEAR, FULL), "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "rms_norm_eps": 1e-6, "layer_types": (LINEAR, FULL), "linear_num_key_heads": 2, "linear_num_value_heads": 4,
         "partial_rotary_factor": 0.5, "head_dim": 32, "num_experts": 5, "num_experts_per_tok": 2,
         "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64,
     },
     "qwen3_next": {
-        "layer_types": (LINEAR, FULL), "linear_num_key_heads": 2,
+        "rms_norm_eps": 1e-6, "layer_types": (LINEAR, FULL), "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "partial_rotary_factor": 0.5, "head_dim": 32, "num_experts": 5,
         "num_experts_per_tok": 2, "norm_topk_prob": True, "moe_intermediate_size": 32,
         "shared_expert_intermediate_size": 64,
     },
     "qwen3_5_text": {
-        "num_hidden_layers": 3, "layer_types": (LINEAR, FULL, LINEAR), "linear_num_key_heads": 2,
+        "num_hidden_layers": 3, "layer_types": (LINEAR, FULL, LINEAR), "rms_norm_eps": 1e-6, "linear_num_key_heads": 2,
         "linear_num_value_heads": 4, "partial_rotary_factor": 0.5, "head_dim": 32, "tie_word_embeddings": True,
     },
     "qwen3_moe": {

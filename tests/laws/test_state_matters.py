@@ -65,7 +65,7 @@ def test_no_item_of_the_state_can_be_dropped() -> None:
             del place[path[-1]]
             return replace(checkpoint, state=state)
 
-        older = path in {("metrics_sha256",), ("tokenizer_files",)}  # checkpoints lack them
+        older = path in {("metrics_sha256",), ("tokenizer_files",), ("sampling",)}  # checkpoints lack them
         allowed = "same" if older else "refused"
         assert outcome(with_changed(f"dropped-{number}", drop), expected) == allowed, path
 

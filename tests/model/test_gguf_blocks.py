@@ -35,6 +35,7 @@ SMALL = LlamaConfig(
 HYBRID = replace(
     SMALL,
     model_type="qwen3_5_moe_text",
+    rms_norm_eps=1e-6,
     layer_types=(LINEAR, FULL),
     linear_num_key_heads=1,
     linear_num_value_heads=1,

@@ -458,6 +458,7 @@ def test_time_has_a_limit_and_nothing_survives_it(monkeypatch: pytest.MonkeyPatc
 
 
 PARTED = """
+import hashlib
 import os
 def opens(program):
     parted = 0

@@ -28,7 +28,7 @@ from monograph.storage.reading import parse_json
 MOST_MESSAGES = 1000  # each answer is rendered together with all messages before it
 # The template gets these from elsewhere, or they name what renders it.
 _NO_VARIABLES = frozenset(
-    "self template tokenizer messages chats tools documents marker marks add_generation_prompt".split()
+    "self template tokenizer messages chats tools documents marker marks counts add_generation_prompt".split()
 )
 
 

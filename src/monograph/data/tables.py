@@ -9,9 +9,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-import numpy as np
-from numpy.typing import NDArray
-
 from monograph.data.reading import Damaged, imported, unpacked
 from monograph.data.records import EMPTY, LONGEST_BYTES, Fault, Record, checked, not_utf8, short
 from monograph.errors import InputRefused
@@ -95,8 +92,10 @@ def _unshared_bytes(pa: Any, part: Any) -> int:
     return total
 
 
-def _lengths(pa: Any, array: Any) -> NDArray[np.int64]:
-    """Return the bytes of each value of an array, [N]; where they are no texts, each has its share of all."""
+def _lengths(pa: Any, array: Any) -> Any:
+    """Return the bytes of each value of an array, int64 [N]; where they are no texts, each has its share of all."""
+    import numpy as np  # a configuration is read without it
+
     if array.type in (pa.string_view(), pa.binary_view()):
         # A view is 16 bytes, of which the first four are the length.
         views_N4 = np.frombuffer(array.buffers()[1], dtype=np.int32).reshape(-1, 4)
@@ -104,8 +103,7 @@ def _lengths(pa: Any, array: Any) -> NDArray[np.int64]:
     if array.type in (pa.string(), pa.large_string(), pa.binary(), pa.large_binary()):
         from pyarrow import compute
 
-        lengths: NDArray[np.int64] = compute.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False)
-        return lengths.astype(np.int64)
+        return compute.binary_length(array).fill_null(0).to_numpy(zero_copy_only=False).astype(np.int64)
     return np.full(len(array), -(-array.nbytes // max(1, len(array))), dtype=np.int64)
 
 

@@ -65,6 +65,8 @@ def test_what_never_has_room_is_refused() -> None:
     arena.require(AUTOMATA[3])
     with pytest.raises(InputRefused, match="[0-9]+ states and .* cells are more than there is room for"):
         arena.require(AUTOMATA[0])
+    with pytest.raises(InputRefused, match="tells [0-9]+ kinds of tokens apart, more than there is room for .1."):
+        Arena(V, CPU, classes=1).require(AUTOMATA[0])
     with pytest.raises(InputRefused, match="was made for 5 tokens"):
         arena.require(stop_strings(["a"], PIECES[:5]))
 

@@ -142,7 +142,7 @@ def without_operations(
     """
     if not operations:
         return [{by: (to, ALWAYS) for by, to in row.items()} for row in rows]
-    live = _live(rows, accepting)
+    live = live_states(rows, accepting)
     while True:
         rows = [{by: to for by, to in row.items() if live[to]} for row in rows]
         needs = [_needs(rows, operations, counter) for counter in range(COUNTERS)]
@@ -151,7 +151,7 @@ def without_operations(
         if possible == rows:
             break
         rows = possible
-        live = _live(rows, accepting)
+        live = live_states(rows, accepting)
     effects = {by: effect_of(operation) for by, operation in operations.items()}
     wanted = [_guard([need[state] for need in needs]) for state in range(len(rows))]
     bytes_only = set(byte_classes)
@@ -227,7 +227,7 @@ def _needs(rows: Sequence[Row], operations: Mapping[int, Operation], counter: in
     return needs
 
 
-def _live(rows: Sequence[Row], accepting: Sequence[bool]) -> list[bool]:
+def live_states(rows: Sequence[Row], accepting: Sequence[bool]) -> list[bool]:
     """Return from which states an accepting one can be reached."""
     before: list[list[int]] = [[] for _ in rows]
     for state, row in enumerate(rows):

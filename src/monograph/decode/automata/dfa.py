@@ -22,6 +22,7 @@ from monograph.decode.automata.counting import (
     Arrows,
     Effect,
     Operation,
+    live_states,
     moved,
     without_operations,
 )
@@ -463,6 +464,11 @@ def _intersection_before(expression: Intersection, positions: Positions, then: N
     if sides[0] is None or sides[1] is None:
         return NOWHERE
     rows, accepting, symbols_of = _product(sides[0], sides[1], positions.budget)
+    # A pair of states may accept nothing though each of them does: a text that leads there must not begin.
+    live = live_states(rows, accepting)
+    if not live[0]:
+        return NOWHERE
+    rows = [{by: target for by, target in row.items() if live[target]} for row in rows]
     return positions.states(rows, accepting, symbols_of, then)
 
 
