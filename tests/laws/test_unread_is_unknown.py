@@ -51,7 +51,7 @@ class Judge:
             assert re.fullmatch(r"error: [^\n]+", said), said
             unread = {each.path for each in outcome.journal[outcome.number - 1 :]}
             assert any(names(said, path, outcome.folder) for path in unread), said
-            assert code == 3 or (code == 7 and re.search("cannot (write|save|be synced)", said)), said
+            assert code == 3 or (code == 7 and re.search("cannot (write|save|be (written|synced))", said)), said
         self._nothing_is_lost(outcome.folder, done=code == 0)
         return FOUND[code]
 

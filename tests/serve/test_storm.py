@@ -157,10 +157,14 @@ ASKED: dict[str, Any] = {"prompt": "abc", "max_tokens": 40, "temperature": 0.8, 
 
 
 def test_after_a_storm_of_broken_requests_all_is_as_before(served: Served, caplog: pytest.LogCaptureFixture) -> None:
-    before = served.texts(**ASKED)
-    storm(served, range(400))
+    before, seeds = served.texts(**ASKED), range(400)
+    storm(served, seeds)
+    while served.service.gate.cancelled <= 20:  # how many go before they are answered is a matter of the clock
+        assert seeds.stop < 4_000
+        seeds = range(seeds.stop, seeds.stop + 400)
+        storm(served, seeds)
     assert served.texts(**ASKED) == before
-    assert served.service.gate.cancelled > 20 and served.service.counted.by_status.keys() > {200, 400, 403, 404, 415}
+    assert served.service.counted.by_status.keys() > {200, 400, 403, 404, 415}
     assert not [record for record in caplog.records if record.name == "asyncio"]
 
 
