@@ -9,7 +9,6 @@ import shlex
 import sys
 import tomllib
 import types
-import xml.etree.ElementTree as xml
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,7 +21,6 @@ from monograph import cli
 from monograph.config.keys import DEFAULT_MINUTES, KEYS
 from monograph.model.families import FAMILIES
 from monograph.predict.roofline import EFFICIENCIES
-from monograph.report.run_report import write_report
 from monograph.text.tokenizer import Tokenizer
 from pages import PAGES, README, TAUGHT, blocks, commands, files
 from scripts import ROOT, script
@@ -423,8 +421,7 @@ def test_the_table_of_loading_is_the_scripts(monkeypatch: pytest.MonkeyPatch) ->
     assert shown == loading.table(json.loads((ROOT / "benchmarks/results/loading.json").read_text())["cases"])
 
 
-# Of a recording, which is not kept.
-RECORDED = {"first-run.svg", "held-out.svg", "page.png"}
+RECORDED = {"page.png"}  # of a browser
 
 
 def test_whatever_is_generated_is_compared_with_what_it_is_made_of() -> None:
@@ -438,36 +435,3 @@ def test_whatever_is_generated_is_compared_with_what_it_is_made_of() -> None:
     scripts = "".join(path.read_text() for path in (ROOT / "docs").glob("make_*.py"))
     pictures = {path.name for path in (ROOT / "docs" / "figures").iterdir()} - RECORDED
     assert pictures and not [name for name in pictures if f'"{name}"' not in scripts]
-
-
-# ---- figures --------------------------------------------------------------------------------------------------------
-
-
-def test_figures_are_drawn_from_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows: list[dict[str, Any]] = []
-    for update in range(1, 201):
-        at = {"update": update, "tokens": 1000 * update}
-        speed = None if update == 1 else 900.0
-        rows.append(
-            at | {"train_loss": 8 - update / 50, "lr": 0.1, "grad_norm": 1.0, "tokens_per_s": speed, "wall_s": update}
-        )
-        if update % 20 == 0:
-            rows.append(at | {"eval_loss": 3.0, "eval_bits_per_byte": 1.6 + 20 / update, "eval_rows": 64})
-        if update in (30, 100, 200):
-            rows.append(at | {"share": update / 200, "sample": f"def f():\n\treturn '<&{update}>'"})
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "config.toml").write_text("[train]\nupdates = 200\n")
-    write_report(tmp_path, {"eval_bits_per_byte": 1.7}, rows, {"gzip -9": 2.1, "xz -9": 1.65}, [])
-    log = tmp_path / "log"
-    log.write_text("monograph 0\n\ndata      reading   1 s\ndata      read ... 2 s\n  update 1/200\n\ndone      3 s\n")
-    to = tmp_path / "figures"
-    arguments = ["make_figures.py", str(tmp_path), "--transcript", str(log), "--to", str(to)]
-    monkeypatch.setattr(sys, "argv", arguments)
-    script("docs/make_figures.py").main()
-    for path in (to / "first-run.svg", to / "held-out.svg"):
-        assert path.stat().st_size < 60_000 and "prefers-color-scheme: dark" in path.read_text()
-        words = [element.text for element in xml.parse(path).iter() if element.tag.endswith("}text")]
-        assert any("gzip -9" in (word or "") and "2.10" in (word or "") for word in words)
-    moving = (to / "first-run.svg").read_text()
-    assert "&lt;&amp;200&gt;" in moving and "read ... 2 s" in moving and "reading   1 s" not in moving
-    assert moving.count("<path") >= 10 and "200/200" in moving

@@ -47,7 +47,7 @@ def test_gradients_of_the_same_pairs(peers, rows, tmp_path):
     window = {name: torch.as_tensor(value) for name, value in rows.window(np.arange(len(rows))).items()}
     pairs = peers.pairs_of(window)
     assert sorted(pairs) == sorted(peers.tokens_of(tmp_path / "pairs.jsonl")) and len(window["tokens"]) < len(pairs)
-    model, loss = small(), PreferenceLoss(preference(f"dpo:{peers.BETA}"), rows.answers, rows.most)
+    model, loss = small(), PreferenceLoss(preference("dpo", beta=peers.BETA), rows.answers, rows.most)
     loss.recording.fill_(True)
     loss(model, window)
     loss.recording.fill_(False)

@@ -17,9 +17,9 @@ from tape import Tape
 ROWS = 6
 
 
-def engine(model=None, *, micro_batch=2, precision="fp32", policy=None, state="fp32", loss=None):
+def engine(model=None, *, micro_batch=2, precision="fp32", policy=None, loss=None, **states):
     return Resident(
-        model or tiny_llama(num_hidden_layers=1), loss=loss or TokenLoss(), optim=AdamW(lr=1e-2, state=state), clip=0.5,
+        model or tiny_llama(num_hidden_layers=1), loss=loss or TokenLoss(), optim=AdamW(lr=1e-2, **states), clip=0.5,
         precision=Precision(precision), remat=policy, micro_batch=micro_batch,
     )  # fmt: skip
 

@@ -211,7 +211,7 @@ def test_a_folder_goes_out_and_comes_back_as_its_family(tmp_path, family, shard)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_parameters_are_counted_and_shaped_as_the_configuration_says(family):
     configs = [LlamaConfig(model_type=family, **SMALL | MIXED[family])]
-    configs += [LlamaConfig.preset(f"{family}:{name}") for name in ("nano", "1b", "8b")]
+    configs += [LlamaConfig.preset(name, family=family) for name in ("nano", "1b", "8b")]
     for config in configs:
         drawn = torch.get_rng_state()
         with torch.device("meta"):

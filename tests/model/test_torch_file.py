@@ -14,7 +14,7 @@ from monograph.errors import InputRefused
 from monograph.model import torch_file
 from monograph.model.config import LlamaConfig
 from monograph.model.hub import assembled
-from monograph.run.models import load, save
+from monograph.run.models import load, load_with_tokenizer, save
 from monograph.text.tokenizer import Tokenizer
 from numerics import relative_error
 from reference.article import Pretraining
@@ -214,11 +214,11 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
         torch_file.read(tmp_path / "nothing.pth", {})
 
 
-def test_without_a_tokenizer_beside_it_the_model_alone_is_refused(tmp_path):
-    with pytest.raises(
-        InputRefused, match=r"model.pth: there is no tokenizer.json; put the model's next to its weights"
-    ):
-        load(_saved(tmp_path / "model.pth", _state()))
+def test_without_a_tokenizer_beside_it_the_model_is_loaded_and_what_writes_text_is_refused(tmp_path):
+    path = _saved(tmp_path / "model.pth", _state())
+    assert load(path)[1] is None
+    with pytest.raises(InputRefused, match=r"model.pth: there is no tokenizer.json; put the model's next to its weights"):
+        load_with_tokenizer(path)
 
 
 def test_an_archive_of_many_entries_is_not_listed(tmp_path, monkeypatch):

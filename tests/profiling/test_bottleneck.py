@@ -131,7 +131,7 @@ RUNS: list[tuple[Callable[[Tape], None], dict[str, object], str, str | None]] = 
     (a_copy_per_step, {}, "transfers", "kept on the device"),
     (item_per_step, {}, "host gaps", ".item()"),
     (attention_heavy, {}, "attention", "data.sequence_length"),
-    (head_heavy, {}, "loss head", "vocabulary"),
+    (head_heavy, {}, "loss head", "data.vocab_size"),
     (optimizer_heavy, {}, "optimizer", "train.tokens_per_update"),
     (optimizer_heavy, {"captured": False}, "optimizer", "train.compile=whole"),
     (elementwise_in_fp32, {"bf16": {"elementwise": 0.5}}, "elementwise", "train.precision=bf16"),

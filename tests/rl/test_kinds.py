@@ -14,6 +14,7 @@ import pytest
 
 from dialogues import TOOLS, said
 from monograph.config import load
+from monograph.config.sources import classify
 from monograph.data.corpus import Corpus, corpus
 from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.choices import hold_questions
@@ -45,11 +46,12 @@ def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def decided(source: Source, tokenizer: Tokenizer, **data: Any) -> str:
     """What `monograph train` learns from a source: the loss of judged answers, or texts, or conversations."""
-    given = {"data.source": source, **{f"data.{key}": value for key, value in data.items()}}
-    loss = with_records(load(None, given)).prefer.loss
+    named = classify([source] if isinstance(source, str) else source).overrides
+    loss = with_records(load(None, named | {f"data.{key}": value for key, value in data.items()})).prefer.loss
     if loss is not None:
         return str(loss)
-    rows = corpus(source, tokenizer=tokenizer, **{**COMMON, **data}).train
+    weights = named.get("data.weights")
+    rows = corpus(named["data.source"], tokenizer=tokenizer, weights=weights, **{**COMMON, **data}).train
     return "conversations" if rows.conversations else "texts"
 
 

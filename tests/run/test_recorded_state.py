@@ -24,7 +24,11 @@ from recorded import recorded
 UPDATE = 3
 SHAPE = LlamaConfig.preset("nano", vocab_size=300)
 SIZES = ModelSection(
-    **{key: key == "tie_word_embeddings" or 8 for key in ModelSection.model_fields if key not in ("preset", "init")}
+    **{
+        key: key == "tie_word_embeddings" or 8
+        for key in ModelSection.model_fields
+        if key not in ("preset", "family", "init")
+    }
 ).sizes()
 WRONG: dict[type, list[Any]] = {
     int: [None, True, -1, 2**70, 1.5, "x", "1", [], {}, [[[1]]]],
