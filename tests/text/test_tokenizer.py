@@ -316,9 +316,9 @@ def test_what_no_text_can_have_is_not_missed():
         assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-@pytest.mark.parametrize("size", [0, 258, -5, 4e3, "4096", 99_999_999, 10**20])
+@pytest.mark.parametrize("size", [0, 258, -5, 4e3, "4096", 99_999_999, pytest.param(-(10**5000), id="of 5,000 digits")])
 def test_a_wrong_size_is_refused(size):
-    with pytest.raises(UsageError, match="data.vocab_size = .*: expected a whole number from 259"):
+    with pytest.raises(UsageError, match="data.vocab_size.*: expected a whole number from 259"):
         parse("bpe", size)
 
 

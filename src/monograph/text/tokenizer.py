@@ -376,7 +376,9 @@ def parse(asked: str | Path | Tokenizer, vocab_size: int | None = None) -> Token
         if isinstance(size, int) and SMALLEST_VOCABULARY <= size <= tokenizer_file.MAX_VOCABULARY:
             return size
         bounds = f"{SMALLEST_VOCABULARY} to {tokenizer_file.MAX_VOCABULARY}"
-        raise UsageError(f"data.vocab_size = {size!r}: expected a whole number from {bounds}")
+        # Python writes no number of thousands of digits.
+        said = "" if isinstance(size, int) and abs(size) > 10**18 else f" = {size!r}"
+        raise UsageError(f"data.vocab_size{said}: expected a whole number from {bounds}")
     if vocab_size is not None:
         shown = "a tokenizer" if isinstance(asked, Tokenizer) else asked
         raise UsageError(
