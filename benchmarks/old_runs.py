@@ -18,7 +18,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -27,7 +26,8 @@ from monograph.config.renamed import translated
 
 ROOT = Path(__file__).resolve().parents[1]
 WORDS = ("alpha", "beta", "gamma", "delta", "epsilon", "zeta")
-START_S = 120.0  # a server is not waited for longer
+ANSWER_S = 120.0  # an answer of a server is not waited for longer
+EX_TEMPFAIL = 75  # the exit code of a run that was stopped and can be resumed
 
 SHORT = ("train.updates=12", "train.save_every=4", "train.eval_every=6", "train.keep=99", "train.compile=none")
 ROWS = ("data.sequence_length=32", "train.tokens_per_update=128")
@@ -43,7 +43,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "rewards": (
         "train", "prompts.jsonl", "model.init=text", "rl.reward=regex:[a-z ]+", "rl.kl=k1:0.1",
-        "rl.max_new_tokens=6:mask", "rl.prompts=2", "rl.group=3", *SHORT,
+        "rl.max_new_tokens=6:mask", "rl.prompts=2", "rl.group=3", "data.sequence_length=32", *SHORT,
     ),
     "preferences": (
         "train", "pairs.jsonl", "model.init=text", "prefer.loss=robust:0.1:0.2", "data.sequence_length=32",
@@ -51,7 +51,7 @@ RUNS: dict[str, tuple[str, ...]] = {
     ),
     "sweep": (
         "sweep", "texts", "data.tokenizer=bpe:300", "optim.lr=1e-3,3e-3", "optim.schedule=cosine:0.1",
-        "train.updates=12", "model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", *ROWS,
+        "model.hidden_size=16", "model.num_hidden_layers=1", "model.num_attention_heads=2", *ROWS,
     ),
 }  # fmt: skip
 USES = {
@@ -107,11 +107,10 @@ def environment(place: Path, source: Path) -> dict[str, str]:
 
 def tried(place: Path, before: Path | None, kind: str, serving: bool) -> dict[str, str]:
     """Make a run with the earlier version and use it with this one: what each use gave, `ok` or its last line."""
-    run, arguments = place / kind, RUNS[kind]
-    if before:
-        begun = command(place, before.resolve(), *arguments, "--out", kind)
-    else:
-        begun = command(place, ROOT / "src", *respelled(arguments), "--out", kind)
+    run, arguments = place / kind, RUNS[kind] if before else respelled(RUNS[kind])
+    before = before.resolve() if before else ROOT / "src"
+    length = ["train.updates=12"] if kind == "sweep" else []
+    begun = command(place, before, *arguments, *length, "--out", kind)
     if begun.returncode:
         raise SystemExit(f"old_runs.py: the earlier version cannot make the run {kind}: {last_line(begun.stderr)}")
     data = next(name for name in ("texts", "prompts.jsonl", "pairs.jsonl") if name in arguments)
@@ -124,13 +123,30 @@ def tried(place: Path, before: Path | None, kind: str, serving: bool) -> dict[st
     if serving:
         results["serve"] = served(place, model)
     if kind == "sweep":
-        results["--resume"] = outcome(command(place, ROOT / "src", "sweep", "--resume", kind))
+        stop_while_training(place, before, [*arguments, "train.updates=2000"], "stopped")
+        results["--resume"] = outcome(command(place, ROOT / "src", "sweep", "--out", "stopped"))
     else:
         cut = cut_after_first_checkpoint(run, place / f"{kind}-cut")
         results["--resume"] = outcome(command(place, ROOT / "src", "train", "--resume", str(cut)))
         if results["--resume"] == "ok":
             results["weights"] = "the same bits" if weights(cut) == weights(run) else "others"
     return results
+
+
+def stop_while_training(place: Path, source: Path, arguments: list[str], out: str) -> None:
+    """Begin a run or a sweep, and send it SIGTERM when it trains: it saves and ends."""
+    begun = subprocess.Popen(
+        [sys.executable, "-m", "monograph", *arguments, "--out", out],
+        cwd=place, env=environment(place, source), stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True,
+    )  # fmt: skip
+    assert begun.stderr
+    for line in begun.stderr:
+        if "tok/s" in line:
+            begun.terminate()
+            break
+    begun.communicate()
+    if begun.returncode != EX_TEMPFAIL:
+        raise SystemExit(f"old_runs.py: {out} was to be stopped while it trains, and ended with {begun.returncode}")
 
 
 def respelled(arguments: tuple[str, ...]) -> list[str]:
@@ -162,34 +178,34 @@ def weights(run: Path) -> dict[str, bytes]:
 def served(place: Path, model: str) -> str:
     """Serve a model and ask it for a text: `ok`, or the last line of what went wrong."""
     server = subprocess.Popen(
-        [sys.executable, "-m", "monograph", "serve", model, "--port", "0", "--json"],
-        cwd=place, env=environment(place, ROOT / "src"), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [sys.executable, "-m", "monograph", "serve", model, "--port", "0"],
+        cwd=place, env=environment(place, ROOT / "src"), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
     )  # fmt: skip
     try:
-        url = address(server)
-        if not url:
-            return last_line(server.stderr.read() if server.stderr else "")
+        said = until_ready(server)
+        if "http://" not in said[-1]:
+            return last_line("\n".join(said))
+        url = "http://" + said[-1].split("http://")[1].split()[0]
         body: dict[str, Any] = {"model": "last", "prompt": "alpha", "max_tokens": 4}
         request = urllib.request.Request(
             f"{url}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
         )
-        with urllib.request.urlopen(request, timeout=START_S) as answer:
+        with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
             return "ok" if json.load(answer)["usage"]["completion_tokens"] else "no text"
     finally:
         server.terminate()
         server.communicate()
 
 
-def address(server: subprocess.Popen[str]) -> str:
-    """Return the URL that a server prints when it is ready; an empty text if it ends before."""
-    end = time.monotonic() + START_S
-    assert server.stderr
-    for line in server.stderr:
+def until_ready(server: subprocess.Popen[str]) -> list[str]:
+    """Return what a server prints until it names its address, or ends."""
+    assert server.stdout
+    said = [""]
+    for line in server.stdout:
+        said.append(line)
         if "http://" in line:
-            return "http://" + line.split("http://")[1].split()[0].rstrip("/")
-        if time.monotonic() > end:
             break
-    return ""
+    return said
 
 
 def outcome(done: subprocess.CompletedProcess[str]) -> str:
