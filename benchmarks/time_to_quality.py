@@ -3,7 +3,7 @@
 Python's standard library, the same split and tokenizer. Every system trains the default model (`micro`, the same
 initial weights), in bf16 if the processor has it, in one process with `--threads` threads. Monograph is `monograph
 train --minutes M`, with its evaluations, samples and checkpoints inside the time. All are compiled before. In M minutes
-the peers make updates of 1,024 tokens, with which AdamW learns the most here (docs/log.md), on rows cut from the
+the peers make updates of 1,024 tokens, with which AdamW learns the most here (dev/log.md), on rows cut from the
 concatenated documents, with warm-up and a cosine to a twentieth that follow the clock, so that each ends its schedule
 just in time. The weights of all are scored by the same code on all held-out text. A peer tries every rate with the
 first seed and repeats the best one with the others. The systems take turns, so a noisy machine shows only in the seeds'

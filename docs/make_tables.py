@@ -1,4 +1,4 @@
-"""Write two tables from the code: the values of each key with their tests (support), and where a key acts.
+"""Write tables from the code: all keys and where each acts (configuration), and the test of each value (support).
 
 Usage: python docs/make_tables.py (rewrites support.md and configuration.md; tests/test_readme.py compares)
 """
@@ -13,7 +13,8 @@ from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
 import monograph
-from monograph.config.keys import KEYS, SECTIONS, Fraction
+from monograph.config.keys import KEYS, SECTIONS, Fraction, described
+from monograph.config.settings import toml_of
 from monograph.model.families import FAMILIES, PRESETS
 from monograph.rl.preferences import PARAMETERS
 from monograph.session.plan import Plan
@@ -232,15 +233,47 @@ def acts() -> str:
     return "\n".join(lines)
 
 
+def keys() -> str:
+    """Return a heading and a table for each section: its keys, their meaning, the values they take and the default."""
+    lines: list[str] = []
+    for name, section in SECTIONS.items():
+        lines += [f"### [{name}]", "", str(section.__doc__), ""]
+        lines += ["| key | meaning | values | default |", "|---|---|---|---|"]
+        for key in section.model_fields:
+            said = described(f"{name}.{key}")
+            default = said.otherwise or "not set" if said.default is None else f"`{toml_of(said.default)}`"
+            cells = (said.meaning, said.expected, default)
+            lines.append(f"| `{name}.{key}` | {' | '.join(map(_cell, cells))} |")
+        lines.append("")
+    return "\n".join(lines).strip()
+
+
+def _cell(text: str) -> str:
+    """Return a text as a cell of a table has it, in which a bar would end the cell, and a bracket begin a tag."""
+    return text.replace("|", "&#124;").replace("<", "&lt;")
+
+
 def _code(names: list[str]) -> str:
     return ", ".join(f"`{name}`" for name in names)
 
 
+def pages() -> dict[Path, list[str]]:
+    """Return what each page has between its markers, in their order."""
+    return {SUPPORT: [table()], CONFIGURATION: [keys(), acts()]}
+
+
+def parts(page: Path) -> list[str]:
+    """Return what stands between the markers of a page."""
+    return [part.split(END)[0].strip() for part in page.read_text(encoding="utf-8").split(BEGIN)[1:]]
+
+
 def main() -> None:
     """Write the tables to their pages."""
-    for page, made in ((SUPPORT, table()), (CONFIGURATION, acts())):
-        before, rest = page.read_text(encoding="utf-8").split(BEGIN)
-        page.write_text(f"{before}{BEGIN}\n{made}\n{END}{rest.split(END)[1]}", encoding="utf-8")
+    for page, made in pages().items():
+        before, *rest = page.read_text(encoding="utf-8").split(BEGIN)
+        after = [part.split(END, 1)[1] for part in rest]
+        filled = (f"{BEGIN}\n{part}\n{END}{text}" for part, text in zip(made, after, strict=True))
+        page.write_text(before + "".join(filled), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def first_run(found: Found) -> str:
     lines = [f"{name} {found['levels'][name]:.2f}" for name in ("trigram", "gzip -9", "order 6", "xz -9")]
     finals = [f"{case['final']['bits_per_byte']:.2f}" for case in found["cases"]]
     [tokens] = {case["tokens_per_update"] for case in found["cases"]}
-    return f"{' and '.join(finals)} bits per byte in updates of {tokens:,} tokens; {', '.join(lines)}"
+    return f"{' and '.join(finals)} in updates of {tokens:,} tokens; {', '.join(lines)}"
 
 
 def steps(found: Found) -> str:
@@ -38,7 +38,7 @@ def train(found: Found) -> str:
         rate, of = case["tokens_per_s"]["median"], f"{case['mfu']:.1%}"
         peers = [p for p in found["cases"] if p["model"] == case["model"] and p["system"] == "trainer"]
         ratios = [f", {rate / p['tokens_per_s']['median']:.2f} × Trainer" for p in peers if "tokens_per_s" in p]
-        lines.append(f"{case['model']}: {rate:,.0f} tokens/s, {of} of the datasheet's FLOP/s{''.join(ratios)}")
+        lines.append(f"{case['model']}: {rate:,.0f} tokens/s, {of} of the datasheet's rate{''.join(ratios)}")
     return "; ".join(lines)
 
 
@@ -49,7 +49,7 @@ def loss(found: Found) -> str:
         those = [case for case in found["cases"] if case["mode"] == mode]
         memory = max(case["memory_ratio"] for case in those)
         time = max(case["time_ratio"]["wall"]["median"] for case in those)
-        lines.append(f"{mode}: 1/{1 / memory:.1f} of the memory in {time:.2f} × the time")
+        lines.append(f"{mode}: 1/{1 / memory:.1f} of the memory, {time:.2f} × the time")
     return "; ".join(lines)
 
 
@@ -77,7 +77,7 @@ def generate_peers(found: Found) -> str:
     for case in dict.fromkeys(entry["case"] for entry in found["cases"]):
         those = [e for e in found["cases"] if e["case"] == case and "error" not in e]
         ratios = ", ".join(
-            f"{entry['system']} {entry['ratio_wall']['median']:.1f} ×"
+            f"{entry['system'].replace(',', '')} {entry['ratio_wall']['median']:.1f} ×"
             for entry in those
             if entry["system"].startswith(("transformers", "llama.cpp"))
         )
@@ -90,8 +90,8 @@ def serve(found: Found) -> str:
     lines = []
     for case in found["cases"]:
         if case["part"] == "overhead" and case.get("how") in ("whole", "streamed") and case["system"] == "monograph":
-            over = f"{case['over_cpu']['median']:.2f} × the CPU time, {case['over_wall']['median']:.2f} × the time"
-            lines.append(f"{case['how']} {over} of `generate`")
+            over = f"{case['over_wall']['median']:.2f} × the time, {case['over_cpu']['median']:.2f} × the CPU time"
+            lines.append(f"{case['how']}: {over} of `generate`")
     for case in found["cases"]:
         if case["part"] == "compared" and case["what"] in ("tokens/s, streamed", "TTFT p50, idle"):
             lines.append(f"{case['what']}: {case['times']['median']:.1f} × {case['system']}")
@@ -134,11 +134,11 @@ def regret(found: Found) -> str:
     for case in found["cases"]:
         times = {way: entry["median"] / case["predicted_s"][way] for way, entry in case["seconds"].items()}
         errors += [abs(times[case["chosen"]] / ratio - 1) for way, ratio in times.items() if way != case["chosen"]]
-    reached = ", ".join(f"{case['case']} {100 * case['reached']:.0f} %" for case in found["cases"])
+    reached = "; ".join(f"{case['case']}: {100 * case['reached']:.0f} %" for case in found["cases"])
     near = sum(error <= 0.15 for error in errors)
     return (
-        f"{reached}; predicted times of the other {len(errors)} ways, once one was measured: median "
-        f"{100 * statistics.median(errors):.0f} % off, {near} within 15 %, worst {100 * max(errors):.0f} %"
+        f"{reached}; predicted times of {len(errors)} other ways, once one was measured: median error "
+        f"{100 * statistics.median(errors):.0f} %, {near} within 15 %, worst {100 * max(errors):.0f} %"
     )
 
 
@@ -169,18 +169,19 @@ def transfer(found: Found) -> str:
         f"{drift['way']} {drift['steps']:+.1f}" if drift["bracketed"] else f"{drift['way']}: not within the rates tried"
         for drift in found["drifts"]
     )
-    return f"from a width of {widths[0]} to {widths[-1]}, in factor-2 steps: {steps}"
+    return f"from width {widths[0]} to {widths[-1]}, in steps of a factor of 2: {steps}"
 
 
 def sweep_runs(found: Found) -> str:
     """How many times faster one command is than the single runs, and how far their losses are apart."""
     ratios, [case] = found["ratios"], found["cases"]
+    apart = ratios["largest_loss_difference"]
     at_once = max(max(group["rounds"]) for group in case["sweep"]["groups"])
     return (
         f"{found['settings']['preset']}, {found['settings']['updates']:,} updates each: compile, start and report "
-        f"included {ratios['compile_included']:.2f} ×, training alone {ratios['compile_excluded']:.2f} ×, "
-        f"{'one after another' if at_once == 1 else f'{at_once} at once'} by its own choice; "
-        f"largest difference of a held-out loss {ratios['largest_loss_difference']:.0e}"
+        f"included {ratios['compile_included']:.2f} ×, training alone {ratios['compile_excluded']:.2f} × "
+        f"({'one after another' if at_once == 1 else f'{at_once} at once'}, which the sweep chose); held-out losses "
+        f"{f'at most {apart:.0e} apart' if apart else 'equal'}"
     )
 
 
@@ -191,8 +192,8 @@ def stream(found: Found) -> str:
     return (
         f"{streamed['parameters'] / 1e9:.2f} billion parameters in fp32: {streamed['device_bytes'] / 2**30:.2f} GiB on "
         f"the device, {streamed['home_bytes'] / 2**30:.0f} GiB on the host; losses and norms "
-        f"{'equal in every bit' if found['equal_bits'] else 'DIFFERENT'} to the resident run's; "
-        f"{min(streamed['seconds']) / min(resident['seconds']):.1f} × its time per update (one thread, no copy hidden)"
+        f"{'have the bits' if found['equal_bits'] else 'DIFFER from those'} of the run without streaming; "
+        f"{min(streamed['seconds']) / min(resident['seconds']):.1f} × its time per update (one thread)"
     )
 
 
@@ -201,8 +202,8 @@ def finetune(found: Found) -> str:
     lines = []
     for case in found["cases"]:
         way = "all weights" if case["way"] == "full" else "adapters"
-        right = f"{case['exact']:.0%} of {case['asked']} unseen, the same in llama.cpp {case['agrees']:.0%}"
-        lines.append(f"{way} {right}, {case['wall_s']:.0f} s")
+        right = f"{case['exact']:.0%} of {case['asked']} right, llama.cpp answers {case['agrees']:.0%} alike"
+        lines.append(f"{way}: {right}, {case['wall_s']:.0f} s")
     return "; ".join(lines)
 
 
@@ -212,7 +213,7 @@ def adapters(found: Found) -> str:
     peaks = "; ".join(f"{case['way']} {case['peak_bytes']['none'] / 2**30:.1f} GiB" for case in large)
     errors = [abs(case["measured"]["error"]) for case in found["cases"] if case["measured"]]
     length = found["settings"]["length"]
-    return f"8B, rows of {length:,} tokens: {peaks}; {len(errors)} of 1B run: {max(errors):.1%} off at worst"
+    return f"8B, rows of {length:,} tokens: {peaks}; at worst {max(errors):.1%} off in {len(errors)} runs of 1B"
 
 
 def adapter_peers(found: Found) -> str:
@@ -256,104 +257,98 @@ def ranks(found: Found) -> str:
 # By script: what it measures, and the function that makes a sentence of its result.
 ROWS: dict[str, tuple[str, Callable[[Found], str]]] = {
     "first_run": (
-        "held-out text, a first model by [0.1.0's recipe](training.md#what-the-recipe-is-worth), two seeds "
+        "held-out bits per byte of a first model by [0.1.0's recipe](training.md#what-the-recipe-is-worth), two seeds "
         "(lower is better)",
         first_run,
     ),
-    "steps": ("tokens/s of a step as one graph, compared with the same step in eager mode (bf16)", steps),
+    "steps": ("speed of a step as one graph, compared with eager mode, bf16", steps),
     "start": ("time to the first update with a warm compile cache, compared with a cold one", start),
     "gpu/train": (
-        "tokens/s on a GPU, bf16, one document a row, compared with transformers' Trainer with `torch_compile` "
+        "training on a GPU, bf16, one document per row, compared with transformers' Trainer, compiled "
         "([how](gpu.md#measured-on-a-card))",
         train,
     ),
     "xeon/train_peers": (
-        "tokens/s compared with compiled peers, fp32, one thread, on a processor for which MKL is fast "
-        "([how](peers.md))",
+        "training speed on a CPU with a fast MKL, compared with compiled peers, fp32, one thread ([how](peers.md))",
         train_peers,
     ),
-    "train_peers": ("the same on one for which it is slow", train_peers),
+    "train_peers": ("the same on a CPU with a slow MKL", train_peers),
     "now/time_to_quality": (
-        "held-out bits per byte of a default run, mean of the seeds, compared with 0.1.0 and the best compiled peer at "
-        "its best rate ([how](peers.md#quality-after-the-same-time))",
+        "held-out bits per byte of a default run, compared with 0.1.0 and the best compiled peer at its best learning "
+        "rate, mean over seeds (lower is better, [how](peers.md#quality-after-the-same-time))",
         time_to_quality,
     ),
     "time_to_quality": (
-        "the same by the recipe of 0.1.0, compared with more peers ([how](peers.md#quality-after-the-same-time))",
+        "the same by 0.1.0's recipe, compared with more peers ([how](peers.md#quality-after-the-same-time))",
         time_to_quality,
     ),
     "generate_peers": (
-        "tokens/s of generation with temperature, top-k, top-p and min-p, compared with peers, fp32, one thread "
+        "speed of generation with temperature, top-k, top-p and min-p, compared with peers, fp32, one thread "
         "([how](generate.md#compared-with-others))",
         generate_peers,
     ),
     "serve": (
-        "an endpoint's 8 texts at once, compared with `generate` and with llama.cpp's server, fp32, one thread "
+        "`serve` with 8 texts at once, compared with `generate` and llama.cpp's server, fp32, one thread "
         "([how](serve.md#measured))",
         serve,
     ),
     "sampler": ("extra time of a decode step for penalties and all usual filters, vocabulary 32,000", sampler),
     "remat": (
-        "peak memory of a recomputation budget spread over 12 blocks, compared with torch's budget for the whole "
-        "graph, by the share of the bytes kept (CPU time of both compared with no recomputation, "
+        "peak memory with an activation checkpointing budget spread over 12 blocks, compared with torch's budget for "
+        "the whole graph, by the share of bytes kept (in brackets: CPU time of both, compared with keeping all, "
         "[how](memory.md#what-it-saves-and-what-it-costs))",
         remat,
     ),
-    "plan": ("error of the predicted peak memory, compared with the allocator's count, on random models", plan),
-    "regret": ("speed of the planned way to train, as a share of that of the fastest way that fits", regret),
+    "plan": ("error of the planned peak memory on random models", plan),
+    "regret": ("speed of the planned way to train, compared with the fastest that fits", regret),
     "bottleneck": (
-        "speedup that `monograph profile` predicts for nine changes, and the measured one, one thread "
+        "speedup of nine changes: predicted by `monograph profile` and measured, one thread "
         "([how](profile.md#predicted-and-measured))",
         bottleneck,
     ),
     "ranks": (
-        "bytes per parameter on a rank at the peak of an update, and CPU time, of `train.parallel`, compared with "
-        "torch's DDP and FSDP2 in a plain loop, AdamW in fp32 or Muon, a graph per block "
+        "`train.parallel`: peak bytes per parameter on a rank, here and with torch's DDP or FSDP2 in a plain loop, and "
+        "CPU time compared with it; fp32 AdamW or Muon, a graph per block "
         "([how](distributed.md#what-a-rank-holds))",
         ranks,
     ),
-    "scopes": ("one graph that all blocks share, compared with one graph of the whole step", scopes),
+    "scopes": ("`compile=blocks` compared with `whole`", scopes),
     "siblings": (
-        "CPU time of a captured update with fused query-key-value and gate-up, compared with separate ones, by width, "
-        "one thread "
+        "CPU time of an update with fused query-key-value and gate-up, compared with separate ones, by width, one "
+        "thread "
         "([how](siblings.md))",
         siblings,
     ),
     "ensemble_peers": (
-        "speed of N small models as one graph, compared with an eager loop and the best other way (below 1: slower), "
-        "one thread "
+        "speed of N small models as one graph, compared with an eager loop and the best other way, one thread "
         "([how](ensemble.md#what-it-saves))",
         ensemble,
     ),
     "sweep_runs": (
-        "speed of a sweep of 8 learning rates and 2 seeds, compared with 16 `monograph train` one after another "
+        "speed of a sweep of 8 learning rates and 2 seeds, compared with 16 single runs "
         "([how](sweep.md#compared-with-single-runs))",
         sweep_runs,
     ),
     "stream": (
-        "a model streamed through a device that holds a fraction of its state, killed and resumed "
-        "([how](stream.md#measured))",
+        "a streamed model, killed and resumed ([how](stream.md#measured))",
         stream,
     ),
     "finetune": (
-        "a small model that knows three tasks, finetuned to answer chats about them, one thread "
-        "([how](finetune.md#measured))",
+        "unseen chats that a small finetuned model answers right, one thread ([how](finetune.md#measured))",
         finetune,
     ),
     "adapters": (
-        "planned peak memory of training all weights and of adapters on a base in 16, 8 and 4 bits "
-        "([how](lora.md#what-is-kept-where))",
+        "planned peak memory of all weights, and of adapters on 16, 8 and 4 bits ([how](lora.md#what-is-kept-where))",
         adapters,
     ),
     "adapter_peers": (
-        "tokens/s of adapters on packed conversations of any length, compared with transformers and PEFT, fp32, "
-        "one thread "
+        "speed of adapters on packed conversations, compared with transformers and PEFT, fp32, one thread "
         "([how](lora.md#compared-with-peft))",
         adapter_peers,
     ),
     "transfer": (
-        "how far a wide model's best learning rate is from a narrow one's ([how](transfer.md#measured))",
+        "how far the best learning rate of a wide model is from that of a narrow one ([how](transfer.md#measured))",
         transfer,
     ),
-    "loss": ("cross-entropy compared with that of dense logits, at a vocabulary of 128,256, worst case", loss),
+    "loss": ("chunked cross-entropy compared with dense logits, vocabulary 128,256, worst case", loss),
 }

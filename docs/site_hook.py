@@ -1,6 +1,6 @@
 """What makes a site of these pages, which are written for a repository: a hook of mkdocs (`make site`).
 
-The navigation is the list of the tour. A link to a file outside docs/ leads to a page with that file's text.
+The navigation is the tables of docs/README.md. A link to a file outside docs/ leads to a page with that file's text.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ BESIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 LANGUAGES = {".py": "python", ".json": "json", ".cpp": "cpp", ".toml": "toml"}
 LARGEST = 100_000  # characters; of a longer file the beginning is shown
+NOT_SEARCHED = "---\nsearch: {exclude: true}\n---\n"
 
 
 def navigation() -> list[dict[str, Any]]:
     """The tour's headings, and under each the pages of its table."""
-    groups: list[dict[str, Any]] = [{"Tour": "README.md"}]
+    groups: list[dict[str, Any]] = [{"Overview": "README.md"}]
     for part in re.split(r"^## ", (ROOT / "docs/README.md").read_text(), flags=re.M)[1:]:
         title, _, text = part.partition("\n")
         groups.append({title: re.findall(r"^\| \[\w+\]\((\w+\.md)\)", text, re.M)})
@@ -60,13 +61,14 @@ def outside() -> set[Path]:
 def shown(path: Path) -> str:
     """A file as a page: the text of a page, the code of a program, the names in a folder."""
     if path.suffix == ".md":
-        return path.read_text()
+        notes = path.is_relative_to(ROOT / "dev")  # for developers: what a user searches for is not there
+        return (NOT_SEARCHED if notes else "") + path.read_text()
     if path.is_dir():
         text, language = "\n".join(sorted(each.name for each in path.iterdir() if each.name[0] not in "._")), ""
     else:
         text, language = path.read_text()[:LARGEST], LANGUAGES.get(path.suffix, "")
     title = path.relative_to(ROOT).as_posix()
-    return f"---\nsearch: {{exclude: true}}\n---\n# {title}\n\n````{language}\n{text}\n````\n"
+    return f"{NOT_SEARCHED}# {title}\n\n````{language}\n{text}\n````\n"
 
 
 def as_page(path: Path) -> str:

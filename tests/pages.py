@@ -12,8 +12,7 @@ from scripts import ROOT
 
 README = ROOT / "README.md"
 PAGES = [README, *sorted((ROOT / "docs").glob("*.md"))]
-# The log holds findings, not instructions, and says its machine and date itself.
-TAUGHT = [page for page in PAGES if page.name != "log.md"]
+LOG = ROOT / "dev" / "log.md"  # what was tried: findings, not instructions
 # What begins a line that somebody would type.
 PROGRAMS = set(
     "monograph torchrun python python3 make pip lm_eval benchmarks/gpu.sh srun sbatch scontrol export curl wget git "
@@ -46,11 +45,15 @@ def typed(text: str) -> Iterator[str]:
 
 
 def commands(page: Path) -> list[str]:
-    """Each command of a page once: of its blocks, and of its sentences, unless something is left out of it (...)."""
+    """Each command of a page once: of its blocks, and of its sentences, unless something is left out of it (...).
+
+    A file that its output goes to is no part of it, as the program would be given that as an argument.
+    """
     found = [command for block in blocks(page) if block.language != "python" for command in typed(block.text)]
     prose = re.sub(r"^```.*?^```$|^ {4}[^\n]*$", "", page.read_text(), flags=re.S | re.M)
     said = (" ".join(each.split()) for each in re.findall(r"`([^`]+)`", prose))
     found += [each for each in said if re.match(r"(monograph|torchrun|python|make|pip|pytest) \S", each)]
+    found = [re.sub(r"^(monograph [^|]*) > \S+$", r"\1", each) for each in found]
     return [command for command in dict.fromkeys(found) if "..." not in command]
 
 

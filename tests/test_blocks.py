@@ -24,7 +24,7 @@ from commands.forked import CommandServer, Done
 from dialogues import CONTROLS, speaking
 from distributed.launched import environment
 from monograph.text.tokenizer import Tokenizer
-from pages import TAUGHT, commands, files
+from pages import PAGES, commands, files
 from reference.article import Pretraining
 from scripts import ROOT
 
@@ -41,6 +41,7 @@ NOT_RUN = {
     r"python -m monograph\.lm_eval.*": "its data come from the network; tests/test_lm_eval.py has a task of its own",
     r"monograph profile .*--ladder": "minutes of compiling; tests/commands/test_ladder.py runs it",
     r"monograph export .* --to hf://.*": "the Hub; tests/commands/test_hub.py pushes to a stand-in",
+    r"monograph --(install|show)-completion": "writes into the home folder; tests/cli/test_completion.py has another",
     r"monograph check --laws": "one to three minutes; tests/profiling/test_laws.py runs it",
 }
 # Refused here, on purpose, with these words: what they need is not on every machine.
@@ -92,7 +93,7 @@ def listed(command: str) -> str | None:
     return next((reason for pattern, reason in NOT_RUN.items() if re.fullmatch(pattern, command)), None)
 
 
-PAGE_OF = {command: page.stem for page in TAUGHT for command in commands(page)}
+PAGE_OF = {command: page.stem for page in PAGES for command in commands(page)}
 ALL = sorted(PAGE_OF, key=PAGE_OF.__getitem__)
 
 

@@ -26,7 +26,7 @@ RATE = 1e-3  # so large that a wrong decay, beta or schedule shows in a few upda
 def command(section: str) -> list[str]:
     """The first command of a section, made small; what the page says of rates and schedules stays."""
     [text] = re.findall(rf"^## {section}$(.*?)(?=^## |\Z)", PAGE, re.S | re.M)
-    words = shlex.split(re.findall(r"^ {4}monograph (.*)$", text.replace("\\\n", ""), re.M)[0])
+    words = shlex.split(re.findall(r"^monograph (.*)$", text.replace("\\\n", ""), re.M)[0])
     return over(
         [word for word in words if not word.startswith("train.epochs")], f"train.updates={UPDATES}",
         f"train.tokens_per_update={ROWS * LENGTH}", f"train.micro_batch={MICRO}", f"data.sequence_length={LENGTH}",

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,7 +17,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from monograph.config import KEYS, Settings, classify, load
-from monograph.config.keys import SECTIONS, DataSection, ModelSection
+from monograph.config.commented import WIDTH, commented
+from monograph.config.keys import SECTIONS, DataSection, ModelSection, described
 from monograph.config.settings import ANYWHERE, check
 from monograph.config.sources import written_fingerprint
 from monograph.errors import InputRefused, MonographError, UsageError
@@ -238,7 +241,7 @@ def test_every_whole_number_has_a_bound() -> None:
 @given(some_values)
 def test_the_written_file_loads_as_the_same_settings(values: dict[str, Any]) -> None:
     settings = Settings().resolve(values, origin="here")
-    for text in (settings.to_toml(), settings.to_toml(origins=True)):
+    for text in (settings.to_toml(), commented(settings)):
         path = Path("again.toml")
         path.write_text(text, encoding="utf-8", newline="")
         again = load(path, {}, {})
@@ -326,11 +329,92 @@ def test_an_argument_that_is_nothing_known_is_refused(
     assert message in str(caught.value)
 
 
-def test_every_key_says_what_it_is() -> None:
-    for section in SECTIONS.values():
-        for field in section.model_fields.values():
-            assert field.description and isinstance(field.json_schema_extra, dict)
+def test_every_key_says_in_one_line_what_it_means_and_what_it_is_without_a_value() -> None:
+    for key in KEYS:
+        said = described(key)
+        assert re.fullmatch(r"\S[^\n]{5,115}\.", said.meaning) and said.expected, key
+        shown = said.example if said.default is None else said.default
+        assert (said.default is None) == (said.example is not None), key
+        assert not (said.otherwise and said.default is not None), key
+        check(key, shown, "here", from_text=False)
     assert "data.source" in KEYS and DataSection().source == "stdlib"
+
+
+def test_what_a_key_says_applies_without_it_is_what_does() -> None:
+    """Of keys whose default is decided elsewhere."""
+    from monograph.planner import defaults
+    from monograph.rl.preferences import PARAMETERS
+    from monograph.session import adapting, reinforcing, resolve
+
+    usual: dict[str, Any] = {f"lora.{key}": value for key, value in dataclasses.asdict(adapting.USUAL).items()}
+    usual |= {"lora.lr_ratio": 1.0, "lora.tokens": adapting.AUTO, "optim.min_lr_ratio": resolve.FINAL}
+    usual |= {"model.family": resolve.FIRST_FAMILY, "data.vocab_size": defaults.DEFAULT.vocabulary}
+    usual |= reinforcing.USUAL | {"rl.truncated": "keep", "rl.truncation_penalty": 0.0}
+    usual |= {f"prefer.{key}": value for values in PARAMETERS.values() for key, value in values.items()}
+    usual |= {"train.minutes": Settings().train.minutes}
+    fields = {f"{name}.{key}": field for name, each in SECTIONS.items() for key, field in each.model_fields.items()}
+    stated = {key: described(key).default for key, field in fields.items() if field.default is None}
+    stated = {key: value for key, value in stated.items() if value is not None}
+    assert stated == {key: usual[key] for key in stated}
+    assert f"auto: {defaults.DEFAULT.preset}," in described("model.preset").meaning
+    assert f"auto: {defaults.NEW_LENGTH} for a new model" in described("data.sequence_length").meaning
+    assert f"auto: {defaults.DEFAULT.tokens_per_update:,}, or" in described("train.tokens_per_update").meaning
+
+
+def as_typed() -> str:
+    return commented(settings_of("[optim]\nlr = 1e-3\n[rl]\nreward = 'exact'", train__updates="9"))
+
+
+def test_the_commented_file_has_each_key_once_with_its_meaning_and_what_it_accepts() -> None:
+    text = as_typed()
+    paragraphs = text.split("\n\n")
+    for key in KEYS:
+        name, said = key.partition(".")[2], described(key)
+        about = [" ".join(each.replace("\n## ", " ").split()) for each in paragraphs]
+        assert any(f"## {said.meaning} Accepts: {said.expected}. " in each for each in about), key
+        assert re.search(rf"^(# )?{name} = .*# \S", text, re.M), key
+    assert len(re.findall(r"^(?:# )?\w+ = ", text, re.M)) == len(KEYS)
+    assert max(map(len, text.splitlines())) <= WIDTH == 120
+
+
+def test_the_commented_file_says_where_each_value_comes_from() -> None:
+    lines = [" ".join(line.split()) for line in as_typed().splitlines()]
+    for line in (
+        "lr = 0.001 # run.toml:2",
+        "updates = 9 # command line",
+        "# seed = 0 # default",
+        "# rank = 16 # example; default: no adapters",
+        "# kl_coef = 0.05 # example; not set",
+        "# minutes = 3.0 # not set, as train.updates is",
+    ):
+        assert line in lines
+
+
+def test_a_key_is_set_by_removing_the_mark_before_it() -> None:
+    text = commented(Settings())
+    assert tomllib.loads(text) == {name: {} for name in SECTIONS}
+    everything = tomllib.loads(re.sub(r"^# ", "", text, flags=re.M))
+    assert [f"{name}.{key}" for name, table in everything.items() for key in table] == list(KEYS)
+    shape = {"model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads"}
+    for key in KEYS:
+        name, field = key.split(".")
+        together = {each.partition(".")[2] for each in shape} if key in shape else {field}
+        before, after = text.split(f"[{name}]")
+        set_ = re.sub(rf"^# (?=({'|'.join(together)}) = )", "", after, flags=re.M, count=len(together))
+        settings = settings_of(f"{before}[{name}]{set_}")
+        assert key in settings.origins and len(settings.origins) == len(together), key
+        given = everything[name][field]
+        value = settings.values()[key]
+        assert (list(value) if isinstance(value, tuple) else value) == given, key
+
+
+@pytest.mark.parametrize("name", ["a\nb.toml", "a\x07.toml", f"{'long-' * 30}name.toml"])
+def test_an_odd_or_long_name_of_a_file_does_not_break_the_commented_one(name: str) -> None:
+    Path(name).write_text("[train]\nseed = 7\n")
+    text = commented(load(Path(name), {}, {}))
+    assert settings_of(text).train.seed == 7
+    assert re.search(r"^seed = 7", text, re.M)
+    assert max(map(len, text.splitlines())) <= WIDTH
 
 
 def test_presets_and_sizes_are_the_models_own() -> None:

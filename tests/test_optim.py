@@ -160,7 +160,7 @@ def test_gradients_are_those_of_a_plane_that_got_other_memory():
 
 
 def test_gradients_are_not_views_to_autograd():
-    """A compiler looks at each view's base as well, with sizes that are symbols, which takes time (docs/log.md)."""
+    """A compiler looks at each view's base as well, with sizes that are symbols, which takes time (dev/log.md)."""
     step = Step(tiny_llama())
     for plane in step.planes:
         for _, parameter, offset in plane.slots:

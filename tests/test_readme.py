@@ -22,7 +22,7 @@ from monograph.config.keys import DEFAULT_MINUTES, KEYS
 from monograph.model.families import FAMILIES
 from monograph.predict.roofline import EFFICIENCIES
 from monograph.text.tokenizer import Tokenizer
-from pages import PAGES, README, TAUGHT, blocks, commands, files
+from pages import LOG, PAGES, README, blocks, commands, files
 from scripts import ROOT, script
 from served import Served, small
 
@@ -53,7 +53,7 @@ def test_every_page_says_the_same_of_what_was_measured_on_a_gpu() -> None:
 
 def of_monograph() -> list[tuple[str, str]]:
     """Every command of the pages, and what torchrun, alone or by SLURM, starts."""
-    found = ((page.name, re.sub(r"^.*-m monograph (?!\S*lm_eval)", "monograph ", each)) for page in TAUGHT
+    found = ((page.name, re.sub(r"^.*-m monograph (?!\S*lm_eval)", "monograph ", each)) for page in PAGES
              for each in commands(page))  # fmt: skip
     return sorted({(page, command) for page, command in found if command.startswith("monograph ")})
 
@@ -70,7 +70,7 @@ def named(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize(("page", "command"), of_monograph())
 def test_commands_are_ones_that_the_program_takes(
-    page: str, command: str, monkeypatch: pytest.MonkeyPatch, named: Path
+    page: str, command: str, monkeypatch: pytest.MonkeyPatch, named: Path, tmp_path: Path
 ) -> None:
     calls: list[Any] = []
 
@@ -96,16 +96,17 @@ def test_commands_are_ones_that_the_program_takes(
         monkeypatch.setitem(sys.modules, module.__name__, module)
     monkeypatch.setitem(sys.modules, "monograph.serve.command", module)
     monkeypatch.chdir(named)
+    # What completes writes into the home folder, for the shell that it finds above it.
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr("shellingham.detect_shell", lambda: ("bash", "/bin/bash"))
     with pytest.raises(SystemExit) as exit_:
         cli.main(shlex.split(command)[1:])
-    assert not exit_.value.code and (calls or "--print-config" in command), command
+    assert not exit_.value.code and (calls or re.search("--print-config|-completion$", command)), command
 
 
 def test_make_targets_are_there() -> None:
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    named = {
-        name for page in TAUGHT for name in re.findall(r"(?:^ {4}|`)make ([\w-]+)", page.read_text(), re.MULTILINE)
-    }
+    named = {command.split()[1] for page in PAGES for command in commands(page) if command.startswith("make ")}
     assert named and named <= targets
 
 
@@ -114,7 +115,7 @@ def test_what_other_commands_name_is_there() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     scripts = (ROOT / "benchmarks/harness.py").read_text()
     seen = set()
-    for command in {each for page in TAUGHT for each in commands(page)}:
+    for command in {each for page in PAGES for each in commands(page)}:
         program, *words = shlex.split(command)
         if found := re.search(r"^pip .*(?:\.|monograph)\[([\w-]+)\]", command):
             assert found[1] in extras, command
@@ -131,7 +132,7 @@ def test_what_other_commands_name_is_there() -> None:
 
 
 def examples() -> Iterator[Any]:
-    for page in TAUGHT:
+    for page in PAGES:
         python = [block.text for block in blocks(page) if block.language == "python"]
         yield from (pytest.param(code, id=f"{page.stem}-{number}") for number, code in enumerate(python))
 
@@ -139,7 +140,7 @@ def examples() -> Iterator[Any]:
 def test_examples_stand_between_fences() -> None:
     """An indented one would not be run."""
     code = re.compile(r"^(import|from|def|with) \w", re.M)
-    assert not [block for page in TAUGHT for block in blocks(page) if not block.language and code.search(block.text)]
+    assert not [block for page in PAGES for block in blocks(page) if not block.language and code.search(block.text)]
 
 
 @pytest.mark.parametrize("code", [*examples()])
@@ -173,7 +174,7 @@ def test_the_default_takes_as_long_as_the_readme_says() -> None:
 # ---- links and the tree ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, LOG], ids=lambda page: page.stem)
 def test_links_lead_somewhere(page: Path) -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text())
     assert not [link for link in links if "://" not in link and not (page.parent / link).exists()]
@@ -187,7 +188,7 @@ def anchors(page: Path) -> set[str]:
     return made | set(re.findall(r'<a id="([^"]+)"', text))
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [*PAGES, LOG], ids=lambda page: page.stem)
 def test_links_lead_to_headings(page: Path) -> None:
     links = re.findall(r"\]\(([^)#:]*\.md|)#([^)]+)\)", page.read_text())
     assert not [link for link in links if link[1] not in anchors((page.parent / link[0]) if link[0] else page)]
@@ -196,6 +197,15 @@ def test_links_lead_to_headings(page: Path) -> None:
 def test_every_page_is_on_the_tour() -> None:
     tour = (ROOT / "docs" / "README.md").read_text()
     assert not [page.name for page in PAGES[1:] if page.name != "README.md" and f"({page.name})" not in tour]
+
+
+@pytest.mark.parametrize("name", script("docs/site_hook.py").navigation()[1]["Start"][1:])
+def test_a_page_to_start_with_is_one_screen_and_begins_with_a_command(name: str) -> None:
+    text = (ROOT / "docs" / name).read_text()
+    before_the_command = text.partition("\n```bash\n")[0]
+    assert len(text.split()) <= 280 and len(before_the_command.split()) <= 50
+    assert "\n```text\n" in text, "it shows what is printed"
+    assert len(re.findall(r"\]\(\w+\.md", text)) >= 3, "it leads on"
 
 
 def test_the_tree_is_the_house() -> None:
@@ -248,10 +258,32 @@ def test_the_readme_is_read_in_minutes() -> None:
     assert sum(block.language in ("bash", "python") for block in blocks(README)) >= 3
 
 
-def test_the_table_of_what_works_is_made_from_the_code() -> None:
+def test_the_tables_of_keys_and_of_what_works_are_made_from_the_code() -> None:
     tables = script("docs/make_tables.py")
-    shown = tables.SUPPORT.read_text().split(tables.BEGIN)[1].split(tables.END)[0].strip()
-    assert shown == tables.table(), "run: python docs/make_tables.py"
+    for page, made in tables.pages().items():
+        assert tables.parts(page) == made, "run: python docs/make_tables.py"
+
+
+def test_the_configurations_page_has_each_key_with_its_meaning_values_and_default() -> None:
+    page = (ROOT / "docs/configuration.md").read_text()
+    rows = re.findall(r"^\| `(\w+\.\w+)` \| (\S.*) \| (\S.*) \| (\S.*) \|$", page.split("## Where a key acts")[0], re.M)
+    assert [key for key, *_ in rows] == list(KEYS)
+
+
+def test_the_commands_page_is_made_from_the_program_and_has_each_option() -> None:
+    made = script("docs/make_commands.py")
+    page = made.PAGE.read_text()
+    assert page == made.page(page), "run: python docs/make_commands.py"
+    parts = re.split(r"^### monograph (.*)$", page, flags=re.M)
+    named = dict(zip(parts[1::2], parts[2::2], strict=True))
+    tree = cli.command_tree().commands
+    inner = {f"data {name}": command for name, command in tree["data"].commands.items()}
+    wanted = {name: command for name, command in tree.items() if name != "data"} | inner
+    assert named.keys() == wanted.keys()
+    for name, command in wanted.items():
+        options = [option for each in command.params for option in each.opts if option.startswith("-")]
+        assert all(f"`{option}`" in named[name] for option in options), name
+        assert f"```bash\nmonograph {name} " in named[name]
 
 
 def test_the_table_of_what_was_measured_is_made_from_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -264,12 +296,6 @@ def test_the_table_of_what_was_measured_is_made_from_the_results(monkeypatch: py
     assert made == numbers.pages().keys(), "each page is made"
     scripts = [name.rpartition("/")[2] for name in numbers.tables.ROWS]
     assert all((ROOT / "benchmarks" / f"{name}.py").exists() for name in scripts)
-
-
-def test_the_table_of_where_a_key_acts_is_what_the_script_makes() -> None:
-    tables = script("docs/make_tables.py")
-    page = tables.CONFIGURATION.read_text()
-    assert f"{tables.BEGIN}\n{tables.acts()}\n{tables.END}" in page, "run: python docs/make_tables.py"
 
 
 def test_each_key_is_decided_in_one_function_and_settings_are_read_in_few_files() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pages import PAGES, README
+from pages import LOG, PAGES, README
 from scripts import ROOT, script
 
 # What a browser fetches without being asked to: of a page, and of a style sheet.
@@ -31,6 +31,17 @@ def test_each_page_is_in_the_navigation_once() -> None:
     ]
     pages = [page.name for page in PAGES if page != README]
     assert sorted(name for name in named if not name.startswith("code/")) == sorted(pages)
+
+
+def test_the_navigation_tells_the_kinds_of_pages_apart() -> None:
+    groups = [title for group in SITE.navigation() for title in group]
+    assert groups == ["Overview", "Start", "How to", "Reference", "Why", "The repository"]
+    rows = re.findall(r"^\| \[.*$", (ROOT / "docs/README.md").read_text(), re.M)
+    assert not [row for row in rows if not re.fullmatch(r"\| \[(\w+)\]\(\1\.md\) \| [A-Z][^|]*\. \|", row)]
+
+
+def test_notes_for_developers_are_not_in_the_search() -> None:
+    assert SITE.shown(LOG).startswith(SITE.NOT_SEARCHED) and not SITE.shown(README).startswith(SITE.NOT_SEARCHED)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())

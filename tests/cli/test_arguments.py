@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import resource
 import subprocess
 import sys
@@ -11,6 +12,8 @@ import pytest
 
 import monograph
 from cli.called import COMMANDS, ENVIRONMENT, Calls, monograph_
+from monograph import cli
+from monograph.cli.typed import example, first_sentence
 
 
 def test_help_is_quick_and_imports_no_torch() -> None:
@@ -34,10 +37,34 @@ def test_help_goes_to_stdout(arguments: tuple[str, ...], capsys: pytest.CaptureF
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_help_lists_the_built_commands_and_no_others(capsys: pytest.CaptureFixture[str]) -> None:
+HEADINGS = ["Train", "Look", "Take away", "Understand"]
+
+
+def test_help_lists_all_commands_and_no_others_by_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
     monograph_()
-    listed = capsys.readouterr().out.partition("Commands:")[2].partition("\n\n")[0].splitlines()
-    assert {line.split()[0] for line in listed if line} == set(COMMANDS)
+    headed = re.findall(r"^(\w[\w ]*):\n((?:  .*\n)+)", capsys.readouterr().out, re.M)
+    assert [heading for heading, _ in headed] == [*HEADINGS, "Options"]
+    listed = [name for _, lines in headed[:-1] for name in re.findall(r"^  (\w+)  ", lines, re.M)]
+    assert sorted(listed) == sorted(COMMANDS)
+    assert all(len(re.findall(r"^  example:  monograph \w", lines, re.M)) == 1 for _, lines in headed[:-1])
+
+
+@pytest.mark.parametrize("columns", [80, 100])
+def test_help_cuts_no_sentence_and_breaks_no_example(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    monograph_()
+    overview = capsys.readouterr().out
+    assert max(map(len, overview.splitlines())) <= columns
+    for name, command in cli.command_tree().commands.items():
+        assert first_sentence(command).endswith(".") and example(command).startswith(f"monograph {name}"), name
+        assert f"  {name} {first_sentence(command)} ".replace(" ", "") in "".join(overview.split()), name
+        monograph_(name, "--help")
+        own = capsys.readouterr().out
+        assert f"\n  Example: {example(command)}\n" in own and max(map(len, own.splitlines())) <= columns, name
+    examples = [example(command) for command in cli.command_tree().commands.values()]
+    assert set(re.findall(r"^  example:  (.*)$", overview, re.M)) <= set(examples)
 
 
 def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:

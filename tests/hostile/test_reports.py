@@ -1,6 +1,6 @@
 r"""Run: pytest tests/hostile/test_reports.py (what people reported of other programs, each by its smallest input).
 
-docs/log.md lists all reports that were tried. Here is what no other test has: a row is named after its report.
+dev/log.md lists all reports that were tried. Here is what no other test has: a row is named after its report.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ BATCHED = replace(OPTIONS, packed=True, exact=False)
 def products_have_rows_of_their_own(dtype: torch.dtype) -> bool:
     """Whether this machine's products give a row the same bits for every number of rows, from four on.
 
-    It is so on every processor that was measured (docs/log.md), but no library promises it.
+    It is so on every processor that was measured (dev/log.md), but no library promises it.
     """
     for inner, outer in ((32, 32), (32, 16), (32, 48), (48, 32), (32, 259)):
         left, right = torch.randn(300, inner).to(dtype), torch.randn(outer, inner).to(dtype)

@@ -114,7 +114,7 @@ def test_a_read_that_fails_is_a_line_and_nothing_is_lost(
 @pytest.mark.timeout(14400)
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_read_of_a_command(name: str, faults: FaultServer, prepared: Path, tmp_path: Path) -> None:
-    """Prints the command's row of the table in docs/reliability.md."""
+    """Prints what came of each error; docs/reliability.md has the sum."""
     judge, stride = Judge(name, faults, prepared, tmp_path), STRIDES.get(name, 9)
     print(row(name, len(judge.reads), stride, struck(judge, prepared, tmp_path, EVERY_UNREAD, stride)))
 

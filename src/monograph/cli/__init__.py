@@ -2,12 +2,13 @@
 
 import difflib
 import errno
+import io
 import itertools
 import os
 import sys
 import time
 import traceback
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,6 +28,13 @@ SILENT_S = 30.0
 _REFUSED = {errno.ENAMETOOLONG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ESTALE, errno.EINTR}
 # Options that name a place. An unset shell variable leaves their value empty, which would mean another place.
 _NAMES_A_PLACE = {"--from", "--resume", "--out", "--to", "--data", "--prompts", "--json-schema", "--api-key-file"}
+# The variable with which a shell asks, by typer's protocol, for the words that may come next in a command line.
+_COMPLETES = "_MONOGRAPH_COMPLETE"
+# Typer's own options, which print or write a file and exit, and their help.
+_COMPLETION = {
+    "--install-completion": "let this shell complete commands and options",
+    "--show-completion": "print the script for that",
+}
 # The base of all exceptions for a wrong command line, in every release of typer, with its own click or without.
 _BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
 
@@ -35,8 +43,10 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     """Run the command that `arguments` name (default: this process's) and exit with a code of docs/errors.md."""
     given = sys.argv[1:] if arguments is None else arguments
     terminal.guard()
+    if os.environ.get(_COMPLETES):
+        sys.exit(command_tree().main([], "monograph", standalone_mode=False))
     # OpenMP threads that wait by spinning make a step up to 20 times slower as soon as anything else runs on a core
-    # (docs/log.md). libgomp reads the variable when torch is imported, which happens later.
+    # (dev/log.md). libgomp reads the variable when torch is imported, which happens later.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     allocator.keep_freed_memory()
     # Torch would write a line of its own each time a GPU's memory does not suffice at once, even if it then finds some.
@@ -97,11 +107,18 @@ def _follows() -> bool:
 @cache
 def command_tree() -> Any:
     """Return all commands with their options, which typer derives from the functions' types."""
-    return typer.main.get_command(app)
+    tree = typer.main.get_command(app)
+    for option in tree.params:
+        if option.opts[0] in _COMPLETION:
+            option.help = _COMPLETION[option.opts[0]]  # type: ignore[attr-defined]
+    return tree
 
 
 def _run(arguments: list[str]) -> int:
     """Run one command and return its exit code. Typer's own `main` would turn some exceptions into its own codes."""
+    before_command = itertools.takewhile(lambda argument: argument.startswith("-"), arguments)
+    if asked := [argument for argument in before_command if argument in _COMPLETION]:
+        return _complete(asked[0])
     try:
         with command_tree().make_context("monograph", list(arguments)) as context:
             return context.command.invoke(context) or 0
@@ -111,6 +128,23 @@ def _run(arguments: list[str]) -> int:
         if refused := _refused_by_others(error):
             raise refused from error
         raise
+
+
+def _complete(option: str) -> int:
+    """Install or print the script that lets a shell complete; typer exits after it.
+
+    Raises:
+        UsageError: typer has no script for the shell that started this process.
+    """
+    said = io.StringIO()
+    try:
+        with redirect_stdout(said), redirect_stderr(said):
+            command_tree().make_context("monograph", [option])
+    except SystemExit:
+        print(said.getvalue(), end="")
+    except typer.Exit:
+        raise errors.UsageError(f"{option} is for bash, zsh, fish and PowerShell, and this shell is another") from None
+    return 0
 
 
 def _refused_by_others(error: BaseException) -> errors.InputRefused | None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from monograph import __version__, interrupts
 from monograph.errors import UsageError
@@ -15,38 +16,91 @@ from monograph.errors import UsageError
 if TYPE_CHECKING:
     from monograph.config import Settings
 
+# The headings of the help. It has them, and the commands under each, in the order in which this file declares them.
+TRAIN, LOOK, TAKE_AWAY, UNDERSTAND = "Train", "Look", "Take away", "Understand"
+EXAMPLE = "Example: "
+
+
+class _Listed(TyperGroup):
+    """A group whose help lists its commands before its options: under headings, with whole sentences and examples."""
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        """Write what the group is, and its commands."""
+        super().format_help_text(ctx, formatter)
+        for heading, commands in by_heading(self).items():
+            rows = [(command.name, first_sentence(command)) for command in commands]
+            with formatter.section(heading or "Commands"):
+                formatter.write_dl([*rows, ("example:", example(commands[0]))] if heading else rows)
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write nothing after the options."""
+
+
+def by_heading(group: Any) -> dict[str, list[Any]]:
+    """Return a group's commands by their headings; "" for those that have none."""
+    found: dict[str, list[Any]] = {}
+    for command in group.commands.values():
+        found.setdefault(command.rich_help_panel or "", []).append(command)
+    return found
+
+
+def first_sentence(command: Any) -> str:
+    """Return the first paragraph of a command's help, which is one sentence."""
+    return str(command.help).partition("\n\n")[0].replace("\n", " ")
+
+
+def example(command: Any) -> str:
+    """Return the example of a command."""
+    return str(command.epilog).removeprefix(EXAMPLE)
+
+
 app = typer.Typer(
     name="monograph",
-    help="Train and sample language models on the one GPU you have (or on none).",
-    epilog="An argument of a command is a CONFIG.toml, a section.key=value pair, or text; `last` is the newest run.",
+    cls=_Listed,
+    help="Train, finetune and serve language models on one GPU, or on none.",
+    epilog="`last` is the newest run. `monograph COMMAND --help` lists a command's options, "
+    "`monograph train --print-config` all keys of the configuration.",
     rich_markup_mode=None,
-    add_completion=False,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
-data_app = typer.Typer(help="Show or prepare the data.", rich_markup_mode=None)
-app.add_typer(data_app, name="data")
+data_app = typer.Typer(cls=_Listed, rich_markup_mode=None)
+app.add_typer(
+    data_app,
+    name="data",
+    help="Show the rows that a model is trained on, or tokenize the text.",
+    rich_help_panel=LOOK,
+    epilog=f"{EXAMPLE}monograph data show my_texts/",
+)
+
+
+def _command(heading: str, example: str) -> Any:
+    """Declare a command under a heading of the help, and an example, with which its own help ends."""
+    return app.command(rich_help_panel=heading, epilog=EXAMPLE + example)
+
 
 ConfigArguments = Annotated[
     list[str] | None,
     typer.Argument(
-        metavar="CONFIG.toml | KEY=VALUE | PATH", help="settings and text, in any order", show_default=False
+        metavar="CONFIG.toml | KEY=VALUE | PATH",
+        help="a configuration, single keys and text to train on, in any order",
+        show_default=False,
     ),
 ]
 AxisArguments = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="CONFIG.toml | KEY=AXIS | PATH",
-        help="settings and text; an axis is 1e-3,1e-2 or log:1e-4..1e-2:8 or lin:0..0.2:3 or 0..3",
+        help="as in train, and keys with several values: 1e-3,1e-2 or log:1e-4..1e-2:8 or lin:0..0.2:3 or 0..3",
         show_default=False,
     ),
 ]
 
 
-def _fetched(names: Any) -> Any:
+def _fetched(context: typer.Context, names: Any) -> Any:
     if isinstance(names, list):
-        return [_fetched(name) for name in names]
-    if not names.startswith("hf://"):
+        return [_fetched(context, name) for name in names]
+    if context.resilient_parsing or not names.startswith("hf://"):  # a shell that completes a line parses it, too
         return names
     from monograph.run.repository import fetched
 
@@ -76,7 +130,9 @@ def _place(metavar: str, said: str, *names: str) -> Any:
     return _option(metavar, said, *names, readable=False)
 
 
-TrustCode = Annotated[bool, _flag("--trust-code", "run the Python file that a run names, also one from elsewhere")]
+TrustCode = Annotated[
+    bool, _flag("--trust-code", "run the Python file that a run names, even if the run was not made here")
+]
 Json = Annotated[bool, _flag("--json", "end stdout with one JSON object")]
 SHARED = (None, "train", "sweep")  # commands that several processes run together; None is `monograph` alone
 
@@ -110,80 +166,199 @@ def _help_if_bare(context: typer.Context) -> None:
         raise typer.Exit
 
 
-@app.command()
+@_command(TRAIN, "monograph train my_texts/ --minutes 30")
 def train(
     arguments: ConfigArguments = None,
     out: Annotated[Path | None, _place("DIR", "the run's folder; default: runs/DATE-TIME")] = None,
-    resume: Annotated[str | None, _option("[RUN]", "go on where a run stopped; default: last")] = None,
-    from_: Annotated[str | None, _option("RUN[@UPDATE]", "start from its weights", "--from")] = None,
-    minutes: Annotated[float | None, _option("M", "how long; short for train.minutes=M")] = None,
-    print_config: Annotated[bool, _flag("--print-config", "print every value and its origin, and stop")] = False,
+    resume: Annotated[str | None, _option("[RUN]", "continue a stopped run; without a name the newest one")] = None,
+    from_: Annotated[
+        str | None, _option("RUN[@UPDATE]", "start a new run from the weights of this one", "--from")
+    ] = None,
+    minutes: Annotated[float | None, _option("M", "train for so many minutes; short for train.minutes=M")] = None,
+    print_config: Annotated[
+        bool, _flag("--print-config", "print all keys with their meaning, value and origin, and stop")
+    ] = False,
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> None:
-    """Train a model on text. With no arguments: three minutes on Python's own sources."""
+    """Train a model on text, chats, rewards or preferences.
+
+    Without arguments it trains a small model on Python's own sources for three minutes.
+    """
     if resume and from_:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
     _trust(trust_code)
     settings = _settings(arguments, minutes, runs_code=not print_config)
     if print_config:
-        print(settings.to_toml(origins=True), end="")
+        from monograph.config.commented import commented
+
+        print(commented(settings), end="")
         return
     from monograph.commands.train import run
 
     interrupts.working(run)(settings, out=out, resume=resume, from_=from_, json=json)
 
 
-@app.command()
+@_command(TRAIN, "monograph sweep my_texts/ optim.lr=1e-3,3e-3,1e-2 train.seed=0,1")
 def sweep(
     arguments: AxisArguments = None,
-    samples: Annotated[int | None, _option("N", "N settings at random from the axes, instead of all")] = None,
-    verify: Annotated[
-        int | None, _option("I", "train member I once more, alone, and compare; of the newest sweep")
-    ] = None,
+    samples: Annotated[int | None, _option("N", "train N random combinations instead of all")] = None,
+    verify: Annotated[int | None, _option("I", "train member I of the newest sweep again, alone, and compare")] = None,
     out: Annotated[
-        Path | None, _place("DIR", "the sweep's folder, new or to go on with; default: runs/DATE-TIME")
+        Path | None, _place("DIR", "the sweep's folder, new or to continue; default: runs/DATE-TIME")
     ] = None,
     distill: Annotated[
-        bool, _flag("--distill", "at the end train one more model on the members' averaged probabilities")
+        bool, _flag("--distill", "at the end, train one more model on the members' averaged probabilities")
     ] = False,
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> int:
-    """Train many runs that differ in a few settings, as many at once as pays, and compare them."""
+    """Train many runs that differ in a few settings, and compare them."""
     from monograph.commands.sweep import run
 
     _trust(trust_code)
     return interrupts.working(run)(arguments or [], samples=samples, verify=verify, out=out, distill=distill, json=json)
 
 
-@app.command()
+@_command(LOOK, "monograph plan model.preset=1b --device H100")
 def plan(
     arguments: ConfigArguments = None,
-    device: Annotated[str | None, _option("NAME", "a card, such as H200; default: this machine")] = None,
-    device_memory: Annotated[str | None, _option("24GiB", "plan for so much memory; default: what is free")] = None,
+    device: Annotated[str | None, _option("NAME", "a GPU, such as H200; default: this machine")] = None,
+    device_memory: Annotated[str | None, _option("24GiB", "memory of the device; default: what is free")] = None,
     host_memory: Annotated[
-        str | None, _option("512GiB", "that a streamed model may lie in; default: what is free here")
+        str | None, _option("512GiB", "host memory for a streamed model; default: what is free here")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Say what fits a device and how fast it would go, before anything is trained."""
+    """Predict which settings fit a device, and how fast they train."""
     from monograph.commands.plan import run
 
     return run(_settings(arguments), device=device, device_memory=device_memory, host_memory=host_memory, json=json)
 
 
-@app.command()
+@_command(LOOK, "monograph check last")
+def check(
+    run: Annotated[
+        str | None,
+        typer.Argument(metavar="[RUN]", help="the run or model whose files are verified; default: this machine"),
+    ] = None,
+    laws: Annotated[bool, _flag("--laws", "compare fast paths with slow ones on this machine; takes minutes")] = False,
+    json: Json = False,
+) -> None:
+    """Check this machine, or verify a run's files."""
+    from monograph.commands.check import run as command
+
+    interrupts.working(command)(run, laws=laws, json=json)
+
+
+@_command(LOOK, "monograph follow last --to tensorboard")
+def follow(
+    run: Annotated[str, typer.Argument(metavar="RUN|SWEEP", help="a run, `last`, or a sweep: each of its members")],
+    to: Annotated[str, _option("TRACKER", "tensorboard, wandb, trackio or mlflow")],
+    out: Annotated[Path | None, _place("DIR", "folder of the tracker's files; default: the tracker's own")] = None,
+) -> None:
+    """Log a run to TensorBoard, W&B, trackio or MLflow.
+
+    It runs beside the training, until the run stops, or afterwards.
+    """
+    from monograph.commands.follow import run as command
+
+    interrupts.working(command)(run, to=to, out=out)
+
+
+@data_app.command(epilog=f"{EXAMPLE}monograph data show my_texts/ --row 3")
+def show(
+    arguments: ConfigArguments = None,
+    row: Annotated[int | None, _option("N", "the number of a packed row; default: a summary and row 0", min=0)] = None,
+) -> None:
+    """Show a row of the data as text, and mark the tokens that are trained on."""
+    from monograph.commands.data import show as command
+
+    interrupts.working(command)(_settings(arguments), row=row)
+
+
+@data_app.command(epilog=f"{EXAMPLE}monograph data build my_texts/")
+def build(arguments: ConfigArguments = None) -> None:
+    """Tokenize the text once, for all later runs."""
+    from monograph.commands.data import build as command
+
+    interrupts.working(command)(_settings(arguments))
+
+
+@_command(TAKE_AWAY, 'monograph generate last "Once upon a time"')
+def generate(
+    run: Run,
+    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="text to continue")] = None,
+    file: Annotated[Path | None, _place("FILE", "a file of more prompts, as lines or JSON lines", "--prompts")] = None,
+    chat: Annotated[bool, _flag("--chat", "answer each prompt, through the model's chat template")] = False,
+    temperature: Annotated[float, _option("T", "sampling temperature; 0: always the most likely token", min=0.0)] = 0.8,
+    top_k: Annotated[int, _option("K", "sample from the K most likely tokens; 0: off", min=0)] = 0,
+    top_p: Annotated[float, _option("P", "sample from the most likely tokens, up to this total probability")] = 1.0,
+    min_p: Annotated[float, _option("P", "leave out tokens less likely than P times the most likely one")] = 0.0,
+    sampler: Annotated[
+        list[str] | None, _option("KEY=VALUE", "another sampling option (docs/generate.md); may be repeated")
+    ] = None,
+    seed: Annotated[int, _option("S", "the same seed writes the same text", min=0)] = 0,
+    n: Annotated[int, _option("N", "continuations of each prompt", "-n", "--n", min=1)] = 1,
+    max_tokens: Annotated[int, _option("N", "longest continuation, in tokens", min=1)] = 128,
+    stop: Annotated[list[str] | None, _option("S", "end before this text; may be repeated")] = None,
+    choice: Annotated[list[str] | None, _option("TEXT", "write one of these texts; repeat it for each")] = None,
+    regex: Annotated[str | None, _option("PATTERN", "write text that matches as a whole")] = None,
+    json_schema: Annotated[Path | None, _place("FILE", "write JSON that follows this schema")] = None,
+    json: Json = False,
+) -> None:
+    """Continue a text, or answer a prompt, with a trained model."""
+    from monograph.commands.generate import run as command
+
+    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
+    how = {"numbers": numbers, "pairs": sampler or [], "constraints": constraints, "chat": chat, "json": json}
+    interrupts.working(command)(run, prompts or [], file=file, n=n, max_tokens=max_tokens, stop=stop or [], **how)
+
+
+@_command(TAKE_AWAY, "monograph serve last")
+def serve(
+    run: Run,
+    host: Annotated[str, _option("ADDRESS", "where to listen; other addresses need --api-key-file")] = "127.0.0.1",
+    port: Annotated[int, _option("N", "the port; 0: any free one", min=0, max=65535)] = 8000,
+    api_key_file: Annotated[Path | None, _place("FILE", "keys, one a line; each request needs one of them")] = None,
+    rows: Annotated[int | None, _option("N", "texts written at once; default: 8, on a GPU 64", min=1, max=1024)] = None,
+) -> None:
+    """Serve a model through an OpenAI-compatible API, with a chat page."""
+    if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
+        raise UsageError("monograph serve needs starlette and uvicorn: pip install 'monograph[serve]'")
+    from monograph.serve.command import run as command
+
+    interrupts.working(command)(run, host=host, port=port, api_key_file=api_key_file, rows=rows)
+
+
+@_command(TAKE_AWAY, "monograph export last --to out --format gguf")
+def export(
+    run: Run,
+    to: Annotated[str, _option("DIR", "the folder to write; hf://OWNER/NAME: push to the Hugging Face Hub")],
+    format: Annotated[str, _option("hf|gguf", "hf: for transformers; gguf: for llama.cpp and Ollama")] = "hf",
+    dtype: Annotated[
+        str | None,
+        _option("f32|f16|bf16|q8_0|q4_k_m|q5_k_m|q6_k", "data type of the weights in a GGUF file; default: their own"),
+    ] = None,
+) -> None:
+    """Write a model for transformers, llama.cpp or Ollama."""
+    from monograph.commands.export import run as command
+
+    interrupts.working(command)(run, to=to, format=format, dtype=dtype)
+
+
+@_command(UNDERSTAND, "monograph profile my_texts/")
 def profile(
     arguments: ConfigArguments = None,
-    out: Annotated[Path | None, _place("DIR", "for the page and its data; default: profiles/DATE-TIME")] = None,
+    out: Annotated[Path | None, _place("DIR", "the folder of the report; default: profiles/DATE-TIME")] = None,
     ladder: Annotated[
-        bool, _flag("--ladder", "measure what compiling, bf16, packing and so on are worth, one by one")
+        bool, _flag("--ladder", "measure what compiling, bf16, packing and so on gain, one by one")
     ] = False,
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> None:
-    """Say where the time of an update goes, what binds it and the one change that helps most."""
+    """Show where the time of an update goes, what limits it, and the one change that helps most."""
     if ladder:
         from monograph.commands.profile import run_ladder as run
     else:
@@ -193,148 +368,45 @@ def profile(
     interrupts.working(run)(_settings(arguments, runs_code=True), out=out, json=json)
 
 
-@app.command()
-def generate(
-    run: Run,
-    prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="text to go on from")] = None,
-    file: Annotated[Path | None, _place("FILE", "more prompts: lines, or JSON lines", "--prompts")] = None,
-    chat: Annotated[bool, _flag("--chat", "answer each prompt by the model's chat template")] = False,
-    temperature: Annotated[float, _option("T", "0: always the likeliest token", min=0.0)] = 0.8,
-    top_k: Annotated[int, _option("K", "draw from the K likeliest tokens; 0: off", min=0)] = 0,
-    top_p: Annotated[float, _option("P", "draw from the likeliest, up to this probability")] = 1.0,
-    min_p: Annotated[float, _option("P", "no token less likely than P times the likeliest")] = 0.0,
-    sampler: Annotated[
-        list[str] | None, _option("KEY=VALUE", "another option (docs/generate.md); may be repeated")
-    ] = None,
-    seed: Annotated[int, _option("S", "same seed, same text", min=0)] = 0,
-    n: Annotated[int, _option("N", "continuations of each prompt", "-n", "--n", min=1)] = 1,
-    max_tokens: Annotated[int, _option("N", "longest continuation, in tokens", min=1)] = 128,
-    stop: Annotated[list[str] | None, _option("S", "end before this text; may be repeated")] = None,
-    choice: Annotated[list[str] | None, _option("TEXT", "write one of these; repeat it")] = None,
-    regex: Annotated[str | None, _option("PATTERN", "write what matches as a whole")] = None,
-    json_schema: Annotated[Path | None, _place("FILE", "write JSON that it validates")] = None,
-    json: Json = False,
-) -> None:
-    """Continue text, or answer, with a trained model."""
-    from monograph.commands.generate import run as command
-
-    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
-    constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
-    how = {"numbers": numbers, "pairs": sampler or [], "constraints": constraints, "chat": chat, "json": json}
-    interrupts.working(command)(run, prompts or [], file=file, n=n, max_tokens=max_tokens, stop=stop or [], **how)
-
-
-@app.command()
-def serve(
-    run: Run,
-    host: Annotated[str, _option("ADDRESS", "where to listen; others' need --api-key-file")] = "127.0.0.1",
-    port: Annotated[int, _option("N", "0: any that is free", min=0, max=65535)] = 8000,
-    api_key_file: Annotated[Path | None, _place("FILE", "keys, one a line; who asks has to have one")] = None,
-    rows: Annotated[int | None, _option("N", "texts at once; default: 8, on a GPU 64", min=1, max=1024)] = None,
-) -> None:
-    """Answer OpenAI's protocol with a model, for chat windows and programs."""
-    if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
-        raise UsageError("monograph serve needs starlette and uvicorn: pip install 'monograph[serve]'")
-    from monograph.serve.command import run as command
-
-    interrupts.working(command)(run, host=host, port=port, api_key_file=api_key_file, rows=rows)
-
-
-@app.command()
+@_command(UNDERSTAND, "monograph evaluate last")
 def evaluate(
     run: Run,
     data: Annotated[
-        list[str] | None, _option("PATH", "text, or a file of questions; default: what the run held out")
+        list[str] | None,
+        _option("PATH", "text, or a file of questions; may be repeated; default: what the run held out"),
     ] = None,
-    chat: Annotated[bool, _flag("--chat", "ask each question by the model's chat template")] = False,
+    chat: Annotated[bool, _flag("--chat", "ask each question through the model's chat template")] = False,
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> None:
-    """Measure bits per byte on text that was held out, or answer multiple choice."""
+    """Measure a model on held-out text or on multiple-choice questions."""
     from monograph.commands.evaluate import run as command
 
     _trust(trust_code)
     interrupts.working(command)(run, data=data or [], chat=chat, json=json)
 
 
-@app.command()
+@_command(UNDERSTAND, "monograph compare RUN other/RUN")
 def compare(
     runs: Annotated[
         list[str],
-        typer.Argument(metavar="RUN|FOLDER", help="runs, sweeps, models; all against the first", callback=_fetched),
+        typer.Argument(
+            metavar="RUN|FOLDER", help="runs, sweeps or models; each is compared with the first", callback=_fetched
+        ),
     ],
     data: Annotated[
-        list[str] | None, _option("PATH", "text, or a file of questions; default: what the first held out")
+        list[str] | None,
+        _option("PATH", "text, or a file of questions; may be repeated; default: what the first held out"),
     ] = None,
-    chat: Annotated[bool, _flag("--chat", "ask each question by the models' chat templates")] = False,
+    chat: Annotated[bool, _flag("--chat", "ask each question through the models' chat templates")] = False,
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> None:
-    """Say whether one model is better than another on the same text or questions, and how sure that is."""
+    """Tell whether one model is better than another, and how surely."""
     from monograph.commands.compare import run as command
 
     _trust(trust_code)
     interrupts.working(command)(runs, data=data or [], chat=chat, json=json)
-
-
-@app.command()
-def export(
-    run: Run,
-    to: Annotated[str, _option("DIR", "the folder to write; hf://OWNER/NAME: push it to the Hugging Face Hub")],
-    format: Annotated[str, _option("hf|gguf", "hf: for transformers; gguf: for llama.cpp and Ollama")] = "hf",
-    dtype: Annotated[
-        str | None, _option("f32|f16|bf16|q8_0|q4_k_m|q5_k_m|q6_k", "of the weights in a GGUF file; default: their own")
-    ] = None,
-) -> None:
-    """Write a run's model for other tools."""
-    from monograph.commands.export import run as command
-
-    interrupts.working(command)(run, to=to, format=format, dtype=dtype)
-
-
-@app.command()
-def follow(
-    run: Annotated[str, typer.Argument(metavar="RUN|SWEEP", help="a run, `last`, or a sweep: each of its members")],
-    to: Annotated[str, _option("TRACKER", "tensorboard, wandb, trackio or mlflow")],
-    out: Annotated[Path | None, _place("DIR", "for the tracker's files; default: the tracker's own place")] = None,
-) -> None:
-    """Send a run's metrics to a tracker, until the run stops; training knows nothing of it."""
-    from monograph.commands.follow import run as command
-
-    interrupts.working(command)(run, to=to, out=out)
-
-
-@data_app.command()
-def show(
-    arguments: ConfigArguments = None,
-    row: Annotated[int | None, _option("N", "which packed row; default: a few numbers and row 0", min=0)] = None,
-) -> None:
-    """Decode one packed row and mark its trained tokens."""
-    from monograph.commands.data import show as command
-
-    interrupts.working(command)(_settings(arguments), row=row)
-
-
-@data_app.command()
-def build(arguments: ConfigArguments = None) -> None:
-    """Tokenise the text once, for all later runs."""
-    from monograph.commands.data import build as command
-
-    interrupts.working(command)(_settings(arguments))
-
-
-@app.command()
-def check(
-    run: Annotated[
-        str | None, typer.Argument(metavar="[RUN]", help="verify this run's or model's files; default: this machine")
-    ] = None,
-    laws: Annotated[bool, _flag("--laws", "compare fast paths with slow ones here, in minutes")] = False,
-    json: Json = False,
-) -> None:
-    """Say whether this machine or a run is in order."""
-    from monograph.commands.check import run as command
-
-    interrupts.working(command)(run, laws=laws, json=json)
 
 
 def _trust(said: bool) -> None:

@@ -1,14 +1,17 @@
-"""Define every key of the configuration: its type, its default, the values it accepts and its meaning."""
+"""Define every key of the configuration: its type, its default, the values it accepts and its meaning.
+
+The pages, `--print-config` and errors have these texts from here (`described`).
+"""
 
 import re
 import tomllib
 from decimal import Decimal
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
 from monograph.data import HEAVIEST, LARGEST_SHARE, LIGHTEST
-from monograph.model.families import FAMILIES, PRESETS
+from monograph.model.families import FAMILIES, FIRST_FAMILY, PRESETS
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
 
 Auto = Literal["auto"]
@@ -64,6 +67,7 @@ Texts = Annotated[Text | Annotated[list[Text], Field(min_length=1)], BeforeValid
 # refused; whether this machine's memory suffices is checked later.
 MOST_LAYERS, MOST_SIZE, MOST_LENGTH, MOST_RANK = 2**12, 2**24, 2**22, 2**16
 MOST_PER_UPDATE, MOST_COUNT = 2**32, 10**15
+DEFAULT_MINUTES = 3.0
 Size = Annotated[int, Field(ge=1, le=MOST_SIZE)]
 Whole = Annotated[int, Field(ge=1, le=MOST_COUNT)]
 Count = Annotated[Whole, BeforeValidator(_count)]
@@ -78,9 +82,39 @@ Weights = Annotated[list[Weight], Field(min_length=1), BeforeValidator(_numbers)
 Momentum = Annotated[float, AfterValidator(DECAY.checked)]
 
 
-def _key(default: Any, expected: str, meaning: str) -> Any:
-    """Define a configuration key; `expected` completes the sentence "expected ..." of the error for a wrong value."""
-    return Field(default, description=meaning, json_schema_extra={"expected": expected})
+class Key(NamedTuple):
+    """What a key means and takes, as the pages, `--print-config` and errors say it.
+
+    Attributes:
+        meaning: one sentence or two, in one line.
+        expected: the values that it accepts, to complete the sentence "expected ...".
+        default: the value that applies where the key is not set; None if there is none or no single one.
+        otherwise: what applies there in words, if it is no value; "" if nothing does.
+        example: a value to show where there is no default.
+    """
+
+    meaning: str
+    expected: str
+    default: Any
+    otherwise: str
+    example: Any
+
+
+def _key(
+    default: Any, expected: str, meaning: str, *, usual: Any = None, otherwise: str = "", example: Any = None
+) -> Any:
+    """Define a configuration key.
+
+    Args:
+        default: the value of the setting; None: "not given", for keys whose value is decided elsewhere.
+        expected: completes the sentence "expected ..." of the error for a wrong value.
+        meaning: what the key means, in one line.
+        usual: the value that applies where a key without a default is not given.
+        otherwise: what applies there in words, if it is no single value.
+        example: a value of a key that has neither a default nor a usual value.
+    """
+    said = {"expected": expected, "usual": usual, "otherwise": otherwise, "example": example}
+    return Field(default, description=meaning, json_schema_extra=said)
 
 
 class Section(BaseModel):
@@ -91,30 +125,53 @@ class Section(BaseModel):
 
 _SIZE, _WHOLE = f"a whole number above 0, at most {MOST_SIZE}", "a whole number above 0, at most 1e15"
 _COUNT = f'{_WHOLE} ("512k" is 512000, "512Ki" is 524288)'
+_PRESETS = "the preset's"
 
 
 class ModelSection(Section):
-    """The model: a preset (sizes override it), or one that exists (`init`), or sizes by their Hugging Face names."""
+    """The model: a preset by name, weights that exist (init), or sizes by their Hugging Face names."""
 
     preset: Literal["auto", *PRESETS] = _key(  # type: ignore[valid-type]
-        "auto", f"auto, {', '.join(PRESETS)}", "a shape by name; auto: one that fits"
+        "auto", f"auto, {', '.join(PRESETS)}", "Shape of a new model. auto: micro, unless sizes are given."
     )
     family: Literal[tuple(FAMILIES)] | None = _key(  # type: ignore[valid-type]
-        None, ", ".join(FAMILIES), "the family of a new model; default: llama"
+        None, ", ".join(FAMILIES), "Architecture of a new model.", usual=FIRST_FAMILY
     )
     init: Text | None = _key(
-        None, 'a folder, a .pth file or "file.py:function"', "weights to start from, or the function that builds it"
+        None,
+        "a run, a folder, hf://OWNER/NAME, a .pth file or FILE.py:FUNCTION",
+        "Weights to start from, or the Python function that builds the model.",
+        otherwise="a new model",
+        example="FOLDER",
     )
-    vocab_size: Size | None = _key(None, _SIZE, "entries of the embedding; default: the tokenizer's")
-    hidden_size: Size | None = _key(None, _SIZE, "width of the residual stream")
-    intermediate_size: Size | None = _key(None, _SIZE, "width of the feed-forward layer")
+    vocab_size: Size | None = _key(
+        None, _SIZE, "Number of tokens that the embedding has rows for.", otherwise="the tokenizer's", example=4096
+    )
+    hidden_size: Size | None = _key(None, _SIZE, "Width of the residual stream.", otherwise=_PRESETS, example=192)
+    intermediate_size: Size | None = _key(
+        None, _SIZE, "Width of the feed-forward layer.", otherwise=f"{_PRESETS}, or 8/3 of hidden_size", example=512
+    )
     num_hidden_layers: Annotated[int, Field(ge=1, le=MOST_LAYERS)] | None = _key(
-        None, f"a whole number above 0, at most {MOST_LAYERS}", "blocks"
+        None,
+        f"a whole number above 0, at most {MOST_LAYERS}",
+        "Number of transformer blocks.",
+        otherwise=_PRESETS,
+        example=4,
     )
-    num_attention_heads: Size | None = _key(None, _SIZE, "query heads")
-    num_key_value_heads: Size | None = _key(None, _SIZE, "key and value heads; divides num_attention_heads")
-    max_position_embeddings: Size | None = _key(None, _SIZE, "longest sequence, in tokens")
-    tie_word_embeddings: bool | None = _key(None, "true or false", "whether the head is the embedding's transpose")
+    num_attention_heads: Size | None = _key(None, _SIZE, "Number of query heads.", otherwise=_PRESETS, example=6)
+    num_key_value_heads: Size | None = _key(
+        None,
+        _SIZE,
+        "Number of key and value heads. It divides num_attention_heads.",
+        otherwise=f"{_PRESETS}, or num_attention_heads",
+        example=2,
+    )
+    max_position_embeddings: Size | None = _key(
+        None, _SIZE, "Longest sequence in tokens.", otherwise="data.sequence_length", example=2048
+    )
+    tie_word_embeddings: bool | None = _key(
+        None, "true or false", "Whether the output head is the embedding's transpose.", otherwise=_PRESETS, example=True
+    )
 
     def sizes(self) -> dict[str, Any]:
         """Return the sizes that were given, by their Hugging Face names."""
@@ -125,33 +182,54 @@ class ModelSection(Section):
 class DataSection(Section):
     """The text, and how it becomes rows of tokens."""
 
-    source: Texts = _key("stdlib", "a path, a glob, or a list of them", "stdlib: Python's own sources; -: stdin")
+    source: Texts = _key(
+        "stdlib",
+        "a path, a glob, or a list of them",
+        "Text to train on. stdlib: Python's own sources. -: stdin. hf://OWNER/NAME: a dataset of the Hugging Face Hub.",
+    )
     weights: Weights | None = _key(
         None,
         f"a list of numbers from {LIGHTEST:g} to {HEAVIEST:g}, one for each source",
-        "how often an epoch sees each source; default: once",
+        "How often an epoch sees each source.",
+        otherwise="once each",
+        example=[2.0, 1.0],
     )
     tokenizer: Text = _key(
         "auto",
         "auto, bpe, bytes or a tokenizer.json",
-        "auto: the model's own, and bpe, which is trained on the text, for a new one",
+        "The tokenizer. auto: the model's own, and bpe, which is trained on the text, for a new model.",
     )
-    vocab_size: Size | None = _key(None, _SIZE, "entries of the tokenizer that is trained; default: 4,096")
+    vocab_size: Size | None = _key(None, _SIZE, "Number of tokens of a bpe that is trained.", usual=4096)
     sequence_length: Auto | Annotated[Count, Field(le=MOST_LENGTH)] = _key(
         "auto",
         _COUNT.replace("1e15", str(MOST_LENGTH)) + ", or auto",
-        "tokens per row; auto: 256 for a new model, else what the model has, at most 1,024",
+        "Tokens in a row. auto: 256 for a new model, else what the model has, at most 1,024.",
     )
-    packing: Literal["packed", "padded"] = _key("packed", "packed or padded", "documents share a row, or one each")
-    held_out: Share = _key(0.05, "a number from 0 (none) to 0.5", "share of the bytes kept for evaluation")
-    text_key: Text | None = _key(None, "a name", "the key or column of a record that holds its text; default: text")
+    packing: Literal["packed", "padded"] = _key(
+        "packed", "packed or padded", "packed: documents share a row. padded: each document has rows of its own."
+    )
+    held_out: Share = _key(0.05, "a number from 0 (none) to 0.5", "Share of the bytes that is kept for evaluation.")
+    text_key: Text | None = _key(
+        None,
+        "a name",
+        "Key or column of a record that holds its text.",
+        otherwise="text, or the keys of a chat",
+        example="text",
+    )
     ignore_keys: Texts | None = _key(
-        None, "a name, or a list of them", "keys of records that are left out; an unknown key is refused otherwise"
+        None,
+        "a name, or a list of them",
+        "Keys of records to leave out. A record with an unknown key is refused otherwise.",
+        example=["my_key"],
     )
-    bad_records: Literal["refuse", "skip"] = _key("refuse", "refuse or skip", "records without a usable text")
-    answers: Literal["every", "last"] = _key("every", "every or last", "of a conversation, which are trained on")
+    bad_records: Literal["refuse", "skip"] = _key(
+        "refuse", "refuse or skip", "What is done with a record that has no usable text."
+    )
+    answers: Literal["every", "last"] = _key(
+        "every", "every or last", "Which answers of a conversation are trained on."
+    )
     too_long: Literal["truncate", "refuse"] = _key(
-        "truncate", "truncate or refuse", "conversations of more than a row; truncate: turns at the front are left out"
+        "truncate", "truncate or refuse", "Conversations longer than a row. truncate: turns at the front are left out."
     )
 
 
@@ -159,192 +237,257 @@ class OptimSection(Section):
     """The update of the weights."""
 
     name: Literal["auto", "adamw", "muon"] = _key(
-        "auto", "auto, adamw or muon", "the update rule; muon: for the matrices of blocks; auto: muon for a new model"
+        "auto",
+        "auto, adamw or muon",
+        "The optimizer. muon: for the matrices of blocks, AdamW for the rest. auto: muon for a new model, else adamw.",
     )
     state: Literal["fp32", "bf16", "8bit"] = _key(
-        "fp32", "fp32, bf16 or 8bit", "the form in which the optimizer's moments are kept: 8, 4 or 2 bytes a parameter"
+        "fp32", "fp32, bf16 or 8bit", "Form of the optimizer's moments: 8, 4 or 2 bytes a parameter."
     )
     master_weights: bool = _key(
-        True, "true or false", "whether weights are kept in fp32; false: in bf16, stochastically rounded"
+        True, "true or false", "Whether weights are kept in fp32. false: in bf16, stochastically rounded."
     )
-    lr: Auto | PositiveFloat = _key("auto", f"{ABOVE_0.expected}, or auto", "peak learning rate")
+    lr: Auto | PositiveFloat = _key(
+        "auto", f"{ABOVE_0.expected}, or auto", "Peak learning rate. auto: by the model and the kind of training."
+    )
     weight_decay: Auto | NonNegativeFloat = _key(
-        "auto", f"{NOT_NEGATIVE.expected}, or auto", "decoupled decay of the matrices"
+        "auto",
+        f"{NOT_NEGATIVE.expected}, or auto",
+        "Decoupled decay of the matrices. auto: 0.1; in a new nano or micro by the number of epochs.",
     )
     betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = _key(
-        (0.9, 0.95), "two numbers, 0 or more and below 1", "decay of the first and second moment"
+        (0.9, 0.95), "two numbers, 0 or more and below 1", "Decay of the first and second moment."
     )
-    eps: PositiveFloat = _key(1e-8, ABOVE_0.expected, "added to the denominator")
-    grad_clip: Literal["none"] | PositiveFloat = _key(1.0, f"{ABOVE_0.expected}, or none", "largest gradient norm")
+    eps: PositiveFloat = _key(1e-8, ABOVE_0.expected, "Number that is added to the denominator of the update.")
+    grad_clip: Literal["none"] | PositiveFloat = _key(
+        1.0, f"{ABOVE_0.expected}, or none", "Largest norm of the gradient; a larger one is scaled down to it."
+    )
     skip_spikes: Auto | bool = _key(
         "auto",
         "true, false or auto",
-        "whether an update whose loss and gradient both stand out is skipped; auto: where gradients are clipped, "
-        "but not with rl.reward",
+        "Skip updates whose loss and gradient both stand out. auto: if gradients are clipped, except with rl.reward.",
     )
     schedule: Literal["cosine", "constant", "wsd"] = _key(
-        "cosine", "cosine, wsd or constant", "rate after warm-up; wsd: constant, and a decay over the last 20 %"
+        "cosine",
+        "cosine, wsd or constant",
+        "Learning rate after the warm-up. wsd: constant, and a decay over the last 20 %.",
     )
     min_lr_ratio: Ratio | None = _key(
-        None, "a number from 0 to 1", "share of optim.lr that the schedule falls to; default: 0.05"
+        None, "a number from 0 to 1", "Share of optim.lr that the schedule falls to.", usual=0.05
     )
     warmup_updates: Auto | Annotated[int, Field(ge=0, le=MOST_COUNT)] = _key(
-        "auto", "a whole number from 0 to 1e15, or auto", "linear warm-up"
+        "auto",
+        "a whole number from 0 to 1e15, or auto",
+        "Updates of linear warm-up. auto: 5 % of the run, at least 10 (or half of a shorter run), at most 2,000.",
     )
     ema: Literal["none"] | Fraction = _key(
-        "none", f"{FRACTION.expected}, or none", "decay of an average of the weights: what is scored and exported"
+        "none",
+        f"{FRACTION.expected}, or none",
+        "Decay of an average of the weights, which is then evaluated, sampled and exported.",
     )
     transfer: Literal["none", "width"] = _key(
         "none",
         "none or width",
-        "width: lr, weight_decay and eps are a narrow model's, carried to this width by a rule (docs/transfer.md)",
+        "width: lr, weight_decay and eps are a narrow model's, and a rule carries them over (docs/transfer.md).",
     )
     transfer_base: Size | None = _key(
-        None, _SIZE, "hidden_size of the model that optim.lr is for; default: the narrowest of this shape"
+        None,
+        _SIZE,
+        "hidden_size of the model that optim.lr is for.",
+        otherwise="the narrowest of this shape",
+        example=64,
     )
 
 
 class TrainSection(Section):
     """The length, batch sizes and means of training. At most one of updates, tokens, epochs and minutes is given."""
 
-    updates: Count | None = _key(None, _COUNT, "stop after so many updates")
-    tokens: Count | None = _key(None, _COUNT, "stop after so many tokens")
-    epochs: Whole | None = _key(None, _WHOLE, "stop after so many passes over the data")
-    minutes: Minutes | None = _key(None, "a number above 0, at most 1e7", "stop after about this long; default: 3")
-    tokens_per_update: Auto | Annotated[Count, Field(le=MOST_PER_UPDATE)] = _key(
-        "auto", _COUNT.replace("1e15", str(MOST_PER_UPDATE)) + ", or auto", "tokens of one optimizer update"
+    updates: Count | None = _key(None, _COUNT, "Stop after this many updates.", example=1000)
+    tokens: Count | None = _key(None, _COUNT, "Stop after this many tokens.", example=10_000_000)
+    epochs: Whole | None = _key(None, _WHOLE, "Stop after this many passes over the data.", example=1)
+    minutes: Minutes | None = _key(
+        None, "a number above 0, at most 1e7", "Stop after about this many minutes.", usual=DEFAULT_MINUTES
     )
-    micro_batch: Auto | Size = _key("auto", f"{_SIZE}, or auto", "rows on the device at once")
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = _key(0, "a whole number, 0 or more", "of weights and data order")
+    tokens_per_update: Auto | Annotated[Count, Field(le=MOST_PER_UPDATE)] = _key(
+        "auto",
+        _COUNT.replace("1e15", str(MOST_PER_UPDATE)) + ", or auto",
+        "Tokens of an update. auto: 2,048, or one row if that is longer.",
+    )
+    micro_batch: Auto | Size = _key(
+        "auto", f"{_SIZE}, or auto", "Rows on the device at once. auto: as the planner finds fastest."
+    )
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = _key(
+        0, "a whole number, 0 or more", "Seed of new weights and of the order of the data."
+    )
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = _key(
-        "auto", "auto, fp32, bf16, fp16 or fp8", "of the arithmetic; fp8: of the blocks' linear layers, else bf16"
+        "auto",
+        "auto, fp32, bf16, fp16 or fp8",
+        "Precision of the arithmetic. auto: bf16 if the device has it, else fp32. fp8: in blocks' linear layers.",
     )
     compile: Literal["auto", "whole", "blocks", "none"] = _key(
-        "auto", "auto, whole, blocks or none", "what one graph holds: the step, or a block that all layers share"
+        "auto",
+        "auto, whole, blocks or none",
+        "What one compiled graph holds. whole: the step. blocks: a block, which all layers share. none: no graph.",
     )
     remat: Literal["auto", "none", "pointwise", "full", "offload"] | Fraction = _key(
         "auto",
         "auto, none, pointwise, full, offload or a number between 0 and 1",
-        "what is recomputed in the backward pass; a number: the share of the activations that is kept; offload: full, "
-        "and what full keeps waits in the host's memory",
+        "Activation checkpointing. A number: the share that is kept. offload: full, with what it keeps in host memory.",
     )
     memory: Literal["auto", "device", "stream"] = _key(
-        "auto", "auto, device or stream", "where weights live; stream: on the host, fetched stage by stage"
+        "auto",
+        "auto, device or stream",
+        "Where weights are. stream: in host memory, fetched stage by stage. auto: stream if nothing else fits a GPU.",
     )
     parallel: Literal["none", "ddp", "fsdp", "hsdp"] = _key(
         "none",
         "none, ddp, fsdp or hsdp",
-        "how several devices share the work, a process each; hsdp: fsdp within each machine; see docs/distributed.md",
+        "How several devices share the work, a process each. hsdp: fsdp within each machine (docs/distributed.md).",
     )
     gather_dtype: Literal["fp32", "bf16"] = _key(
-        "fp32", "fp32 or bf16", "with fsdp and hsdp, the dtype in which weights are sent; bf16 halves their traffic"
+        "fp32", "fp32 or bf16", "With fsdp and hsdp: the dtype in which weights are sent. bf16 halves their traffic."
     )
-    eval_every: Auto | Whole = _key("auto", f"{_WHOLE}, or auto", "updates between evaluations")
-    save_every: Auto | Whole = _key("auto", f"{_WHOLE}, or auto", "updates between checkpoints")
-    keep: Whole = _key(2, _WHOLE, "newest checkpoints that are kept; 1 leaves nothing to fall back on")
+    eval_every: Auto | Whole = _key(
+        "auto", f"{_WHOLE}, or auto", "Updates between evaluations. auto: about 12 evaluations in a run."
+    )
+    save_every: Auto | Whole = _key(
+        "auto", f"{_WHOLE}, or auto", "Updates between checkpoints. auto: about 6 checkpoints in a run."
+    )
+    keep: Whole = _key(2, _WHOLE, "How many of the newest checkpoints are kept. 1 leaves nothing to fall back on.")
 
 
 class LoraSection(Section):
-    """Low-rank adapters, trained next to frozen weights that model.init names."""
+    """Low-rank adapters, trained next to frozen weights that model.init names. To use them, set rank."""
 
     rank: Annotated[int, Field(ge=1, le=MOST_RANK)] | None = _key(
-        None, f"a whole number above 0, at most {MOST_RANK}", "rank of the adapters; default: none are trained"
+        None,
+        f"a whole number above 0, at most {MOST_RANK}",
+        "Rank of the adapters.",
+        otherwise="no adapters",
+        example=16,
     )
     alpha: PositiveFloat | None = _key(
-        None, ABOVE_0.expected, "the adapters' output is scaled by alpha / rank; default: 32"
+        None, ABOVE_0.expected, "The adapters' output is scaled by alpha / rank.", usual=32.0
     )
     rslora: bool | None = _key(
-        None, "true or false", "whether the output is scaled by alpha / sqrt(rank) instead; default: false"
+        None, "true or false", "Scale the adapters' output by alpha / sqrt(rank) instead (rsLoRA).", usual=False
     )
     dora: bool | None = _key(
-        None, "true or false", "whether rows' lengths are trained apart from their directions; default: false"
+        None, "true or false", "Train the lengths of rows apart from their directions (DoRA).", usual=False
     )
     lr_ratio: PositiveFloat | None = _key(
-        None, ABOVE_0.expected, "rate of the adapters' second matrices as a multiple of optim.lr (LoRA+); default: 1"
+        None,
+        ABOVE_0.expected,
+        "Learning rate of the adapters' second matrices as a multiple of optim.lr (LoRA+).",
+        usual=1.0,
     )
     targets: Texts | None = _key(
         None,
         "all-linear, a list of module names or a regular expression for whole names",
-        "the linear layers that get one; default: all but the head",
+        "Linear layers that get an adapter. all-linear: all but the head.",
+        usual="all-linear",
     )
-    dropout: Momentum | None = _key(None, DECAY.expected, "of the adapters' inputs; default: 0")
+    dropout: Momentum | None = _key(None, DECAY.expected, "Dropout of the adapters' inputs.", usual=0.0)
     base: Literal["auto", "int8", "nf4"] | None = _key(
-        None, "auto, int8 or nf4", "what frozen weights are kept in; default: auto, 16 bits where it computes in 16"
+        None,
+        "auto, int8 or nf4",
+        "Form in which frozen weights are kept. auto: 16 bits if the arithmetic is in 16 bits.",
+        usual="auto",
     )
     tokens: Texts | None = _key(
         None,
         'auto or a list of tokens, ["<|im_start|>"]',
-        "whose rows of embedding and head are trained, with those that are new to the base; default: auto, no others",
+        "Tokens whose rows of embedding and head are trained, besides those new to the base. auto: no others.",
+        usual="auto",
     )
 
 
 class RlSection(Section):
-    """Reinforcement learning: answers of the model itself to prompts, rewarded and learned from."""
+    """Reinforcement learning: the model's own answers to prompts are scored and learned from. To use it, set reward."""
 
     reward: Text | None = _key(
         None,
         "number, exact, regex, json-schema, python, teacher or FILE.py:FUNCTION",
-        "what scores an answer; default: nothing, and texts are learned",
+        "What scores an answer.",
+        otherwise="nothing: texts are learned",
+        example="exact",
     )
-    reward_regex: Text | None = _key(None, "a regular expression", "with rl.reward = regex, what an answer matches")
-    reward_schema: Text | None = _key(None, "a file with a JSON schema", "with rl.reward = json-schema, the schema")
-    teacher: Text | None = _key(None, "a run or a folder", "with rl.reward = teacher, the model that scores each token")
-    answer_regex: Text | None = _key(None, "a regular expression", "what all answers that are drawn match")
-    answer_schema: Text | None = _key(None, "a file with a JSON schema", "the schema of all answers that are drawn")
+    reward_regex: Text | None = _key(
+        None, "a regular expression", "With rl.reward = regex: what an answer matches.", example="[0-9]+"
+    )
+    reward_schema: Text | None = _key(
+        None, "a file with a JSON schema", "With rl.reward = json-schema: the schema.", example="FILE.json"
+    )
+    teacher: Text | None = _key(
+        None, "a run or a folder", "With rl.reward = teacher: the model that scores each token.", example="RUN"
+    )
+    answer_regex: Text | None = _key(
+        None, "a regular expression", "What every sampled answer matches.", example="[0-9]+"
+    )
+    answer_schema: Text | None = _key(
+        None, "a file with a JSON schema", "Schema that every sampled answer follows.", example="FILE.json"
+    )
     advantage: Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce", "cispo", "gspo"] | None = _key(
         None,
         "dr_grpo, rloo, grpo, dapo, reinforce, cispo or gspo",
-        "what an answer weighs, by its group; default: dr_grpo",
+        "How an answer is weighed against the others of its group.",
+        usual="dr_grpo",
     )
-    prompts: Size | None = _key(None, _SIZE, "prompts of an update; default: 16")
+    prompts: Size | None = _key(None, _SIZE, "Prompts of an update.", usual=16)
     group: Annotated[int, Field(ge=2, le=MOST_SIZE)] | None = _key(
-        None, f"a whole number from 2 to {MOST_SIZE}", "answers to each prompt; default: 8"
+        None, f"a whole number from 2 to {MOST_SIZE}", "Answers to each prompt.", usual=8
     )
     draws: Size | None = _key(
-        None, _SIZE, "most draws of an update, until rl.prompts groups have unequal rewards; default: 1"
+        None, _SIZE, "Most times that an update samples, until rl.prompts groups have unequal rewards.", usual=1
     )
-    updates: Size | None = _key(None, _SIZE, "updates that are made of each draw, with clipped ratios; default: 1")
+    updates: Size | None = _key(None, _SIZE, "Updates made from the answers of one sampling.", usual=1)
     kl: Literal["none", "k1", "k2", "k3"] | None = _key(
-        None, "none, k1, k2 or k3", "what holds the model near the weights that it begins from; default: none"
+        None, "none, k1, k2 or k3", "Penalty that holds the model near the weights that it starts from.", usual="none"
     )
-    kl_coef: PositiveFloat | None = _key(None, ABOVE_0.expected, "strength of rl.kl")
+    kl_coef: PositiveFloat | None = _key(None, ABOVE_0.expected, "Strength of rl.kl.", example=0.05)
     entropy_coef: PositiveFloat | None = _key(
-        None, ABOVE_0.expected, "strength of a term for even choices; default: no such term"
+        None, ABOVE_0.expected, "Strength of an entropy bonus.", otherwise="no bonus", example=0.01
     )
     max_new_tokens: Size | None = _key(
-        None, _SIZE, "most tokens of an answer; longer ones are cut; default: half of data.sequence_length"
+        None,
+        _SIZE,
+        "Most tokens of an answer. Longer ones are cut.",
+        otherwise="half of data.sequence_length",
+        example=128,
     )
     truncated: Literal["keep", "mask"] | None = _key(
-        None, "keep or mask", "answers that were cut; mask: they are left out of the loss; default: keep"
+        None, "keep or mask", "Answers that were cut. mask: they are left out of the loss.", usual="keep"
     )
     truncation_penalty: NonNegativeFloat | None = _key(
-        None, NOT_NEGATIVE.expected, "what being cut takes from an answer's reward; default: 0"
+        None, NOT_NEGATIVE.expected, "What is taken from the reward of an answer that was cut.", usual=0.0
     )
     temperature: Annotated[float, Field(gt=0, le=100)] | None = _key(
-        None, "a number above 0, at most 100", "of the draws, and of the loss; default: 1"
+        None, "a number above 0, at most 100", "Temperature at which answers are sampled and learned.", usual=1.0
     )
 
 
 class PreferSection(Section):
-    """Preferences: pairs of a chosen and a rejected answer, compared and learned from."""
+    """Preferences: pairs of a chosen and a rejected answer, or labelled answers, are compared and learned from."""
 
     loss: Literal["dpo", "robust", "ipo", "simpo", "orpo", "kto"] | None = _key(
         None,
         "dpo, robust, ipo, simpo, orpo or kto",
-        "how answers are compared; default: dpo for records with chosen and rejected, kto for completion and label",
+        "How answers are compared.",
+        otherwise="dpo for pairs, kto for labelled answers",
+        example="dpo",
     )
     beta: PositiveFloat | None = _key(
-        None, ABOVE_0.expected, "strength of the comparison; default: 0.1, and 2 for simpo"
+        None, ABOVE_0.expected, "Strength of the comparison.", otherwise="0.1, and 2 for simpo", example=0.1
     )
-    gamma: NonNegativeFloat | None = _key(None, NOT_NEGATIVE.expected, "margin of simpo; default: 1")
+    gamma: NonNegativeFloat | None = _key(None, NOT_NEGATIVE.expected, "Margin of simpo.", usual=1.0)
     label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] | None = _key(
-        None, "a number from 0 and below 0.5", "share of pairs that robust takes for swapped; default: 0.1"
+        None, "a number from 0 and below 0.5", "Share of the pairs that robust takes to be swapped.", usual=0.1
     )
     desirable_weight: NonNegativeFloat | None = _key(
-        None, NOT_NEGATIVE.expected, "weight of good answers for kto; default: 1"
+        None, NOT_NEGATIVE.expected, "Weight of good answers for kto.", usual=1.0
     )
     undesirable_weight: NonNegativeFloat | None = _key(
-        None, NOT_NEGATIVE.expected, "weight of bad answers for kto; default: 1"
+        None, NOT_NEGATIVE.expected, "Weight of bad answers for kto.", usual=1.0
     )
 
 
@@ -353,4 +496,12 @@ SECTIONS: dict[str, type[Section]] = {
     "rl": RlSection, "prefer": PreferSection,
 }  # fmt: skip
 KEYS: tuple[str, ...] = tuple(f"{name}.{key}" for name, section in SECTIONS.items() for key in section.model_fields)
-DEFAULT_MINUTES = 3.0
+
+
+def described(key: str) -> Key:
+    """Return what a key means and takes."""
+    section, _, name = key.partition(".")
+    field = SECTIONS[section].model_fields[name]
+    said: Any = field.json_schema_extra
+    default = said["usual"] if field.default is None else field.default
+    return Key(str(field.description), said["expected"], default, said["otherwise"], said["example"])

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from monograph.config import keys
-from monograph.config.keys import DEFAULT_MINUTES, SECTIONS
+from monograph.config.keys import DEFAULT_MINUTES, SECTIONS, described
 from monograph.config.renamed import spelled, translated
 from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
@@ -106,9 +106,9 @@ class Settings(BaseModel):
         origins = {key: self.origins[key] for key in kept} | dict.fromkeys(checked, origin)
         return build(kept | checked, origins).vouching(self.vouched)
 
-    def to_toml(self, *, origins: bool = False) -> str:
-        """Return the TOML text that loads as these settings; `origins` adds unset keys and origins as comments."""
-        return "\n".join(self._lines(origins)) + "\n"
+    def to_toml(self) -> str:
+        """Return the TOML text that loads as these settings."""
+        return "\n".join(self._lines()) + "\n"
 
     @property
     def fingerprint(self) -> str:
@@ -116,23 +116,17 @@ class Settings(BaseModel):
         then = self.resolve(ANYWHERE, "fingerprint")
         return hashlib.sha256(then.to_toml().encode()).hexdigest()
 
-    def _lines(self, origins: bool) -> Iterator[str]:
+    def _lines(self) -> Iterator[str]:
         values = self.values()
         if self.model.init is not None:
             values["model.preset"] = None  # the default preset would exclude model.init
         for name, section in SECTIONS.items():
-            lines = [self._line(name, key, values[f"{name}.{key}"], origins) for key in section.model_fields]
-            if any(lines):
+            given = {key: values[f"{name}.{key}"] for key in section.model_fields}
+            lines = [f"{key} = {toml_of(value)}" for key, value in given.items() if value is not None]
+            if lines:
                 yield f"[{name}]"
-                yield from filter(None, lines)
+                yield from lines
                 yield ""
-
-    def _line(self, section: str, key: str, value: Any, origins: bool) -> str:
-        origin = self.origins.get(f"{section}.{key}", "default")
-        if value is None:
-            return f"# {key} is not set" if origins else ""
-        line = f"{key} = {_toml(value)}"
-        return f"{line:<48}# {origin}" if origins else line
 
 
 def programs_in(values: Mapping[str, Any]) -> list[str]:
@@ -145,14 +139,14 @@ def digest_of(tables: Mapping[str, Mapping[str, Any]]) -> str:
     """Return the hex SHA-256 of the TOML text of these tables, as `Settings.to_toml` writes it."""
     lines = list[str]()
     for name, table in tables.items():
-        lines += [f"[{name}]", *(f"{key} = {_toml(value)}" for key, value in table.items()), ""]
+        lines += [f"[{name}]", *(f"{key} = {toml_of(value)}" for key, value in table.items()), ""]
     return hashlib.sha256(("\n".join(lines) + "\n").encode()).hexdigest()
 
 
-def _toml(value: Any) -> str:
+def toml_of(value: Any) -> str:
     """Return a value as TOML text; JSON's strings are valid TOML, except that TOML requires DEL to be escaped."""
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(toml_of, value)) + "]"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)
@@ -168,17 +162,16 @@ def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
     if now is not None:
         raise UsageError(f"{origin}: {key} = {value}: say {spelled(now)}")
     section, _, name = key.partition(".")
-    field = SECTIONS[section].model_fields[name]
     adapter = _adapter(section, name)
     try:
         checked = adapter.validate_python(value, strict=not from_text)
     except ValidationError:
-        expected = field.json_schema_extra["expected"]  # type: ignore[index, call-overload]
         hint = " (write it without quotes)" if isinstance(value, str) and _reads(adapter, value) else ""
-        if isinstance(value, str) and get_origin(field.annotation) is Literal:
-            hint = did_you_mean(value, get_args(field.annotation))
+        annotation = SECTIONS[section].model_fields[name].annotation
+        if isinstance(value, str) and get_origin(annotation) is Literal:
+            hint = did_you_mean(value, get_args(annotation))
         shown = json.dumps(value, ensure_ascii=False, default=str)
-        raise UsageError(f"{origin}: {key} = {shown}: expected {expected}{hint}") from None
+        raise UsageError(f"{origin}: {key} = {shown}: expected {described(key).expected}{hint}") from None
     return checked
 
 

@@ -60,7 +60,7 @@ class KVCache:
         linear = [config.is_linear(layer) for layer in range(config.num_hidden_layers)]
         heads = [0 if is_linear else config.num_key_value_heads for is_linear in linear]
         shapes = [(-(-slots // block), rows, each, block, config.head_dim) for each in heads]
-        # A tensor for each layer: a captured graph that writes into a part of a tensor copies all of it (docs/log.md).
+        # A tensor for each layer: a captured graph that writes into a part of a tensor copies all of it (dev/log.md).
         keys, values = ([torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(2))
         size, wide_size, count = config.linear_key_head_dim, config.linear_value_head_dim, config.linear_num_value_heads
         inputs = config.linear_conv_kernel_dim, 2 * config.linear_num_key_heads * size + count * wide_size
@@ -111,7 +111,7 @@ class KVCache:
         keys_NBKCE, values_NBKCE = self.keys[layer_index], self.values[layer_index]
         rows_B1 = torch.arange(positions_BT.shape[0], device=positions_BT.device)[:, None]
         where = (positions_BT // self.block, rows_B1, slice(None), positions_BT % self.block)
-        # Write to the whole tensor and read a slice of it: a captured write to a slice copies the cache (docs/log.md).
+        # Write to the whole tensor and read a slice of it: a captured write to a slice copies the cache (dev/log.md).
         keys_NBKCE[where] = key_BKTE.transpose(1, 2).to(keys_NBKCE.dtype)
         values_NBKCE[where] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
         seen = slice(self.seen_blocks)

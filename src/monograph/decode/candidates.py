@@ -23,7 +23,7 @@ Truncation = Literal["window", "search", "sort"]
 # How many of the nearest tokens "window" looks at.
 WINDOW = 256
 # How many tokens a group has where the window is looked for by the groups' maxima; 8 take as long, 32 half as long
-# again (docs/log.md).
+# again (dev/log.md).
 _GROUP = 16
 # "search" fixes the bits of a distance from the top, two at a time; the first two are those of a signed number.
 _SIGNED, _DIGITS = 30, range(30, -1, -2)
@@ -143,7 +143,7 @@ def reach(
     scores_BN = candidates.scores_BN
     distance_BN = -candidates.logits_BN if distance is None else distance(scores_BN)
     if candidates.truncation == "search":
-        # Else every pass of the search computes the exponentials again: three times the time (docs/log.md).
+        # Else every pass of the search computes the exponentials again: three times the time (dev/log.md).
         weight_BN = materialize(weigh(scores_BN))
         return _search(distance_BN, weight_BN, target_B1), torch.ones_like(target_B1, dtype=torch.bool)
     places_BW = candidates.ranked_BW
@@ -165,7 +165,7 @@ def largest(scores_BV: Tensor, width: int) -> tuple[Tensor, Tensor]:
     if spare := -vocabulary % _GROUP:
         scores_BV = torch.nn.functional.pad(scores_BV, (0, spare), value=-torch.inf)
     # The largest scores lie in the `width` groups with the largest maxima, and to look for these first takes half the
-    # time. Member m of group g is the id m * groups + g: neighbours as groups take longer (docs/log.md).
+    # time. Member m of group g is the id m * groups + g: neighbours as groups take longer (dev/log.md).
     members_BMG = scores_BV.view(rows, _GROUP, -1)
     groups_BW = members_BMG.amax(1).topk(width, sorted=False).indices
     values_BW, places_BW = members_BMG.gather(2, groups_BW[:, None].expand(-1, _GROUP, -1)).flatten(1).topk(width)

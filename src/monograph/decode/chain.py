@@ -22,7 +22,7 @@ from monograph.decode.sampling import Sampling
 from monograph.errors import UsageError
 
 # The dtype of counts of ids. On a CPU Inductor vectorises int32 but not int16, with which every loop that was fused
-# with the counts became scalar (docs/log.md).
+# with the counts became scalar (dev/log.md).
 COUNTS = torch.int32
 
 
@@ -171,7 +171,7 @@ def first_counts(sampling: Sampling, prompt_ids: Sequence[int], vocabulary: int)
 
 def count_drawn(counts_BV: Tensor, token_B: Tensor, running_B: Tensor, times: int = 1) -> None:
     """Add the drawn tokens of the running rows to the counts, in place, each so many times."""
-    # `index_put_`, because a captured `scatter_add_` copies all counts (docs/log.md).
+    # `index_put_`, because a captured `scatter_add_` copies all counts (dev/log.md).
     rows_B = torch.arange(len(token_B), device=token_B.device)
     counts_BV.index_put_((rows_B, token_B), times * running_B.to(counts_BV.dtype), accumulate=True)
 

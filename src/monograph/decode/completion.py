@@ -80,7 +80,7 @@ class Transcript:
         return new
 
 
-# The number of steps from which on compiling saves time (docs/log.md; on a GPU an estimate, not measured yet).
+# The number of steps from which on compiling saves time (dev/log.md; on a GPU an estimate, not measured yet).
 WORTH_COMPILING = {"cuda": 4_000, "cpu": 20_000}
 MOST_TEXTS = whole(1, 10**15)  # of each prompt: a sequence of 2^63 has no len()
 MOST_ROWS = {"cuda": 64, "cpu": 8}  # requests that run at once

@@ -117,7 +117,7 @@ def gumbel_noise(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
 
 
 def _gumbel_words(seed_B: Tensor, position_B: Tensor, vocabulary: int) -> Tensor:
-    # One call of Philox for each id would take 1.7 times as long (docs/log.md).
+    # One call of Philox for each id would take 1.7 times as long (dev/log.md).
     fours = torch.arange(-(-vocabulary // 4), device=seed_B.device)
     words = torch.stack(_words(seed_B[:, None], position_B[:, None], fours, _GUMBEL), -1)
     return words.flatten(1)[:, :vocabulary]

@@ -112,7 +112,7 @@ class Shards:
         return [step.begun(plane) for plane in rows_planes(model, kinds)]
 
     def _update(self, eager: Callable[..., None], plane: Plane, *others: Tensor) -> None:
-        # torch 2.13 compiles the padding of cut blocks to code that reads beyond their end (docs/log.md).
+        # torch 2.13 compiles the padding of cut blocks to code that reads beyond their end (dev/log.md).
         (eager if plane.ends else self.update_plane)(plane, *others)
 
     def _of_all_ranks(self, squares: Sequence[Tensor]) -> Tensor:

@@ -128,7 +128,7 @@ class World:
         except dist.DistNetworkError as error:
             reason = str(error).split(". ")[0]
             raise PeerLost(f"rank {own.rank}: nobody was met at {own.host}:{own.port}: {reason}") from error
-        # torchrun's store outlives an attempt and keeps addresses of processes that are gone (docs/log.md), so each
+        # torchrun's store outlives an attempt and keeps addresses of processes that are gone (dev/log.md), so each
         # attempt has its own prefix. Rank 0's own store does not, and is for launchers that count differently.
         self._of_attempt = dist.PrefixStore(f"monograph/{own.attempt if own.shared else 0}", self.store)
         self._meet(say)

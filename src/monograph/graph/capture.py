@@ -71,7 +71,7 @@ def _compiler(step: Any, backend: Backend, scope: Scope) -> Compiler:
 
 def _require_buffers_kept(step: Any) -> None:
     for name, buffer in step.model.named_buffers():
-        if buffer.ndim == 0 and buffer.dtype == torch.float64:  # a bug of torch 2.13, see docs/log.md
+        if buffer.ndim == 0 and buffer.dtype == torch.float64:  # a bug of torch 2.13, see dev/log.md
             raise CaptureFailed(f"the buffer {name} is float64 and has no dimension: torch loses what is written to it")
 
 
@@ -172,7 +172,7 @@ def _parts(step: Any, compiler: Compiler) -> list[tuple[Any, str, Any]]:
     for block in model_blocks.values():
         owner, name = recompute.innermost(block)
         forward = getattr(owner, name)
-        # Dynamo shares a graph between blocks only if the block is an argument of the compiled function (docs/log.md).
+        # Dynamo shares a graph between blocks only if the block is an argument of the compiled function (dev/log.md).
         function = getattr(forward, "__func__", None)
         captured = functools.partial(shared, function, block) if function else compiler(forward)
         new.append((owner, name, captured))
@@ -217,7 +217,7 @@ def compiled(
         compat.quiet_missing_tf32()
         # A process that is killed while it compiles leaves truncated libraries, on which later ones would fail.
         compat.remove_cut_off_libraries()
-        # The key of Inductor's cache lacks the vector width: another processor would run wrong code (docs/log.md).
+        # The key of Inductor's cache lacks the vector width: another processor would run wrong code (dev/log.md).
         compat.tell_processors_apart()
         compat.build_kernels_together()
         keep_freed_memory()

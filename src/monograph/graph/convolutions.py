@@ -2,7 +2,7 @@
 
 vmap makes one convolution of an ensemble's members, with a group for each, or with the output channels of all where
 they have one input. oneDNN takes up to four times as long for groups as for the members' own convolutions, unless these
-are tiny (docs/log.md), and a member's results lie apart in memory. vmap's convolution is the reference.
+are tiny (dev/log.md), and a member's results lie apart in memory. vmap's convolution is the reference.
 
 Shapes: G groups, B rows, C and O channels of a group, and any number of further dimensions.
 """
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
-LEAST = 2**21  # multiplications of a group, from which on groups are faster one by one (docs/log.md)
+LEAST = 2**21  # multiplications of a group, from which on groups are faster one by one (dev/log.md)
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
 _LIBRARY = torch.library.Library("monograph", "FRAGMENT")

@@ -2,7 +2,7 @@
 
 MKL uses half of the vector width of some processors with AVX-512, such as AMD's Zen 5. There, products up to `LARGE`
 are computed by `matmul.cpp`, whose calls cost almost nothing, and larger ones by oneDNN, which torch includes and uses
-for bf16 anyway (docs/log.md). Eager code keeps MKL and is the reference.
+for bf16 anyway (dev/log.md). Eager code keeps MKL and is the reference.
 
 Shapes: B products at once, N rows, K summed, M columns.
 """
@@ -22,11 +22,11 @@ from monograph.device import clock, cpu_model
 from monograph.storage.cache_dir import found_once
 
 # Numbers of multiplications from and up to which `matmul.cpp` is the fastest of the three. MKL has the cheapest call
-# for smaller products (docs/log.md).
+# for smaller products (dev/log.md).
 SMALLEST, LARGE = 2**18, 2**27
 NARROWEST = 32  # narrower products leave most of a tile of 8 x 32 empty
 SOURCE = Path(__file__).with_suffix(".cpp")
-SLOW = 1.4  # times as fast as MKL that oneDNN is where MKL is slow; a Zen 5 has 2.2, a Xeon 0.9 (docs/log.md)
+SLOW = 1.4  # times as fast as MKL that oneDNN is where MKL is slow; a Zen 5 has 2.2, a Xeon 0.9 (dev/log.md)
 # Plain registration: `torch.library.custom_op` adds 10 microseconds to every call.
 _LIBRARY = torch.library.Library("monograph", "DEF")
 
@@ -114,7 +114,7 @@ def _(left: Tensor, right: Tensor) -> Tensor:
 def passes() -> dict[str, Any]:
     """Return the pass as an option of `torch.compile` with Inductor."""
     if mkl_is_slow():
-        # Bypassing torch's dispatcher, a call takes 2.3 microseconds instead of 4.3 (docs/log.md).
+        # Bypassing torch's dispatcher, a call takes 2.3 microseconds instead of 4.3 (dev/log.md).
         compat.lower_to_call(torch.ops.monograph.small_matmul.default, native_out)
         compat.lower_to_call(torch.ops.monograph.batched_matmul.default, native_out)
     return {"post_grad_custom_post_pass": compat.graph_pass(rewrite, __file__, inductor.__file__)}
@@ -175,7 +175,7 @@ def _chosen(rows: int, depth: int, columns: int) -> Any:
 
 
 def _chosen_batched(rows: int, depth: int, columns: int) -> Any:
-    # There is no smallest size, because MKL is slow at batches of many small matrices (docs/log.md).
+    # There is no smallest size, because MKL is slow at batches of many small matrices (dev/log.md).
     if rows * depth * columns < LARGE and min(rows, columns) >= NARROWEST:
         return torch.ops.monograph.batched_matmul.default
     return torch.ops.aten.bmm.default

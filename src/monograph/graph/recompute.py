@@ -132,7 +132,7 @@ class _Plan:
     inner: Callable[..., Any]
     contexts: Contexts | None = None
     # Blocks share a captured graph unless Dynamo sees them differ. It compares functions by their code alone, which is
-    # the same for all contexts (docs/log.md), so this text tells them apart.
+    # the same for all contexts (dev/log.md), so this text tells them apart.
     kept: str = ""
 
 
@@ -329,7 +329,7 @@ def recorded(
             if recording not in compiled:  # traced once for blocks that are alike
                 compiled[recording] = compat.stored_by_graph(inner, block, args, kwargs)
             # Recomputed operators between products are fused into the kernels that read them and cost no measurable
-            # time (docs/log.md).
+            # time (dev/log.md).
             recording = recording._replace(stored_bytes=compiled[recording], rest_flops=0)
         recordings.setdefault(name, recording)
         return output

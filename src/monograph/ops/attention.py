@@ -17,7 +17,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attent
 BLOCK = 128  # slots
 LEAST_BLOCK = 16
 # On the CPUs that were measured a row of a product has the same bits whatever the number of rows, from so many on
-# (docs/log.md).
+# (dev/log.md).
 SAME_ROWS = 4
 Heads = tuple[Tensor, Tensor, Tensor]  # queries [B, H, T, D], keys and values [B, K, S, D], or as a cache has them
 MORE = 8  # channels beside those of a head, for its sink: fused kernels want a multiple of 8
@@ -154,7 +154,7 @@ def attention(
             a compiled graph and has no backward on a CPU.
             "blocks": one product for each 128 queries, with the keys up to the last of them, for a causal mask. For
             bf16 heads it rounds scores and probabilities to bf16, as most eager models do. In a compiled graph on a CPU
-            it takes half the time of the fused kernel (docs/log.md), and memory that grows with T^2.
+            it takes half the time of the fused kernel (dev/log.md), and memory that grows with T^2.
             "cached": the arithmetic of `cached_attention` over a cache with T slots. On a CPU, in eager mode, a
             document that begins its row has the bits that decoding gives it, token by token. It keeps all probabilities
             for the backward pass.
@@ -275,7 +275,7 @@ def _in_blocks(heads: Heads, mask: Tensor, sink_H: Tensor | None) -> Tensor:
     query_BHTD, key_BKSD, value_BKSD = heads
     (rows, key_heads), length = key_BKSD.shape[:2], query_BHTD.shape[2]
     # Half of the lowest number, so that adding a score cannot overflow. It is added in the product, because a mask that
-    # a loop over scores reads keeps Inductor from computing a row's softmax in one loop (docs/log.md).
+    # a loop over scores reads keeps Inductor from computing a row's softmax in one loop (dev/log.md).
     unseen = torch.finfo(query_BHTD.dtype).min / 2
     bias = torch.zeros_like(mask, dtype=query_BHTD.dtype).masked_fill(~mask, unseen)
     bias_BKGTS = bias.expand(rows, query_BHTD.shape[1], -1, -1).unflatten(1, (key_heads, -1))

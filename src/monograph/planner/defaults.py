@@ -42,10 +42,10 @@ class Default(NamedTuple):
 
 
 DEFAULT = Default("micro", 4096, 2048, 600_000, 1_300_000)
-# The rate of micro was measured (docs/log.md) and is used for nano too; the others are those of the GPT-3 models of the
+# The rate of micro was measured (dev/log.md) and is used for nano too; the others are those of the GPT-3 models of the
 # nearest size (Brown et al. 2020, arXiv 2005.14165, table 2.1).
 LEARNING_RATES = {"nano": 2e-3, "micro": 2e-3, "124m": 6e-4, "llama-179m": 6e-4, "1b": 2e-4, "8b": 1.2e-4}
-# Muon's rates where higher ones were measured to be better (docs/log.md). Elsewhere AdamW's rates hold, as Muon's
+# Muon's rates where higher ones were measured to be better (dev/log.md). Elsewhere AdamW's rates hold, as Muon's
 # updates have the same size.
 MUON_LEARNING_RATES = {"nano": 6e-3, "micro": 6e-3}
 # Muon's momentum, and the embedding's rate over that of the matrices, where they were measured to be better than 0.95
@@ -133,7 +133,7 @@ def interval(updates: int, times: int) -> int:
 
 
 def optimizer(fresh: bool) -> str:
-    """Return "muon" for fresh weights, as the default run gains 0.07 bits per byte (docs/log.md), else "adamw"."""
+    """Return "muon" for fresh weights, as the default run gains 0.07 bits per byte (dev/log.md), else "adamw"."""
     return "muon" if fresh else "adamw"
 
 

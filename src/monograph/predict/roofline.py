@@ -86,7 +86,7 @@ def mfu(tokens_per_s: float, flops_per_token: float, peak_flops: float) -> float
 # weights and two moments in fp32, and the zeroed gradient. Eager: every intermediate goes through memory as well.
 UPDATE_BYTES = {True: 36, False: 132}
 # The same for an update on the host, without the norm and the zeros, which stay on the device. The eager value is the
-# captured one times the measured slowdown (docs/log.md).
+# captured one times the measured slowdown (dev/log.md).
 HOST_UPDATE_BYTES = {True: 28, False: 1700}
 # How much longer the host takes where weights are kept in two halves, as generated code cannot vectorise 16-bit
 # integers.
@@ -95,7 +95,7 @@ HOST_HALVES = 3.7
 KERNELS = {True: 40, False: 160}
 # The host's time for one call of a block's separate graph, forward or backward (16 layers, a CPU, torch 2.13).
 CALL_S = 0.13e-3
-# The host's time for a micro-step: guards, the window's rows, autograd, Inductor's wrappers (docs/log.md).
+# The host's time for a micro-step: guards, the window's rows, autograd, Inductor's wrappers (dev/log.md).
 MICRO_STEP_S = 1e-3
 
 

@@ -275,7 +275,7 @@ def repeatable(device: torch.device) -> None:
     """Make this process give the same bits each time, as resuming requires.
 
     On several CPU threads Inductor sums an embedding's gradient with atomic additions, whose order varies. In torch's
-    deterministic mode it calls the ordered kernel instead, at no measurable cost (docs/log.md). On a GPU the mode costs
+    deterministic mode it calls the ordered kernel instead, at no measurable cost (dev/log.md). On a GPU the mode costs
     speed, so there the user decides.
     """
     if device.type == "cpu":

@@ -109,7 +109,7 @@ class Step:
         self.device = layout.device or self.planes[0].param.device
         put_(self.loss, self.device)
         zeros = functools.partial(torch.zeros, lead := self.planes[0].param.shape[:-1], device=self.device)
-        # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (docs/log.md).
+        # Never write a 0-d float64 tensor inside a captured function: torch 2.13 loses the mutation (dev/log.md).
         self.lr, self.loss_sum, self.count = (zeros(dtype=torch.float64) for _ in range(3))
         self.applied, self.tokens, self.skipped, self.good = (zeros(dtype=torch.int64) for _ in range(4))
         self.largest = largest(self.planes[0].grad.dtype)

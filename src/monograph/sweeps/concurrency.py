@@ -142,7 +142,7 @@ def _why(timed: Mapping[int, Timed], members: int, best: int, shown: int, gain: 
     return f"{members} members, {several}: {gain:.2f}x over one after another ({measured})"
 
 
-# Compile time of a graph of several members relative to one member's (docs/log.md), and of a graph in the compiler's
+# Compile time of a graph of several members relative to one member's (dev/log.md), and of a graph in the compiler's
 # cache relative to a new one (benchmarks/start.py).
 DEARER, CACHED = 1.3, 0.23
 CURVE_ROWS = 16  # held-out rows scored for a point of a curve; the last point uses all

@@ -1,0 +1,98 @@
+"""Write docs/commands.md: every command with its example, arguments and options, as the program declares them.
+
+Usage: python docs/make_commands.py (rewrites the page between the markers; tests/test_readme.py compares)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from monograph.cli import command_tree
+from monograph.cli.typed import by_heading, example
+
+PAGE = Path(__file__).resolve().parent / "commands.md"
+BEGIN, END = "<!-- made by docs/make_commands.py -->", "<!-- end -->"
+DEFAULT = "; default: "  # what stands before a default in an option's help, where it is no value
+HEAD = "| {} | value | default | meaning |\n|---|---|---|---|"
+GUIDES = {
+    "train": "training",
+    "sweep": "sweep",
+    "plan": "plan",
+    "follow": "runs",
+    "data": "data",
+    "generate": "generate",
+    "serve": "serve",
+    "export": "export",
+    "profile": "profile",
+    "evaluate": "evaluate",
+    "compare": "evaluate",
+}
+
+
+def page(text: str) -> str:
+    """Return the page's text with a new middle part."""
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n{made()}\n{END}{rest.split(END, 1)[1]}"
+
+
+def made() -> str:
+    """Return the headings of the help with their commands, and the options that need no command."""
+    tree = command_tree()
+    parts: list[str] = []
+    for heading, commands in by_heading(tree).items():
+        parts.append(f"## {heading}")
+        for command in commands:
+            parts += _command(f"monograph {command.name}", command)
+    options = "\n".join(_row(each) for each in tree.params)
+    return "\n\n".join([*parts, "## Without a command", f"{HEAD.format('option')}\n{options}"])
+
+
+def _command(name: str, command: Any) -> Iterator[str]:
+    if inner := getattr(command, "commands", None):
+        for each in inner.values():
+            yield from _command(f"{name} {each.name}", each)
+        return
+    yield f"### {name}"
+    guide = GUIDES.get(name.split()[1])
+    yield " ".join(str(command.help).split()) + (f" [Guide]({guide}.md)." if guide else "")
+    yield f"```bash\n{example(command)}\n```"
+    kinds = sorted({each.param_type_name for each in command.params})
+    yield "\n".join([HEAD.format(" or ".join(kinds)), *map(_row, command.params)])
+
+
+def _row(each: Any) -> str:
+    """Return the row of an argument or option."""
+    meaning, _, default = str(each.help).partition(DEFAULT)
+    if each.required:
+        default = "required"
+    elif each.default is not None and each.default is not False:
+        default = f"`{each.default}`"
+    if each.param_type_name == "argument":
+        names, values = _listed(str(each.metavar).strip("[]")), "any number" if each.nargs < 0 else "one"
+    else:
+        names, values = ", ".join(f"`{name}`" for name in each.opts), _listed(each.metavar or "") + _bounds(each)
+    return f"| {names} | {values} | {default} | {meaning} |"
+
+
+def _listed(values: str) -> str:
+    """Return the values of "a|b" without the bar, which would end a table's cell."""
+    return ", ".join(f"`{value.strip()}`" for value in values.split("|") if value)
+
+
+def _bounds(each: Any) -> str:
+    """Return the least and the largest number of an option that has them."""
+    least, most = getattr(each, "min", None), getattr(each, "max", None)
+    if least is None:
+        return ""
+    return f", at least {least:g}" if most is None else f", {least:g} to {most:g}"
+
+
+def main() -> None:
+    """Write the page."""
+    PAGE.write_text(page(PAGE.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
