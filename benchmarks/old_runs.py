@@ -123,7 +123,7 @@ def tried(place: Path, before: Path | None, kind: str, serving: bool) -> dict[st
     if serving:
         results["serve"] = served(place, model)
     if kind == "sweep":
-        stop_while_training(place, before, [*arguments, "train.updates=2000"], "stopped")
+        stop_while_training(place, before, [*arguments, "train.updates=800"], "stopped")
         results["--resume"] = outcome(command(place, ROOT / "src", "sweep", "--out", "stopped"))
     else:
         cut = cut_after_first_checkpoint(run, place / f"{kind}-cut")

@@ -414,6 +414,13 @@ def test_the_table_of_balance_is_the_scripts(monkeypatch: pytest.MonkeyPatch) ->
     assert shown == script("benchmarks/balance.py").table(kept["cases"])
 
 
+def test_the_table_of_runs_of_earlier_versions_is_the_scripts() -> None:
+    kept = json.loads((ROOT / "benchmarks/results/old_runs.json").read_text())
+    shown = (ROOT / "docs/runs.md").read_text().split("<!-- printed by benchmarks/old_runs.py -->")[1]
+    assert shown.split("<!-- end -->")[0].strip() == script("benchmarks/old_runs.py").table(kept["runs"])
+    assert all(result in ("ok", "the same bits") for uses in kept["runs"].values() for result in uses.values())
+
+
 def test_the_table_of_hybrids_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     kept = json.loads((ROOT / "benchmarks/results/hybrid_peers.json").read_text())

@@ -25,9 +25,8 @@ With one update of each draw rho is 1, up to rounding, and w is log pi, which ha
 alone could leave the narrow limits of gspo. Only cispo uses rho even then: it is truncated importance sampling.
 
 The gradients of reinforce, rloo and dr_grpo at rho = 1 are those of the expected reward, the last one times (G - 1) /
-(G L). That of grpo is not: it gives tokens of short right answers more weight, and of long wrong ones less. That of
-dapo is, up to a factor that all answers of an update share and that depends on their lengths. The standard deviation is
-the unbiased one. A group whose rewards are all equal, up to the rounding of sums (ROUNDING), has the advantage 0,
+(G L). Those of grpo and dapo are not: both divide by the group's standard deviation, and grpo also gives tokens of
+short right answers more weight, and of long wrong ones less. The standard deviation is the unbiased one. A group whose rewards are all equal, up to the rounding of sums (ROUNDING), has the advantage 0,
 exactly, except for reinforce.
 
 Answers may have a form: only tokens after which an answer can still get it are drawn, and learned from. A token is then
