@@ -29,8 +29,9 @@ from monograph.run.screen import YARDSTICK_WIDTH, curve_pieces, cut, shown
 FIGURES = Path(__file__).resolve().parent / "figures"
 RECORDING, FIRST_RUN, HELD_OUT = FIGURES / "first-run.json", FIGURES / "first-run.svg", FIGURES / "held-out.svg"
 YARDSTICKS = ("trigram", "gzip -9", "order 6", "xz -9")
-BEFORE, AFTER = ("data", "tokens", "plan", "compile"), ("done", "report")  # the transcript's lines that are shown
-COLUMNS, CURVE_ROWS = 100, 6
+# How many lines of the transcript are shown of each label, before the training and after it.
+BEFORE, AFTER = {"data": 1, "tokens": 1, "compile": 1, "plan": 1}, {"done": 3}
+COLUMNS, CURVE_ROWS = 100, 5
 CELL_WIDTH, LINE_HEIGHT, MARGIN = 7.8, 17.0, 14.0
 BITS = [(0x01, 0, 0), (0x02, 0, 1), (0x04, 0, 2), (0x08, 1, 0), (0x10, 1, 1), (0x20, 1, 2), (0x40, 0, 3), (0x80, 1, 3)]
 
@@ -172,10 +173,15 @@ def first_run(run: Recording) -> str:
     return screen.svg(f"A training run in a terminal; it ends at {end:.2f} bits per byte of held-out text")
 
 
-def with_labels(lines: list[str], labels: tuple[str, ...]) -> list[str]:
-    """Return the first line of each label, in the transcript's order."""
-    first = {line[:LABEL_WIDTH].strip(): line for line in reversed(lines)}
-    return [line for line in lines if line in (first.get(label) for label in labels)]
+def with_labels(lines: list[str], labels: dict[str, int]) -> list[str]:
+    """Return the first lines of each label, a long one's continuation included, in the transcript's order."""
+    kept, label, left = [], "", dict(labels)
+    for line in lines:
+        label = line[:LABEL_WIDTH].strip() or label
+        if line.strip() and left.get(label, 0):
+            kept.append(line)
+            left[label] -= 1
+    return kept
 
 
 def progress(screen: Screen, run: Recording) -> None:

@@ -11,7 +11,7 @@ from xml.etree import ElementTree as xml
 import pytest
 
 from monograph.report.run_report import write_report
-from scripts import script
+from scripts import ROOT, script
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,13 @@ def test_the_first_picture_is_the_committed_run_and_complete_at_once(drawing: An
     end = run.curve[-1]["eval_bits_per_byte"]
     assert any(f"{end:.2f}" in line for line in words(picture)), "the last held-out bits per byte"
     assert sum("sample at" in line for line in words(picture)) == 3
+
+
+def test_the_page_of_the_first_run_shows_lines_of_the_committed_run(drawing: Any) -> None:
+    run, page = drawing.recording(), (ROOT / "docs/first_run.md").read_text()
+    [shown] = re.findall(r"```text\n(.*?)```", page, re.DOTALL)
+    assert shown.splitlines() and not [line for line in shown.splitlines() if line not in run.before + run.after]
+    assert f"`held-out {run.curve[-1]['eval_bits_per_byte']:.2f} bits/byte`" in page
 
 
 def test_the_held_out_curve_is_the_committed_run(drawing: Any) -> None:

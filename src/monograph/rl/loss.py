@@ -26,8 +26,8 @@ alone could leave the narrow limits of gspo. Only cispo uses rho even then: it i
 
 The gradients of reinforce, rloo and dr_grpo at rho = 1 are those of the expected reward, the last one times (G - 1) /
 (G L). Those of grpo and dapo are not: both divide by the group's standard deviation, and grpo also gives tokens of
-short right answers more weight, and of long wrong ones less. The standard deviation is the unbiased one. A group whose rewards are all equal, up to the rounding of sums (ROUNDING), has the advantage 0,
-exactly, except for reinforce.
+short right answers more weight, and of long wrong ones less. The standard deviation is the unbiased one. A group whose
+rewards are all equal, up to the rounding of sums (ROUNDING), has the advantage 0, exactly, except for reinforce.
 
 Answers may have a form: only tokens after which an answer can still get it are drawn, and learned from. A token is then
 drawn from the softmax over the allowed tokens alone, and its log-probability is that of this distribution wherever it
