@@ -6,11 +6,17 @@ other programs lead to the keys.
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from typer.main import get_command
 
+from monograph import serve
+from monograph.cli.typed import app
 from monograph.config import KEYS, load
 from monograph.config.axes import AXES, axes_of
 from monograph.config.elsewhere import ELSEWHERE
@@ -92,6 +98,29 @@ def test_no_value_of_a_key_has_parts(key: str) -> None:
         for other in WORDS:
             with pytest.raises(UsageError):
                 check(key, f"{one}:{other}", "command line", from_text=True)
+
+
+# A sweep's axis has its own notation, and a key of the answer's table of tokens is no value that anybody gives.
+KNOWN = r"hf://\S+|FILE\.py:FUNCTION|(?:log|lin):\S+|token_id:17"
+
+
+def test_no_option_of_a_command_has_a_value_with_parts() -> None:
+    said = [f"{option.metavar} {getattr(option, 'help', '')}" for option in options(get_command(app))]
+    assert len(said) >= 60
+    assert not [text for text in said if re.search(r"\w:\w", re.sub(KNOWN, "", text))]
+
+
+def options(command: Any) -> Iterator[Any]:
+    for inner in getattr(command, "commands", {}).values():
+        yield from options(inner)
+    yield from command.params
+
+
+def test_no_field_of_the_endpoint_has_a_value_with_parts() -> None:
+    schemas = json.loads((Path(serve.__file__).parent / "openapi.json").read_text())["components"]["schemas"]
+    assert len(schemas) >= 60
+    for name, schema in schemas.items():
+        assert not re.search(r"\w:\w", re.sub(KNOWN, "", json.dumps(schema))), name
 
 
 def test_names_of_other_programs_lead_to_keys_that_are_there() -> None:
