@@ -137,7 +137,7 @@ def test_a_prompt_of_each_length_alone(shape: str, monkeypatch: pytest.MonkeyPat
 FORMS = {
     "prompts one by one": FORM,
     "prompts at once": FORM._replace(prompts=3),
-    "last tokens read with the prompts": FORM._replace(prompts=3, least=SAME_ROWS),
+    "last tokens read with the prompts": FORM._replace(prompts=3, multiple=SAME_ROWS),
     "chunks of a block": FORM._replace(longest=SMALL),
 }
 

@@ -85,7 +85,7 @@ class Generator:
         recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
         self.reader = Reader(model, form, chunk, wrap, recorder)
         self.cache = KVCache.allocate(model.config, rows, form.most, weight.dtype, weight.device, form.block)
-        self.cache.least = form.least
+        self.cache.multiple = form.multiple
         self._last_BD = weight.new_zeros(rows, model.config.hidden_size)  # of each row's prompt; see `Reader.last_RD`
         # Two halves of lines: the host reads one while the device writes the other.
         self.state = State.allocate(rows, self.slots, vocabulary, 2 * self.pace.steps, self.chain, weight.device)

@@ -93,12 +93,13 @@ def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
     if _by_batches(input_PK, ends_E):
         return grouped_batches.product(input_PK, weight_ENK, ends_E)
     for group, rows in _groups(ends_E):
-        if rows.stop - rows.start >= SAME_ROWS:
+        count = rows.stop - rows.start
+        if count % SAME_ROWS == 0:
             torch.mm(input_PK[rows], weight_ENK[group].mT, out=product_PN[rows])
             continue
-        # With fewer rows MKL rounds otherwise, and a row's bits would depend on the size of its group.
-        some_PK = F.pad(input_PK[rows], (0, 0, 0, SAME_ROWS - (rows.stop - rows.start)))
-        product_PN[rows] = (some_PK @ weight_ENK[group].mT)[: rows.stop - rows.start]
+        # With other numbers of rows MKL rounds otherwise, and a row's bits would depend on the size of its group.
+        some_PK = F.pad(input_PK[rows], (0, 0, 0, -count % SAME_ROWS))
+        product_PN[rows] = (some_PK @ weight_ENK[group].mT)[:count]
     return product_PN
 
 

@@ -47,6 +47,11 @@ SOLVED = 1.0 - ROUNDING  # the reward from which on an answer counts as right: 0
 HELD_OUT = 1 << 62  # the position of the first held-out prompt, beyond all that a run trains on
 
 
+def decoded_rows(answers: int) -> int:
+    """Return the number of rows in which so many answers are decoded at once: SAME_ROWS divides it."""
+    return min(-(-answers // SAME_ROWS) * SAME_ROWS, MOST_ROWS)
+
+
 @dataclass(frozen=True)
 class Sharing:
     """How ranks share the work of drawing; the defaults are for one process.
@@ -109,10 +114,12 @@ class Drawer:
         mode = mode_for(steps if step.scope != "none" else 0, weight.device.type, casts=step.precision.name != "fp32")
         if self._made and self._made[0] == mode:
             return self._made[1]
-        least, most = SAME_ROWS if options.exact else 1, options.max_new_tokens
-        form = Slots(self.slots, block_of(self.slots), min(options.prompts, MOST_PROMPTS), least, prompts.longest)
+        multiple, most = SAME_ROWS if options.exact else 1, options.max_new_tokens
+        form = Slots(self.slots, block_of(self.slots), min(options.prompts, MOST_PROMPTS), multiple, prompts.longest)
         own = -(-answers // self.sharing.ranks)
-        rows = rows_that_fit(model, form, min(max(own, SAME_ROWS), MOST_ROWS), "lower rl.max_new_tokens")
+        rows = rows_that_fit(model, form, decoded_rows(own), "lower rl.max_new_tokens")
+        if rows > SAME_ROWS:  # where memory holds fewer of them than are wanted
+            rows -= rows % SAME_ROWS
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
         chain = replace(chain, processed=not self._is_raw)
         with modes_kept(model):

@@ -17,7 +17,7 @@ from monograph.device import Device, default_device
 from monograph.errors import InputRefused, UsageError
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import SAME_ROWS, block_of
+from monograph.ops.attention import block_of
 from monograph.predict.estimate import copied_bytes, trained_numbers
 from monograph.predict.footprint import Judged
 from monograph.predict.roofline import Drawing, drawing_s, peak_flops
@@ -28,7 +28,7 @@ from monograph.rl.pairs import loss_for
 from monograph.rl.preferences import Preference, preference
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught, form_named, reward_of
-from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS
+from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS, decoded_rows
 from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
@@ -226,7 +226,7 @@ def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 
     narrow = plan.precision != "fp32" and (lora or not plan.update_rule.master_weights)
     dtype, slots = torch.bfloat16 if narrow else torch.float32, slots or options.length + 1
     own = -(-options.prompts * options.group // ranks)
-    rows = min(max(own, SAME_ROWS), MOST_ROWS) + min(options.prompts, MOST_PROMPTS)
+    rows = decoded_rows(own) + min(options.prompts, MOST_PROMPTS)
     answers = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
     beside = {"answers": min(answers, machine.free_memory_bytes // 2)}
     if is_sharded(plan.parallel):
