@@ -11,7 +11,9 @@ import pytest
 import monograph
 from monograph import cli
 
-ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(monograph.__file__).parents[1])}
+# Streams as most people have them: without PYTHONUNBUFFERED.
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+ENVIRONMENT["PYTHONPATH"] = str(Path(monograph.__file__).parents[1])
 COMMANDS = (
     "train", "sweep", "plan", "profile", "generate", "serve", "evaluate", "compare", "export", "follow", "data",
     "check",

@@ -196,8 +196,13 @@ def _fail(message: str, code: int) -> int:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # a full disk under stderr changes no exit code
+    try:
         terminal.own(sys.stderr, text)
+        sys.stderr.flush()
+    except OSError:
+        # A full disk under stderr changes no exit code; Python's own flush at the end would, if it failed again.
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def _unforeseen(error: BaseException, arguments: list[str]) -> int:

@@ -294,7 +294,7 @@ class OptimSection(Section):
         None,
         _SIZE,
         "hidden_size of the model that optim.lr is for.",
-        otherwise="the narrowest of this shape, from 256 on if it has one",
+        otherwise="the narrowest of this shape from 256 on",
         example=64,
     )
 
