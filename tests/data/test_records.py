@@ -98,7 +98,11 @@ def test_the_split_follows_the_text_and_nothing_else(sources):
         (b'{"text": NaN}', "not JSON", "NaN is no JSON value"),
         (b'["text"]', "not an object", "is an array, not an object"),
         (b'{"body": "a", "title": ""}', "no text", "has no key 'text'; its keys are 'body', 'title'"),
-        (b'{"prompt": "a"}', "no text", "its keys are 'prompt'; a conversation needs 'completion' with 'prompt'"),
+        (
+            b'{"prompt": "a"}',
+            "no text",
+            "a conversation needs 'completion' with 'prompt', and prompts to reward need rl.reward",
+        ),
         (b'{"chosen": "a", "rejected": "b"}', "no text", "such pairs are for `monograph train` with prefer.loss"),
         (b"{}", "no text", "its keys are none"),
         (b'{"text": 5}', "text is no string", "'text' is a number, not a string"),

@@ -86,6 +86,8 @@ CASES: list[tuple[str, Any, bytes]] = [
     ("choices", ["yes", "no", "", "\U0001f600 \n"], b""),
     ("json_schema", {"type": "integer", "minimum": -7, "maximum": 1234}, b" "),
     ("json_schema", json.dumps({"type": "array", "maxItems": 3, "items": {"enum": [1.5, "a", None]}}), b""),
+    ("json_schema", {"type": "string"}, b""),
+    ("json_schema", {"type": "object", "properties": {"a": {"type": "string", "pattern": "^a", "maxLength": 8}}}, b""),
     # The order of the members is that of the schema.
     ("json_schema", {"type": "object", "properties": {"b": {"type": "null"}, "a": {"type": "boolean"}}}, b""),
     ("json_schema", {"type": "object", "properties": {"a": {"type": "boolean"}, "b": {"type": "null"}}}, b""),

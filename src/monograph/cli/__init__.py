@@ -167,11 +167,25 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
 
 
 def _wrong_arguments(error: Any) -> str:
+    option = getattr(error, "option_name", "")
+    if option and (here := _key_for(option)):
+        return f"{error.message}{here}"
     possible = getattr(error, "possibilities", None) or ()
-    if near := difflib.get_close_matches(getattr(error, "option_name", ""), possible, n=1):
+    if near := difflib.get_close_matches(option, possible, n=1):
         return f"{error.message}; did you mean {near[0]}?"
-    text = "; text that begins with a dash goes after --" if hasattr(error, "option_name") else ""
+    text = "; text that begins with a dash goes after --" if option else ""
     return error.format_message().rstrip(".") + text
+
+
+def _key_for(option: str) -> str:
+    """Return, as the end of a message, the key that says what an option of another program says; "" without one."""
+    from monograph.config import KEYS
+    from monograph.config.elsewhere import as_here
+
+    name = option.lstrip("-").replace("-", "_")
+    own = [key for key in KEYS if key.rpartition(".")[2] == name]
+    alone = f"; keys have no dashes: say {own[0]}=VALUE" if len(own) == 1 else ""
+    return as_here(name, tuple(KEYS)) or alone
 
 
 def _end(message: str, code: int, told: bool, at_last: bool = False) -> int:

@@ -18,7 +18,7 @@ ELSEWHERE: dict[str, str] = {
     "adam_beta2": "optim.betas holds both, as in optim.betas=0.9,0.95",
     "adam_epsilon": "optim.eps",
     "max_grad_norm": "optim.grad_clip",
-    "optim": "optim.name",
+    "optim": "optim.name is adamw or muon, and optim.state = 8bit is for adamw_8bit",
     "bf16": "train.precision = bf16",
     "fp16": "train.precision = fp16",
     "gradient_checkpointing": "train.remat",
@@ -59,8 +59,8 @@ ELSEWHERE: dict[str, str] = {
     "loraplus_lr_ratio": "lora.lr_ratio",
     "trainable_token_indices": "lora.tokens",
     "modules_to_save": "lora.tokens trains rows of the embedding and the head",
-    "load_in_4bit": "lora.base = nf4",
-    "load_in_8bit": "lora.base = int8",
+    "load_in_4bit": "say lora.base = nf4 and lora.rank = 16",
+    "load_in_8bit": "say lora.base = int8 and lora.rank = 16",
     "base_model": "model.init",
     "sequence_len": "data.sequence_length",
     "sample_packing": "data.packing",
@@ -84,7 +84,7 @@ ELSEWHERE: dict[str, str] = {
     "epochs": "train.epochs",
     "steps": "train.updates",
     "lr": "optim.lr",
-    "beta": "prefer.beta",
+    "beta": "prefer.beta for preferences, or rl.kl_coef for rewards",
 }
 
 

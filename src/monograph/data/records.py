@@ -62,8 +62,9 @@ def _missing(record: Mapping[str, Any]) -> str:
     """Return a hint for a pair of answers, or a record that has only one of "prompt" and "completion", else ""."""
     if "chosen" in record and "rejected" in record:
         return "; such pairs are for `monograph train` with prefer.loss"
-    halves = [("prompt", "completion"), ("completion", "prompt")]
-    return next((f"; a conversation needs {b!r} with {a!r}" for a, b in halves if a in record), "")
+    if "prompt" in record:
+        return "; a conversation needs 'completion' with 'prompt', and prompts to reward need rl.reward"
+    return "; a conversation needs 'prompt' with 'completion'" if "completion" in record else ""
 
 
 def json_objects(path: Path, exact: bool = False) -> Iterator[tuple[int, dict[str, Any] | Fault]]:

@@ -314,7 +314,8 @@ class Reporter:
             more = [("generate", name, *self.opening.arguments), ("export", name, "--to", _free()), *more]
         elif self.held_out:
             more = [("evaluate", name), *more]
-        if self.held_out and name == "last":  # a sweep without arguments takes the newest run
+        judged = self.session.plan.settings.prefer.loss is not None
+        if self.held_out and name == "last" and not judged:  # a sweep without arguments takes the newest run
             more = [more[0], ("sweep",), *more[1:]]
         for index, arguments in enumerate(more):
             show(self.progress, "next" if index == 0 else "", *arguments)
