@@ -160,11 +160,12 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     asked |= {"rl.reward": "exact", "rl.prompts": 3, "rl.group": 5, "rl.max_new_tokens": 9}
     plan = resolve(load(None, asked, {}), CARD, built=False)
     assert plan.rows == 15 and plan.reward == "exact" and plan.clip is not None and not plan.clip.skip_spikes
-    cache = KVCache.allocate(config, 15 + 3, 64, torch.float32, torch.device("cpu"))  # 3 prompts are read at once
+    # 15 answers in 16 rows, which four divides; 3 prompts are read at once.
+    cache = KVCache.allocate(config, 16 + 3, 64, torch.float32, torch.device("cpu"))
     needed = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
     assert bytes_beside(plan, config, CARD) == {"answers": needed}
     fewer = bytes_beside(plan, config, CARD, slots=20)
-    assert fewer == {"answers": 18 * KVCache.bytes_per_row(config, 20, torch.float32, block_of(20))}
+    assert fewer == {"answers": 19 * KVCache.bytes_per_row(config, 20, torch.float32, block_of(20))}
     near = resolve(load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1}, {}), CARD, built=False)
     assert bytes_beside(near, config, CARD)["reference"] == 2 * 4 * config.parameter_count()
     shared = resolve(
