@@ -1,6 +1,5 @@
 """Parse the command line, run one command and exit with its code. Only a command imports torch."""
 
-import difflib
 import errno
 import io
 import itertools
@@ -168,24 +167,16 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
 
 def _wrong_arguments(error: Any) -> str:
     option = getattr(error, "option_name", "")
-    if option and (here := _key_for(option)):
-        return f"{error.message}{here}"
-    possible = getattr(error, "possibilities", None) or ()
-    if near := difflib.get_close_matches(option, possible, n=1):
-        return f"{error.message}; did you mean {near[0]}?"
-    text = "; text that begins with a dash goes after --" if option else ""
-    return error.format_message().rstrip(".") + text
-
-
-def _key_for(option: str) -> str:
-    """Return, as the end of a message, the key that says what an option of another program says; "" without one."""
+    if not option:
+        return str(error.format_message()).rstrip(".")
     from monograph.config import KEYS
     from monograph.config.elsewhere import as_here
+    from monograph.config.settings import did_you_mean
 
-    name = option.lstrip("-").replace("-", "_")
-    own = [key for key in KEYS if key.rpartition(".")[2] == name]
-    alone = f"; keys have no dashes: say {own[0]}=VALUE" if len(own) == 1 else ""
-    return as_here(name, tuple(KEYS)) or alone
+    # Other programs have options for what keys say here.
+    name, possible = option.lstrip("-").replace("-", "_"), error.possibilities or ()
+    here = as_here(name, KEYS) or did_you_mean(option, possible) or did_you_mean(name, KEYS)
+    return f"{error.message}{here}" if here else f"{error.message}; text that begins with a dash goes after --"
 
 
 def _end(message: str, code: int, told: bool, at_last: bool = False) -> int:
