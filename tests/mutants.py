@@ -52,7 +52,7 @@ ROOMS = {
          "laws/test_one_bad_number.py", "test_clip.py"),
     ),
     "optim": Room(
-        ("optim/narrow.py", "optim/optimizers.py", "optim/planes.py", "optim/updates.py"),
+        ("optim/formats.py", "optim/narrow.py", "optim/optimizers.py", "optim/planes.py", "optim/updates.py"),
         ("test_optim.py", "test_muon.py", "test_narrow.py"),
     ),
     "ops": Room(

@@ -59,7 +59,7 @@ SMALLER = [
     (r"data\.sequence_length=\d{4}", "data.sequence_length=64", "few texts make few rows"),
     (r"optim\.warmup_updates=\d+", "optim.warmup_updates=1", "two updates"),
     (r"--nproc-per-node 4", "--nproc-per-node 2", "as many processes as cores"),
-    (r"last@1000", "last@2", "a run of few updates"),
+    (r"(last|runs/a)@\d+", r"\1@2", "a run of few updates"),
     (r"\bRUN/members", "SWEEP/members", "a sweep's folder"),
     (r"--port \d+", "--port 0", "a port that is free"),
     (r"^(monograph serve (?!.*--port).*)", r"\1 --port 0", "a port that is free"),

@@ -23,7 +23,8 @@ from monograph.graph.capture import compiled
 from monograph.graph.precision import Precision
 from monograph.ops.philox import philox
 from monograph.optim import AdamW, Group, Muon
-from monograph.optim.narrow import dequantised, join, noise, quantised, split, splittable, stochastic, unpacked
+from monograph.optim.formats import FORMATS
+from monograph.optim.narrow import dequantised, join, noise, quantised, split, splittable, stochastic
 from monograph.resident import Resident
 from monograph.session.resolve import resolve
 from monograph.step import Step
@@ -127,7 +128,9 @@ def test_noise_is_a_function_of_seed_update_plane_and_index_alone():
 
 def exact_update(plane, optim, grad, t, dtype):
     """(parameters, moments by name) after the update of what the plane holds, by the reference in `dtype`."""
-    held = {name: unpacked(plane.state, name, torch.float32).to(dtype) for name in plane.state if "scale" not in name}
+    form = FORMATS[optim.state]
+    names = [name for name in plane.state if "scale" not in name]
+    held = {name: form.unpack(plane.state, name, torch.float32, 0).to(dtype) for name in names}
     params, moments = [], {name: torch.zeros(len(plane.param), dtype=dtype) for name in held}
     for slot in plane.slots:
         part = slice(slot.offset, slot.offset + slot.parameter.numel())
@@ -191,7 +194,7 @@ def test_codes_drift_from_the_exact_moment_by_what_their_steps_allow():
         exact = 0.9 * exact + 0.1 * grads["gain"].double()
         bound = 0.9 * bound + half * (float(exact.abs().max()) + 0.9 * bound)
         plane = next(plane for plane in step.planes if plane.slots[0].name == "gain")
-        error = (unpacked(plane.state, "exp_avg", torch.float64)[:300] - exact).abs().max()
+        error = (FORMATS["8bit"].unpack(plane.state, "exp_avg", torch.float64, 0)[:300] - exact).abs().max()
         assert 0 < float(error) <= bound * (1 + 1e-4)
 
 

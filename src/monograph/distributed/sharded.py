@@ -31,7 +31,8 @@ from monograph.graph.lora import kept_state, narrow
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.loss import pair
 from monograph.optim import Kind, Plane, nesterov, newton_schulz, trainable
-from monograph.optim.narrow import BLOCK, unpacked
+from monograph.optim.formats import FORMATS
+from monograph.optim.narrow import BLOCK
 from monograph.optim.planes import Slot
 from monograph.step import Layout, Step
 
@@ -129,7 +130,8 @@ class Shards:
         first = 0
         for kind, members in of_kind.items():
             assert kind.matrix is not None
-            directions = [_direction(plane, total * scale.to(total.dtype)) for plane, total in members]
+            state = step.optim.state
+            directions = [_direction(plane, total * scale.to(total.dtype), state) for plane, total in members]
             compute = step.precision.products(directions[0].dtype)
             if len(kind.matrix) == 2:
                 found = orthogonalised(self.sharing, directions, kind.matrix[0], first, compute)
@@ -139,7 +141,8 @@ class Shards:
             for (plane, _), each in zip(members, found, strict=True):
                 plane.orthogonal = each.flatten()
         planes: Any = zip(step.planes, grads, strict=True)
-        cut = [(plane, total, plane.cut) for plane, total in planes if plane.cut and step.optim.state == "8bit"]
+        shares_scales = FORMATS[step.optim.state].block > 1
+        cut = [(plane, total, plane.cut) for plane, total in planes if plane.cut and shares_scales]
         agree(self.sharing, cut, scale, step.optim)
         yield
         for plane in step.planes:
@@ -201,10 +204,10 @@ class Shards:
         return whole
 
 
-def _direction(plane: Plane, grad: Tensor) -> Tensor:
+def _direction(plane: Plane, grad: Tensor, state: str) -> Tensor:
     """Return this rank's rows of the matrices that Muon orthogonalises."""
     local: Any = plane.slots[0].parameter
-    moment = unpacked(plane.state, "momentum_buffer", grad.dtype, plane.before)
+    moment = FORMATS[state].unpack(plane.state, "momentum_buffer", grad.dtype, plane.before)
     return nesterov(grad, moment, plane.kind.momentum)[1].view(local.to_local().shape)
 
 

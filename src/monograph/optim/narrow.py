@@ -1,4 +1,4 @@
-"""Keep an optimizer's buffers, and weights, in fewer bits: stochastic rounding to bf16, and blocks of 8-bit codes.
+"""Numbers in fewer bits: stochastic rounding to bf16, halves of fp32, and blocks of 8-bit codes.
 
 Shapes: N elements of a plane, K blocks of 256. Where ranks have rows of a parameter, the first block may have `before`
 elements that are another rank's, and the last one may end in another rank's rows.
@@ -10,44 +10,11 @@ from torch import Tensor
 
 from monograph.ops.philox import LOW32, philox
 
-STATES = ("fp32", "bf16", "8bit")
 BLOCK = 256
 # A code is a root of a value's share of its block's largest value, in this many steps: the square root for a signed
 # value, and the fourth root for a second moment, whose own square root is what an update uses.
 SIGNED_STEPS, SQUARE_STEPS = 127, 255
 Noise = tuple[Tensor, Tensor, Tensor]
-
-
-def zeros(like_N: Tensor, name: str, state: str, before: int = 0) -> dict[str, Tensor]:
-    """Return a buffer of zeros in the form of `state`; for "8bit" also the blocks' largest, `<name>_scale` [K] fp32."""
-    if state == "fp32":
-        return {name: torch.zeros_like(like_N)}
-    if state != "8bit":
-        return {name: torch.zeros_like(like_N, dtype=torch.bfloat16)}
-    # A second moment has no sign, so its bit doubles the steps.
-    dtype = torch.uint8 if name == "exp_avg_sq" else torch.int8
-    scale_K = like_N.new_zeros(len(_blocks(like_N, before)), dtype=torch.float32)
-    return {name: torch.zeros_like(like_N, dtype=dtype), f"{name}_scale": scale_K}
-
-
-def unpacked(buffers: dict[str, Tensor], name: str, dtype: torch.dtype, before: int = 0) -> Tensor:
-    """Return the values of a buffer [N] in `dtype`; the buffer itself if it has this dtype."""
-    scale_K = buffers.get(f"{name}_scale")
-    return buffers[name].to(dtype) if scale_K is None else dequantised(buffers[name], scale_K, before).to(dtype)
-
-
-def pack_(
-    buffers: dict[str, Tensor], name: str, values_N: Tensor, accepted: Tensor, word_N: Tensor | None,
-    before: int = 0, ends_2: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Write values to a buffer of bf16 (if there is noise `word_N`) or of codes; nothing where `accepted` is false."""
-    if word_N is not None:
-        new = {name: stochastic(values_N, word_N)}
-    else:
-        codes_N, scale_K = quantised(values_N, buffers[name].dtype == torch.int8, before, ends_2)
-        new = {name: codes_N, f"{name}_scale": scale_K}
-    for key, tensor in new.items():
-        buffers[key].copy_(torch.where(accepted, tensor, buffers[key]))
 
 
 def noise(like_N: Tensor, seed: int, applied: Tensor, plane: int, start: int | Tensor = 0) -> Noise:
@@ -155,6 +122,11 @@ def dequantised(codes_N: Tensor, scale_K: Tensor, before: int = 0) -> Tensor:
     share = codes_K256 / (SIGNED_STEPS if codes_N.dtype == torch.int8 else SQUARE_STEPS)
     powers = share * share.abs() if codes_N.dtype == torch.int8 else share.square().square()
     return (powers * scale_K[:, None]).view(-1)[before : before + len(codes_N)]
+
+
+def block_count(values_N: Tensor, before: int = 0) -> int:
+    """Return in how many blocks a tensor [N] lies, K."""
+    return -(-(before + len(values_N)) // BLOCK)
 
 
 def _blocks(values_N: Tensor, before: int) -> Tensor:

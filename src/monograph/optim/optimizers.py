@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from monograph.errors import UsageError
 from monograph.graph.experts import ExpertLinear
 from monograph.graph.inspect import blocks
-from monograph.optim.narrow import STATES, noise, pack_, stochastic, unpacked, zeros
+from monograph.optim.formats import FORMATS
+from monograph.optim.narrow import noise, stochastic
 from monograph.optim.planes import Kind, Plane, trainable
 from monograph.optim.updates import adamw_, ema_, muon_
 from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
@@ -174,8 +175,8 @@ def _require_ranges(optim: Optimizer) -> None:
         ABOVE_0.require("eps", eps)
     if optim.ema is not None and not FRACTION.holds(optim.ema):
         raise UsageError(f"ema = {optim.ema!r}: expected a decay between 0 and 1, or None for no average")
-    if optim.state not in STATES:
-        raise UsageError(f"state = {optim.state!r}: expected one of {', '.join(STATES)}")
+    if optim.state not in FORMATS:
+        raise UsageError(f"state = {optim.state!r}: expected one of {', '.join(FORMATS)}")
     if not optim.master_weights and optim.state != "bf16":
         raise UsageError(f"master_weights = False keeps weights in bf16: its state is bf16, not {optim.state}")
     _require_list("groups", optim.groups, Group, "monograph.Group(...)")
@@ -189,7 +190,7 @@ def _require_list(name: str, values: Any, kind: type, words: str) -> None:
 def initialise(plane: Plane, optim: Optimizer) -> None:
     """Give the plane its state: zero moments, and the average, which equals the weights before the first update."""
     for name in moments_of(plane):
-        plane.state |= zeros(plane.grad, name, optim.state, plane.before)
+        plane.state |= FORMATS[optim.state].zeros(plane.grad, name, plane.before)
     if optim.ema is not None:
         # It is copied, as an average that is a view of the weights would move with them.
         plane.state["ema"] = plane.param.to(plane.grad.dtype, copy=True)
@@ -204,9 +205,11 @@ def update_(
     `monograph.optim.updates`. For a stack of N modules, `grad` is [N, size], and the next three are [N], as knobs may
     be. Buffers in fewer bits are unpacked before and packed again afterwards.
     """
-    kind, state = plane.kind, plane.state
+    kind = plane.kind
+    state = plane.state
+    form = FORMATS[optim.state]
     # All arithmetic is in the gradient's dtype, so that one formula serves every form of the state.
-    moments = {name: unpacked(state, name, grad.dtype, plane.before) for name in moments_of(plane)}
+    moments = {name: form.unpack(state, name, grad.dtype, plane.before) for name in moments_of(plane)}
     param = plane.param.to(grad.dtype)
     stacks = [param, grad, *moments.values()]
     if kind.matrix is not None and plane.orthogonal is None:
@@ -223,13 +226,10 @@ def update_(
             **shared,
         )  # fmt: skip
     # Words 1 and 2 round the moments, word 0 the weights, as roundings of one update must be independent.
-    words = None
-    if optim.state == "bf16":
-        words = noise(param, optim.seed, applied, plane.number, plane.start)
-    if optim.state != "fp32":
-        for number, (name, values) in enumerate(moments.items(), start=1):
-            word = None if words is None else words[number]
-            pack_(state, name, values, accepted, word, plane.before, plane.ends.get(name))
+    words = noise(param, optim.seed, applied, plane.number, plane.start) if form.stochastic else None
+    for number, (name, values) in enumerate(moments.items(), start=1):
+        word = None if words is None else words[number]
+        form.pack_(state, name, values, accepted, word, plane.before, plane.ends.get(name))
     if words is not None and not optim.master_weights:
         plane.param.copy_(stochastic(param, words[0]))
     if optim.ema is not None:

@@ -20,7 +20,7 @@ from monograph.errors import UsageError
 from monograph.graph.inspect import in_the_same_memory, own_state
 from monograph.graph.mmap_weights import keep, kept_dtype
 from monograph.ops.fused_gradients import Fused
-from monograph.optim.narrow import BLOCK
+from monograph.optim.formats import FORMATS
 
 Knob = float | Tensor  # a number, or one for each member of a stack: [N], fp64
 
@@ -228,7 +228,7 @@ def planes(
     Args:
         parameters: the parameters by name.
         kinds: each one's kind, by the same names.
-        state: the optimizer's `state`: for "8bit" parameters begin at blocks of 256 elements, with zeros between them.
+        state: the optimizer's `state`; parameters begin at blocks of its format, with zeros between them.
         lead: 1 for stacked parameters [N, ...], for which planes are stacked as well; else 0.
         master_weights: whether parameters keep their dtype; if not, they are rounded to bf16, and only their gradients
             keep it.
@@ -254,7 +254,7 @@ def planes(
 def _plane(
     number: int, kind: Kind, members: list[tuple[str, nn.Parameter]], state: str, lead: int, master_weights: bool
 ) -> Plane:
-    block = BLOCK if state == "8bit" else 1
+    block = FORMATS[state].block
     sizes = [math.prod(p.shape[lead:]) for _, p in members]
     offsets = [0, *itertools.accumulate(-(-size // block) * block for size in sizes)]
     first = members[0][1]

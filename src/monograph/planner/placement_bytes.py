@@ -23,7 +23,8 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.cross_entropy import chunk_count
 from monograph.optim import Optimizer
-from monograph.predict.estimate import EAGER_UPDATE_BYTES, ORTHOGONAL_NUMBERS, stored_numbers
+from monograph.optim.formats import FORMATS
+from monograph.predict.estimate import ORTHOGONAL_NUMBERS, stored_numbers
 from monograph.predict.footprint import Work
 from monograph.stream import Placement
 from monograph.stream.chunked_update import MOST, STAGING_BUFFERS
@@ -288,7 +289,7 @@ class Way:
         planes = (*self.stages.first, *self.stages.middle, *self.stages.last)
         largest = max(end - begin for plane in planes for begin, end in plane.pieces())
         if eager:
-            update = (EAGER_UPDATE_BYTES[work.optim.state] + 8) * largest
+            update = (FORMATS[work.optim.state].eager_update_bytes + 8) * largest
         else:
             update = max(4 * largest, ORTHOGONAL_NUMBERS * number * max(matrices, default=0))
         passes = inside + max(block, loss - inside, 4 * head - inside, update - inside)

@@ -12,7 +12,7 @@ import torch
 
 from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
-from monograph.optim import AdamW
+from monograph.optim import AdamW, formats
 from monograph.planner.candidates import ByDtype, Candidate, Request, speed
 from monograph.planner.placement_bytes import Names, Stages, Tiers, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
@@ -261,8 +261,7 @@ def _refusal(request: Request, device: Device, limits: Limits) -> str:
 
 def _remedy(request: Request, device: Device, limits: Limits) -> str:
     """Return a sentence on what would fit: an optimizer state of fewer bytes, or fewer tokens in an update."""
-    narrow = ["bf16", "8bit"]
-    narrow = narrow[narrow.index(request.optim.state) + 1 :] if request.optim.state in narrow else narrow
+    narrow = formats.narrower(request.optim.state)
     fewer_rows = sorted({max(1, request.rows // 4), 1} - {request.rows}, reverse=True)
     for tokens in (request.tokens_per_update, *(request.length * rows for rows in fewer_rows)):
         for state in narrow if tokens == request.tokens_per_update else [request.optim.state, *narrow]:

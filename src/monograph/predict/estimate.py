@@ -32,16 +32,14 @@ from monograph.ops.attention import MOST_KEYS, QUERIES
 from monograph.ops.cross_entropy import chunk_count
 from monograph.ops.delta_rule import CHUNK
 from monograph.optim import Muon
+from monograph.optim.formats import FORMATS
 from monograph.predict.footprint import ON_THEIR_WAY, Work
 
 # Moments per parameter. Muon keeps one for a block's matrix, and two for other parameters: about an eighth of a model.
 MOMENTS = {"adamw": 2, "muon": 1.125}
 FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # bytes per number of a frozen linear layer
-STATE_BYTES = {"fp32": 4, "bf16": 2, "8bit": 1 + 4 / 256}
 SCORE_NUMBERS = 3  # memory of an attention score, in bf16 numbers: its probability in fp32 (2) and in bf16 (1)
-# Bytes alive in an eager update for each number of its largest plane: seven fp32 copies and the unpacked state; with
-# stochastic rounding also the random words, which are 8-byte integers. Without masters, weights are rounded as well.
-EAGER_UPDATE_BYTES = {"fp32": 28, "8bit": 36, "bf16": 116}
+# Without master weights an eager update rounds the weights as well.
 ROUNDED_WEIGHTS_BYTES = 4
 # Numbers of the compute dtype alive in a captured Muon update for each number of its largest plane.
 ORTHOGONAL_NUMBERS = 3
@@ -265,7 +263,7 @@ def estimate_bytes(work: Work) -> int:
     moments = (1 if lora else MOMENTS["muon"]) if muon else MOMENTS["adamw"]
     rounded = 2 if work.fused and work.remat == "none" and weight == 4 else 0
     average = 0 if optim.ema is None else weight
-    static = frozen_bytes + trained * (weight + rounded + 4 + moments * STATE_BYTES[optim.state] + average)
+    static = frozen_bytes + trained * (weight + rounded + 4 + moments * FORMATS[optim.state].bytes_each + average)
     layers = block_multiplied(config, config.num_hidden_layers - 1) if lora and not whole_blocks else []
     inner = sum(lora.rank + lora.dora * shape[0] for shape in layers) if lora else 0
     kept = (stored_numbers(work, work.remat) + inner) * tokens + _rounded(work) * (work.remat == "none")
@@ -281,7 +279,7 @@ def estimate_bytes(work: Work) -> int:
     loss += 2 * work.input_bytes
     stack = _largest_stack(config) if muon and not lora else 0
     if work.compile == "none":
-        each = EAGER_UPDATE_BYTES[optim.state] + (0 if optim.master_weights else ROUNDED_WEIGHTS_BYTES)
+        each = FORMATS[optim.state].eager_update_bytes + (0 if optim.master_weights else ROUNDED_WEIGHTS_BYTES)
         after = each * max(stack, trained - _matrices(config) * bool(stack))
     else:
         # New gradients that one graph returns; where products add them, those of the head alone.
