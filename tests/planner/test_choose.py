@@ -15,10 +15,10 @@ from monograph.device import named
 from monograph.errors import UsageError
 from monograph.graph.lora import Lora
 from monograph.model.config import LlamaConfig
-from monograph.optim import AdamW
+from monograph.optim import OPTIMIZERS, AdamW
 from monograph.optim.formats import FORMATS
 from monograph.planner import Request, budget, candidates, defaults, plan
-from monograph.predict.estimate import MOMENTS, estimate_bytes
+from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Footprint, Work
 from monograph.predict.roofline import update_time
 
@@ -88,7 +88,7 @@ def test_the_trace_has_the_last_word(traced):
 
 def test_every_optimizer_s_memory_is_known():
     names, states = (get_args(OptimSection.model_fields[key].annotation) for key in ("name", "state"))
-    assert {*names} - {"auto"} == MOMENTS.keys() and {*states} == FORMATS.keys()
+    assert {*names} - {"auto"} == OPTIMIZERS.keys() and {*states} == FORMATS.keys()
 
 
 @pytest.mark.parametrize("factor", [1.15, 1.3, 1.6, 2.5])

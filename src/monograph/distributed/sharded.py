@@ -30,7 +30,7 @@ from monograph.graph.inspect import blocks
 from monograph.graph.lora import kept_state, narrow
 from monograph.graph.mmap_weights import kept_dtype, materialize_
 from monograph.loss import pair
-from monograph.optim import Kind, Plane, nesterov, newton_schulz, trainable
+from monograph.optim import Kind, Plane, newton_schulz, trainable
 from monograph.optim.formats import FORMATS
 from monograph.optim.narrow import BLOCK
 from monograph.optim.planes import Slot
@@ -207,8 +207,9 @@ class Shards:
 def _direction(plane: Plane, grad: Tensor, state: str) -> Tensor:
     """Return this rank's rows of the matrices that Muon orthogonalises."""
     local: Any = plane.slots[0].parameter
-    moment = FORMATS[state].unpack(plane.state, "momentum_buffer", grad.dtype, plane.before)
-    return nesterov(grad, moment, plane.kind.momentum)[1].view(local.to_local().shape)
+    rule = plane.kind.rule
+    moments = [FORMATS[state].unpack(plane.state, name, grad.dtype, plane.before) for name in rule.moments]
+    return rule.direction(grad, moments, plane.kind).view(local.to_local().shape)
 
 
 def require_rows(step: Any, halved: bool = False) -> None:

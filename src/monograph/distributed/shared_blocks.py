@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from monograph.distributed.world import World
-from monograph.optim import Muon, Optimizer, nesterov, next_moments
+from monograph.optim import Optimizer, Rule
 from monograph.optim.narrow import BLOCK, dequantised
-from monograph.optim.optimizers import moments_of
 from monograph.optim.planes import Plane
 
 
@@ -47,10 +46,11 @@ def agree(sharing: World, members: Sequence[tuple[Plane, Tensor, Ends]], scale: 
         optim: the optimizer.
     """
     rest = list(members)
-    while rest:  # planes with the same moments, all at once
-        names = moments_of(rest[0][0])
-        alike, rest = [m for m in rest if moments_of(m[0]) == names], [m for m in rest if moments_of(m[0]) != names]
-        own_MPE = _largest(alike, names, scale, optim)
+    while rest:  # planes with the same rule, all at once
+        rule = rest[0][0].kind.rule
+        alike = [member for member in rest if member[0].kind.rule is rule]
+        rest = [member for member in rest if member[0].kind.rule is not rule]
+        own_MPE = _largest(alike, rule, scale, optim)
         each_WMPE = own_MPE.new_zeros(sharing.size, *own_MPE.shape)
         each_WMPE[sharing.rank] = own_MPE
         each_MPWE = sharing.sum(each_WMPE).permute(1, 2, 0, 3)
@@ -58,26 +58,21 @@ def agree(sharing: World, members: Sequence[tuple[Plane, Tensor, Ends]], scale: 
         same_PEWE = numbers_PWE[:, sharing.rank, :, None, None] == numbers_PWE[:, None]
         ends_MPE = torch.where(same_PEWE, each_MPWE.unsqueeze(2), 0.0).amax((-1, -2))
         for number, (plane, _, _) in enumerate(alike):
-            plane.ends = dict(zip(names, ends_MPE[:, number], strict=True))
+            plane.ends = dict(zip(rule.moments, ends_MPE[:, number], strict=True))
 
 
-def _largest(
-    members: Sequence[tuple[Plane, Tensor, Ends]], names: Sequence[str], scale: Tensor, optim: Optimizer
-) -> Tensor:
+def _largest(members: Sequence[tuple[Plane, Tensor, Ends]], rule: Rule, scale: Tensor, optim: Optimizer) -> Tensor:
     """Return the largest numbers [M, P, E] of this rank's next moments at its ends, fp32; 0 without elements."""
     slices = [(plane, total, place) for plane, total, ends in members for place in ends.places]
     grads = _stacked([total[place] for _, total, place in slices], BLOCK)
     grads = grads * scale.to(grads.dtype)
     old = []
-    for name in names:
+    for name in rule.moments:
         codes = _stacked([plane.state[name][place] for plane, _, place in slices], BLOCK)
         scales = [plane.state[f"{name}_scale"] for plane, _, _ in members]
         ends = _stacked([part for each in scales for part in (each[:1], each[-1:])], 1)
         old.append(dequantised(codes.view(-1), ends.view(-1)).view_as(grads).to(grads.dtype))
-    if isinstance(optim, Muon) and len(names) == 1:
-        new: tuple[Tensor, ...] = nesterov(grads, old[0], optim.momentum)[:1]
-    else:
-        new = next_moments(grads, old[0], old[1], optim.betas)
+    new = rule.next_moments(grads, old, members[0][0].kind, optim)
     return torch.stack([each.to(torch.float32).abs().amax(-1).view(len(members), 2) for each in new])
 
 

@@ -21,7 +21,7 @@ from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
 from monograph.loss import SHARES, Loss, constant, counted, counts, pair
 from monograph.optim import Kind, Optimizer, Plane, checked, planes, trainable
-from monograph.optim.planes import Knob
+from monograph.optim.optimizer import Knob
 from monograph.schedule import Schedule, factor_at
 from monograph.step import Clip, Layout, Step, Update, closed
 from monograph.step.layout import shared

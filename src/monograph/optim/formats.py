@@ -28,12 +28,14 @@ class StateFormat(ABC):
         block: how many consecutive numbers share a scale. Parameters begin at multiples of it, and ranks that hold
             parts of one block agree on its scale.
         stochastic: whether it rounds stochastically, and so needs random words.
+        exact: whether the update computes in the buffers themselves.
     """
 
     bytes_each: float
     eager_update_bytes: int
     block = 1
     stochastic = False
+    exact = False
 
     @abstractmethod
     def zeros(self, like_N: Tensor, name: str, before: int) -> Buffers:
@@ -78,6 +80,7 @@ class Exact(StateFormat):
 
     bytes_each = 4
     eager_update_bytes = 28
+    exact = True
 
     def zeros(self, like_N: Tensor, name: str, before: int) -> Buffers:
         """See StateFormat."""

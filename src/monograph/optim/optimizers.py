@@ -2,10 +2,10 @@
 
 import functools
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -15,71 +15,19 @@ from monograph.graph.experts import ExpertLinear
 from monograph.graph.inspect import blocks
 from monograph.optim.formats import FORMATS
 from monograph.optim.narrow import noise, stochastic
-from monograph.optim.planes import Kind, Plane, trainable
-from monograph.optim.updates import adamw_, ema_, muon_
-from monograph.ranges import ABOVE_0, DECAY, FRACTION, NOT_NEGATIVE
+from monograph.optim.optimizer import Group, Kind, Optimizer, Rule, require_list
+from monograph.optim.planes import Plane, trainable
+from monograph.optim.rules import ADAMW, MUON
+from monograph.optim.updates import ema_
+from monograph.ranges import DECAY, NOT_NEGATIVE
 
 
 @dataclass(frozen=True)
-class Group:
-    """Parameters, by a pattern of their names, that have a learning rate, weight decay or eps of their own.
+class AdamW(Optimizer):
+    """AdamW with weight decay on matrices only; its fields are those of `Optimizer`."""
 
-    Attributes:
-        pattern: a pattern as in a shell: "lm_head.*", "*.bias"; a star matches dots, too. The first group that matches
-            a name counts.
-        lr: factor of the optimizer's learning rate.
-        weight_decay: the decay of these parameters; None: the optimizer's for matrices, none for other parameters.
-        eps: factor of the optimizer's eps; Muon's matrices have no eps.
-    """
-
-    pattern: str
-    lr: float = 1.0
-    weight_decay: float | None = None
-    eps: float = 1.0
-
-    def __post_init__(self) -> None:
-        """Refuse a pattern that is no text, and numbers outside their range."""
-        if not isinstance(self.pattern, str):
-            raise UsageError(f"pattern = {self.pattern!r}: expected a text such as '*.bias'")
-        NOT_NEGATIVE.require(f"lr of the group {self.pattern!r}", self.lr)
-        ABOVE_0.require(f"eps of the group {self.pattern!r}", self.eps)
-        if self.weight_decay is not None:
-            NOT_NEGATIVE.require(f"weight_decay of the group {self.pattern!r}", self.weight_decay)
-
-
-@dataclass(frozen=True)
-class AdamW:
-    """AdamW with weight decay on matrices only. The defaults are the usual ones for pretraining small language models.
-
-    Attributes:
-        lr: peak learning rate; a schedule multiplies it. With 0 no weight changes.
-        betas: decay rates of the first and second moment.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled decay of parameters with two dimensions or more.
-        groups: parameters with a rate or a decay of their own.
-        ema: decay of a moving average of the weights, which evaluation then uses; None for no average.
-        state: the form in which moments are kept; the update computes in the gradient's dtype in any case.
-            "fp32": exact, 8 bytes a parameter (in the parameters' dtype, to be precise).
-            "bf16": stochastically rounded, 4 bytes; 8 bits of a moment are left, which are right on average.
-            "8bit": codes in blocks of 256, 2 bytes; errors up to 1 % of a block's largest moment, not random.
-        master_weights: whether weights keep their dtype. False, which goes with the state "bf16" alone, rounds them
-            stochastically to bf16: a weight moves by 2^-8 of itself or not at all.
-        seed: the seed of stochastic rounding.
-    """
-
-    lr: float = 1e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    groups: Sequence[Group] = ()
-    ema: float | None = None
-    state: str = "fp32"
-    master_weights: bool = True
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        """Refuse values outside their range, each in one line."""
-        _require_ranges(self)
+    moments_each: ClassVar[float] = 2
+    moments_of_matrices: ClassVar[int] = 2
 
     def kinds(self, module: nn.Module) -> dict[str, Kind]:
         """Return how each trainable parameter is updated, by name.
@@ -87,15 +35,15 @@ class AdamW:
         Raises:
             UsageError: a group matches no parameter.
         """
-        return _kinds(trainable(module), self.weight_decay, self.groups)
+        return kinds_of(trainable(module), ADAMW, self.weight_decay, self.groups)
 
 
 @dataclass(frozen=True)
-class Muon:
+class Muon(Optimizer):
     """Muon for the matrices inside blocks, AdamW for all other parameters: embedding, head, norm gains, biases.
 
-    Both take the same learning rate: see `muon_`. Fields that `AdamW` has mean the same here; betas and eps are for the
-    other parameters.
+    Both take the same learning rate: see `muon_`. Fields that `Optimizer` has mean the same here; betas and eps are for
+    the other parameters.
 
     Attributes:
         momentum: Nesterov momentum of the matrices.
@@ -103,25 +51,21 @@ class Muon:
         matrices: patterns of the names of the parameters that Muon takes; None: `hidden_matrices`.
     """
 
-    lr: float = 1e-3
     momentum: float = 0.95
     embedding_lr: float = 1.0
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    groups: Sequence[Group] = ()
-    ema: float | None = None
-    state: str = "fp32"
-    master_weights: bool = True
-    seed: int = 0
     matrices: Sequence[str] | None = None
+
+    # One for a block's matrix, and two for other parameters, which are about an eighth of a model.
+    moments_each: ClassVar[float] = 1.125
+    moments_of_matrices: ClassVar[int] = 1
+    updates_matrices: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         """Refuse values outside their range, each in one line."""
-        _require_ranges(self)
+        super().__post_init__()
         DECAY.require("momentum", self.momentum)
         NOT_NEGATIVE.require("embedding_lr", self.embedding_lr)
-        _require_list("matrices", self.matrices or (), str, "patterns of names, such as ['*.weight']")
+        require_list("matrices", self.matrices or (), str, "patterns of names, such as ['*.weight']")
 
     def kinds(self, module: nn.Module) -> dict[str, Kind]:
         """Return how each trainable parameter is updated, by name.
@@ -137,18 +81,19 @@ class Muon:
                 "muon finds no matrix inside a block, which is a module with parts inside an nn.ModuleList or "
                 'nn.Sequential: name the matrices, Muon(matrices=["*.weight"]), or use adamw'
             )
-        kinds = _kinds(parameters, self.weight_decay, self.groups)
+        kinds = kinds_of(parameters, ADAMW, self.weight_decay, self.groups)
         shapes = {name: tuple(parameters[name].shape) for name in names}
         embeddings = _embeddings(module)
         for name, kind in kinds.items():
             if name in shapes:
-                kinds[name] = kind._replace(matrix=shapes[name], momentum=self.momentum, eps=1.0)
+                kinds[name] = kind._replace(rule=MUON, matrix=shapes[name], momentum=self.momentum, eps=1.0)
             elif id(parameters[name]) in embeddings:
                 kinds[name] = kind._replace(lr=kind.lr * self.embedding_lr)
         return kinds
 
 
-Optimizer = AdamW | Muon
+# By their values of the key `optim.name`.
+OPTIMIZERS: dict[str, type[Optimizer]] = {"adamw": AdamW, "muon": Muon}
 
 
 def checked(optim: Optimizer) -> Optimizer:
@@ -157,39 +102,14 @@ def checked(optim: Optimizer) -> Optimizer:
     Raises:
         UsageError: it is another object.
     """
-    if not isinstance(optim, AdamW | Muon):
+    if not isinstance(optim, Optimizer):
         raise UsageError(f"optim is a {type(optim).__name__}: expected monograph.AdamW(...) or monograph.Muon(...)")
     return optim
 
 
-def _require_ranges(optim: Optimizer) -> None:
-    NOT_NEGATIVE.require("lr", optim.lr)
-    NOT_NEGATIVE.require("weight_decay", optim.weight_decay)
-    # Tensors come from an ensemble, whose members' own optimizers were checked.
-    betas: Any = optim.betas
-    eps: Any = optim.eps
-    two = isinstance(betas, tuple | list) and len(betas) == 2
-    if not two or not all(isinstance(beta, Tensor) or DECAY.holds(beta) for beta in betas):
-        raise UsageError(f"betas = {betas!r}: expected two numbers, 0 or more and below 1")
-    if not isinstance(eps, Tensor):
-        ABOVE_0.require("eps", eps)
-    if optim.ema is not None and not FRACTION.holds(optim.ema):
-        raise UsageError(f"ema = {optim.ema!r}: expected a decay between 0 and 1, or None for no average")
-    if optim.state not in FORMATS:
-        raise UsageError(f"state = {optim.state!r}: expected one of {', '.join(FORMATS)}")
-    if not optim.master_weights and optim.state != "bf16":
-        raise UsageError(f"master_weights = False keeps weights in bf16: its state is bf16, not {optim.state}")
-    _require_list("groups", optim.groups, Group, "monograph.Group(...)")
-
-
-def _require_list(name: str, values: Any, kind: type, words: str) -> None:
-    if isinstance(values, str) or not isinstance(values, Iterable) or not all(isinstance(v, kind) for v in values):
-        raise UsageError(f"{name} = {values!r}: expected a list of {words}")
-
-
 def initialise(plane: Plane, optim: Optimizer) -> None:
     """Give the plane its state: zero moments, and the average, which equals the weights before the first update."""
-    for name in moments_of(plane):
+    for name in plane.kind.rule.moments:
         plane.state |= FORMATS[optim.state].zeros(plane.grad, name, plane.before)
     if optim.ema is not None:
         # It is copied, as an average that is a view of the weights would move with them.
@@ -209,22 +129,24 @@ def update_(
     state = plane.state
     form = FORMATS[optim.state]
     # All arithmetic is in the gradient's dtype, so that one formula serves every form of the state.
-    moments = {name: form.unpack(state, name, grad.dtype, plane.before) for name in moments_of(plane)}
+    moments = {name: form.unpack(state, name, grad.dtype, plane.before) for name in kind.rule.moments}
     param = plane.param.to(grad.dtype)
     stacks = [param, grad, *moments.values()]
     if kind.matrix is not None and plane.orthogonal is None:
         stacks = [_matrices(flat, plane) for flat in stacks]
     over = functools.partial(_over, stacks[0])
-    shared = {"lr": over(lr * kind.lr), "accepted": over(accepted), "weight_decay": over(kind.weight_decay)}
-    if kind.matrix is None:
-        beta1, beta2 = optim.betas
-        betas = over(beta1), over(beta2)
-        adamw_(*stacks, applied=over(applied), betas=betas, eps=over(optim.eps * kind.eps), **shared)
-    else:
-        muon_(
-            *stacks, momentum=over(kind.momentum), compute=compute, orthogonal=plane.orthogonal, sides=kind.matrix[-2:],
-            **shared,
-        )  # fmt: skip
+    kind.rule.update_(
+        *stacks,
+        kind=kind,
+        optim=optim,
+        lr=over(lr * kind.lr),
+        weight_decay=over(kind.weight_decay),
+        applied=over(applied),
+        accepted=over(accepted),
+        compute=compute,
+        orthogonal=plane.orthogonal,
+        over=over,
+    )
     # Words 1 and 2 round the moments, word 0 the weights, as roundings of one update must be independent.
     words = noise(param, optim.seed, applied, plane.number, plane.start) if form.stochastic else None
     for number, (name, values) in enumerate(moments.items(), start=1):
@@ -236,11 +158,6 @@ def update_(
         average = state["ema"]
         of_members = {"applied": _over(average, applied), "accepted": _over(average, accepted)}
         ema_(average, plane.param.to(average.dtype), decay=optim.ema, **of_members)
-
-
-def moments_of(plane: Plane) -> tuple[str, ...]:
-    """Return the names of the moments that an update of the plane has."""
-    return ("momentum_buffer",) if plane.kind.matrix else ("exp_avg", "exp_avg_sq")
 
 
 def _matrices(flat: Tensor, plane: Plane) -> Tensor:
@@ -279,8 +196,16 @@ def _named(parameters: Mapping[str, nn.Parameter], patterns: Sequence[str]) -> l
     return names
 
 
-def _kinds(parameters: Mapping[str, nn.Parameter], weight_decay: float, groups: Sequence[Group]) -> dict[str, Kind]:
-    idle, kinds = {group.pattern for group in groups}, dict[str, Kind]()
+def kinds_of(
+    parameters: Mapping[str, nn.Parameter], rule: Rule, weight_decay: float, groups: Sequence[Group]
+) -> dict[str, Kind]:
+    """Return how each parameter is updated by one rule, by name, with the rates and decays of groups.
+
+    Raises:
+        UsageError: a group matches no parameter.
+    """
+    idle = {group.pattern for group in groups}
+    kinds: dict[str, Kind] = {}
     for name, parameter in parameters.items():
         # The first match counts, so that an exception is written before its rule.
         group = next((group for group in groups if fnmatchcase(name, group.pattern)), Group("*"))
@@ -289,7 +214,7 @@ def _kinds(parameters: Mapping[str, nn.Parameter], weight_decay: float, groups: 
         vector = parameter.ndim < 2 or name.endswith(".bias")  # experts' biases are in one tensor
         usual = 0.0 if vector else weight_decay
         decay = usual if group.weight_decay is None else group.weight_decay
-        kinds[name] = Kind(group.lr, decay, eps=group.eps, vector=vector)
+        kinds[name] = Kind(rule, group.lr, decay, eps=group.eps, vector=vector)
     if idle:
         raise UsageError(_matches_none("the optimizer's group", min(idle), parameters))
     return kinds

@@ -21,28 +21,7 @@ from monograph.graph.inspect import in_the_same_memory, own_state
 from monograph.graph.mmap_weights import keep, kept_dtype
 from monograph.ops.fused_gradients import Fused
 from monograph.optim.formats import FORMATS
-
-Knob = float | Tensor  # a number, or one for each member of a stack: [N], fp64
-
-
-class Kind(NamedTuple):
-    """A way to update parameters; those of one kind share a plane.
-
-    Attributes:
-        lr: factor of the optimizer's learning rate.
-        weight_decay: decoupled decay.
-        matrix: (rows, cols) of a matrix that Muon updates, or (matrices, rows, cols) of a stack; None: AdamW.
-        momentum: Muon's.
-        eps: factor of the optimizer's eps.
-        vector: whether it has one dimension or none, as gains and biases have.
-    """
-
-    lr: Knob
-    weight_decay: Knob
-    matrix: tuple[int, ...] | None = None
-    momentum: Knob = 0.0
-    eps: Knob = 1.0
-    vector: bool = False
+from monograph.optim.optimizer import Kind
 
 
 class Slot(NamedTuple):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from monograph.ops.materialize import materialize
-from monograph.optim.planes import Knob
+from monograph.optim.optimizer import Knob
 
 # Keller Jordan's quintic (https://kellerjordan.github.io/posts/muon/) is so steep at 0 that five iterations are enough.
 # Singular values then end between 0.68 and 1.21 instead of at 1, which does not harm training.

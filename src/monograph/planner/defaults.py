@@ -13,6 +13,7 @@ from typing import Any, Literal, NamedTuple
 from monograph.device import Device
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model.families import FIRST_FAMILY
+from monograph.optim import OPTIMIZERS
 from monograph.planner.candidates import ByDtype, Candidate, Request, Ways, described, of_way, ways
 from monograph.planner.streaming import Limits, streamed
 from monograph.predict.estimate import estimate_bytes
@@ -45,9 +46,9 @@ DEFAULT = Default("micro", 4096, 2048, 600_000, 1_300_000)
 # The rate of micro was measured (dev/log.md) and is used for nano too; the others are those of the GPT-3 models of the
 # nearest size (Brown et al. 2020, arXiv 2005.14165, table 2.1).
 LEARNING_RATES = {"nano": 2e-3, "micro": 2e-3, "124m": 6e-4, "llama-179m": 6e-4, "1b": 2e-4, "8b": 1.2e-4}
-# Muon's rates where higher ones were measured to be better (dev/log.md). Elsewhere AdamW's rates hold, as Muon's
-# updates have the same size.
-MUON_LEARNING_RATES = {"nano": 6e-3, "micro": 6e-3}
+# Rates of other optimizers where better ones were measured (dev/log.md). Elsewhere they are AdamW's times the
+# optimizer's `rate_factor`, which is 1 for Muon, as its updates have the same size.
+MEASURED_RATES = {"muon": {"nano": 6e-3, "micro": 6e-3}}
 # Muon's momentum, and the embedding's rate over that of the matrices, where they were measured to be better than 0.95
 # and 1 (benchmarks/recipe.py).
 MUON_FIELDS = dict.fromkeys(("nano", "micro"), {"momentum": 0.9, "embedding_lr": 6.0})
@@ -148,8 +149,9 @@ def precision(device: Device) -> str:
 
 
 def known_learning_rate(preset: str, optimizer: str) -> float:
-    """Return the peak learning rate of a preset for "adamw" or "muon", which was searched for as a Llama alone."""
-    return (MUON_LEARNING_RATES if optimizer == "muon" else {}).get(preset, LEARNING_RATES[preset])
+    """Return the peak learning rate of a preset for an optimizer, which was searched for as a Llama alone."""
+    usual = LEARNING_RATES[preset] * OPTIMIZERS[optimizer].rate_factor
+    return MEASURED_RATES.get(optimizer, {}).get(preset, usual)
 
 
 def muon_fields(preset: str, family: str, optimizer: str, epochs: int = 1) -> dict[str, Any]:

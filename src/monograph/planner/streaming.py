@@ -12,7 +12,7 @@ import torch
 
 from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
-from monograph.optim import AdamW, formats
+from monograph.optim import formats
 from monograph.planner.candidates import ByDtype, Candidate, Request, speed
 from monograph.planner.placement_bytes import Names, Stages, Tiers, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
@@ -155,9 +155,11 @@ def ways(request: Request, device: Device) -> Iterator[Way]:
     remats = [remat_of for remat_of in request.remats if remat_of != "offload"] or ["none"]
     whens: list[When] = ["next forward", "sweep", *(["backward"] if request.clip is None else [])]  # type: ignore[list-item]
     updates: list[tuple[When, Where]] = [(when, "device") for when in whens]
-    # On the host a sweep equals updating before the next forward pass, and only AdamW's exact moments are memory-bound.
+    # On the host a sweep equals updating before the next forward pass, and only an update element by element of exact
+    # moments is limited by the memory's speed there.
     captured = scope != "none" and compiler_obstacle() is None
-    if device.type != "cpu" and captured and isinstance(request.optim, AdamW) and request.optim.state == "fp32":
+    light = formats.FORMATS[request.optim.state].exact and not request.optim.updates_matrices
+    if device.type != "cpu" and captured and light:
         updates += [(when, "host") for when in whens if when != "sweep"]
     for precision, per_stage in itertools.product(request.precisions, BLOCKS_PER_STAGE):
         if layers % per_stage:

@@ -31,12 +31,9 @@ from monograph.model.parameters import block_matrices, block_multiplied, layer_s
 from monograph.ops.attention import MOST_KEYS, QUERIES
 from monograph.ops.cross_entropy import chunk_count
 from monograph.ops.delta_rule import CHUNK
-from monograph.optim import Muon
 from monograph.optim.formats import FORMATS
 from monograph.predict.footprint import ON_THEIR_WAY, Work
 
-# Moments per parameter. Muon keeps one for a block's matrix, and two for other parameters: about an eighth of a model.
-MOMENTS = {"adamw": 2, "muon": 1.125}
 FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # bytes per number of a frozen linear layer
 SCORE_NUMBERS = 3  # memory of an attention score, in bf16 numbers: its probability in fp32 (2) and in bf16 (1)
 # Without master weights an eager update rounds the weights as well.
@@ -257,10 +254,10 @@ def estimate_bytes(work: Work) -> int:
     With adapters, the head has no gradient, and each adapter's inner values `A x` are kept.
     """
     config, lora, number, tokens = work.config, work.lora, work.number_bytes, work.tokens
-    optim, muon = work.optim, isinstance(work.optim, Muon)
+    optim = work.optim
     weight, whole_blocks = 4 if optim.master_weights else 2, work.remat in ("full", "offload")
     trained, frozen_bytes, _ = _frozen(config, lora, work.precision) if lora else (config.parameter_count(), 0, 0)
-    moments = (1 if lora else MOMENTS["muon"]) if muon else MOMENTS["adamw"]
+    moments = optim.moments_of_matrices if lora else optim.moments_each
     rounded = 2 if work.fused and work.remat == "none" and weight == 4 else 0
     average = 0 if optim.ema is None else weight
     static = frozen_bytes + trained * (weight + rounded + 4 + moments * FORMATS[optim.state].bytes_each + average)
@@ -277,7 +274,7 @@ def estimate_bytes(work: Work) -> int:
     else:
         loss = max((logits + head) * (4 + number), 8 * head)
     loss += 2 * work.input_bytes
-    stack = _largest_stack(config) if muon and not lora else 0
+    stack = _largest_stack(config) if optim.updates_matrices and not lora else 0
     if work.compile == "none":
         each = FORMATS[optim.state].eager_update_bytes + (0 if optim.master_weights else ROUNDED_WEIGHTS_BYTES)
         after = each * max(stack, trained - _matrices(config) * bool(stack))

@@ -17,7 +17,7 @@ from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.model.config import LlamaConfig
 from monograph.model.families import FIRST_FAMILY
 from monograph.model.files import has_weights
-from monograph.optim import AdamW, Muon, Optimizer
+from monograph.optim import OPTIMIZERS, Optimizer
 from monograph.planner import Candidate, Limits, Request, StreamCandidate, defaults
 from monograph.predict.estimate import spared_bytes
 from monograph.predict.footprint import Compile
@@ -189,7 +189,7 @@ def _update_rule(settings: Settings, recipe: Recipe, name: str, *, adapted: bool
     fields = rates(settings, usual) | _fresh_fields(recipe, name)
     if optim.weight_decay != "auto":
         fields = {**fields, "weight_decay": optim.weight_decay}
-    return (Muon if name == "muon" else AdamW)(
+    return OPTIMIZERS[name](
         state=optim.state,
         master_weights=optim.master_weights,
         seed=recipe.seed,
@@ -206,13 +206,15 @@ def _fresh_fields(recipe: Recipe, rule: str, epochs: int = 1) -> dict[str, Any]:
 
 
 def _usual_rate(recipe: Recipe, rule: str, adapted: bool) -> float:
-    """Return the default peak learning rate for the optimizer "adamw" or "muon"."""
+    """Return the default peak learning rate of an optimizer."""
+    if not adapted and recipe.init is None and recipe.preset != "auto":
+        return defaults.known_learning_rate(recipe.preset, rule)
+    rate = defaults.UNKNOWN_RATE
     if adapted:
-        return defaults.FINETUNING_RATES["adapters"]
-    if recipe.init is not None:
-        from_elsewhere = not (recipe.code or run_named(recipe.init))
-        return defaults.FINETUNING_RATES["all"] if from_elsewhere else defaults.UNKNOWN_RATE
-    return defaults.UNKNOWN_RATE if recipe.preset == "auto" else defaults.known_learning_rate(recipe.preset, rule)
+        rate = defaults.FINETUNING_RATES["adapters"]
+    elif recipe.init is not None and not recipe.code and not run_named(recipe.init):
+        rate = defaults.FINETUNING_RATES["all"]
+    return rate * OPTIMIZERS[rule].rate_factor
 
 
 def _clip(settings: Settings, rewarded: bool) -> Clip | None:

@@ -1,0 +1,147 @@
+"""Run: pytest tests/test_one_address.py
+
+An optimizer, and a form of its state, that are written in one place train in every engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+import monograph as mono
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.optim import OPTIMIZERS, Optimizer, Rule, trainable
+from monograph.optim.formats import FORMATS, StateFormat
+from monograph.optim.optimizers import kinds_of
+from monograph.resident import Resident
+
+SHAPE = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+UPDATES = 3
+
+
+class LionRule(Rule):
+    """p <- p (1 - lr wd) - lr sign(b1 m + (1 - b1) g), m <- b2 m + (1 - b2) g (Chen et al. 2023, arXiv 2302.06675)."""
+
+    moments = ("exp_avg",)
+
+    def update_(self, param, grad, *moments, optim, lr, weight_decay, accepted, over, **_):
+        [m] = moments
+        beta1, beta2 = (over(beta) for beta in optim.betas)
+        direction = (m * beta1 + grad * (1 - beta1)).sign()
+        new = param - (lr * weight_decay * param + lr * direction).to(param.dtype)
+        param.copy_(torch.where(accepted, new, param))
+        m.copy_(torch.where(accepted, m * beta2 + grad * (1 - beta2), m))
+
+    def next_moments(self, grad, moments, kind, optim):
+        return [moments[0] * optim.betas[1] + grad * (1 - optim.betas[1])]
+
+
+LION = LionRule()
+
+
+@dataclass(frozen=True)
+class Lion(Optimizer):
+    moments_each: ClassVar[float] = 1
+    moments_of_matrices: ClassVar[int] = 1
+    rate_factor: ClassVar[float] = 0.1
+
+    def kinds(self, module):
+        return kinds_of(trainable(module), LION, self.weight_decay, self.groups)
+
+
+class FourBits(StateFormat):
+    """Sixteen steps of a block's largest number, two to a byte would be: here one to a byte."""
+
+    bytes_each = 1.0
+    eager_update_bytes = 28
+    block = 64
+
+    def zeros(self, like_N, name, before):
+        scales = like_N.new_zeros(-(-len(like_N) // self.block))
+        return {name: torch.zeros_like(like_N, dtype=torch.int8), f"{name}_scale": scales}
+
+    def unpack(self, buffers, name, dtype, before):
+        scale_K = buffers[f"{name}_scale"]
+        values = buffers[name].view(-1, self.block).to(dtype) / 7 * scale_K[:, None].to(dtype)
+        return values.view(-1)
+
+    def pack_(self, buffers, name, values_N, accepted, word_N, before, ends_2):
+        blocks = values_N.view(-1, self.block)
+        scale_K = blocks.abs().amax(-1)
+        steps = blocks / scale_K.clamp_min(1e-30)[:, None] * 7
+        # Away from zero, or a small second moment would be 0 and its update without bound.
+        codes = (steps.abs().ceil() * steps.sign()).to(torch.int8).view(-1)
+        buffers[name].copy_(torch.where(accepted, codes, buffers[name]))
+        buffers[f"{name}_scale"].copy_(torch.where(accepted, scale_K, buffers[f"{name}_scale"]))
+
+
+@pytest.fixture(autouse=True)
+def added(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "lion", Lion)
+    monkeypatch.setitem(FORMATS, "4bit", FourBits())
+
+
+def model():
+    torch.manual_seed(0)
+    return Llama(SHAPE)
+
+
+def windows():
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(UPDATES):
+        tokens = torch.randint(0, 32, (2, 9), generator=generator)
+        yield {"tokens": tokens[:, :-1].contiguous(), "targets": tokens[:, 1:].contiguous()}
+
+
+def trained(engine):
+    for window in windows():
+        engine.accumulate(window)
+        engine.update()
+    return engine
+
+
+def test_a_new_optimizer_is_its_formula():
+    engine = trained(Resident(model(), optim=Lion(lr=0.01, betas=(0.9, 0.99))))
+    other = model()
+    moments = {name: torch.zeros_like(parameter) for name, parameter in other.named_parameters()}
+    for batch in windows():
+        total, count = mono.token_loss(other, batch)
+        names, parameters = zip(*other.named_parameters(), strict=True)
+        grads = torch.autograd.grad(total / count, parameters)
+        with torch.no_grad():
+            for name, parameter, grad in zip(names, parameters, grads, strict=True):
+                m = moments[name]
+                decay = 0.1 if parameter.ndim > 1 else 0.0
+                parameter -= 0.01 * decay * parameter + 0.01 * (0.9 * m + 0.1 * grad).sign()
+                moments[name] = 0.99 * m + 0.01 * grad
+    for name, parameter in other.named_parameters():
+        # Where rounding decides about a sign, a weight differs by a whole step.
+        near = (engine.model.get_parameter(name) - parameter).abs() < 1e-6
+        assert near.float().mean() > 0.99, name
+
+
+def test_a_new_optimizer_trains_streamed_and_stacked_as_resident():
+    resident = trained(Resident(model(), optim=Lion(lr=0.01)))
+    streamed = trained(mono.Streamed(model(), optim=Lion(lr=0.01)))
+    for name, parameter in resident.model.state_dict().items():
+        assert torch.equal(streamed.model.state_dict()[name], parameter), name
+    stacked = mono.Ensemble([model(), model()], optim=Lion(lr=0.01))
+    trained(stacked)
+    member = stacked.members[1].state_dict()
+    for name, parameter in resident.model.state_dict().items():
+        near = (member[name] - parameter).abs() < 1e-5
+        assert near.float().mean() > 0.99, name
+
+
+@pytest.mark.parametrize("optim", [mono.AdamW, mono.Muon, Lion])
+def test_a_new_form_of_the_state_trains_with_every_optimizer(optim):
+    exact = trained(Resident(model(), optim=optim(lr=1e-3)))
+    engine = trained(Resident(model(), optim=optim(lr=1e-3, state="4bit")))
+    kept = [name for plane in engine.step.planes for name in plane.state if name.endswith("_scale")]
+    assert kept, "in blocks"
+    for name, parameter in exact.model.named_parameters():
+        assert (engine.model.get_parameter(name) - parameter).abs().max() < 0.01, name
