@@ -23,6 +23,7 @@ GUIDES = {
     "follow": "runs",
     "data": "data",
     "generate": "generate",
+    "chat": "generate",
     "serve": "serve",
     "export": "export",
     "profile": "profile",

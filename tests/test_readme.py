@@ -84,6 +84,7 @@ def test_commands_are_ones_that_the_program_takes(
         "plan",
         "profile",
         "generate",
+        "chat",
         "evaluate",
         "compare",
         "export",

@@ -227,6 +227,7 @@ def serve() -> None:
     import torch._dynamo
     import torch._inductor.config  # noqa: F401
 
+    import monograph.commands.chat
     import monograph.commands.check
     import monograph.commands.compare
     import monograph.commands.data

@@ -130,6 +130,18 @@ def _place(metavar: str, said: str, *names: str) -> Any:
     return _option(metavar, said, *names, readable=False)
 
 
+Temperature = Annotated[float, _option("T", "sampling temperature; 0: always the most likely token", min=0.0)]
+TopK = Annotated[int, _option("K", "sample from the K most likely tokens; 0: off", min=0)]
+TopP = Annotated[float, _option("P", "sample from the most likely tokens, up to this total probability")]
+MinP = Annotated[float, _option("P", "leave out tokens less likely than P times the most likely one")]
+Sampler = Annotated[
+    list[str] | None, _option("KEY=VALUE", "another sampling option (docs/generate.md); may be repeated")
+]
+Seed = Annotated[int, _option("S", "the same seed writes the same text", min=0)]
+Stop = Annotated[list[str] | None, _option("S", "end before this text; may be repeated")]
+Choice = Annotated[list[str] | None, _option("TEXT", "write one of these texts; repeat it for each")]
+Regex = Annotated[str | None, _option("PATTERN", "write text that matches as a whole")]
+JsonSchema = Annotated[Path | None, _place("FILE", "write JSON that follows this schema")]
 TrustCode = Annotated[
     bool, _flag("--trust-code", "run the Python file that a run names, even if the run was not made here")
 ]
@@ -291,20 +303,18 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="text to continue")] = None,
     file: Annotated[Path | None, _place("FILE", "a file of more prompts, as lines or JSON lines", "--prompts")] = None,
     chat: Annotated[bool, _flag("--chat", "answer each prompt, through the model's chat template")] = False,
-    temperature: Annotated[float, _option("T", "sampling temperature; 0: always the most likely token", min=0.0)] = 0.8,
-    top_k: Annotated[int, _option("K", "sample from the K most likely tokens; 0: off", min=0)] = 0,
-    top_p: Annotated[float, _option("P", "sample from the most likely tokens, up to this total probability")] = 1.0,
-    min_p: Annotated[float, _option("P", "leave out tokens less likely than P times the most likely one")] = 0.0,
-    sampler: Annotated[
-        list[str] | None, _option("KEY=VALUE", "another sampling option (docs/generate.md); may be repeated")
-    ] = None,
-    seed: Annotated[int, _option("S", "the same seed writes the same text", min=0)] = 0,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    sampler: Sampler = None,
+    seed: Seed = 0,
     n: Annotated[int, _option("N", "continuations of each prompt", "-n", "--n", min=1)] = 1,
     max_tokens: Annotated[int, _option("N", "longest continuation, in tokens", min=1)] = 128,
-    stop: Annotated[list[str] | None, _option("S", "end before this text; may be repeated")] = None,
-    choice: Annotated[list[str] | None, _option("TEXT", "write one of these texts; repeat it for each")] = None,
-    regex: Annotated[str | None, _option("PATTERN", "write text that matches as a whole")] = None,
-    json_schema: Annotated[Path | None, _place("FILE", "write JSON that follows this schema")] = None,
+    stop: Stop = None,
+    choice: Choice = None,
+    regex: Regex = None,
+    json_schema: JsonSchema = None,
     json: Json = False,
 ) -> None:
     """Continue a text, or answer a prompt, with a trained model."""
@@ -313,7 +323,43 @@ def generate(
     numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
     how = {"numbers": numbers, "pairs": sampler or [], "constraints": constraints, "chat": chat, "json": json}
-    interrupts.working(command)(run, prompts or [], file=file, n=n, max_tokens=max_tokens, stop=stop or [], **how)
+    how |= {"n": n, "max_tokens": max_tokens, "stop": stop or []}
+    if chat and not prompts and file is None:
+        if json or n > 1:
+            raise UsageError("--chat without a prompt is `monograph chat`, which takes neither --json nor --n")
+        from monograph.commands.chat import run as converse
+
+        interrupts.working(converse)(run, system=None, **how)
+        return
+    interrupts.working(command)(run, prompts or [], file=file, **how)
+
+
+@_command(TAKE_AWAY, "monograph chat last")
+def chat(
+    run: Run,
+    system: Annotated[str | None, _option("TEXT", "the system prompt, as /system in the chat sets it")] = None,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    sampler: Sampler = None,
+    seed: Seed = 0,
+    max_tokens: Annotated[int, _option("N", "longest answer, in tokens", min=1)] = 512,
+    stop: Stop = None,
+    choice: Choice = None,
+    regex: Regex = None,
+    json_schema: JsonSchema = None,
+) -> None:
+    """Talk to a model in the terminal; /help there lists what you can type.
+
+    From a pipe it answers each line as a message of one chat.
+    """
+    from monograph.commands.chat import run as command
+
+    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
+    how = {"numbers": numbers, "pairs": sampler or [], "constraints": constraints, "chat": True, "json": False}
+    interrupts.working(command)(run, system=system, n=1, max_tokens=max_tokens, stop=stop or [], **how)
 
 
 @_command(TAKE_AWAY, "monograph serve last")
