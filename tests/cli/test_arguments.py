@@ -170,3 +170,14 @@ def test_text_that_begins_with_a_dash(prompt: str, calls: Calls, capsys: pytest.
     assert monograph_("generate", "last", prompt) == 2
     assert "text that begins with a dash goes after --" in capsys.readouterr().err
     assert monograph_("generate", "last", "--", prompt) == 0 and calls[0][0] == ("last", [prompt])
+
+
+def test_a_name_is_a_folder_in_runs(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert monograph_("train", "--name", "owls") == 0 and monograph_("sweep", "--name", "owls") == 0
+    assert [options["out"] for _, options in calls] == [Path("runs/owls")] * 2
+    for wrong in ("a/b", "..", "last"):
+        assert monograph_("train", "--name", wrong) == 2
+        assert f"--name {wrong}: expected the name of a folder in runs/" in capsys.readouterr().err
+    assert (
+        monograph_("train", "--name", "a", "--out", "b") == 2 and monograph_("sweep", "--name", "a", "--out", "b") == 2
+    )

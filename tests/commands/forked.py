@@ -235,6 +235,7 @@ def serve() -> None:
     import monograph.commands.export
     import monograph.commands.generate
     import monograph.commands.profile
+    import monograph.commands.runs
     import monograph.commands.sweep
     import monograph.commands.train  # noqa: F401
     from monograph.cli import command_tree

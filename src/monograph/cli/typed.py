@@ -145,6 +145,7 @@ JsonSchema = Annotated[Path | None, _place("FILE", "write JSON that follows this
 TrustCode = Annotated[
     bool, _flag("--trust-code", "run the Python file that a run names, even if the run was not made here")
 ]
+Name = Annotated[str | None, _option("NAME", "a name in runs/: short for --out runs/NAME")]
 Json = Annotated[bool, _flag("--json", "end stdout with one JSON object")]
 SHARED = (None, "train", "sweep")  # commands that several processes run together; None is `monograph` alone
 
@@ -182,6 +183,7 @@ def _help_if_bare(context: typer.Context) -> None:
 def train(
     arguments: ConfigArguments = None,
     out: Annotated[Path | None, _place("DIR", "the run's folder; default: runs/DATE-TIME")] = None,
+    name: Name = None,
     resume: Annotated[str | None, _option("[RUN]", "continue a stopped run; without a name the newest one")] = None,
     from_: Annotated[
         str | None, _option("RUN[@UPDATE]", "start a new run from the weights of this one", "--from")
@@ -199,6 +201,7 @@ def train(
     """
     if resume and from_:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
+    out = _folder(out, name)
     _trust(trust_code)
     settings = _settings(arguments, minutes, runs_code=not print_config)
     if print_config:
@@ -219,6 +222,7 @@ def sweep(
     out: Annotated[
         Path | None, _place("DIR", "the sweep's folder, new or to continue; default: runs/DATE-TIME")
     ] = None,
+    name: Name = None,
     distill: Annotated[
         bool, _flag("--distill", "at the end, train one more model on the members' averaged probabilities")
     ] = False,
@@ -226,6 +230,7 @@ def sweep(
     json: Json = False,
 ) -> int:
     """Train many runs that differ in a few settings, and compare them."""
+    out = _folder(out, name)
     from monograph.commands.sweep import run
 
     _trust(trust_code)
@@ -246,6 +251,22 @@ def plan(
     from monograph.commands.plan import run
 
     return run(_settings(arguments), device=device, device_memory=device_memory, host_memory=host_memory, json=json)
+
+
+@_command(LOOK, "monograph runs")
+def runs(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]", help="the folder of the runs, or a sweep: its members; default: runs/", readable=False
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the runs of a folder, newest first, with their results, sizes and states."""
+    from monograph.commands.runs import run as command
+
+    interrupts.working(command)(folder, json=json)
 
 
 @_command(LOOK, "monograph check last")
@@ -453,6 +474,17 @@ def compare(
 
     _trust(trust_code)
     interrupts.working(command)(runs, data=data or [], chat=chat, json=json)
+
+
+def _folder(out: Path | None, name: str | None) -> Path | None:
+    """Return the folder that --out or --name gives; None if neither does."""
+    if name is None:
+        return out
+    if out is not None:
+        raise UsageError(f"--name {name}: --out {out} says where the run is, too; give one of them")
+    if name in ("", ".", "..", "last") or "/" in name:
+        raise UsageError(f"--name {name}: expected the name of a folder in runs/, other than last; --out takes a path")
+    return Path("runs", name)
 
 
 def _trust(said: bool) -> None:
