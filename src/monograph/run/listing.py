@@ -3,7 +3,7 @@
 import fcntl
 import os
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -115,14 +115,13 @@ def _listed(folder: Path) -> Listed:
 
 def _run(folder: Path) -> Listed:
     config = _config(folder)
-    head, tail = _metrics(folder)
-    kind = _kind(config, head)
-    last = tail[-1] if tail else {}
-    summary = last.get("summary")
-    value, measure = _result(kind, tail)
-    update = next((row["update"] for row in reversed(tail) if isinstance(row.get("update"), int)), 0)
+    first, lines = _metrics(folder)
+    kind = _kind(config, first)
+    value, measure = _result(kind, lines)
+    last = _row(lines[-1]) if lines else {}
+    update = last.get("update")
     state, resume = FINISHED, ""
-    if not isinstance(summary, dict):
+    if not isinstance(last.get("summary"), dict):
         state = RUNNING if _in_use(folder) else STOPPED
     if state == STOPPED and entries(folder / "checkpoints", "step-"):
         resume = f"monograph train --resume {shell_words(folder)}"
@@ -135,7 +134,7 @@ def _run(folder: Path) -> Listed:
         value,
         measure,
         state=state,
-        update=update,
+        update=update if isinstance(update, int) else 0,
         updates=updates if isinstance(updates, int) else None,
         resume=resume,
         compared_on=_compared_on(kind, config, measure),
@@ -152,7 +151,7 @@ def _sweep(folder: Path) -> Listed:
         count = len(points)
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
         raise _Damaged(f"{SWEEP} cannot be read") from None
-    value, measure = _result("texts", [numbers])
+    value, measure = _newest("texts", [numbers])
     state = FINISHED if result else RUNNING if _in_use(folder) else STOPPED
     return Listed(
         folder,
@@ -178,46 +177,60 @@ def _config(folder: Path) -> dict[str, dict[str, Any]]:
     return {name: table for name, table in tables.items() if isinstance(table, dict)}
 
 
-def _metrics(folder: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Return the first and the last rows of a run's metrics, as many as a piece of the file has."""
+def _metrics(folder: Path) -> tuple[dict[str, Any], list[bytes]]:
+    """Return the first row of a run's metrics, and the last lines, as many as a piece of the file has."""
     path = folder / "metrics.jsonl"
     if not exists(path):
-        return [], []
+        return {}, []
     with open_input(path) as file:
         size = os.fstat(file.fileno()).st_size
-        head = file.read(PIECE_BYTES)
+        begin = file.read(PIECE_BYTES)
         file.seek(max(0, size - PIECE_BYTES))
-        tail = file.read(PIECE_BYTES)
+        end = file.read(PIECE_BYTES)
     # The last line may be cut off while it is written, and the first one of the last piece begins in the middle.
-    first = head[: head.rfind(b"\n") + 1].splitlines()
-    last = tail[: tail.rfind(b"\n") + 1].splitlines()
+    lines = end[: end.rfind(b"\n") + 1].splitlines()
     if size > PIECE_BYTES:
-        last = last[1:]
-    rows = [parsed(line) for line in first], [parsed(line) for line in last]
-    if not all(rows[0]) or not all(rows[1]):
-        raise _Damaged(f"{path.name} has a line that is no row")
-    return rows
+        lines = lines[1:]
+    first, newline, _ = begin.partition(b"\n")
+    return _row(first) if newline else {}, lines
 
 
-def _kind(config: Mapping[str, Mapping[str, Any]], head: Sequence[Mapping[str, Any]]) -> str:
+def _row(line: bytes) -> dict[str, Any]:
+    row = parsed(line)
+    if not row:
+        raise _Damaged("metrics.jsonl has a line that is no row")
+    return row
+
+
+def _kind(config: Mapping[str, Mapping[str, Any]], first: Mapping[str, Any]) -> str:
     if "reward" in config.get("rl", {}):
         return "rewards"
     if "loss" in config.get("prefer", {}):
         return "preferences"
     # Only a run on conversations measures the model before the first update.
-    before = any(row.get("update") == 0 and "eval_loss" in row for row in head)
-    return "conversations" if before else "texts"
+    return "conversations" if first.get("update") == 0 and "eval_loss" in first else "texts"
 
 
-def _result(kind: str, tail: Sequence[Mapping[str, Any]]) -> tuple[float | None, Measure | None]:
-    """Return the newest result, and what it is."""
-    rows = [row["summary"] if isinstance(row.get("summary"), dict) else row for row in tail]
-    for measure in MEASURES[kind]:
-        for row in reversed(rows):
-            value = row.get(measure.key)
+def _result(kind: str, lines: Sequence[bytes]) -> tuple[float | None, Measure | None]:
+    """Return the newest result in lines of metrics, and what it is; only lines that may have one are parsed."""
+    keys = [measure.key.encode() for measure in MEASURES[kind]]
+    rows = (_row(line) for line in reversed(lines) if any(key in line for key in keys))
+    return _newest(kind, rows)
+
+
+def _newest(kind: str, rows: Iterable[Mapping[str, Any]]) -> tuple[float | None, Measure | None]:
+    """Return the first result in rows, the newest of which comes first, of the measure that says most."""
+    found: dict[str, float] = {}
+    best, *_ = MEASURES[kind]
+    for row in rows:
+        numbers = row["summary"] if isinstance(row.get("summary"), dict) else row
+        for measure in MEASURES[kind]:
+            value = numbers.get(measure.key)
             if isinstance(value, int | float):
-                return float(value), measure
-    return None, None
+                found.setdefault(measure.key, float(value))
+        if best.key in found:
+            break
+    return next(((found[measure.key], measure) for measure in MEASURES[kind] if measure.key in found), (None, None))
 
 
 def _model(config: Mapping[str, Mapping[str, Any]]) -> str:
