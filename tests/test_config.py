@@ -334,7 +334,7 @@ def test_every_key_says_in_one_line_what_it_means_and_what_it_is_without_a_value
         said = described(key)
         assert re.fullmatch(r"\S[^\n]{5,115}\.", said.meaning) and said.expected, key
         shown = said.example if said.default is None else said.default
-        assert (said.default is None) == (said.example is not None), key
+        assert (said.default in (None, "auto")) == (said.example is not None), key
         assert not (said.otherwise and said.default is not None), key
         check(key, shown, "here", from_text=False)
     assert "data.source" in KEYS and DataSection().source == "stdlib"

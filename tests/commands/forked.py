@@ -234,6 +234,7 @@ def serve() -> None:
     import monograph.commands.evaluate
     import monograph.commands.export
     import monograph.commands.generate
+    import monograph.commands.keys
     import monograph.commands.profile
     import monograph.commands.runs
     import monograph.commands.sweep

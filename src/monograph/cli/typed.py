@@ -59,7 +59,7 @@ app = typer.Typer(
     cls=_Listed,
     help="Train, finetune and serve language models on one GPU, or on none.",
     epilog="`last` is the newest run. `monograph COMMAND --help` lists a command's options, "
-    "`monograph train --print-config` all keys of the configuration.",
+    "`monograph keys` lists the keys of a configuration.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -251,6 +251,23 @@ def plan(
     from monograph.commands.plan import run
 
     return run(_settings(arguments), device=device, device_memory=device_memory, host_memory=host_memory, json=json)
+
+
+@_command(LOOK, "monograph keys optim.lr")
+def keys(
+    word: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SECTION|KEY|WORD]",
+            help="a section, a key, a part of its name, or what another program calls it; default: all keys",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Explain the keys of a configuration: meaning, values, default, and an example."""
+    from monograph.commands.keys import run as command
+
+    interrupts.working(command)(word, json=json)
 
 
 @_command(LOOK, "monograph runs")
