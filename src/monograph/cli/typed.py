@@ -270,7 +270,7 @@ def keys(
     interrupts.working(command)(word, json=json)
 
 
-@_command(LOOK, "monograph runs")
+@_command(LOOK, "monograph runs runs/")
 def runs(
     folder: Annotated[
         Path | None,
