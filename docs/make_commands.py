@@ -20,6 +20,7 @@ GUIDES = {
     "train": "training",
     "sweep": "sweep",
     "plan": "plan",
+    "recipes": "configuration",
     "keys": "configuration",
     "runs": "runs",
     "follow": "runs",

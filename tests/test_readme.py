@@ -83,6 +83,7 @@ def test_commands_are_ones_that_the_program_takes(
         "sweep",
         "plan",
         "profile",
+        "recipes",
         "keys",
         "runs",
         "generate",

@@ -236,6 +236,7 @@ def serve() -> None:
     import monograph.commands.generate
     import monograph.commands.keys
     import monograph.commands.profile
+    import monograph.commands.recipes
     import monograph.commands.runs
     import monograph.commands.sweep
     import monograph.commands.train  # noqa: F401

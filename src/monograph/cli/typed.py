@@ -145,6 +145,9 @@ JsonSchema = Annotated[Path | None, _place("FILE", "write JSON that follows this
 TrustCode = Annotated[
     bool, _flag("--trust-code", "run the Python file that a run names, even if the run was not made here")
 ]
+FromRecipe = Annotated[
+    str | None, _option("NAME", "begin with the settings of a recipe, which `monograph recipes` lists", "--recipe")
+]
 Name = Annotated[str | None, _option("NAME", "a name in runs/: short for --out runs/NAME")]
 Json = Annotated[bool, _flag("--json", "end stdout with one JSON object")]
 SHARED = (None, "train", "sweep")  # commands that several processes run together; None is `monograph` alone
@@ -184,6 +187,7 @@ def train(
     arguments: ConfigArguments = None,
     out: Annotated[Path | None, _place("DIR", "the run's folder; default: runs/DATE-TIME")] = None,
     name: Name = None,
+    recipe: FromRecipe = None,
     resume: Annotated[str | None, _option("[RUN]", "continue a stopped run; without a name the newest one")] = None,
     from_: Annotated[
         str | None, _option("RUN[@UPDATE]", "start a new run from the weights of this one", "--from")
@@ -203,7 +207,7 @@ def train(
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
     out = _folder(out, name)
     _trust(trust_code)
-    settings = _settings(arguments, minutes, runs_code=not print_config)
+    settings = _settings(_begun_with(recipe, arguments), minutes, runs_code=not print_config)
     if print_config:
         from monograph.config.commented import commented
 
@@ -223,6 +227,7 @@ def sweep(
         Path | None, _place("DIR", "the sweep's folder, new or to continue; default: runs/DATE-TIME")
     ] = None,
     name: Name = None,
+    recipe: FromRecipe = None,
     distill: Annotated[
         bool, _flag("--distill", "at the end, train one more model on the members' averaged probabilities")
     ] = False,
@@ -234,12 +239,14 @@ def sweep(
     from monograph.commands.sweep import run
 
     _trust(trust_code)
-    return interrupts.working(run)(arguments or [], samples=samples, verify=verify, out=out, distill=distill, json=json)
+    given = _begun_with(recipe, arguments)
+    return interrupts.working(run)(given, samples=samples, verify=verify, out=out, distill=distill, json=json)
 
 
 @_command(LOOK, "monograph plan model.preset=1b --device H100")
 def plan(
     arguments: ConfigArguments = None,
+    recipe: FromRecipe = None,
     device: Annotated[str | None, _option("NAME", "a GPU, such as H200; default: this machine")] = None,
     device_memory: Annotated[str | None, _option("24GiB", "memory of the device; default: what is free")] = None,
     host_memory: Annotated[
@@ -250,7 +257,20 @@ def plan(
     """Predict which settings fit a device, and how fast they train."""
     from monograph.commands.plan import run
 
-    return run(_settings(arguments), device=device, device_memory=device_memory, host_memory=host_memory, json=json)
+    settings = _settings(_begun_with(recipe, arguments))
+    return run(settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json)
+
+
+@_command(LOOK, "monograph recipes lora")
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="a recipe, whose file is printed; default: a list of all")
+    ] = None,
+) -> None:
+    """List configurations for common jobs, which --recipe of train, sweep and plan begins with."""
+    from monograph.commands.recipes import run as command
+
+    interrupts.working(command)(name)
 
 
 @_command(LOOK, "monograph keys optim.lr")
@@ -491,6 +511,15 @@ def compare(
 
     _trust(trust_code)
     interrupts.working(command)(runs, data=data or [], chat=chat, json=json)
+
+
+def _begun_with(recipe: str | None, arguments: list[str] | None) -> list[str]:
+    """Return the arguments with the file of a recipe, which gives way to each key among them."""
+    if recipe is None:
+        return arguments or []
+    from monograph.config.recipes import recipe_named
+
+    return [str(recipe_named(recipe).path), *(arguments or [])]
 
 
 def _folder(out: Path | None, name: str | None) -> Path | None:
