@@ -58,7 +58,8 @@ def opening_of(
         ids = rows.first_prompt()
         ids = ids if room is None else ids[-max(1, room) :]
         asked = corpus.tokenizer.decode(ids).strip()
-        if isinstance(rows, PairRows) and not rows.chats:
+        plain = not rows.chats if isinstance(rows, PairRows) else corpus.tokenizer.config.template is None
+        if plain:
             return Opening(asked, ids, (), (*_dashes(asked), asked))
         if len(asked) > _SHOWN_CHARS:  # keep the last whole words
             asked = "… " + (asked[-_SHOWN_CHARS:].split(maxsplit=1) or [""])[-1]
