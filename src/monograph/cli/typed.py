@@ -430,7 +430,10 @@ def serve(
 ) -> None:
     """Serve a model through an OpenAI-compatible API, with a chat page."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
-        raise UsageError("monograph serve needs starlette and uvicorn: pip install 'monograph[serve]'")
+        from monograph.extras import install_command
+
+        libraries = install_command(["starlette>=1.0", "uvicorn>=0.50"])
+        raise UsageError(f"monograph serve needs starlette and uvicorn: {libraries}")
     from monograph.serve.command import run as command
 
     interrupts.working(command)(run, host=host, port=port, api_key_file=api_key_file, rows=rows)
