@@ -74,6 +74,7 @@ CASES: list[tuple[list[str], int, str]] = [
     ),
     (["train", *OWN, "model.init=fails.py:build"], 3, "fails.py failed: ValueError: no"),
     (["train", *OWN, "model.init=fails.py:x"], 3, "fails.py has no function 'x'"),
+    (["train", *OWN, "model.init=fails.py:biuld"], 3, "has no function 'biuld'; did you mean build?"),
     (["train", *OWN, "model.init=three.py:build"], 3, "returned int, expected an nn.Module"),
     (["train", *OWN, "model.init=broken.py:build"], 3, "broken.py failed: SyntaxError"),
     (["train", *OWN, "model.init=nothere.py:build"], 3, "nothere.py cannot be read"),

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from monograph import __version__, interrupts
 from monograph.errors import UsageError
@@ -19,6 +19,40 @@ if TYPE_CHECKING:
 # The headings of the help. It has them, and the commands under each, in the order in which this file declares them.
 TRAIN, LOOK, TAKE_AWAY, UNDERSTAND = "Train", "Look", "Take away", "Understand"
 EXAMPLE = "Example: "
+
+
+def bounds(each: Any) -> str:
+    """Return the least and the largest number of an argument or option that has them: "at least 0", "0 to 65535"."""
+    least, most = getattr(each, "min", None), getattr(each, "max", None)
+    if least is None:
+        return ""
+    return f"at least {least:g}" if most is None else f"{least:g} to {most:g}"
+
+
+def _explain(heading: str, params: list[Any], formatter: Any) -> None:
+    """Write arguments or options: what is typed, by names that say what it is, and what it means."""
+    rows = []
+    for each in params:
+        names = [] if each.param_type_name == "argument" else [", ".join(each.opts)]
+        details = [bounds(each), "required"] if each.required else [bounds(each)]
+        if each.default is not None and each.default is not False:
+            details.insert(0, f"default: {each.default}")
+        said = "; ".join(filter(None, details))
+        meaning = " ".join(filter(None, [each.help, f"[{said}]" if said else ""]))
+        rows.append((" ".join(filter(None, [*names, each.metavar])), meaning))
+    if rows:
+        with formatter.section(heading):
+            formatter.write_dl(rows)
+
+
+class _Explained(TyperCommand):
+    """A command whose help names no types of Python, which mean nothing to who types."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and the options."""
+        shown = [each for each in self.get_params(ctx) if not getattr(each, "hidden", False)]
+        for heading, kind in (("Arguments", "argument"), ("Options", "option")):
+            _explain(heading, [each for each in shown if each.param_type_name == kind], formatter)
 
 
 class _Listed(TyperGroup):
@@ -76,7 +110,7 @@ app.add_typer(
 
 def _command(heading: str, example: str) -> Any:
     """Declare a command under a heading of the help, and an example, with which its own help ends."""
-    return app.command(rich_help_panel=heading, epilog=EXAMPLE + example)
+    return app.command(cls=_Explained, rich_help_panel=heading, epilog=EXAMPLE + example)
 
 
 ConfigArguments = Annotated[
@@ -121,8 +155,8 @@ def _option(metavar: str, said: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, metavar=metavar, help=said, **more)
 
 
-def _flag(name: str, said: str) -> Any:
-    return typer.Option(name, help=said)
+def _flag(name: str, said: str, *names: str) -> Any:
+    return typer.Option(name, *names, help=said)
 
 
 def _place(metavar: str, said: str, *names: str) -> Any:
@@ -155,7 +189,7 @@ SHARED = (None, "train", "sweep")  # commands that several processes run togethe
 
 @app.callback(invoke_without_command=True)
 def _monograph(
-    context: typer.Context, version: Annotated[bool, _flag("--version", "print the version")] = False
+    context: typer.Context, version: Annotated[bool, _flag("--version", "print the version", "-v")] = False
 ) -> None:
     if version:
         print(f"monograph {__version__}")
@@ -336,7 +370,7 @@ def follow(
     interrupts.working(command)(run, to=to, out=out)
 
 
-@data_app.command(epilog=f"{EXAMPLE}monograph data show my_texts/ --row 3")
+@data_app.command(cls=_Explained, epilog=f"{EXAMPLE}monograph data show my_texts/ --row 3")
 def show(
     arguments: ConfigArguments = None,
     row: Annotated[int | None, _option("N", "the number of a packed row; default: a summary and row 0", min=0)] = None,
@@ -347,7 +381,7 @@ def show(
     interrupts.working(command)(_settings(arguments), row=row)
 
 
-@data_app.command(epilog=f"{EXAMPLE}monograph data build my_texts/")
+@data_app.command(cls=_Explained, epilog=f"{EXAMPLE}monograph data build my_texts/")
 def build(arguments: ConfigArguments = None) -> None:
     """Tokenize the text once, for all later runs."""
     from monograph.commands.data import build as command

@@ -8,9 +8,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from monograph.commands.generate import Asked, Message, Model, Options, constrained, open_model
-from monograph.config.settings import did_you_mean
 from monograph.decode import Sampling
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused, UsageError, did_you_mean
 from monograph.terminal import is_terminal, shell_words
 
 # What a person types instead of a message, with the help for it.

@@ -5,8 +5,7 @@ from typing import Any, NamedTuple
 
 from monograph.config.elsewhere import ELSEWHERE
 from monograph.config.keys import KEYS, SECTIONS, described
-from monograph.config.settings import did_you_mean
-from monograph.errors import UsageError
+from monograph.errors import UsageError, did_you_mean
 
 
 class Found(NamedTuple):

@@ -3,8 +3,7 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from monograph.config.settings import did_you_mean
-from monograph.errors import UsageError
+from monograph.errors import UsageError, did_you_mean
 
 FOLDER = Path(__file__).resolve().parents[1] / "recipes"
 
