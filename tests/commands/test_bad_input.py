@@ -83,7 +83,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *OWN, "model.init=hungry.py:build"], 6, "one row does not fit"),
     # folders
     (["train", *TINY, "--out", "full"], 3, "full is not empty and holds no run"),
-    (["train", *TINY, "--out", "short.txt"], 3, "--out short.txt is a file"),
+    (["train", *TINY, "--out", "short.txt"], 3, "short.txt is a file"),
     (["train", *TINY, "--out", "short.txt/run"], 3, "cannot write short.txt/run: Not a directory"),
     (["train", *TINY, "--out", "/proc/run"], 3, "cannot write /proc/run"),
     (["train", "--resume", "nothere"], 3, "nothere is not a run"),
