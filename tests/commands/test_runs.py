@@ -149,6 +149,15 @@ def test_a_narrow_terminal_cuts_model_and_data_alone() -> None:
     assert "m" * 40 in table(rows, None)
 
 
+def test_paths_inside_the_working_folder_are_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    made(tmp_path / "runs", "a", 1, REWARDS.replace('"base"', f'"{tmp_path}/base"'))
+    command(None, json=False)
+    assert "  base, LoRA 4  " in capsys.readouterr().out
+
+
 def test_a_folder_that_is_none_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -65,13 +65,18 @@ def _cells(run: Listed, best: set[Path]) -> tuple[str, ...]:
     cells = (
         str(run.folder),
         run.kind,
-        run.model,
-        run.data,
+        _near(run.model),
+        _near(run.data),
         _result(run) + mark,
         megabytes(run.size_bytes),
         _state(run),
     )
     return tuple(one_line(cell) for cell in cells)
+
+
+def _near(text: str) -> str:
+    """Return a text in which a path inside the working folder is short."""
+    return text.removeprefix(f"{Path.cwd()}/")
 
 
 def _result(run: Listed) -> str:
