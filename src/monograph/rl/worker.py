@@ -14,7 +14,6 @@ The first argument is the role:
 import ast
 import builtins
 import ctypes
-import difflib
 import errno
 import functools
 import json
@@ -219,6 +218,8 @@ def _serve(channel: _Channel) -> None:
         # Latin-1 brought all bytes here: the source itself says in which encoding it is.
         exec(compile(source.encode("latin-1"), path, "exec"), module.__dict__)
         if wanted and not callable(getattr(module, wanted, None)):
+            import difflib  # needed here alone: every process of this program would start later by it
+
             functions = [name for name, value in module.__dict__.items() if callable(value)]
             near = difflib.get_close_matches(wanted, functions, n=1)
             hint = f"; did you mean {near[0]}?" if near else ""
