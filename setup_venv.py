@@ -64,7 +64,7 @@ def install(extra: str) -> None:
         step.title = torch_build(step)
     with Step("the rest of constraints.txt") as step:
         # torch brought setuptools, which is all that building this project takes.
-        step.run([*pip, "--no-build-isolation", "--editable", ".[dev]" if extra else ".[serve]"])
+        step.run([*pip, "--no-build-isolation", "--editable", ".[dev]" if extra else ".[serve,gguf,tensorboard]"])
         more = len(step.installed) - 1
         step.title = f"{more} more from constraints.txt, and monograph itself" if more > 0 else "monograph itself"
 

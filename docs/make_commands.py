@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.cli import command_tree
-from monograph.cli.typed import by_heading, example
+from monograph.cli.typed import bounds, by_heading, example
 
 PAGE = Path(__file__).resolve().parent / "commands.md"
 BEGIN, END = "<!-- made by docs/make_commands.py -->", "<!-- end -->"
@@ -20,9 +20,13 @@ GUIDES = {
     "train": "training",
     "sweep": "sweep",
     "plan": "plan",
+    "recipes": "configuration",
+    "keys": "configuration",
+    "runs": "runs",
     "follow": "runs",
     "data": "data",
     "generate": "generate",
+    "chat": "generate",
     "serve": "serve",
     "export": "export",
     "profile": "profile",
@@ -72,21 +76,14 @@ def _row(each: Any) -> str:
     if each.param_type_name == "argument":
         names, values = _listed(str(each.metavar).strip("[]")), "any number" if each.nargs < 0 else "one"
     else:
-        names, values = ", ".join(f"`{name}`" for name in each.opts), _listed(each.metavar or "") + _bounds(each)
+        values = ", ".join(filter(None, [_listed(each.metavar or ""), bounds(each)]))
+        names = ", ".join(f"`{name}`" for name in each.opts)
     return f"| {names} | {values} | {default} | {meaning} |"
 
 
 def _listed(values: str) -> str:
     """Return the values of "a|b" without the bar, which would end a table's cell."""
     return ", ".join(f"`{value.strip()}`" for value in values.split("|") if value)
-
-
-def _bounds(each: Any) -> str:
-    """Return the least and the largest number of an option that has them."""
-    least, most = getattr(each, "min", None), getattr(each, "max", None)
-    if least is None:
-        return ""
-    return f", at least {least:g}" if most is None else f", {least:g} to {most:g}"
 
 
 def main() -> None:

@@ -332,9 +332,10 @@ def test_an_argument_that_is_nothing_known_is_refused(
 def test_every_key_says_in_one_line_what_it_means_and_what_it_is_without_a_value() -> None:
     for key in KEYS:
         said = described(key)
-        assert re.fullmatch(r"\S[^\n]{5,115}\.", said.meaning) and said.expected, key
+        assert re.fullmatch(r"\S[^\n]{5,115}\.", said.meaning.removesuffix(f" auto: {said.auto}.")), key
+        assert said.expected and len(said.auto) < 200, key
         shown = said.example if said.default is None else said.default
-        assert (said.default is None) == (said.example is not None), key
+        assert (said.default in (None, "auto")) == (said.example is not None), key
         assert not (said.otherwise and said.default is not None), key
         check(key, shown, "here", from_text=False)
     assert "data.source" in KEYS and DataSection().source == "stdlib"
@@ -428,3 +429,24 @@ def test_presets_and_sizes_are_the_models_own() -> None:
 def test_the_configuration_needs_no_torch() -> None:
     program = "import sys, monograph.config; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": SOURCES}, check=True)
+
+
+def test_every_wrong_key_and_every_wrong_value_of_a_file_is_named_at_once(tmp_path: Path) -> None:
+    toml = tmp_path / "run.toml"
+    toml.write_text("[train]\nlrr = 1\nseed = 1\nepoch = 2\n[optm]\nlr = 1\neps = 2\n")
+    with pytest.raises(UsageError) as caught:
+        load(toml, {}, {})
+    said = str(caught.value).split("; also ")
+    assert [re.sub(r".*run.toml:(\d): there is no key ([\w.]+).*", r"\1 \2", line) for line in said] == [
+        "2 train.lrr",
+        "4 train.epoch",
+        "6 optm.lr",
+    ]
+    toml.write_text('[train]\nseed = "x"\nepochs = -1\n')
+    with pytest.raises(
+        UsageError, match=r'run.toml:2: train.seed = "x": .*; also .*run.toml:3: train.epochs = -1: exp'
+    ):
+        load(toml, {}, {})
+    toml.write_text("[train]\n" + "".join(f"{'q' * number} = 1\n" for number in range(1, 9)))
+    with pytest.raises(UsageError, match="; also 3 more like these$"):
+        load(toml, {}, {})

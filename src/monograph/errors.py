@@ -1,10 +1,11 @@
 """Exceptions for errors that are not bugs, and the exit code that the command line returns for each class."""
 
+import difflib
 import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 Warn = Callable[[str], None]  # shows a line about something that stops nothing
 
@@ -14,6 +15,18 @@ _HOST_IS_FULL = (
     "can't allocate memory", "could not create a primitive", "could not create a memory object",
     "can't start new thread",
 )  # fmt: skip
+
+
+def did_you_mean(word: str, choices: Iterable[str]) -> str:
+    """Return `; did you mean X?` for the choice closest to `word`, or "" if none is close.
+
+    If no whole choice is close, the parts after the last dot are compared.
+    """
+    full = list(choices)
+    last = {choice.rpartition(".")[2]: choice for choice in full}
+    near = difflib.get_close_matches(word, full, n=1, cutoff=0.75)
+    near = near or [last[part] for part in difflib.get_close_matches(word.rpartition(".")[2], last, n=1, cutoff=0.7)]
+    return f"; did you mean {near[0]}?" if near else ""
 
 
 def said_by(error: BaseException) -> str:

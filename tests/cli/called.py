@@ -15,8 +15,8 @@ from monograph import cli
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
 ENVIRONMENT["PYTHONPATH"] = str(Path(monograph.__file__).parents[1])
 COMMANDS = (
-    "train", "sweep", "plan", "profile", "generate", "serve", "evaluate", "compare", "export", "follow", "data",
-    "check",
+    "train", "sweep", "plan", "recipes", "keys", "runs", "profile", "generate", "chat", "serve", "evaluate", "compare",
+    "export", "follow", "data", "check",
 )  # fmt: skip
 
 

@@ -67,9 +67,32 @@ def test_help_cuts_no_sentence_and_breaks_no_example(
     assert set(re.findall(r"^  example:  (.*)$", overview, re.M)) <= set(examples)
 
 
-def test_the_version_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    assert monograph_("--version") == 0
+@pytest.mark.parametrize("asked", ["--version", "-v", "version"])
+def test_the_version_is_said(asked: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert monograph_(asked) == 0
     assert capsys.readouterr().out == f"monograph {monograph.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("asked", "option"),
+    [(["help"], ["--help"]), (["help", "train"], ["train", "--help"]), (["help", "data"], ["data"])],
+)
+def test_help_may_be_asked_for_by_a_word(
+    asked: list[str], option: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert monograph_(*asked) == 0
+    said = capsys.readouterr().out
+    assert monograph_(*option) == 0
+    assert capsys.readouterr().out == said
+
+
+def test_help_names_what_is_typed_and_no_types_of_python(capsys: pytest.CaptureFixture[str]) -> None:
+    for name in (*COMMANDS, "data show", "data build"):
+        monograph_(*name.split(), "--help")
+        said = capsys.readouterr().out
+        assert not re.search(r"<\w+|\b(INTEGER|FLOAT|BOOLEAN|TEXT RANGE)\b|x>=|<=x", said), name
+    monograph_("serve", "--help")
+    assert "[default: 8000; 0 to 65535]" in " ".join(capsys.readouterr().out.split())
 
 
 def test_train_hands_on_settings_and_options(calls: Calls) -> None:
@@ -170,3 +193,14 @@ def test_text_that_begins_with_a_dash(prompt: str, calls: Calls, capsys: pytest.
     assert monograph_("generate", "last", prompt) == 2
     assert "text that begins with a dash goes after --" in capsys.readouterr().err
     assert monograph_("generate", "last", "--", prompt) == 0 and calls[0][0] == ("last", [prompt])
+
+
+def test_a_name_is_a_folder_in_runs(calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
+    assert monograph_("train", "--name", "owls") == 0 and monograph_("sweep", "--name", "owls") == 0
+    assert [options["out"] for _, options in calls] == [Path("runs/owls")] * 2
+    for wrong in ("a/b", "..", "last"):
+        assert monograph_("train", "--name", wrong) == 2
+        assert f"--name {wrong}: expected the name of a folder in runs/" in capsys.readouterr().err
+    assert (
+        monograph_("train", "--name", "a", "--out", "b") == 2 and monograph_("sweep", "--name", "a", "--out", "b") == 2
+    )

@@ -227,13 +227,17 @@ def serve() -> None:
     import torch._dynamo
     import torch._inductor.config  # noqa: F401
 
+    import monograph.commands.chat
     import monograph.commands.check
     import monograph.commands.compare
     import monograph.commands.data
     import monograph.commands.evaluate
     import monograph.commands.export
     import monograph.commands.generate
+    import monograph.commands.keys
     import monograph.commands.profile
+    import monograph.commands.recipes
+    import monograph.commands.runs
     import monograph.commands.sweep
     import monograph.commands.train  # noqa: F401
     from monograph.cli import command_tree

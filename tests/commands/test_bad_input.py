@@ -74,6 +74,7 @@ CASES: list[tuple[list[str], int, str]] = [
     ),
     (["train", *OWN, "model.init=fails.py:build"], 3, "fails.py failed: ValueError: no"),
     (["train", *OWN, "model.init=fails.py:x"], 3, "fails.py has no function 'x'"),
+    (["train", *OWN, "model.init=fails.py:biuld"], 3, "has no function 'biuld'; did you mean build?"),
     (["train", *OWN, "model.init=three.py:build"], 3, "returned int, expected an nn.Module"),
     (["train", *OWN, "model.init=broken.py:build"], 3, "broken.py failed: SyntaxError"),
     (["train", *OWN, "model.init=nothere.py:build"], 3, "nothere.py cannot be read"),
@@ -81,8 +82,8 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *OWN, "model.init=full"], 3, "full: 'config.json' is not a file in this folder"),
     (["train", *OWN, "model.init=hungry.py:build"], 6, "one row does not fit"),
     # folders
-    (["train", *TINY, "--out", "full"], 3, "--out full is not empty"),
-    (["train", *TINY, "--out", "short.txt"], 3, "--out short.txt is a file"),
+    (["train", *TINY, "--out", "full"], 3, "full is not empty and holds no run"),
+    (["train", *TINY, "--out", "short.txt"], 3, "short.txt is a file"),
     (["train", *TINY, "--out", "short.txt/run"], 3, "cannot write short.txt/run: Not a directory"),
     (["train", *TINY, "--out", "/proc/run"], 3, "cannot write /proc/run"),
     (["train", "--resume", "nothere"], 3, "nothere is not a run"),

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from commands.forked import CommandServer
-from commands.inputs import newest
+from commands.inputs import TINY, newest
 from dialogues import TEMPLATES, said, speaking, write_chats
 from llama_cpp import LlamaCpp
 from monograph.model.config import LlamaConfig
@@ -56,7 +56,7 @@ def test_a_folder_is_trained_on_conversations(server: CommandServer, here: Path)
     scored = [(row["update"], row["eval_loss"]) for row in rows if "eval_loss" in row]
     assert scored[0][0] == 0 and scored[-1][0] == 12 and scored[-1][1] < scored[0][1]
     assert f"loss of held-out answers {scored[-1][1]:.3f}, {scored[0][1]:.3f} before" in done.err
-    assert "monograph generate last --chat" in done.err or "generate run --chat" in done.err
+    assert "monograph chat run" in done.err
     assert any("sample" in row for row in rows)
 
     scores = server.run(here, "evaluate", "run", "--json")
@@ -117,6 +117,25 @@ def test_an_export_stops_where_training_did(server: CommandServer, here: Path, n
     assert answer["choices"][0]["finish_reason"] == "stop"
     assert answer["usage"]["prompt_tokens"] == len(ids)
     assert load_model(here / "hf").config.vocab_size == tokenizer.vocab_size
+
+
+def test_a_new_model_learns_completions_without_a_template(server: CommandServer, here: Path) -> None:
+    records = ({"prompt": f"{word} {number}=", "completion": f" {word}"} for number in range(10) for word in WORDS)
+    (here / "words.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    options = [
+        "words.jsonl", *(each for each in TINY[2:] if not each.startswith("train.updates")), "data.vocab_size=270",
+        "train.updates=20",
+    ]  # fmt: skip
+    done = server.run(here, "train", *options, "--out", "run", "--json", figures=0)
+    assert done.code == 0, done.err
+    assert "completions, " in done.err and "monograph generate run " in done.err and "monograph chat" not in done.err
+    rows = Run(here / "run").rows()
+    scored = [row["eval_loss"] for row in rows if "eval_loss" in row]
+    assert scored[-1] < scored[0]
+    written = server.run(here, "generate", "run", "why 3=", "--temperature", "0", "--json")
+    assert json.loads(written.out)["completions"][0]["finish_reason"] in ("stop", "length")
+    chat = server.run(here, "chat", "run")
+    assert chat.code == 3 and "`monograph generate run TEXT`" in chat.err
 
 
 def test_what_is_missing_is_said(server: CommandServer, here: Path) -> None:

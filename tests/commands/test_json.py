@@ -24,6 +24,8 @@ COMMANDS = {
     "acc_bytes_stderr chance questions weights",
     "sweep --out s": "schema run members best wall_s tokens_per_s",
     "compare run run": "schema runs differences",
+    "runs .": "schema runs",
+    "keys lr": "schema keys",
     "check run": "schema run files checkpoints",
     "check": "schema device device_type driver_version memory_bytes free_memory_bytes cores has_bf16 peak_flops_per_s "
     "measured_flops_per_s bandwidth_bytes_per_s compiler_obstacle compiled_bytes disks limits monograph_version "

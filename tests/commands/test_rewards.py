@@ -38,6 +38,7 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *over(RUN, "rl.reward=exact")], 3, "prompts.jsonl:1: rl.reward needs a text or a list of texts under"),
     (["train", *over(RUN, "rl.reward=nothere.py:score")], 3, "nothere.py"),
     (["train", *over(RUN, "rl.reward=letters.py:other")], 3, "the file has no function 'other'"),
+    (["train", *over(RUN, "rl.reward=letters.py:scroe")], 3, "no function 'scroe'; did you mean score?"),
     (
         ["train", *over(RUN, "rl.reward=regex", "rl.reward_regex=(")],
         3,

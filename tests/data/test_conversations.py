@@ -284,7 +284,7 @@ def test_damage_is_found_and_mended(opened: Any) -> None:
 @pytest.mark.parametrize("kind", ["parquet", "arrow"])
 @pytest.mark.parametrize("form", ["messages", "conversations", "prompt"])
 def test_tables_have_the_same_rows(opened: Any, tmp_path: Path, kind: str, form: str) -> None:
-    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'monograph[parquet]'")
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[parquet]'")
     chats = [*many(12), CHATS["two rounds of tools"]] if form == "messages" else many(12)
     records: list[dict[str, Any]] = [{"id": number, form: chat} for number, chat in enumerate(chats)]
     if form == "conversations":
@@ -312,7 +312,7 @@ def test_tables_have_the_same_rows(opened: Any, tmp_path: Path, kind: str, form:
 
 
 def test_a_damaged_table_of_conversations_is_refused(tmp_path: Path) -> None:
-    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install 'monograph[parquet]'")
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[parquet]'")
     from pyarrow import parquet
 
     tokenizer = speaking(tmp_path / "chatml", "chatml")

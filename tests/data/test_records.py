@@ -372,11 +372,9 @@ print(count, int(status["VmHWM"].split()[0]) // 1024)
 
 
 def test_a_missing_extra_is_one_line(sources, monkeypatch):
-    for module, name, extra in (("zstandard", "a.jsonl.zst", "zstd"), ("pyarrow", "a.parquet", "parquet")):
+    for module, name in (("zstandard", "a.jsonl.zst"), ("pyarrow", "a.parquet")):
         monkeypatch.setitem(sys.modules, module, None)
-        with pytest.raises(
-            InputRefused, match=rf"{name}: reading it needs {module}, .*pip install 'monograph\[{extra}\]'"
-        ):
+        with pytest.raises(InputRefused, match=rf"{name}: reading it needs {module}, .* install .*{module}"):
             read(sources / name)  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,11 +18,19 @@ from monograph.model.llama import Llama
 from numerics import relative_error
 
 
-@pytest.fixture(scope="module", params=["chatml", "qwen3"])
+@pytest.fixture(scope="module", params=["chatml", "qwen3", "completions"])
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Corpus]:
     """The same conversations, packed and padded."""
     folder: Path = tmp_path_factory.mktemp(request.param)
     words = ("why", "what is it", "so ü", "it is\nthe answer")
+    if request.param == "completions":  # which no template renders
+        path = folder / "chats.jsonl"
+        texts = [{"prompt": f"{words[n % 4]} {n}=", "completion": " so" * (1 + n % 7)} for n in range(24)]
+        path.write_text("".join(json.dumps(text) + "\n" for text in texts))
+        return {
+            packing: corpus(path, tokenizer="bytes", sequence_length=160, packing=packing, held_out=0, cache=folder)
+            for packing in ("packed", "padded")
+        }
     chats = [
         said(*[f"{words[(number + turn) % 4]} {number}" for turn in range(2 + 2 * (number % 3))])
         for number in range(24)

@@ -32,7 +32,7 @@ from numerics import relative_error
 from probes import probes
 from reference import pieces
 
-NO_GGUF = "the package gguf is not installed: pip install 'monograph[gguf]'"
+NO_GGUF = "the package gguf is not installed: pip install -e '.[gguf]'"
 needs_gguf = pytest.mark.skipif(importlib.util.find_spec("gguf") is None, reason=NO_GGUF)
 SIZES = {
     "hidden_size": 64,

@@ -20,7 +20,7 @@ from monograph.model.llama import Llama
 from monograph.model.scaling import FULL, LINEAR
 from monograph.text.tokenizer import Tokenizer
 
-gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")
+gguf = pytest.importorskip("gguf", reason="the package gguf is not installed: pip install -e '.[gguf]'")
 QUANTIZED = gguf.GGMLQuantizationType
 SMALL = LlamaConfig(
     vocab_size=259,

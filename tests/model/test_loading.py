@@ -56,7 +56,7 @@ def check(folder: Path, case: str) -> None:
 @pytest.mark.parametrize("case", FAST)
 def test_the_peak_is_what_is_kept_and_three_tensors(folder: Path, case: str) -> None:
     if "gguf" in case:
-        pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")
+        pytest.importorskip("gguf", reason="the package gguf is not installed: pip install -e '.[gguf]'")
     check(folder, case)
 
 
@@ -69,7 +69,7 @@ def test_the_peak_is_what_is_kept_and_three_tensors(folder: Path, case: str) -> 
 )
 def test_experts_of_a_mixture_are_put_together_one_stack_after_another(mixture: Path, case: str) -> None:
     if "gguf" in case:
-        pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")
+        pytest.importorskip("gguf", reason="the package gguf is not installed: pip install -e '.[gguf]'")
     check(mixture, case)
 
 
@@ -77,5 +77,5 @@ def test_experts_of_a_mixture_are_put_together_one_stack_after_another(mixture: 
 @pytest.mark.parametrize("case", [case for case in (*loading.TRAINED, *loading.OTHERS) if case not in FAST])
 def test_in_every_way_that_a_folder_is_used(folder: Path, case: str) -> None:
     if "gguf" in case:
-        pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")
+        pytest.importorskip("gguf", reason="the package gguf is not installed: pip install -e '.[gguf]'")
     check(folder, case)

@@ -211,7 +211,7 @@ def test_merged_and_exported(tmp_path: Path, stored: str, tied: bool) -> None:
 @pytest.mark.parametrize("dtype", [None, "f32", "q8_0"])
 @pytest.mark.parametrize("stored", ["bf16", "fp32", "mixed"])
 def test_merged_for_llama_cpp(tmp_path: Path, stored: str, dtype: str | None) -> None:
-    pytest.importorskip("gguf", reason="the package gguf is not installed: pip install 'monograph[gguf]'")
+    pytest.importorskip("gguf", reason="the package gguf is not installed: pip install -e '.[gguf]'")
     base = write(tmp_path / "base", stored)
     adapter = adapter_of(tmp_path / "adapter", base)
     for name, model in (("at once", merged_at_once(adapter, base)), ("one by one", load_to_export(adapter)[0])):

@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         _require_surroundings(given)
-        code = _run(_with_resume_value(given))
+        code = _run(_with_resume_value(_with_options(given)))
         sys.stdout.flush()
     except _BadCommandLine as error:
         code = _end(_wrong_arguments(error), errors.UsageError.exit_code, told=_follows())
@@ -154,6 +154,15 @@ def _refused_by_others(error: BaseException) -> errors.InputRefused | None:
     return refused_by_others(error)
 
 
+def _with_options(arguments: list[str]) -> list[str]:
+    """Return `help`, `help COMMAND` and `version`, as many programs have them, as the options that say the same."""
+    if arguments == ["version"]:
+        return ["--version"]
+    if arguments[:1] == ["help"]:
+        return [*arguments[1:], "--help"]
+    return arguments
+
+
 def _with_resume_value(arguments: list[str]) -> list[str]:
     """Insert "last" after a `--resume` that names no run, since typer has no options with an optional value."""
     if "--resume" not in arguments:
@@ -171,11 +180,10 @@ def _wrong_arguments(error: Any) -> str:
         return str(error.format_message()).rstrip(".")
     from monograph.config import KEYS
     from monograph.config.elsewhere import as_here
-    from monograph.config.settings import did_you_mean
 
     # Other programs have options for what keys say here.
     name, possible = option.lstrip("-").replace("-", "_"), error.possibilities or ()
-    here = as_here(name, KEYS) or did_you_mean(option, possible) or did_you_mean(name, KEYS)
+    here = as_here(name, KEYS) or errors.did_you_mean(option, possible) or errors.did_you_mean(name, KEYS)
     return f"{error.message}{here}" if here else f"{error.message}; text that begins with a dash goes after --"
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from monograph import __version__, interrupts
 from monograph.errors import UsageError
@@ -19,6 +19,40 @@ if TYPE_CHECKING:
 # The headings of the help. It has them, and the commands under each, in the order in which this file declares them.
 TRAIN, LOOK, TAKE_AWAY, UNDERSTAND = "Train", "Look", "Take away", "Understand"
 EXAMPLE = "Example: "
+
+
+def bounds(each: Any) -> str:
+    """Return the least and the largest number of an argument or option that has them: "at least 0", "0 to 65535"."""
+    least, most = getattr(each, "min", None), getattr(each, "max", None)
+    if least is None:
+        return ""
+    return f"at least {least:g}" if most is None else f"{least:g} to {most:g}"
+
+
+def _explain(heading: str, params: list[Any], formatter: Any) -> None:
+    """Write arguments or options: what is typed, by names that say what it is, and what it means."""
+    rows = []
+    for each in params:
+        names = [] if each.param_type_name == "argument" else [", ".join(each.opts)]
+        details = [bounds(each), "required"] if each.required else [bounds(each)]
+        if each.default is not None and each.default is not False:
+            details.insert(0, f"default: {each.default}")
+        said = "; ".join(filter(None, details))
+        meaning = " ".join(filter(None, [each.help, f"[{said}]" if said else ""]))
+        rows.append((" ".join(filter(None, [*names, each.metavar])), meaning))
+    if rows:
+        with formatter.section(heading):
+            formatter.write_dl(rows)
+
+
+class _Explained(TyperCommand):
+    """A command whose help names no types of Python, which mean nothing to who types."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and the options."""
+        shown = [each for each in self.get_params(ctx) if not getattr(each, "hidden", False)]
+        for heading, kind in (("Arguments", "argument"), ("Options", "option")):
+            _explain(heading, [each for each in shown if each.param_type_name == kind], formatter)
 
 
 class _Listed(TyperGroup):
@@ -59,7 +93,7 @@ app = typer.Typer(
     cls=_Listed,
     help="Train, finetune and serve language models on one GPU, or on none.",
     epilog="`last` is the newest run. `monograph COMMAND --help` lists a command's options, "
-    "`monograph train --print-config` all keys of the configuration.",
+    "`monograph keys` lists the keys of a configuration.",
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
@@ -76,7 +110,7 @@ app.add_typer(
 
 def _command(heading: str, example: str) -> Any:
     """Declare a command under a heading of the help, and an example, with which its own help ends."""
-    return app.command(rich_help_panel=heading, epilog=EXAMPLE + example)
+    return app.command(cls=_Explained, rich_help_panel=heading, epilog=EXAMPLE + example)
 
 
 ConfigArguments = Annotated[
@@ -121,8 +155,8 @@ def _option(metavar: str, said: str, *names: str, **more: Any) -> Any:
     return typer.Option(*names, metavar=metavar, help=said, **more)
 
 
-def _flag(name: str, said: str) -> Any:
-    return typer.Option(name, help=said)
+def _flag(name: str, said: str, *names: str) -> Any:
+    return typer.Option(name, *names, help=said)
 
 
 def _place(metavar: str, said: str, *names: str) -> Any:
@@ -130,16 +164,32 @@ def _place(metavar: str, said: str, *names: str) -> Any:
     return _option(metavar, said, *names, readable=False)
 
 
+Temperature = Annotated[float, _option("T", "sampling temperature; 0: always the most likely token", min=0.0)]
+TopK = Annotated[int, _option("K", "sample from the K most likely tokens; 0: off", min=0)]
+TopP = Annotated[float, _option("P", "sample from the most likely tokens, up to this total probability")]
+MinP = Annotated[float, _option("P", "leave out tokens less likely than P times the most likely one")]
+Sampler = Annotated[
+    list[str] | None, _option("KEY=VALUE", "another sampling option (docs/generate.md); may be repeated")
+]
+Seed = Annotated[int, _option("S", "the same seed writes the same text", min=0)]
+Stop = Annotated[list[str] | None, _option("S", "end before this text; may be repeated")]
+Choice = Annotated[list[str] | None, _option("TEXT", "write one of these texts; repeat it for each")]
+Regex = Annotated[str | None, _option("PATTERN", "write text that matches as a whole")]
+JsonSchema = Annotated[Path | None, _place("FILE", "write JSON that follows this schema")]
 TrustCode = Annotated[
     bool, _flag("--trust-code", "run the Python file that a run names, even if the run was not made here")
 ]
+FromRecipe = Annotated[
+    str | None, _option("NAME", "begin with the settings of a recipe, which `monograph recipes` lists", "--recipe")
+]
+Name = Annotated[str | None, _option("NAME", "a name in runs/: short for --out runs/NAME")]
 Json = Annotated[bool, _flag("--json", "end stdout with one JSON object")]
 SHARED = (None, "train", "sweep")  # commands that several processes run together; None is `monograph` alone
 
 
 @app.callback(invoke_without_command=True)
 def _monograph(
-    context: typer.Context, version: Annotated[bool, _flag("--version", "print the version")] = False
+    context: typer.Context, version: Annotated[bool, _flag("--version", "print the version", "-v")] = False
 ) -> None:
     if version:
         print(f"monograph {__version__}")
@@ -170,6 +220,8 @@ def _help_if_bare(context: typer.Context) -> None:
 def train(
     arguments: ConfigArguments = None,
     out: Annotated[Path | None, _place("DIR", "the run's folder; default: runs/DATE-TIME")] = None,
+    name: Name = None,
+    recipe: FromRecipe = None,
     resume: Annotated[str | None, _option("[RUN]", "continue a stopped run; without a name the newest one")] = None,
     from_: Annotated[
         str | None, _option("RUN[@UPDATE]", "start a new run from the weights of this one", "--from")
@@ -187,8 +239,9 @@ def train(
     """
     if resume and from_:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
+    out = _folder(out, name)
     _trust(trust_code)
-    settings = _settings(arguments, minutes, runs_code=not print_config)
+    settings = _settings(_begun_with(recipe, arguments), minutes, runs_code=not print_config)
     if print_config:
         from monograph.config.commented import commented
 
@@ -207,6 +260,8 @@ def sweep(
     out: Annotated[
         Path | None, _place("DIR", "the sweep's folder, new or to continue; default: runs/DATE-TIME")
     ] = None,
+    name: Name = None,
+    recipe: FromRecipe = None,
     distill: Annotated[
         bool, _flag("--distill", "at the end, train one more model on the members' averaged probabilities")
     ] = False,
@@ -214,15 +269,18 @@ def sweep(
     json: Json = False,
 ) -> int:
     """Train many runs that differ in a few settings, and compare them."""
+    out = _folder(out, name)
     from monograph.commands.sweep import run
 
     _trust(trust_code)
-    return interrupts.working(run)(arguments or [], samples=samples, verify=verify, out=out, distill=distill, json=json)
+    given = _begun_with(recipe, arguments)
+    return interrupts.working(run)(given, samples=samples, verify=verify, out=out, distill=distill, json=json)
 
 
 @_command(LOOK, "monograph plan model.preset=1b --device H100")
 def plan(
     arguments: ConfigArguments = None,
+    recipe: FromRecipe = None,
     device: Annotated[str | None, _option("NAME", "a GPU, such as H200; default: this machine")] = None,
     device_memory: Annotated[str | None, _option("24GiB", "memory of the device; default: what is free")] = None,
     host_memory: Annotated[
@@ -233,7 +291,53 @@ def plan(
     """Predict which settings fit a device, and how fast they train."""
     from monograph.commands.plan import run
 
-    return run(_settings(arguments), device=device, device_memory=device_memory, host_memory=host_memory, json=json)
+    settings = _settings(_begun_with(recipe, arguments))
+    return run(settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json)
+
+
+@_command(LOOK, "monograph recipes lora")
+def recipes(
+    name: Annotated[
+        str | None, typer.Argument(metavar="[NAME]", help="a recipe, whose file is printed; default: a list of all")
+    ] = None,
+) -> None:
+    """List configurations for common jobs, which --recipe of train, sweep and plan begins with."""
+    from monograph.commands.recipes import run as command
+
+    interrupts.working(command)(name)
+
+
+@_command(LOOK, "monograph keys optim.lr")
+def keys(
+    word: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[SECTION|KEY|WORD]",
+            help="a section, a key, a part of its name, or what another program calls it; default: all keys",
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Explain the keys of a configuration: meaning, values, default, and an example."""
+    from monograph.commands.keys import run as command
+
+    interrupts.working(command)(word, json=json)
+
+
+@_command(LOOK, "monograph runs runs/")
+def runs(
+    folder: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[FOLDER]", help="the folder of the runs, or a sweep: its members; default: runs/", readable=False
+        ),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """List the runs of a folder, newest first, with their results, sizes and states."""
+    from monograph.commands.runs import run as command
+
+    interrupts.working(command)(folder, json=json)
 
 
 @_command(LOOK, "monograph check last")
@@ -266,7 +370,7 @@ def follow(
     interrupts.working(command)(run, to=to, out=out)
 
 
-@data_app.command(epilog=f"{EXAMPLE}monograph data show my_texts/ --row 3")
+@data_app.command(cls=_Explained, epilog=f"{EXAMPLE}monograph data show my_texts/ --row 3")
 def show(
     arguments: ConfigArguments = None,
     row: Annotated[int | None, _option("N", "the number of a packed row; default: a summary and row 0", min=0)] = None,
@@ -277,7 +381,7 @@ def show(
     interrupts.working(command)(_settings(arguments), row=row)
 
 
-@data_app.command(epilog=f"{EXAMPLE}monograph data build my_texts/")
+@data_app.command(cls=_Explained, epilog=f"{EXAMPLE}monograph data build my_texts/")
 def build(arguments: ConfigArguments = None) -> None:
     """Tokenize the text once, for all later runs."""
     from monograph.commands.data import build as command
@@ -291,20 +395,18 @@ def generate(
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="text to continue")] = None,
     file: Annotated[Path | None, _place("FILE", "a file of more prompts, as lines or JSON lines", "--prompts")] = None,
     chat: Annotated[bool, _flag("--chat", "answer each prompt, through the model's chat template")] = False,
-    temperature: Annotated[float, _option("T", "sampling temperature; 0: always the most likely token", min=0.0)] = 0.8,
-    top_k: Annotated[int, _option("K", "sample from the K most likely tokens; 0: off", min=0)] = 0,
-    top_p: Annotated[float, _option("P", "sample from the most likely tokens, up to this total probability")] = 1.0,
-    min_p: Annotated[float, _option("P", "leave out tokens less likely than P times the most likely one")] = 0.0,
-    sampler: Annotated[
-        list[str] | None, _option("KEY=VALUE", "another sampling option (docs/generate.md); may be repeated")
-    ] = None,
-    seed: Annotated[int, _option("S", "the same seed writes the same text", min=0)] = 0,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    sampler: Sampler = None,
+    seed: Seed = 0,
     n: Annotated[int, _option("N", "continuations of each prompt", "-n", "--n", min=1)] = 1,
     max_tokens: Annotated[int, _option("N", "longest continuation, in tokens", min=1)] = 128,
-    stop: Annotated[list[str] | None, _option("S", "end before this text; may be repeated")] = None,
-    choice: Annotated[list[str] | None, _option("TEXT", "write one of these texts; repeat it for each")] = None,
-    regex: Annotated[str | None, _option("PATTERN", "write text that matches as a whole")] = None,
-    json_schema: Annotated[Path | None, _place("FILE", "write JSON that follows this schema")] = None,
+    stop: Stop = None,
+    choice: Choice = None,
+    regex: Regex = None,
+    json_schema: JsonSchema = None,
     json: Json = False,
 ) -> None:
     """Continue a text, or answer a prompt, with a trained model."""
@@ -313,7 +415,43 @@ def generate(
     numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
     constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
     how = {"numbers": numbers, "pairs": sampler or [], "constraints": constraints, "chat": chat, "json": json}
-    interrupts.working(command)(run, prompts or [], file=file, n=n, max_tokens=max_tokens, stop=stop or [], **how)
+    how |= {"n": n, "max_tokens": max_tokens, "stop": stop or []}
+    if chat and not prompts and file is None:
+        if json or n > 1:
+            raise UsageError("--chat without a prompt is `monograph chat`, which takes neither --json nor --n")
+        from monograph.commands.chat import run as converse
+
+        interrupts.working(converse)(run, system=None, **how)
+        return
+    interrupts.working(command)(run, prompts or [], file=file, **how)
+
+
+@_command(TAKE_AWAY, "monograph chat last")
+def chat(
+    run: Run,
+    system: Annotated[str | None, _option("TEXT", "the system prompt, as /system in the chat sets it")] = None,
+    temperature: Temperature = 0.8,
+    top_k: TopK = 0,
+    top_p: TopP = 1.0,
+    min_p: MinP = 0.0,
+    sampler: Sampler = None,
+    seed: Seed = 0,
+    max_tokens: Annotated[int, _option("N", "longest answer, in tokens", min=1)] = 512,
+    stop: Stop = None,
+    choice: Choice = None,
+    regex: Regex = None,
+    json_schema: JsonSchema = None,
+) -> None:
+    """Talk to a model in the terminal; /help there lists what you can type.
+
+    From a pipe it answers each line as a message of one chat.
+    """
+    from monograph.commands.chat import run as command
+
+    numbers = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "seed": seed}
+    constraints = {"choices": choice, "regex": regex, "json_schema": json_schema}
+    how = {"numbers": numbers, "pairs": sampler or [], "constraints": constraints, "chat": True, "json": False}
+    interrupts.working(command)(run, system=system, n=1, max_tokens=max_tokens, stop=stop or [], **how)
 
 
 @_command(TAKE_AWAY, "monograph serve last")
@@ -326,7 +464,10 @@ def serve(
 ) -> None:
     """Serve a model through an OpenAI-compatible API, with a chat page."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
-        raise UsageError("monograph serve needs starlette and uvicorn: pip install 'monograph[serve]'")
+        from monograph.extras import install_command
+
+        libraries = install_command(["starlette>=1.0", "uvicorn>=0.50"])
+        raise UsageError(f"monograph serve needs starlette and uvicorn: {libraries}")
     from monograph.serve.command import run as command
 
     interrupts.working(command)(run, host=host, port=port, api_key_file=api_key_file, rows=rows)
@@ -407,6 +548,26 @@ def compare(
 
     _trust(trust_code)
     interrupts.working(command)(runs, data=data or [], chat=chat, json=json)
+
+
+def _begun_with(recipe: str | None, arguments: list[str] | None) -> list[str]:
+    """Return the arguments with the file of a recipe, which gives way to each key among them."""
+    if recipe is None:
+        return arguments or []
+    from monograph.config.recipes import recipe_named
+
+    return [str(recipe_named(recipe).path), *(arguments or [])]
+
+
+def _folder(out: Path | None, name: str | None) -> Path | None:
+    """Return the folder that --out or --name gives; None if neither does."""
+    if name is None:
+        return out
+    if out is not None:
+        raise UsageError(f"--name {name}: --out {out} says where the run is, too; give one of them")
+    if name in ("", ".", "..", "last") or "/" in name:
+        raise UsageError(f"--name {name}: expected the name of a folder in runs/, other than last; --out takes a path")
+    return Path("runs", name)
 
 
 def _trust(said: bool) -> None:

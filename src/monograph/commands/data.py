@@ -27,7 +27,7 @@ def show(settings: Settings, *, row: int | None) -> None:
         rows = f"{counted(len(corpus.train), 'row')} of {plan.sequence_length}"
         print(f"{rows}{epoch}, {stats.packed_share:.1%} filled")
         held = f"{counted(stats.held_out_documents, 'document')}, {stats.held_out_bytes:,} bytes"
-        held = counted(corpus.held_out.conversations, "conversation") if stats.conversations else held
+        held = counted(corpus.held_out.conversations, corpus.record_noun) if stats.conversations else held
         print(f"held out: {held}, {counted(len(corpus.held_out), 'row')}")
     elif row >= len(corpus.train):
         raise UsageError(f"--row {row}: the last row is {len(corpus.train) - 1:,}")
@@ -42,7 +42,7 @@ def _texts(corpus: Corpus) -> str:
 
 def _chats(corpus: Corpus) -> str:
     stats, train = corpus.stats, corpus.train
-    chats = f"{counted(stats.files, 'file')}, {counted(stats.conversations, 'conversation')}"
+    chats = f"{counted(stats.files, 'file')}, {counted(stats.conversations, corpus.record_noun)}"
     trained = f"{stats.tokens:,} of {train.inputs:,} tokens trained ({stats.trained_share:.1%})"
     return f"{chats} in {counted(train.documents, 'sequence')}, {trained}\nanswers end with {answer_ends(corpus)}"
 

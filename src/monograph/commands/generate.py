@@ -9,14 +9,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from monograph.config.settings import did_you_mean
 from monograph.data.messages import message_of
 from monograph.data.records import Unusable
 from monograph.decode import Completion, Generation, Sampling
 from monograph.decode import generate as decode
 from monograph.decode.automata import Automaton, constraint
 from monograph.device import clock, default_device
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused, UsageError, did_you_mean
 from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.models import load_with_tokenizer
@@ -219,39 +218,61 @@ class Model(NamedTuple):
         return chat_ids(self.tokenizer, messages, add_generation_prompt=True)
 
 
-def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) -> None:
-    """Print each prompt with its continuation as it is written; see the command line's help and `Options`."""
+def open_model(run: str, options: Options) -> Model:
+    """Load a model with its tokenizer, to write with these options, as yet without a constraint.
+
+    Raises:
+        UsageError: an option is wrong.
+        InputRefused: the model cannot be loaded.
+    """
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
-    options = Options(**asked_for)
     sampling = sampling_of(options.numbers, options.pairs)
-    limits = {kind: value for kind, value in options.constraints.items() if value is not None}
-    if len(limits) > 1:
+    if sum(value is not None for value in options.constraints.values()) > 1:
         raise UsageError("--choice, --regex and --json-schema: one of them at a time")
     network, tokenizer = load_with_tokenizer(run, warn)
     ends = list(stop_ids(tokenizer, network.config.ends)) if options.chat else [tokenizer.eos_id]
     network.to(default_device())
-    model = Model(network, tokenizer, sampling, [*options.stop, *ends], None, options)
-    records = prompts_of(file, options.chat, sampling, tokenizer.vocab_size) if file else ()
-    given = [*(Asked(prompt, sampling) for prompt in prompts), *records]
-    for kind, value in limits.items():
+    return Model(network, tokenizer, sampling, [*options.stop, *ends], None, options)
+
+
+def constrained(model: Model, given: Sequence[Asked]) -> Model:
+    """Return the model with the constraint that its options ask for, if any, on texts that follow the prompts.
+
+    Raises:
+        InputRefused: the constraint cannot be used.
+    """
+    for kind, value in model.options.constraints.items():
+        if value is None:
+            continue
         wanted = _text_of(value, "--json-schema", LARGEST_SCHEMA_BYTES) if isinstance(value, Path) else value
-        for lost in map(tokenizer.loss, wanted if kind == "choices" else ()):
+        for lost in map(model.tokenizer.loss, wanted if kind == "choices" else ()):
             if lost:  # leaving this choice out would ask a different question
                 raise InputRefused(f"--choice: {lost}")
-        begun = given or [Asked("." if options.chat else "", sampling)]
-        model = model._replace(constraint=constraint(kind, wanted, tokenizer.pieces, ends, _lead(model, begun)))
+        ends = [end for end in model.stop if not isinstance(end, str)]
+        automaton = constraint(kind, wanted, model.tokenizer.pieces, ends, _lead(model, given))
+        model = model._replace(constraint=automaton)
+    return model
+
+
+def run(run: str, prompts: list[str], *, file: Path | None, **asked_for: Any) -> None:
+    """Print each prompt with its continuation as it is written; see the command line's help and `Options`."""
+    options = Options(**asked_for)
+    model = open_model(run, options)
+    sampling = model.sampling
+    records = prompts_of(file, options.chat, sampling, model.tokenizer.vocab_size) if file else ()
+    given = [*(Asked(prompt, sampling) for prompt in prompts), *records]
     if file is not None and not given:
         raise InputRefused(f"--prompts {file}: holds no prompt; give one a line")
-    if options.chat and not given:
-        return _converse(model)
     given = given or [Asked("", sampling)]
+    model = constrained(model, given)
     written = model.write([_ids(model, asked) for asked in given], [asked.sampling for asked in given])
     if written.generator.compiled:
         print("compiling the step first: with so much to write that is the faster way", file=sys.stderr)
     if options.json:
         return _print_json(written)
     began = clock()
-    _print_text(written, lambda number: "" if options.chat else str(given[number // options.n].prompt), bool(limits))
+    limited = model.constraint is not None
+    _print_text(written, lambda number: "" if options.chat else str(given[number // options.n].prompt), limited)
     speed = f"{counted(written.tokens, 'token')}, {written.tokens / max(clock() - began, 1e-9):.0f} tok/s"
     print(f"{speed}, sampled in the graph; same seed, same text (--seed {sampling.seed})", file=sys.stderr)
 
@@ -277,15 +298,14 @@ def _ids(model: Model, asked: Asked) -> str | list[int]:
         raise InputRefused(f"{asked.where}: {refused}" if asked.where else str(refused)) from None
 
 
-def _print_text(written: Generation, head: Callable[[int], str], limited: bool) -> list[Completion]:
-    """Print each completion after its prompt while it is written, with empty lines between; return the completions.
+def _print_text(written: Generation, head: Callable[[int], str], limited: bool) -> None:
+    """Print each completion after its prompt while it is written, with empty lines between.
 
     Args:
         written: the texts that are being written.
         head: returns the text printed before a completion, by the completion's number.
         limited: whether a constraint limits the texts; a warning then says that a text was cut before it satisfied it.
     """
-    done: list[Completion] = []
     shown = -1
     for piece in written.stream():
         if piece.number != shown:
@@ -293,13 +313,11 @@ def _print_text(written: Generation, head: Callable[[int], str], limited: bool) 
             shown = piece.number
         _write(piece.text)
         if piece.completion is not None:
-            done.append(piece.completion)
             _write("\n")
             if piece.completion.finish_reason not in ("stop", "length"):
                 warn(f"ended with {piece.completion.finish_reason}")
             elif limited and piece.completion.finish_reason == "length":
                 warn("cut before it was whole: give more --max-tokens")
-    return done
 
 
 def _print_json(written: Generation) -> None:
@@ -329,33 +347,6 @@ def _shown(completion: Completion) -> dict[str, Any]:
     if completion.logprobs is not None:
         shown["logprobs"] = [logprob._asdict() for logprob in completion.logprobs]
     return shown
-
-
-def _converse(model: Model) -> None:
-    """Answer every line of standard input as a message, along with the chat so far."""
-    if model.options.json or model.options.n > 1:
-        raise UsageError("--chat without a prompt is a conversation: it takes neither --json nor --n")
-    live, messages = sys.stdin.isatty(), list[Message]()
-    while (line := _line(live)) is not None:
-        if not line.strip():
-            continue
-        messages.append({"role": "user", "content": line})
-        ids = model.question(messages)
-        context = model.model.config.max_position_embeddings
-        if len(ids) >= context:
-            raise InputRefused(
-                f"the conversation has {len(ids)} tokens with this message, and the model's context is {context}: "
-                "begin a new one"
-            )
-        [answer] = _print_text(model.write([ids]), lambda number: "", model.constraint is not None)
-        messages.append({"role": "assistant", "content": answer.text})
-
-
-def _line(live: bool) -> str | None:
-    if live:
-        print("> ", end="", file=sys.stderr, flush=True)
-    line = sys.stdin.readline()
-    return line.rstrip("\n") if line else None
 
 
 def _write(text: str) -> None:

@@ -90,7 +90,8 @@ class Key(NamedTuple):
         expected: the values that it accepts, to complete the sentence "expected ...".
         default: the value that applies where the key is not set; None if there is none or no single one.
         otherwise: what applies there in words, if it is no value; "" if nothing does.
-        example: a value to show where there is no default.
+        example: a value that somebody might set; None where the default is one.
+        auto: what "auto" stands for, which the meaning ends with; "" if the key does not take it.
     """
 
     meaning: str
@@ -98,10 +99,18 @@ class Key(NamedTuple):
     default: Any
     otherwise: str
     example: Any
+    auto: str = ""
 
 
 def _key(
-    default: Any, expected: str, meaning: str, *, usual: Any = None, otherwise: str = "", example: Any = None
+    default: Any,
+    expected: str,
+    meaning: str,
+    *,
+    usual: Any = None,
+    otherwise: str = "",
+    example: Any = None,
+    auto: str = "",
 ) -> Any:
     """Define a configuration key.
 
@@ -111,9 +120,12 @@ def _key(
         meaning: what the key means, in one line.
         usual: the value that applies where a key without a default is not given.
         otherwise: what applies there in words, if it is no single value.
-        example: a value of a key that has neither a default nor a usual value.
+        example: a value that somebody might set, of a key that has no default, or whose default is auto.
+        auto: what "auto" stands for, of a key that takes it.
     """
-    said = {"expected": expected, "usual": usual, "otherwise": otherwise, "example": example}
+    said = {"expected": expected, "usual": usual, "otherwise": otherwise, "example": example, "auto": auto}
+    if auto:
+        meaning = f"{meaning} auto: {auto}."
     return Field(default, description=meaning, json_schema_extra=said)
 
 
@@ -132,7 +144,11 @@ class ModelSection(Section):
     """The model: a preset by name, weights that exist (init), or sizes by their Hugging Face names."""
 
     preset: Literal["auto", *PRESETS] = _key(  # type: ignore[valid-type]
-        "auto", f"auto, {', '.join(PRESETS)}", "Shape of a new model. auto: micro, unless sizes are given."
+        "auto",
+        f"auto, {', '.join(PRESETS)}",
+        "Shape of a new model.",
+        auto="micro, unless sizes are given",
+        example="124m",
     )
     family: Literal[tuple(FAMILIES)] | None = _key(  # type: ignore[valid-type]
         None, ", ".join(FAMILIES), "Architecture of a new model.", usual=FIRST_FAMILY
@@ -197,13 +213,17 @@ class DataSection(Section):
     tokenizer: Text = _key(
         "auto",
         "auto, bpe, bytes or a tokenizer.json",
-        "The tokenizer. auto: the model's own, and bpe, which is trained on the text, for a new model.",
+        "The tokenizer.",
+        auto="the model's own; for a new model bpe, which is trained on the text",
+        example="bytes",
     )
     vocab_size: Size | None = _key(None, _SIZE, "Number of tokens of a bpe that is trained.", usual=4096)
     sequence_length: Auto | Annotated[Count, Field(le=MOST_LENGTH)] = _key(
         "auto",
         _COUNT.replace("1e15", str(MOST_LENGTH)) + ", or auto",
-        "Tokens in a row. auto: 256 for a new model, else what the model has, at most 1,024.",
+        "Tokens in a row.",
+        auto="256 for a new model, else what the model has, at most 1,024",
+        example=1024,
     )
     packing: Literal["packed", "padded"] = _key(
         "packed", "packed or padded", "packed: documents share a row. padded: each document has rows of its own."
@@ -239,7 +259,9 @@ class OptimSection(Section):
     name: Literal["auto", "adamw", "muon"] = _key(
         "auto",
         "auto, adamw or muon",
-        "The optimizer. muon: for the matrices of blocks, AdamW for the rest. auto: muon for a new model, else adamw.",
+        "The optimizer. muon: for the matrices of blocks, AdamW for the rest.",
+        auto="muon for a new model, else adamw",
+        example="adamw",
     )
     state: Literal["fp32", "bf16", "8bit"] = _key(
         "fp32", "fp32, bf16 or 8bit", "Form of the optimizer's moments: 8, 4 or 2 bytes a parameter."
@@ -248,12 +270,19 @@ class OptimSection(Section):
         True, "true or false", "Whether weights are kept in fp32. false: in bf16, stochastically rounded."
     )
     lr: Auto | PositiveFloat = _key(
-        "auto", f"{ABOVE_0.expected}, or auto", "Peak learning rate. auto: by the model and the kind of training."
+        "auto",
+        f"{ABOVE_0.expected}, or auto",
+        "Peak learning rate.",
+        auto="2e-4 for adapters, 2e-5 for all weights of a model that exists, a tenth of these for rewards and "
+        "preferences; for a new model by its preset, such as 6e-3 for nano and micro",
+        example=3e-4,
     )
     weight_decay: Auto | NonNegativeFloat = _key(
         "auto",
         f"{NOT_NEGATIVE.expected}, or auto",
-        "Decoupled decay of the matrices. auto: 0.1; in a new nano or micro by the number of epochs.",
+        "Decoupled decay of the matrices.",
+        auto="0.1; in a new nano or micro by the number of epochs",
+        example=0.01,
     )
     betas: Annotated[tuple[Momentum, Momentum], BeforeValidator(_pair)] = _key(
         (0.9, 0.95), "two numbers, 0 or more and below 1", "Decay of the first and second moment."
@@ -265,7 +294,9 @@ class OptimSection(Section):
     skip_spikes: Auto | bool = _key(
         "auto",
         "true, false or auto",
-        "Skip updates whose loss and gradient both stand out. auto: if gradients are clipped, except with rl.reward.",
+        "Skip updates whose loss and gradient both stand out.",
+        auto="if gradients are clipped, except with rl.reward",
+        example=False,
     )
     schedule: Literal["cosine", "constant", "wsd"] = _key(
         "cosine",
@@ -278,7 +309,9 @@ class OptimSection(Section):
     warmup_updates: Auto | Annotated[int, Field(ge=0, le=MOST_COUNT)] = _key(
         "auto",
         "a whole number from 0 to 1e15, or auto",
-        "Updates of linear warm-up. auto: 5 % of the run, at least 10 (or half of a shorter run), at most 2,000.",
+        "Updates of linear warm-up.",
+        auto="5 % of the run, at least 10 (or half of a shorter run), at most 2,000",
+        example=100,
     )
     ema: Literal["none"] | Fraction = _key(
         "none",
@@ -311,10 +344,16 @@ class TrainSection(Section):
     tokens_per_update: Auto | Annotated[Count, Field(le=MOST_PER_UPDATE)] = _key(
         "auto",
         _COUNT.replace("1e15", str(MOST_PER_UPDATE)) + ", or auto",
-        "Tokens of an update. auto: 2,048, or one row if that is longer.",
+        "Tokens of an update.",
+        auto="2,048, or one row if that is longer",
+        example=65_536,
     )
     micro_batch: Auto | Size = _key(
-        "auto", f"{_SIZE}, or auto", "Rows on the device at once. auto: as the planner finds fastest."
+        "auto",
+        f"{_SIZE}, or auto",
+        "Rows on the device at once.",
+        auto="the number that the planner finds fastest",
+        example=8,
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = _key(
         0, "a whole number, 0 or more", "Seed of new weights and of the order of the data."
@@ -322,22 +361,30 @@ class TrainSection(Section):
     precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = _key(
         "auto",
         "auto, fp32, bf16, fp16 or fp8",
-        "Precision of the arithmetic. auto: bf16 if the device has it, else fp32. fp8: in blocks' linear layers.",
+        "Precision of the arithmetic. fp8: in blocks' linear layers.",
+        auto="bf16 if the device has it, else fp32",
+        example="bf16",
     )
     compile: Literal["auto", "whole", "blocks", "none"] = _key(
         "auto",
         "auto, whole, blocks or none",
         "What one compiled graph holds. whole: the step. blocks: a block, which all layers share. none: no graph.",
+        auto="whole; blocks for a model of 16 layers or more, or a streamed one",
+        example="none",
     )
     remat: Literal["auto", "none", "pointwise", "full", "offload"] | Fraction = _key(
         "auto",
         "auto, none, pointwise, full, offload or a number between 0 and 1",
         "Activation checkpointing. A number: the share that is kept. offload: full, with what it keeps in host memory.",
+        auto="the fastest that fits",
+        example="full",
     )
     memory: Literal["auto", "device", "stream"] = _key(
         "auto",
         "auto, device or stream",
-        "Where weights are. stream: in host memory, fetched stage by stage. auto: stream if nothing else fits a GPU.",
+        "Where weights are. stream: in host memory, fetched stage by stage.",
+        auto="stream if nothing else fits a GPU",
+        example="stream",
     )
     parallel: Literal["none", "ddp", "fsdp", "hsdp"] = _key(
         "none",
@@ -348,10 +395,18 @@ class TrainSection(Section):
         "fp32", "fp32 or bf16", "With fsdp and hsdp: the dtype in which weights are sent. bf16 halves their traffic."
     )
     eval_every: Auto | Whole = _key(
-        "auto", f"{_WHOLE}, or auto", "Updates between evaluations. auto: about 12 evaluations in a run."
+        "auto",
+        f"{_WHOLE}, or auto",
+        "Updates between evaluations.",
+        auto="about 12 evaluations in a run",
+        example=100,
     )
     save_every: Auto | Whole = _key(
-        "auto", f"{_WHOLE}, or auto", "Updates between checkpoints. auto: about 6 checkpoints in a run."
+        "auto",
+        f"{_WHOLE}, or auto",
+        "Updates between checkpoints.",
+        auto="about 6 checkpoints in a run",
+        example=500,
     )
     keep: Whole = _key(2, _WHOLE, "How many of the newest checkpoints are kept. 1 leaves nothing to fall back on.")
 
@@ -391,14 +446,18 @@ class LoraSection(Section):
     base: Literal["auto", "int8", "nf4"] | None = _key(
         None,
         "auto, int8 or nf4",
-        "Form in which frozen weights are kept. auto: 16 bits if the arithmetic is in 16 bits.",
+        "Form in which frozen weights are kept.",
         usual="auto",
+        auto="16 bits if the arithmetic is in 16 bits",
+        example="nf4",
     )
     tokens: Texts | None = _key(
         None,
         'auto or a list of tokens, ["<|im_start|>"]',
-        "Tokens whose rows of embedding and head are trained, besides those new to the base. auto: no others.",
+        "Tokens whose rows of embedding and head are trained, besides those new to the base.",
         usual="auto",
+        auto="no others",
+        example=["<|im_start|>"],
     )
 
 
@@ -504,4 +563,4 @@ def described(key: str) -> Key:
     field = SECTIONS[section].model_fields[name]
     said: Any = field.json_schema_extra
     default = said["usual"] if field.default is None else field.default
-    return Key(str(field.description), said["expected"], default, said["otherwise"], said["example"])
+    return Key(str(field.description), said["expected"], default, said["otherwise"], said["example"], said["auto"])

@@ -1,9 +1,8 @@
 """Hold the settings of one run: frozen values, where each came from, and their text form."""
 
-import difflib
 import hashlib
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
@@ -13,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from monograph.config import keys
 from monograph.config.keys import DEFAULT_MINUTES, SECTIONS, described
 from monograph.config.renamed import spelled, translated
-from monograph.errors import UsageError
+from monograph.errors import UsageError, did_you_mean
 from monograph.model.config import WEIGHT_FILES
 from monograph.storage.code import code_named
 
@@ -160,7 +159,8 @@ def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
     """
     now = translated(key, value)
     if now is not None:
-        raise UsageError(f"{origin}: {key} = {value}: say {spelled(now)}")
+        said = spelled(now) if from_text else _in_toml(now)
+        raise UsageError(f"{origin}: {key} = {value}: say {said}")
     section, _, name = key.partition(".")
     adapter = _adapter(section, name)
     try:
@@ -173,6 +173,15 @@ def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
         shown = json.dumps(value, ensure_ascii=False, default=str)
         raise UsageError(f"{origin}: {key} = {shown}: expected {described(key).expected}{hint}") from None
     return checked
+
+
+def _in_toml(values: Mapping[str, Any]) -> str:
+    """Return keys and values as a file has them: `name = "muon" and state = "8bit" under [optim]`."""
+    lines: dict[str, list[str]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        lines.setdefault(section, []).append(f"{name} = {toml_of(value)}")
+    return " and ".join(f"{' and '.join(assignments)} under [{section}]" for section, assignments in lines.items())
 
 
 @cache
@@ -229,15 +238,3 @@ def _reads(adapter: TypeAdapter[Any], text: str) -> bool:
         adapter.validate_python(text)
         return True
     return False
-
-
-def did_you_mean(word: str, choices: Iterable[str]) -> str:
-    """Return `; did you mean X?` for the choice closest to `word`, or "" if none is close.
-
-    If no whole choice is close, the parts after the last dot are compared.
-    """
-    full = list(choices)
-    last = {choice.rpartition(".")[2]: choice for choice in full}
-    near = difflib.get_close_matches(word, full, n=1, cutoff=0.75)
-    near = near or [last[part] for part in difflib.get_close_matches(word.rpartition(".")[2], last, n=1, cutoff=0.7)]
-    return f"; did you mean {near[0]}?" if near else ""

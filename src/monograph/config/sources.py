@@ -5,22 +5,23 @@ import glob
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from monograph.config.elsewhere import as_here
 from monograph.config.keys import KEYS, SECTIONS
 from monograph.config.renamed import translated
-from monograph.config.settings import ANYWHERE, BELONGS, EXCLUSIVE, Settings, build, check, did_you_mean, digest_of
+from monograph.config.settings import ANYWHERE, BELONGS, EXCLUSIVE, Settings, build, check, digest_of
 from monograph.data import HEAVIEST, LIGHTEST
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused, UsageError, did_you_mean
 from monograph.model.families import PRESETS
 from monograph.storage.code import HUB
 from monograph.storage.reading import entries, exists, is_folder, matching, read_input
 
 COMMAND_LINE = "command line"
 MOST_TOML_BYTES = 1 << 20
+MOST_FAULTS = 5  # that one error names
 _WEIGHT = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?"
 _ENVIRONMENT = {f"MONOGRAPH_{key.replace('.', '_').upper()}": key for key in KEYS}
 _ENVIRONMENT_PREFIXES = tuple(f"MONOGRAPH_{name.upper()}_" for name in SECTIONS)
@@ -69,7 +70,13 @@ def load(
     given = _replaced(given, _from_environment(os.environ if environment is None else environment))
     given = _replaced(given, _from_command_line(overrides or {}))
     in_force = _without_overruled(given)
-    values = {key: check(key, value.value, value.origin, from_text=value.from_text) for key, value in in_force.items()}
+    values, wrong = dict[str, Any](), list[UsageError]()
+    for key, value in in_force.items():
+        try:
+            values[key] = check(key, value.value, value.origin, from_text=value.from_text)
+        except UsageError as error:
+            wrong.append(error)
+    _raise_all(wrong)
     return build(values, {key: value.origin for key, value in in_force.items()})
 
 
@@ -108,16 +115,41 @@ def _from_toml(path: Path) -> dict[str, Given]:
     except OSError as error:
         raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
     given: dict[str, Given] = {}
+    unknown: list[UsageError] = []
     for section, table in tables.items():
         if not isinstance(table, dict):
-            require_known(section, _origin(path, text, "", section))
-        for key, value in table.items():
-            origin = _origin(path, text, section, key)
-            require_known(f"{section}.{key}", origin)
-            given[f"{section}.{key}"] = Given(value, origin, 1, from_text=False)
-        if section not in SECTIONS:
-            raise UsageError(f"{path}: there is no section [{section}]{did_you_mean(section, SECTIONS)}")
+            unknown += _unknown(section, _origin(path, text, "", section))
+        elif section not in SECTIONS and not table:
+            unknown.append(UsageError(f"{path}: there is no section [{section}]{did_you_mean(section, SECTIONS)}"))
+        elif section not in SECTIONS:  # all of its keys are unknown: one says why
+            first = next(iter(table))
+            unknown += _unknown(f"{section}.{first}", _origin(path, text, section, first))
+        else:
+            for key, value in table.items():
+                origin = _origin(path, text, section, key)
+                unknown += _unknown(f"{section}.{key}", origin)
+                given[f"{section}.{key}"] = Given(value, origin, 1, from_text=False)
+    _raise_all(unknown)
     return given
+
+
+def _unknown(key: str, origin: str) -> list[UsageError]:
+    """Return the error for a key if it is unknown."""
+    try:
+        require_known(key, origin)
+    except UsageError as error:
+        return [error]
+    return []
+
+
+def _raise_all(faults: Sequence[UsageError]) -> None:
+    """Raise one error that says what several say, so that a person corrects all at once."""
+    if not faults:
+        return
+    lines = [str(fault) for fault in faults[:MOST_FAULTS]]
+    if len(faults) > MOST_FAULTS:
+        lines.append(f"{len(faults) - MOST_FAULTS} more like these")
+    raise UsageError("; also ".join(lines))
 
 
 def _translated(given: Mapping[str, Given]) -> dict[str, Given]:

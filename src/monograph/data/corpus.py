@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from monograph.data.documents import Reading
 from monograph.data.forms import ASKED, LABELLED_FORM, PAIR_FORM, TEXT, Asked, Kind, by_keys
-from monograph.data.kinds import kind_of_records
+from monograph.data.kinds import are_completions, kind_of_records
 from monograph.data.loss_mask import Answering
 from monograph.data.progress import Progress
 from monograph.data.rows import IGNORE, Rows
@@ -93,6 +93,11 @@ class Corpus:
         return self.tokenizer.vocab_size
 
     @property
+    def record_noun(self) -> str:
+        """Return what a record is of which only answers are trained on: a conversation, or a completion of a text."""
+        return "completion" if self.tokenizer.config.template is None else "conversation"
+
+    @property
     def skipped(self) -> dict[str, int]:
         """Return {reason: count} of the files and records that were skipped."""
         return self.stats.skipped
@@ -146,8 +151,9 @@ def corpus(
             see `monograph.data.documents.split`. 0 holds out nothing.
         text_key: the key or column of a record that holds its text, by default "text". Records without it that have
             "messages", "conversations", or "prompt" and "completion" are conversations, whose assistant's answers are
-            trained on (docs/finetune.md); they need a tokenizer with a chat template. Where a record could be both, a
-            key that is given chooses: a text's, or one of these for conversations.
+            trained on (docs/finetune.md); they need a tokenizer with a chat template, unless prompt and completion are
+            texts, which are trained on as they are without one. Where a record could be both, a key that is given
+            chooses: a text's, or one of these for conversations.
         ignore_keys: keys of records that are left out; any other key of a conversation is obeyed or refused.
         bad_records: "refuse" a bad record or a damaged file of records with an error, or "skip" and count it.
         answers: in conversations, train on "every" answer or on the "last" alone.
@@ -200,7 +206,8 @@ def _packed(request: Request, stored: Stored, sequence_length: int, packing: str
 
 
 _WITH_TEMPLATE = (
-    "the tokenizer and chat template of a model: start from one with model.init = FOLDER, or name its folder here"
+    "the tokenizer and chat template of a model: start from one with model.init = FOLDER, or name its folder here "
+    "(records of 'prompt' and 'completion', texts, need none)"
 )
 
 
@@ -238,6 +245,10 @@ def _reading(sources: Sources, asked: Reading, said: Asked, tokenizer: Tokenizer
         )
     if kind is not Kind.CONVERSATIONS:
         return asked._replace(answering=None)
+    if isinstance(tokenizer, Tokenizer) and tokenizer.config.template is not None:
+        return asked
+    if are_completions([file.path for file in sources.files], said, asked.skip_bad):
+        return asked._replace(plain=True)
     if not isinstance(tokenizer, Tokenizer):
         raise UsageError(f"data.tokenizer = bpe: conversations need {_WITH_TEMPLATE}")
     return asked

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monograph.data import LARGEST_SHARE
+from monograph.data.completions import completion_records, texts_of
 from monograph.data.conversations import conversation_records
 from monograph.data.forms import Asked, Kind, RecordKeys
 from monograph.data.loss_mask import Answering
@@ -167,6 +168,7 @@ class Reading(NamedTuple):
             `conversation_text` returns.
         ignored: the keys of records that are left out.
         is_chosen: whether `text_key` asks for conversations, so that keys of other kinds of records are ignored.
+        plain: whether conversations are a prompt and a completion each, texts that no chat template renders.
     """
 
     text_key: str
@@ -174,6 +176,7 @@ class Reading(NamedTuple):
     answering: Answering | None = None
     ignored: tuple[str, ...] = ()
     is_chosen: bool = False
+    plain: bool = False
 
     @property
     def asked(self) -> Asked:
@@ -262,6 +265,8 @@ def _note(skipped: Counter[str], records: int, first_bad: str) -> tuple[str, ...
 
 
 def _records(file: SourceFile, reading: Reading, keys: RecordKeys) -> Iterator[Record]:
+    if reading.plain:
+        return completion_records(file, keys)
     if reading.answering:
         return conversation_records(file, keys)
     return (json_lines if file.suffix in LINES else table_rows)(file.path, reading.text_key)
@@ -330,7 +335,8 @@ class Documents:
             if file.has_records:
                 for _, text, _, digest in self._good(index):
                     if not self.split.buckets[bucket(digest)] and int.from_bytes(digest[2:6]) < share * 2**32:
-                        yield from parts_of(text)
+                        for whole in texts_of(text) if self.reading.plain else (text,):
+                            yield from parts_of(whole)
             elif stop and left > 0:
                 stop = stop if stop <= left else cut_position(file.path, left, stop)
                 left -= stop

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from monograph.data.completions import Completions, texts_of
 from monograph.data.conversations import Conversation
 from monograph.data.documents import Document, Documents, refused
-from monograph.data.loss_mask import Answers, Row
+from monograph.data.loss_mask import Answers, Row, skipped_notes
 from monograph.data.progress import Meter, Progress
 from monograph.data.reading import read_text
 from monograph.data.records import Unusable
@@ -239,6 +240,8 @@ def encode_conversations(
     """
     reading = documents.reading
     assert reading.answering is not None
+    if reading.plain:
+        return _encode_completions(documents, files, tokenizer, folder, meter)
     answers, skipped, first_bad = Answers(tokenizer, reading.answering), Counter[str](), ""
     with ExitStack() as stack:
         sides = {side: SideWriter(folder / side, tokenizer, len(files), stack, conversations=True) for side in SIDES}
@@ -265,6 +268,37 @@ def encode_conversations(
         for side in sides.values():
             side.end()
     return sides, dict(skipped), answers.notes(skipped, first_bad)
+
+
+def _encode_completions(
+    documents: Documents, files: Sequence[SourceFile], tokenizer: Tokenizer, folder: Path, meter: Meter
+) -> tuple[dict[str, SideWriter], dict[str, int], tuple[str, ...]]:
+    """Do as `encode_conversations`, for prompts and completions that no chat template renders."""
+    reading = documents.reading
+    assert reading.answering is not None
+    completions, spelled = Completions(tokenizer, reading.answering), Spelled(tokenizer)
+    skipped, first_bad = Counter[str](), ""
+    with ExitStack() as stack:
+        sides = {side: SideWriter(folder / side, tokenizer, len(files), stack, conversations=True) for side in SIDES}
+        for document in documents:
+            where = place_of(files[document.file].path, document.record)
+            text = "".join(part for part, _ in document.parts)
+            spelled.see(where, [*texts_of(text)])
+            try:
+                row = completions.row(text)
+            except Unusable as unusable:
+                if not reading.skip_bad:
+                    raise refused(f"{where}: {unusable}") from None
+                skipped[unusable.fault.reason] += 1
+                first_bad = first_bad or f"{where}: {unusable}"
+                continue
+            except InputRefused as error:
+                raise InputRefused(f"{where}: {error}") from None
+            sides["held_out" if document.held_out else "train"].add_row(document, row)
+            meter.add(document.bytes)
+        for side in sides.values():
+            side.end()
+    return sides, dict(skipped), (*skipped_notes(skipped, first_bad), *spelled.notes())
 
 
 def _encoded(tokenizer: Tokenizer, parts: Sequence[Part], files: Sequence[SourceFile]) -> list[list[int]]:

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from monograph.data.completions import are_texts
 from monograph.data.forms import COMPLETED_FORM, FORMS, LABELLED_FORM, TEXT, Asked, Form, Kind, forms_of, two_ways
 from monograph.data.reading import Damaged, read_blocks
 from monograph.data.records import Fault, json_objects
@@ -63,6 +64,29 @@ def kind_of_records(paths: Sequence[Path], asked: Asked, skip_bad: bool) -> Kind
             holding = f"{first[1]} holds {first[0].value} and {path} holds {kind.value}"
             raise UsageError(f"data.source: {holding}; give one kind")
     return first[0] if first else None
+
+
+def are_completions(paths: Sequence[Path], asked: Asked, skip_bad: bool) -> bool:
+    """Return whether the records of a sample of these files are prompts with completions, all of them texts.
+
+    Raises:
+        Damaged: a file is damaged, and `skip_bad` does not pass over it.
+    """
+    found = False
+    for path in paths:
+        try:
+            for _, record in sample(path, asked) if kind_of(path) in LINES | TABLES else ():
+                given = asked.given(record)
+                if COMPLETED_FORM in forms_of(given, asked):
+                    found = True
+                    if not are_texts(given):
+                        return False
+                elif forms_of(given, asked):
+                    return False
+        except Damaged:
+            if not skip_bad:
+                raise
+    return found
 
 
 def _kind_in(path: Path, asked: Asked, skip_bad: bool) -> Kind | None:

@@ -113,10 +113,7 @@ class Answers:
 
     def notes(self, skipped: Mapping[str, int], first_bad: str) -> tuple[str, ...]:
         """Return notes for the user on all conversations so far, including {reason: count} of the `skipped` ones."""
-        counts, lines = self.counts, []
-        if skipped:
-            reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
-            lines.append(f"skipped conversations: {reasons}; the first: {first_bad}")
+        counts, lines = self.counts, skipped_notes(skipped, first_bad)
         if counts["truncated"]:
             lines.append(f"turns were left out before {counts['truncated']:,} of {counts['answers']:,} answers to fit")
         lines += unread_notes(counts)
@@ -239,6 +236,14 @@ class _Encoder:
         ids += encode(text[at:].replace(marker, ""), ids)
         self._text, self._ids, self._ends = text, ids, ends
         return list(ids)
+
+
+def skipped_notes(skipped: Mapping[str, int], first_bad: str) -> list[str]:
+    """Return a note for the user on the conversations that were skipped, if some were."""
+    if not skipped:
+        return []
+    reasons = ", ".join(f"{count:,} {reason}" for reason, count in skipped.items())
+    return [f"skipped conversations: {reasons}; the first: {first_bad}"]
 
 
 def stops_of(tokenizer: Tokenizer) -> frozenset[int]:

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from monograph.data.progress import Meter
 from monograph.errors import InputRefused
+from monograph.extras import command_for
 from monograph.storage.reading import open_input, refusing
 
 T = TypeVar("T")
@@ -44,9 +45,8 @@ def imported(library: str, source: Path | str, extra: str) -> Any:
     try:
         return importlib.import_module(library)
     except ImportError:
-        raise InputRefused(
-            f"{source}: reading it needs {library}, which is not installed: pip install 'monograph[{extra}]'"
-        ) from None
+        needs = f"reading it needs {library}, which is not installed"
+        raise InputRefused(f"{source}: {needs}: {command_for(extra, library)}") from None
 
 
 def raw_blocks(path: Path, meter: Meter | None = None) -> Iterator[bytes]:

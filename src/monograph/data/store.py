@@ -61,7 +61,9 @@ class Request(NamedTuple):
         """Return the values that decide the documents: the files and, if some have records, how these are read."""
         records = any(file.has_records for file in self.text.files)
         reading: list[Any] | None = [self.reading.text_key, self.reading.skip_bad] if records else None
-        if reading and self.reading.answering:
+        if reading and self.reading.plain and self.reading.answering:
+            reading += ["prompt and completion", self.reading.answering.longest]
+        elif reading and self.reading.answering:
             assert isinstance(self.tokenizer, Tokenizer)
             template, stops = template_of(self.tokenizer), sorted(stops_of(self.tokenizer))
             reading += [self.reading.answering, template.source, sorted(template.tokens.items()), stops, DAY]

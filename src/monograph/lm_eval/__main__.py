@@ -4,6 +4,7 @@ import importlib.util
 import sys
 
 from monograph.errors import MonographError, UsageError
+from monograph.extras import command_for
 from monograph.terminal import one_line
 
 
@@ -11,7 +12,7 @@ def main() -> int:
     """Run lm-evaluation-harness; show this package's errors as one line with their exit code."""
     try:
         if importlib.util.find_spec("lm_eval") is None:
-            raise UsageError("lm-evaluation-harness is not installed: pip install -e '.[lm-eval]'")
+            raise UsageError(f"lm-evaluation-harness is not installed: {command_for('lm-eval', 'lm-eval')}")
         from lm_eval.__main__ import cli_evaluate
 
         import monograph.lm_eval.model  # noqa: F401  # the import registers the model

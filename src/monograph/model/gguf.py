@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from monograph.errors import InputRefused, UsageError
+from monograph.extras import command_for
 from monograph.graph.lora import Plain, plain_parameters
 from monograph.graph.mmap_weights import kept_dtype
 from monograph.model import gguf_layers, sampling_defaults
@@ -134,7 +135,7 @@ def package() -> Any:
     try:
         return importlib.import_module("gguf")
     except ModuleNotFoundError:
-        raise UsageError("--format gguf needs the package gguf: pip install 'monograph[gguf]'") from None
+        raise UsageError(f"--format gguf needs the package gguf: {command_for('gguf', 'gguf')}") from None
 
 
 def _check(config: LlamaConfig, dtype: str) -> None:

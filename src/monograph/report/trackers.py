@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from monograph.errors import DiskFull, InputRefused, UsageError
+from monograph.extras import install_command
 from monograph.storage.reading import entries
 from monograph.terminal import shell_words
 
@@ -175,5 +176,5 @@ def tracker_named(name: str) -> Opener:
     if name not in _TRACKERS:
         raise UsageError(f"--to {name}: expected one of {', '.join(_TRACKERS)}")
     if importlib.util.find_spec(name) is None:
-        raise UsageError(f"--to {name} needs its library: pip install {name}")
+        raise UsageError(f"--to {name} needs its library: {install_command([name])}")
     return _TRACKERS[name]

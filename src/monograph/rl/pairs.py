@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from monograph.data.completions import completed_row
 from monograph.data.conversations import Conversation, chat_only, read_conversation, require_copy
 from monograph.data.corpus import Corpus, stats_of
 from monograph.data.forms import (
@@ -257,10 +258,7 @@ def _of_text(tokenizer: Tokenizer, record: Record, key: str) -> _Answer:
     if chats is not None:
         raise InputRefused(f"{short(chats)} is for chats, and the answers are texts: remove it, or {IGNORE_KEY}")
     prompt, answer = _text(asked, PROMPT), _text(record[key], key)
-    before = [tokenizer.bos_id, *tokenizer.encode(prompt)]
-    # Only a text that begins the document has the space that some tokenizers put before a text.
-    ids = [*before, *tokenizer.encode(answer, inside=bool(prompt)), tokenizer.eos_id]
-    return prompt, Row(ids, ((len(before), len(ids)),)), len(answer.encode())
+    return prompt, completed_row(tokenizer, prompt, answer), len(answer.encode())
 
 
 def _text(value: Any, key: str) -> str:

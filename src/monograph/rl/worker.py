@@ -218,7 +218,12 @@ def _serve(channel: _Channel) -> None:
         # Latin-1 brought all bytes here: the source itself says in which encoding it is.
         exec(compile(source.encode("latin-1"), path, "exec"), module.__dict__)
         if wanted and not callable(getattr(module, wanted, None)):
-            raise NameError(f"the file has no function {wanted!r}")
+            import difflib  # needed here alone: every process of this program would start later by it
+
+            functions = [name for name, value in module.__dict__.items() if callable(value)]
+            near = difflib.get_close_matches(wanted, functions, n=1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            raise NameError(f"the file has no function {wanted!r}{hint}")
 
     def call(name: str, places: Any, named: Any) -> Any:
         if not hasattr(module, name):

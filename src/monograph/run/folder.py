@@ -321,10 +321,10 @@ def claim_new_folder(root: Path) -> Path:
 
 def _claim_given_folder(folder: Path) -> Path:
     if exists(folder) and not is_folder(folder):
-        raise InputRefused(f"--out {folder} is a file; name a folder that is new or empty")
+        raise InputRefused(f"{folder} is a file; name a folder that is new or empty")
     folder.mkdir(parents=True, exist_ok=True)
     if not exists(folder / "run.lock") and entries(folder):
-        raise InputRefused(f"--out {folder} is not empty and holds no run; name a folder that is new or empty")
+        raise InputRefused(f"{folder} is not empty and holds no run; name a folder that is new or empty")
     return folder
 
 
@@ -346,8 +346,8 @@ def _drop_text(folder: Path) -> None:
 
 
 def _already_a_run(folder: Path) -> InputRefused:
-    again = f"continue it with --resume {shell_words(folder)}, or name a new folder"
-    return InputRefused(f"--out {folder} already holds a run; {again}")
+    again = f"continue it with --resume {shell_words(folder)}, or give another --name or --out"
+    return InputRefused(f"{folder} already holds a run; {again}")
 
 
 def _in_use(folder: Path) -> RunInUse:

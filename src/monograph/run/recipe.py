@@ -21,7 +21,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import nn
 
-from monograph.errors import InputRefused, said_by
+from monograph.errors import InputRefused, did_you_mean, said_by
 from monograph.graph.inspect import unique_state, unwrap_
 from monograph.graph.lora import Lora
 from monograph.graph.trial import OTHERS
@@ -230,7 +230,8 @@ def from_file(recipe: Recipe, code: Code) -> tuple[nn.Module, Loss]:
         loader.exec_module(module)
         function = getattr(module, function_name, None)
         if not callable(function):
-            raise InputRefused(f"{where}: {file} has no function {function_name!r}")
+            hint = did_you_mean(function_name, [name for name, value in vars(module).items() if callable(value)])
+            raise InputRefused(f"{where}: {file} has no function {function_name!r}{hint}")
         takes = inspect.signature(function).parameters
         offered = {"seed": recipe.seed, **recipe.sizes}
         built = function(**{key: value for key, value in offered.items() if key in takes})

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from monograph.errors import DiskFull, InputRefused, UsageError
+from monograph.extras import command_for
 from monograph.storage.code import HUB
 from monograph.storage.reading import error_number, is_file, matching
 from monograph.storage.writing import FULL
@@ -90,7 +91,8 @@ def _asking(name: str) -> Iterator[tuple[Any, str, str | None]]:
     try:
         library = importlib.import_module("huggingface_hub")
     except ImportError:
-        raise UsageError(f"{name}: this needs huggingface_hub: pip install 'monograph[hub]'") from None
+        command = command_for("hub", "huggingface_hub")
+        raise UsageError(f"{name}: this needs huggingface_hub: {command}") from None
     try:
         yield library, match[1], match[2]
     except Exception as error:  # the library and the network may raise anything

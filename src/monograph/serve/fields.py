@@ -10,11 +10,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields
 from typing import Any, NamedTuple
 
-from monograph.config.settings import did_you_mean
 from monograph.data.messages import message_of
 from monograph.data.records import Unusable
 from monograph.decode import Sampling
-from monograph.errors import MonographError, UsageError
+from monograph.errors import MonographError, UsageError, did_you_mean
 from monograph.ranges import whole
 from monograph.storage.reading import json_fault, parse_json
 from monograph.text.messages import CALLS, THOUGHTS

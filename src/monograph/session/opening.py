@@ -19,13 +19,15 @@ class Opening(NamedTuple):
         text: the text shown before a sample.
         begun: the text or the ids that the model continues.
         stop: ids that end a sample, in addition to the end-of-text token.
-        arguments: the arguments of `monograph generate` for such a sample.
+        arguments: the arguments, after the run, of the command that writes such a sample.
+        command: that command: generate, or chat for a model of chats.
     """
 
     text: str
     begun: str | list[int]
     stop: tuple[int, ...]
     arguments: tuple[str, ...]
+    command: str = "generate"
 
 
 def opening_of(
@@ -46,8 +48,9 @@ def opening_of(
             like = ("--regex", regex)
         elif schema is not None:
             like = ("--json-schema", schema)
-        arguments = (*like, "--chat") if corpus.chats else (*like, *_dashes(first.text), first.text)
-        return Opening(first.text, [*first.ids], (), arguments)
+        if corpus.chats:
+            return Opening(first.text, [*first.ids], (), like, "chat")
+        return Opening(first.text, [*first.ids], (), (*like, *_dashes(first.text), first.text))
     rows = corpus.held_out if len(corpus.held_out) else corpus.train
     # It may fill half of the positions; the first token of a document and a written token must fit in any case.
     room = max(0, min(config.max_position_embeddings // 2, config.max_position_embeddings - 2)) if config else None
@@ -55,11 +58,12 @@ def opening_of(
         ids = rows.first_prompt()
         ids = ids if room is None else ids[-max(1, room) :]
         asked = corpus.tokenizer.decode(ids).strip()
-        if isinstance(rows, PairRows) and not rows.chats:
+        plain = not rows.chats if isinstance(rows, PairRows) else corpus.tokenizer.config.template is None
+        if plain:
             return Opening(asked, ids, (), (*_dashes(asked), asked))
         if len(asked) > _SHOWN_CHARS:  # keep the last whole words
             asked = "… " + (asked[-_SHOWN_CHARS:].split(maxsplit=1) or [""])[-1]
-        return Opening(f"{asked} ", ids, stop_ids(corpus.tokenizer, config.ends if config else ()), ("--chat",))
+        return Opening(f"{asked} ", ids, stop_ids(corpus.tokenizer, config.ends if config else ()), (), "chat")
     first_line = next(iter(rows.texts())).decode("utf-8", "replace").lstrip().partition("\n")[0]
     python = corpus.name == "stdlib"
     text = STDLIB_PROMPT if python else " ".join(first_line.split(" ")[:4])[:_SHOWN_CHARS]

@@ -311,7 +311,7 @@ class Reporter:
         longer = ("my_texts/",) if self.python else ("--from", name)  # train on the user's own text, or go on
         more: list[tuple[str, ...]] = [("train", *longer, "--minutes", "30")]
         if self._writes:
-            more = [("generate", name, *self.opening.arguments), ("export", name, "--to", _free()), *more]
+            more = [(self.opening.command, name, *self.opening.arguments), ("export", name, "--to", _free()), *more]
         elif self.held_out:
             more = [("evaluate", name), *more]
         judged = self.session.plan.settings.prefer.loss is not None

@@ -67,7 +67,7 @@ def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
     for line in data.notes:
         progress.line("note", line)
     if stats.conversations:
-        progress.line("chats", _conversations(data))
+        progress.line("records" if data.tokenizer.config.template is None else "chats", _conversations(data))
         return data
     progress.line(
         "tokens",
@@ -85,9 +85,9 @@ def _conversations(data: Corpus) -> str:
     sequences = data.train.documents
     rows = f" in {counted(sequences, 'sequence')}" if sequences > stats.conversations else ""
     return (
-        f"{counted(stats.conversations, 'conversation')}{rows}, {count(stats.tokens)} of {in_all} tokens trained "
+        f"{counted(stats.conversations, data.record_noun)}{rows}, {count(stats.tokens)} of {in_all} tokens trained "
         f"({stats.trained_share:.1%}), packed {stats.packed_share:.1%}; "
-        + (f"held out: {counted(held.conversations, 'conversation')}" if held.conversations else "nothing held out")
+        + (f"held out: {counted(held.conversations, data.record_noun)}" if held.conversations else "nothing held out")
     )
 
 

@@ -1,0 +1,108 @@
+"""`monograph keys`: explain the keys of a configuration."""
+
+import json as jsonlib
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator
+from typing import Any
+
+from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.lookup import Found, example_of, keys_named, names_elsewhere
+from monograph.config.settings import toml_of
+from monograph.terminal import is_terminal, shell_words
+
+WIDTH = 100  # of lines where there is no terminal
+
+
+def run(word: str | None, *, json: bool) -> None:
+    """Print the keys that a word stands for, or all; see the command line's help."""
+    found = Found(KEYS, {}) if word is None else keys_named(word)
+    if json:
+        print(jsonlib.dumps({"schema": "monograph.keys/1", "keys": [_entry(key) for key in found.keys]}))
+        return
+    width = min(shutil.get_terminal_size().columns, WIDTH) if is_terminal(sys.stdout) else WIDTH
+    lines = [*_explained(found.keys[0], width)] if len(found.keys) == 1 else [*_tables(found.keys, width)]
+    lines += _advice(found.advice, width)
+    if len(found.keys) > 1:
+        lines += ["", "`monograph keys KEY` explains one, with the values that it takes and an example."]
+    print("\n".join(lines).strip("\n"))
+
+
+def _explained(key: str, width: int) -> Iterator[str]:
+    """Yield the lines about one key."""
+    said = described(key)
+    section, _, name = key.partition(".")
+    example = toml_of(example_of(key))
+    yield key
+    yield from _indented(said.meaning.removesuffix(f" auto: {said.auto}."), width)
+    yield ""
+    rows = {"values": said.expected, "default": _default(key)}
+    if said.auto:
+        rows["auto"] = said.auto
+    if called := names_elsewhere(key):
+        rows["elsewhere"] = ", ".join(called)
+    rows["example"] = shell_words(f"{key}={_typed(example_of(key))}")
+    rows["in a file"] = f"[{section}]"
+    for head, text in rows.items():
+        yield from textwrap.wrap(
+            text, width, initial_indent=f"  {head:<11}", subsequent_indent=" " * 13, break_on_hyphens=False
+        )
+    yield f"{'':<13}{name} = {example}"
+
+
+def _tables(keys: tuple[str, ...], width: int) -> Iterator[str]:
+    """Yield a table of keys for each section that has some of them."""
+    for section, fields in SECTIONS.items():
+        own = [key for key in keys if key.startswith(f"{section}.")]
+        if not own:
+            continue
+        yield ""
+        yield f"[{section}]"
+        if len(own) == len(fields.model_fields):
+            yield from textwrap.wrap(str(fields.__doc__), width)
+        for key in own:
+            yield f"  {key}   (default: {_default(key)})"
+            yield from _indented(described(key).meaning, width, 6)
+
+
+def _advice(advice: dict[str, str], width: int) -> Iterator[str]:
+    if advice:
+        yield ""
+    for name, said in advice.items():
+        yield from textwrap.wrap(f"{name}: {said}", width, break_on_hyphens=False)
+
+
+def _indented(text: str, width: int, by: int = 2) -> list[str]:
+    return textwrap.wrap(text, width, initial_indent=" " * by, subsequent_indent=" " * by, break_on_hyphens=False)
+
+
+def _default(key: str) -> str:
+    """Return what applies where a key is not set, in words or as a value."""
+    said = described(key)
+    if said.default is None:
+        return said.otherwise or "not set"
+    return _typed(said.default)
+
+
+def _typed(value: Any) -> str:
+    """Return a value as a person types it on a command line."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return toml_of(value)
+
+
+def _entry(key: str) -> dict[str, Any]:
+    said = described(key)
+    return {
+        "key": key,
+        "meaning": said.meaning,
+        "values": said.expected,
+        "default": said.default,
+        "default_in_words": said.otherwise or None,
+        "auto": said.auto or None,
+        "example": example_of(key),
+        "elsewhere": names_elsewhere(key),
+    }
