@@ -40,7 +40,7 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> None:
     elif not names_run(run) and is_folder(run):
         facts, lines, error = _folder(run)
     else:
-        facts, lines, error = _run(Run.open(run))
+        facts, lines, error = _run(Run.open(run, saved=False))
     width = max(16, *(len(name) + 2 for name in lines)) if lines else 0
     for name, text in lines.items():
         print(f"{name:<{width}}{text}")

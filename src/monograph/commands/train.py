@@ -210,6 +210,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
                 log.flush()
                 report.evaluate(block, done, limit=CURVE_ROWS)
                 report.keep_time(done)
+                block.ends_at(session.updates)
             if done in report.sample_updates() and not last:
                 log.flush()
                 report.sample(block, done)

@@ -180,7 +180,8 @@ class Reporter:
         """Begin the cool-down early if the time will not suffice, once the machine's speed is known well."""
         if ends := self.session.world.number(self._too_late(update)):
             self.session.shorten(ends)
-            self.progress.line("time", f"slower than calibrated: cooling down from update {update}, ending at {ends}")
+            slower = "updates take longer than measured at the start"
+            self.progress.line("time", f"{slower}: cooling down from update {update:,}, ending at {ends:,}")
 
     def _too_late(self, update: int) -> int:
         """Return the number of updates after which a run that is too slow should end; 0 if it is fast enough."""
@@ -215,15 +216,7 @@ class Reporter:
             write_report(session.run.folder, summary, rows, self.yardsticks, samples)
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
-        promised = ""
-        if session.budget_s:  # where the text's epochs ended the run, the time was only allowed
-            kind = "promised"
-            if isinstance(session.corpus, Corpus):
-                decay, per_update = session.plan.update_rule.weight_decay, session.batches.rows_per_window
-                most = most_updates(session.corpus.train.per_epoch, per_update, decay)
-                kind = "allowed" if session.plan.updates >= most else "promised"
-            promised = f" ({duration(session.budget_s)} {kind})"
-        progress.line("done", f"{trained} of training{promised}{self._standing()}")
+        progress.line("done", f"{trained} of training{self._planned()}{self._standing()}")
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
         if (planned := session.plan.peak_memory_bytes) is not None:
@@ -231,11 +224,26 @@ class Reporter:
         compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(sum(bool(row.get("skipped")) for row in rows), "skipped update")
         progress.line("", f"peak memory {needed}{compiled}   {skipped}   {session.run.folder}")
+        if session.cooled:
+            early = f"{session.updates:,} of {session.plan.updates:,} planned updates"
+            progress.line("", f"{early}: the machine was slower than measured at the start, so it cooled down early")
         if self.lines[1]:
             progress.line("", f"{self.lines[0]} of {self.lines[1]} sampled lines are Python to its tokenizer")
         progress.gap()
         self._next()
         return summary
+
+    def _planned(self) -> str:
+        """Return how long a run by the clock was planned to train; empty for other runs."""
+        session = self.session
+        if not session.budget_s:
+            return ""
+        planned = f" ({duration(session.budget_s)} planned)"
+        if isinstance(session.corpus, Corpus):  # where the text's epochs ended the run, the time was only allowed
+            decay, per_update = session.plan.update_rule.weight_decay, session.batches.rows_per_window
+            if session.plan.updates >= most_updates(session.corpus.train.per_epoch, per_update, decay):
+                planned = f" ({duration(session.budget_s)} at most)"
+        return planned
 
     def _summary(self) -> dict[str, Any]:
         session = self.session
