@@ -14,15 +14,17 @@ from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
 from monograph.loop import train
-from monograph.report.quantities import counted
+from monograph.loss import Batch
+from monograph.report.quantities import counted, duration
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import Reward
 from monograph.run import writing
 from monograph.run.folder import Run, standard_json
 from monograph.run.metrics_log import MetricsLog
-from monograph.run.progress import Progress
+from monograph.run.progress import Progress, silent
 from monograph.run.signals import StopSignal
 from monograph.session import eager_start, ranks, recorded
+from monograph.session.brief import uncompiled_s
 from monograph.session.plan import Plan
 from monograph.session.preferring import keep_first_weights, open_pairs, score_with_first_weights
 from monograph.session.ranks import show
@@ -30,7 +32,7 @@ from monograph.session.recorded import strange_text
 from monograph.session.reinforcing import open_prompts, reward_in, with_records
 from monograph.session.reporting import Reporter, finished
 from monograph.session.requirements import notes_on, require_possible, require_taught
-from monograph.session.resolve import resolve
+from monograph.session.resolve import ORIGIN, resolve
 from monograph.session.rewind import go_back, require_end, windows
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable
@@ -114,18 +116,18 @@ def _open(
             text: Corpus | Prompts = open_prompts(plan, reward, progress)
         else:
             text = open_pairs(plan, progress) if plan.preference else open_corpus(plan.reading, progress)
-    session = open_session(folder, plan, text, default_device(), progress, world, reward)
-    if world.leads and not exists(folder.tokenizer):
-        writing.write_tokenizer(folder, session.corpus.tokenizer)
-    session.engine.announce = partial(progress.line, "memory")
-    session.engine.step.announce = partial(progress.line, "note")
-    resumed = _taken_up(session, progress)
-    if retry_rows:
-        session.engine.micro_batch = min(session.engine.micro_batch or retry_rows, retry_rows)
-        smaller = f"micro_batch is now {session.engine.micro_batch}, the update stays the same"
-        progress.line("memory", f"the attempt before ran out of memory: {smaller}")
-    keep_first_weights(session, resumed)
-    window = try_step(session, progress)
+    opened = partial(_opened, folder, text=text, world=world, reward=reward, retry_rows=retry_rows)
+    began = clock()
+    session, resumed, window = opened(plan, progress=progress)
+    brief_s = None
+    if plan.compile == "auto" and not resumed:
+        brief_s = uncompiled_s(session, clock() - began)
+    if brief_s is not None:
+        session.batches.close()
+        # Where nothing is compiled, the planner chooses otherwise, and answers are drawn otherwise.
+        plan = resolve(plan.settings.resolve({"train.compile": "none"}, ORIGIN), machine)
+        session, _, window = opened(plan, progress=silent())
+        progress.line("eager", f"not compiled: about {duration(brief_s)} without, and compiling takes longer")
     if resumed:
         compile_step(session, window, progress)
     else:
@@ -137,6 +139,30 @@ def _open(
             recorded.write_config(folder, session.plan.settings)
         session.save()
     return session
+
+
+def _opened(
+    folder: Run,
+    plan: Plan,
+    text: Corpus | Prompts,
+    world: World,
+    reward: Reward | None,
+    retry_rows: int,
+    progress: Progress,
+) -> tuple[Session, bool, Batch]:
+    """Open the session at its beginning or where it stopped; return it, whether it resumes, and a window it tried."""
+    session = open_session(folder, plan, text, default_device(), progress, world, reward)
+    if world.leads and not exists(folder.tokenizer):
+        writing.write_tokenizer(folder, session.corpus.tokenizer)
+    session.engine.announce = partial(progress.line, "memory")
+    session.engine.step.announce = partial(progress.line, "note")
+    resumed = _taken_up(session, progress)
+    if retry_rows:
+        session.engine.micro_batch = min(session.engine.micro_batch or retry_rows, retry_rows)
+        smaller = f"micro_batch is now {session.engine.micro_batch}, the update stays the same"
+        progress.line("memory", f"the attempt before ran out of memory: {smaller}")
+    keep_first_weights(session, resumed)
+    return session, resumed, try_step(session, progress)
 
 
 def _taken_up(session: Session, progress: Progress) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -65,6 +66,11 @@ class Progress:
             raise
         finally:
             self.screen.print(*stage.ended(self.screen.width))
+
+
+def silent() -> Progress:
+    """Return a display that shows nothing."""
+    return Progress(io.StringIO())
 
 
 class Stage:

@@ -5,7 +5,6 @@ number of updates nobody can repeat anyway, trains on the other cores meanwhile.
 the run takes it from there and saves its first checkpoint, so that what is resumed has one kind of updates only.
 """
 
-import io
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,7 @@ from monograph.planner import defaults
 from monograph.report.quantities import counted
 from monograph.run.folder import Run
 from monograph.run.metrics_log import MetricsLog
-from monograph.run.progress import Progress
+from monograph.run.progress import Progress, silent
 from monograph.schedule import constant
 from monograph.session.plan import Length
 from monograph.session.recorded import run_settings
@@ -109,6 +108,6 @@ def compile_run(folder: str) -> None:
     """Compile the step of a run that is not begun yet, so that the process that trains it finds it in the cache."""
     keep_compiled()
     repeatable(default_device())
-    run, progress = Run(Path(folder)), Progress(io.StringIO())
+    run, progress = Run(Path(folder)), silent()
     plan = resolve(run_settings(run), describe())
     prepare(open_session(run, plan, open_corpus(plan.reading, progress), default_device(), progress), progress)

@@ -35,6 +35,7 @@ _OF_ONE_RUN = {
     "train.eval_every",
     "train.save_every",
     "optim.warmup_updates",
+    "train.compile",
     "train.parallel",
     "train.gather_dtype",
 }

@@ -29,6 +29,7 @@ from monograph.rl.rollouts import Rollouts
 from monograph.run import recorded_state
 from monograph.run.progress import Progress
 from monograph.run.recipe import lora_of
+from monograph.session.brief import updates_given
 from monograph.session.plan import Length
 from monograph.session.reinforcing import drawing_kind, drawing_time
 from monograph.session.resolve import request_of, resolve
@@ -274,9 +275,7 @@ def capture(engine: Engine, window: Batch, scope: graph.Scope, kernel: Kernel | 
 def fix_length(session: Session, progress: Progress) -> None:
     """Decide and print the number of updates: as given, as the epochs contain, or as the minutes allow."""
     plan, rows, lasting, text = session.plan, session.batches.rows_per_window, "", session.corpus
-    per_epoch = len(text.train) if isinstance(text, Prompts) else text.train.per_epoch
-    each = session.drawer.options.updates if isinstance(text, Prompts) else 1  # of a window's rows
-    updates = plan.updates or (-(-plan.epochs * per_epoch // rows) * each if plan.epochs else 0)
+    updates = updates_given(session)
     if updates > recorded_state.MOST:
         raise UsageError(f"train.epochs = {plan.epochs}: they have {updates:,} updates; give fewer, for at most 1e15")
     if not updates:
@@ -291,8 +290,9 @@ def fix_length(session: Session, progress: Progress) -> None:
             longer = f"{duration(session.budget_s)} instead of {plan.minutes:g} min"
             progress.line("time", f"{longer}: what a good first model needs on this machine")
         # Answers are new each time, so prompts may come up again without end.
-        decay = plan.update_rule.weight_decay
-        most = recorded_state.MOST if isinstance(text, Prompts) else defaults.most_updates(per_epoch, rows, decay)
+        decay, most = plan.update_rule.weight_decay, recorded_state.MOST
+        if not isinstance(text, Prompts):
+            most = defaults.most_updates(text.train.per_epoch, rows, decay)
         left = defaults.updates_for(defaults.UPDATES_SHARE * session.budget_s, seconds, most)
         updates = max(left, min(most, session.engine.index + left))  # some were made before the step was compiled
         lasting = f", about {duration(session.budget_s)}" + (" more" if session.engine.index else "")
