@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -24,6 +25,7 @@ class Run:
 
     def __init__(self, seconds_per_update: float) -> None:
         self.seconds_per_update, self.updates, self.cooled, self.budget_s = seconds_per_update, 1000, None, 100.0
+        self.left_s, self.ends_s = math.inf, None
         self.told: list[str] = []
         self.progress = SimpleNamespace(line=lambda _, text: self.told.append(text))
         self.session, self.world = self, World()

@@ -15,6 +15,7 @@ from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
 from monograph.loop import train
 from monograph.loss import Batch
+from monograph.planner import defaults
 from monograph.report.quantities import counted, duration
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import Reward
@@ -24,7 +25,7 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, silent
 from monograph.run.signals import StopSignal
 from monograph.session import eager_start, ranks, recorded
-from monograph.session.brief import uncompiled_s
+from monograph.session.brief import expected_whole_s, uncompiled_s, updates_given
 from monograph.session.plan import Plan
 from monograph.session.preferring import keep_first_weights, open_pairs, score_with_first_weights
 from monograph.session.ranks import show
@@ -49,6 +50,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     """Train, or resume training; see the command line's help."""
     if resume and out:
         raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
+    asked_s = clock()
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     settings, from_ = recorded.model_given(settings, from_)
     settings = with_records(settings)
@@ -82,7 +84,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
             ranks.require_launched(settings, world.own)
             settings = ranks.agreed(world, settings)
             with reward_in(settings) as reward:
-                session = _open(folder, settings, world, progress, reward, retry_rows)
+                session = _open(folder, settings, world, progress, reward, retry_rows, asked_s)
                 report = Reporter(session, progress)
                 _loop(session, report, progress)
                 measure_memory(session)
@@ -99,7 +101,13 @@ def _warn_of_text(run: Run, settings: Settings, progress: Progress) -> None:
 
 
 def _open(
-    folder: Run, settings: Settings, world: World, progress: Progress, reward: Reward | None, retry_rows: int
+    folder: Run,
+    settings: Settings,
+    world: World,
+    progress: Progress,
+    reward: Reward | None,
+    retry_rows: int,
+    asked_s: float,
 ) -> Session:
     machine = describe()
     require_possible(settings, machine)
@@ -119,15 +127,20 @@ def _open(
     opened = partial(_opened, folder, text=text, world=world, reward=reward, retry_rows=retry_rows)
     began = clock()
     session, resumed, window = opened(plan, progress=progress)
+    ends_s = asked_s + 60 * plan.wall_minutes if plan.wall_minutes and not resumed else None
+    session.ends_s = ends_s
     brief_s = None
     if plan.compile == "auto" and not resumed:
-        brief_s = uncompiled_s(session, clock() - began)
+        brief_s = uncompiled_s(session, window, clock() - began)
     if brief_s is not None:
         session.batches.close()
         # Where nothing is compiled, the planner chooses otherwise, and answers are drawn otherwise.
         plan = resolve(plan.settings.resolve({"train.compile": "none"}, ORIGIN), machine)
         session, _, window = opened(plan, progress=silent())
+        session.ends_s = ends_s
         progress.line("eager", f"not compiled: about {duration(brief_s)} without, and compiling takes longer")
+    if not (resumed or updates_given(session)):
+        progress.line("time", _times(session, window, asked_s))
     if resumed:
         compile_step(session, window, progress)
     else:
@@ -139,6 +152,17 @@ def _open(
             recorded.write_config(folder, session.plan.settings)
         session.save()
     return session
+
+
+def _times(session: Session, window: Batch, asked_s: float) -> str:
+    """Return how long a run by the clock trains, and how long it will take in all."""
+    plan = session.plan
+    whole = f"about {duration(expected_whole_s(session, window, asked_s))} in all"
+    if plan.wall_minutes is not None:
+        whole = f"at most {duration(60 * plan.wall_minutes)} in all"
+    parts = "preparation and report" if plan.compile == "none" else "preparation, compiling and report"
+    training_s = min(60 * plan.minutes, session.left_s)
+    return f"{duration(training_s)} of training, {whole} with {parts}"
 
 
 def _opened(
@@ -202,6 +226,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     # Reading an update's numbers waits for a GPU to finish it, as drawing answers from its weights does anyway.
     log = MetricsLog(session.run, every=1 if session.judges or engine.step.device.type == "cpu" else 10)
     graphs = compat.captured_graphs()
+    check_every = defaults.interval(session.updates, defaults.EVALUATIONS)  # whether the time suffices
     session.training_since_s = clock()
     with report.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
         if not engine.index and (session.reward or session.text.stats.conversations):
@@ -235,6 +260,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             if done % plan.eval_every == 0 and not last:
                 log.flush()
                 report.evaluate(block, done, limit=CURVE_ROWS)
+            if done % min(plan.eval_every, check_every) == 0 and not last:
                 report.keep_time(done)
                 block.ends_at(session.updates)
             if done in report.sample_updates() and not last:

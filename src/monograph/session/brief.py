@@ -1,14 +1,32 @@
 """Decide that a run is not compiled because its updates take less time than compiling would."""
 
 from contextlib import closing
+from dataclasses import replace
 
-from monograph.device import clock, synchronize
+import torch
+
+from monograph import __version__
+from monograph.device import clock, describe, synchronize
+from monograph.loss import Batch
+from monograph.planner import defaults
 from monograph.rl.prompts import Prompts
 from monograph.rl.rollouts import Rollouts
 from monograph.session.session import Session
+from monograph.storage.cache_dir import is_compiled
 
 # On every machine that was measured, compiling a step that is not in the cache takes longer (benchmarks/start.py).
 LEAST_COMPILE_S = 20.0
+# What it usually takes there, and if it is in the cache; a run whose whole time is limited takes SHARE times that.
+COMPILE_S, CACHED_S, SHARE = 60.0, 12.0, 2.0
+
+
+def compiled_key(session: Session, window: Batch) -> str:
+    """Return a text that differs wherever the compiled step of a run would differ."""
+    plan, machine = session.plan, (describe().name, torch.get_num_threads())
+    shapes = {name: list(tensor.shape) for name, tensor in sorted(window.items())}
+    rule = replace(plan.update_rule, seed=0, lr=1.0)  # at most the rounding of narrow states depends on them
+    way = (plan.precision, plan.remat, plan.compile, session.engine.micro_batch, rule, plan.clip)
+    return repr((machine, torch.__version__, __version__, session.model_config, shapes, way))
 
 
 def updates_given(session: Session) -> int:
@@ -21,19 +39,23 @@ def updates_given(session: Session) -> int:
     return -(-plan.epochs * per_epoch // rows) * each
 
 
-def uncompiled_s(session: Session, opening_s: float) -> float | None:
+def uncompiled_s(session: Session, window: Batch, opening_s: float) -> float | None:
     """Return the seconds that a brief run takes without compiling; None for a run that is worth compiling.
 
     The seconds are those of opening the run again, for which `opening_s` is known, and of its updates: the time that
-    the clock gives, or as many times one update as there are.
+    the clock gives, or as many times one update as there are. A run whose whole time is limited is not compiled,
+    either, if that would take a large share of it.
 
     Args:
         session: a session at its beginning, with one trial step done.
+        window: a window of it.
         opening_s: seconds that opening it took.
     """
     plan = session.plan
     if plan.compile == "none" or plan.memory == "stream" or not session.world.alone:
         return None
+    if session.left_s < SHARE * (CACHED_S if is_compiled(compiled_key(session, window)) else COMPILE_S):
+        return session.left_s
     updates = updates_given(session)
     if not updates:
         seconds = opening_s + 60 * plan.minutes
@@ -57,3 +79,21 @@ def _update_s(session: Session) -> float:
         learned_s = clock() - began
     each = session.drawer.options.updates if isinstance(batches, Rollouts) else 1  # of which one draws
     return drawn_s / each + learned_s
+
+
+def expected_whole_s(session: Session, window: Batch, since_s: float) -> float:
+    """Return the seconds that a run by the clock will take in all, preparation and compiling counted.
+
+    Args:
+        session: the session at its beginning.
+        window: a window of it.
+        since_s: the time of `clock` at which the run was asked for.
+    """
+    plan = session.plan
+    compiling_s = 0.0
+    if plan.compile != "none":
+        compiling_s = CACHED_S
+        if not is_compiled(compiled_key(session, window)):
+            compiling_s += COMPILE_S
+    training_s = min(60 * plan.minutes, max(0.0, session.left_s - compiling_s))
+    return clock() - since_s + compiling_s + training_s + defaults.END_S

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from monograph import __version__
 from monograph.device import clock, compiler_obstacle, default_device, describe
 from monograph.loop import train
 from monograph.loss import Batch
@@ -21,9 +20,10 @@ from monograph.run.folder import Run
 from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, silent
 from monograph.schedule import constant
+from monograph.session.brief import compiled_key
 from monograph.session.plan import Length
 from monograph.session.recorded import run_settings
-from monograph.session.resolve import resolve
+from monograph.session.resolve import ORIGIN, resolve
 from monograph.session.rewind import windows
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable
@@ -34,15 +34,6 @@ MARK = "eager"  # the entry of metrics.jsonl by which the rows of such updates a
 PROCESS_BYTES = 2**30  # of libraries, text and compiler, beside the tensors of a step
 LONGEST_S = 600.0  # seconds after which the other process is not waited for
 _CHILD = "import sys; from monograph.session.eager_start import compile_run; compile_run(sys.argv[1])"
-
-
-def compiled_key(session: Session, window: Batch) -> str:
-    """Return a text that differs wherever the compiled step of a run would differ."""
-    plan, machine = session.plan, (describe().name, torch.get_num_threads())
-    shapes = {name: list(tensor.shape) for name, tensor in sorted(window.items())}
-    rule = replace(plan.update_rule, seed=0, lr=1.0)  # at most the rounding of narrow states depends on them
-    way = (plan.precision, plan.remat, plan.compile, session.engine.micro_batch, rule, plan.clip)
-    return repr((machine, torch.__version__, __version__, session.model_config, shapes, way))
 
 
 def pays(session: Session, key: str) -> bool:
@@ -68,14 +59,21 @@ def begin(session: Session, window: Batch, progress: Progress) -> None:
     The second time takes a few seconds, as the compiled code is in the cache.
     """
     key = compiled_key(session, window)
-    if pays(session, key):
-        _update_eagerly(session, progress)
+    if pays(session, key) and not _update_eagerly(session, progress):
+        settings = session.plan.settings.resolve({"train.compile": "none"}, ORIGIN)
+        session.plan = replace(session.plan, compile="none", settings=settings)
     compile_step(session, window, progress)
     if not session.eager_reason:
         mark_compiled(key)
 
 
-def _update_eagerly(session: Session, progress: Progress) -> None:
+def patience_s(session: Session) -> float:
+    """Return how long the other process is waited for: half of the time, if that of the whole run is limited."""
+    return min(LONGEST_S, session.left_s / 2)
+
+
+def _update_eagerly(session: Session, progress: Progress) -> bool:
+    """Update until the other process has compiled the step; return False if that took longer than the run can wait."""
     engine, plan = session.engine, session.plan
     assert plan.expected
     per_epoch = session.text.train.per_epoch
@@ -83,25 +81,30 @@ def _update_eagerly(session: Session, progress: Progress) -> None:
     likely = defaults.likely_updates(plan.minutes, plan.expected.update_s, per_epoch, plan.rows)
     engine.step.schedule = constant(resolve(plan, describe(), Length(likely)).warmup_updates)
     log, began, threads, spent_s = MetricsLog(session.run, every=1), clock(), torch.get_num_threads(), 0.0
+    patient_s = patience_s(session)
     compiler = python_aside(_CHILD, str(session.run.folder))
     torch.set_num_threads(max(1, threads - 1))  # the other process computes on one
     try:
-        with progress.stage("start", "updates without a graph, while one is compiled") as stage:
+        with progress.stage("start", "training eagerly while the step compiles") as stage:
             for update in train(engine, windows(session), max(1, most // 2)):
                 spent_s = clock() - began
                 log.add(update, {"wall_s": spent_s, MARK: True})
                 session.account(update.index + 1, **{MARK: True})
                 stage.report("update", update.index + 1)
-                if compiler.poll() is not None or spent_s > LONGEST_S:
+                if compiler.poll() is not None or spent_s > patient_s:
                     break
-            while compiler.poll() is None and clock() - began < LONGEST_S:  # a short text is read often enough before
+            if compiler.poll() is None:
+                stage.report("waiting for the compiler after update", engine.index)
+            while compiler.poll() is None and clock() - began < patient_s:  # a short text is read often enough before
                 time.sleep(0.1)
+            is_over = compiler.poll() is not None
             stage.result = f"{counted(engine.index, 'update')}, loss {log.last['train_loss']:.2f}"
     finally:
         compiler.kill()
         torch.set_num_threads(threads)
     # They count as an earlier process's, which adds its seconds to the time that the settings allow.
     session.elapsed_s, session.started_s, session.training_since_s = spent_s, session.started_s + spent_s, clock()
+    return is_over or session.ends_s is None
 
 
 def compile_run(folder: str) -> None:

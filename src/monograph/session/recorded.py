@@ -36,6 +36,7 @@ _OF_ONE_RUN = {
     "train.save_every",
     "optim.warmup_updates",
     "train.compile",
+    "train.wall_minutes",
     "train.parallel",
     "train.gather_dtype",
 }

@@ -191,11 +191,13 @@ class Reporter:
             return 0
         spent = session.spent_s
         # The last evaluation and the last samples come after the updates.
-        until = END_SHARE * session.budget_s
+        until = min(END_SHARE * session.budget_s, spent + session.left_s)
         per_update = max(here_s / (update - self.first), self.recent_s)
         if spent + per_update * (session.updates - update) <= LATE * until:
             return 0
-        left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)
+        left = until - spent
+        if session.ends_s is None:  # a cool-down is worth more than the minute
+            left = max(left, (1 - COOLING_FROM) / 2 * session.budget_s)
         return update + updates_for(left, per_update, session.updates - update)
 
     def end(self, block: TrainingBlock) -> None:

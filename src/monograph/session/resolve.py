@@ -87,7 +87,8 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         reading=settings.data.model_dump() | own_copies(settings),
         seed=recipe.seed,
         tokens_per_update=per_update,
-        minutes=train.minutes or DEFAULT_MINUTES,
+        minutes=_minutes(settings),
+        wall_minutes=train.wall_minutes,
         epochs=train.epochs,
         optimizer=name,
         update_rule=update_rule,
@@ -115,6 +116,14 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     require_targets(lora, shape)
     require_positions(length, shape)
     return plan
+
+
+def _minutes(settings: Settings) -> float:
+    """Return how long a run by the clock trains at most; if only the whole run is limited, as long as that allows."""
+    train = settings.train
+    if train.wall_minutes is not None and "train.minutes" not in settings.origins:
+        return train.wall_minutes
+    return train.minutes or DEFAULT_MINUTES
 
 
 def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe, LlamaConfig | None]:

@@ -272,32 +272,53 @@ def capture(engine: Engine, window: Batch, scope: graph.Scope, kernel: Kernel | 
     return reason
 
 
+def _budget_s(session: Session, updates: int, update_s: float, progress: Progress) -> float:
+    """Return the seconds of training from now on that the settings allow; print a line if they are others than given.
+
+    Args:
+        session: the session.
+        updates: the number of updates that the settings give; 0: they give a time.
+        update_s: seconds of an update.
+        progress: the display.
+    """
+    plan, left_s = session.plan, session.left_s
+    if updates:
+        return left_s
+    given_s = 60 * plan.minutes
+    is_given = "train.minutes" in plan.settings.origins or session.judges or plan.wall_minutes is not None
+    wanted_s = given_s if is_given else defaults.default_seconds(plan.minutes, update_s)
+    if wanted_s > given_s:
+        longer = f"{duration(wanted_s)} instead of {plan.minutes:g} min"
+        progress.line("time", f"{longer}: what a good first model needs on this machine")
+    return min(wanted_s, left_s)
+
+
 def fix_length(session: Session, progress: Progress) -> None:
     """Decide and print the number of updates: as given, as the epochs contain, or as the minutes allow."""
     plan, rows, lasting, text = session.plan, session.batches.rows_per_window, "", session.corpus
-    updates = updates_given(session)
-    if updates > recorded_state.MOST:
-        raise UsageError(f"train.epochs = {plan.epochs}: they have {updates:,} updates; give fewer, for at most 1e15")
-    if not updates:
-        with progress.stage("calibrate", "a few updates, thrown away") as stage:
+    given = updates_given(session)
+    if given > recorded_state.MOST:
+        raise UsageError(f"train.epochs = {plan.epochs}: they have {given:,} updates; give fewer, for at most 1e15")
+    updates = given
+    if not given or session.ends_s is not None:
+        with progress.stage("calibrate", "timing a few updates (discarded)") as stage:
             seconds = calibrate(session)
             stage.result = f"{seconds * 1000:.0f} ms each"
         remember(session, seconds)
-        given_s = 60 * plan.minutes
-        given = "train.minutes" in plan.settings.origins or session.judges
-        session.budget_s = given_s if given else defaults.default_seconds(plan.minutes, seconds)
-        if session.budget_s > given_s:
-            longer = f"{duration(session.budget_s)} instead of {plan.minutes:g} min"
-            progress.line("time", f"{longer}: what a good first model needs on this machine")
+        session.budget_s = _budget_s(session, given, seconds, progress)
         # Answers are new each time, so prompts may come up again without end.
         decay, most = plan.update_rule.weight_decay, recorded_state.MOST
-        if not isinstance(text, Prompts):
+        if given:
+            most = given
+        elif not isinstance(text, Prompts):
             most = defaults.most_updates(text.train.per_epoch, rows, decay)
         left = defaults.updates_for(defaults.UPDATES_SHARE * session.budget_s, seconds, most)
         updates = max(left, min(most, session.engine.index + left))  # some were made before the step was compiled
         lasting = f", about {duration(session.budget_s)}" + (" more" if session.engine.index else "")
         if updates >= most:
-            lasting = f", {defaults.most_epochs(decay)} epochs and no more, about {duration(seconds * updates)}"
+            lasting = f", about {duration(seconds * updates)}"
+            if not given:
+                lasting = f", limited to {defaults.most_epochs(decay)} epochs (train.epochs=N for more){lasting}"
         session.budget_s += session.elapsed_s
     plan = session.plan = resolve(plan, describe(), Length(updates))
     session.engine.step.schedule = session.schedule()
