@@ -41,7 +41,6 @@ from monograph.session.warmup import compile_step, fix_length, measure_memory, r
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import exists
 
-CURVE_ROWS = 64  # held-out rows scored for a point of the curve; the last point uses all
 SHOWN = ("reward", "accuracy", "margin")  # what says more than the loss, in runs that have it
 SHOWN_S = 1.0  # after so long, the numbers of the last updates are read; this waits for the device
 
@@ -77,7 +76,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
             _warn_of_text(parent[0], settings, progress)
         summary = world.agreed(finished(folder) if resumed and world.leads else None)
         if summary:
-            progress.line("done", f"{folder.folder} came to its end after {counted(summary['update'], 'update')}")
+            progress.line("done", f"{folder.folder} has already finished, after {counted(summary['update'], 'update')}")
             if world.leads:
                 show(progress, "next", "train", "--from", folder.handle)
         else:
@@ -138,7 +137,7 @@ def _open(
         plan = resolve(plan.settings.resolve({"train.compile": "none"}, ORIGIN), machine)
         session, _, window = opened(plan, progress=silent())
         session.ends_s = ends_s
-        progress.line("eager", f"not compiled: about {duration(brief_s)} without, and compiling takes longer")
+        progress.line("eager", f"not compiled: training takes about {duration(brief_s)}, less than compiling")
     if not (resumed or updates_given(session)):
         progress.line("time", _times(session, window, asked_s))
     if resumed:
@@ -259,7 +258,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             paused = clock()
             if done % plan.eval_every == 0 and not last:
                 log.flush()
-                report.evaluate(block, done, limit=CURVE_ROWS)
+                report.evaluate(block, done, limit=defaults.CURVE_ROWS)
             if done % min(plan.eval_every, check_every) == 0 and not last:
                 report.keep_time(done)
                 block.ends_at(session.updates)

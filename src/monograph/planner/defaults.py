@@ -67,6 +67,7 @@ DEEP = 16
 UPDATES_SHARE = 0.95
 # The seconds that are kept for what follows the training of a run whose whole time is limited: saving, the report.
 END_S = 10.0
+CURVE_ROWS = 64  # held-out rows scored for a point of the curve; the last point uses all
 EVALUATIONS, CHECKPOINTS = 12, 6  # per run, where the settings leave it open
 
 

@@ -183,7 +183,7 @@ class TrainingBlock(_Display):
 
     def __init__(
         self, screen: Screen, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int = 0,
-        measure: str = "bits per byte",
+        measure: str = "bits/byte",
     ) -> None:  # fmt: skip
         super().__init__(screen, updates, start)
         self._tokens, self._yardsticks, self._measure = tokens, yardsticks, measure
@@ -226,7 +226,7 @@ class TrainingBlock(_Display):
         return [*above, *self._curve(self._screen.height - len(samples) - len(above) - 3), *samples]
 
     def _spoken(self) -> Text:
-        held_out = f"   held out {self._held_out[-1][1]:.2f}" if self._held_out else ""
+        held_out = f"   held-out {self._measure} {self._held_out[-1][1]:.2f}" if self._held_out else ""
         return super()._spoken().append(held_out)
 
     def _head(self) -> str:
@@ -243,7 +243,7 @@ class TrainingBlock(_Display):
         xs, ys = zip(*self._held_out, strict=True)
         cells = BRAILLE if self._screen.is_utf8 else ASCII
         pieces = curve_pieces(xs, ys, width, rows, self._yardsticks, self._tokens, cells)
-        title = f"  {self._measure} (held out)   {ys[-1]:.2f} now"
+        title = f"  held-out {self._measure}   {ys[-1]:.2f} now"
         note = "  on the same text" if self._yardsticks else ""
         heading = Text.assemble(title.ljust(width - YARDSTICK_WIDTH), (note, "dim"))
         return [heading, *(Text.assemble(*((text, _CURVE_STYLES[role]) for role, text in row)) for row in pieces)]

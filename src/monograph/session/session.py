@@ -148,6 +148,10 @@ class Session:
         """Return the seconds that are left for training before the run has to be over; infinite without a limit."""
         return math.inf if self.ends_s is None else max(0.0, self.ends_s - clock() - defaults.END_S)
 
+    def scoring_s(self, rows: int, update_s: float) -> float:
+        """Return about how many seconds scoring so many held-out rows takes: a forward pass is a third of an update."""
+        return rows / self.batches.rows_per_window * update_s / 3
+
     @property
     def peak_memory_bytes(self) -> int | None:
         """Return the bytes of tensors at the peak; None if that was not measured."""

@@ -211,16 +211,16 @@ def _try(session: Session, window: Batch, progress: Progress) -> None:
     engine = session.engine
     with progress.stage("trial", "one eager step") as stage:
         trial = engine.trial(window)
-        score = f"loss {trial.loss:.2f}, ln V = {math.log(session.corpus.vocab_size):.2f}, "
-        stage.result = f"{score}{counted(trial.gradients, 'finite gradient')}"
+        guess = math.log(session.corpus.vocab_size)
+        stage.result = f"loss {trial.loss:.2f} (random guess: {guess:.2f}), {trial.gradients} gradients, all finite"
         if session.judges:  # a loss of advantages is about 0, and one of preferences has no reference yet
-            stage.result = "answers " + ("drawn, scored" if session.reward else "compared") + " and learned from"
+            stage.result = "answers " + ("sampled and scored" if session.reward else "compared") + ", gradients finite"
     without = [name for name in trial.without_gradient if not starts_still(name)]
     if without and not isinstance(session.corpus, Prompts):  # answers that are all worth the same have no gradient
         progress.line("warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change")
     if left := engine.step.left_in_bf16:
         layers = counted(len(left), "linear layer")
-        progress.line("note", f"{layers} of the blocks in bf16, not fp8: no multiple of 16 is a side of {left[0]}")
+        progress.line("note", f"{layers} in bf16, not fp8: the sides of {left[0]} are no multiples of 16")
     rows = session.batches.rows_per_window
     mixing = mixing_rows(engine.model)
     at_once = (engine.micro_batch or rows) * session.world.size
@@ -253,7 +253,7 @@ def _compile(session: Session, window: Batch, progress: Progress) -> None:
             replayed = ", micro-steps replayed" if graph.is_replayed(engine.step) else ""
             stage.result = "not possible" if session.eager_reason else f"0 graph breaks{replayed}"
     if session.eager_reason:
-        progress.line("eager", f"training without a graph: {session.eager_reason}")
+        progress.line("eager", f"training without compiling: {session.eager_reason}")
 
 
 def capture(engine: Engine, window: Batch, scope: graph.Scope, kernel: Kernel | None = None) -> str | None:
@@ -289,8 +289,17 @@ def _budget_s(session: Session, updates: int, update_s: float, progress: Progres
     wanted_s = given_s if is_given else defaults.default_seconds(plan.minutes, update_s)
     if wanted_s > given_s:
         longer = f"{duration(wanted_s)} instead of {plan.minutes:g} min"
-        progress.line("time", f"{longer}: what a good first model needs on this machine")
+        progress.line("time", f"{longer}: a good first model takes that long on this machine")
     return min(wanted_s, left_s)
+
+
+def _evaluating_s(session: Session, update_s: float) -> float:
+    """Return about how many seconds the evaluations of a run take in all; they are part of its training's time."""
+    if isinstance(session.corpus, Prompts):
+        return 0.0
+    held_out = len(session.corpus.held_out)
+    curve = defaults.EVALUATIONS * min(held_out, defaults.CURVE_ROWS)
+    return session.scoring_s(curve + held_out, update_s)
 
 
 def fix_length(session: Session, progress: Progress) -> None:
@@ -312,7 +321,10 @@ def fix_length(session: Session, progress: Progress) -> None:
             most = given
         elif not isinstance(text, Prompts):
             most = defaults.most_updates(text.train.per_epoch, rows, decay)
-        left = defaults.updates_for(defaults.UPDATES_SHARE * session.budget_s, seconds, most)
+        training_s = defaults.UPDATES_SHARE * session.budget_s
+        if session.ends_s is not None:
+            training_s = max(training_s / 4, training_s - _evaluating_s(session, seconds))
+        left = defaults.updates_for(training_s, seconds, most)
         updates = max(left, min(most, session.engine.index + left))  # some were made before the step was compiled
         lasting = f", about {duration(session.budget_s)}" + (" more" if session.engine.index else "")
         if updates >= most:

@@ -315,7 +315,7 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) ->
     tokens = _tokens_in(budget_s, per_token_s, evaluations_s)
     if tokens < least_tokens:
         longer = duration(least_tokens * per_token_s + evaluations_s)
-        progress.line("time", f"{longer} instead of {minutes:g} min: what a rate can be judged by")
+        progress.line("time", f"{longer} instead of {minutes:g} min: learning rates cannot be told apart sooner")
         tokens = least_tokens
     plans = [timing.group.plan for timing in timings]
     most = [

@@ -146,7 +146,8 @@ SEEDS = (0, 1)
 STEPS = range(-4, 4)
 # Settings that a sweep does not take over from a run: the varied ones, the length, and values that depend on that.
 _NOT_TAKEN = {
-    *EXCLUSIVE[0], "train.wall_minutes", "optim.lr", SEED, "optim.warmup_updates", "train.eval_every", "train.save_every", "train.keep",
+    *EXCLUSIVE[0], "train.wall_minutes",
+    "optim.lr", SEED, "optim.warmup_updates", "train.eval_every", "train.save_every", "train.keep",
     "train.micro_batch", "train.compile", "train.remat", "train.parallel", "train.gather_dtype",
 }  # fmt: skip
 _NO_TRANSFER: Point = {"optim.transfer": "none", "optim.transfer_base": None}
