@@ -140,17 +140,27 @@ def _open(
         progress.line("eager", f"not compiled: training takes about {duration(brief_s)}, less than compiling")
     if not (resumed or updates_given(session)):
         progress.line("time", _times(session, window, asked_s))
+    early = False
     if resumed:
         compile_step(session, window, progress)
     else:
-        eager_start.begin(session, window, progress)
-    score_with_first_weights(session, resumed, progress)
+        early = eager_start.begin(session, window, progress, partial(_score_untrained, session, progress))
+    if not early:
+        score_with_first_weights(session, resumed, progress)
     if not resumed:
         fix_length(session, progress)
         if world.leads:
             recorded.write_config(folder, session.plan.settings)
         session.save()
     return session
+
+
+def _score_untrained(session: Session, progress: Progress) -> None:
+    """Score the weights before the first update, which comes before the step is compiled."""
+    score_with_first_weights(session, False, progress)
+    report = Reporter(session, silent())
+    if report.scores_untrained:  # the run's own block, which begins later, shows it
+        report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
 
 
 def _times(session: Session, window: Batch, asked_s: float) -> str:
@@ -228,8 +238,8 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     check_every = defaults.interval(session.updates, defaults.EVALUATIONS)  # whether the time suffices
     session.training_since_s = clock()
     with report.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
-        if not engine.index and (session.reward or session.text.stats.conversations):
-            report.evaluate(block, 0, limit=None)  # the untrained model's score
+        if not engine.index and report.scores_untrained:
+            report.evaluate(block, 0, limit=None)
         began, since, waiting, score = clock(), 0, False, ""
         for update in train(engine, windows(session), session.updates):
             done, since = update.index + 1, since + 1

@@ -6,6 +6,7 @@ the run takes it from there and saves its first checkpoint, so that what is resu
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,12 +17,14 @@ from monograph.loop import train
 from monograph.loss import Batch
 from monograph.planner import defaults
 from monograph.report.quantities import counted
+from monograph.rl.prompts import Prompts
 from monograph.run.folder import Run
 from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, silent
 from monograph.schedule import constant
 from monograph.session.brief import compiled_key
 from monograph.session.plan import Length
+from monograph.session.preferring import open_pairs
 from monograph.session.recorded import run_settings
 from monograph.session.resolve import ORIGIN, resolve
 from monograph.session.rewind import windows
@@ -43,28 +46,40 @@ def pays(session: Session, key: str) -> bool:
     second process with the model, a new one of this package, and this step was not compiled on this machine before.
     """
     plan, machine = session.plan, describe()
-    if plan.updates or plan.epochs or not session.world.alone or session.judges or session.text.stats.conversations:
+    if plan.updates or plan.epochs or not session.world.alone or isinstance(session.corpus, Prompts):
         return False
     if machine.type != "cpu" or machine.cores < 2 or plan.compile == "none" or compiler_obstacle():
         return False
-    if plan.recipe.init is not None or plan.expected is None or plan.memory == "stream" or session.teachers:
+    if plan.recipe.code or plan.expected is None or plan.memory == "stream" or session.teachers:
         return False
     fits = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES) < machine.free_memory_bytes
     return fits and not is_compiled(key)
 
 
-def begin(session: Session, window: Batch, progress: Progress) -> None:
+def begin(session: Session, window: Batch, progress: Progress, before: Callable[[], None]) -> bool:
     """Update without a graph until another process has compiled the step, if that `pays`; then compile it here, too.
 
     The second time takes a few seconds, as the compiled code is in the cache.
+
+    Args:
+        session: a session at its beginning.
+        window: a window of it.
+        progress: the display.
+        before: called before the first update without a graph.
+
+    Returns:
+        Whether there were updates without a graph.
     """
     key = compiled_key(session, window)
-    if pays(session, key) and not _update_eagerly(session, progress):
-        settings = session.plan.settings.resolve({"train.compile": "none"}, ORIGIN)
-        session.plan = replace(session.plan, compile="none", settings=settings)
+    if early := pays(session, key):
+        before()
+        if not _update_eagerly(session, progress):
+            settings = session.plan.settings.resolve({"train.compile": "none"}, ORIGIN)
+            session.plan = replace(session.plan, compile="none", settings=settings)
     compile_step(session, window, progress)
     if not session.eager_reason:
         mark_compiled(key)
+    return early
 
 
 def patience_s(session: Session) -> float:
@@ -88,7 +103,7 @@ def _update_eagerly(session: Session, progress: Progress) -> bool:
         with progress.stage("start", "training eagerly while the step compiles") as stage:
             for update in train(engine, windows(session), max(1, most // 2)):
                 spent_s = clock() - began
-                log.add(update, {"wall_s": spent_s, MARK: True})
+                log.add(update, {"wall_s": spent_s, MARK: True, **session.judged()})
                 session.account(update.index + 1, **{MARK: True})
                 stage.report("update", update.index + 1)
                 if compiler.poll() is not None or spent_s > patient_s:
@@ -113,4 +128,5 @@ def compile_run(folder: str) -> None:
     repeatable(default_device())
     run, progress = Run(Path(folder)), silent()
     plan = resolve(run_settings(run), describe())
-    prepare(open_session(run, plan, open_corpus(plan.reading, progress), default_device(), progress), progress)
+    text = open_pairs(plan, progress) if plan.preference else open_corpus(plan.reading, progress)
+    prepare(open_session(run, plan, text, default_device(), progress), progress)

@@ -81,6 +81,11 @@ class Reporter:
         self.held_out: Evaluation | None = None
         self.lines = (0, 0)
 
+    @property
+    def scores_untrained(self) -> bool:
+        """Return whether the run shows what the model was worth before its first update."""
+        return self.session.reward is not None or bool(self.session.text.stats.conversations)
+
     def sample_updates(self) -> list[int]:
         """Return the updates after which a sample is drawn."""
         return [max(1, round(share * self.session.updates)) for share in SAMPLE_SHARES]
@@ -129,8 +134,11 @@ class Reporter:
             return self.session.batches.numbers["drawn_tokens"]
         return self.session.text.stats.packed_share * self.session.plan.tokens_per_update
 
-    def evaluate(self, block: TrainingBlock, update: int, limit: int | None) -> None:
-        """Score held-out rows, or answers to held-out prompts, log the scores and show them."""
+    def evaluate(self, block: TrainingBlock, update: int, limit: int | None, **mark: Any) -> None:
+        """Score held-out rows, or answers to held-out prompts, log the scores and show them.
+
+        The row of the metrics has the entries of `mark`, too.
+        """
         if isinstance(self.session.corpus, Prompts):
             self._measure(block, update)
             return
@@ -148,7 +156,7 @@ class Reporter:
             scores |= {f"eval_{name}": figures[name] for name in ("accuracy", "margin")}
             block.held_out(tokens, figures["accuracy"])
         used = min(limit or len(rows), len(rows))
-        self.session.run.log({"update": update, "tokens": tokens, **scores, "eval_rows": used})
+        self.session.run.log({"update": update, "tokens": tokens, **scores, "eval_rows": used, **mark})
         if bits is not None and math.isfinite(bits):
             block.held_out(tokens, bits)
 

@@ -87,8 +87,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         reading=settings.data.model_dump() | own_copies(settings),
         seed=recipe.seed,
         tokens_per_update=per_update,
-        minutes=_minutes(settings),
-        wall_minutes=train.wall_minutes,
+        **_times(settings),
         epochs=train.epochs,
         optimizer=name,
         update_rule=update_rule,
@@ -118,12 +117,12 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     return plan
 
 
-def _minutes(settings: Settings) -> float:
-    """Return how long a run by the clock trains at most; if only the whole run is limited, as long as that allows."""
-    train = settings.train
-    if train.wall_minutes is not None and "train.minutes" not in settings.origins:
-        return train.wall_minutes
-    return train.minutes or DEFAULT_MINUTES
+def _times(settings: Settings) -> dict[str, Any]:
+    """Return the minutes of training and of the whole run; if only the whole is limited, training may fill it."""
+    whole, minutes = settings.train.wall_minutes, settings.train.minutes or DEFAULT_MINUTES
+    if whole is not None and "train.minutes" not in settings.origins:
+        minutes = whole
+    return {"minutes": minutes, "wall_minutes": whole}
 
 
 def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe, LlamaConfig | None]:
