@@ -38,7 +38,7 @@ def test_a_brief_run_is_not_compiled_and_goes_on_so(
     monkeypatch.setattr(Resident, "capture", capture)
     start("whole", settings_of(kind))
     said = capsys.readouterr().err
-    assert said.count("not compiled: ") == 1 and said.count("\ntrial ") == 1, said
+    assert said.count("training without compiling: it takes about ") == 1 and said.count("\ntrial ") == 1, said
     assert load(Path("whole/config.toml"), {}, {}, recorded=True).train.compile == "none"
     cut_back("whole", "cut", 2)
     monkeypatch.setattr(brief, "LEAST_COMPILE_S", 0.0)  # the decision is recorded, and not made again

@@ -12,11 +12,12 @@ from monograph.device import clock
 from monograph.planner.defaults import END_S
 from monograph.run.progress import silent
 from monograph.session import eager_start, reporting, warmup
-from monograph.session.brief import uncompiled_s
+from monograph.session.brief import why_uncompiled
 from monograph.session.eager_start import compiled_key, pays
 from monograph.session.reporting import Reporter
 from session.test_eager_start import BY_CLOCK, session_of
 
+TOO_LONG = "compiling would take much of the time that train.wall_minutes allows"
 LENGTHS = {
     "the whole alone": ({}, 89),
     "training is shorter": ({"train.minutes": 0.5}, 23),
@@ -76,7 +77,7 @@ def test_a_slower_machine_still_ends_in_time(still: float) -> None:
 def test_compiling_has_to_leave_time_for_training(minutes: float, compiles: bool) -> None:
     session = session_of(BY_CLOCK | {"train.wall_minutes": minutes})
     session.ends_s = clock() + 60 * minutes
-    assert (uncompiled_s(session, next(session.open_batches(0)), 1.0) is None) == compiles
+    assert why_uncompiled(session, next(session.open_batches(0)), 1.0) == ("" if compiles else TOO_LONG)
 
 
 def test_a_compiler_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, silent
 from monograph.run.signals import StopSignal
 from monograph.session import eager_start, ranks, recorded
-from monograph.session.brief import expected_whole_s, uncompiled_s, updates_given
+from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
 from monograph.session.plan import Plan
 from monograph.session.preferring import keep_first_weights, open_pairs, score_with_first_weights
 from monograph.session.ranks import show
@@ -128,16 +128,15 @@ def _open(
     session, resumed, window = opened(plan, progress=progress)
     ends_s = asked_s + 60 * plan.wall_minutes if plan.wall_minutes and not resumed else None
     session.ends_s = ends_s
-    brief_s = None
+    why = ""
     if plan.compile == "auto" and not resumed:
-        brief_s = uncompiled_s(session, window, clock() - began)
-    if brief_s is not None:
+        why = why_uncompiled(session, window, clock() - began)
+    if why:
         session.batches.close()
         # Where nothing is compiled, the planner chooses otherwise, and answers are drawn otherwise.
         plan = resolve(plan.settings.resolve({"train.compile": "none"}, ORIGIN), machine)
         session, _, window = opened(plan, progress=silent())
-        session.ends_s = ends_s
-        progress.line("eager", f"not compiled: training takes about {duration(brief_s)}, less than compiling")
+        session.ends_s, session.eager_reason = ends_s, why
     if not (resumed or updates_given(session)):
         progress.line("time", _times(session, window, asked_s))
     early = False

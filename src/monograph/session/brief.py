@@ -9,6 +9,7 @@ from monograph import __version__
 from monograph.device import clock, describe, synchronize
 from monograph.loss import Batch
 from monograph.planner import defaults
+from monograph.report.quantities import duration
 from monograph.rl.prompts import Prompts
 from monograph.rl.rollouts import Rollouts
 from monograph.session.session import Session
@@ -39,12 +40,12 @@ def updates_given(session: Session) -> int:
     return -(-plan.epochs * per_epoch // rows) * each
 
 
-def uncompiled_s(session: Session, window: Batch, opening_s: float) -> float | None:
-    """Return the seconds that a brief run takes without compiling; None for a run that is worth compiling.
+def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
+    """Return why a run is not worth compiling; "" if it is.
 
-    The seconds are those of opening the run again, for which `opening_s` is known, and of its updates: the time that
-    the clock gives, or as many times one update as there are. A run whose whole time is limited is not compiled,
-    either, if that would take a large share of it.
+    That is so if opening it again, for which `opening_s` is known, and its updates take less time than compiling would:
+    the time that the clock gives, or as many times one update as there are. A run whose whole time is limited is not
+    compiled, either, if that would take a large share of it.
 
     Args:
         session: a session at its beginning, with one trial step done.
@@ -53,17 +54,17 @@ def uncompiled_s(session: Session, window: Batch, opening_s: float) -> float | N
     """
     plan = session.plan
     if plan.compile == "none" or plan.memory == "stream" or not session.world.alone:
-        return None
-    if session.left_s < SHARE * (CACHED_S if is_compiled(compiled_key(session, window)) else COMPILE_S):
-        return session.left_s
-    updates = updates_given(session)
-    if not updates:
-        seconds = opening_s + 60 * plan.minutes
-        return seconds if seconds < LEAST_COMPILE_S else None
+        return ""
+    compiling_s = CACHED_S if is_compiled(compiled_key(session, window)) else COMPILE_S
+    if session.left_s < SHARE * compiling_s:
+        return "compiling would take much of the time that train.wall_minutes allows"
     if opening_s >= LEAST_COMPILE_S:
-        return None
-    seconds = opening_s + updates * _update_s(session)
-    return seconds if seconds < LEAST_COMPILE_S else None
+        return ""
+    updates = updates_given(session)
+    training_s = updates * _update_s(session) if updates else 60 * plan.minutes
+    if opening_s + training_s >= LEAST_COMPILE_S:
+        return ""
+    return f"it takes about {duration(training_s)}, less than compiling"
 
 
 def _update_s(session: Session) -> float:

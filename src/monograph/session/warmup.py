@@ -242,7 +242,7 @@ def compile_step(session: Session, window: Batch, progress: Progress) -> None:
 def _compile(session: Session, window: Batch, progress: Progress) -> None:
     engine, scope = session.engine, session.plan.compile
     if scope == "none":
-        session.eager_reason = "train.compile = none"
+        session.eager_reason = session.eager_reason or "train.compile = none"
     elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
         session.eager_reason = obstacle
     else:
