@@ -55,6 +55,13 @@ def test_a_brief_run_is_the_run_that_was_never_to_be_compiled() -> None:
     assert found["model.safetensors"] == expected["model.safetensors"]
 
 
+def test_a_short_text_ends_a_run_before_the_clock_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Resident, "capture", None)  # nothing may call it
+    given = {key: value for key, value in settings_of("texts").items() if key != "train.updates"}
+    start("run", given | {"train.minutes": 10})
+    assert load(Path("run/config.toml"), {}, {}, recorded=True).train.compile == "none"
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -72,6 +79,7 @@ def test_what_is_compiled(change: dict[str, Any], why: str, monkeypatch: pytest.
 
     monkeypatch.setattr(Resident, "capture", capture)
     monkeypatch.setattr("monograph.session.eager_start.pays", lambda *_: False)
+    monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)  # as if the text were long
     given = {key: value for key, value in (settings_of("texts") | change).items() if value is not None}
     with pytest.raises(Compiled):
         start("run", given)

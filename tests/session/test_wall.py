@@ -74,7 +74,10 @@ def test_a_slower_machine_still_ends_in_time(still: float) -> None:
 
 
 @pytest.mark.parametrize(("minutes", "compiles"), [(1, False), (30, True)])
-def test_compiling_has_to_leave_time_for_training(minutes: float, compiles: bool) -> None:
+def test_compiling_has_to_leave_time_for_training(
+    minutes: float, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)  # as if the text were long
     session = session_of(BY_CLOCK | {"train.wall_minutes": minutes})
     session.ends_s = clock() + 60 * minutes
     assert why_uncompiled(session, next(session.open_batches(0)), 1.0) == ("" if compiles else TOO_LONG)

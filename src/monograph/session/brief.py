@@ -1,5 +1,6 @@
 """Decide that a run is not compiled because its updates take less time than compiling would."""
 
+import math
 from contextlib import closing
 from dataclasses import replace
 
@@ -61,7 +62,12 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
     if opening_s >= LEAST_COMPILE_S:
         return ""
     updates = updates_given(session)
-    training_s = updates * _update_s(session) if updates else 60 * plan.minutes
+    training_s = math.inf if updates else 60 * plan.minutes
+    if not updates and not isinstance(session.corpus, Prompts):  # a short text ends a run before its time does
+        decay, per_epoch = plan.update_rule.weight_decay, session.corpus.train.per_epoch
+        updates = defaults.most_updates(per_epoch, session.batches.rows_per_window, decay)
+    if updates and training_s >= LEAST_COMPILE_S:
+        training_s = min(training_s, updates * _update_s(session))
     if opening_s + training_s >= LEAST_COMPILE_S:
         return ""
     return f"it takes about {duration(training_s)}, less than compiling"
