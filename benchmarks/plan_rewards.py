@@ -55,6 +55,8 @@ def measured(home: Path, base: Path, way: str, more: list[str]) -> dict[str, Any
     folder, out = base.parent, base.parent / way.replace(" ", "-").replace(":", "-")
     more = [each.format(base=base) for each in more]
     reward = [] if any(each.startswith("rl.reward") for each in more) else [f"rl.reward={folder / 'low.py'}:score"]
+    if EAGER not in more:  # six updates alone would not be compiled
+        more.append("train.compile=whole")
     typed = [
         str(folder / "prompts.jsonl"), f"model.init={base}", *reward, f"data.sequence_length={LENGTH}", *ANSWERS, *more,
     ]  # fmt: skip

@@ -217,7 +217,7 @@ def test_what_a_run_refuses(server: CommandServer, here: Path) -> None:
         assert not done.out and "Traceback" not in done.err
     assert not (here / "b").exists()
     again = server.run(here, "train", "--resume", "run", "--json", *TINY)
-    assert again.code == 0 and "came to its end after 8 updates" in again.err
+    assert again.code == 0 and "has already finished, after 8 updates" in again.err
     assert json.loads(again.out)["update"] == 8
     del files[here / "run" / "run.lock"]  # who held it last
     assert all(path.read_bytes() == content for path, content in files.items())

@@ -155,6 +155,12 @@ def test_files_next_to_a_tokenizer_have_their_digests_too(run: Path, server: Com
     assert not (here / "out").exists()
 
 
+def test_check_of_a_folder_without_a_model_calls_nothing_damaged(here: Path, server: CommandServer) -> None:
+    done = server.run(here, "check", "texts")
+    assert done.code == 3 and not done.out, done.out
+    assert done.err == "error: texts: neither a run nor a model: expected a run's folder or a Hugging Face folder\n"
+
+
 def test_check_of_a_model_s_folder_ends_with_one_object_whatever_is_damaged(run: Path, server: CommandServer) -> None:
     here = run.parent.parent
     assert server.run(here, "export", "runs/run", "--to", "sent").code == 0

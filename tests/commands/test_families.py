@@ -220,7 +220,11 @@ def test_the_articles_tokenizer_is_read_as_its_library_reads_it_and_loses_nothin
         (["model.hidden_size=64"], 3, "model.hidden_size = 64, but the weights in model.pth have 48"),
         (["data.sequence_length=64"], 3, "longer than the model's max_position_embeddings = 40"),
         (["model.max_position_embeddings=64", "data.sequence_length=64"], 0, ""),
-        (["data.tokenizer=auto"], 3, "model.pth: there is no tokenizer.json; put the model's next to its weights"),
+        (
+            ["data.tokenizer=auto"],
+            3,
+            "copy the model's own there, or name one as data.tokenizer",
+        ),
         (["model.init=other.pth"], 3, "other.pth: no such file; it is looked for from"),
         (["model.init=short.pth"], 3, "short.pth: not weights that torch.save wrote"),
     ],

@@ -55,7 +55,7 @@ def test_a_folder_is_trained_on_conversations(server: CommandServer, here: Path)
     rows = Run(here / "run").rows()
     scored = [(row["update"], row["eval_loss"]) for row in rows if "eval_loss" in row]
     assert scored[0][0] == 0 and scored[-1][0] == 12 and scored[-1][1] < scored[0][1]
-    assert f"loss of held-out answers {scored[-1][1]:.3f}, {scored[0][1]:.3f} before" in done.err
+    assert f"held-out answers {scored[-1][1]:.3f} nats/token ({scored[0][1]:.3f} before)" in done.err
     assert "monograph chat run" in done.err
     assert any("sample" in row for row in rows)
 

@@ -86,7 +86,7 @@ def test_one_model_learns_from_the_members_and_is_an_ordinary_run(place: Path, s
     assert server.run(place, "generate", "s/distilled", "alpha ", "--max-tokens", "4").code == 0
     assert server.run(place, "export", "s/distilled", "--to", "hf").code == 0
     again = server.run(place, "train", "--resume", "s/distilled", figures=0)
-    assert again.code == 0 and "came to its end after 60 updates" in again.err
+    assert again.code == 0 and "has already finished, after 60 updates" in again.err
     alone = server.run(place, "train", "--from", "s/distilled", "train.updates=3", "--out", "b", figures=0)
     assert alone.code == 0 and sound(place / "b") == 3, "without teachers"
     same = server.run(place, "sweep", "--out", "s", "--json", figures=0)

@@ -85,7 +85,7 @@ def test_what_a_run_leaves_and_what_follows_it(here: Path, monograph: CommandSer
     assert summary["tokens"] == compared[-1]["tokens"] == sum(row["answer_tokens"] for row in compared)
     page = (here / "run" / "report.html").read_text()
     assert "The chosen answer is ahead in" in page and "<svg" in page and "nats per token" not in page
-    assert "'run'" not in done.err and "chosen answers ahead in" in done.err
+    assert "'run'" not in done.err and "prefers the chosen answer in" in done.err
 
     for command in (["evaluate", "run"], ["compare", "run", "run"]):
         refused = monograph.run(here, *command)
@@ -112,7 +112,7 @@ def test_what_a_run_leaves_and_what_follows_it(here: Path, monograph: CommandSer
 def test_answers_that_are_labelled_are_learned_from_as_such(here: Path, monograph: CommandServer) -> None:
     typed = ["train", *over(RUN[1:], "data.source=labelled.jsonl", "train.updates=30"), "--out", "labelled"]
     done = monograph.run(here, *typed, "--json")
-    assert done.code == 0 and "answers, packed" in done.err, done.err
+    assert done.code == 0 and "answers, rows" in done.err, done.err
     assert 'loss = "kto"' in (here / "labelled" / "config.toml").read_text()
     rows = [json.loads(line) for line in (here / "labelled" / "metrics.jsonl").read_text().splitlines()]
     compared, held = ([row for row in rows if key in row] for key in ("accuracy", "eval_accuracy"))

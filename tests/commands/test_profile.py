@@ -31,7 +31,7 @@ def test_where_the_time_goes_is_said_and_written_into_a_folder_of_its_own(server
     assert found["gaps_s"]["launch"] > 0
     assert found["bound_by"] in {*PARTS, "padding", "nothing"}
     assert all(change["predicted_gain"] > 1 and change["saved_s"] > 0 for change in found["changes"])
-    for line in ("update ", "floor ", "bound by ", "change ", "written ", *PARTS):
+    for line in ("update ", "best ", "limit ", "change ", "written ", *PARTS):
         assert f"\n{line}" in f"\n{done.out}", line
     # Nothing but what was found: no run, no checkpoint, no lock.
     assert {path.name for path in here.iterdir()} == {"texts", "profiles"}

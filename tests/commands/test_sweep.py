@@ -72,7 +72,7 @@ def test_members_are_ordinary_runs(place: Path, server: CommandServer) -> None:
     assert server.run(place, "check", best["run"]).code == 0
     assert server.run(place, "export", best["run"], "--to", "hf").code == 0
     again = server.run(place, "train", "--resume", best["run"], figures=0)
-    assert again.code == 0 and "came to its end after 20 updates" in again.err
+    assert again.code == 0 and "has already finished, after 20 updates" in again.err
     branch = server.run(
         place, "train", "--from", f"{found['run']}/members/003", "train.updates=4", "--out", "b", figures=0
     )

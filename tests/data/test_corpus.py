@@ -80,7 +80,7 @@ def test_one_file_loses_its_tail_and_says_so(texts, tmp_path):
 def test_what_was_passed_over_is_said(texts, tmp_path):
     (tmp_path / "image.png").write_bytes(b"\x89PNG\0")
     built = corpus([texts, f"{tmp_path}/*.png"], tokenizer="bytes", sequence_length=32)
-    assert built.notes == (f"passed over: {tmp_path}/image.png (binary)",)
+    assert built.notes == (f"skipped: {tmp_path}/image.png (binary)",)
     assert built.stats.skipped == {"binary": 1}
     assert built.name == f"{texts} and 1 more"
 

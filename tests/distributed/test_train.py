@@ -43,7 +43,7 @@ def test_two_ranks_make_the_run_that_one_makes(server: CommandServer, tmp_path: 
         done = server.run(tmp_path, *command, "shared", *(["alpha", "--max-tokens", "4"] * (command == ["generate"])))
         assert done.code == 0, done.err
     over_already = server.run(tmp_path, "train", "--resume", "shared")
-    assert over_already.code == 0 and "came to its end after 8 updates" in over_already.err, over_already.err
+    assert over_already.code == 0 and "has already finished, after 8 updates" in over_already.err, over_already.err
 
 
 def test_a_stopped_run_is_saved_and_goes_on_alone(server: CommandServer, tmp_path: Path) -> None:

@@ -116,7 +116,7 @@ def test_what_it_goes_back_to_is_kept(capsys: pytest.CaptureFixture[str]) -> Non
     start("run", SETTINGS | {"train.save_every": 3, "train.keep": 2})
     [row] = gone_back("run")
     assert row["update"] == BAD_FROM // 3 * 3
-    said = f"updates 26 to 45 were skipped: back to update {row['update']}, passing over 168 rows"
+    said = f"updates 26 to 45 were skipped: back to update {row['update']}, skipping 168 rows of data"
     assert said in " ".join(capsys.readouterr().err.split())
 
 

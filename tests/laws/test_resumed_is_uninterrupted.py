@@ -22,6 +22,7 @@ import pytest
 from commands.forked import PROGRAM, CommandServer
 from laws.resumed import LETTERS, LORA, OWN, PREFERRED, REWARDED, SETTINGS, cut_back, fingerprint, resume, start
 from monograph import checkpointing
+from monograph.planner import defaults
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.session import eager_start, warmup
@@ -107,8 +108,18 @@ def test_resumed_at_every_checkpoint(case: str, apart: int, monkeypatch: pytest.
             whole = f"cut-{update}"
 
 
-@pytest.mark.parametrize("later", [(), pytest.param((8,), marks=pytest.mark.slow)])
-def test_after_updates_without_a_graph(later: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("later", "settings"),
+    [
+        ((), SETTINGS),
+        pytest.param((), PREFERRED, marks=pytest.mark.slow),
+        pytest.param((8,), SETTINGS, marks=pytest.mark.slow),
+    ],
+    ids=["texts", "preferences", "texts, later"],
+)
+def test_after_updates_without_a_graph(
+    later: tuple[int, ...], settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Only the clock says how many there are, so what is saved comes after them; what is killed before begins anew."""
 
     def compiling_for(updates: int, end: object = 0) -> None:
@@ -125,7 +136,8 @@ def test_after_updates_without_a_graph(later: tuple[int, ...], monkeypatch: pyte
     monkeypatch.setattr(eager_start, "pays", lambda session, key: True)
     monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
     monkeypatch.setattr(Reporter, "keep_time", lambda *_: None)  # or a busy machine would end some of the runs early
-    by_clock = {key: value for key, value in SETTINGS.items() if key != "train.updates"}
+    monkeypatch.setattr(defaults, "most_updates", lambda *_: 15)
+    by_clock = {key: value for key, value in settings.items() if key != "train.updates"}
     by_clock |= {"train.minutes": 10 / 57, "train.compile": "whole", "train.save_every": 4}
     compiling_for(5)
     start("whole", by_clock)

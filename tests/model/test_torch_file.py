@@ -217,7 +217,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path):
 def test_without_a_tokenizer_beside_it_the_model_is_loaded_and_what_writes_text_is_refused(tmp_path):
     path = _saved(tmp_path / "model.pth", _state())
     assert load(path)[1] is None
-    said = r"model.pth: there is no tokenizer.json; put the model's next to its weights"
+    said = r"model.pth: there is no tokenizer.json: copy the model's own there"
     with pytest.raises(InputRefused, match=said):
         load_with_tokenizer(path)
 

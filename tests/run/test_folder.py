@@ -325,3 +325,31 @@ def test_the_next_run_removes_what_a_killed_one_had_copied_of_standard_input(tmp
         Run.create(tmp_path / "next")
         left = {path.parent.name for path in tmp_path.glob("*/stdin")}
     assert left == {"living", "begun"}
+
+
+def test_last_passes_over_a_run_that_has_saved_nothing_and_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    older, newer = begun("runs/a"), begun("runs/b")
+    assert Run.open("last").folder == newer.folder, "where none has saved anything, it is the newest"
+    (older.checkpoints / "step-00000003").mkdir(parents=True)
+    assert not capsys.readouterr().err
+    for _ in range(2):  # a command asks several times, and says it once
+        assert Run.open("last").folder == older.folder
+    assert capsys.readouterr().err == "note: using runs/a, as runs/b has no checkpoint yet\n"
+    assert Run.open("last", saved=False).folder == newer.folder, "it can be resumed, checked and followed"
+    assert (older.handle, newer.handle) == ("runs/a", "last")
+    begun("runs/c")
+    assert Run.open("last").folder == older.folder
+    assert "using runs/a, as runs/c has no checkpoint yet (and 1 more)" in capsys.readouterr().err
+    (newer.checkpoints / ".tmp-step-00000001").mkdir(parents=True)
+    assert Run.open("last").folder == older.folder, "half a checkpoint is none"
+    (newer.folder / "sweep.json").touch()
+    assert Run.located("last") == newer.folder, "a sweep's models are those of its members"
+    assert Run.open("last").folder == older.folder, "a sweep has no single model"
+    (newer.folder / "best").mkdir()
+    (newer.folder / "best/run.lock").touch()
+    capsys.readouterr()
+    assert Run.open("last/best").folder == newer.folder / "best"
+    assert capsys.readouterr().err == "note: using runs/b/best, as runs/c has no best\n"

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -118,11 +118,52 @@ def test_a_long_stage_speaks_now_and_then_but_not_more(monkeypatch: pytest.Monke
     assert lines[-1].startswith("compile   whole step ....")
 
 
-def test_a_stage_that_fails_says_so_and_passes_the_error_on() -> None:
+def test_a_log_has_a_line_where_something_changed_at_growing_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    speakers: list[Callable[[], None]] = []
+
+    @contextmanager
+    def every(_: float, act: Callable[[], None]) -> Iterator[None]:
+        speakers.append(act)
+        yield
+
+    monkeypatch.setattr(screen, "_every", every)
+    monkeypatch.setattr(screen, "monotonic", lambda: now)
     stream = io.StringIO()
-    with pytest.raises(ZeroDivisionError), Progress(stream).stage("trial", "one eager step"):
-        _ = 1 / 0
-    assert "one eager step (not finished) ..." in stream.getvalue()
+    progress = Progress(stream)
+    now = 100.0  # a line was printed long ago
+    with progress.stage("start", "training eagerly while the step compiles") as stage:
+        for second in range(1, 601):
+            now = 100.0 + second
+            stage.report("update", min(second, 200))
+            speakers[-1]()
+    *spoken, end = stream.getvalue().splitlines()
+    updates = [int(re.findall(r"update (\d+)", line)[0]) for line in spoken]
+    assert updates == [10, 30, 70, 130, 190, 200], "10 s, twice as long each time up to a minute, and no line twice"
+    assert end.startswith("start     training eagerly while the step compiles ...")
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"), [(ZeroDivisionError, "failed after"), (KeyboardInterrupt, "stopped after")]
+)
+def test_a_stage_that_fails_says_so_and_passes_the_error_on(raised: type[BaseException], said: str) -> None:
+    stream = io.StringIO()
+    with pytest.raises(raised), Progress(stream).stage("trial", "one eager step"):
+        raise raised
+    assert re.fullmatch(rf"trial     one eager step \.+ {said} 0\.0 s\n", stream.getvalue())
+
+
+def test_a_run_that_is_to_end_earlier_ends_at_100_percent() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream)
+    with TrainingBlock(progress.screen, 410, 4_100_000, {}) as block:
+        block.update(200, loss=3.0, tokens_per_s=1.0, memory_bytes=None)
+        block.held_out(2_000_000, 2.0)
+        block.ends_at(237)
+        block.update(237, loss=3.0, tokens_per_s=1.0, memory_bytes=None)
+        block.held_out(2_370_000, 2.0)
+    assert "update 237/237 100 %" in stream.getvalue()
+    assert "2.37 M tokens" in stream.getvalue(), "the curve's axis ends with the run"
 
 
 def test_a_terminal_that_goes_away_does_not_end_the_run() -> None:
@@ -247,7 +288,7 @@ def test_a_terminal_of_any_size_is_drawn_on(term: str, monkeypatch: pytest.Monke
             with crowd:
                 crowd.update(5, "figures " * 9)
             before, region = len(stream.getvalue()), [*block._region(), *crowd._region()]
-            with progress.screen.live(region.copy, block._spoken):
+            with progress.screen.live(region.copy, block._spoken, str):
                 pass
             drawn = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", stream.getvalue()[before:])
             assert bool(drawn) == live

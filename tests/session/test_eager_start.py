@@ -11,14 +11,16 @@ import pytest
 import torch
 
 from commands.forked import CommandServer
-from laws.resumed import OWN, SETTINGS, write_inputs
+from laws.resumed import LORA, OWN, PREFERRED, SETTINGS, write_inputs
 from monograph.config import load
 from monograph.device import describe
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import eager_start
 from monograph.session.eager_start import MARK, compile_run, compiled_key, pays
+from monograph.session.preferring import open_pairs
 from monograph.session.recorded import write_config
+from monograph.session.reinforcing import with_records
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session
@@ -37,9 +39,9 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def session_of(settings: dict[str, Any]) -> Session:
-    given = load(None, settings, {})
+    given = with_records(load(None, settings, {}))
     plan, progress = resolve(given.vouching(digests(given.programs)), describe()), Progress()
-    text = open_corpus(plan.reading, progress)
+    text = open_pairs(plan, progress) if plan.preference else open_corpus(plan.reading, progress)
     return open_session(Run(Path("run")), plan, text, torch.device("cpu"), progress)
 
 
@@ -64,14 +66,24 @@ def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(monkey
     assert pays(session, compiled_key(session, {**window, "tokens": window["tokens"][:, 1:]})), "this shape is not"
 
 
+def test_it_pays_for_a_model_that_exists_and_for_preferences_too() -> None:
+    for kind in (LORA, PREFERRED):
+        session = session_of({key: value for key, value in kind.items() if key not in OPEN})
+        assert pays(session, compiled_key(session, next(session.open_batches(0))))
+
+
 def test_a_module_of_a_file_is_not_run_by_another_process() -> None:
     session = session_of({key: value for key, value in OWN.items() if key not in OPEN})
     assert not pays(session, compiled_key(session, next(session.open_batches(0))))
 
 
-def test_the_other_process_opens_a_run_whose_settings_are_all_that_is_written() -> None:
+@pytest.mark.parametrize("kind", ["texts", "preferences"])
+def test_the_other_process_opens_a_run_whose_settings_are_all_that_is_written(kind: str) -> None:
     run = Run.create("run")
-    write_config(run, load(None, BY_CLOCK | {"train.compile": "none", "train.minutes": 1}, {}))
+    by_clock = BY_CLOCK
+    if kind == "preferences":
+        by_clock = {key: value for key, value in PREFERRED.items() if key not in OPEN}
+    write_config(run, with_records(load(None, by_clock | {"train.compile": "none", "train.minutes": 1}, {})))
     before = sorted(Path("run").iterdir())
     compile_run("run")
     assert sorted(Path("run").iterdir()) == before
@@ -83,7 +95,7 @@ def test_a_first_run_waits_for_the_cache_alone(server: CommandServer, here: Path
     home = {"MONOGRAPH_HOME": str(here / "home"), "TORCHINDUCTOR_CACHE_DIR": str(here / "home" / "compiled")}
     runs = []
     for name in ("cold", "warm"):
-        done = server.run(here, "train", *settings, "train.minutes=0.02", "--out", name, "--json", env=home)
+        done = server.run(here, "train", *settings, "train.minutes=0.35", "--out", name, "--json", env=home)
         assert done.code == 0, done.err
         early = [row for row in Run(here / name).rows() if MARK in row]
         runs.append((json.loads(done.out.splitlines()[-1])["compile_s"], early[-1]["wall_s"] if early else 0.0))

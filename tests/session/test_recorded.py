@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from contextlib import nullcontext
 from pathlib import Path
@@ -259,7 +260,11 @@ def test_the_last_run_is_named_by_its_folder_before_another_is(tmp_path: Path, m
 
 @pytest.mark.parametrize(
     ("per_epoch", "updates", "said"),
-    [(10, 80, "8 epochs and no more, about 16 s"), (10_000, 285, "about 1 min 00 s"), (1, 10, "no more, about 2.0 s")],
+    [
+        (10, 80, "limited to 8 epochs (train.epochs=N for more), about 16 s"),
+        (10_000, 285, "about 1 min 00 s"),
+        (1, 10, "for more), about 2.0 s"),
+    ],
 )
 def test_a_small_text_ends_before_the_time_does(
     per_epoch: int, updates: int, said: str, monkeypatch: pytest.MonkeyPatch
@@ -275,6 +280,9 @@ def test_a_small_text_ends_before_the_time_does(
         engine=SimpleNamespace(step=SimpleNamespace(schedule=None), index=0),
         schedule=lambda: None,
         elapsed_s=0.0,
+        ends_s=None,
+        left_s=math.inf,
+        judges=False,
         params=1000,
     )
     warmup.fix_length(session, progress)

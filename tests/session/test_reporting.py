@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from batches import packed, tiny_llama
+from laws.resumed import SETTINGS, start, write_inputs
 from monograph import compat
 from monograph.device import clock
 from monograph.distributed.world import World
 from monograph.resident import Resident
+from monograph.session import reporting
 from monograph.session.opening import Opening
 from monograph.session.reporting import Reporter
 from monograph.text.tokenizer import Tokenizer
@@ -21,6 +25,7 @@ class Run:
 
     def __init__(self, seconds_per_update: float) -> None:
         self.seconds_per_update, self.updates, self.cooled, self.budget_s = seconds_per_update, 1000, None, 100.0
+        self.left_s, self.ends_s = math.inf, None
         self.told: list[str] = []
         self.progress = SimpleNamespace(line=lambda _, text: self.told.append(text))
         self.session, self.world = self, World()
@@ -50,6 +55,23 @@ def test_a_slower_machine_ends_in_time(seconds_per_update: float) -> None:
 def test_a_machine_as_fast_as_thought_does_all_updates(seconds_per_update: float) -> None:
     run = Run(seconds_per_update)
     assert run.cooled is None and run.updates == 1000
+
+
+def test_a_run_that_cools_down_early_ends_at_100_percent_and_says_what_was_planned(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def slower_machine(reporter: Reporter, update: int) -> None:
+        if update == 8:
+            reporter.session.shorten(14)
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(Reporter, "keep_time", slower_machine)
+    monkeypatch.setattr(reporting, "write_report", lambda *_: None)
+    write_inputs(tmp_path)
+    start("run", SETTINGS)
+    said = capsys.readouterr().err
+    assert "update 14/14 100 %" in said and "14/20" not in said, said
+    assert "14 of 20 planned updates" in said
 
 
 def test_a_machine_that_has_just_slowed_down_is_taken_at_its_present_speed() -> None:

@@ -62,7 +62,7 @@ def test_a_fresh_machine_sweeps_the_default_models_proxy() -> None:
 def test_the_newest_run_is_what_is_tuned() -> None:
     begun("a", model__preset="nano")
     run = begun("b", model__preset="micro", data__sequence_length=64, optim__name="adamw", optim__lr=3e-3,
-                train__updates=777, optim__warmup_updates=9, train__micro_batch=3)  # fmt: skip
+                train__updates=777, train__wall_minutes=9, optim__warmup_updates=9, train__micro_batch=3)  # fmt: skip
     run.tokenizer.write_text("{}")
     found = spec.spec_of([], None)
     assert found.settings.data.sequence_length == 64 and found.settings.optim.name == "adamw"
@@ -102,6 +102,7 @@ def test_transfer_is_asked_for() -> None:
     ("arguments", "samples", "words"),
     [
         (["data.held_out=0"], None, "members are compared on held-out text"),
+        (["train.wall_minutes=3"], None, "the members of a sweep share train.minutes: leave it out"),
         (["optim.lrr=1,2"], None, "did you mean optim.lr?"),
         (["optim.lr=1e-3,1e-2"], 3, "the axes have 2 points"),
         (["optim.lr=log:1e-3..1e-2"], None, "say how many values"),

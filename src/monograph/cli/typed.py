@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -227,6 +228,12 @@ def train(
         str | None, _option("RUN[@UPDATE]", "start a new run from the weights of this one", "--from")
     ] = None,
     minutes: Annotated[float | None, _option("M", "train for so many minutes; short for train.minutes=M")] = None,
+    wall_minutes: Annotated[
+        float | None,
+        _option(
+            "M", "end within so many minutes, with preparation, compiling and report; short for train.wall_minutes=M"
+        ),
+    ] = None,
     print_config: Annotated[
         bool, _flag("--print-config", "print all keys with their meaning, value and origin, and stop")
     ] = False,
@@ -241,7 +248,8 @@ def train(
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
     out = _folder(out, name)
     _trust(trust_code)
-    settings = _settings(_begun_with(recipe, arguments), minutes, runs_code=not print_config)
+    times = {"train.minutes": minutes, "train.wall_minutes": wall_minutes}
+    settings = _settings(_begun_with(recipe, arguments), times, runs_code=not print_config)
     if print_config:
         from monograph.config.commented import commented
 
@@ -577,22 +585,25 @@ def _trust(said: bool) -> None:
         trust_code()
 
 
-def _settings(arguments: list[str] | None, minutes: float | None = None, runs_code: bool = False) -> Settings:
+def _settings(
+    arguments: list[str] | None, times: Mapping[str, float | None] | None = None, runs_code: bool = False
+) -> Settings:
     """Return the settings that the command line gives.
 
     Args:
         arguments: a TOML file, KEY=VALUE pairs and text, in any order.
-        minutes: the value of --minutes, if it is given.
+        times: the values of options that are short for keys, by key.
         runs_code: whether the command may run the Python file that the settings name.
     """
     from monograph.config import classify
 
     toml, overrides = classify(arguments or [])
-    if minutes is not None:
-        if "train.minutes" in overrides:
-            given = overrides["train.minutes"]
-            raise UsageError(f"command line: train.minutes is given twice, as {given} and as {minutes:g}")
-        overrides["train.minutes"] = minutes
+    for key, value in (times or {}).items():
+        if value is None:
+            continue
+        if key in overrides:
+            raise UsageError(f"command line: {key} is given twice, as {overrides[key]} and as {value:g}")
+        overrides[key] = value
     from monograph.session.recorded import require_text, settings_given
 
     settings = settings_given(toml, overrides, runs_code=runs_code)

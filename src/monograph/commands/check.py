@@ -14,6 +14,8 @@ import torch
 from monograph import __version__, checkpointing
 from monograph.device import clock, compiler_obstacle, default_device, describe, measured_matmul_flops
 from monograph.errors import InputRefused, MonographError, NoValidCheckpoint, Unreadable, UsageError
+from monograph.model.adapter import is_adapter
+from monograph.model.files import has_weights
 from monograph.profiling.health import Disk, compiled_obstacle, disk, limits, limits_said
 from monograph.report.quantities import gibibytes, megabytes
 from monograph.run import recorded_state
@@ -25,7 +27,7 @@ from monograph.run.writing import recorded_parent
 from monograph.session.preferring import REFERENCE, verify_reference
 from monograph.session.recorded import run_settings
 from monograph.storage.cache_dir import MOST_COMPILED_BYTES, cache_root, compiled_folder, files_in, keep_compiled
-from monograph.storage.reading import contents, exists, is_folder
+from monograph.storage.reading import contents, exists, is_file, is_folder
 from monograph.text.tokenizer import Tokenizer
 
 
@@ -40,7 +42,7 @@ def run(run: str | None, *, laws: bool = False, json: bool) -> None:
     elif not names_run(run) and is_folder(run):
         facts, lines, error = _folder(run)
     else:
-        facts, lines, error = _run(Run.open(run))
+        facts, lines, error = _run(Run.open(run, saved=False))
     width = max(16, *(len(name) + 2 for name in lines)) if lines else 0
     for name, text in lines.items():
         print(f"{name:<{width}}{text}")
@@ -180,6 +182,8 @@ def _of_some_runs(folder: Run, saved: Mapping[str, Any]) -> dict[str, MonographE
 
 def _folder(folder: str) -> tuple[dict[str, Any], dict[str, str], MonographError | None]:
     """Verify the files of a model's folder. It has no digests, so a changed finite weight goes unnoticed."""
+    if not (has_weights(Path(folder)) or is_file(Path(folder, "config.json")) or is_adapter(folder)):
+        raise InputRefused(f"{folder}: neither a run nor a model: expected a run's folder or a Hugging Face folder")
     files = {
         "weights": _fault(lambda: require_all_finite(load_to_export(folder)[0], folder)),
         "tokenizer.json": _fault(lambda: Tokenizer.from_file(tokenizer_of(folder))),

@@ -37,7 +37,7 @@ def run(run: str, *, to: str, out: Path | None) -> None:
 
     What the tracker's library prints is left out: it has escape sequences, and is not the result.
     """
-    folder, tracker = Run.located(run), tracker_named(to)
+    folder, tracker = Run.located(run, saved=False), tracker_named(to)
     if out:
         with explained(out):
             out.mkdir(parents=True, exist_ok=True)

@@ -82,7 +82,9 @@ def warn_if_busy(progress: Progress) -> None:
     """Warn if other programs use more than one core of this machine."""
     load, cores = os.getloadavg()[0], describe().cores
     if load > cores + 1:
-        progress.line("warning", f"load {load:.0f} on {counted(cores, 'core')}: what others took is in the time")
+        progress.line(
+            "warning", f"load {load:.0f} on {counted(cores, 'core')}: other programs slow these measurements down"
+        )
 
 
 def _planned(settings: Settings, progress: Progress) -> Plan:
@@ -123,9 +125,9 @@ def _watched(session: Session, folder: Path, progress: Progress) -> Profile:
     whole = 1.0 if plan.reading["packing"] == "padded" else share
     rows = session.text.batches(plan.tokens_per_update, seed=plan.seed, pin=default_device().type == "cuda")
     try:
-        with progress.stage("profile", "a few updates, thrown away") as stage:
+        with progress.stage("profile", "timing a few updates (discarded)") as stage:
             measured = profile(session.engine, rows, folder / TRACE, used=share, packed=whole)
-            stage.result = f"{1e3 * measured.update_s:.3g} ms each, {1e3 * measured.watched_s:.3g} ms watched"
+            stage.result = f"{1e3 * measured.update_s:.3g} ms each, {1e3 * measured.watched_s:.3g} ms with the profiler"
     finally:
         rows.close()
     warn_if_busy(progress)
@@ -135,18 +137,18 @@ def _watched(session: Session, folder: Path, progress: Progress) -> Profile:
 def _show(measured: Profile, tokens_per_s: float, folder: Path) -> None:
     judged, machine, steps = measured.verdict, measured.machine, counted(measured.micro_steps, "micro-step")
     print(f"update    {1e3 * measured.update_s:.3g} ms, {count(tokens_per_s, 'tok/s')}, {steps}\n")
-    print(f"{'part':<14}{'share':>7}{'ms':>10}{'floor ms':>10}  mostly bound by")
+    print(f"{'part':<14}{'share':>7}{'ms':>10}{'best ms':>10}  mostly limited by")
     for part in PARTS:
         share, taken, least = judged.spent.share(part), 1e3 * judged.spent.parts[part], 1e3 * judged.floors[part]
         print(f"{part:<14}{share:>7.1%}{taken:>10.3g}{least:>10.3g}  {mostly(judged.bounds.get(part, {}))}".rstrip())
     faster = measured.update_s / max(judged.floor_s, 1e-12)
     rates = f"{count(machine.matmul_flops)}FLOP/s of a large product, {count(machine.copy_bytes_per_s)}B/s of a copy"
-    print(f"\nfloor     {1e3 * judged.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
-    print(f"bound by  {said(measured)}")
+    print(f"\nbest      {1e3 * judged.floor_s:.3g} ms, {faster:.2g} times as fast, at {rates}")
+    print(f"limit     {said(measured)}")
     for index, change in enumerate(judged.changes):
         begun = f"change    {change.what}" if index == 0 else f"          or {change.what}"
         why = f", as {change.why}" if index == 0 else ""
-        other = "" if change.same_training else " (another training)"
+        other = "" if change.same_training else " (changes the training)"
         print(f"{begun}: predicted {judged.gain(change):.2f} × as fast{why}{other}")
     print(f"written   {folder / REPORT}, {folder / PICTURE}, and {folder / TRACE} for ui.perfetto.dev")
 

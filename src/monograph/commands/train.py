@@ -14,15 +14,18 @@ from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World
 from monograph.errors import Stopped, UsageError
 from monograph.loop import train
-from monograph.report.quantities import counted
+from monograph.loss import Batch
+from monograph.planner import defaults
+from monograph.report.quantities import counted, duration
 from monograph.rl.prompts import Prompts
 from monograph.rl.rewards import Reward
 from monograph.run import writing
 from monograph.run.folder import Run, standard_json
 from monograph.run.metrics_log import MetricsLog
-from monograph.run.progress import Progress
+from monograph.run.progress import Progress, silent
 from monograph.run.signals import StopSignal
 from monograph.session import eager_start, ranks, recorded
+from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
 from monograph.session.plan import Plan
 from monograph.session.preferring import keep_first_weights, open_pairs, score_with_first_weights
 from monograph.session.ranks import show
@@ -30,7 +33,7 @@ from monograph.session.recorded import strange_text
 from monograph.session.reinforcing import open_prompts, reward_in, with_records
 from monograph.session.reporting import Reporter, finished
 from monograph.session.requirements import notes_on, require_possible, require_taught
-from monograph.session.resolve import resolve
+from monograph.session.resolve import ORIGIN, resolve
 from monograph.session.rewind import go_back, require_end, windows
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable
@@ -38,7 +41,6 @@ from monograph.session.warmup import compile_step, fix_length, measure_memory, r
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import exists
 
-CURVE_ROWS = 64  # held-out rows scored for a point of the curve; the last point uses all
 SHOWN = ("reward", "accuracy", "margin")  # what says more than the loss, in runs that have it
 SHOWN_S = 1.0  # after so long, the numbers of the last updates are read; this waits for the device
 
@@ -47,6 +49,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     """Train, or resume training; see the command line's help."""
     if resume and out:
         raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
+    asked_s = clock()
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     settings, from_ = recorded.model_given(settings, from_)
     settings = with_records(settings)
@@ -73,14 +76,14 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
             _warn_of_text(parent[0], settings, progress)
         summary = world.agreed(finished(folder) if resumed and world.leads else None)
         if summary:
-            progress.line("done", f"{folder.folder} came to its end after {counted(summary['update'], 'update')}")
+            progress.line("done", f"{folder.folder} has already finished, after {counted(summary['update'], 'update')}")
             if world.leads:
                 show(progress, "next", "train", "--from", folder.handle)
         else:
             ranks.require_launched(settings, world.own)
             settings = ranks.agreed(world, settings)
             with reward_in(settings) as reward:
-                session = _open(folder, settings, world, progress, reward, retry_rows)
+                session = _open(folder, settings, world, progress, reward, retry_rows, asked_s)
                 report = Reporter(session, progress)
                 _loop(session, report, progress)
                 measure_memory(session)
@@ -97,7 +100,13 @@ def _warn_of_text(run: Run, settings: Settings, progress: Progress) -> None:
 
 
 def _open(
-    folder: Run, settings: Settings, world: World, progress: Progress, reward: Reward | None, retry_rows: int
+    folder: Run,
+    settings: Settings,
+    world: World,
+    progress: Progress,
+    reward: Reward | None,
+    retry_rows: int,
+    asked_s: float,
 ) -> Session:
     machine = describe()
     require_possible(settings, machine)
@@ -114,6 +123,66 @@ def _open(
             text: Corpus | Prompts = open_prompts(plan, reward, progress)
         else:
             text = open_pairs(plan, progress) if plan.preference else open_corpus(plan.reading, progress)
+    opened = partial(_opened, folder, text=text, world=world, reward=reward, retry_rows=retry_rows)
+    began = clock()
+    session, resumed, window = opened(plan, progress=progress)
+    ends_s = asked_s + 60 * plan.wall_minutes if plan.wall_minutes and not resumed else None
+    session.ends_s = ends_s
+    why = ""
+    if plan.compile == "auto" and not resumed:
+        why = why_uncompiled(session, window, clock() - began)
+    if why:
+        session.batches.close()
+        # Where nothing is compiled, the planner chooses otherwise, and answers are drawn otherwise.
+        plan = resolve(plan.settings.resolve({"train.compile": "none"}, ORIGIN), machine)
+        session, _, window = opened(plan, progress=silent())
+        session.ends_s, session.eager_reason = ends_s, why
+    if not (resumed or updates_given(session)):
+        progress.line("time", _times(session, window, asked_s))
+    early = False
+    if resumed:
+        compile_step(session, window, progress)
+    else:
+        early = eager_start.begin(session, window, progress, partial(_score_untrained, session, progress))
+    if not early:
+        score_with_first_weights(session, resumed, progress)
+    if not resumed:
+        fix_length(session, progress)
+        if world.leads:
+            recorded.write_config(folder, session.plan.settings)
+        session.save()
+    return session
+
+
+def _score_untrained(session: Session, progress: Progress) -> None:
+    """Score the weights before the first update, which comes before the step is compiled."""
+    score_with_first_weights(session, False, progress)
+    report = Reporter(session, silent())
+    if report.scores_untrained:  # the run's own block, which begins later, shows it
+        report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
+
+
+def _times(session: Session, window: Batch, asked_s: float) -> str:
+    """Return how long a run by the clock trains, and how long it will take in all."""
+    plan = session.plan
+    whole = f"about {duration(expected_whole_s(session, window, asked_s))} in all"
+    if plan.wall_minutes is not None:
+        whole = f"at most {duration(60 * plan.wall_minutes)} in all"
+    parts = "preparation and report" if plan.compile == "none" else "preparation, compiling and report"
+    training_s = min(60 * plan.minutes, session.left_s)
+    return f"{duration(training_s)} of training, {whole} with {parts}"
+
+
+def _opened(
+    folder: Run,
+    plan: Plan,
+    text: Corpus | Prompts,
+    world: World,
+    reward: Reward | None,
+    retry_rows: int,
+    progress: Progress,
+) -> tuple[Session, bool, Batch]:
+    """Open the session at its beginning or where it stopped; return it, whether it resumes, and a window it tried."""
     session = open_session(folder, plan, text, default_device(), progress, world, reward)
     if world.leads and not exists(folder.tokenizer):
         writing.write_tokenizer(folder, session.corpus.tokenizer)
@@ -125,18 +194,7 @@ def _open(
         smaller = f"micro_batch is now {session.engine.micro_batch}, the update stays the same"
         progress.line("memory", f"the attempt before ran out of memory: {smaller}")
     keep_first_weights(session, resumed)
-    window = try_step(session, progress)
-    if resumed:
-        compile_step(session, window, progress)
-    else:
-        eager_start.begin(session, window, progress)
-    score_with_first_weights(session, resumed, progress)
-    if not resumed:
-        fix_length(session, progress)
-        if world.leads:
-            recorded.write_config(folder, session.plan.settings)
-        session.save()
-    return session
+    return session, resumed, try_step(session, progress)
 
 
 def _taken_up(session: Session, progress: Progress) -> bool:
@@ -176,10 +234,11 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     # Reading an update's numbers waits for a GPU to finish it, as drawing answers from its weights does anyway.
     log = MetricsLog(session.run, every=1 if session.judges or engine.step.device.type == "cpu" else 10)
     graphs = compat.captured_graphs()
+    check_every = defaults.interval(session.updates, defaults.EVALUATIONS)  # whether the time suffices
     session.training_since_s = clock()
     with report.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
-        if not engine.index and (session.reward or session.text.stats.conversations):
-            report.evaluate(block, 0, limit=None)  # the untrained model's score
+        if not engine.index and report.scores_untrained:
+            report.evaluate(block, 0, limit=None)
         began, since, waiting, score = clock(), 0, False, ""
         for update in train(engine, windows(session), session.updates):
             done, since = update.index + 1, since + 1
@@ -208,8 +267,10 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             paused = clock()
             if done % plan.eval_every == 0 and not last:
                 log.flush()
-                report.evaluate(block, done, limit=CURVE_ROWS)
+                report.evaluate(block, done, limit=defaults.CURVE_ROWS)
+            if done % min(plan.eval_every, check_every) == 0 and not last:
                 report.keep_time(done)
+                block.ends_at(session.updates)
             if done in report.sample_updates() and not last:
                 log.flush()
                 report.sample(block, done)

@@ -77,6 +77,7 @@ _WHY_NOT = {
     "data.bad_records": _OTHER_TEXT,
     "data.answers": _OTHER_TEXT,
     "data.too_long": _OTHER_TEXT,
+    "train.wall_minutes": "how much a member learns in a time is the machine's doing",
     "train.minutes": "how much a member learns in a time is the machine's doing",
     "train.epochs": "say it in train.updates or train.tokens",
     "train.micro_batch": _NO_EFFECT,

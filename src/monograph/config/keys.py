@@ -339,7 +339,14 @@ class TrainSection(Section):
     tokens: Count | None = _key(None, _COUNT, "Stop after this many tokens.", example=10_000_000)
     epochs: Whole | None = _key(None, _WHOLE, "Stop after this many passes over the data.", example=1)
     minutes: Minutes | None = _key(
-        None, "a number above 0, at most 1e7", "Stop after about this many minutes.", usual=DEFAULT_MINUTES
+        None, "a number above 0, at most 1e7", "Train for about this many minutes.", usual=DEFAULT_MINUTES
+    )
+    wall_minutes: Minutes | None = _key(
+        None,
+        "a number above 0, at most 1e7",
+        "End the whole run within about this many minutes, with preparation, compiling and the report.",
+        otherwise="no limit",
+        example=10,
     )
     tokens_per_update: Auto | Annotated[Count, Field(le=MOST_PER_UPDATE)] = _key(
         "auto",

@@ -290,7 +290,7 @@ def _skipped_note(sources: Sources) -> str | None:
         return None
     path, reason = unexpected[0]
     more = f" and {len(unexpected) - 1} more" if len(unexpected) > 1 else ""
-    return f"passed over: {path} ({reason}){more}"
+    return f"skipped: {path} ({reason}){more}"
 
 
 _TRAINED, _CONTEXT, _BORDER, _PLAIN = "\x1b[32m", "\x1b[2m", "\x1b[36m", "\x1b[0m"

@@ -66,6 +66,9 @@ MOST_EPOCHS, MOST_DECAYED_EPOCHS = 8, 16
 DEEP = 16
 # The share of a run's time that evaluations, samples and checkpoints leave for updates.
 UPDATES_SHARE = 0.95
+# The seconds that are kept for what follows the training of a run whose whole time is limited: saving, the report.
+END_S = 10.0
+CURVE_ROWS = 64  # held-out rows scored for a point of the curve; the last point uses all
 EVALUATIONS, CHECKPOINTS = 12, 6  # per run, where the settings leave it open
 
 

@@ -7,13 +7,15 @@ empty.
 
 import errno
 import fcntl
+import functools
 import hashlib
 import json
 import math
 import os
 import socket
+import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
@@ -40,6 +42,8 @@ _NUMBERS = (
     "gpu_utilization_percent", "gpu_memory_bytes", "gpu_power_w", "gpu_temperature_c", "gpu_clock_hz",
     "forward_s", "backward_s", "passes_s", "optimizer_s",
 )  # fmt: skip
+# A function that says why a folder in runs/ cannot be what `last` means, such as "is a sweep"; "" if it can be.
+WhyNot = Callable[[Path], str]
 # The entries of a row that commands rely on, with their types.
 _Row = create_model(
     "_Row",
@@ -104,46 +108,25 @@ class Run:
         return run
 
     @classmethod
-    def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT) -> Self:
-        """Return the run at path `name`; "last" is the newest begun run in `root`, and "last/..." a path inside it.
+    def open(cls, name: str | Path, root: str | Path = DEFAULT_ROOT, *, saved: bool = True) -> Self:
+        """Return the run at path `name`; "last" is the newest run in `root`, and "last/..." a path inside one.
 
         The folder of a checkpoint names the run at that update, `Run.at`. The newest run has the highest serial number,
-        which does not depend on the clock. Raises InputRefused, also for a sweep, of which one run must be named.
+        which does not depend on the clock. With `saved`, "last" passes over newer runs without a checkpoint and newer
+        sweeps, which a line on standard error says. Raises InputRefused, also for a sweep, of which one run must be
+        named.
         """
         name = placed(Path(name))
-        folder, at = cls.located(name, root), checkpoint_named(name)
+        folder, at = _located(name, root, _why_no_model if saved else _why_not_begun), checkpoint_named(name)
         if is_file(folder / SWEEP):
             best = "best" if exists(folder / "best") else "members/000"
             raise InputRefused(f"{folder} is a sweep: name one of its runs, such as {Path(name) / best}")
         return cls(folder, at)
 
     @staticmethod
-    def located(name: str | Path, root: str | Path = DEFAULT_ROOT) -> Path:
+    def located(name: str | Path, root: str | Path = DEFAULT_ROOT, *, saved: bool = True) -> Path:
         """Return the folder of the run or sweep called `name`; see `open`. Raises InputRefused."""
-        first, *inner = Path(name).parts or (".",)
-        folder = placed(Path(name))
-        if first == "last":
-            runs = runs_in(Path(root))
-            if not runs:
-                raise InputRefused(f"no run in {Path(root)}/ yet: start one with `monograph train`")
-            folder = runs[-1].joinpath(*inner)
-        folder = folder if checkpoint_named(folder) is None else folder.parent.parent
-        if names_mixture(folder):
-            again = f"monograph sweep --out {shell_words(folder.parent)} --distill"
-            raise InputRefused(
-                f"{folder} is all members of a sweep together, which only `evaluate` and `compare` take: `{again}` "
-                f"trains one model on them, {folder.parent / 'distilled'}"
-            )
-        if not is_file(folder / "run.lock"):
-            missing = "there is no such folder" if not exists(folder) else "it has no run.lock"
-            newest = runs_in(Path(root))[:-4:-1]  # three, the newest first
-            hint = f"; newest runs: {', '.join(map(str, newest))}" if newest else ""
-            raise InputRefused(f"{folder} is not a run: {missing}{hint}")
-        run = Run(folder)
-        for path in (run.config, run.tokenizer, run.metrics, run.parent_file):
-            if exists(path) and not is_file(path):
-                raise InputRefused(f"{path}: expected a regular file; put it back")
-        return folder
+        return _located(name, root, _why_no_models if saved else _why_not_begun)
 
     @property
     def named(self) -> Path:
@@ -266,6 +249,77 @@ class Run:
             digest = self.metrics_digest(offset)
             if sha256 not in (None, digest):
                 raise InputRefused(f"{self.metrics}: expected rows of sha256 {sha256}, found {digest}; {instead}")
+
+
+def _located(name: str | Path, root: str | Path, why_not: WhyNot) -> Path:
+    first, *inner = Path(name).parts or (".",)
+    folder = placed(Path(name))
+    if first == "last":
+        runs = runs_in(Path(root))
+        if not runs:
+            raise InputRefused(f"no run in {Path(root)}/ yet: start one with `monograph train`")
+        folder = _newest(runs, inner, why_not)
+    folder = folder if checkpoint_named(folder) is None else folder.parent.parent
+    if names_mixture(folder):
+        again = f"monograph sweep --out {shell_words(folder.parent)} --distill"
+        raise InputRefused(
+            f"{folder} is all members of a sweep together, which only `evaluate` and `compare` take: `{again}` "
+            f"trains one model on them, {folder.parent / 'distilled'}"
+        )
+    if not is_file(folder / "run.lock"):
+        missing = "there is no such folder" if not exists(folder) else "it has no run.lock"
+        some = runs_in(Path(root))[:-4:-1]  # three, the newest first
+        hint = f"; newest runs: {', '.join(map(str, some))}" if some else ""
+        raise InputRefused(f"{folder} is not a run: {missing}{hint}")
+    run = Run(folder)
+    for path in (run.config, run.tokenizer, run.metrics, run.parent_file):
+        if exists(path) and not is_file(path):
+            raise InputRefused(f"{path}: expected a regular file; put it back")
+    return folder
+
+
+def _why_not_begun(folder: Path) -> str:
+    return ""  # `runs_in` lists only what has begun
+
+
+def _why_no_models(folder: Path) -> str:
+    saved = any(checkpoint_named(path) is not None for path in entries(folder / "checkpoints"))
+    return "" if saved or is_file(folder / SWEEP) else "has no checkpoint yet"
+
+
+def _why_no_model(folder: Path) -> str:
+    return "is a sweep" if is_file(folder / SWEEP) else _why_no_models(folder)
+
+
+def _newest(runs: Sequence[Path], inner: Sequence[str], why_not: WhyNot) -> Path:
+    """Return the newest of some runs, oldest first, that `last` can mean, or the path inside of the newest that has it.
+
+    If there is none, it is the newest of all, whose error says what is missing.
+    """
+    passed_over = list[str]()
+    for folder in reversed(runs):
+        meant = folder.joinpath(*inner)
+        if inner:
+            obstacle = "" if exists(meant) else f"has no {Path(*inner)}"
+        else:
+            obstacle = why_not(folder)
+        if not obstacle:
+            _tell_of(meant, passed_over)
+            return meant
+        passed_over.append(f"{folder} {obstacle}")
+    return runs[-1].joinpath(*inner)
+
+
+def _tell_of(last: Path, passed_over: Sequence[str]) -> None:
+    """Say which newer runs `last` does not mean, the newest first."""
+    if passed_over:
+        more = f" (and {len(passed_over) - 1} more)" if len(passed_over) > 1 else ""
+        _tell(f"using {last}, as {passed_over[0]}{more}")
+
+
+@functools.cache  # a command may ask several times what `last` is
+def _tell(line: str) -> None:
+    print(f"note: {line}", file=sys.stderr)
 
 
 def names_mixture(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -30,7 +31,7 @@ class Progress:
             block.update(index, loss=4.9, tokens=450_000, tokens_per_s=15_800, memory_bytes=236_000_000)
 
     On a terminal the current stage or block is redrawn in place twice a second. Elsewhere a plain line is printed at
-    each change and, in between, every 10 s.
+    the end of each stage and, in between, now and then if something changed.
     """
 
     def __init__(self, stream: TextIO | None = None) -> None:
@@ -55,13 +56,21 @@ class Progress:
         """Show a stage of work with its elapsed time while it runs; its line with the time stays on the screen."""
         stage = Stage(label, text)
         try:
-            with self.screen.live(lambda: [stage.running()], stage.running):
+            with self.screen.live(lambda: [stage.running()], stage.running, stage.state):
                 yield stage
+        except Exception:
+            stage.outcome = "failed after "
+            raise
         except BaseException:
-            stage.text += " (not finished)"
+            stage.outcome = "stopped after "
             raise
         finally:
             self.screen.print(*stage.ended(self.screen.width))
+
+
+def silent() -> Progress:
+    """Return a display that shows nothing."""
+    return Progress(io.StringIO())
 
 
 class Stage:
@@ -69,17 +78,22 @@ class Stage:
 
     Attributes:
         label: the word in the left column; text: what the stage does.
+        outcome: words before the time of a stage that did not come to its end, such as "failed after ".
         result: the text shown after the time; the caller sets it.
     """
 
     def __init__(self, label: str, text: str) -> None:
-        self.label, self.text, self.result = label, text, ""
+        self.label, self.text, self.outcome, self.result = label, text, "", ""
         self._start_s = monotonic()
         self._detail = ""
 
     def report(self, what: str, done: int, total: int | None = None) -> None:
         """Show how far the work is, as in "file 3 of 10"; a `monograph.data.progress.Progress` callback."""
         self._detail = f"   {what} {done:,}" + (f" of {total:,}" if total else "")
+
+    def state(self) -> str:
+        """Return what `running` shows, without the time."""
+        return self._detail
 
     def running(self) -> Text:
         """Return the line shown while the stage runs."""
@@ -88,7 +102,7 @@ class Stage:
 
     def ended(self, width: int) -> list[Text]:
         """Return the lines that stay after the stage, for a screen of `width` characters."""
-        time = quantities.duration(monotonic() - self._start_s)
+        time = self.outcome + quantities.duration(monotonic() - self._start_s)
         room = min(_TIME_COLUMN, width) - LABEL_WIDTH
         *rows, last = textwrap.wrap(self.text, room - len(time) - 5) or [""]
         rows.append(f"{last} {'.' * (room - len(last) - len(time) - 2)} {time}")
@@ -112,7 +126,7 @@ class _Display:
         self._screen, self._work, self._start, self._done = screen, work, start, start
         self._figures = self._note = ""
         self._since_s = monotonic()
-        self._live = screen.live(self._region, self._spoken)
+        self._live = screen.live(self._region, self._spoken, lambda: (self._done, self._figures))
 
     def __enter__(self) -> Self:
         self._since_s = monotonic()
@@ -155,7 +169,7 @@ class _Display:
 class TrainingBlock(_Display):
     """A context manager that shows a run's bar, its held-out curve among the yardsticks, and its samples.
 
-    On a terminal it is redrawn in place, and its last state stays. Elsewhere it prints a line of figures every SPEAK_S,
+    On a terminal it is redrawn in place, and its last state stays. Elsewhere it prints a line of figures now and then,
     samples as they come, and the curve at the end.
 
     Args:
@@ -169,7 +183,7 @@ class TrainingBlock(_Display):
 
     def __init__(
         self, screen: Screen, updates: int, tokens: int, yardsticks: Mapping[str, float], start: int = 0,
-        measure: str = "bits per byte",
+        measure: str = "bits/byte",
     ) -> None:  # fmt: skip
         super().__init__(screen, updates, start)
         self._tokens, self._yardsticks, self._measure = tokens, yardsticks, measure
@@ -191,6 +205,11 @@ class TrainingBlock(_Display):
             parts.append(f"{skipped} skipped")
         self._done, self._figures = at, "   ".join(parts)
 
+    def ends_at(self, updates: int) -> None:
+        """Report that the run has another number of updates than it had at first."""
+        self._tokens = round(self._tokens * updates / self._work)
+        self._work = updates
+
     def held_out(self, tokens: int, value: float) -> None:
         """Add a point to the curve; after a resume the caller adds the earlier points, too."""
         self._held_out.append((tokens, value))
@@ -207,7 +226,7 @@ class TrainingBlock(_Display):
         return [*above, *self._curve(self._screen.height - len(samples) - len(above) - 3), *samples]
 
     def _spoken(self) -> Text:
-        held_out = f"   held out {self._held_out[-1][1]:.2f}" if self._held_out else ""
+        held_out = f"   held-out {self._measure} {self._held_out[-1][1]:.2f}" if self._held_out else ""
         return super()._spoken().append(held_out)
 
     def _head(self) -> str:
@@ -224,7 +243,7 @@ class TrainingBlock(_Display):
         xs, ys = zip(*self._held_out, strict=True)
         cells = BRAILLE if self._screen.is_utf8 else ASCII
         pieces = curve_pieces(xs, ys, width, rows, self._yardsticks, self._tokens, cells)
-        title = f"  {self._measure} (held out)   {ys[-1]:.2f} now"
+        title = f"  held-out {self._measure}   {ys[-1]:.2f} now"
         note = "  on the same text" if self._yardsticks else ""
         heading = Text.assemble(title.ljust(width - YARDSTICK_WIDTH), (note, "dim"))
         return [heading, *(Text.assemble(*((text, _CURVE_STYLES[role]) for role, text in row)) for row in pieces)]

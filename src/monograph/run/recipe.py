@@ -296,10 +296,7 @@ def tokenizer_of(folder: str | Path) -> Path:
 
 def without_tokenizer(folder: str | Path) -> InputRefused:
     """Return the refusal of a folder that has no tokenizer."""
-    return InputRefused(
-        f"{folder}: there is no tokenizer.json; put the model's next to its weights, "
-        "or to train on it name it as data.tokenizer"
-    )
+    return InputRefused(f"{folder}: there is no tokenizer.json: copy the model's own there")
 
 
 def tokenizer_named(name: str) -> str:

@@ -169,7 +169,8 @@ def _x_labels(x_end: float, columns: int) -> str:
 WIDTH = 100  # longest line, in characters
 NARROWEST = 40  # printed lines are not cut below this; a narrower terminal wraps them
 REDRAW_S = 0.5  # interval of redrawing on a terminal
-SPEAK_S = 10.0  # elsewhere, the interval after which a line is printed if nothing else was
+# Elsewhere a line is printed after SPEAK_S, then after twice as long each time, up to SPEAK_AT_MOST_S.
+SPEAK_S, SPEAK_AT_MOST_S = 10.0, 60.0
 
 # ASCII for a stream that is not UTF-8; any other character that its encoding lacks becomes "?"
 _ASCII = str.maketrans(
@@ -234,7 +235,6 @@ class Screen:
             emoji=False,
             soft_wrap=True,
         )
-        self._last_spoken_s = monotonic()
 
     @property
     def width(self) -> int:
@@ -251,17 +251,19 @@ class Screen:
         for line in _fitted(lines, self.width):
             self._console.print(line)
         self._stream.flush()
-        self._last_spoken_s = monotonic()
 
     @contextmanager
-    def live(self, region: Callable[[], list[Text]], status: Callable[[], Text]) -> Iterator[None]:
-        """Keep `region()` on the terminal during the `with` block, or print `status()` after SPEAK_S of silence.
+    def live(
+        self, region: Callable[[], list[Text]], status: Callable[[], Text], state: Callable[[], object]
+    ) -> Iterator[None]:
+        """Keep `region()` on the terminal during the `with` block; elsewhere print `status()` now and then.
 
-        Both are called from another thread, so that progress shows while the main thread is busy. The region vanishes
-        at the end. Any other text written to standard error appears above it.
+        It is printed only if `state()` differs from what it was the time before. All three are called from another
+        thread, so that progress shows while the main thread is busy. The region vanishes at the end. Any other text
+        written to standard error appears above it.
         """
         if not self.is_live:
-            with _every(REDRAW_S, lambda: self._speak(status)):
+            with _every(REDRAW_S, _Speaker(self, status, state).speak):
                 yield
             return
         view = Live(
@@ -277,9 +279,23 @@ class Screen:
             view.refresh()
             yield
 
-    def _speak(self, status: Callable[[], Text]) -> None:
-        if monotonic() - self._last_spoken_s >= SPEAK_S:
-            self.print(status())
+
+class _Speaker:
+    """What prints lines about a region that is not redrawn, at growing intervals and only where something changed."""
+
+    def __init__(self, screen: Screen, status: Callable[[], Text], state: Callable[[], object]) -> None:
+        self._screen, self._status, self._state = screen, status, state
+        self._interval_s, self._next_s = SPEAK_S, monotonic() + SPEAK_S
+        self._said: object = None
+
+    def speak(self) -> None:
+        """Print a line if it is time and something changed."""
+        if monotonic() < self._next_s or (state := self._state()) == self._said:
+            return
+        self._said = state
+        self._interval_s = min(2 * self._interval_s, SPEAK_AT_MOST_S)
+        self._next_s = monotonic() + self._interval_s
+        self._screen.print(self._status())
 
 
 class _Above(FileProxy):

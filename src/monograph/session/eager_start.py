@@ -5,26 +5,28 @@ number of updates nobody can repeat anyway, trains on the other cores meanwhile.
 the run takes it from there and saves its first checkpoint, so that what is resumed has one kind of updates only.
 """
 
-import io
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from monograph import __version__
 from monograph.device import clock, compiler_obstacle, default_device, describe
 from monograph.loop import train
 from monograph.loss import Batch
 from monograph.planner import defaults
 from monograph.report.quantities import counted
+from monograph.rl.prompts import Prompts
 from monograph.run.folder import Run
 from monograph.run.metrics_log import MetricsLog
-from monograph.run.progress import Progress
+from monograph.run.progress import Progress, silent
 from monograph.schedule import constant
+from monograph.session.brief import compiled_key
 from monograph.session.plan import Length
+from monograph.session.preferring import open_pairs
 from monograph.session.recorded import run_settings
-from monograph.session.resolve import resolve
+from monograph.session.resolve import ORIGIN, resolve
 from monograph.session.rewind import windows
 from monograph.session.session import Session
 from monograph.session.setup import open_corpus, open_session, repeatable
@@ -37,15 +39,6 @@ LONGEST_S = 600.0  # seconds after which the other process is not waited for
 _CHILD = "import sys; from monograph.session.eager_start import compile_run; compile_run(sys.argv[1])"
 
 
-def compiled_key(session: Session, window: Batch) -> str:
-    """Return a text that differs wherever the compiled step of a run would differ."""
-    plan, machine = session.plan, (describe().name, torch.get_num_threads())
-    shapes = {name: list(tensor.shape) for name, tensor in sorted(window.items())}
-    rule = replace(plan.update_rule, seed=0, lr=1.0)  # at most the rounding of narrow states depends on them
-    way = (plan.precision, plan.remat, plan.compile, session.engine.micro_batch, rule, plan.clip)
-    return repr((machine, torch.__version__, __version__, session.model_config, shapes, way))
-
-
 def pays(session: Session, key: str) -> bool:
     """Return whether updates without a graph are possible, and compiling the step of this key takes time.
 
@@ -53,30 +46,50 @@ def pays(session: Session, key: str) -> bool:
     second process with the model, a new one of this package, and this step was not compiled on this machine before.
     """
     plan, machine = session.plan, describe()
-    if plan.updates or plan.epochs or not session.world.alone or session.judges or session.text.stats.conversations:
+    if plan.updates or plan.epochs or not session.world.alone or isinstance(session.corpus, Prompts):
         return False
     if machine.type != "cpu" or machine.cores < 2 or plan.compile == "none" or compiler_obstacle():
         return False
-    if plan.recipe.init is not None or plan.expected is None or plan.memory == "stream" or session.teachers:
+    if plan.recipe.code or plan.expected is None or plan.memory == "stream" or session.teachers:
         return False
     fits = 2 * (plan.expected.peak_memory_bytes + PROCESS_BYTES) < machine.free_memory_bytes
     return fits and not is_compiled(key)
 
 
-def begin(session: Session, window: Batch, progress: Progress) -> None:
+def begin(session: Session, window: Batch, progress: Progress, before: Callable[[], None]) -> bool:
     """Update without a graph until another process has compiled the step, if that `pays`; then compile it here, too.
 
     The second time takes a few seconds, as the compiled code is in the cache.
+
+    Args:
+        session: a session at its beginning.
+        window: a window of it.
+        progress: the display.
+        before: called before the first update without a graph.
+
+    Returns:
+        Whether there were updates without a graph.
     """
     key = compiled_key(session, window)
-    if pays(session, key):
-        _update_eagerly(session, progress)
+    if early := pays(session, key):
+        before()
+        if not _update_eagerly(session, progress):
+            settings = session.plan.settings.resolve({"train.compile": "none"}, ORIGIN)
+            session.plan = replace(session.plan, compile="none", settings=settings)
+            session.eager_reason = "the compiler was not ready in half of the time that train.wall_minutes allows"
     compile_step(session, window, progress)
     if not session.eager_reason:
         mark_compiled(key)
+    return early
 
 
-def _update_eagerly(session: Session, progress: Progress) -> None:
+def patience_s(session: Session) -> float:
+    """Return how long the other process is waited for: half of the time, if that of the whole run is limited."""
+    return min(LONGEST_S, session.left_s / 2)
+
+
+def _update_eagerly(session: Session, progress: Progress) -> bool:
+    """Update until the other process has compiled the step; return False if that took longer than the run can wait."""
     engine, plan = session.engine, session.plan
     assert plan.expected
     per_epoch = session.text.train.per_epoch
@@ -84,31 +97,37 @@ def _update_eagerly(session: Session, progress: Progress) -> None:
     likely = defaults.likely_updates(plan.minutes, plan.expected.update_s, per_epoch, plan.rows)
     engine.step.schedule = constant(resolve(plan, describe(), Length(likely)).warmup_updates)
     log, began, threads, spent_s = MetricsLog(session.run, every=1), clock(), torch.get_num_threads(), 0.0
+    patient_s = patience_s(session)
     compiler = python_aside(_CHILD, str(session.run.folder))
     torch.set_num_threads(max(1, threads - 1))  # the other process computes on one
     try:
-        with progress.stage("start", "updates without a graph, while one is compiled") as stage:
+        with progress.stage("start", "training eagerly while the step compiles") as stage:
             for update in train(engine, windows(session), max(1, most // 2)):
                 spent_s = clock() - began
-                log.add(update, {"wall_s": spent_s, MARK: True})
+                log.add(update, {"wall_s": spent_s, MARK: True, **session.judged()})
                 session.account(update.index + 1, **{MARK: True})
                 stage.report("update", update.index + 1)
-                if compiler.poll() is not None or spent_s > LONGEST_S:
+                if compiler.poll() is not None or spent_s > patient_s:
                     break
-            while compiler.poll() is None and clock() - began < LONGEST_S:  # a short text is read often enough before
+            if compiler.poll() is None:
+                stage.report("waiting for the compiler after update", engine.index)
+            while compiler.poll() is None and clock() - began < patient_s:  # a short text is read often enough before
                 time.sleep(0.1)
+            is_over = compiler.poll() is not None
             stage.result = f"{counted(engine.index, 'update')}, loss {log.last['train_loss']:.2f}"
     finally:
         compiler.kill()
         torch.set_num_threads(threads)
     # They count as an earlier process's, which adds its seconds to the time that the settings allow.
     session.elapsed_s, session.started_s, session.training_since_s = spent_s, session.started_s + spent_s, clock()
+    return is_over or session.ends_s is None
 
 
 def compile_run(folder: str) -> None:
     """Compile the step of a run that is not begun yet, so that the process that trains it finds it in the cache."""
     keep_compiled()
     repeatable(default_device())
-    run, progress = Run(Path(folder)), Progress(io.StringIO())
+    run, progress = Run(Path(folder)), silent()
     plan = resolve(run_settings(run), describe())
-    prepare(open_session(run, plan, open_corpus(plan.reading, progress), default_device(), progress), progress)
+    text = open_pairs(plan, progress) if plan.preference else open_corpus(plan.reading, progress)
+    prepare(open_session(run, plan, text, default_device(), progress), progress)

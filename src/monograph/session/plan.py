@@ -30,6 +30,7 @@ class Plan:
         seed: seed of the weights and of the order of rows.
         tokens_per_update: tokens of an update.
         minutes: minutes of training, used if neither updates nor epochs are given.
+        wall_minutes: minutes of the whole run; None if they are not limited.
         epochs: passes over the text; None if another key gives the run's length.
         optimizer: the optimizer's name.
         update_rule: the optimizer itself; once the model's shape is known, with the changes of width transfer.
@@ -58,6 +59,7 @@ class Plan:
     seed: int
     tokens_per_update: int
     minutes: float
+    wall_minutes: float | None
     epochs: int | None
     optimizer: str
     update_rule: Optimizer

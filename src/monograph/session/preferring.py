@@ -48,8 +48,8 @@ def open_pairs(plan: Plan, progress: Progress) -> Corpus:
         skipped = sum(pairs.skipped.values())
         left_out = f", {counted(skipped, 'bad record')} skipped" if skipped else ""
         stage.result = (
-            f"{counted(pairs.train.documents, 'answer' if plan.preference.labelled else 'pair')}, packed "
-            f"{pairs.stats.packed_share:.1%}, {held}{left_out}"
+            f"{counted(pairs.train.documents, 'answer' if plan.preference.labelled else 'pair')}, rows "
+            f"{pairs.stats.packed_share:.1%} full, {held}{left_out}"
         )
     for line in pairs.notes:
         progress.line("note", line)
@@ -103,7 +103,7 @@ def score_with_first_weights(session: Session, resumed: bool, progress: Progress
     if resumed:
         _read(session, tensors)
         return
-    with progress.stage("reference", "log-probabilities of the weights before the first update") as stage:
+    with progress.stage("reference", "log-probabilities under the initial weights") as stage:
         sides = session.text.train, session.text.held_out
         loss.remember(sides, session.engine.evaluate, session.batches.rows_per_window, stage.report)
         loss.reference.copy_(session.world.sum(loss.reference))  # each answer is scored by one rank

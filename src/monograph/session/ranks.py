@@ -132,7 +132,7 @@ def folder_of(world: World, out: Path | None, resume: str | None) -> tuple[Run, 
         recalled = world.recall("run")
         known = out or (Path(recalled) if recalled else None)
         if resume:
-            run = Run.open(resume)
+            run = Run.open(resume, saved=False)
             if run.at is not None:
                 raise UsageError(
                     f"--resume {resume}: a run goes on from its newest checkpoint: name {run.folder}, "

@@ -35,6 +35,8 @@ _OF_ONE_RUN = {
     "train.eval_every",
     "train.save_every",
     "optim.warmup_updates",
+    "train.compile",
+    "train.wall_minutes",
     "train.parallel",
     "train.gather_dtype",
 }

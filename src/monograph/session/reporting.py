@@ -54,6 +54,7 @@ SAMPLE_TOKENS = 48
 RECENT = 25  # updates whose rate is averaged
 JUDGED_TOKENS = 160  # of each text whose lines Python's tokenizer judges at the end
 LARGEST_YARDSTICK_BYTES = 64_000_000
+YARDSTICKS_LEAVE_S = 120.0  # where less time is left for training, they are not computed
 # After COOLING_FROM of the time, a run that would take more than LATE times its time is shortened. Its updates then end
 # at END_SHARE of the time, which leaves the rest for the last evaluation and samples.
 COOLING_FROM, LATE, END_SHARE = 0.7, 1.03, 0.97
@@ -80,6 +81,11 @@ class Reporter:
         self.held_out: Evaluation | None = None
         self.lines = (0, 0)
 
+    @property
+    def scores_untrained(self) -> bool:
+        """Return whether the run shows what the model was worth before its first update."""
+        return self.session.reward is not None or bool(self.session.text.stats.conversations)
+
     def sample_updates(self) -> list[int]:
         """Return the updates after which a sample is drawn."""
         return [max(1, round(share * self.session.updates)) for share in SAMPLE_SHARES]
@@ -88,12 +94,12 @@ class Reporter:
         """Return the live block with the points and samples of earlier processes of the run."""
         updates = self.session.updates
         tokens = updates * self.session.plan.tokens_per_update
-        name, key = "bits per byte", "eval_bits_per_byte"
+        name, key = "bits/byte", "eval_bits_per_byte"
         if self.session.reward:
             name, key, drawing = "reward", "eval_reward", self.session.drawer.options
             tokens = updates * drawing.prompts * drawing.group * drawing.max_new_tokens
         if self.session.plan.preference:
-            name, key = "answers ahead", "eval_accuracy"
+            name, key = "accuracy", "eval_accuracy"
         start = self.session.engine.index
         block = TrainingBlock(self.progress.screen, updates, tokens, self.yardsticks, start, name)
         for row in self.rows:
@@ -112,7 +118,7 @@ class Reporter:
         if not self.session.reward and (slower := self.alarm.note(self.rates[-1], seconds)):
             self.session.run.log({"update": row["update"], "tokens": row["tokens"], "slower": slower})
             now, before = (count(slower[name], "tok/s") for name in ("tokens_per_s", "before"))
-            why = slower["why"] or "neither the card nor the system says why"
+            why = slower["why"] or "no cause found"
             self.progress.line("warning", f"slower: {now}, {before} before: {why}")
         return self.rates[-1]
 
@@ -128,8 +134,11 @@ class Reporter:
             return self.session.batches.numbers["drawn_tokens"]
         return self.session.text.stats.packed_share * self.session.plan.tokens_per_update
 
-    def evaluate(self, block: TrainingBlock, update: int, limit: int | None) -> None:
-        """Score held-out rows, or answers to held-out prompts, log the scores and show them."""
+    def evaluate(self, block: TrainingBlock, update: int, limit: int | None, **mark: Any) -> None:
+        """Score held-out rows, or answers to held-out prompts, log the scores and show them.
+
+        The row of the metrics has the entries of `mark`, too.
+        """
         if isinstance(self.session.corpus, Prompts):
             self._measure(block, update)
             return
@@ -147,7 +156,7 @@ class Reporter:
             scores |= {f"eval_{name}": figures[name] for name in ("accuracy", "margin")}
             block.held_out(tokens, figures["accuracy"])
         used = min(limit or len(rows), len(rows))
-        self.session.run.log({"update": update, "tokens": tokens, **scores, "eval_rows": used})
+        self.session.run.log({"update": update, "tokens": tokens, **scores, "eval_rows": used, **mark})
         if bits is not None and math.isfinite(bits):
             block.held_out(tokens, bits)
 
@@ -180,7 +189,8 @@ class Reporter:
         """Begin the cool-down early if the time will not suffice, once the machine's speed is known well."""
         if ends := self.session.world.number(self._too_late(update)):
             self.session.shorten(ends)
-            self.progress.line("time", f"slower than calibrated: cooling down from update {update}, ending at {ends}")
+            slower = "updates take longer than measured at the start"
+            self.progress.line("time", f"{slower}: cooling down from update {update:,}, ending at {ends:,}")
 
     def _too_late(self, update: int) -> int:
         """Return the number of updates after which a run that is too slow should end; 0 if it is fast enough."""
@@ -190,12 +200,20 @@ class Reporter:
             return 0
         spent = session.spent_s
         # The last evaluation and the last samples come after the updates.
-        until = END_SHARE * session.budget_s
         per_update = max(here_s / (update - self.first), self.recent_s)
+        until = END_SHARE * session.budget_s
+        if session.ends_s is not None:
+            held_out = len(session.corpus.held_out) if isinstance(session.corpus, Corpus) else 0
+            until = min(until, spent + session.left_s - session.scoring_s(held_out, self.recent_s))
         if spent + per_update * (session.updates - update) <= LATE * until:
             return 0
-        left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)
-        return update + updates_for(left, per_update, session.updates - update)
+        left = until - spent
+        if session.ends_s is None:  # a cool-down is worth more than the minute
+            left = max(left, (1 - COOLING_FROM) / 2 * session.budget_s)
+        most = session.updates - update
+        if session.ends_s is None:
+            return update + min(most, updates_for(left, per_update, most))
+        return update + max(1, min(most, int(left / per_update)))
 
     def end(self, block: TrainingBlock) -> None:
         """Run the last evaluation, over all held-out rows, and draw the last sample."""
@@ -215,15 +233,7 @@ class Reporter:
             write_report(session.run.folder, summary, rows, self.yardsticks, samples)
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
-        promised = ""
-        if session.budget_s:  # where the text's epochs ended the run, the time was only allowed
-            kind = "promised"
-            if isinstance(session.corpus, Corpus):
-                decay, per_update = session.plan.update_rule.weight_decay, session.batches.rows_per_window
-                most = most_updates(session.corpus.train.per_epoch, per_update, decay)
-                kind = "allowed" if session.plan.updates >= most else "promised"
-            promised = f" ({duration(session.budget_s)} {kind})"
-        progress.line("done", f"{trained} of training{promised}{self._standing()}")
+        progress.line("done", f"{trained} of training{self._planned()}{self._standing()}")
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
         if (planned := session.plan.peak_memory_bytes) is not None:
@@ -231,11 +241,26 @@ class Reporter:
         compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(sum(bool(row.get("skipped")) for row in rows), "skipped update")
         progress.line("", f"peak memory {needed}{compiled}   {skipped}   {session.run.folder}")
+        if session.cooled:
+            early = f"{session.updates:,} of {session.plan.updates:,} planned updates"
+            progress.line("", f"{early}: the machine was slower than measured at the start, so it cooled down early")
         if self.lines[1]:
-            progress.line("", f"{self.lines[0]} of {self.lines[1]} sampled lines are Python to its tokenizer")
+            progress.line("", f"{self.lines[0]} of {self.lines[1]} sampled lines are accepted by Python's tokenizer")
         progress.gap()
         self._next()
         return summary
+
+    def _planned(self) -> str:
+        """Return how long a run by the clock was planned to train; empty for other runs."""
+        session = self.session
+        if not session.budget_s:
+            return ""
+        planned = f" ({duration(session.budget_s)} planned)"
+        if isinstance(session.corpus, Corpus):  # where the text's epochs ended the run, the time was only allowed
+            decay, per_update = session.plan.update_rule.weight_decay, session.batches.rows_per_window
+            if session.plan.updates >= most_updates(session.corpus.train.per_epoch, per_update, decay):
+                planned = f" ({duration(session.budget_s)} at most)"
+        return planned
 
     def _summary(self) -> dict[str, Any]:
         session = self.session
@@ -282,20 +307,21 @@ class Reporter:
     def _standing(self) -> str:
         if self.session.reward:
             end = rewards_in(self.session.run.rows())
-            held = f", held out {end['eval_reward']:.3f}" if end["eval_reward"] is not None else ""
+            held = f", held-out {end['eval_reward']:.3f}" if end["eval_reward"] is not None else ""
             apart = end["drawn_minus_scored_max"]
-            scored = f"; tokens scored up to {apart:.1g} nats from how they were drawn" if apart else ""
-            return f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at first){held}{scored}"
+            scored = f"; log-probabilities drawn and scored differ by up to {apart:.1g} nats" if apart else ""
+            return f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at the start){held}{scored}"
         if not self.held_out:
             return ""
         if self.session.plan.preference:
             end = preferred_in(self.session.run.rows())
-            named, of = ("chosen answers ahead in", "pairs") if not self._labelled else ("labels right for", "answers")
-            return f"   {named} {end['eval_accuracy']:.1%} of held-out {of}"
+            if self._labelled:
+                return f"   agrees with the labels of {end['eval_accuracy']:.1%} of the held-out answers"
+            return f"   prefers the chosen answer in {end['eval_accuracy']:.1%} of the held-out pairs"
         if self.session.text.stats.conversations:
             before = [row["eval_loss"] for row in self.session.run.rows() if row.get("eval_loss") and not row["update"]]
-            compared = f", {before[0]:.3f} before" if before else ""
-            return f"   loss of held-out answers {self.held_out.loss:.3f}{compared}"
+            compared = f" ({before[0]:.3f} before)" if before else ""
+            return f"   held-out answers {self.held_out.loss:.3f} nats/token{compared}"
         bits = self.held_out.bits_per_byte
         if bits is None:
             return f"   held-out loss {self.held_out.loss:.4g}"
@@ -349,6 +375,8 @@ class Reporter:
         kept = corpus.folder / "yardsticks.json"
         with suppress(ValueError, InputRefused):
             return parse_json(contents(kept) or b"")
+        if self.session.left_s < YARDSTICKS_LEAVE_S:
+            return {}
         with self.progress.stage("yardstick", "gzip, xz, trigram and order-6 models of the same files") as stage:
             values = yardsticks(b"".join(corpus.train.texts()), b"".join(corpus.held_out.texts()), stage.report)
             stage.result = ", ".join(f"{name} {value:.2f}" for name, value in values.items())

@@ -11,7 +11,7 @@ from typing import Any
 from monograph import planner
 from monograph.config import DEFAULT_MINUTES, Settings
 from monograph.device import Device, compiler_obstacle, default_device
-from monograph.errors import OutOfDeviceMemory, UsageError
+from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.model import hub
 from monograph.model.adapter import is_adapter, read_adapter, resolved_base
 from monograph.model.config import LlamaConfig
@@ -87,7 +87,7 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         reading=settings.data.model_dump() | own_copies(settings),
         seed=recipe.seed,
         tokens_per_update=per_update,
-        minutes=train.minutes or DEFAULT_MINUTES,
+        **_times(settings),
         epochs=train.epochs,
         optimizer=name,
         update_rule=update_rule,
@@ -115,6 +115,14 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     require_targets(lora, shape)
     require_positions(length, shape)
     return plan
+
+
+def _times(settings: Settings) -> dict[str, Any]:
+    """Return the minutes of training and of the whole run; if only the whole is limited, training may fill it."""
+    whole, minutes = settings.train.wall_minutes, settings.train.minutes or DEFAULT_MINUTES
+    if whole is not None and "train.minutes" not in settings.origins:
+        minutes = whole
+    return {"minutes": minutes, "wall_minutes": whole}
 
 
 def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe, LlamaConfig | None]:
@@ -145,8 +153,7 @@ def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe
     if (named := tokenizer_named(settings.data.tokenizer)) != settings.data.tokenizer:
         chosen["data.tokenizer"] = named
     if settings.data.tokenizer == "auto" and not shape_alone:
-        own = str(tokenizer_of(model.init)) if model.init and not recipe.code else None
-        chosen["data.tokenizer"] = own or "bpe"
+        chosen["data.tokenizer"] = _own_tokenizer(recipe) or "bpe"
     if chosen.get("data.tokenizer", settings.data.tokenizer) == "bpe" and settings.data.vocab_size is None:
         chosen["data.vocab_size"] = defaults.DEFAULT.vocabulary
     if per_update == "auto" and settings.rl.reward is None:
@@ -157,6 +164,20 @@ def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe
     if init and is_adapter(init):
         return settings, recipe._replace(init=resolved_base(read_adapter(init)), adapter=init), shape
     return settings, recipe._replace(init=init), shape
+
+
+def _own_tokenizer(recipe: Recipe) -> str | None:
+    """Return the tokenizer.json of the model that a run starts from; None for a new model or a module of a file.
+
+    Raises:
+        InputRefused: the model has none.
+    """
+    if recipe.init is None or recipe.code:
+        return None
+    try:
+        return str(tokenizer_of(recipe.init))
+    except InputRefused as error:
+        raise InputRefused(f"{error}, or name one as data.tokenizer") from None
 
 
 def transfer_of(settings: Settings, config: LlamaConfig | None) -> WidthTransfer | None:

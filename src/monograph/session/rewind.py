@@ -78,7 +78,9 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     session.run.log({"update": sound.update, "rewound_from": last, "passed_over_rows": stretch})
     session.save()
     passed = counted(stretch[1] - stretch[0], "row")
-    line = f"updates {last - streak + 1} to {last} were skipped: back to update {sound.update}, passing over {passed}"
+    line = (
+        f"updates {last - streak + 1} to {last} were skipped: back to update {sound.update}, skipping {passed} of data"
+    )
     progress.line("warning", line)
     return MetricsLog(session.run, log.every)
 

@@ -1,6 +1,7 @@
 """A training run in memory: its data, engine and schedule, saved to disk and restored bit for bit."""
 
 import functools
+import math
 import platform
 import random
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,6 +31,7 @@ from monograph.loss import MixtureLoss
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.ops.attention import Kernel
+from monograph.planner import defaults
 from monograph.predict.roofline import Calibration
 from monograph.profiling.memory import ledger, peak_memory_bytes
 from monograph.rl.loss import PolicyLoss
@@ -68,7 +70,8 @@ class Session:
             GPU counts them all the time.
         answer_tokens: tokens of all answers so far, in a run with rewards or on preferences.
         elapsed_s: seconds of training before `training_since_s`, in earlier processes or before the step was compiled.
-        budget_s: seconds of training that the settings allow; None if they give updates, tokens or epochs.
+        budget_s: seconds of training that the settings allow; None if they give only updates, tokens or epochs.
+        ends_s: the time of `clock` by which a new run is to be over, report included; None if that is not limited.
         cooled: [first update, last update] of a cool-down that replaced the schedule because the machine is slower than
             calibrated; None if none did.
         begun_with: the fingerprint of the settings that a resumed run was begun with, perhaps by an earlier version;
@@ -82,6 +85,7 @@ class Session:
     compile_s: float = 0.0
     elapsed_s: float = 0.0
     budget_s: float | None = None
+    ends_s: float | None = None
     cooled: list[int] | None = None
     begun_with: str | None = None
     eager_reason: str | None = None
@@ -138,6 +142,15 @@ class Session:
     def spent_s(self) -> float:
         """Return the seconds of training so far, over all processes of the run."""
         return self.elapsed_s + clock() - self.training_since_s
+
+    @property
+    def left_s(self) -> float:
+        """Return the seconds that are left for training before the run has to be over; infinite without a limit."""
+        return math.inf if self.ends_s is None else max(0.0, self.ends_s - clock() - defaults.END_S)
+
+    def scoring_s(self, rows: int, update_s: float) -> float:
+        """Return about how many seconds scoring so many held-out rows takes: a forward pass is a third of an update."""
+        return rows / self.batches.rows_per_window * update_s / 3
 
     @property
     def peak_memory_bytes(self) -> int | None:

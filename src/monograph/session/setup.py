@@ -71,8 +71,8 @@ def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
         return data
     progress.line(
         "tokens",
-        f"{count(stats.tokens)} of {data.vocab_size:,} kinds, {stats.bytes_per_token:.2f} bytes each, "
-        f"packed {stats.packed_share:.1%}; "
+        f"{count(stats.tokens)} tokens, vocabulary {data.vocab_size:,}, {stats.bytes_per_token:.2f} bytes/token, "
+        f"rows {stats.packed_share:.1%} full; "
         + (f"held out: {counted(held, 'document')}, {megabytes(stats.held_out_bytes)}" if held else "nothing held out"),
     )
     return data
@@ -86,7 +86,7 @@ def _conversations(data: Corpus) -> str:
     rows = f" in {counted(sequences, 'sequence')}" if sequences > stats.conversations else ""
     return (
         f"{counted(stats.conversations, data.record_noun)}{rows}, {count(stats.tokens)} of {in_all} tokens trained "
-        f"({stats.trained_share:.1%}), packed {stats.packed_share:.1%}; "
+        f"({stats.trained_share:.1%}), rows {stats.packed_share:.1%} full; "
         + (f"held out: {counted(held.conversations, data.record_noun)}" if held.conversations else "nothing held out")
     )
 

@@ -29,6 +29,7 @@ from monograph.rl.rollouts import Rollouts
 from monograph.run import recorded_state
 from monograph.run.progress import Progress
 from monograph.run.recipe import lora_of
+from monograph.session.brief import updates_given
 from monograph.session.plan import Length
 from monograph.session.reinforcing import drawing_kind, drawing_time
 from monograph.session.resolve import request_of, resolve
@@ -210,16 +211,16 @@ def _try(session: Session, window: Batch, progress: Progress) -> None:
     engine = session.engine
     with progress.stage("trial", "one eager step") as stage:
         trial = engine.trial(window)
-        score = f"loss {trial.loss:.2f}, ln V = {math.log(session.corpus.vocab_size):.2f}, "
-        stage.result = f"{score}{counted(trial.gradients, 'finite gradient')}"
+        guess = math.log(session.corpus.vocab_size)
+        stage.result = f"loss {trial.loss:.2f} (random guess: {guess:.2f}), {trial.gradients} gradients, all finite"
         if session.judges:  # a loss of advantages is about 0, and one of preferences has no reference yet
-            stage.result = "answers " + ("drawn, scored" if session.reward else "compared") + " and learned from"
+            stage.result = "answers " + ("sampled and scored" if session.reward else "compared") + ", gradients finite"
     without = [name for name in trial.without_gradient if not starts_still(name)]
     if without and not isinstance(session.corpus, Prompts):  # answers that are all worth the same have no gradient
         progress.line("warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change")
     if left := engine.step.left_in_bf16:
         layers = counted(len(left), "linear layer")
-        progress.line("note", f"{layers} of the blocks in bf16, not fp8: no multiple of 16 is a side of {left[0]}")
+        progress.line("note", f"{layers} in bf16, not fp8: the sides of {left[0]} are no multiples of 16")
     rows = session.batches.rows_per_window
     mixing = mixing_rows(engine.model)
     at_once = (engine.micro_batch or rows) * session.world.size
@@ -241,7 +242,7 @@ def compile_step(session: Session, window: Batch, progress: Progress) -> None:
 def _compile(session: Session, window: Batch, progress: Progress) -> None:
     engine, scope = session.engine, session.plan.compile
     if scope == "none":
-        session.eager_reason = "train.compile = none"
+        session.eager_reason = session.eager_reason or "train.compile = none"
     elif engine.step.device.type == "cpu" and (obstacle := compiler_obstacle()):
         session.eager_reason = obstacle
     else:
@@ -252,7 +253,7 @@ def _compile(session: Session, window: Batch, progress: Progress) -> None:
             replayed = ", micro-steps replayed" if graph.is_replayed(engine.step) else ""
             stage.result = "not possible" if session.eager_reason else f"0 graph breaks{replayed}"
     if session.eager_reason:
-        progress.line("eager", f"training without a graph: {session.eager_reason}")
+        progress.line("eager", f"training without compiling: {session.eager_reason}")
 
 
 def capture(engine: Engine, window: Batch, scope: graph.Scope, kernel: Kernel | None = None) -> str | None:
@@ -271,33 +272,65 @@ def capture(engine: Engine, window: Batch, scope: graph.Scope, kernel: Kernel | 
     return reason
 
 
+def _budget_s(session: Session, updates: int, update_s: float, progress: Progress) -> float:
+    """Return the seconds of training from now on that the settings allow; print a line if they are others than given.
+
+    Args:
+        session: the session.
+        updates: the number of updates that the settings give; 0: they give a time.
+        update_s: seconds of an update.
+        progress: the display.
+    """
+    plan, left_s = session.plan, session.left_s
+    if updates:
+        return left_s
+    given_s = 60 * plan.minutes
+    is_given = "train.minutes" in plan.settings.origins or session.judges or plan.wall_minutes is not None
+    wanted_s = given_s if is_given else defaults.default_seconds(plan.minutes, update_s)
+    if wanted_s > given_s:
+        longer = f"{duration(wanted_s)} instead of {plan.minutes:g} min"
+        progress.line("time", f"{longer}: a good first model takes that long on this machine")
+    return min(wanted_s, left_s)
+
+
+def _evaluating_s(session: Session, update_s: float) -> float:
+    """Return about how many seconds the evaluations of a run take in all; they are part of its training's time."""
+    if isinstance(session.corpus, Prompts):
+        return 0.0
+    held_out = len(session.corpus.held_out)
+    curve = defaults.EVALUATIONS * min(held_out, defaults.CURVE_ROWS)
+    return session.scoring_s(curve + held_out, update_s)
+
+
 def fix_length(session: Session, progress: Progress) -> None:
     """Decide and print the number of updates: as given, as the epochs contain, or as the minutes allow."""
     plan, rows, lasting, text = session.plan, session.batches.rows_per_window, "", session.corpus
-    per_epoch = len(text.train) if isinstance(text, Prompts) else text.train.per_epoch
-    each = session.drawer.options.updates if isinstance(text, Prompts) else 1  # of a window's rows
-    updates = plan.updates or (-(-plan.epochs * per_epoch // rows) * each if plan.epochs else 0)
-    if updates > recorded_state.MOST:
-        raise UsageError(f"train.epochs = {plan.epochs}: they have {updates:,} updates; give fewer, for at most 1e15")
-    if not updates:
-        with progress.stage("calibrate", "a few updates, thrown away") as stage:
+    given = updates_given(session)
+    if given > recorded_state.MOST:
+        raise UsageError(f"train.epochs = {plan.epochs}: they have {given:,} updates; give fewer, for at most 1e15")
+    updates = given
+    if not given or session.ends_s is not None:
+        with progress.stage("calibrate", "timing a few updates (discarded)") as stage:
             seconds = calibrate(session)
             stage.result = f"{seconds * 1000:.0f} ms each"
         remember(session, seconds)
-        given_s = 60 * plan.minutes
-        given = "train.minutes" in plan.settings.origins or session.judges
-        session.budget_s = given_s if given else defaults.default_seconds(plan.minutes, seconds)
-        if session.budget_s > given_s:
-            longer = f"{duration(session.budget_s)} instead of {plan.minutes:g} min"
-            progress.line("time", f"{longer}: what a good first model needs on this machine")
+        session.budget_s = _budget_s(session, given, seconds, progress)
         # Answers are new each time, so prompts may come up again without end.
-        decay = plan.update_rule.weight_decay
-        most = recorded_state.MOST if isinstance(text, Prompts) else defaults.most_updates(per_epoch, rows, decay)
-        left = defaults.updates_for(defaults.UPDATES_SHARE * session.budget_s, seconds, most)
+        decay, most = plan.update_rule.weight_decay, recorded_state.MOST
+        if given:
+            most = given
+        elif not isinstance(text, Prompts):
+            most = defaults.most_updates(text.train.per_epoch, rows, decay)
+        training_s = defaults.UPDATES_SHARE * session.budget_s
+        if session.ends_s is not None:
+            training_s = max(training_s / 4, training_s - _evaluating_s(session, seconds))
+        left = defaults.updates_for(training_s, seconds, most)
         updates = max(left, min(most, session.engine.index + left))  # some were made before the step was compiled
         lasting = f", about {duration(session.budget_s)}" + (" more" if session.engine.index else "")
         if updates >= most:
-            lasting = f", {defaults.most_epochs(decay)} epochs and no more, about {duration(seconds * updates)}"
+            lasting = f", about {duration(seconds * updates)}"
+            if not given:
+                lasting = f", limited to {defaults.most_epochs(decay)} epochs (train.epochs=N for more){lasting}"
         session.budget_s += session.elapsed_s
     plan = session.plan = resolve(plan, describe(), Length(updates))
     session.engine.step.schedule = session.schedule()

@@ -13,7 +13,7 @@ import torch
 
 from monograph import compat, planner
 from monograph.data.corpus import Corpus
-from monograph.device import Device, clock, compiler_obstacle
+from monograph.device import Device, clock, compiler_obstacle, synchronize
 from monograph.engine import Engine
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
@@ -25,6 +25,8 @@ from monograph.report.quantities import counted, duration
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import warmup
+from monograph.session.brief import LEAST_COMPILE_S
+from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun
 from monograph.sweeps.batch import EVALUATIONS, MemberBatch, batch_of, engine_of, models_of, of_length, refill, stacked
 from monograph.sweeps.spec import Group, Member
@@ -167,6 +169,34 @@ class Timing:
         self.row_s: dict[int, float] = {}
         self.most, self.refused, self.dearer = len(group.members), "", DEARER
         self.kept: dict[int, tuple[list[BuiltRun], Engine]] = {}
+
+    def is_brief(self) -> bool:
+        """Return whether all members train in less time without compiling than compiling takes.
+
+        That is so if the settings give their updates, leave compiling open, and one update of one member is quick.
+        """
+        updates, plan = _given(self), self.group.plan
+        if not updates or plan.compile != "auto" or plan.memory == "stream":
+            return False
+        began = clock()
+        built_runs = models_of(self.group.members[:1], self.text, self.machine)
+        engine, window = engine_of(built_runs, False, self.device), first_window(built_runs, self.text)
+        opening_s = clock() - began
+        if opening_s >= LEAST_COMPILE_S:
+            return False
+        with buffers_kept(engine.model, engine.step.loss), engine.step.counters_kept():
+            engine.rehearse(window)  # the first one takes longer
+            began = clock()
+            engine.rehearse(window)
+            synchronize(self.device)
+            seconds = clock() - began
+        return len(self.group.members) * updates * seconds < LEAST_COMPILE_S
+
+    def leave_uncompiled(self) -> None:
+        """Have all members train without a graph."""
+        for member in self.group.members:
+            member.settings = member.settings.resolve({"train.compile": "none"}, "plan")
+            member.plan = resolve(member.settings, self.machine)
 
     def measure(self, updates: int, progress: Progress) -> None:
         """Time every width that `next_width` returns, for runs of `updates` updates.
@@ -315,7 +345,7 @@ def lengths(timings: Sequence[Timing], least_tokens: int, progress: Progress) ->
     tokens = _tokens_in(budget_s, per_token_s, evaluations_s)
     if tokens < least_tokens:
         longer = duration(least_tokens * per_token_s + evaluations_s)
-        progress.line("time", f"{longer} instead of {minutes:g} min: what a rate can be judged by")
+        progress.line("time", f"{longer} instead of {minutes:g} min: learning rates cannot be told apart sooner")
         tokens = least_tokens
     plans = [timing.group.plan for timing in timings]
     most = [

@@ -36,6 +36,7 @@ class _Group(Strict):
     rounds: list[Annotated[int, Field(ge=1)]]
     updates: Natural
     why: str
+    compile: str = "auto"
 
 
 class _Record(Strict):

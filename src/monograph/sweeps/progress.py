@@ -82,14 +82,20 @@ class SweepProgress:
         self.timings = [Timing(group, text, device, machine) for group, text in pairs]
         saved_groups = self.sweep.record.get("groups")
         if saved_groups:
-            for group, saved in zip(self.groups, saved_groups, strict=True):
-                group.rounds, group.why = saved["rounds"], saved["why"]
+            for timing, saved in zip(self.timings, saved_groups, strict=True):
+                timing.group.rounds, timing.group.why = saved["rounds"], saved["why"]
+                if saved.get("compile") == "none":
+                    timing.leave_uncompiled()
             self.updates = [saved["updates"] for saved in saved_groups]
         else:
+            for timing in self.timings:
+                if timing.is_brief():
+                    timing.leave_uncompiled()
+                    self.progress.line("eager", "not compiled: the members train in less time than compiling takes")
             self.updates = lengths(self.timings, self.sweep.record.get("least_tokens", 0), self.progress)
             spread(self.groups, self.world.size)
             self.sweep.record["groups"] = [
-                {"rounds": group.rounds, "updates": updates, "why": group.why}
+                {"rounds": group.rounds, "updates": updates, "why": group.why, "compile": group.plan.compile}
                 for group, updates in zip(self.groups, self.updates, strict=True)
             ]
             self.sweep.write()

@@ -146,7 +146,8 @@ SEEDS = (0, 1)
 STEPS = range(-4, 4)
 # Settings that a sweep does not take over from a run: the varied ones, the length, and values that depend on that.
 _NOT_TAKEN = {
-    *EXCLUSIVE[0], "optim.lr", SEED, "optim.warmup_updates", "train.eval_every", "train.save_every", "train.keep",
+    *EXCLUSIVE[0], "train.wall_minutes",
+    "optim.lr", SEED, "optim.warmup_updates", "train.eval_every", "train.save_every", "train.keep",
     "train.micro_batch", "train.compile", "train.remat", "train.parallel", "train.gather_dtype",
 }  # fmt: skip
 _NO_TRANSFER: Point = {"optim.transfer": "none", "optim.transfer_base": None}
@@ -186,6 +187,9 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     require_text(settings)
     require_texts(settings, "sweep")
     require_one_device(settings, "sweep")
+    if settings.train.wall_minutes is not None:
+        only = "is for `monograph train`; the members of a sweep share train.minutes: leave it out"
+        raise UsageError(f"{settings.said('train.wall_minutes')} {only}")
     if settings.data.held_out == 0:
         raise UsageError("data.held_out = 0: members are compared on held-out text; give it a share, such as 0.05")
     if settings.optim.transfer != "none":

@@ -1,0 +1,32 @@
+"""The command line whose `train` and `sweep` open their job in full, and are stopped before the first update."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+
+def main() -> None:
+    import monograph.commands.train as train
+    from monograph import cli
+    from monograph.device import default_device, describe
+    from monograph.errors import Stopped
+    from monograph.session import warmup
+    from monograph.sweeps.batch import engine_of, models_of
+    from monograph.sweeps.concurrency import several
+    from monograph.sweeps.progress import SweepProgress
+
+    def stop(*_: object) -> NoReturn:
+        raise Stopped("opened")
+
+    def open_members(self: SweepProgress, *_: object) -> NoReturn:
+        for member in self.members:
+            member.plan = train.resolve(member.settings, describe())
+        for group, text in zip(self.groups, self._texts(), strict=True):
+            built_runs = models_of(group.members[:2], text, describe())
+            engine_of(built_runs, several(built_runs), default_device())
+        raise Stopped("opened")
+
+    warmup.CALIBRATION_S = 0.0
+    train._loop = stop
+    SweepProgress.prepare = open_members  # type: ignore[method-assign]
+    cli.main()

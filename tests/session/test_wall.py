@@ -1,0 +1,106 @@
+"""Run: pytest tests/session/test_wall.py (train.wall_minutes limits the whole run, preparation and report counted)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start, write_inputs
+from monograph.device import clock
+from monograph.planner.defaults import END_S
+from monograph.run.progress import silent
+from monograph.session import eager_start, reporting, warmup
+from monograph.session.brief import why_uncompiled
+from monograph.session.eager_start import compiled_key, pays
+from monograph.session.reporting import Reporter
+from session.test_eager_start import BY_CLOCK, session_of
+
+TOO_LONG = "compiling would take much of the time that train.wall_minutes allows"
+LENGTHS = {
+    "the whole alone": ({}, 89),
+    "training is shorter": ({"train.minutes": 0.5}, 23),
+    "training is longer": ({"train.minutes": 60}, 89),
+    "fewer updates": ({"train.updates": 20}, 20),
+    "more updates": ({"train.updates": 1000}, 89),
+    "more epochs": ({"train.epochs": 1000}, 89),
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(reporting, "write_report", lambda *_: None)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    write_inputs(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def still(monkeypatch: pytest.MonkeyPatch) -> float:
+    """Time stands still, and an update takes a second."""
+    now = clock()
+    for module in ("session", "warmup", "reporting", "brief", "eager_start"):
+        monkeypatch.setattr(f"monograph.session.{module}.clock", lambda: now)
+    monkeypatch.setattr(warmup, "calibrate", lambda session: 1.0)
+    monkeypatch.setattr(warmup, "remember", lambda *_: None)
+    monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**6)
+    return now
+
+
+@pytest.mark.parametrize("case", LENGTHS)
+def test_the_length_is_what_the_time_left_allows(case: str, still: float) -> None:
+    """Of 100 s, 5 are for samples and checkpoints, and 6 for evaluations."""
+    given, updates = LENGTHS[case]
+    session = session_of(BY_CLOCK | {"train.wall_minutes": 3} | given)
+    session.ends_s = still + 100 + END_S
+    warmup.fix_length(session, silent())
+    assert session.updates == updates
+    assert session.budget_s == (30 if given == {"train.minutes": 0.5} else 100)
+
+
+def test_a_slower_machine_still_ends_in_time(still: float) -> None:
+    """Preparation that came after the length was decided takes from the training."""
+    session = session_of(BY_CLOCK | {"train.wall_minutes": 3})
+    session.ends_s = still + 100 + END_S
+    warmup.fix_length(session, silent())
+    session.training_since_s = still - 75.0
+    session.ends_s = still + 8 + END_S  # of the 25 s that were thought to be left
+    reporter = Reporter(session, silent())
+    reporter.update_s.extend([1.0] * 5)
+    reporter.keep_time(75)
+    assert session.cooled == [0, 75 + 7], "the last evaluation takes its part"
+
+
+@pytest.mark.parametrize(("minutes", "compiles"), [(1, False), (30, True)])
+def test_compiling_has_to_leave_time_for_training(
+    minutes: float, compiles: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("monograph.planner.defaults.most_updates", lambda *_: 10**9)  # as if the text were long
+    session = session_of(BY_CLOCK | {"train.wall_minutes": minutes})
+    session.ends_s = clock() + 60 * minutes
+    assert why_uncompiled(session, next(session.open_batches(0)), 1.0) == ("" if compiles else TOO_LONG)
+
+
+def test_a_compiler_that_takes_too_long_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = session_of(BY_CLOCK | {"train.wall_minutes": 5})
+    window = next(session.open_batches(0))
+    assert pays(session, compiled_key(session, window))
+    session.ends_s = clock() + 60 * 5
+    assert eager_start.patience_s(session) == pytest.approx(0.5 * (5 * 60 - END_S), abs=5)
+    monkeypatch.setattr(eager_start, "_update_eagerly", lambda *_: False)
+    eager_start.begin(session, window, silent(), lambda: None)
+    assert session.eager_reason and session.plan.settings.train.compile == "none"
+
+
+def test_a_run_that_is_limited_is_resumed_to_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warmup, "calibrate", lambda session: 3.0)
+    monkeypatch.setattr(Reporter, "keep_time", lambda *_: None)  # or a busy machine would end it early
+    limited: dict[str, Any] = {"train.updates": 500, "train.wall_minutes": 1.2, "train.save_every": 4}
+    start("whole", SETTINGS | limited)
+    expected = fingerprint(Path("whole"))
+    assert 10 <= int(expected["newest"][5:]) <= 20, "about 60 s of updates of 3 s"
+    cut_back("whole", "cut", 8)
+    resume("cut")
+    assert fingerprint(Path("cut")) == expected

@@ -1,0 +1,53 @@
+"""Run: pytest tests/sweeps/test_brief.py (a sweep that is over before a step would be compiled is not compiled)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from commands.inputs import TINY, with_texts
+from monograph.commands.sweep import run
+from monograph.config import load
+from monograph.device import default_device, describe
+from monograph.run.progress import silent
+from monograph.session import warmup
+from monograph.sweeps import concurrency
+from monograph.sweeps import progress as sweep_progress
+from monograph.sweeps.folder import Sweep
+from monograph.sweeps.progress import SweepProgress
+
+OPEN = [argument for argument in TINY if not argument.startswith("train.compile")]
+
+
+def test_a_brief_sweep_is_not_compiled_and_goes_on_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def capture(*_: object, **__: object) -> None:
+        raise AssertionError("something was compiled")
+
+    monkeypatch.setattr(warmup, "capture", capture)
+    monkeypatch.setattr(sweep_progress, "write_sweep_report", lambda *_: None)
+    monkeypatch.chdir(with_texts(tmp_path))
+    run([*OPEN, "optim.lr=1e-3,1e-2"], samples=None, verify=None, out=Path("s"), distill=False, json=False)
+    assert "not compiled: " in capsys.readouterr().err
+    for member in ("000", "001"):
+        assert load(Path("s/members", member, "config.toml"), {}, {}, recorded=True).train.compile == "none"
+    monkeypatch.setattr(concurrency, "LEAST_COMPILE_S", 0.0)  # the decision is recorded, and not made again
+    again = SweepProgress(Sweep.open(Path("s")), silent())
+    again.prepare(default_device(), describe())
+    assert [member.plan.compile for member in again.members if member.plan] == ["none", "none"]
+
+
+def test_a_long_sweep_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compiled(Exception):
+        pass
+
+    def capture(*_: object, **__: object) -> None:
+        raise Compiled
+
+    monkeypatch.setattr(warmup, "capture", capture)
+    monkeypatch.chdir(with_texts(tmp_path))
+    long = [argument.replace("updates=8", "updates=1e9") for argument in OPEN]
+    with pytest.raises(Compiled):
+        run([*long, "optim.lr=1e-3,1e-2"], samples=None, verify=None, out=Path("s"), distill=False, json=False)
