@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from PyQt6.QtCore import QEventLoop, Qt, QTimer, QUrl
+from PyQt6.QtGui import QPixmap
 from PyQt6.QtTest import QTest
 from PyQt6.QtWebEngineCore import (
     QWebEnginePage,
@@ -32,6 +33,7 @@ PATIENCE_MS = 60_000
 TABLE = "document.querySelector('table.sortable')"
 ORDER = f"[...{TABLE}.tBodies[0].rows].map((row) => row.textContent)"
 PRESSES = ("Return", "Space", "Return")
+BACKGROUND = "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).map(Number)"
 WATCHED = (Path(__file__).parent / "watched.js").read_text()
 
 
@@ -115,10 +117,20 @@ class View:
         self.window.resize(width, high)
         while self.evaluate("innerHeight") != high:
             rest(30)
-        rest(400)
-        self.window.grab().save(str(picture))
+        rest(200)
+        self._painted(self.evaluate(BACKGROUND)).save(str(picture))
         found: dict[str, Any] = self.evaluate("watched.faults()")
         return found
+
+    def _painted(self, background: list[float]) -> QPixmap:
+        """The window's picture, once its lowest lines, which pages leave empty, have the page's colour."""
+        for _ in range(50):
+            picture = self.window.grab()
+            found = picture.toImage().pixelColor(picture.width() // 4, picture.height() - 3)
+            if [found.red(), found.green(), found.blue()] == background[:3]:
+                break
+            rest(100)
+        return picture
 
     def sorted_by_keyboard(self) -> dict[str, Any] | None:
         """What pressing the first column's name does, reached by the tabulator alone; None: it is never reached."""
@@ -145,7 +157,7 @@ def seen(path: Path, scheme: str, folder: Path) -> dict[str, Any]:
     pictures = {width: folder / f"{path.stem}-{scheme}-{width}.png" for width in (NARROW, WIDE)}
     return {
         "agent": view.evaluate("navigator.userAgent"),
-        "background": view.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).map(Number)"),
+        "background": view.evaluate(BACKGROUND),
         "looked_at": {width: view.looked_at(width, picture) for width, picture in pictures.items()},
         "keyboard": view.sorted_by_keyboard(),
         "said": view.page.said,

@@ -12,6 +12,7 @@ import numpy as np
 from monograph.profiling.bottleneck import Machine, Situation, verdict
 from monograph.profiling.intervals import Kernel, Timeline, spent
 from monograph.profiling.profiler import Profile
+from monograph.report.compare_report import Compared, compare_page
 from monograph.report.profile_report import ladder_page, profile_page
 from monograph.report.run_report import About, run_page
 from monograph.report.sweep_charts import drawings_of
@@ -157,6 +158,25 @@ def of_preferences(folder: Path) -> str:
     return run_page(folder, summary, _with(rows, *scores), About({}, [], MOMENTS[1:2], ORIGIN))
 
 
+def of_comparison(_: Path) -> str:
+    first = rows_of_text()
+    second = [
+        {**row, **{key: 0.97 * row[key] for key in ("train_loss", "eval_bits_per_byte", "lr") if key in row}}
+        for row in first
+    ]
+    configs = [
+        f"[optim]\nlr = {rate}\nname = 'muon'\n\n[data]\nsource = {['<b>', 'a'][:1]}\n" for rate in (0.006, 0.0058)
+    ]
+    sides = [
+        Compared("runs/baseline", 2_361_024, 1.6611, 4328.7, [first], configs[0]),
+        Compared("runs/with-idea", 2_361_024, 1.6113, 4200.0, [second], configs[1], -0.0498, 0.0041, "31 documents",
+                 "runs/with-idea is better"),
+        Compared("out/folder", 4_722_048, 1.7, None, difference=0.0389, standard_error=0.05, pairs="31 documents",
+                 verdict="no difference that could not be chance"),
+    ]  # fmt: skip
+    return compare_page("runs/baseline, runs/with-idea and out/folder", "bits/byte", sides, ["one", HOSTILE])
+
+
 def of_sweep(folder: Path) -> str:
     _write(folder)
     settings, members, curves, random = [], [], [], np.random.default_rng(1)
@@ -177,7 +197,9 @@ def of_sweep(folder: Path) -> str:
     best = {"knobs": {"optim.lr": 4e-3}, "mean": 2.55, "unit": "bits/byte"}
     found = {"best": best, "members": members, "tokens_per_s": 12_000.0, "wall_s": 80.0}
     drawings = drawings_of(settings, curves, "eval_bits_per_byte", "bits/byte")
-    return sweep_page(folder, found, settings, drawings, "Tied settings differ from the best by no more than noise.")
+    return sweep_page(
+        folder, found, settings, drawings, "Tied settings differ from the best by no more than noise.", ORIGIN
+    )
 
 
 def ladder() -> dict[str, Any]:
@@ -214,6 +236,13 @@ def of_profile(_: Path) -> str:
 
 KINDS: dict[str, Callable[[Path], str]] = {
     "run": of_run, "chats": of_chats, "rewards": of_rewards, "preferences": of_preferences, "sweep": of_sweep,
-    "ladder": of_ladder, "profile": of_profile,
+    "comparison": of_comparison, "ladder": of_ladder, "profile": of_profile,
 }  # fmt: skip
-CHARTED = ("run", "chats", "rewards", "preferences", "sweep")  # the kinds that have charts, which uPlot draws
+CHARTED = (
+    "run",
+    "chats",
+    "rewards",
+    "preferences",
+    "sweep",
+    "comparison",
+)  # the kinds that have charts, which uPlot draws

@@ -49,6 +49,12 @@ const watched = (() => {
     return (high + 0.05) / (low + 0.05);
   }
 
+  // Without what a scrolling part of the page does not show.
+  function inView(boxes, scrolling) {
+    const view = scrolling?.getBoundingClientRect();
+    return view ? boxes.filter((box) => box.bottom <= view.bottom && box.left < view.right) : boxes;
+  }
+
   function texts() {
     const walker = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT), found = [];
     while (walker.nextNode()) {
@@ -59,9 +65,11 @@ const watched = (() => {
       range.selectNodeContents(walker.currentNode);
       const box = range.getBoundingClientRect(), scrolls = element.closest(".scroll, pre");
       found.push({ text, size: parseFloat(style.fontSize) * scale, colour: style.color, ground: ground(element),
-        cut: !scrolls && (box.left < -1 || box.right > innerWidth + 1) });
+        cut: !scrolls && (box.left < -1 || box.right > innerWidth + 1), boxes: inView([...range.getClientRects()], scrolls) });
     }
-    return found;
+    const touch = (a, b) => a.left < b.right - 1 && b.left < a.right - 1 && a.top < b.bottom - 4 && b.top < a.bottom - 4;
+    const over = (one) => found.some((other) => one !== other && one.boxes.some((a) => other.boxes.some((b) => touch(a, b))));
+    return found.map((each) => ({ ...each, over: over(each) }));
   }
 
   function drawn() {

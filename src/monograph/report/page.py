@@ -13,6 +13,8 @@ from monograph.storage.reading import contents
 # A cell is a text, by which it is sorted, or (text, number to sort by). None is unknown, and always sorted last.
 Cell = str | tuple[str, float | None]
 
+ONE_LINE = 24  # characters of a table's last column that stand on one line at any width
+
 
 def _own(name: str) -> str:
     return files(__package__).joinpath(name).read_text("utf-8")
@@ -138,8 +140,8 @@ def table(name: str, heads: Sequence[str], rows: Sequence[Sequence[Cell]]) -> st
         return ""
     numbers = [any(isinstance(row[column], tuple) for row in rows) for column in range(len(heads))]
     roles = ["number" if number else "" for number in numbers]
-    if not numbers[-1]:
-        roles[-1] = "words"  # a last column of words may take several lines
+    if not numbers[-1] and max(len(str(row[-1])) for row in rows) > ONE_LINE:
+        roles[-1] = "words"  # which may take several lines
     names = "".join(
         f'<th scope="col" aria-sort="none"{_role(role)}><button type="button">{escaped(head)}</button></th>'
         for head, role in zip(heads, roles, strict=True)

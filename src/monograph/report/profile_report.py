@@ -47,13 +47,14 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
         config: the run's settings as TOML.
     """
     judged, faster = profile.verdict, profile.update_s / max(profile.verdict.floor_s, 1e-12)
-    best = judged.change
+    best, found = judged.change, said(profile)
+    if best:
+        found += f"; {best.what} is predicted to make it {judged.gain(best):.2f} × as fast"
     return page(
         kind="Profile",
         title=title,
         headline=f"Bound by {judged.binds}",
-        standing=said(profile)
-        + (f"; {best.what} is predicted to make it {judged.gain(best):.2f} × as fast" if best else ""),
+        standing=f"{found[0].upper()}{found[1:]}.",
         figures=[
             ("ms per update", f"{1e3 * profile.update_s:.3g}"),
             ("tokens/s", count(tokens_per_s)),
@@ -64,8 +65,8 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
         drawings=Drawings(),
         sections=[
             section("Where an update's time goes", _part_bars(judged), whole=True),
-            section("Parts of an update", _parts(profile)),
-            section("Changes to try", _changes(profile)),
+            section("Changes to try", _changes(profile), whole=True),
+            section("Parts of an update", _parts(profile), whole=True),
             section("Configuration", folded("config.toml", config), whole=True),
         ],
     )

@@ -48,7 +48,7 @@ _NAMES = {
     "eval_reward": "held-out reward",
     "eval_pass_at_1": "held-out correct answers",
     "eval_accuracy": "held-out accuracy",
-    "drawn_minus_scored_max": "log-probability, sampling vs training: largest difference",
+    "drawn_minus_scored_max": "log-probability, sampled vs trained: largest gap",
 }
 
 
@@ -131,6 +131,8 @@ def _headline(summary: Summary) -> str:
         return f"The chosen answer scores higher in {share:.0%} of the pairs"
     if (bits := summary.get("eval_bits_per_byte")) is not None:
         return f"{bits:.2f} bits per byte on held-out text"
+    if (held_out := summary.get("eval_loss")) is not None:
+        return f"Held-out loss {held_out:.2f} nats per token"
     loss = summary.get("train_loss")
     return "No results yet" if loss is None else f"Training loss {loss:.2f} nats per token"
 

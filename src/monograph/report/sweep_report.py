@@ -16,7 +16,7 @@ import numpy as np
 
 from monograph.report import quantities
 from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Picture, single, style
-from monograph.report.page import Cell, Drawings, config_of, number, page, section, table
+from monograph.report.page import Cell, Drawings, config_of, number, page, pairs, section, table
 from monograph.report.run_report import write_pages
 from monograph.report.sweep_charts import Curve, Setting, described, drawings_of, limits_of, placed, text_of, varied_in
 
@@ -110,7 +110,12 @@ def _shown(knobs: Mapping[str, Any], varied: Sequence[str]) -> str:
 
 
 def write_sweep_report(
-    folder: Path, results: Mapping[str, Any], settings: Sequence[Setting], curves: Sequence[Curve], how: str
+    folder: Path,
+    results: Mapping[str, Any],
+    settings: Sequence[Setting],
+    curves: Sequence[Curve],
+    how: str,
+    origin: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write `folder`/figures/*.png and `folder`/report.html, each whole or not at all.
 
@@ -120,18 +125,24 @@ def write_sweep_report(
         settings: settings as this file's docstring describes them.
         curves: the members' curves.
         how: a sentence that says what "tied" means.
+        origin: (name, text) pairs on how the sweep was started.
 
     Raises:
         DiskFull: there is no space for them.
     """
     unit = results["best"]["unit"] if results["best"] else "nats"
     key = "eval_bits_per_byte" if unit == "bits/byte" else "eval_loss"
-    text = sweep_page(folder, results, settings, drawings_of(settings, curves, key, unit), how)
+    text = sweep_page(folder, results, settings, drawings_of(settings, curves, key, unit), how, origin)
     write_pages(folder, text, draw_sweep(settings, curves, key, unit))
 
 
 def sweep_page(
-    folder: Path, results: Mapping[str, Any], settings: Sequence[Setting], drawings: Drawings, how: str
+    folder: Path,
+    results: Mapping[str, Any],
+    settings: Sequence[Setting],
+    drawings: Drawings,
+    how: str,
+    origin: Sequence[tuple[str, str]] = (),
 ) -> str:
     """Return a sweep's page as HTML; see `write_sweep_report`."""
     best = results["best"]
@@ -144,7 +155,8 @@ def sweep_page(
         drawings=drawings,
         sections=[
             section("Settings", _settings(settings, best["unit"] if best else "nats"), whole=True),
-            section("Members", _members(results["members"]), config_of(folder), whole=True),
+            section("Members", _members(results["members"]), whole=True),
+            section("How it was run", pairs(origin), config_of(folder), whole=True),
         ],
     )
 
