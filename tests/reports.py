@@ -35,7 +35,7 @@ ORIGIN = [
     ("version", "monograph 0.2.0, torch 2.13.0, Python 3.11.2"),
     ("seed", "0"),
     ("data", "Python's standard library: 612 files, 10.1 MB, 2.29 M tokens"),
-    ("your repository", "3f2a91c04be7, with uncommitted changes"),
+    ("git commit of your folder", "3f2a91c04be7"),
 ]
 MOMENTS = [(70, "step compiled, length known"), (75, "warm-up ends"), (600, "cool-down begins early")]
 UPDATES, SIZE = 710, 2048

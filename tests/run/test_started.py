@@ -40,29 +40,48 @@ def test_each_start_is_kept_with_the_command_as_one_would_type_it(run: Run, monk
         ("command", "monograph train 'my texts/' --minutes 3"),
         ("continued by", "monograph train --resume last"),
     ]
-    assert f"monograph {__version__}" in dict(shown)["versions"] and "your git commit" not in dict(shown)
+    assert f"monograph {__version__}" in dict(shown)["versions"] and "git commit of your folder" not in dict(shown)
 
 
-def test_the_commit_of_the_working_folder_is_kept_and_whether_it_was_changed(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    Path("own.py").write_text("a = 1\n")
-    git("init", "-q")
-    git("add", "own.py")
-    git("commit", "-q", "-m", "a")
+def commit_in(folder: Path) -> str:
+    git("init", "-q", str(folder))
+    (folder / "own.py").write_text("a = 1\n")
+    git("-C", str(folder), "add", "own.py")
+    git("-C", str(folder), "commit", "-q", "-m", "a")
+    done = subprocess.run(["git", "-C", str(folder), "rev-parse", "HEAD"], check=True, capture_output=True, text=True)
+    return done.stdout[:12]
+
+
+@pytest.mark.parametrize("way", ["a branch", "a folder inside", "packed", "no branch", "another working tree"])
+def test_the_commit_of_the_working_folder_is_kept(way: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    here = run.folder.parent
+    commit = commit_in(here)
+    match way:
+        case "a folder inside":
+            monkeypatch.chdir(run.folder)
+        case "packed":
+            git("pack-refs", "--all")
+        case "no branch":
+            git("checkout", "-q", "--detach")
+        case "another working tree":
+            git("worktree", "add", "-q", "tree")
+            monkeypatch.chdir(here / "tree")
     started(run, monkeypatch, "train")
-    commit = dict(told(run))["your git commit"]
-    assert len(commit) == 12 and int(commit, 16)
-    Path("own.py").write_text("a = 2\n")
-    run.starts.unlink()
+    assert dict(told(run))["git commit of your folder"] == commit
+
+
+@pytest.mark.parametrize("head", ["ref: ../../../etc/passwd", "ref: refs/heads/none", "", "x" * 40, "\xff"])
+def test_a_damaged_repository_is_no_commit(head: str, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run.folder.parent / ".git").mkdir()
+    (run.folder.parent / ".git/HEAD").write_text(head)
     started(run, monkeypatch, "train")
-    assert dict(told(run))["your git commit"] == f"{commit}, with uncommitted changes"
+    assert "git commit of your folder" not in dict(told(run))
 
 
 def test_a_repository_s_own_programs_are_not_run(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit_in(run.folder.parent)
     Path("watch").write_text("#!/bin/sh\ntouch was-run\n")
     Path("watch").chmod(0o755)
-    git("init", "-q")
     git("config", "core.fsmonitor", str(Path("watch").absolute()))
     started(run, monkeypatch, "train")
     assert not Path("was-run").exists()

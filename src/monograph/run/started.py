@@ -1,9 +1,8 @@
 """Record how a run was started: a line of starts.jsonl for each process that began it or went on with it."""
 
 import json
-import os
 import platform
-import subprocess
+import re
 import sys
 import time
 from contextlib import suppress
@@ -13,13 +12,11 @@ from typing import Any
 import torch
 
 from monograph import __version__
-from monograph.errors import DiskFull, Unreadable
+from monograph.errors import DiskFull, InputRefused, Unreadable
 from monograph.run.folder import Run
 from monograph.run.writing import write_whole
-from monograph.storage.reading import contents, parse_json
+from monograph.storage.reading import contents, exists, is_file, parse_json
 from monograph.terminal import shell_words
-
-PATIENCE_S = 5  # after which git is not waited for
 
 
 def note_start(run: Run) -> None:
@@ -27,13 +24,13 @@ def note_start(run: Run) -> None:
 
     A run goes on without the record if it cannot be written.
     """
-    start = {
+    start: dict[str, Any] = {
         "command": shell_words(_program(), *sys.argv[1:]),
         "time": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(time.time())),
         "versions": {"monograph": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "commit": _git("rev-parse", "--short=12", "HEAD"),
-        "is_changed": bool(_git("status", "--porcelain", "--untracked-files=no")),
     }
+    with suppress(Unreadable, InputRefused, OSError, ValueError):
+        start["commit"] = _commit()
     lines = [json.dumps(known) for known in [*starts_of(run), start]]
     with suppress(DiskFull):
         write_whole(run.starts, "".join(f"{line}\n" for line in lines))
@@ -65,8 +62,7 @@ def told(run: Run) -> list[tuple[str, str]]:
     if isinstance(versions, dict):
         pairs.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
     if first.get("commit"):
-        changed = ", with uncommitted changes" if first.get("is_changed") else ""
-        pairs.append(("your git commit", f"{first['commit']}{changed}"))
+        pairs.append(("git commit of your folder", str(first["commit"])))
     return pairs
 
 
@@ -76,18 +72,29 @@ def _program() -> str:
     return "monograph" if name in ("__main__.py", "-m", "-c", "") else name
 
 
-def _git(*arguments: str) -> str:
-    """Return what git says of the working folder; "" without git or outside a repository.
+def _commit() -> str:
+    """Return the commit that the working folder's git repository has checked out; "" outside a repository.
 
-    A repository's settings can name programs, of which git would run its file watcher here.
+    It is read from git's own files, since git itself would run programs that a repository's settings name.
     """
-    command = ["git", "-c", "core.fsmonitor=false", *arguments]
-    environment = {**os.environ, "GIT_OPTIONAL_LOCKS": "0"}
-    with suppress(OSError, subprocess.TimeoutExpired):
-        done = subprocess.run(
-            command, env=environment, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=PATIENCE_S,
-            errors="replace", check=False,
-        )  # fmt: skip
-        if done.returncode == 0:
-            return done.stdout.strip()
-    return ""
+    folder = Path.cwd()
+    repository = next((each for each in (folder, *folder.parents) if exists(each / ".git")), None)
+    if repository is None:
+        return ""
+    git = repository / ".git"
+    if is_file(git):  # of a second working tree: the path of its own part of the repository
+        git = repository / _text(git).removeprefix("gitdir: ")
+    head = _text(git / "HEAD")
+    if not head.startswith("ref: "):
+        return _hash(head)
+    branch, shared = head.removeprefix("ref: "), git / (_text(git / "commondir") or ".")
+    packed = (line.partition(" ") for line in _text(shared / "packed-refs").splitlines())
+    return _hash(_text(shared / branch)) or _hash(next((commit for commit, _, name in packed if name == branch), ""))
+
+
+def _text(path: Path) -> str:
+    return (contents(path) or b"").decode("utf-8", "replace").strip()
+
+
+def _hash(text: str) -> str:
+    return text[:12] if re.fullmatch("[0-9a-f]{40,64}", text) else ""
