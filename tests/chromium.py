@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from PyQt6.QtCore import QEventLoop, Qt, QTimer, QUrl
-from PyQt6.QtGui import QPixmap
+from PyQt6.QtGui import QColor, QPixmap
 from PyQt6.QtTest import QTest
 from PyQt6.QtWebEngineCore import (
     QWebEnginePage,
@@ -34,6 +34,13 @@ TABLE = "document.querySelector('table.sortable')"
 ORDER = f"[...{TABLE}.tBodies[0].rows].map((row) => row.textContent)"
 PRESSES = ("Return", "Space", "Return")
 BACKGROUND = "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).map(Number)"
+MARK = "#ff00ff"
+MARKED = f"""(() => {{
+  const mark = Object.assign(document.createElement('div'), {{ id: 'mark' }});
+  mark.style = 'position: fixed; z-index: 9; left: 0; right: 0; bottom: 0; height: 2px; background: {MARK}';
+  return document.body.append(mark) || 1;
+}})()"""
+UNMARKED = "document.getElementById('mark').remove() || 1"
 WATCHED = (Path(__file__).parent / "watched.js").read_text()
 
 
@@ -117,19 +124,25 @@ class View:
         self.window.resize(width, high)
         while self.evaluate("innerHeight") != high:
             rest(30)
-        rest(200)
-        self._painted(self.evaluate(BACKGROUND)).save(str(picture))
+        self._painted().save(str(picture))
         found: dict[str, Any] = self.evaluate("watched.faults()")
         return found
 
-    def _painted(self, background: list[float]) -> QPixmap:
-        """The window's picture, once its lowest lines, which pages leave empty, have the page's colour."""
-        for _ in range(50):
-            picture = self.window.grab()
-            found = picture.toImage().pixelColor(picture.width() // 4, picture.height() - 3)
-            if [found.red(), found.green(), found.blue()] == background[:3]:
+    def _painted(self) -> QPixmap:
+        """The window's picture, once the lowest of the page is in it: a mark of one pixel, which is then taken away."""
+        self.evaluate(MARKED)
+        for _ in range(60):
+            image = self.window.grab().toImage()
+            if image.pixelColor(image.width() // 2, image.height() - 1) == QColor(MARK):
                 break
-            rest(100)
+            rest(50)
+        self.evaluate(UNMARKED)
+        for _ in range(60):
+            picture = self.window.grab()
+            image = picture.toImage()
+            if image.pixelColor(image.width() // 2, image.height() - 1) != QColor(MARK):
+                break
+            rest(50)
         return picture
 
     def sorted_by_keyboard(self) -> dict[str, Any] | None:

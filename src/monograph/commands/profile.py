@@ -146,7 +146,7 @@ def _show(measured: Profile, tokens_per_s: float, folder: Path) -> None:
     for index, change in enumerate(judged.changes):
         begun = f"change    {change.what}" if index == 0 else f"          or {change.what}"
         why = f", as {change.why}" if index == 0 else ""
-        other = "" if change.same_training else " (another training)"
+        other = "" if change.same_training else " (changes the training)"
         print(f"{begun}: predicted {judged.gain(change):.2f} × as fast{why}{other}")
     print(f"written   {folder / REPORT}, {folder / PICTURE}, and {folder / TRACE} for ui.perfetto.dev")
 

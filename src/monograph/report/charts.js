@@ -217,7 +217,7 @@
       focus: { alpha: many ? 0.25 : 1 },
       scales: {
         x: { time: false, distr: chart.axis?.is_log ? 3 : 1, range: (u, low, high) => {
-          u.isZoomed = low !== null && (low !== xs[0] || high !== xs.at(-1));
+          u.isZoomed = !single && low !== null && (low !== xs[0] || high !== xs.at(-1));
           return u.isZoomed ? [low, high] : ends;
         } },
         y: { distr: isLog ? 3 : 1, range: (u, low, high) => limits(u, chart, low, high) },

@@ -21,7 +21,7 @@ Columns = dict[str, list[float | None]]
 Floats = NDArray[np.float64]
 
 AXES = {"tokens": "tokens", "update": "updates", "time": "time"}  # what a chart of a run can be drawn over
-POINTS = 2000  # the most rows of a table: more than a chart is pixels wide
+POINTS = 1200  # the most rows of a table: more than a chart is pixels wide
 STILL_POINTS = 150
 STILL_WIDTH, STILL_HEIGHT = 600, 200
 
@@ -123,7 +123,7 @@ def columns(rows: Sequence[Row], keys: Sequence[str]) -> Columns:
     for row in kept:
         seconds = row.get("wall_s") or seconds
         for key, values in found.items():
-            values.append(seconds if key == "time" else rounded(row.get(key)))
+            values.append(rounded(seconds if key == "time" else row.get(key)))
     return {key: values for key, values in found.items() if any(value is not None for value in values)}
 
 
@@ -137,10 +137,10 @@ def _is_event(row: Row) -> bool:
 
 
 def rounded(value: Any) -> float | None:
-    """Return a number with six digits, as many as a chart can show; None if it is none or not finite."""
+    """Return a number with five digits, more than a chart can show; None if it is none or not finite."""
     if value is None or not math.isfinite(value):
         return None
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+    return float(f"{value:.5g}") if isinstance(value, float) else value
 
 
 def present(table: Columns, key: str) -> Floats:

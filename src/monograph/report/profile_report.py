@@ -33,7 +33,7 @@ def draw_profile(verdict: Verdict, title: str) -> str:
             axes.text(taken, place, f"  {verdict.spent.share(part):.0%}", va="center", fontsize=8, color=INK)
         axes.set_yticks(range(len(parts)), parts)
         axes.set_xlim(0, 1.12e3 * max(verdict.spent.parts.values()))
-        axes.set_xlabel("milliseconds per update   (line: the least possible; blue: the bottleneck)")
+        axes.set_xlabel("milliseconds per update   (line: the floor; blue: the bottleneck)")
         return svg(figure)
 
 
@@ -59,7 +59,7 @@ def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str)
             ("ms per update", f"{1e3 * profile.update_s:.3g}"),
             ("tokens/s", count(tokens_per_s)),
             ("micro-steps", str(profile.micro_steps)),
-            ("least possible, ms", f"{1e3 * judged.floor_s:.3g}"),
+            ("floor, ms", f"{1e3 * judged.floor_s:.3g}"),
             ("possible speedup", f"{faster:.2g} ×"),
         ],
         drawings=Drawings(),
@@ -98,7 +98,7 @@ def _part_bars(judged: Verdict) -> str:
         text = f"{judged.spent.share(part):.0%}"
         bar = Bar(text, spent[part] / longest, floor=min(1.0, judged.floors[part] / longest))
         rows.append((part, part == judged.binds, [bar]))
-    note = '<p class="note">The line in a bar is the least time possible; blue is the bottleneck.</p>'
+    note = '<p class="note">The line in a bar is its floor, the least time possible here; blue is the bottleneck.</p>'
     return bars("Where an update's time goes", ["share of the time"], rows) + note
 
 
@@ -109,7 +109,7 @@ def _parts(profile: Profile) -> str:
         share, taken, least = judged.spent.share(part), 1e3 * judged.spent.parts[part], 1e3 * judged.floors[part]
         numbers = [number(share, "{:.1%}"), number(taken, "{:.3g}"), number(least, "{:.3g}")]
         rows.append([part, *numbers, mostly(judged.bounds.get(part, {}))])
-    return table("Parts of an update", ["part", "share", "ms", "least possible, ms", "mostly bound by"], rows)
+    return table("Parts of an update", ["part", "share", "ms", "floor, ms", "mostly bound by"], rows)
 
 
 def _changes(profile: Profile) -> str:

@@ -103,7 +103,7 @@ def _learning_rate(table: Columns, moments: Moments) -> Chart | None:
     rates = present(table, "lr")
     if not len(rates):
         return None
-    marks = [Mark(row, words) for update, words in moments if (row := _row_of(table, update)) is not None]
+    marks = [Mark(row, words) for update, words in sorted(moments) if (row := _row_of(table, update)) is not None]
     room = 1.25 + 0.12 * len(marks)  # above the curve, for the marks' words
     return Chart("learning_rate", "Learning rate", [Line("lr", "rate", "line")], _from_zero(rates, room), marks=marks)
 

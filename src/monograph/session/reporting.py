@@ -234,11 +234,15 @@ class Reporter:
 
     def _moments(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
         """Return the updates at which the learning rate's curve has a kink, with the reasons."""
-        moments = []
-        if eager := [row["update"] for row in rows if row.get(MARK)]:
-            moments.append((eager[-1], "step compiled, length set"))
-        if self.session.plan.warmup_updates > 1:
-            moments.append((self.session.plan.warmup_updates, "warm-up ends"))
+        moments, warmup = [], self.session.plan.warmup_updates
+        # Before the step is compiled the run's length, and so that of its warm-up, is a guess.
+        guessed = max((row["update"] for row in rows if row.get(MARK)), default=0)
+        if guessed >= warmup > 0:
+            moments.append((guessed, "length set, warm-up over"))
+        elif guessed:
+            moments.append((guessed, "length set"))
+        if warmup > max(1, guessed):
+            moments.append((warmup, "warm-up ends"))
         if self.session.cooled:
             moments.append((self.session.cooled[0], "cool-down begins early"))
         return moments
