@@ -8,14 +8,24 @@
   const plots = new Map();
   const MANY = 6; // with more lines than this, only the one under the pointer is read out
   const FONT = "12px system-ui, -apple-system, 'Segoe UI', sans-serif";
+  const DOTS = { points: 6, dots: 5, star: 11 }; // px
   const SHADES = ["--accent", "--second", "--third", "--fourth"];
 
+  // A page that loads itself again keeps the reader's choices, where a browser gives pages of files a storage.
   function remembered() {
-    try { return JSON.parse(sessionStorage.getItem(location.pathname)) || {}; } catch { return {}; }
+    try {
+      return JSON.parse(sessionStorage.getItem(location.pathname)) || {};
+    } catch {
+      return {};
+    }
   }
 
   function remember() {
-    try { sessionStorage.setItem(location.pathname, JSON.stringify(state)); } catch { /* a page may have no storage */ }
+    try {
+      sessionStorage.setItem(location.pathname, JSON.stringify(state));
+    } catch {
+      // The choices last as long as the page, then.
+    }
   }
 
   const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
@@ -53,9 +63,16 @@
       return (place) => `${chart.axis.name} ${named.get(place) || digits(place)}`;
     }
     if (state.axis === "time") return (place) => `after ${clock(place)}`;
-    const written = state.axis === "tokens" ? counted : (place) => place.toLocaleString("en");
-    return (place) => state.axis === "tokens" ? `at ${written(place)} tokens` : `at update ${written(place)}`;
+    if (state.axis === "tokens") return (place) => `at ${counted(place)} tokens`;
+    return (place) => `at update ${place.toLocaleString("en")}`;
   }
+
+  function placeOnAxis(place) {
+    if (state.axis === "time") return clock(place);
+    return state.axis === "tokens" ? counted(place) : place.toLocaleString("en");
+  }
+
+  const levelsOf = (chart) => Object.entries(chart.levels).map(([name, level]) => [level, `${name} ${level.toFixed(2)}`]);
 
   // ---- values ----
 
@@ -77,17 +94,26 @@
       const column = table[line.key] || [], places = [], values = [];
       column.forEach((value, i) => {
         if (value === null || xs[i] === null || xs[i] === undefined) return;
-        if (places.length && places.at(-1) === xs[i]) values[values.length - 1] = value;
-        else { places.push(xs[i]); values.push(value); }
+        if (places.at(-1) === xs[i]) {
+          places.pop();
+          values.pop();
+        }
+        places.push(xs[i]);
+        values.push(value);
       });
       if (!places.length) continue;
       const shade = SHADES[line.shade % SHADES.length], share = line.shade < SHADES.length ? 1 : 0.55;
       const base = { label: line.label, shade, share, places };
       const isTrend = line.style === "trend" && values.length > 2;
       if (isTrend) found.push({ ...base, values, pale: true, said: false, width: 1 });
-      const size = { points: 6, dots: 5, star: 11 }[line.style] || (places.length < 3 && line.style !== "edge" ? 6 : 0);
-      found.push({ ...base, key: line.key, values: isTrend ? smoothed(values) : values, size,
-        said: line.label !== "" && line.style !== "edge", width: ["dots", "edge", "star"].includes(line.style) ? 0 : 2 });
+      found.push({
+        ...base,
+        key: line.key,
+        values: isTrend ? smoothed(values) : values,
+        size: line.style === "edge" ? 0 : DOTS[line.style] || (places.length < 3 ? 6 : 0),
+        said: line.label !== "" && line.style !== "edge",
+        width: ["dots", "edge", "star"].includes(line.style) ? 0 : 2,
+      });
     }
     return found;
   }
@@ -103,19 +129,20 @@
   function drawLevels(u, chart, series) {
     const ratio = uPlot.pxRatio, { left, top, width, height } = u.bbox, gap = 15 * ratio;
     const last = series.find((each) => each.said);
-    const labels = Object.entries(chart.levels).map(([name, level]) => [level, `${name} ${level.toFixed(2)}`, "--muted"]);
+    const labels = levelsOf(chart).map((label) => [...label, "--muted"]);
     if (!labels.length) return;
     if (last) labels.push([last.values.at(-1), `this run ${last.values.at(-1).toFixed(2)}`, "--accent"]);
     const inside = labels.filter(([level]) => level >= u.scales.y.min && level <= u.scales.y.max);
     inside.sort((one, other) => other[0] - one[0]);
     const places = inside.map(([level]) => u.valToPos(level, "y", true));
-    places.forEach((_, i) => { if (i) places[i] = Math.max(places[i], places[i - 1] + gap); });
-    for (let i = places.length - 1, limit = top + height; i >= 0; i--, limit -= gap) {
-      places[i] = Math.min(places[i], limit);
-    }
+    for (let i = 1; i < places.length; i++) places[i] = Math.max(places[i], places[i - 1] + gap);
+    places.forEach((place, i) => {
+      places[i] = Math.min(place, top + height - gap * (places.length - 1 - i));
+    });
     inside.forEach(([level, text, role], i) => {
       pen(u, role, 1);
-      u.ctx.textAlign = "left"; u.ctx.textBaseline = "middle";
+      u.ctx.textAlign = "left";
+      u.ctx.textBaseline = "middle";
       u.ctx.fillText(text, left + width + 8 * ratio, places[i]);
       if (role === "--accent") return;
       u.ctx.setLineDash([2 * ratio, 3 * ratio]);
@@ -143,10 +170,11 @@
       u.ctx.setLineDash([]);
       if (!label) continue;
       const wide = u.ctx.measureText(label).width, room = x + wide + 6 * ratio < left + width;
-      const begin = room ? x + 4 * ratio : x - 4 * ratio - wide;
+      const begin = room ? x + 4 * ratio : Math.max(left, x - 4 * ratio - wide);
       lines = begin < end ? lines + 1 : 0;
       end = Math.max(end, begin + wide + 8 * ratio);
-      u.ctx.textAlign = "left"; u.ctx.textBaseline = "top";
+      u.ctx.textAlign = "left";
+      u.ctx.textBaseline = "top";
       u.ctx.fillText(label, begin, top + (2 + 15 * lines) * ratio);
     }
   }
@@ -185,108 +213,165 @@
     });
   }
 
-  function draw(chart) {
-    const figure = document.getElementById(`chart-${chart.name}`), place = figure.querySelector(".plot");
-    const readout = figure.querySelector(".readout"), series = seriesOf(chart), isLog = Boolean(state.log[chart.name]);
-    if (!series.length || typeof uPlot === "undefined") return;
-    plots.get(chart.name)?.destroy();
-    place.replaceChildren();
-    const values = uPlot.join(series.map((each) => [each.places, each.values]));
-    const written = valueText(chart), where = placeText(chart), many = series.filter((each) => each.said).length > MANY;
-    const labels = Object.entries(chart.levels).map(([name, level]) => `${name} ${level.toFixed(2)}`);
-    if (labels.length) labels.push("this run 0.00");
-    const ruler = document.createElement("canvas").getContext("2d");
-    ruler.font = FONT;
-    const right = labels.length ? Math.ceil(Math.max(...labels.map((each) => ruler.measureText(each).width))) + 12 : 12;
-    const axis = { stroke: colour("--muted"), font: FONT, grid: { show: false },
-      ticks: { stroke: colour("--rule"), width: 1, size: 4 } };
-    const ownTicks = chart.axis && { splits: () => chart.axis.ticks.map(([at]) => at), filter: (u, ticks) => ticks,
-      values: (u) => apart(u, chart.axis.ticks, ruler) };
-    const sharedTicks = { space: 56, values: (u, ticks) => ticks.map((at) =>
-      state.axis === "time" ? clock(at) : state.axis === "tokens" ? counted(at) : at.toLocaleString("en")) };
-    const xs = values[0], single = xs[0] === xs.at(-1), room = single ? Math.abs(xs[0]) * 0.05 || 1 : 0;
-    const ends = chart.axis ? padded([...xs, ...chart.axis.ticks.map(([at]) => at)], chart.axis.is_log) : [single ? xs[0] - room : Math.min(0, xs[0]), xs.at(-1) + room];
+  // Where the horizontal axis begins and ends while nothing is zoomed.
+  function endsOf(chart, xs) {
+    if (!chart.axis) return xs[0] === xs.at(-1) ? around(xs[0]) : [Math.min(0, xs[0]), xs.at(-1)];
+    const all = [...xs, ...chart.axis.ticks.map(([at]) => at)];
+    const low = Math.min(...all), high = Math.max(...all);
+    if (low === high) return around(low);
+    if (!chart.axis.is_log) return [low - 0.06 * (high - low), high + 0.06 * (high - low)];
+    const factor = (high / low) ** 0.06;
+    return [low / factor, high * factor];
+  }
 
-    const u = new uPlot({
-      width: place.clientWidth, height: place.clientHeight, padding: [10, right, 0, 0],
-      legend: { show: false },
-      cursor: { y: false, drag: { x: true, y: false, dist: 6 }, focus: { prox: many ? 24 : -1 },
-        points: { size: 7, width: 0, fill: (u, i) => colour(series[i - 1].shade), show: (u, i) =>
-          series[i - 1].said ? undefined : false },
-        ...(chart.axis ? {} : { sync: { key: "run", scales: ["x", null], setSeries: false } }) },
-      focus: { alpha: many ? 0.25 : 1 },
-      scales: {
-        x: { time: false, distr: chart.axis?.is_log ? 3 : 1, range: (u, low, high) => {
-          u.isZoomed = !single && low !== null && (low !== xs[0] || high !== xs.at(-1));
-          return u.isZoomed ? [low, high] : ends;
-        } },
-        y: { distr: isLog ? 3 : 1, range: (u, low, high) => limits(u, chart, low, high) },
-      },
-      axes: [
-        { ...axis, size: 30, ...(ownTicks || sharedTicks) },
-        { ...axis, ticks: { show: false }, gap: 6, size: 52, space: 34, grid: { stroke: colour("--rule"), width: 1 },
-          values: (u, ticks) => ticks.map((at) => at === null ? "" : written(at)),
-          ...(isLog ? { splits: decades, filter: (u, ticks) => ticks } : {}) },
-      ],
-      series: [{}, ...series.map((each) => ({
-        label: each.label, spanGaps: true, width: each.width, alpha: each.pale ? 0.3 : each.share,
-        stroke: colour(each.shade), points: { show: Boolean(each.size), size: each.size, fill: colour(each.shade), width: 0 },
-      }))],
-      bands: chart.band ? [bandOf(chart, series)] : [],
-      hooks: {
-        draw: [(u) => { drawLevels(u, chart, series); drawMarks(u, chart); }],
-        setCursor: [(u) => { readout.replaceChildren(...read(u)); }],
-        setScale: [(u, key) => { if (key === "x") tools(figure, chart, u.isZoomed); }],
-      },
-    }, values, place);
-    u.full = ends;
-    plots.set(chart.name, u);
-    readout.replaceChildren(...read(u));
-    tools(figure, chart, false);
+  function around(place) {
+    const room = 0.05 * Math.abs(place) || 1;
+    return [place - room, place + room];
+  }
 
-    function padded(all, isLogarithmic) {
-      const low = Math.min(...all), high = Math.max(...all);
-      if (isLogarithmic) { const factor = (high / low) ** 0.06 || 1.1; return [low / factor, high * factor]; }
-      const more = 0.06 * (high - low) || 0.5;
-      return [low - more, high + more];
+  // The width of the words at the levels, which stand at the chart's right.
+  function roomAtRight(chart, ruler) {
+    const words = levelsOf(chart).map(([, text]) => text);
+    if (!words.length) return 12;
+    return 12 + Math.ceil(Math.max(...[...words, "this run 0.00"].map((text) => ruler.measureText(text).width)));
+  }
+
+  function axesOf(chart, ruler) {
+    const common = {
+      stroke: colour("--muted"),
+      font: FONT,
+      grid: { show: false },
+      ticks: { stroke: colour("--rule"), width: 1, size: 4 },
+    };
+    const written = valueText(chart);
+    const x = { ...common, size: 30 };
+    if (chart.axis) {
+      x.splits = () => chart.axis.ticks.map(([at]) => at);
+      x.filter = (u, ticks) => ticks;
+      x.values = (u) => apart(u, chart.axis.ticks, ruler);
+    } else {
+      x.space = 56;
+      x.values = (u, ticks) => ticks.map(placeOnAxis);
     }
-
-    // The nearest value at or before a place; a chart may mix lines with few and many values.
-    function valueAt(column, index) {
-      if (chart.axis) return column[index] ?? null;
-      for (let i = index; i >= 0; i--) if (column[i] !== null && column[i] !== undefined) return column[i];
-      return null;
+    const y = { ...common, size: 52, gap: 6, space: 34 };
+    y.ticks = { show: false };
+    y.grid = { stroke: colour("--rule"), width: 1 };
+    y.values = (u, ticks) => ticks.map((at) => at === null ? "" : written(at));
+    if (state.log[chart.name]) {
+      y.splits = decades;
+      y.filter = (u, ticks) => ticks;
     }
+    return [x, y];
+  }
 
-    // Where nothing is pointed at, the end of a run is read, or the best setting of a sweep.
-    function atRest() {
-      const best = series.find((each) => each.key === "best");
-      return best ? xs.indexOf(best.places[0]) : xs.length - 1;
-    }
+  function cursorOf(chart, series) {
+    const points = {
+      size: 7,
+      width: 0,
+      fill: (u, i) => colour(series[i - 1].shade),
+      show: (u, i) => series[i - 1].said ? undefined : false,
+    };
+    const drag = { x: true, y: false, dist: 6 };
+    const cursor = { y: false, drag, points, focus: { prox: isMany(series) ? 24 : -1 } };
+    if (!chart.axis) cursor.sync = { key: "run", scales: ["x", null], setSeries: false };
+    return cursor;
+  }
 
-    function read(u) {
-      const index = u.cursor.idx ?? atRest(), parts = [where(values[0][index])];
-      let said = series.map((each, i) => [each, valueAt(values[i + 1], index)]);
-      said = said.filter(([each, value]) => each.said && value !== null);
-      if (many) {
-        const at = u.cursor.idx === null || u.cursor.top < 0 ? null : u.posToVal(u.cursor.top, "y");
-        if (at === null) return [`${said.length} lines; point at one to read it`];
-        said.sort((one, other) => Math.abs(one[1] - at) - Math.abs(other[1] - at));
-        said = said.slice(0, 1);
-      }
-      return [...parts, ...said.map(([each, value]) => {
-        const entry = document.createElement("span"), swatch = document.createElement("i");
-        swatch.style.background = `var(${each.shade})`;
-        entry.append(swatch, `${each.label} ${written(value)}`);
-        return entry;
-      })];
-    }
-    return u;
+  function drawnSeries(each) {
+    return {
+      label: each.label,
+      spanGaps: true,
+      width: each.width,
+      alpha: each.pale ? 0.3 : each.share,
+      stroke: colour(each.shade),
+      points: { show: Boolean(each.size), size: each.size, fill: colour(each.shade), width: 0 },
+    };
   }
 
   function bandOf(chart, series) {
     const [low, high] = chart.band.map((key) => series.findIndex((each) => each.key === key) + 1);
     return { series: [high, low], fill: colour("--band") };
+  }
+
+  function draw(chart) {
+    const figure = document.getElementById(`chart-${chart.name}`), place = figure.querySelector(".plot");
+    const series = seriesOf(chart);
+    if (!series.length) return;
+    plots.get(chart.name)?.destroy();
+    place.replaceChildren();
+    const values = uPlot.join(series.map((each) => [each.places, each.values]));
+    const xs = values[0], ends = endsOf(chart, xs);
+    const ruler = document.createElement("canvas").getContext("2d");
+    ruler.font = FONT;
+    const xRange = (u, low, high) => {
+      u.isZoomed = xs.length > 1 && low !== null && (low !== xs[0] || high !== xs.at(-1));
+      return u.isZoomed ? [low, high] : ends;
+    };
+    const u = new uPlot({
+      width: place.clientWidth,
+      height: place.clientHeight,
+      padding: [10, roomAtRight(chart, ruler), 0, 0],
+      legend: { show: false },
+      cursor: cursorOf(chart, series),
+      focus: { alpha: isMany(series) ? 0.25 : 1 },
+      scales: {
+        x: { time: false, distr: chart.axis?.is_log ? 3 : 1, range: xRange },
+        y: { distr: state.log[chart.name] ? 3 : 1, range: (u, low, high) => limits(u, chart, low, high) },
+      },
+      axes: axesOf(chart, ruler),
+      series: [{}, ...series.map(drawnSeries)],
+      bands: chart.band ? [bandOf(chart, series)] : [],
+      hooks: {
+        draw: [(u) => drawLevels(u, chart, series), (u) => drawMarks(u, chart)],
+        setCursor: [(u) => readOut(u, figure, chart, series)],
+        setScale: [(u, key) => key === "x" && tools(figure, chart, u.isZoomed)],
+      },
+    }, values, place);
+    u.full = ends;
+    plots.set(chart.name, u);
+    readOut(u, figure, chart, series);
+    tools(figure, chart, false);
+  }
+
+  // ---- the values under the pointer, in words below the chart ----
+
+  const isMany = (series) => series.filter((each) => each.said).length > MANY;
+
+  // The value at a place, or the last one before it, as a chart may mix lines with few and many values.
+  function valueAt(chart, column, index) {
+    if (chart.axis) return column[index] ?? null;
+    for (let i = index; i >= 0; i--) {
+      if (column[i] !== null && column[i] !== undefined) return column[i];
+    }
+    return null;
+  }
+
+  // Where nothing is pointed at, the end of a run is read, or the best setting of a sweep.
+  function atRest(u, series) {
+    const best = series.find((each) => each.key === "best");
+    return best ? u.data[0].indexOf(best.places[0]) : u.data[0].length - 1;
+  }
+
+  function readOut(u, figure, chart, series) {
+    const index = u.cursor.idx ?? atRest(u, series), written = valueText(chart);
+    const known = series.map((each, i) => [each, valueAt(chart, u.data[i + 1], index)]);
+    let said = known.filter(([each, value]) => each.said && value !== null);
+    const readout = figure.querySelector(".readout");
+    if (isMany(series)) {
+      if (u.cursor.idx === null || u.cursor.idx === undefined) {
+        readout.textContent = `${said.length} lines; point at one to read it`;
+        return;
+      }
+      const at = u.posToVal(u.cursor.top, "y");
+      said.sort((one, other) => Math.abs(one[1] - at) - Math.abs(other[1] - at));
+      said = said.slice(0, 1);
+    }
+    readout.replaceChildren(placeText(chart)(u.data[0][index]), ...said.map(([each, value]) => {
+      const entry = document.createElement("span"), swatch = document.createElement("i");
+      swatch.style.background = `var(${each.shade})`;
+      entry.append(swatch, `${each.label} ${written(value)}`);
+      return entry;
+    }));
   }
 
   // ---- what the reader can press ----
@@ -297,9 +382,8 @@
       place = document.createElement("span");
       place.className = "tools";
       figure.querySelector("figcaption").append(place);
-      const positive = chart.lines.every((line) => (data.tables[line.table][line.key] || []).every((value) => value === null || value > 0));
       place.append(button("reset zoom", () => reset(chart)));
-      if (positive && !chart.band) {
+      if (!chart.band && seriesOf(chart).every((each) => each.values.every((value) => value > 0))) {
         const log = button("log", () => {
           state.log[chart.name] = !state.log[chart.name];
           log.setAttribute("aria-pressed", state.log[chart.name]);
