@@ -247,9 +247,7 @@ def _place(column: int, row: int, text: str) -> str:
 
 def held_out(run: Recording) -> str:
     """Return the report's figure of the held-out curve, with colours of the reader's theme."""
-    _, drawings = figures.draw(run.rows, run.yardsticks, "", "")
-    svg = next(drawing.svg for drawing in drawings if drawing.name == "held_out")
-    return themed(svg)
+    return themed(figures.held_out_svg(run.rows, run.yardsticks))
 
 
 if __name__ == "__main__":

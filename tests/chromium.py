@@ -2,7 +2,7 @@
 
     python tests/chromium.py light|dark FOLDER PAGE.html...
 
-FOLDER gets a screenshot of each page, whole, and one at the width of a phone.
+FOLDER gets a picture of each page, whole, at the width of a desk and at that of a phone.
 """
 
 from __future__ import annotations
@@ -15,18 +15,33 @@ from pathlib import Path
 from typing import Any
 
 from PyQt6.QtCore import QEventLoop, Qt, QTimer, QUrl
+from PyQt6.QtGui import QColor, QPixmap
 from PyQt6.QtTest import QTest
-from PyQt6.QtWebEngineCore import QWebEnginePage, QWebEngineProfile, QWebEngineUrlRequestInterceptor
+from PyQt6.QtWebEngineCore import (
+    QWebEnginePage,
+    QWebEngineProfile,
+    QWebEngineScript,
+    QWebEngineUrlRequestInterceptor,
+)
 from PyQt6.QtWebEngineWidgets import QWebEngineView
 from PyQt6.QtWidgets import QApplication
 
 SCHEMES = {"dark": 0, "light": 1}  # blink's preferredColorScheme
-WIDE, NARROW, HIGH, TALLEST = 1200, 420, 900, 8000
+WIDE, NARROW, HIGH, TALLEST = 1280, 400, 900, 8000
 PATIENCE_MS = 60_000
 # The table whose first column is sorted by the keyboard alone.
 TABLE = "document.querySelector('table.sortable')"
 ORDER = f"[...{TABLE}.tBodies[0].rows].map((row) => row.textContent)"
 PRESSES = ("Return", "Space", "Return")
+BACKGROUND = "getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).map(Number)"
+MARK = "#ff00ff"
+MARKED = f"""(() => {{
+  const mark = Object.assign(document.createElement('div'), {{ id: 'mark' }});
+  mark.style = 'position: fixed; z-index: 9; left: 0; right: 0; bottom: 0; height: 2px; background: {MARK}';
+  return document.body.append(mark) || 1;
+}})()"""
+UNMARKED = "document.getElementById('mark').remove() || 1"
+WATCHED = (Path(__file__).parent / "watched.js").read_text()
 
 
 class Page(QWebEnginePage):
@@ -79,6 +94,11 @@ class View:
         self.url, self.profile, self.listener = url, QWebEngineProfile(), Listener()
         self.profile.setUrlRequestInterceptor(self.listener)
         self.page, self.window = Page(self.profile), QWebEngineView()
+        script = QWebEngineScript()
+        script.setSourceCode(WATCHED)
+        script.setInjectionPoint(QWebEngineScript.InjectionPoint.DocumentCreation)
+        script.setWorldId(QWebEngineScript.ScriptWorldId.MainWorld.value)
+        self.page.scripts().insert(script)
         self.window.setPage(self.page)
         self.window.resize(WIDE, HIGH)
         self.window.show()
@@ -96,15 +116,34 @@ class View:
         QTest.keyClick(self.window.focusProxy(), getattr(Qt.Key, f"Key_{key}"))
         rest(40)
 
-    def sticks_out(self, width: int, picture: Path) -> bool:
-        """Whether the page is wider than a window of that width; the whole of it is drawn."""
+    def looked_at(self, width: int, picture: Path) -> dict[str, Any]:
+        """What tests/watched.js finds wrong with the page at a width; the whole page is drawn as a picture."""
         self.window.resize(width, HIGH)
-        rest()
-        found = bool(self.evaluate("document.documentElement.scrollWidth > window.innerWidth"))
-        self.window.resize(width, min(TALLEST, int(self.evaluate("document.documentElement.scrollHeight"))))
-        rest(400)
-        self.window.grab().save(str(picture))
+        rest(300)
+        high = min(TALLEST, int(self.evaluate("document.documentElement.scrollHeight")))
+        self.window.resize(width, high)
+        while self.evaluate("innerHeight") != high:
+            rest(30)
+        self._painted().save(str(picture))
+        found: dict[str, Any] = self.evaluate("watched.faults()")
         return found
+
+    def _painted(self) -> QPixmap:
+        """The window's picture, once the lowest of the page is in it: a mark of one pixel, which is then taken away."""
+        self.evaluate(MARKED)
+        for _ in range(60):
+            image = self.window.grab().toImage()
+            if image.pixelColor(image.width() // 2, image.height() - 1) == QColor(MARK):
+                break
+            rest(50)
+        self.evaluate(UNMARKED)
+        for _ in range(60):
+            picture = self.window.grab()
+            image = picture.toImage()
+            if image.pixelColor(image.width() // 2, image.height() - 1) != QColor(MARK):
+                break
+            rest(50)
+        return picture
 
     def sorted_by_keyboard(self) -> dict[str, Any] | None:
         """What pressing the first column's name does, reached by the tabulator alone; None: it is never reached."""
@@ -131,9 +170,8 @@ def seen(path: Path, scheme: str, folder: Path) -> dict[str, Any]:
     pictures = {width: folder / f"{path.stem}-{scheme}-{width}.png" for width in (NARROW, WIDE)}
     return {
         "agent": view.evaluate("navigator.userAgent"),
-        "background": view.evaluate("getComputedStyle(document.body).backgroundColor.match(/[0-9.]+/g).map(Number)"),
-        "boxes": view.evaluate("[...document.querySelectorAll('svg')].map((e) => e.getBoundingClientRect().width)"),
-        "sticks_out": {width: view.sticks_out(width, picture) for width, picture in pictures.items()},
+        "background": view.evaluate(BACKGROUND),
+        "looked_at": {width: view.looked_at(width, picture) for width, picture in pictures.items()},
         "keyboard": view.sorted_by_keyboard(),
         "said": view.page.said,
         "asked": view.listener.asked,

@@ -10,7 +10,7 @@ from xml.etree import ElementTree as xml
 
 import pytest
 
-from monograph.report.run_report import write_report
+from monograph.report.run_report import About, write_report
 from scripts import ROOT, script
 
 
@@ -57,7 +57,7 @@ def test_a_recording_is_what_the_pictures_need_of_a_run(drawing: Any, tmp_path: 
             rows.append(at | {"share": update / 200, "sample": f"def f():\n\treturn '<&{update}>'"})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "config.toml").write_text("[train]\nupdates = 200\n")
-    write_report(tmp_path, {"eval_bits_per_byte": 1.7}, rows, {"gzip -9": 2.1, "xz -9": 1.65}, [])
+    write_report(tmp_path, {"eval_bits_per_byte": 1.7}, rows, About({"gzip -9": 2.1, "xz -9": 1.65}))
     log = tmp_path / "log"
     log.write_text("monograph 0\n\ndata      reading   1 s\ndata      read ... 2 s\n  update 1/200\n\ndone      3 s\n")
     run = drawing.recorded(tmp_path, log)

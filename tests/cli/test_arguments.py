@@ -142,7 +142,7 @@ def test_the_other_commands_hand_on_what_was_typed(calls: Calls) -> None:
     how["constraints"] = {"choices": None, "regex": None, "json_schema": None}
     assert generated == (("last", ["a", "b"]), how)
     assert evaluated == (("last",), {"data": ["a", "b"], "chat": False, "json": True})
-    assert compared == ((["last", "m"],), {"data": ["q"], "chat": True, "json": False})
+    assert compared == ((["last", "m"],), {"data": ["q"], "chat": True, "report": None, "json": False})
     assert exported == (("last",), {"to": "there", "format": "gguf", "dtype": "q8_0"})
     assert followed == (("last",), {"to": "mlflow", "out": Path("there")})
     assert shown[0][0].train.seed == 1 and shown[1] == {"row": 3}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from commands.forked import CommandServer
+from commands.inputs import over
 from commands.test_finetune import SHORT, WORDS, folder_that_chats
 from dialogues import said, write_chats
 
@@ -81,3 +82,33 @@ def test_what_cannot_be_compared_is_said_in_one_line(server: CommandServer, taug
     (taught / "silent" / "chat_template.jinja").unlink()
     done = server.run(taught, "compare", "silent", "delta", "--data", "quiz.jsonl", "--chat")
     assert done.code == 3 and "the model has no chat template" in done.err.splitlines()[-1]
+
+
+def test_a_page_lays_the_curves_of_runs_over_each_other(server: CommandServer, taught: Path) -> None:
+    """A folder has no curves; settings that differ are in a table, and a page in its place is replaced."""
+    done = server.run(taught, "train", *over(SHORT, "optim.lr=1e-4"), "train.updates=20", "--out", "other", figures=0)
+    assert done.code == 0, done.err
+    (taught / "page.html").write_text("an older page")
+    quiz = ("--data", "quiz.jsonl", "--chat")
+    done = server.run(taught, "compare", "delta", "other", "chatty", *quiz, "--report", "page.html")
+    assert done.code == 0 and "report    page.html" in done.err, done.err
+    page = (taught / "page.html").read_text()
+    data = json.loads(page.split('id="data">')[1].split("</script>")[0])
+    assert [table["update"][-1] for table in data["tables"]] == [40, 20]
+    loss = next(chart for chart in data["charts"] if chart["name"] == "train_loss")
+    assert [(line["label"], line["table"]) for line in loss["lines"]] == [("delta", 0), ("other", 1)]
+    settings = page.split("Settings that differ</h2>")[1]
+    assert "optim.lr" in settings and "train.updates" in settings and "train.seed" not in settings
+    assert "other is better" in page or "delta is better" in page or "could not be chance" in page
+
+
+@pytest.mark.parametrize("place, code, words", [
+    ("page.txt", 2, "ends in .html"), ("nowhere/page.html", 3, "no folder nowhere"), ("folder.html", 3, "is a folder"),
+])  # fmt: skip
+def test_a_page_that_cannot_be_written_is_refused_first(
+    place: str, code: int, words: str, server: CommandServer, taught: Path
+) -> None:
+    (taught / "folder.html").mkdir(exist_ok=True)
+    done = server.run(taught, "compare", "delta", "delta", "--data", "quiz.jsonl", "--report", place)
+    assert done.code == code and f"--report {place}" in done.err and words in done.err, done.err
+    assert not done.out, "before anything was measured"

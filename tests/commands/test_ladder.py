@@ -63,7 +63,11 @@ def test_without_a_compiler_what_needs_none_is_measured(server: CommandServer, h
     assert {path.name for path in (here / "seen").iterdir()} == {"ladder.svg", "ladder.json", "report.html"}
     assert json.loads((here / "seen" / "ladder.json").read_text()) == found
     picture = (here / "seen" / "ladder.svg").read_text()
-    assert xml.fromstring(picture).tag.endswith("svg") and "not here" in picture and "prefers-color-scheme" in picture
+    assert (
+        xml.fromstring(picture).tag.endswith("svg")
+        and "not available here" in picture
+        and "prefers-color-scheme" in picture
+    )
 
 
 def test_a_busy_machine_changes_no_ratio() -> None:

@@ -84,7 +84,7 @@ def test_what_a_run_leaves_and_what_follows_it(here: Path, monograph: CommandSer
     assert compared[-1]["margin"] > 1 and summary["accuracy"] == 1.0 and "eval_margin" in held[-1]
     assert summary["tokens"] == compared[-1]["tokens"] == sum(row["answer_tokens"] for row in compared)
     page = (here / "run" / "report.html").read_text()
-    assert "The chosen answer is ahead in" in page and "<svg" in page and "nats per token" not in page
+    assert "The chosen answer scores higher in" in page and "<svg" in page and "nats per token" not in page
     assert "'run'" not in done.err and "prefers the chosen answer in" in done.err
 
     for command in (["evaluate", "run"], ["compare", "run", "run"]):

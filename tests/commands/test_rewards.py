@@ -205,7 +205,7 @@ def test_what_a_run_leaves(here: Path, monograph: CommandServer) -> None:
     assert apart < 1e-5 and (f"up to {apart:.1g} nats from how they were drawn" in done.err) == (apart > 0)
     assert any("eval_reward" in row for row in rows) and "prompts" in done.err
     page = (here / "run" / "report.html").read_text()
-    assert "A reward of" in page and (here / "run" / "figures" / "reward.png").exists()
+    assert "Mean reward" in page and (here / "run" / "figures" / "reward.png").exists()
     assert monograph.run(here, "generate", "run", "alpha", "--max-tokens", "3", "--json").code == 0
     for command in (["evaluate", "run"], ["compare", "run", "run"]):
         refused = monograph.run(here, *command)

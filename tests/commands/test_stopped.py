@@ -35,6 +35,9 @@ def test_a_signal_saves_and_the_printed_command_goes_on(number: int, server: Com
     again.until(lambda: len(rows(here / "run")) > int(said[1]))
     again.signal(number)
     assert again.wait().code == 75
+    page = (here / "run/report.html").read_text()
+    assert "Training run, stopped ·" in page and "location.reload" not in page
+    assert page.count(">continued by<") == 1 and "--resume" in page.split(">continued by<")[1][:200]
     assert [row["update"] for row in rows(here / "run")] == list(range(1, sound(here / "run") + 1))
 
 

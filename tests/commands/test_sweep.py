@@ -60,7 +60,8 @@ def test_a_sweep_says_what_it_does_and_what_came_of_it(place: Path) -> None:
     table = list(csv.DictReader((run / "sweep.csv").read_text().splitlines()))
     assert [float(row["optim.lr"]) for row in table] == [lr for lr, _ in knobs]
     assert {path.name for path in (run / "figures").iterdir()} == {"against_lr.png", "curves.png"}
-    assert "<svg" in (run / "report.html").read_text()
+    page = (run / "report.html").read_text()
+    assert "<svg" in page and "<td>monograph sweep " in page
 
 
 def test_members_are_ordinary_runs(place: Path, server: CommandServer) -> None:

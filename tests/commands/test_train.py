@@ -79,7 +79,7 @@ def test_nothing_held_out(own: bool, server: CommandServer, here: Path) -> None:
     assert done.code == 0 and "nothing held out" in done.err and "evaluate" not in done.err, done.err
     result = json.loads(done.out)
     assert result["eval_loss"] is None and result["train_loss"] > 0
-    assert own or "nats per token in training" in (here / "run/report.html").read_text()
+    assert own or "Training loss" in (here / "run/report.html").read_text()
     assert server.run(here, "train", "--resume", "run", figures=0).code == 0
     done = server.run(here, "evaluate", "run")
     assert done.code == 2 and "data.held_out is 0" in done.err and "--data" in done.err

@@ -92,12 +92,12 @@ STEP = "checkpoints/NEWEST"
 OF_A_RUN = [
     "config.toml", "run.lock", "metrics.jsonl", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja",
     "from.json", "report.html", "figures", "exit.json", "sweep.json", "teachers.json", "reference.safetensors",
-    "config.partial", "checkpoints", LATE, f"{STEP}.replaced", "checkpoints/.tmp-step-00000009", STEP,
+    "config.partial", "starts.jsonl", "checkpoints", LATE, f"{STEP}.replaced", "checkpoints/.tmp-step-00000009", STEP,
     f"{STEP}/model.safetensors", f"{STEP}/optimizer.safetensors", f"{STEP}/state.json", f"{STEP}/MANIFEST.json",
 ]  # fmt: skip
 # What is not needed to go on from a checkpoint, whatever stands there.
 BESIDE = {LATE, f"{STEP}.replaced", "checkpoints/.tmp-step-00000009", "report.html", "figures", "exit.json",
-          "config.partial"}  # fmt: skip
+          "config.partial", "starts.jsonl"}  # fmt: skip
 OF_A_SWEEP = [
     "sweep.json", "config.toml", "run.lock", "sweep.csv", "report.html", "figures", "members", "members/000",
     "members/000/config.toml", "members/000/run.lock", f"members/000/{LATE}", "members/000/metrics.jsonl", "best",

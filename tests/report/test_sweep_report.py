@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import xml.etree.ElementTree as xml
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from monograph.report.charts import payload
+from monograph.report.sweep_charts import drawings_of
 from monograph.report.sweep_report import draw_sweep, write_sweep_report
 
 
@@ -19,7 +22,7 @@ def setting(values: list[float | None], standing: str = "", **knobs: Any) -> dic
 
 
 def curve(**knobs: Any) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    rows = [{"tokens": 100 * i, "eval_bits_per_byte": 8.0 / i, "eval_rows": 9} for i in range(1, 5)]
+    rows = [{"update": i, "tokens": 100 * i, "eval_bits_per_byte": 8.0 / i, "eval_rows": 9} for i in range(1, 5)]
     last = rows[-1] | {"eval_bits_per_byte": 99.0, "eval_rows": 500}
     return knobs, [{"update": 1, "tokens": 5, "train_loss": 3.0}, *rows, last]
 
@@ -45,8 +48,14 @@ def test_a_figure_for_each_knob_that_varies_and_one_of_the_curves(name: str) -> 
     drawings = draw_sweep(settings, curves, "eval_bits_per_byte", "bits/byte")
     varied = [key for key in settings[0]["knobs"] if len({repr(each["knobs"][key]) for each in settings}) > 1]
     assert [drawing.name for drawing in drawings] == [*(f"against_{key}" for key in varied), "curves"]
-    for drawing in drawings:
-        assert drawing.png[:4] == b"\x89PNG" and xml.fromstring(drawing.svg)
+    assert all(drawing.png[:4] == b"\x89PNG" for drawing in drawings)
+    charts = drawings_of(settings, curves, "eval_bits_per_byte", "bits/byte")
+    assert [chart.name for chart in charts.charts] == [drawing.name for drawing in drawings]
+    shown = json.loads(payload(charts.tables, charts.charts))
+    for chart in shown["charts"]:
+        assert chart["lines"] and all(
+            line["key"] in shown["tables"][line["table"]] or name == "all lost" for line in chart["lines"]
+        )
 
 
 def test_members_without_an_evaluation_have_no_curve() -> None:
@@ -64,7 +73,12 @@ def test_the_page_says_what_came_of_it(name: str, tmp_path: Path) -> None:
     (tmp_path / "config.toml").write_text("[train]\nupdates = 3 # <b>\n")
     write_sweep_report(tmp_path, found, settings, [curve(**each["knobs"]) for each in settings], "a <table>, how")
     page = (tmp_path / "report.html").read_text()
-    assert "a &lt;table&gt;" in page and "updates = 3 # &lt;b&gt;" in page and "how" in page and "$" not in page
+    assert (
+        "a &lt;table&gt;" in page
+        and "updates = 3 # &lt;b&gt;" in page
+        and "how" in page
+        and "$" not in page.split("<script")[0]
+    )
     headline = {"rates": "2.405 bits/byte at lr 0.01", "all lost": "Every member diverged"}.get(name, "2.550 bits/byte")
     assert f"<h1>{headline}</h1>" in page
     assert page.count("<svg") == len([*(tmp_path / "figures").glob("*.png")])

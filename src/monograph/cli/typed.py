@@ -548,6 +548,9 @@ def compare(
         _option("PATH", "text, or a file of questions; may be repeated; default: what the first held out"),
     ] = None,
     chat: Annotated[bool, _flag("--chat", "ask each question through the models' chat templates")] = False,
+    report: Annotated[
+        Path | None, _place("FILE.html", "write a page with the curves of all runs and the settings that differ")
+    ] = None,
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> None:
@@ -555,7 +558,7 @@ def compare(
     from monograph.commands.compare import run as command
 
     _trust(trust_code)
-    interrupts.working(command)(runs, data=data or [], chat=chat, json=json)
+    interrupts.working(command)(runs, data=data or [], chat=chat, report=report, json=json)
 
 
 def _begun_with(recipe: str | None, arguments: list[str] | None) -> list[str]:

@@ -3,7 +3,8 @@
 import json as jsonlib
 import statistics
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,18 +14,20 @@ from monograph.data.corpus import corpus
 from monograph.data.progress import Progress as Report
 from monograph.data.rows import Rows
 from monograph.device import default_device
-from monograph.errors import UsageError
+from monograph.errors import InputRefused, UsageError
 from monograph.evaluation.choices import Accuracy, Answer, hold_questions, read_questions
 from monograph.evaluation.comparison import Comparison, bits_per_byte, compare_answers, compare_on, percent
 from monograph.graph.frozen import parameter_count
 from monograph.loss import Batch
+from monograph.report.compare_report import Compared, compare_page
 from monograph.report.quantities import count, counted
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
 from monograph.run.run_index import SWEEP
+from monograph.run.writing import write_whole
 from monograph.session.evaluated_model import EvaluatedModel, answered, mixed, of_folder, of_run, require_finite
-from monograph.storage.reading import exists, is_file, without_links
+from monograph.storage.reading import contents, exists, is_file, is_folder, without_links
 from monograph.sweeps.folder import seeds_of_best
 from monograph.sweeps.results import mixture_of
 from monograph.terminal import warn
@@ -39,12 +42,14 @@ class _Side:
         subjects: a model for each seed.
         knobs: the seed of each model, if there are several models.
         tokens_per_s: the training speed; None if it was not measured, or if other members trained at the same time.
+        runs: the run of each model; empty for a model's folder and for all members of a sweep together.
     """
 
     name: str
     subjects: list[EvaluatedModel]
     knobs: tuple[dict[str, Any], ...]
     tokens_per_s: float | None
+    runs: tuple[Run, ...] = ()
 
     @property
     def members(self) -> list[torch.nn.Module]:
@@ -84,7 +89,7 @@ class _Result:
     accuracies: tuple[Accuracy, ...] = ()
 
 
-def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> None:
+def run(runs: Sequence[str], *, data: list[str], chat: bool, report: Path | None, json: bool) -> None:
     """Compare every run with the first; see the command line's help."""
     if len(runs) < 2:
         raise UsageError("compare takes two runs or more, the first being what the others are compared with")
@@ -92,6 +97,8 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> None
         raise UsageError(
             f"{runs[0]} is no run, so nothing was held out for it: name a run first, or a text with --data"
         )
+    if report:
+        _require_page(report)
     sides = [_side(name) for name in runs]
     if not data and not sides[0].subjects[0].own_text:
         raise UsageError(
@@ -101,7 +108,8 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> None
     quiz = hold_questions(data, reading.get("text_key"), chat)
     first = sides[0]
     on = f"on {' and '.join(data)}" if data else f"on what {first.name} held out"
-    with Progress().stage("compare", on) as stage:
+    progress = Progress()
+    with progress.stage("compare", on) as stage:
         result = _asked(sides, data, chat, stage.report) if quiz else _read(sides, data, reading, stage.report)
     width = max(map(len, runs))
     for side, score in zip(sides, result.scores, strict=True):
@@ -109,8 +117,17 @@ def run(runs: Sequence[str], *, data: list[str], chat: bool, json: bool) -> None
         seeds = f"   {counted(len(side.subjects), 'seed')}" if len(side.subjects) > 1 else ""
         scored = f"acc {score:.4f}" if quiz else f"{score:.4f} bits/byte"
         print(f"{side.name:<{width}}   {scored}   {count(side.params)} parameters{speed}{seeds}")
-    for side, comparison in zip(sides[1:], result.comparisons, strict=True):
-        print(_line(first, side, comparison, result.documents))
+    lines = [
+        _line(first, side, comparison, result.documents)
+        for side, comparison in zip(sides[1:], result.comparisons, strict=True)
+    ]
+    for line in lines:
+        print(line)
+    if report:
+        unit = "share correct" if quiz else "bits/byte"
+        page = compare_page(f"{' and '.join(runs)} {on}", unit, _compared(sides, result), lines)
+        write_whole(report, page)
+        progress.line("report", str(report))
     if json:
         print(jsonlib.dumps(_json(sides, result)))
 
@@ -126,7 +143,42 @@ def _side(name: str) -> _Side:
     for subject in subjects:
         subject.module.to(default_device()).eval()
     knobs = tuple({"seed": seed} for seed in runs) if len(runs) > 1 else ()
-    return _Side(name, subjects, knobs, _speed(next(iter(runs.values()))) if runs else None)
+    speed = _speed(next(iter(runs.values()))) if runs else None
+    return _Side(name, subjects, knobs, speed, tuple(runs.values()))
+
+
+def _require_page(path: Path) -> None:
+    """Refuse a place where no page can be written, before the models are measured.
+
+    Raises:
+        UsageError: the name does not end in .html, so the file may be something else.
+        InputRefused: there is no such folder, or a folder has that name.
+    """
+    if path.suffix != ".html":
+        raise UsageError(f"--report {path}: expected a name that ends in .html")
+    if is_folder(path):
+        raise InputRefused(f"--report {path}: is a folder; name a file in it, such as {path / 'compare.html'}")
+    if not is_folder(path.parent):
+        raise InputRefused(f"--report {path}: there is no folder {path.parent}; make it first")
+
+
+def _compared(sides: Sequence[_Side], result: _Result) -> list[Compared]:
+    """Return the sides as their page shows them."""
+    made = []
+    for place, (side, score) in enumerate(zip(sides, result.scores, strict=True)):
+        curves, config = [run.rows() for run in side.runs], ""
+        if side.runs:
+            config = (contents(side.runs[0].config) or b"").decode("utf-8", "replace")
+        known = Compared(side.name, side.params, score, side.tokens_per_s, curves, config)
+        if place:
+            comparison = result.comparisons[place - 1]
+            gap = comparison.difference
+            known = replace(
+                known, difference=gap.value, standard_error=gap.standard_error,
+                pairs=_pairs(comparison, result.documents), verdict=_verdict(sides[0], side, comparison),
+            )  # fmt: skip
+        made.append(known)
+    return made
 
 
 def _read(sides: Sequence[_Side], data: list[str], reading: dict[str, Any], report: Report) -> _Result:
@@ -189,15 +241,23 @@ def _speed(run: Run) -> float | None:
 def _line(first: _Side, side: _Side, comparison: Comparison, documents: int) -> str:
     gap = comparison.difference
     error = "" if gap.standard_error is None else f" ± {gap.standard_error:.4f}"
-    grouped = comparison.paired_by == "document" and gap.n < documents
-    pairs = f"{gap.n} groups of documents" if grouped else counted(gap.n, comparison.paired_by)
-    better = {"a is better": first, "b is better": side}.get(comparison.verdict)
-    verdict = f"{better.name} is better" if better else comparison.verdict
+    pairs, verdict = _pairs(comparison, documents), _verdict(first, side, comparison)
     cost = [f"{percent(first.params, side.params)} parameters"]
     if first.tokens_per_s and side.tokens_per_s:
         cost.append(f"{percent(first.tokens_per_s, side.tokens_per_s)} tokens/s")
     difference = f"{side.name} - {first.name} = {gap.value:+.4f}{error} {comparison.unit} ({pairs})"
     return " · ".join([difference, verdict, *cost])
+
+
+def _pairs(comparison: Comparison, documents: int) -> str:
+    n = comparison.difference.n
+    grouped = comparison.paired_by == "document" and n < documents
+    return f"{n} groups of documents" if grouped else counted(n, comparison.paired_by)
+
+
+def _verdict(first: _Side, side: _Side, comparison: Comparison) -> str:
+    better = {"a is better": first, "b is better": side}.get(comparison.verdict)
+    return f"{better.name} is better" if better else comparison.verdict
 
 
 def _json(sides: Sequence[_Side], result: _Result) -> dict[str, Any]:

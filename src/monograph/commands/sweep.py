@@ -15,6 +15,7 @@ from monograph.loop import train
 from monograph.run.metrics_log import MetricsLogs
 from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.signals import StopSignal
+from monograph.run.started import note_start
 from monograph.session import ranks
 from monograph.session.ranks import command, show
 from monograph.session.reporting import finished
@@ -45,6 +46,8 @@ def run(
         sweep.run.lock() if world.leads else nullcontext(),
         ranks.one_end(world, sweep.run, lambda: "groups" not in sweep.record),
     ):
+        if world.leads:
+            note_start(sweep.run)
         if own and distill:
             require_teachers(sweep, world.size)
             sweep.record["distill"] = True

@@ -24,6 +24,7 @@ from monograph.run.folder import Run, standard_json
 from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, silent
 from monograph.run.signals import StopSignal
+from monograph.run.started import note_start
 from monograph.session import eager_start, ranks, recorded
 from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
 from monograph.session.plan import Plan
@@ -116,6 +117,8 @@ def _open(
     if world.leads and not folder.begun:
         plan = _keeping_stdin(folder, plan, progress)
         recorded.write_config(folder, plan.settings)
+    if world.leads:
+        note_start(folder)
     settings = ranks.agreed(world, plan.settings)
     plan = plan if world.leads else resolve(settings, machine)
     with world.first():
@@ -278,8 +281,12 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
                 log.flush()
                 stop.save_requested = False
                 session.save()
+            if session.world.leads:
+                report.refresh()
             began += clock() - paused
             if stopping and saving and not last:
+                if session.world.leads:
+                    report.write_page("stopped")
                 again = ranks.again(session.world, session.run, plan.parallel)
                 raise Stopped(f"saved at update {done}; continue: {again}")
             if last:  # earlier than planned if a cool-down was begun

@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from monograph.report import quantities
+from monograph.report.charts import moving_median
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -102,15 +103,14 @@ _SIZES = dict.fromkeys(_FIRST, (7.3, 3.2)) | dict.fromkeys(_SECOND, (3.5, 3.2)) 
 _POINTS = 1200  # the most points of a line: more than a figure is pixels wide
 
 
-class Drawing(NamedTuple):
-    """A finished figure as an SVG element, and as a PNG file if it has one."""
+class Picture(NamedTuple):
+    """A finished figure as a PNG file."""
 
     name: str
-    svg: str
-    png: bytes = b""
+    png: bytes
 
 
-def draw(metrics: Sequence[Row], yardsticks: Yardsticks, title: str, subtitle: str) -> tuple[bytes, list[Drawing]]:
+def draw(metrics: Sequence[Row], yardsticks: Yardsticks, title: str, subtitle: str) -> tuple[bytes, list[Picture]]:
     """Return a PNG sheet of all figures for which `metrics` has rows, under `title` and `subtitle`, and each figure."""
     panels: dict[str, tuple[str, Callable[..., None]]] = {
         "held_out": ("eval_bits_per_byte", partial(_held_out, yardsticks=yardsticks)),
@@ -142,13 +142,23 @@ def draw(metrics: Sequence[Row], yardsticks: Yardsticks, title: str, subtitle: s
         return sheet, [single(name, panel, _SIZES.get(name, (3.5, 2.5))) for name, panel in present.items()]
 
 
-def single(name: str, panel: Callable[[Axes], None], size: tuple[float, float]) -> Drawing:
+def single(name: str, panel: Callable[[Axes], None], size: tuple[float, float]) -> Picture:
     """Return a figure of one panel; `size` is its width and height in inches."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
     panel(figure.add_subplot())
-    return Drawing(name, svg(figure), png(figure, dpi=200))
+    return Picture(name, png(figure, dpi=200))
+
+
+def held_out_svg(metrics: Sequence[Row], yardsticks: Yardsticks) -> str:
+    """Return the figure of the held-out score as an SVG element."""
+    from matplotlib.figure import Figure
+
+    with style():
+        figure = Figure(figsize=_SIZES["held_out"], layout="constrained")
+        _held_out(figure.add_subplot(), metrics, "eval_bits_per_byte", yardsticks)
+        return svg(figure)
 
 
 def _sheet(panels: Mapping[str, Callable[[Axes], None]], title: str, subtitle: str) -> bytes:
@@ -269,7 +279,7 @@ def _trend(axes: Axes, tokens: Floats, values: Floats, written: Callable[[float]
     """Draw all values in a pale colour, and their moving median with its last value written above the line's end."""
     step = _thinning(values)
     axes.plot(tokens[::step], values[::step], color=ACCENT, alpha=0.25, linewidth=0.8)
-    at, medians = _moving_median(values)
+    at, medians = moving_median(values)
     axes.plot(tokens[at], medians, color=ACCENT, linewidth=1.8)
     # The label is about as wide as the panel's last fifth, and stands above all lines there.
     begin = 0.8 * tokens[-1]
@@ -283,16 +293,6 @@ def _trend(axes: Axes, tokens: Floats, values: Floats, written: Callable[[float]
 
 def _thinning(values: Floats) -> int:
     return -(-len(values) // _POINTS)
-
-
-def _moving_median(values: Floats) -> tuple[NDArray[np.int64], Floats]:
-    """Return up to 300 indices and the medians over a fortieth of the run around them.
-
-    A median, unlike a mean, does not turn a spike into a plateau.
-    """
-    half = len(values) // 80
-    at = np.unique(np.linspace(0, len(values) - 1, min(len(values), 300)).round().astype(np.int64))
-    return at, np.array([np.median(values[max(0, i - half) : i + half + 1]) for i in at])
 
 
 def _labels_at_right(axes: Axes, labels: Sequence[tuple[float, str, str, str]]) -> None:

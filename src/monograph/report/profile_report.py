@@ -11,13 +11,13 @@ from monograph.profiling.bottleneck import NOTHING, Bound, Verdict
 from monograph.profiling.intervals import PARTS
 from monograph.profiling.profiler import Profile
 from monograph.report import quantities
-from monograph.report.figures import ACCENT, INK, MUTED, Drawing, style, svg
-from monograph.report.page import Cell, folded, number, page, section, table
+from monograph.report.figures import ACCENT, INK, MUTED, style, svg
+from monograph.report.page import Bar, Cell, Drawings, bars, folded, number, page, section, table
 from monograph.report.quantities import count
 
 
-def draw_profile(verdict: Verdict, title: str) -> Drawing:
-    """Draw a bar for each part, with a mark at its floor and its share next to it."""
+def draw_profile(verdict: Verdict, title: str) -> str:
+    """Return an SVG with a bar for each part, with a mark at its floor and its share next to it."""
     from matplotlib.figure import Figure
 
     parts = [part for part in reversed(PARTS) if verdict.spent.parts[part] > 0]
@@ -33,39 +33,41 @@ def draw_profile(verdict: Verdict, title: str) -> Drawing:
             axes.text(taken, place, f"  {verdict.spent.share(part):.0%}", va="center", fontsize=8, color=INK)
         axes.set_yticks(range(len(parts)), parts)
         axes.set_xlim(0, 1.12e3 * max(verdict.spent.parts.values()))
-        axes.set_xlabel("ms of an update; line: the floor; blue: what binds it")
-        return Drawing("profile", svg(figure))
+        axes.set_xlabel("milliseconds per update   (line: the floor; blue: the bottleneck)")
+        return svg(figure)
 
 
-def profile_page(title: str, profile: Profile, tokens_per_s: float, drawing: Drawing, config: str) -> str:
+def profile_page(title: str, profile: Profile, tokens_per_s: float, config: str) -> str:
     """Return a profile's page as HTML.
 
     Args:
         title: the folder's name.
         profile: the result of profiling.
         tokens_per_s: the run's speed.
-        drawing: the profile's figure.
         config: the run's settings as TOML.
     """
     judged, faster = profile.verdict, profile.update_s / max(profile.verdict.floor_s, 1e-12)
-    best = judged.change
+    best, found = judged.change, said(profile)
+    if best:
+        found += f"; {best.what} is predicted to make it {judged.gain(best):.2f} × as fast"
     return page(
+        kind="Profile",
         title=title,
         headline=f"Bound by {judged.binds}",
-        standing=said(profile)
-        + (f"; {best.what} is predicted to make it {judged.gain(best):.2f} × as fast" if best else ""),
+        standing=f"{found[0].upper()}{found[1:]}.",
         figures=[
-            ("ms an update", f"{1e3 * profile.update_s:.3g}"),
+            ("ms per update", f"{1e3 * profile.update_s:.3g}"),
             ("tokens/s", count(tokens_per_s)),
             ("micro-steps", str(profile.micro_steps)),
             ("floor, ms", f"{1e3 * judged.floor_s:.3g}"),
-            ("floor over it", f"{faster:.2g} ×"),
+            ("possible speedup", f"{faster:.2g} ×"),
         ],
-        drawings=[drawing],
+        drawings=Drawings(),
         sections=[
-            section("Parts of an update", _parts(profile)),
-            section("What may be changed", _changes(profile)),
-            section("The run", folded("config.toml", config)),
+            section("Where an update's time goes", _part_bars(judged), whole=True),
+            section("Changes to try", _changes(profile), whole=True),
+            section("Parts of an update", _parts(profile), whole=True),
+            section("Configuration", folded("config.toml", config), whole=True),
         ],
     )
 
@@ -88,6 +90,18 @@ def mostly(bounds: Mapping[Bound, float]) -> str:
     return max(bounds, key=lambda kind: bounds[kind]) if bounds else ""
 
 
+def _part_bars(judged: Verdict) -> str:
+    spent = {part: seconds for part, seconds in judged.spent.parts.items() if seconds > 0}
+    longest = max(spent.values(), default=1.0)
+    rows = []
+    for part in filter(spent.get, PARTS):
+        text = f"{judged.spent.share(part):.0%}"
+        bar = Bar(text, spent[part] / longest, floor=min(1.0, judged.floors[part] / longest))
+        rows.append((part, part == judged.binds, [bar]))
+    note = '<p class="note">The line in a bar is its floor, the least time possible here; blue is the bottleneck.</p>'
+    return bars("Where an update's time goes", ["share of the time"], rows) + note
+
+
 def _parts(profile: Profile) -> str:
     judged = profile.verdict
     rows: list[list[Cell]] = []
@@ -101,10 +115,10 @@ def _parts(profile: Profile) -> str:
 def _changes(profile: Profile) -> str:
     judged = profile.verdict
     rows: list[list[Cell]] = [
-        [one.what, number(judged.gain(one), "{:.2f} ×"), "the same" if one.same_training else "another", one.why]
+        [one.what, number(judged.gain(one), "{:.2f} ×"), "same" if one.same_training else "different", one.why]
         for one in judged.changes
     ]
-    return table("What may be changed", ["change", "predicted", "training", "as"], rows)
+    return table("Changes to try", ["change", "predicted speedup", "result of training", "why"], rows)
 
 
 Values = Mapping[str, Any]
@@ -112,8 +126,8 @@ Values = Mapping[str, Any]
 SPEED = {"wall": "tokens_per_s", "cpu": "tokens_per_cpu_s"}
 
 
-def draw_ladder(ladder: Values) -> Drawing:
-    """Draw two bars with numbers for each rung: tokens per second and peak memory; the fastest rung is blue."""
+def draw_ladder(ladder: Values) -> str:
+    """Return an SVG with two bars for each rung, tokens per second and peak memory; the fastest rung's are blue."""
     from matplotlib.figure import Figure
 
     rungs, best = ladder["rungs"], fastest(ladder)
@@ -131,49 +145,63 @@ def draw_ladder(ladder: Values) -> Drawing:
             axes.set_xlim(0, 1.6 * max(rung[key] or 0 for rung in rungs))
             for place, rung in enumerate(rungs):
                 if rung[key] is None:
-                    axes.text(0, place, "\u2002not here", va="center", fontsize=8, color=MUTED)
+                    axes.text(0, place, "\u2002not available here", va="center", fontsize=8, color=MUTED)
                     continue
                 axes.barh(place, rung[key], height=0.62, color=ACCENT if rung is best else MUTED)
                 axes.text(rung[key], place, f"\u2002{_said(rung, key)}", va="center", fontsize=8, color=INK)
         left.set_yticks(range(len(rungs)), [rung["rung"] for rung in rungs])
         left.invert_yaxis()
-        return Drawing("ladder", svg(figure))
+        return svg(figure)
 
 
 def _said(rung: Values, key: str) -> str:
     if key == "peak_memory_bytes":
         return quantities.memory(rung[key])
-    times = f"   {rung['times']:.2f} ×" if rung["times"] else ""
+    times = f" ({rung['times']:.2f} ×)" if rung["times"] else ""
     return f"{rung[key]:,.0f}{times}"
 
 
-def ladder_page(title: str, ladder: Values, drawing: Drawing, config: str) -> str:
+def ladder_page(title: str, ladder: Values, config: str) -> str:
     """Return a ladder's page as HTML.
 
     Args:
         title: the folder's name.
         ladder: the JSON object that its command prints.
-        drawing: the ladder's figure.
         config: the settings that all rungs share, as TOML.
     """
     first, best = ladder["rungs"][0], fastest(ladder)
     return page(
+        kind="Ladder",
         title=title,
         headline=f"{gain(ladder):.1f} × as fast as eager",
         standing=f"{standing(ladder)}.",
         figures=[
             ("parameters", quantities.count(ladder["params"])),
             ("tokens/s, eager", f"{first['tokens_per_s']:,.0f}"),
-            ("tokens/s, at best", f"{best['tokens_per_s']:,.0f}"),
-            ("tokens of a rung", quantities.count(ladder["tokens"])),
+            ("tokens/s, best", f"{best['tokens_per_s']:,.0f}"),
+            ("tokens per rung", quantities.count(ladder["tokens"])),
             ("time", quantities.duration(ladder["wall_s"])),
         ],
-        drawings=[drawing],
+        drawings=Drawings(),
         sections=[
-            section("Rungs", table("Rungs of the ladder", HEADS, rows(ladder["rungs"]))),
-            section("What the rungs share", folded("config.toml", config)),
+            section("Speed and memory", _rung_bars(ladder["rungs"], best), whole=True),
+            section("All numbers", table("Rungs of the ladder", HEADS, rows(ladder["rungs"])), whole=True),
+            section("Configuration", folded("config.toml", config), whole=True),
         ],
     )
+
+
+def _rung_bars(rungs: Sequence[Values], best: Values) -> str:
+    keys = ("tokens_per_s", "peak_memory_bytes")
+    most = {key: max(rung[key] or 0 for rung in rungs) or 1 for key in keys}
+    made = []
+    for rung in rungs:
+        cells = [
+            Bar("not available here", None) if rung[key] is None else Bar(_said(rung, key), rung[key] / most[key])
+            for key in keys
+        ]
+        made.append((rung["rung"], rung is best, cells))
+    return bars("Speed and memory of each rung", ["tokens per second", "peak memory"], made)
 
 
 def fastest(ladder: Values) -> Values:
@@ -191,14 +219,14 @@ def standing(ladder: Values) -> str:
     """Return how the rungs were measured, in a sentence without a full stop."""
     of = {"wall": "", "cpu": " (in CPU time)"}
     return (
-        f"Each rung changes one thing of another one, over which its ratios are{of[ladder['ratios_of']]}: the same "
-        f"text and seed, {ladder['updates']:,} updates of {ladder['tokens_per_update']:,} tokens each, "
-        f"on {ladder['device']}"
+        f"Each rung changes one thing; its ratios compare it with the rung it changes{of[ladder['ratios_of']]}. "
+        f"All train on the same text with the same seed, {ladder['updates']:,} updates of "
+        f"{ladder['tokens_per_update']:,} tokens each, on {ladder['device']}"
     )
 
 
-HEADS = ("rung", "tokens/s", "speed", "over", "ms an update", "peak memory", "memory", "loss", "compiling, s",
-         "micro-batch", "what is changed, or why not here")  # fmt: skip
+HEADS = ("rung", "tokens/s", "speed", "compared with", "ms per update", "peak memory", "memory", "loss", "compiling, s",
+         "micro-batch", "what changes, or why it is not available")  # fmt: skip
 
 
 def rows(rungs: Sequence[Values]) -> list[list[Cell]]:

@@ -3,13 +3,19 @@
 import errno
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from monograph.errors import DiskFull
 from monograph.report import quantities
-from monograph.report.figures import Drawing, Row, Yardsticks, draw
-from monograph.report.page import config_of, escaped, number, page, pairs, section, table
+from monograph.report.figures import Picture, Row, Yardsticks, draw
+from monograph.report.markup import escaped
+from monograph.report.page import column, config_of, number, page, pairs, section, table
+from monograph.report.run_charts import drawings_of
+
+REFRESH_S = 15  # between two writings, and two loads, of the page of a run in progress
+IN_PROGRESS = "in progress"
 
 Summary = Mapping[str, Any]
 Sample = tuple[float, str]  # when in the run, from 0 to 1, and the text that the model wrote
@@ -18,33 +24,52 @@ Sample = tuple[float, str]  # when in the run, from 0 to 1, and the text that th
 _FIGURES: tuple[tuple[str, str, Callable[[Any], str]], ...] = (
     ("params", "parameters", quantities.count),
     ("tokens", "tokens", quantities.count),
-    ("wall_s", "time", quantities.duration),
+    ("wall_s", "total time", quantities.duration),
     ("tokens_per_s", "tokens/s", quantities.count),
-    ("mfu", "of peak FLOP/s", lambda value: f"{100 * value:.0f} %"),
+    ("mfu", "MFU", lambda value: f"{100 * value:.0f} %"),
     ("peak_memory_bytes", "peak memory", quantities.memory),
     ("reward", "reward", lambda value: f"{value:.3f}"),
-    ("accuracy", "chosen ahead", lambda value: f"{100 * value:.0f} %"),
-    ("train_loss", "loss, nats", lambda value: f"{value:.3f}"),
-    ("eval_loss", "held-out, nats", lambda value: f"{value:.3f}"),
+    ("accuracy", "accuracy", lambda value: f"{100 * value:.0f} %"),
+    ("train_loss", "training loss, nats", lambda value: f"{value:.3f}"),
+    ("eval_loss", "held-out loss, nats", lambda value: f"{value:.3f}"),
 )
 _NAMES = {
     "update": "updates",
     "eval_bits_per_byte": "held-out, bits per byte",
-    "compile_s": "tracing and compiling",
+    "eval_weights": "weights evaluated",
+    "training_s": "training time",
+    "promised_s": "time budget",
+    "compile_s": "compile time",
     "graph_breaks": "graph breaks",
     "dtype": "precision",
-    "reward_first": "reward at first",
-    "pass_at_1": "right answers",
-    "eval_reward": "reward, held out",
-    "eval_pass_at_1": "right answers, held out",
-    "eval_accuracy": "answers ahead, held out",
-    "drawn_minus_scored_max": "largest difference of drawn and scored log-probabilities",
+    "passed_over": "skipped files and records",
+    "reward_first": "reward, first tenth",
+    "pass_at_1": "correct answers",
+    "eval_reward": "held-out reward",
+    "eval_pass_at_1": "held-out correct answers",
+    "eval_accuracy": "held-out accuracy",
+    "drawn_minus_scored_max": "log-probability, sampled vs trained: largest gap",
 }
 
 
-def write_report(
-    run_folder: Path, summary: Summary, metrics: Sequence[Row], yardsticks: Yardsticks, samples: Sequence[Sample]
-) -> None:
+@dataclass(frozen=True)
+class About:
+    """What a run's rows do not say.
+
+    Attributes:
+        yardsticks: bits per byte by name.
+        samples: (share of the run, 0 to 1; text that the model wrote then), shown side by side.
+        moments: (update, words) of what the learning rate's curve shows, such as the end of the warm-up.
+        origin: (name, text) pairs on how the run was started: command, version, data.
+    """
+
+    yardsticks: Yardsticks = field(default_factory=dict)
+    samples: Sequence[Sample] = ()
+    moments: Sequence[tuple[int, str]] = ()
+    origin: Sequence[tuple[str, str]] = ()
+
+
+def write_report(run_folder: Path, summary: Summary, metrics: Sequence[Row], about: About) -> None:
     """Write `run_folder`/figures/*.png (sheet.png has them all) and `run_folder`/report.html, each whole or not at all.
 
     Args:
@@ -52,47 +77,64 @@ def write_report(
         summary: the object that `monograph train --json` prints; missing keys are left out, unknown keys go into the
             table.
         metrics: rows as `monograph.report.figures` describes them.
-        yardsticks: bits per byte by name.
-        samples: (share of the run, 0 to 1; text that the model wrote then), shown side by side.
+        about: what these do not say.
 
     Raises:
         DiskFull: there is no space for them.
     """
-    headline, standing = _headline(summary), _standing(summary, yardsticks)
-    sheet, drawings = draw(metrics, yardsticks, headline, _subtitle(run_folder, summary))
+    sheet, drawings = draw(metrics, about.yardsticks, _headline(summary), _subtitle(run_folder, summary))
+    write_pages(run_folder, run_page(run_folder, summary, metrics, about), [Picture("sheet", sheet), *drawings])
+
+
+def write_run_page(folder: Path, summary: Summary, metrics: Sequence[Row], about: About, state: str) -> None:
+    """Write the page of a run that has not ended, without figures; `state` says what it is, such as "in progress".
+
+    Raises:
+        DiskFull: there is no space for it.
+    """
+    write_pages(folder, run_page(folder, summary, metrics, about, state), [])
+
+
+def run_page(run_folder: Path, summary: Summary, metrics: Sequence[Row], about: About, state: str = "") -> str:
+    """Return a run's page as HTML; see `write_report` and `write_run_page`."""
     there = {key for key, value in summary.items() if value is not None}
-    said = "What it writes" if "reward" in there else "What it writes, from the same prompt"
+    said = "Samples" if "reward" in there else "Samples, from the same prompt"
     if {"reward", "accuracy"} & there:  # a loss is of advantages or of pairs, no nats a token
         there -= {"train_loss", "eval_loss"}
-    text = page(
+    return page(
+        kind=f"Training run, {state}" if state else "Training run",
         title=run_folder.name,
-        headline=headline,
-        standing=standing,
+        headline=_headline(summary),
+        standing=_standing(summary, about.yardsticks),
         figures=[(name, written(summary[key])) for key, name, written in _FIGURES if key in there],
-        drawings=drawings,
+        drawings=drawings_of(metrics, about.yardsticks, about.moments),
         sections=[
-            section(said, _samples(samples)),
-            section("Held out", _evaluations(metrics)),
-            section("Slower than before", _slower(metrics)),
-            section("The run", pairs(_rest(summary)), config_of(run_folder)),
+            section(said, _samples(about.samples), whole=True),
+            column(section("Held-out scores", _evaluations(metrics)), section("Slowdowns", _slower(metrics))),
+            column(
+                section("Summary", pairs(_rest(summary))),
+                section("How it was run", pairs(about.origin), config_of(run_folder)),
+            ),
         ],
+        refresh_s=REFRESH_S if state == IN_PROGRESS else 0,
     )
-    write_pages(run_folder, text, [Drawing("sheet", "", sheet), *drawings])
 
 
 def _headline(summary: Summary) -> str:
     if summary.get("reward") is not None:
-        return f"A reward of {summary['reward']:.2f}, from {summary['reward_first']:.2f} at first"
+        return f"Mean reward {summary['reward']:.2f}, {summary['reward_first']:.2f} at the start"
     if summary.get("accuracy") is not None:
         held = summary["eval_accuracy"]
         share = summary["accuracy"] if held is None else held
         if summary.get("labelled"):
-            return f"{share:.0%} of the answers are on the side of their label"
-        return f"The chosen answer is ahead in {share:.0%} of the pairs"
+            return f"{share:.0%} of the answers are scored as they are labelled"
+        return f"The chosen answer scores higher in {share:.0%} of the pairs"
     if (bits := summary.get("eval_bits_per_byte")) is not None:
-        return f"{bits:.2f} bits per byte on text it has not seen"
+        return f"{bits:.2f} bits per byte on held-out text"
+    if (held_out := summary.get("eval_loss")) is not None:
+        return f"Held-out loss {held_out:.2f} nats per token"
     loss = summary.get("train_loss")
-    return "A training run" if loss is None else f"{loss:.2f} nats per token in training"
+    return "No results yet" if loss is None else f"Training loss {loss:.2f} nats per token"
 
 
 def _standing(summary: Summary, yardsticks: Yardsticks) -> str:
@@ -114,7 +156,7 @@ def _listed(names: Sequence[str]) -> str:
 
 def _subtitle(run_folder: Path, summary: Summary) -> str:
     parts = [
-        f"{written(summary[key])} {name}".removesuffix(" time")
+        f"{written(summary[key])} {name}".removesuffix(" total time")
         for key, name, written in _FIGURES[:4]
         if summary.get(key) is not None
     ]
@@ -131,7 +173,9 @@ def _rest(summary: Summary) -> list[tuple[str, str]]:
 
 def _named(key: str, value: Any) -> tuple[str, str]:
     """Return a key's name and its value for people; the key's ending tells the unit."""
-    if isinstance(value, Mapping):
+    if key == "eval_weights":
+        name, text = key, {"last": "final", "averaged": "moving average (EMA)"}[value]
+    elif isinstance(value, Mapping):
         name, text = key, ", ".join(f"{count:,} {what}" for what, count in value.items()) or "none"
     elif isinstance(value, bool) or not isinstance(value, int | float):
         name, text = key, str(value)
@@ -150,10 +194,10 @@ _SCORES = {
     "tokens": ("tokens", "{:,}"),
     "eval_loss": ("loss, nats", "{:.4f}"),
     "eval_bits_per_byte": ("bits per byte", "{:.4f}"),
-    "eval_accuracy": ("chosen ahead", "{:.4f}"),
+    "eval_accuracy": ("accuracy", "{:.4f}"),
     "eval_margin": ("margin", "{:.4f}"),
     "eval_reward": ("reward", "{:.4f}"),
-    "eval_pass_at_1": ("right answers", "{:.4f}"),
+    "eval_pass_at_1": ("correct answers", "{:.4f}"),
     "eval_rows": ("rows", "{:,}"),
     "eval_prompts": ("prompts", "{:,}"),
 }
@@ -169,28 +213,30 @@ def _evaluations(metrics: Sequence[Row]) -> str:
 
 def _slower(metrics: Sequence[Row]) -> str:
     """Return a table of the moments at which the run had become slower."""
-    heads, keys = ["update", "tokens/s", "before", "likely reason"], ("tokens_per_s", "before")
+    heads, keys = ["update", "tokens/s", "before", "likely cause"], ("tokens_per_s", "before")
     events = [(row["update"], row["slower"]) for row in metrics if "slower" in row]
     rows = [
         [number(update, "{:,}"), *(number(event[key], "{:,.0f}") for key in keys), event["why"] or "unknown"]
         for update, event in events
     ]
-    return table("Moments at which the run had become slower", heads, rows)
+    return table("Moments at which the run became slower", heads, rows)
 
 
 def _samples(samples: Sequence[Sample]) -> str:
     blocks = "\n".join(
-        f'<figure><figcaption>after {100 * share:.0f} %</figcaption><pre tabindex="0">{escaped(text)}</pre></figure>'
+        f"<figure><figcaption>at {100 * share:.0f} % of training</figcaption>"
+        f'<pre tabindex="0">{escaped(text)}</pre></figure>'
         for share, text in samples
     )
     return f'<div class="samples">{blocks}</div>' if blocks else ""
 
 
-def write_pages(folder: Path, text: str, drawings: Sequence[Drawing]) -> None:
-    """Write the drawings as figures/NAME.png and the text as report.html, each whole or not at all."""
-    (folder / "figures").mkdir(exist_ok=True)
-    for drawing in drawings:
-        _write_whole(folder / "figures" / f"{drawing.name}.png", drawing.png)
+def write_pages(folder: Path, text: str, pictures: Sequence[Picture]) -> None:
+    """Write the pictures as figures/NAME.png and the text as report.html, each whole or not at all."""
+    if pictures:
+        (folder / "figures").mkdir(exist_ok=True)
+    for picture in pictures:
+        _write_whole(folder / "figures" / f"{picture.name}.png", picture.png)
     _write_whole(folder / "report.html", text.encode())
 
 

@@ -7,7 +7,6 @@ diverged) and `standing` ("best", "tied" or ""). A curve is a pair of its member
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,20 +15,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from monograph.report import quantities
-from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Drawing, single, style
-from monograph.report.page import Cell, config_of, number, page, section, table
+from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Picture, single, style
+from monograph.report.page import Cell, Drawings, config_of, number, page, pairs, section, table
 from monograph.report.run_report import write_pages
+from monograph.report.sweep_charts import Curve, Setting, described, drawings_of, limits_of, placed, text_of, varied_in
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Setting = Mapping[str, Any]
 Rows = Sequence[Mapping[str, Any]]
-Curve = tuple[Mapping[str, Any], Rows]
 MOST_TICKS = 10
 
 
-def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, unit: str) -> list[Drawing]:
+def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, unit: str) -> list[Picture]:
     """Return a figure for each knob that has several values, and one with the curves of all members.
 
     Args:
@@ -38,8 +36,7 @@ def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, u
         key: the score's key in a row of metrics.
         unit: the score's unit.
     """
-    names = list(dict.fromkeys(name for setting in settings for name in setting["knobs"]))
-    varied = [name for name in names if len({repr(setting["knobs"].get(name)) for setting in settings}) > 1]
+    varied = varied_in(settings)
     panels: dict[str, Callable[[Axes], None]] = {
         f"against_{name.rpartition('.')[2]}": partial(_against, settings=settings, name=name, unit=unit)
         for name in varied
@@ -52,14 +49,16 @@ def draw_sweep(settings: Sequence[Setting], curves: Sequence[Curve], key: str, u
 
 def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> None:
     """Draw a dot for every member, mean and standard error for every setting, and a mark where a member diverged."""
-    places, labels, is_log = _places([setting["knobs"].get(name) for setting in settings])
+    places, ticks, is_log = placed([setting["knobs"].get(name) for setting in settings])
+    step = -(-len(ticks) // MOST_TICKS)
+    labels = [text if index % step == 0 else "" for index, (_, text) in enumerate(ticks)]
     axes.set_title(f"Held out, {unit}, by {name}")
     if is_log:
         axes.set_xscale("log")
     axes.set_xticks([], minor=True)
-    axes.set_xticks(sorted(set(places)), labels)
+    axes.set_xticks([at for at, _ in ticks], labels)
     scored = [setting for setting in settings if setting["mean"] is not None]
-    low, high = _limits([value for setting in scored for value in setting["values"] if value is not None])
+    low, high = limits_of([value for setting in scored for value in setting["values"] if value is not None])
     axes.set_ylim(low, high)
     for setting, place in zip(settings, places, strict=True):
         best, tied = setting["standing"] == "best", setting["standing"] == "tied"
@@ -84,44 +83,20 @@ def _against(axes: Axes, settings: Sequence[Setting], name: str, unit: str) -> N
     axes.text(0.01, 0.98, words, transform=axes.transAxes, va="top", fontsize=7.5, color=MUTED)
 
 
-def _places(values: Sequence[Any]) -> tuple[list[float], list[str], bool]:
-    """Return where values go on an axis, the labels of the ticks, and whether the axis is logarithmic.
-
-    It is if the values are numbers above 0 that span a factor of 8 or more; else values are placed in order.
-    """
-    numbers = [value for value in values if isinstance(value, int | float) and not isinstance(value, bool)]
-    distinct = list(dict.fromkeys(values))
-    if len(numbers) == len(values):
-        distinct = sorted(distinct)
-    step = -(-len(distinct) // MOST_TICKS)
-    labels = [_text(value) if index % step == 0 else "" for index, value in enumerate(distinct)]
-    if len(numbers) == len(values) and min(numbers) > 0 and max(numbers) >= 8 * min(numbers):
-        return [float(value) for value in numbers], labels, True
-    return [float(distinct.index(value)) for value in values], labels, False
-
-
-def _limits(values: Sequence[float]) -> tuple[float, float]:
-    """Return the limits of the scores' axis, without scores so far off that the rest would be one flat line."""
-    finite = sorted(value for value in values if math.isfinite(value)) or [0.0, 1.0]
-    low, high = finite[0], min(finite[-1], 1.6 * finite[0])
-    margin = max(0.08 * (high - low), 0.005)
-    return low - margin, high + 2 * margin
-
-
 def _curves(axes: Axes, curves: Sequence[Curve], key: str, unit: str, varied: Sequence[str]) -> None:
     """Draw each member's held-out scores over training, from evaluations on equally many rows, a shade per setting."""
     axes.set_title(f"Held out, {unit}, all members")
-    shades = list(dict.fromkeys(_setting(knobs, varied) for knobs, _ in curves))
+    shades = list(dict.fromkeys(_shown(knobs, varied) for knobs, _ in curves))
     ends = []
     for knobs, rows in curves:
         scored = [row for row in rows if row.get(key) is not None and row.get("eval_rows")]
         fewest = min((row["eval_rows"] for row in scored), default=0)
         if not (points := [(row["tokens"], row[key]) for row in scored if row["eval_rows"] == fewest]):
             continue
-        share = (shades.index(_setting(knobs, varied)) + 1) / len(shades)
+        share = (shades.index(_shown(knobs, varied)) + 1) / len(shades)
         axes.plot(*zip(*points, strict=True), color=ACCENT, alpha=0.15 + 0.85 * share, linewidth=1.2)
         ends.append(points[-1][1])
-    low, high = _limits(ends)
+    low, high = limits_of(ends)
     axes.set_ylim(low, low + 1.6 * (high - low))
     axes.xaxis.set_major_formatter(lambda value, _: quantities.count(value))
     axes.set_xlabel("tokens", fontsize=8, loc="right", labelpad=1)
@@ -130,12 +105,17 @@ def _curves(axes: Axes, curves: Sequence[Curve], key: str, unit: str, varied: Se
         axes.text(0.99, 0.98, words, transform=axes.transAxes, va="top", ha="right", fontsize=7.5, color=INK)
 
 
-def _setting(knobs: Mapping[str, Any], varied: Sequence[str]) -> str:
-    return " ".join(f"{name.rpartition('.')[2]}={_text(knobs.get(name))}" for name in varied)
+def _shown(knobs: Mapping[str, Any], varied: Sequence[str]) -> str:
+    return described({name: knobs.get(name) for name in varied})
 
 
 def write_sweep_report(
-    folder: Path, results: Mapping[str, Any], settings: Sequence[Setting], curves: Sequence[Curve], how: str
+    folder: Path,
+    results: Mapping[str, Any],
+    settings: Sequence[Setting],
+    curves: Sequence[Curve],
+    how: str,
+    origin: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write `folder`/figures/*.png and `folder`/report.html, each whole or not at all.
 
@@ -145,31 +125,46 @@ def write_sweep_report(
         settings: settings as this file's docstring describes them.
         curves: the members' curves.
         how: a sentence that says what "tied" means.
+        origin: (name, text) pairs on how the sweep was started.
 
     Raises:
         DiskFull: there is no space for them.
     """
+    unit = results["best"]["unit"] if results["best"] else "nats"
+    key = "eval_bits_per_byte" if unit == "bits/byte" else "eval_loss"
+    text = sweep_page(folder, results, settings, drawings_of(settings, curves, key, unit), how, origin)
+    write_pages(folder, text, draw_sweep(settings, curves, key, unit))
+
+
+def sweep_page(
+    folder: Path,
+    results: Mapping[str, Any],
+    settings: Sequence[Setting],
+    drawings: Drawings,
+    how: str,
+    origin: Sequence[tuple[str, str]] = (),
+) -> str:
+    """Return a sweep's page as HTML; see `write_sweep_report`."""
     best = results["best"]
-    unit = best["unit"] if best else "nats"
-    drawings = draw_sweep(settings, curves, "eval_bits_per_byte" if unit == "bits/byte" else "eval_loss", unit)
-    text = page(
+    return page(
+        kind="Sweep",
         title=folder.name,
         headline=_headline(best),
         standing=how,
         figures=_key_figures(results),
         drawings=drawings,
         sections=[
-            section("Settings", _settings(settings, unit)),
-            section("Members", _members(results["members"]), config_of(folder)),
+            section("Settings", _settings(settings, best["unit"] if best else "nats"), whole=True),
+            section("Members", _members(results["members"]), whole=True),
+            section("How it was run", pairs(origin), config_of(folder), whole=True),
         ],
     )
-    write_pages(folder, text, drawings)
 
 
 def _headline(best: Mapping[str, Any] | None) -> str:
     if best is None:
         return "Every member diverged"
-    knobs = ", ".join(f"{key.rpartition('.')[2]} {_text(value)}" for key, value in best["knobs"].items())
+    knobs = ", ".join(f"{key.rpartition('.')[2]} {text_of(value)}" for key, value in best["knobs"].items())
     return f"{best['mean']:.3f} {best['unit']}{' at ' + knobs if knobs else ''}"
 
 
@@ -201,7 +196,7 @@ def _members(members: Rows) -> str:
         at = member["diverged"]
         scores = [number(member.get(key), "{:.4f}") for key in ("eval_bits_per_byte", "eval_loss", "train_loss")]
         rows.append([*scores, ("", None) if at is None else (f"at update {at:,}", at), member.get("run", "")])
-    heads = ["bits per byte", "held-out, nats", "training, nats", "diverged", "run"]
+    heads = ["bits per byte", "held-out loss, nats", "training loss, nats", "diverged", "run"]
     return _with_knobs("Members of the sweep", [member["knobs"] for member in members], heads, rows)
 
 
@@ -215,8 +210,4 @@ def _with_knobs(name: str, knobs: Rows, heads: Sequence[str], rows: Sequence[Seq
 
 def _knob(value: Any) -> Cell:
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return (_text(value), value) if is_number else "" if value is None else str(value)
-
-
-def _text(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return (text_of(value), value) if is_number else "" if value is None else str(value)

@@ -33,7 +33,7 @@ MIXTURE = "mixture"  # SWEEP/mixture, which is no folder, names all members of a
 TEACHERS = "teachers.json"  # a run's folder with this file learns from the members of a sweep
 _BEFORE_IT_BEGAN = {
     "run.lock", "from.json", "from.partial", "config.partial", "stdin", SWEEP, "sweep.partial", "exit.json",
-    TEACHERS, "teachers.partial",
+    TEACHERS, "teachers.partial", "starts.jsonl", "starts.partial",
 }  # fmt: skip
 _RECORD = b'{"serial": '  # the first bytes of run.lock
 
@@ -84,6 +84,7 @@ class Run:
         self.tokenizer = folder / "tokenizer.json"
         self.metrics = folder / "metrics.jsonl"
         self.parent_file = folder / "from.json"
+        self.starts = folder / "starts.jsonl"
         self.lock_file = folder / "run.lock"
 
     @classmethod

@@ -68,7 +68,7 @@ def discard(run: Run) -> None:
     """Remove the folder of a new run that never began, so that `last` still names the newest one that did."""
     templates = run.folder / NAMED_FOLDER
     others = [run.folder / name for name in (*tokenizer_config.NAMES, "stdin", SWEEP)] + entries(templates)
-    written = [run.config, run.parent_file, run.tokenizer, *others, run.lock_file]
+    written = [run.config, run.starts, run.parent_file, run.tokenizer, *others, run.lock_file]
     for path in [*written, *(entry for entry in entries(run.folder) if entry.suffix == ".partial")]:
         path.unlink(missing_ok=True)
     with suppress(FileNotFoundError):

@@ -5,7 +5,7 @@ import json
 import math
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -13,7 +13,7 @@ from monograph import compat
 from monograph.data.corpus import Corpus
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
-from monograph.errors import InputRefused
+from monograph.errors import DiskFull, InputRefused
 from monograph.evaluation import Evaluation, evaluate
 from monograph.evaluation.yardsticks import accepted_share, yardsticks
 from monograph.graph import capture as graph
@@ -22,13 +22,15 @@ from monograph.model.llama import Llama
 from monograph.planner.defaults import most_updates, updates_for
 from monograph.predict.roofline import flops_per_token, mfu
 from monograph.profiling.memory import reset_peak_memory
-from monograph.report.quantities import count, counted, duration, memory
-from monograph.report.run_report import write_report
+from monograph.report.quantities import count, counted, duration, megabytes, memory
+from monograph.report.run_report import REFRESH_S, About, write_report, write_run_page
 from monograph.rl.preferences import PreferenceLoss
 from monograph.rl.prompts import Prompts
 from monograph.rl.rollouts import Rollouts
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
+from monograph.run.started import told
+from monograph.session.eager_start import MARK
 from monograph.session.gauges import Alarm, Gauges
 from monograph.session.opening import opening_of
 from monograph.session.preferring import preferred_in
@@ -58,6 +60,7 @@ YARDSTICKS_LEAVE_S = 120.0  # where less time is left for training, they are not
 # After COOLING_FROM of the time, a run that would take more than LATE times its time is shortened. Its updates then end
 # at END_SHARE of the time, which leaves the rest for the last evaluation and samples.
 COOLING_FROM, LATE, END_SHARE = 0.7, 1.03, 0.97
+PAGE_SHARE = 0.01  # of the time, that writing the page of a run in progress may take
 
 
 class Reporter:
@@ -79,6 +82,7 @@ class Reporter:
         self.rates: deque[float] = deque(maxlen=RECENT)
         self.update_s: deque[float] = deque(maxlen=RECENT)
         self.held_out: Evaluation | None = None
+        self.page_due_s = clock() + REFRESH_S
         self.lines = (0, 0)
 
     @property
@@ -223,14 +227,63 @@ class Reporter:
             shares = [accepted_share(text) for text in self._write(4, JUDGED_TOKENS) if text]
             self.lines = sum(f[0] for f in shares), sum(f[1] for f in shares)
 
+    def refresh(self) -> None:
+        """Write the page of the run so far, if it was not written for a while."""
+        if clock() < self.page_due_s:
+            return
+        began = clock()
+        self.write_page("in progress")
+        self.page_due_s = clock() + max(REFRESH_S, (clock() - began) / PAGE_SHARE)
+
+    def write_page(self, state: str) -> None:
+        """Write the page of a run that has not ended. The run goes on if it cannot be written."""
+        rows = self.session.run.rows()
+        with suppress(DiskFull, OSError):
+            write_run_page(self.session.run.folder, self._summary(), rows, self._about(rows), state)
+
+    def _about(self, rows: Sequence[Mapping[str, Any]]) -> About:
+        samples = [(row["share"], row["sample"]) for row in rows if "sample" in row]
+        origin = [*told(self.session.run), ("seed", str(self.session.plan.seed)), ("data", self._data)]
+        if self.session.cooled:
+            begun, end = self.session.cooled
+            why = f"training was slower than measured at the start, so the cool-down began at update {begun:,}"
+            origin.append(("length", f"{end:,} updates instead of {self.session.plan.updates:,}: {why}"))
+        return About(self.yardsticks, samples, self._moments(rows), origin)
+
+    def _moments(self, rows: Sequence[Mapping[str, Any]]) -> list[tuple[int, str]]:
+        """Return the updates at which the learning rate's curve has a kink, with the reasons."""
+        moments, warmup = [], self.session.plan.warmup_updates
+        # Before the step is compiled the run's length, and so that of its warm-up, is a guess.
+        guessed = max((row["update"] for row in rows if row.get(MARK)), default=0)
+        if guessed >= warmup > 0:
+            moments.append((guessed, "length set, warm-up over"))
+        elif guessed:
+            moments.append((guessed, "length set"))
+        if warmup > max(1, guessed):
+            moments.append((warmup, "warm-up ends"))
+        if self.session.cooled:
+            moments.append((self.session.cooled[0], "cool-down begins early"))
+        return moments
+
+    @property
+    def _data(self) -> str:
+        """Return the source of the run's text or prompts, and how large it is."""
+        data = self.session.corpus
+        if isinstance(data, Prompts):
+            return f"{data.name}: {counted(len(data.train), 'prompt')}, {len(data.held_out):,} held out"
+        stats = data.stats
+        parts = [counted(stats.files, "file"), megabytes(stats.bytes), f"{count(stats.tokens)} tokens"]
+        if stats.conversations:
+            parts.append(counted(stats.conversations, "conversation"))
+        return f"{data.name}: {', '.join(parts)}"
+
     def finish(self) -> dict[str, Any]:
         """Write the report, print the results and the next commands; return the summary, the object of `--json`."""
         session, progress = self.session, self.progress
         summary, trained = self._summary(), duration(session.spent_s)
         rows = session.run.rows()
-        samples = [(row["share"], row["sample"]) for row in rows if "sample" in row]
         with progress.stage("report", str(session.run.report)):
-            write_report(session.run.folder, summary, rows, self.yardsticks, samples)
+            write_report(session.run.folder, summary, rows, self._about(rows))
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
         progress.line("done", f"{trained} of training{self._planned()}{self._standing()}")

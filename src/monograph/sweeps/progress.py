@@ -12,6 +12,7 @@ from monograph.evaluation.text import evaluate_members
 from monograph.report.quantities import count, counted, duration
 from monograph.report.sweep_report import write_sweep_report
 from monograph.run.progress import Progress, SweepDisplay
+from monograph.run.started import told
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import resolve
 from monograph.session.setup import open_corpus
@@ -211,7 +212,8 @@ class SweepProgress:
         with self.progress.stage("report", f"{report}, {path}"):
             table_lines = [*results.lines(table, self._lost()), table.how]
             curves = [({short(k): v for k, v in one.member.knobs.items()}, one.rows) for one in self.outcomes]
-            write_sweep_report(self.sweep.run.folder, result, results.drawn(table), curves, table.how)
+            origin = told(self.sweep.run)
+            write_sweep_report(self.sweep.run.folder, result, results.drawn(table), curves, table.how, origin)
         self.progress.gap()
         for number, line in enumerate(table_lines):
             self.progress.line("members" if number == 0 else "", line)

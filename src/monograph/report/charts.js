@@ -1,0 +1,500 @@
+// Draws the charts of a report with uPlot. The page's data is described in charts.py.
+(() => {
+  const data = JSON.parse(document.getElementById("data").textContent);
+  const shared = data.charts.filter((chart) => !chart.axis);
+  const hasTime = data.tables.every((table) => table.time && table.time.some((seconds) => seconds > 0));
+  const kept = remembered();
+  const state = { axis: kept.axis || "tokens", smoothing: kept.smoothing ?? 2.5, log: kept.log || {} };
+  const plots = new Map();
+  const MANY = 6; // with more lines than this, only the one under the pointer is read out
+  const FONT = "12px system-ui, -apple-system, 'Segoe UI', sans-serif";
+  const DOTS = { points: 6, dots: 5, star: 11 }; // px
+  const SHADES = ["--accent", "--second", "--third", "--fourth"];
+
+  // A page that loads itself again keeps the reader's choices, where a browser gives pages of files a storage.
+  function remembered() {
+    try {
+      return JSON.parse(sessionStorage.getItem(location.pathname)) || {};
+    } catch {
+      return {};
+    }
+  }
+
+  function remember() {
+    try {
+      sessionStorage.setItem(location.pathname, JSON.stringify(state));
+    } catch {
+      // The choices last as long as the page, then.
+    }
+  }
+
+  const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+  // ---- numbers as a person reads them ----
+
+  function digits(value) {
+    if (value === 0) return "0";
+    return String(Number(value.toPrecision(Math.abs(value) >= 100 ? 4 : 3)));
+  }
+
+  function counted(value) {
+    for (const [scale, prefix] of [[1e12, "T"], [1e9, "G"], [1e6, "M"], [1e3, "k"]]) {
+      if (Math.abs(value) >= 0.9995 * scale) return `${digits(value / scale)} ${prefix}`;
+    }
+    return digits(value);
+  }
+
+  function clock(seconds) {
+    const whole = Math.round(seconds), two = (number) => String(number).padStart(2, "0");
+    const hours = Math.floor(whole / 3600), minutes = Math.floor(whole / 60) % 60;
+    return hours ? `${hours}:${two(minutes)}:${two(whole % 60)}` : `${minutes}:${two(whole % 60)}`;
+  }
+
+  function small(value) {
+    const size = Math.abs(value);
+    return size && (size < 1e-3 || size >= 1e6) ? value.toExponential(2).replace(/\.?0+e/, "e") : digits(value);
+  }
+
+  const valueText = (chart) => chart.is_count ? counted : small;
+
+  function placeText(chart) {
+    if (chart.axis) {
+      const named = new Map(chart.axis.ticks);
+      return (place) => `${chart.axis.name} ${named.get(place) || digits(place)}`;
+    }
+    if (state.axis === "time") return (place) => `after ${clock(place)}`;
+    if (state.axis === "tokens") return (place) => `at ${counted(place)} tokens`;
+    return (place) => `at update ${place.toLocaleString("en")}`;
+  }
+
+  function placeOnAxis(place) {
+    if (state.axis === "time") return clock(place);
+    return state.axis === "tokens" ? counted(place) : place.toLocaleString("en");
+  }
+
+  const levelsOf = (chart) => Object.entries(chart.levels).map(([name, level]) => [level, `${name} ${level.toFixed(2)}`]);
+
+  // ---- values ----
+
+  function median(values) {
+    const sorted = Float64Array.from(values).sort(), half = sorted.length >> 1;
+    return sorted.length % 2 ? sorted[half] : (sorted[half - 1] + sorted[half]) / 2;
+  }
+
+  function smoothed(values) {
+    const half = Math.floor(values.length * state.smoothing / 200);
+    return half ? values.map((_, i) => median(values.slice(Math.max(0, i - half), i + half + 1))) : values;
+  }
+
+  // A series for each line, and two for a trend: its values, pale, and their median.
+  function seriesOf(chart) {
+    const found = [];
+    for (const line of chart.lines) {
+      const table = data.tables[line.table], xs = table[chart.axis ? chart.axis.key : state.axis];
+      const column = table[line.key] || [], places = [], values = [];
+      column.forEach((value, i) => {
+        if (value === null || xs[i] === null || xs[i] === undefined) return;
+        if (places.at(-1) === xs[i]) {
+          places.pop();
+          values.pop();
+        }
+        places.push(xs[i]);
+        values.push(value);
+      });
+      if (!places.length) continue;
+      const shade = SHADES[line.shade % SHADES.length], share = line.shade < SHADES.length ? 1 : 0.55;
+      const base = { label: line.label, shade, share, places };
+      const isTrend = line.style === "trend" && values.length > 2;
+      if (isTrend) found.push({ ...base, values, pale: true, said: false, width: 1 });
+      found.push({
+        ...base,
+        key: line.key,
+        values: isTrend ? smoothed(values) : values,
+        size: line.style === "edge" ? 0 : DOTS[line.style] || (places.length < 3 ? 6 : 0),
+        said: line.label !== "" && line.style !== "edge",
+        width: ["dots", "edge", "star"].includes(line.style) ? 0 : 2,
+      });
+    }
+    return found;
+  }
+
+  // ---- drawing beside the lines ----
+
+  function pen(u, role, width) {
+    u.ctx.font = FONT.replace("12px", `${12 * uPlot.pxRatio}px`);
+    u.ctx.strokeStyle = u.ctx.fillStyle = colour(role);
+    u.ctx.lineWidth = width * uPlot.pxRatio;
+  }
+
+  function drawLevels(u, chart, series) {
+    const ratio = uPlot.pxRatio, { left, top, width, height } = u.bbox, gap = 15 * ratio;
+    const last = series.find((each) => each.said);
+    const labels = levelsOf(chart).map((label) => [...label, "--muted"]);
+    if (!labels.length) return;
+    if (last) labels.push([last.values.at(-1), `this run ${last.values.at(-1).toFixed(2)}`, "--accent"]);
+    const inside = labels.filter(([level]) => level >= u.scales.y.min && level <= u.scales.y.max);
+    inside.sort((one, other) => other[0] - one[0]);
+    const places = inside.map(([level]) => u.valToPos(level, "y", true));
+    for (let i = 1; i < places.length; i++) places[i] = Math.max(places[i], places[i - 1] + gap);
+    places.forEach((place, i) => {
+      places[i] = Math.min(place, top + height - gap * (places.length - 1 - i));
+    });
+    inside.forEach(([level, text, role], i) => {
+      pen(u, role, 1);
+      u.ctx.textAlign = "left";
+      u.ctx.textBaseline = "middle";
+      u.ctx.fillText(text, left + width + 8 * ratio, places[i]);
+      if (role === "--accent") return;
+      u.ctx.setLineDash([2 * ratio, 3 * ratio]);
+      u.ctx.beginPath();
+      u.ctx.moveTo(left, u.valToPos(level, "y", true));
+      u.ctx.lineTo(left + width, u.valToPos(level, "y", true));
+      u.ctx.stroke();
+      u.ctx.setLineDash([]);
+    });
+  }
+
+  function drawMarks(u, chart) {
+    const ratio = uPlot.pxRatio, { left, top, width, height } = u.bbox, xs = data.tables[0][state.axis];
+    let lines = 0, end = -Infinity;
+    for (const { row, label } of chart.marks) {
+      const place = xs[row];
+      if (place < u.scales.x.min || place > u.scales.x.max) continue;
+      const x = u.valToPos(place, "x", true);
+      pen(u, label ? "--muted" : "--warn", label ? 1 : 2);
+      u.ctx.beginPath();
+      if (label) u.ctx.setLineDash([3 * ratio, 3 * ratio]);
+      u.ctx.moveTo(x, label ? top : top + height - 8 * ratio);
+      u.ctx.lineTo(x, top + height);
+      u.ctx.stroke();
+      u.ctx.setLineDash([]);
+      if (!label) continue;
+      const wide = u.ctx.measureText(label).width, room = x + wide + 6 * ratio < left + width;
+      const begin = room ? x + 4 * ratio : Math.max(left, x - 4 * ratio - wide);
+      lines = begin < end ? lines + 1 : 0;
+      end = Math.max(end, begin + wide + 8 * ratio);
+      u.ctx.textAlign = "left";
+      u.ctx.textBaseline = "top";
+      u.ctx.fillText(label, begin, top + (2 + 15 * lines) * ratio);
+    }
+  }
+
+  // ---- one chart ----
+
+  function limits(u, chart, low, high) {
+    const isLog = state.log[chart.name];
+    if (!isLog && !u.isZoomed) return chart.limits;
+    if (low === null) return isLog ? [0.1, 1] : chart.limits;
+    if (isLog) return [low > 0 ? low * 0.9 : high / 1e4, high * 1.1];
+    const room = 0.06 * (high - low) || Math.abs(high) * 0.02 || 1;
+    return [low - room, high + room];
+  }
+
+  // A logarithmic axis is marked at 1, 2 and 5 of each decade, or at decades where these are many.
+  function decades(u, axis, low, high) {
+    const found = [];
+    for (let power = Math.floor(Math.log10(low)); power <= Math.log10(high); power++) {
+      for (const digit of high / low > 1e4 ? [1] : [1, 2, 5]) {
+        const value = Number((digit * 10 ** power).toPrecision(1));
+        if (value >= low && value <= high) found.push(value);
+      }
+    }
+    return found.length > 1 ? found : [low, high].map((value) => Number(value.toPrecision(2)));
+  }
+
+  // The ticks' words, without those that would touch the ones before them.
+  function apart(u, ticks, ruler) {
+    let end = -Infinity;
+    return ticks.map(([at, text]) => {
+      const middle = u.valToPos(at, "x"), half = ruler.measureText(text).width / 2;
+      if (middle - half < end) return "";
+      end = middle + half + 8;
+      return text;
+    });
+  }
+
+  // Where the horizontal axis begins and ends while nothing is zoomed.
+  function endsOf(chart, xs) {
+    if (!chart.axis) return xs[0] === xs.at(-1) ? around(xs[0]) : [Math.min(0, xs[0]), xs.at(-1)];
+    const all = [...xs, ...chart.axis.ticks.map(([at]) => at)];
+    const low = Math.min(...all), high = Math.max(...all);
+    if (low === high) return around(low);
+    if (!chart.axis.is_log) return [low - 0.06 * (high - low), high + 0.06 * (high - low)];
+    const factor = (high / low) ** 0.06;
+    return [low / factor, high * factor];
+  }
+
+  function around(place) {
+    const room = 0.05 * Math.abs(place) || 1;
+    return [place - room, place + room];
+  }
+
+  // The width of the words at the levels, which stand at the chart's right.
+  function roomAtRight(chart, ruler) {
+    const words = levelsOf(chart).map(([, text]) => text);
+    if (!words.length) return 12;
+    return 12 + Math.ceil(Math.max(...[...words, "this run 0.00"].map((text) => ruler.measureText(text).width)));
+  }
+
+  function axesOf(chart, ruler) {
+    const common = {
+      stroke: colour("--muted"),
+      font: FONT,
+      grid: { show: false },
+      ticks: { stroke: colour("--rule"), width: 1, size: 4 },
+    };
+    const written = valueText(chart);
+    const x = { ...common, size: 30 };
+    if (chart.axis) {
+      x.splits = () => chart.axis.ticks.map(([at]) => at);
+      x.filter = (u, ticks) => ticks;
+      x.values = (u) => apart(u, chart.axis.ticks, ruler);
+    } else {
+      x.space = 56;
+      x.values = (u, ticks) => ticks.map(placeOnAxis);
+    }
+    const y = { ...common, size: 52, gap: 6, space: 34 };
+    y.ticks = { show: false };
+    y.grid = { stroke: colour("--rule"), width: 1 };
+    y.values = (u, ticks) => ticks.map((at) => at === null ? "" : written(at));
+    if (state.log[chart.name]) {
+      y.splits = decades;
+      y.filter = (u, ticks) => ticks;
+    }
+    return [x, y];
+  }
+
+  function cursorOf(chart, series) {
+    const points = {
+      size: 7,
+      width: 0,
+      fill: (u, i) => colour(series[i - 1].shade),
+      show: (u, i) => series[i - 1].said ? undefined : false,
+    };
+    const drag = { x: true, y: false, dist: 6 };
+    const cursor = { y: false, drag, points, focus: { prox: isMany(series) ? 24 : -1 } };
+    if (!chart.axis) cursor.sync = { key: "run", scales: ["x", null], setSeries: false };
+    return cursor;
+  }
+
+  function drawnSeries(each) {
+    return {
+      label: each.label,
+      spanGaps: true,
+      width: each.width,
+      alpha: each.pale ? 0.3 : each.share,
+      stroke: colour(each.shade),
+      points: { show: Boolean(each.size), size: each.size, fill: colour(each.shade), width: 0 },
+    };
+  }
+
+  function bandOf(chart, series) {
+    const [low, high] = chart.band.map((key) => series.findIndex((each) => each.key === key) + 1);
+    return { series: [high, low], fill: colour("--band") };
+  }
+
+  function draw(chart) {
+    const figure = document.getElementById(`chart-${chart.name}`), place = figure.querySelector(".plot");
+    const series = seriesOf(chart);
+    if (!series.length) return;
+    plots.get(chart.name)?.destroy();
+    place.replaceChildren();
+    const values = uPlot.join(series.map((each) => [each.places, each.values]));
+    const xs = values[0], ends = endsOf(chart, xs);
+    const ruler = document.createElement("canvas").getContext("2d");
+    ruler.font = FONT;
+    const xRange = (u, low, high) => {
+      u.isZoomed = xs.length > 1 && low !== null && (low !== xs[0] || high !== xs.at(-1));
+      return u.isZoomed ? [low, high] : ends;
+    };
+    const u = new uPlot({
+      width: place.clientWidth,
+      height: place.clientHeight,
+      padding: [10, roomAtRight(chart, ruler), 0, 0],
+      legend: { show: false },
+      cursor: cursorOf(chart, series),
+      focus: { alpha: isMany(series) ? 0.25 : 1 },
+      scales: {
+        x: { time: false, distr: chart.axis?.is_log ? 3 : 1, range: xRange },
+        y: { distr: state.log[chart.name] ? 3 : 1, range: (u, low, high) => limits(u, chart, low, high) },
+      },
+      axes: axesOf(chart, ruler),
+      series: [{}, ...series.map(drawnSeries)],
+      bands: chart.band ? [bandOf(chart, series)] : [],
+      hooks: {
+        draw: [(u) => drawLevels(u, chart, series), (u) => drawMarks(u, chart)],
+        setCursor: [(u) => readOut(u, figure, chart, series)],
+        setScale: [(u, key) => key === "x" && tools(figure, chart, u.isZoomed)],
+      },
+    }, values, place);
+    u.full = ends;
+    plots.set(chart.name, u);
+    readOut(u, figure, chart, series);
+    tools(figure, chart, false);
+  }
+
+  // ---- the values under the pointer, in words below the chart ----
+
+  const isMany = (series) => series.filter((each) => each.said).length > MANY;
+
+  // The value at a place, or the last one before it, as a chart may mix lines with few and many values.
+  function valueAt(chart, column, index) {
+    if (chart.axis) return column[index] ?? null;
+    for (let i = index; i >= 0; i--) {
+      if (column[i] !== null && column[i] !== undefined) return column[i];
+    }
+    return null;
+  }
+
+  // Where nothing is pointed at, the end of a run is read, or the best setting of a sweep.
+  function atRest(u, series) {
+    const best = series.find((each) => each.key === "best");
+    return best ? u.data[0].indexOf(best.places[0]) : u.data[0].length - 1;
+  }
+
+  function readOut(u, figure, chart, series) {
+    const index = u.cursor.idx ?? atRest(u, series), written = valueText(chart);
+    const known = series.map((each, i) => [each, valueAt(chart, u.data[i + 1], index)]);
+    let said = known.filter(([each, value]) => each.said && value !== null);
+    const readout = figure.querySelector(".readout");
+    if (isMany(series)) {
+      if (u.cursor.idx === null || u.cursor.idx === undefined) {
+        readout.textContent = `${said.length} lines; point at one to read it`;
+        return;
+      }
+      const at = u.posToVal(u.cursor.top, "y");
+      said.sort((one, other) => Math.abs(one[1] - at) - Math.abs(other[1] - at));
+      said = said.slice(0, 1);
+    }
+    readout.replaceChildren(placeText(chart)(u.data[0][index]), ...said.map(([each, value]) => {
+      const entry = document.createElement("span"), swatch = document.createElement("i");
+      swatch.style.background = `var(${each.shade})`;
+      entry.append(swatch, `${each.label} ${written(value)}`);
+      return entry;
+    }));
+  }
+
+  // ---- what the reader can press ----
+
+  function tools(figure, chart, zoomed) {
+    let place = figure.querySelector(".tools");
+    if (!place) {
+      place = document.createElement("span");
+      place.className = "tools";
+      figure.querySelector("figcaption").append(place);
+      place.append(button("reset zoom", () => reset(chart)));
+      if (!chart.band && seriesOf(chart).every((each) => each.values.every((value) => value > 0))) {
+        const log = button("log", () => {
+          state.log[chart.name] = !state.log[chart.name];
+          log.setAttribute("aria-pressed", state.log[chart.name]);
+          remember();
+          draw(chart);
+        });
+        log.title = "logarithmic scale";
+        log.setAttribute("aria-pressed", Boolean(state.log[chart.name]));
+        place.append(log);
+      }
+      keyboard(figure.querySelector(".plot"), chart);
+    }
+    place.firstChild.hidden = !zoomed;
+  }
+
+  function button(text, press) {
+    const made = document.createElement("button");
+    made.type = "button";
+    made.textContent = text;
+    made.addEventListener("click", press);
+    return made;
+  }
+
+  function reset(chart) {
+    for (const [name, u] of plots) {
+      const isShared = shared.some((each) => each.name === name);
+      if (name === chart.name || (isShared && !chart.axis)) u.setScale("x", { min: u.data[0][0], max: u.data[0].at(-1) });
+    }
+  }
+
+  function keyboard(place, chart) {
+    place.tabIndex = 0;
+    place.setAttribute("role", "img");
+    place.setAttribute("aria-label", `${chart.title}. Left and right read values, plus and minus zoom, Escape shows all.`);
+    place.addEventListener("keydown", (event) => {
+      const u = plots.get(chart.name), xs = u.data[0], index = u.cursor.idx ?? xs.length - 1;
+      const step = { ArrowLeft: -1, ArrowRight: 1, PageUp: -20, PageDown: 20, Home: -xs.length, End: xs.length }[event.key];
+      if (step) point(u, Math.min(xs.length - 1, Math.max(0, index + step)));
+      else if (event.key === "+" || event.key === "-") zoom(u, xs[index], event.key === "+" ? 0.5 : 2);
+      else if (event.key === "Escape") reset(chart);
+      else return;
+      event.preventDefault();
+      figureOf(place).querySelector(".readout").setAttribute("aria-live", "polite");
+    });
+    const touched = (event) => {
+      if (event.pointerType === "mouse") return;
+      const u = plots.get(chart.name), box = u.over.getBoundingClientRect();
+      u.setCursor({ left: event.clientX - box.left, top: event.clientY - box.top });
+    };
+    place.addEventListener("pointerdown", touched);
+    place.addEventListener("pointermove", touched);
+  }
+
+  const figureOf = (element) => element.closest("figure");
+
+  function point(u, index) {
+    const left = u.valToPos(u.data[0][index], "x");
+    u.setCursor({ left: Math.min(Math.max(left, 0), u.over.clientWidth), top: 0 });
+  }
+
+  function zoom(u, middle, factor) {
+    const half = (u.scales.x.max - u.scales.x.min) * factor / 2;
+    const low = Math.max(u.full[0], middle - half), high = Math.min(u.full[1], middle + half);
+    if (low <= u.full[0] && high >= u.full[1]) u.setScale("x", { min: u.data[0][0], max: u.data[0].at(-1) });
+    else if (high > low) u.setScale("x", { min: low, max: high });
+  }
+
+  function controls() {
+    if (!shared.length) return;
+    const place = document.createElement("div");
+    place.className = "controls";
+    const axis = document.createElement("select");
+    for (const [key, name] of Object.entries(data.axes)) {
+      if (key !== "time" || hasTime) axis.add(new Option(name, key, false, key === state.axis));
+    }
+    axis.addEventListener("change", () => { state.axis = axis.value; remember(); shared.forEach(draw); });
+    place.append(labelled("Horizontal axis", axis));
+    if (shared.some((chart) => chart.lines.some((line) => line.style === "trend"))) {
+      const smoothing = document.createElement("input");
+      Object.assign(smoothing, { type: "range", min: 0, max: 10, step: 0.5, value: state.smoothing });
+      const text = () => smoothing.setAttribute("aria-valuetext", `median of ${state.smoothing} % of the run`);
+      text();
+      smoothing.addEventListener("input", () => {
+        state.smoothing = Number(smoothing.value);
+        text();
+        remember();
+        shared.forEach(draw);
+      });
+      place.append(labelled("Smoothing", smoothing));
+    }
+    const hint = document.createElement("span");
+    hint.textContent = "Drag across a chart to zoom.";
+    place.append(hint);
+    document.querySelector(".drawings").before(place);
+  }
+
+  function labelled(text, element) {
+    const label = document.createElement("label");
+    label.append(text, element);
+    return label;
+  }
+
+  if (!hasTime && state.axis === "time") state.axis = "tokens";
+  controls();
+  data.charts.forEach(draw);
+  const watcher = new ResizeObserver((entries) => {
+    for (const { target } of entries) {
+      const u = plots.get(figureOf(target).id.slice("chart-".length));
+      if (u && u.width !== target.clientWidth) u.setSize({ width: target.clientWidth, height: target.clientHeight });
+    }
+  });
+  document.querySelectorAll(".plot").forEach((place) => watcher.observe(place));
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => data.charts.forEach(draw));
+})();

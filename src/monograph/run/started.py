@@ -1,0 +1,100 @@
+"""Record how a run was started: a line of starts.jsonl for each process that began it or went on with it."""
+
+import json
+import platform
+import re
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from monograph import __version__
+from monograph.errors import DiskFull, InputRefused, Unreadable
+from monograph.run.folder import Run
+from monograph.run.writing import write_whole
+from monograph.storage.reading import contents, exists, is_file, parse_json
+from monograph.terminal import shell_words
+
+
+def note_start(run: Run) -> None:
+    """Add this process's command, versions and time, and the commit of the working folder, to the run's record.
+
+    A run goes on without the record if it cannot be written.
+    """
+    start: dict[str, Any] = {
+        "command": shell_words(_program(), *sys.argv[1:]),
+        "time": time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(time.time())),
+        "versions": {"monograph": __version__, "torch": torch.__version__, "python": platform.python_version()},
+    }
+    with suppress(Unreadable, InputRefused, OSError, ValueError):
+        start["commit"] = _commit()
+    lines = [json.dumps(known) for known in [*starts_of(run), start]]
+    with suppress(DiskFull):
+        write_whole(run.starts, "".join(f"{line}\n" for line in lines))
+
+
+def starts_of(run: Run) -> list[dict[str, Any]]:
+    """Return what `note_start` recorded, the oldest first, without damaged lines, as nothing needs them."""
+    content = b""
+    with suppress(Unreadable, OSError):
+        content = contents(run.starts) or b""
+    found = []
+    for line in content.splitlines():
+        with suppress(ValueError, RecursionError):
+            start = parse_json(line)
+            if isinstance(start, dict) and isinstance(start.get("command"), str):
+                found.append(start)
+    return found
+
+
+def told(run: Run) -> list[tuple[str, str]]:
+    """Return (name, text) pairs on how a run was started, for people."""
+    starts = starts_of(run)
+    if not starts:
+        return []
+    first, pairs = starts[0], [("command", starts[0]["command"])]
+    pairs += [("continued by", start["command"]) for start in starts[1:]]
+    pairs.append(("started", str(first.get("time"))))
+    versions = first.get("versions")
+    if isinstance(versions, dict):
+        pairs.append(("versions", ", ".join(f"{name} {version}" for name, version in versions.items())))
+    if first.get("commit"):
+        pairs.append(("git commit of your folder", str(first["commit"])))
+    return pairs
+
+
+def _program() -> str:
+    """Return the program's name as a person would type it."""
+    name = Path(sys.argv[0]).name
+    return "monograph" if name in ("__main__.py", "-m", "-c", "") else name
+
+
+def _commit() -> str:
+    """Return the commit that the working folder's git repository has checked out; "" outside a repository.
+
+    It is read from git's own files, since git itself would run programs that a repository's settings name.
+    """
+    folder = Path.cwd()
+    repository = next((each for each in (folder, *folder.parents) if exists(each / ".git")), None)
+    if repository is None:
+        return ""
+    git = repository / ".git"
+    if is_file(git):  # of a second working tree: the path of its own part of the repository
+        git = repository / _text(git).removeprefix("gitdir: ")
+    head = _text(git / "HEAD")
+    if not head.startswith("ref: "):
+        return _hash(head)
+    branch, shared = head.removeprefix("ref: "), git / (_text(git / "commondir") or ".")
+    packed = (line.partition(" ") for line in _text(shared / "packed-refs").splitlines())
+    return _hash(_text(shared / branch)) or _hash(next((commit for commit, _, name in packed if name == branch), ""))
+
+
+def _text(path: Path) -> str:
+    return (contents(path) or b"").decode("utf-8", "replace").strip()
+
+
+def _hash(text: str) -> str:
+    return text[:12] if re.fullmatch("[0-9a-f]{40,64}", text) else ""
