@@ -41,8 +41,9 @@ def of_sweep(folder: Path) -> str:
                         "run": f"runs/a/members/00{place}"})  # fmt: skip
     best = {"knobs": {"optim.lr": 1e-2}, "mean": 2.4, "unit": "bits/byte"}
     found = {"best": best, "members": members, "tokens_per_s": 1000.0, "wall_s": 60.0}
+    found["advice"] = [{"text": "0.01 is the largest lr.", "command": f"monograph sweep '{HOSTILE}'"}]
     rows = [{"tokens": 100 * i, "eval_bits_per_byte": 8.0 / i, "eval_rows": 9} for i in range(1, 5)]
-    write_sweep_report(folder, found, settings, [(each["knobs"], rows) for each in settings], "which is best")
+    write_sweep_report(folder, found, settings, [(each["knobs"], rows) for each in settings])
     return (folder / "report.html").read_text()
 
 

@@ -82,7 +82,10 @@ def warn_if_busy(progress: Progress) -> None:
     """Warn if other programs use more than one core of this machine."""
     load, cores = os.getloadavg()[0], describe().cores
     if load > cores + 1:
-        progress.line("warning", f"load {load:.0f} on {counted(cores, 'core')}: what others took is in the time")
+        progress.line(
+            "warning",
+            f"load {load:.0f} on {counted(cores, 'core')}: other programs were running, so the times are too long",
+        )
 
 
 def _planned(settings: Settings, progress: Progress) -> Plan:

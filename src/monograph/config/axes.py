@@ -65,6 +65,19 @@ BETWEEN_GRAPHS = (
     "lora.base",
 )
 AXES = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
+# More of these nearly always scores better, so that the best value at an axis' end says nothing.
+AMOUNTS = (
+    "model.hidden_size",
+    "model.intermediate_size",
+    "model.num_hidden_layers",
+    "model.num_attention_heads",
+    "model.num_key_value_heads",
+    "data.vocab_size",
+    "data.sequence_length",
+    "optim.transfer_base",
+    "train.updates",
+    "train.tokens",
+)
 # The reasons why all other keys cannot be axes.
 _OTHER_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"

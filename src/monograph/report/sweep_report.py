@@ -17,7 +17,7 @@ import numpy as np
 
 from monograph.report import quantities
 from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Drawing, single, style
-from monograph.report.page import Cell, config_of, number, page, section, table
+from monograph.report.page import Cell, config_of, escaped, number, page, section, table
 from monograph.report.run_report import write_pages
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def _setting(knobs: Mapping[str, Any], varied: Sequence[str]) -> str:
 
 
 def write_sweep_report(
-    folder: Path, results: Mapping[str, Any], settings: Sequence[Setting], curves: Sequence[Curve], how: str
+    folder: Path, results: Mapping[str, Any], settings: Sequence[Setting], curves: Sequence[Curve]
 ) -> None:
     """Write `folder`/figures/*.png and `folder`/report.html, each whole or not at all.
 
@@ -144,7 +144,6 @@ def write_sweep_report(
         results: the object that `monograph sweep --json` prints.
         settings: settings as this file's docstring describes them.
         curves: the members' curves.
-        how: a sentence that says what "tied" means.
 
     Raises:
         DiskFull: there is no space for them.
@@ -155,15 +154,20 @@ def write_sweep_report(
     text = page(
         title=folder.name,
         headline=_headline(best),
-        standing=how,
+        standing=" ".join(advice["text"] for advice in results["advice"]),
         figures=_key_figures(results),
         drawings=drawings,
         sections=[
+            section("What to run next", *_commands(results["advice"])),
             section("Settings", _settings(settings, unit)),
             section("Members", _members(results["members"]), config_of(folder)),
         ],
     )
     write_pages(folder, text, drawings)
+
+
+def _commands(advice: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [f"<pre>{escaped(each['command'])}</pre>" for each in advice if each["command"]]
 
 
 def _headline(best: Mapping[str, Any] | None) -> str:
