@@ -563,19 +563,20 @@ TAGS = set("P CODE PRE DIV SPAN BUTTON A STRONG EM DEL UL OL LI BLOCKQUOTE H3 H4
 NAMES = set("class style dir href target rel start tabindex type aria-label".split())
 
 
-@pytest.mark.parametrize("name", ATTACKS)
-def test_no_answer_is_read_as_html_or_takes_the_page_with_it(person: Visitor, base_url: str, name: str) -> None:
+def test_no_answer_is_read_as_html_or_takes_the_page_with_it(person: Visitor, base_url: str) -> None:
     """Only elements, attributes and addresses that the page itself makes are there, whatever the model writes."""
-    tells(person, ATTACKS[name])
-    words = "[...document.querySelectorAll('.assistant .words *')]"
-    tags = set(person.read(f"[...new Set({words}.map((each) => each.tagName))]"))
-    names = set(person.read(f"[...new Set({words}.flatMap((each) => each.getAttributeNames()))]"))
-    assert tags <= TAGS and names <= NAMES, (tags - TAGS, names - NAMES)
-    links = person.read("[...document.querySelectorAll('.words a')].map(({ href }) => href)")
-    assert set(links) <= {"https://a.b/__proto__", "http://127.0.0.1:9/pixel"}, "followed only by whoever clicks"
-    assert person.read("window.hit ?? null") is None and person.read("({}).polluted ?? null") is None
-    for link in range(len(links)):
-        person.hover(f"document.querySelectorAll('.words a')[{link}]")
+    for name, attack in ATTACKS.items():
+        tells(person, attack)
+        assert person.read("document.querySelectorAll('.assistant').length") == 1, name
+        words = "[...document.querySelectorAll('.assistant .words *')]"
+        tags = set(person.read(f"[...new Set({words}.map((each) => each.tagName))]"))
+        attributes = set(person.read(f"[...new Set({words}.flatMap((each) => each.getAttributeNames()))]"))
+        assert tags <= TAGS and attributes <= NAMES, (name, tags - TAGS, attributes - NAMES)
+        links = set(person.read("[...document.querySelectorAll('.words a')].map(({ href }) => href)"))
+        assert links <= {"https://a.b/__proto__", "http://127.0.0.1:9/pixel"}, "followed only by whoever clicks"
+        assert person.read("window.hit ?? null") is None and person.read("({}).polluted ?? null") is None, name
+        person.click("document.querySelector('#new')")
+        person.wait(IDLE)
     assert {url.removeprefix(base_url) for url in person.asked()} <= {"", "v1/models", "v1/chat/completions"}
     assert person.said() == []
 
