@@ -612,7 +612,8 @@ def test_a_chat_is_exported_as_a_record_of_messages(person: Visitor) -> None:
     person.read("(URL.createObjectURL = (blob) => { blob.text().then((text) => { window.exported = text; }); "
                 "return '#'; }) && 1")  # fmt: skip
     person.click("document.querySelector('#export')")
-    record = json.loads(person.wait("window.exported"))
+    [line] = person.wait("window.exported").splitlines()  # a file whose name ends in .jsonl
+    record = json.loads(line)
     assert record["messages"] == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": TEXT}]
     assert record["metadata"]["model"] == "fox-tales@4000" and record["metadata"]["seeds"] == [str(SEED)]
 
