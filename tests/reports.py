@@ -196,10 +196,9 @@ def of_sweep(folder: Path) -> str:
             curves.append(({"lr": lr, "seed": seed}, rows))
     best = {"knobs": {"optim.lr": 4e-3}, "mean": 2.55, "unit": "bits/byte"}
     found = {"best": best, "members": members, "tokens_per_s": 12_000.0, "wall_s": 80.0}
+    found["advice"] = [{"text": "0.004 is better than 0.002.", "command": f"monograph sweep '{HOSTILE}'"}]
     drawings = drawings_of(settings, curves, "eval_bits_per_byte", "bits/byte")
-    return sweep_page(
-        folder, found, settings, drawings, "Tied settings differ from the best by no more than noise.", ORIGIN
-    )
+    return sweep_page(folder, found, settings, drawings, ORIGIN)
 
 
 def ladder() -> dict[str, Any]:

@@ -68,8 +68,16 @@ class Served:
     """A server on a free port of this machine; `service` is its inside."""
 
     def __init__(
-        self, model: Llama, tokenizer: Tokenizer, *, rows: int = ROWS, keys: Sequence[str] = (), host: str = "127.0.0.1"
+        self,
+        model: Llama,
+        tokenizer: Tokenizer,
+        *,
+        rows: int = ROWS,
+        keys: Sequence[str] = (),
+        host: str = "127.0.0.1",
+        **names: Any,
     ) -> None:
+        self._names = names
         self.source, self._keys, self._host = Given(model, tokenizer, rows), list(keys), host
         self.model, self.tokenizer, self.said = model, tokenizer, list[str]()
         self.bugs: list[Exception] = []
@@ -102,7 +110,7 @@ class Served:
 
     async def _serve(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.service = Service(self.source, self.said.append, self.bugs.append)
+        self.service = Service(self.source, self.said.append, self.bugs.append, **self._names)
         self.server = _Quiet(configured(self.service, self._host, self._keys))
         with socket.socket(proto=socket.IPPROTO_TCP) as listening:
             listening.bind(("127.0.0.1", 0))

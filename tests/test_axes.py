@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 
 from monograph.config import KEYS
-from monograph.config.axes import _WHY_NOT, AXES, Axis, axes_of, points
+from monograph.config.axes import _WHY_NOT, AXES, Axis, axes_of, points, require_single_values
 from monograph.errors import UsageError
 
 
@@ -138,3 +139,57 @@ def test_samples_of_listed_values_are_different_points() -> None:
 def test_samples_that_cannot_be_drawn(axes: dict[str, str], samples: int | None, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         points(axes_of(axes)[1], samples)
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "right"),
+    [
+        ("optim.lr", "[1e-3,2e-3]", "1e-3,2e-3"),
+        ("optim.lr", "[1e-3, 2e-3]", "1e-3,2e-3"),
+        ("optim.lr", "(0.1,0.2)", "0.1,0.2"),
+        ("optim.lr", "{0.1,0.2}", "0.1,0.2"),
+        ("optim.lr", "[log:1e-4..1e-2:8]", "log:1e-4..1e-2:8"),
+        ("optim.name", "['adamw', \"muon\"]", "adamw,muon"),
+        ("train.seed", "[0..3]", "0..3"),
+        ("train.seed", "[3]", "3"),
+    ],
+)
+def test_brackets_are_answered_with_the_form_without_them(key: str, text: str, right: str) -> None:
+    with pytest.raises(UsageError) as error:
+        axes_of({key: text})
+    assert str(error.value) == f"{key}={text}: values are written without brackets: {key}={right}"
+    axes_of({key: right})
+
+
+@pytest.mark.parametrize(
+    ("section", "line", "typed"),
+    [
+        ("optim", "lr = [1e-3, 2e-3]", "optim.lr=0.001,0.002"),
+        ("optim", 'lr = ["1e-3", "2e-3"]', "optim.lr=1e-3,2e-3"),
+        ("optim", 'lr = "1e-3,2e-3"', "optim.lr=1e-3,2e-3"),
+        ("optim", 'lr = "log:1e-4..1e-2:8"', "optim.lr=log:1e-4..1e-2:8"),
+        ("optim", 'name = ["adamw", "muon"]', "optim.name=adamw,muon"),
+        ("optim", "betas = [[0.9, 0.95], [0.9, 0.99]]", "optim.betas=[0.9,0.95],[0.9,0.99]"),
+        ("train", "seed = [0, 1]", "train.seed=0,1"),
+        ("model", "tie_word_embeddings = [true, false]", "model.tie_word_embeddings=true,false"),
+    ],
+)
+def test_an_axis_in_a_file_is_answered_with_how_it_is_typed(
+    tmp_path: Path, section: str, line: str, typed: str
+) -> None:
+    toml = tmp_path / "run.toml"
+    toml.write_text(f"[{section}]\n{line}\n")
+    with pytest.raises(UsageError) as error:
+        require_single_values(toml)
+    key, _, text = typed.partition("=")
+    assert str(error.value).startswith(f"{toml}:2: {key} has several values") and str(error.value).endswith(f" {typed}")
+    assert axes_of({key: text})[1]
+
+
+@pytest.mark.parametrize(
+    "line", ["betas = [0.9, 0.95]", "lr = 3e-4", 'lr = "high"', "lr = []", "lr = [1]", "lr = true"]
+)
+def test_one_value_in_a_file_is_none_right_or_wrong(tmp_path: Path, line: str) -> None:
+    """What is wrong is refused where the file is loaded, by what the key expects."""
+    (tmp_path / "run.toml").write_text(f"[optim]\n{line}\n")
+    require_single_values(tmp_path / "run.toml")

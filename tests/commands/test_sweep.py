@@ -24,7 +24,7 @@ AXES = ["optim.lr=log:1e-3..1e-1:3", "train.seed=0,1"]
 SHORT = over(TINY, "train.updates=20", "train.save_every=10", "optim.name=adamw")
 UPDATES = 60
 LONG = [*over(SHORT, f"train.updates={UPDATES}", "train.save_every=10"), *AXES, "--out", "s"]
-RESULT = "schema run members best wall_s tokens_per_s"
+RESULT = "schema run members best advice wall_s tokens_per_s"
 MEMBER = "knobs eval_loss eval_bits_per_byte train_loss diverged run checkpoint"
 
 
@@ -48,7 +48,7 @@ def test_a_sweep_says_what_it_does_and_what_came_of_it(place: Path) -> None:
     said, found = (place / "err").read_text(), result((place / "out").read_text())
     assert "plan      20 updates of 128 tokens = 2.56 k each; 6 members" in said and "measured at 1, 6" in said
     assert "lr      bits/byte" in said and re.search(r"0\.1 +\d\.\d+ ± \d\.\d+   best", said)
-    assert "paired over seeds" in said and "\nbest      lr=0.1" in said
+    assert "\nbest      lr=0.1\n" in said and "\nadvice    0.1 is the largest lr that this sweep tried" in said
     assert "monograph train --from last/best --minutes 5" in said.replace(f"{sys.executable} -m ", "")
     assert list(found) == RESULT.split() and found["schema"] == "monograph.sweep/1"
     assert [list(member) for member in found["members"]] == [MEMBER.split()] * 6
@@ -62,6 +62,16 @@ def test_a_sweep_says_what_it_does_and_what_came_of_it(place: Path) -> None:
     assert {path.name for path in (run / "figures").iterdir()} == {"against_lr.png", "curves.png"}
     page = (run / "report.html").read_text()
     assert "<svg" in page and "<td>monograph sweep " in page
+
+
+def test_its_advice_runs_as_printed(place: Path, server: CommandServer) -> None:
+    """The best of three rates is the last one: the command that is printed trains that and two above it."""
+    found, said = result((place / "out").read_text()), (place / "err").read_text()
+    command = found["advice"][0]["command"]
+    assert found["advice"][0]["text"].endswith("Go on there.") and command.removeprefix("monograph ") in said
+    done = server.run(place, *shlex.split(command)[1:], "--out", "beyond", "--json", figures=0)
+    assert done.code == 0, done.err
+    assert {member["knobs"]["optim.lr"] for member in result(done.out)["members"]} == {0.1, 1.0, 10.0}
 
 
 def test_members_are_ordinary_runs(place: Path, server: CommandServer) -> None:

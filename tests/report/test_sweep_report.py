@@ -69,16 +69,13 @@ def test_the_page_says_what_came_of_it(name: str, tmp_path: Path) -> None:
     knobs = {f"optim.{key}": value for key, value in (top or {"knobs": {}})["knobs"].items()}
     best = {"knobs": knobs, "mean": top["mean"], "unit": "bits/byte"} if top else None
     members = [{"knobs": each["knobs"], "diverged": None if each["mean"] else 3} for each in settings]
-    found = {"best": best, "members": members, "tokens_per_s": 1000.0, "wall_s": 60.0}
+    advice = [{"text": "a <table>.", "command": "monograph sweep <b>"}, {"text": "It is real.", "command": None}]
+    found = {"best": best, "members": members, "advice": advice, "tokens_per_s": 1000.0, "wall_s": 60.0}
     (tmp_path / "config.toml").write_text("[train]\nupdates = 3 # <b>\n")
-    write_sweep_report(tmp_path, found, settings, [curve(**each["knobs"]) for each in settings], "a <table>, how")
+    write_sweep_report(tmp_path, found, settings, [curve(**each["knobs"]) for each in settings])
     page = (tmp_path / "report.html").read_text()
-    assert (
-        "a &lt;table&gt;" in page
-        and "updates = 3 # &lt;b&gt;" in page
-        and "how" in page
-        and "$" not in page.split("<script")[0]
-    )
+    assert '<p class="standing">a &lt;table&gt;. It is real.</p>' in page and "updates = 3 # &lt;b&gt;" in page
+    assert page.count("<pre>monograph sweep &lt;b&gt;</pre>") == 1 and "$" not in page.split("<script")[0]
     headline = {"rates": "2.405 bits/byte at lr 0.01", "all lost": "Every member diverged"}.get(name, "2.550 bits/byte")
     assert f"<h1>{headline}</h1>" in page
     assert page.count("<svg") == len([*(tmp_path / "figures").glob("*.png")])

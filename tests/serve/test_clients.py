@@ -10,7 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from served import CONTEXT, ROWS, Served
+from monograph.text.tokenizer import Tokenizer
+from served import CONTEXT, ROWS, Served, small
 
 openai = pytest.importorskip("openai", reason="pip install openai")
 SCHEMA = {
@@ -34,6 +35,31 @@ def test_it_lists_and_finds_models(client: openai.OpenAI) -> None:
     assert client.models.retrieve("given@0").owned_by == "monograph"
     with pytest.raises(openai.NotFoundError, match="there is no model 'other': expected given@0, given, last"):
         client.models.retrieve("other")
+
+
+def test_a_model_is_asked_for_by_its_aliases_or_by_any_name_if_that_is_wanted() -> None:
+    tokenizer = Tokenizer.bytes()
+    asked = {"messages": SAID, "max_tokens": 3, "seed": 1}
+    with (
+        Served(small(tokenizer), tokenizer, aliases=["gpt-4o", "my/model", "last"]) as served,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert [model.id for model in client.models.list()] == ["given@0", "given", "last", "gpt-4o", "my/model"]
+        assert client.models.retrieve("my/model").id == "my/model"
+        answers = {client.chat.completions.create(model=name, **asked).choices[0].message.content
+                   for name in ("last", "gpt-4o", "my/model")}  # fmt: skip
+        assert len(answers) == 1
+        assert client.chat.completions.create(model="gpt-4o", **asked).model == "given@0", "what it really is"
+        with pytest.raises(openai.NotFoundError, match="expected given@0, given, last, gpt-4o, my/model .*--any-name"):
+            client.chat.completions.create(model="gpt-5", **asked)
+    with (
+        Served(small(tokenizer), tokenizer, any_name=True) as served,
+        openai.OpenAI(base_url=f"{served.url}/v1", api_key="none", max_retries=0) as client,
+    ):
+        assert {client.chat.completions.create(model=name, **asked).choices[0].message.content
+                for name in ("last", "gpt-5", "anything at all")} == answers  # fmt: skip
+        assert client.models.retrieve("gpt-5").id == "gpt-5"
+        assert [model.id for model in client.models.list()] == ["given@0", "given", "last"]
 
 
 def test_it_completes_texts_whole_and_in_pieces(client: openai.OpenAI) -> None:

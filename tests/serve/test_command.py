@@ -12,8 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from monograph.errors import InputRefused
-from monograph.serve.command import BACKLOG, FILES, MOST_CONNECTIONS, _listening, allow_connections, keys_in
+from monograph.errors import InputRefused, UsageError
+from monograph.serve.command import (
+    BACKLOG,
+    FILES,
+    MOST_CONNECTIONS,
+    _listening,
+    allow_connections,
+    keys_in,
+    require_names,
+)
 
 
 def test_an_answer_in_several_packets_waits_for_no_acknowledgement() -> None:
@@ -79,6 +87,13 @@ def test_a_key_that_nobody_could_send_is_refused_by_its_line(tmp_path: Path, con
     path.write_bytes(content.encode())
     with pytest.raises(InputRefused, match=words):
         keys_in(path)
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a\nb", "a\u200b", "x" * 201])
+def test_a_models_name_that_nobody_could_send_or_read_is_refused(name: str) -> None:
+    require_names(["gpt-4o", "x" * 200])
+    with pytest.raises(UsageError, match="--served-name .*: expected 1 to 200 visible characters, such as gpt-4o"):
+        require_names(["gpt-4o", name])
 
 
 def test_a_file_of_keys_in_another_encoding_is_refused(tmp_path: Path) -> None:

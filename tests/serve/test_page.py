@@ -38,6 +38,7 @@ TOKENS: list[tuple[bytes, float, dict[str, float]]] = [
     (b".\n", 0.8, {"!": 0.1, ".": 0.05, "?": 0.01, ";": 0.001}),
 ]
 TEXT = b"".join(token for token, _, _ in TOKENS).decode()
+SHOWN = TEXT.rstrip()  # in a paragraph
 SEED = 2**63 - 26  # beyond what a number of JavaScript holds
 
 
@@ -115,7 +116,8 @@ class Answers(BaseHTTPRequestHandler):
         self.send_header("Content-Type", "text/event-stream; charset=utf-8")
         self.end_headers()
         make = chat_choices if "messages" in asked else text_choices
-        choices = make(asked.get("logprobs") not in (None, False))
+        _, said, words = prompt.partition("say:")
+        choices = whole_choices(words) if said else make(asked.get("logprobs") not in (None, False))
         more = {"seed": asked.get("seed", SEED), "model": asked["model"], "usage": None}
         try:
             for choice in choices:
@@ -162,6 +164,14 @@ def chat_choices(reported: bool) -> list[dict[str, Any]]:
         logprobs = {"content": content} if reported else None
         choices.append({"delta": {"content": piece}, "logprobs": logprobs, "finish_reason": None})
     return [{"index": 0} | each for each in (*choices, {"delta": {}, "finish_reason": "stop"})]
+
+
+def whole_choices(words: str) -> list[dict[str, Any]]:
+    """A chat's answer that has exactly these words, in pieces of seven letters."""
+    parts = [{"delta": {"content": words[at : at + 7]}, "finish_reason": None} for at in range(0, len(words), 7)]
+    if len(words) > 5000:
+        parts = [{"delta": {"content": words}, "finish_reason": None}]
+    return [{"index": 0, "logprobs": None} | each for each in (*parts, {"delta": {}, "finish_reason": "stop"})]
 
 
 def text_choices(reported: bool) -> list[dict[str, Any]]:
@@ -259,16 +269,16 @@ def test_a_message_is_answered_by_keyboard_alone_and_the_models_text_is_never_ht
     assert person.read("[document.title, document.querySelector('#standing').textContent]") == [
         "fox-tales@4000", "Chat template · 2,048 tokens of context"]  # fmt: skip
     assert person.read(FACED) == "message"
-    assert answered(person, "hello") == TEXT
-    assert answered(person, HOSTILE) == TEXT
+    assert answered(person, "hello") == SHOWN
+    assert answered(person, HOSTILE) == SHOWN
     asked = stand_in.asked[-1]
     assert asked["model"] == "fox-tales@4000" and asked["max_tokens"] == 256 and asked["stream"] is True
     assert [each["role"] for each in asked["messages"]] == ["user", "assistant", "user"]
     assert asked["messages"][1]["content"] == TEXT
     assert not {"seed", "temperature", "top_p", "logprobs", "stop", "response_format"} & asked.keys()
     facts = person.read(FACTS)
-    assert facts.startswith(f"seed {SEED} keep7 tokens") and "tokens/s" in facts and "first after" in facts
-    assert person.read("document.querySelectorAll('img, b, .words *').length") == 0
+    assert facts.startswith(f"seed {SEED} keep7 tokens") and "first after" in facts
+    assert person.read("document.querySelectorAll('img, b, .words :not(p)').length") == 0
     assert person.said() == []
     asked_for = person.asked()
     assert asked_for[0] == base_url and {url.removeprefix(base_url) for url in asked_for} == {
@@ -285,7 +295,7 @@ def test_a_seed_is_kept_exactly_and_an_answer_is_tried_again_with_another(person
     person.click("[...document.querySelectorAll('.facts button')].find((each) => each.textContent === 'try again')")
     person.wait(f"{FACTS} && {IDLE}")
     assert "seed" not in stand_in.asked[-1] and len(stand_in.asked[-1]["messages"]) == 3
-    assert person.read(ANSWERS) == [TEXT, TEXT]
+    assert person.read(ANSWERS) == [SHOWN, SHOWN]
 
 
 def test_a_message_is_edited_and_the_conversation_goes_on_from_there(person: Visitor, stand_in: StandIn) -> None:
@@ -427,6 +437,232 @@ def test_a_text_is_undone_and_continued_again(person: Visitor, stand_in: StandIn
     ]
 
 
+# ---- speed ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("pieces", "tokens", "expected"),
+    [
+        ([(0, 4)], 7, None),  # in one piece
+        ([(0, 4), (1, 4), (2, 4)], 24, None),  # in one burst
+        ([(0, 4), (200, 4)], 24, None),  # too short a time to say
+        ([(0, 400), (1, 400), (1000, 400), (1001, 400)], 32, 16 / 1.0),  # two blocks
+        ([(100 * place, 5) for place in range(11)], 11, 10.0),  # a token each 100 ms
+        ([(10 * place, 5) for place in range(101)], 101, 100.0),
+        ([], 0, None),
+    ],
+)
+def test_a_speed_is_that_of_the_clock_between_tokens_or_is_not_said(
+    person: Visitor, pieces: list[tuple[int, int]], tokens: int, expected: float | None
+) -> None:
+    came = json.dumps([{"at": 5000 + at, "length": length} for at, length in pieces])
+    assert person.read(f"speed({came}, {tokens}) ?? null") == (expected and pytest.approx(expected, rel=2e-2))
+
+
+def test_an_answer_that_comes_at_once_has_no_speed(person: Visitor) -> None:
+    """Its tokens were written before the first of them came, so that the time between them says nothing."""
+    answered(person, "say:" + "word " * 1500)
+    assert "tokens/s" not in person.read(FACTS) and "first after" in person.read(FACTS)
+
+
+# ---- markdown -------------------------------------------------------------------------------------------------------
+
+MARKDOWN = """# Title
+A *slanted* and **bold** word, `a*b*c`, snake_case_name and 2 * 3.
+Second line with a [link](https://example.org/a?b=1) and \\*stars\\*.
+
+- one
+- two
+  - inner
+- three
+
+3. third
+4. fourth
+
+> said **once**
+
+| a | b |
+|---|--:|
+| 1 | <i>2</i> |
+
+---
+
+```python
+def f(x):
+    return x < 1 and "**no**"
+```
+"""
+
+
+def tells(person: Visitor, words: str) -> None:
+    """Sends a message that is answered with these words."""
+    person.read(f"(document.querySelector('#message').value = {json.dumps('say:' + words)})")
+    person.click("document.querySelector('#message')")
+    person.press("Return")
+    person.wait(f"{FACTS} && {IDLE}")
+
+
+def test_markdown_is_shown_as_what_it_means_and_can_be_switched_off(person: Visitor) -> None:
+    tells(person, MARKDOWN)
+    seen = {
+        "h3": ["Title"], "em": ["slanted"], "strong": ["bold", "once"], "blockquote": ["said once"],
+        "p code": ["a*b*c"], "li": ["one", "twoinner", "inner", "three", "third", "fourth"], "th": ["a", "b"],
+        "td": ["1", "<i>2</i>"], "a": ["link"],
+        "pre": ['def f(x):\n    return x < 1 and "**no**"'], ".code span": ["python"],
+    }  # fmt: skip
+    for tag, texts in seen.items():
+        found = f"[...document.querySelectorAll('.assistant .words {tag}')].map((each) => each.textContent)"
+        assert person.read(found) == texts, tag
+    assert person.read("document.querySelector('.words ol').start") == 3
+    assert person.read("document.querySelectorAll('.words hr').length") == 1
+    text = person.read(ANSWERS)[-1]
+    assert "snake_case_name and 2 * 3.\nSecond line" in text and "and *stars*." in text
+    link = person.read("(({ href, target, rel }) => [href, target, rel])(document.querySelector('.words a'))")
+    assert link == ["https://example.org/a?b=1", "_blank", "noopener noreferrer"]
+    person.click("document.querySelector('#markdown')")
+    assert person.read(ANSWERS) == [MARKDOWN] and person.said() == []
+
+
+def test_an_answer_and_a_piece_of_code_are_copied(person: Visitor) -> None:
+    person.read("Object.defineProperty(navigator, 'clipboard', { value: { writeText: async (text) => {"
+                "window.copiedText = text; } } }) && 1")  # fmt: skip
+    tells(person, MARKDOWN)
+    person.click("document.querySelector('.code button')")
+    person.wait("document.querySelector('.code button').textContent === 'copied'")
+    assert person.read("window.copiedText") == 'def f(x):\n    return x < 1 and "**no**"'
+    person.click("[...document.querySelectorAll('.facts button')].find((each) => each.textContent === 'copy')")
+    person.wait(f"window.copiedText === {json.dumps(MARKDOWN)}")
+
+
+ATTACKS = {
+    "a script": "<script>window.hit = 1</script>",
+    "an image": "<img src=x onerror='window.hit=1'> ![x](http://127.0.0.1:9/pixel) ![y](javascript:window.hit=1)",
+    "a vector image": "<svg/onload=window.hit=1><a xlink:href='javascript:window.hit=1'>x</a></svg>",
+    "links": "[a](javascript:window.hit=1) [b](JaVaScRiPt:window.hit=1) [c](data:text/html,<script>window.hit=1) "
+             "[d](vbscript:x) [e](https://a.b\" onmouseover=\"window.hit=1) [f](//evil.example) [g](file:///etc/passwd)",
+    "code": "```html\"><script>window.hit=1</script>\n</pre></code><script>window.hit=1</script>\n```",
+    "inline code": "`</code><img src=x onerror=window.hit=1>`",
+    "a title": "# <iframe src='javascript:window.hit=1'></iframe>",
+    "a list": "- <input autofocus onfocus=window.hit=1>\n  - <details open ontoggle=window.hit=1>",
+    "a table": "| <b>a</b> | b |\n|---|---|\n| <img src=x onerror=window.hit=1> | <style>*{display:none}</style> |",
+    "a quotation": "> <form action=javascript:window.hit=1><button>x",
+    "entities": "&lt;script&gt; &#60;script&#62;window.hit=1",
+    "names of properties": "[x](https://a.b/__proto__) **__proto__** `constructor`",
+    "deep quotations": "> " * 3000 + "x",
+    "deep lists": "\n".join(" " * place + "- x" for place in range(400)),
+    "stars": "*" * 30_000 + "x",
+    "stars and words": "*a **b " * 8000,
+    "backticks": "`" * 30_001 + "\n" + "` `` ``` " * 4000,
+    "brackets": "[" * 30_000 + "](" * 10_000,
+    "bars": "|" * 20_000 + "\n" + "|-" * 10_000,
+    "numbers": "1. " * 10_000,
+    "lines": "- " * 10_000 + "x\n" + "_ " * 10_000 + "x",
+    "underscores": "_" * 30_001 + "a_b" * 5000,
+}  # fmt: skip
+TAGS = set("P CODE PRE DIV SPAN BUTTON A STRONG EM DEL UL OL LI BLOCKQUOTE H3 H4 H5 H6 HR TABLE TR TH TD".split())
+NAMES = set("class style dir href target rel start tabindex type aria-label".split())
+
+
+def test_no_answer_is_read_as_html_or_takes_the_page_with_it(person: Visitor, base_url: str) -> None:
+    """Only elements, attributes and addresses that the page itself makes are there, whatever the model writes."""
+    for name, attack in ATTACKS.items():
+        tells(person, attack)
+        assert person.read("document.querySelectorAll('.assistant').length") == 1, name
+        words = "[...document.querySelectorAll('.assistant .words *')]"
+        tags = set(person.read(f"[...new Set({words}.map((each) => each.tagName))]"))
+        attributes = set(person.read(f"[...new Set({words}.flatMap((each) => each.getAttributeNames()))]"))
+        assert tags <= TAGS and attributes <= NAMES, (name, tags - TAGS, attributes - NAMES)
+        links = set(person.read("[...document.querySelectorAll('.words a')].map(({ href }) => href)"))
+        assert links <= {"https://a.b/__proto__", "http://127.0.0.1:9/pixel"}, "followed only by whoever clicks"
+        assert person.read("window.hit ?? null") is None and person.read("({}).polluted ?? null") is None, name
+        person.click("document.querySelector('#new')")
+        person.wait(IDLE)
+    assert {url.removeprefix(base_url) for url in person.asked()} <= {"", "v1/models", "v1/chat/completions"}
+    assert person.said() == []
+
+
+# ---- chats ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_system_prompt_is_told_first(person: Visitor, stand_in: StandIn) -> None:
+    person.click("document.querySelector('#system')")
+    person.type("Be brief.")
+    person.click("document.querySelector('#message')")
+    answered(person, "hello")
+    assert stand_in.asked[-1]["messages"] == [{"role": "system", "content": "Be brief."},
+                                              {"role": "user", "content": "hello"}]  # fmt: skip
+
+
+def test_a_new_chat_begins_even_while_an_answer_is_written(person: Visitor, stand_in: StandIn) -> None:
+    stand_in.hung_up.clear()
+    person.type("slow")
+    person.press("Return")
+    person.wait("document.querySelector('.assistant .words')?.textContent.length > 60")
+    person.click("document.querySelector('#new')")
+    person.wait(IDLE)
+    assert stand_in.hung_up.wait(20)
+    assert person.read("[document.querySelectorAll('.turn').length, document.activeElement.id]") == [0, "message"]
+    assert answered(person, "hello") == SHOWN
+    assert [each["content"] for each in stand_in.asked[-1]["messages"]] == ["hello"]
+
+
+def test_a_chat_is_exported_as_a_record_of_messages(person: Visitor) -> None:
+    assert person.read("document.querySelector('#export').disabled")
+    answered(person, "hello")
+    person.read("(URL.createObjectURL = (blob) => { blob.text().then((text) => { window.exported = text; }); "
+                "return '#'; }) && 1")  # fmt: skip
+    person.click("document.querySelector('#export')")
+    [line] = person.wait("window.exported").splitlines()  # a file whose name ends in .jsonl
+    record = json.loads(line)
+    assert record["messages"] == [{"role": "user", "content": "hello"}, {"role": "assistant", "content": TEXT}]
+    assert record["metadata"]["model"] == "fox-tales@4000" and record["metadata"]["seeds"] == [str(SEED)]
+
+
+KEPT = "[...document.querySelectorAll('#kept option')].map((each) => each.textContent)"
+
+
+def again(person: Visitor) -> None:
+    """Loads the page anew in the same browser."""
+    person.read("(window.isOld = true)")
+    person.read("setTimeout(() => location.reload(), 0)")
+    person.wait("!window.isOld && document.querySelector('#model')?.textContent === 'fox-tales@4000'")
+
+
+def test_chats_are_kept_in_the_browser_if_that_is_wanted_and_only_then(person: Visitor) -> None:
+    answered(person, "first")
+    assert person.read("localStorage.length") == 0
+    again(person)
+    assert person.read(ANSWERS) == []
+    person.click("document.querySelector('#keep')")
+    person.click("document.querySelector('#message')")
+    answered(person, "second")
+    person.click("document.querySelector('#new')")
+    answered(person, f"third {HOSTILE}")
+    assert person.read(KEPT) == [f"third {HOSTILE}", "second"]
+    again(person)
+    assert person.read("document.querySelector('#keep').checked")
+    assert person.read(KEPT) == [f"third {HOSTILE}", "second"]
+    assert person.read(ANSWERS) == [SHOWN] and str(SEED) in person.read(FACTS)
+    person.read("(({ value }, select) => { select.value = value; select.onchange({ target: select }); })"
+                "(document.querySelectorAll('#kept option')[1], document.querySelector('#kept')) ?? 1")  # fmt: skip
+    assert person.read("document.querySelector('.user .words').textContent") == "second"
+    person.click("document.querySelector('#forget')")
+    assert person.read(KEPT) == ["Kept chats", f"third {HOSTILE}"] and person.read(ANSWERS) == []
+    person.click("document.querySelector('#keep')")
+    assert person.read("[localStorage.length, document.querySelector('#kept').hidden]") == [0, True]
+    assert person.said() == []
+
+
+@pytest.mark.parametrize(
+    "kept", ["", "{", "3", '[{"id": 1}]', '[{"id": "a", "turns": [{"role": "<b>", "content": 3}]}]']
+)
+def test_what_is_no_kept_chat_is_passed_over(person: Visitor, kept: str) -> None:
+    person.read(f"localStorage.setItem('monograph chats', {json.dumps(kept)}) ?? 1")
+    again(person)
+    assert person.read("document.querySelectorAll('.turn').length") == 0
+    assert answered(person, "hello") == SHOWN and person.read(KEPT) == ["hello"] and person.said() == []
+
+
 # ---- what goes wrong ------------------------------------------------------------------------------------------------
 
 
@@ -447,7 +683,7 @@ def test_an_answer_that_breaks_off_keeps_its_text_and_says_why(person: Visitor, 
     person.type(prompt)
     person.press("Return")
     assert person.wait("document.querySelector('#error').textContent") == said
-    assert person.read(ANSWERS) == [TEXT] and "broken off" in person.read(FACTS)
+    assert person.read(ANSWERS) == [SHOWN] and "broken off" in person.read(FACTS)
 
 
 def test_a_number_that_is_none_is_not_sent(person: Visitor, stand_in: StandIn) -> None:
@@ -471,7 +707,7 @@ def test_a_key_is_asked_for_kept_in_the_session_alone_and_sent(light: Visitor) -
     light.press("Return")
     light.wait("document.querySelector('#model').textContent === 'fox-tales@4000'")
     assert light.read("[document.querySelector('#key').hidden, document.activeElement.id]") == [True, "message"]
-    assert answered(light, "hello") == TEXT
+    assert answered(light, "hello") == SHOWN
     kept = "[sessionStorage.length, sessionStorage.getItem('key'), localStorage.length, document.cookie]"
     assert light.read(kept) == [1, "open sesame", 0, ""]
     server.close()
@@ -526,6 +762,76 @@ def test_the_mode_is_chosen_by_arrow_keys(person: Visitor) -> None:
 
 
 # ---- looks ----------------------------------------------------------------------------------------------------------
+
+# What a person reads: each text that is shown, its size, and its contrast (WCAG 2.2) with what is behind it.
+READ = """(() => {
+  const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+  const rgba = (colour) => {
+    canvas.clearRect(0, 0, 1, 1); canvas.fillStyle = colour; canvas.fillRect(0, 0, 1, 1);
+    const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data; return [r, g, b, a / 255];
+  };
+  const over = ([r, g, b, a], under) => [r, g, b].map((each, i) => each * a + under[i] * (1 - a));
+  const light = (rgb) => { const [r, g, b] = rgb.map((each) => each / 255).map((each) =>
+    each <= 0.04045 ? each / 12.92 : ((each + 0.055) / 1.055) ** 2.4); return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+  const behind = (node) =>
+    node ? over(rgba(getComputedStyle(node).backgroundColor), behind(node.parentElement)) : [255, 255, 255];
+  const found = [], walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+  while (walk.nextNode()) {
+    const node = walk.currentNode.parentElement, style = getComputedStyle(node);
+    if (!walk.currentNode.textContent.trim() || !node.checkVisibility()) continue;
+    if (node.closest("script, style, .unseen, #mirror, option, :disabled")) continue;
+    const back = behind(node), [a, b] = [light(back), light(over(rgba(style.color), back))];
+    found.push([walk.currentNode.textContent.trim().slice(0, 40), parseFloat(style.fontSize),
+      (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05)]);
+  }
+  return found;
+})()"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_every_text_is_large_and_clear_enough_and_nothing_is_cut(
+    base_url: str, light: Visitor, scheme: str, tmp_path: Path
+) -> None:
+    visitor = light if scheme == "light" else Visitor(scheme)
+    visitor.visit(base_url)
+    visitor.wait("document.querySelector('#model').textContent === 'fox-tales@4000'")
+    visitor.click("document.querySelector('#keep')")
+    tells(visitor, MARKDOWN)
+    for width in (1280, 400):
+        visitor.resize(width, 800)
+        visitor.read("(document.querySelector('#options').open = true)")
+        texts = visitor.read(READ)
+        assert len(texts) > 30
+        assert [each for each in texts if each[1] < 12 or each[2] < 4.5] == []
+        page = "document.documentElement"
+        assert visitor.read(f"{page}.scrollWidth <= innerWidth && {page}.scrollHeight <= innerHeight")
+        boxes = "[...document.querySelectorAll('button, input, select, textarea, .words > *')].filter((each) => "\
+                "each.checkVisibility()).map((each) => each.getBoundingClientRect())"  # fmt: skip
+        assert visitor.read(f"{boxes}.filter(({{ left, right }}) => left < 0 || right > innerWidth)") == []
+        visitor.picture(str(tmp_path / f"{scheme}-{width}-options.png"))
+        visitor.read("((document.querySelector('#options').open = innerWidth > 820), 1)")
+        visitor.picture(str(tmp_path / f"{scheme}-{width}.png"))
+    visitor.resize(1200, 900)
+    if scheme == "dark":
+        visitor.close()
+
+
+@pytest.mark.parametrize("mode", ["chat", "text"])
+def test_stop_is_in_sight_while_it_writes(person: Visitor, mode: str) -> None:
+    if mode == "text":
+        person.click("document.querySelectorAll('.modes label')[1]")
+    person.type("slow")
+    person.press("Ctrl+Return")
+    stop = "[...document.querySelectorAll('.go')].find((each) => each.checkVisibility())"
+    person.wait(f"{stop}.textContent === 'Stop'")
+    for width, height in ((1280, 800), (400, 800), (400, 560)):
+        person.resize(width, height)
+        person.read("(document.querySelector('#options').open = true)")
+        top = "(({ x, y, width, height }) => document.elementFromPoint(x + width / 2, y + height / 2))"
+        assert person.read(f"{top}({stop}.getBoundingClientRect()) === {stop}"), (width, height)
+    person.click(stop)
+    person.wait(IDLE)
+    person.resize(1200, 900)
 
 
 @pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])

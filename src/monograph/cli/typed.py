@@ -469,6 +469,10 @@ def serve(
     port: Annotated[int, _option("N", "the port; 0: any free one", min=0, max=65535)] = 8000,
     api_key_file: Annotated[Path | None, _place("FILE", "keys, one a line; each request needs one of them")] = None,
     rows: Annotated[int | None, _option("N", "texts written at once; default: 8, on a GPU 64", min=1, max=1024)] = None,
+    served_name: Annotated[
+        list[str] | None, _option("NAME", "another name for the model, such as gpt-4o; may be repeated")
+    ] = None,
+    any_name: Annotated[bool, _flag("--any-name", "answer requests whatever model they name")] = False,
 ) -> None:
     """Serve a model through an OpenAI-compatible API, with a chat page."""
     if importlib.util.find_spec("uvicorn") is None or importlib.util.find_spec("starlette") is None:
@@ -478,7 +482,15 @@ def serve(
         raise UsageError(f"monograph serve needs starlette and uvicorn: {libraries}")
     from monograph.serve.command import run as command
 
-    interrupts.working(command)(run, host=host, port=port, api_key_file=api_key_file, rows=rows)
+    interrupts.working(command)(
+        run,
+        host=host,
+        port=port,
+        api_key_file=api_key_file,
+        rows=rows,
+        served_names=served_name or [],
+        any_name=any_name,
+    )
 
 
 @_command(TAKE_AWAY, "monograph export last --to out --format gguf")

@@ -1,4 +1,4 @@
-"""`monograph sweep`: train runs that differ in a few settings, as many at once as pays, and find the best."""
+"""`monograph sweep`: train runs that differ in a few settings, as many at once as is fastest, and find the best."""
 
 import json as jsonlib
 from collections.abc import Sequence

@@ -8,11 +8,13 @@ import math
 import random
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from monograph.config.keys import KEYS
 from monograph.config.settings import check
-from monograph.config.sources import COMMAND_LINE
+from monograph.config.sources import COMMAND_LINE, from_toml
 from monograph.ensemble.knobs import log_range, require_ends
 from monograph.errors import UsageError
 
@@ -65,6 +67,19 @@ BETWEEN_GRAPHS = (
     "lora.base",
 )
 AXES = (*IN_ONE_GRAPH, *BETWEEN_GRAPHS)
+# More of these nearly always scores better, so that the best value at an axis' end says nothing.
+AMOUNTS = (
+    "model.hidden_size",
+    "model.intermediate_size",
+    "model.num_hidden_layers",
+    "model.num_attention_heads",
+    "model.num_key_value_heads",
+    "data.vocab_size",
+    "data.sequence_length",
+    "optim.transfer_base",
+    "train.updates",
+    "train.tokens",
+)
 # The reasons why all other keys cannot be axes.
 _OTHER_TEXT = "members are compared on the same text"
 _NO_EFFECT = "it does not change what a member learns"
@@ -98,6 +113,7 @@ _WHY_NOT = {
     ),
 }
 
+_IN_BRACKETS = ("optim.betas",)  # keys of which one value is a pair
 _RANGES = "a range has two ends, such as log:1e-4..1e-2:8, lin:0..0.2:3 or 0..3"
 _RANGE = re.compile(r"(?:(log|lin):)?([^.:,]*(?:\.[^.:,]+)?)\.\.([^:,]*)(?::([^:,]*))?")
 Point = dict[str, Any]
@@ -138,6 +154,37 @@ def axes_of(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis]]:
         else:
             axes.append(axis)
     return fixed, axes
+
+
+def require_single_values(toml: Path) -> None:
+    """Refuse an axis in a TOML file, where a key has one value; other wrong values are left to whoever loads the file.
+
+    Raises:
+        UsageError: a key has several values; the message says how to type them.
+    """
+    for key, given in from_toml(toml).items():
+        text = _several(key, given.value) if key in AXES else None
+        if text is not None:
+            why = "a file has one for each key; type the axis on the command line"
+            raise UsageError(f"{given.origin}: {key} has several values, and {why}: {key}={text}")
+
+
+def _several(key: str, value: Any) -> str | None:
+    """Return a value of a TOML file as an axis is typed; None if it is one value, right or wrong."""
+    with suppress(UsageError):
+        check(key, value, "", from_text=False)
+        return None
+    text = ",".join(map(_typed, value)) if isinstance(value, list) else value
+    with suppress(UsageError):
+        if isinstance(text, str) and _axis(key, text) is not None:
+            return text
+    return None
+
+
+def _typed(value: Any) -> str:
+    if isinstance(value, list):
+        return f"[{','.join(map(_typed, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def points(axes: Sequence[Axis], samples: int | None = None) -> list[Point]:
@@ -207,6 +254,9 @@ def _draw(axis: Axis, generator: random.Random) -> Any:
 
 def _axis(key: str, text: str) -> Axis | None:
     """Return the axis that a text describes; None if it is a single value."""
+    if key in AXES and key not in _IN_BRACKETS and text[:1] + text[-1:] in ("[]", "()", "{}"):
+        inside = re.sub(r"[\s\"']", "", text[1:-1])
+        raise UsageError(f"{key}={text}: values are written without brackets: {key}={inside}")
     bounds = _RANGE.fullmatch(text) if ".." in text and "/" not in text else None
     parts = _parts(key, text)
     if bounds is None and text.startswith(("log:", "lin:")):
@@ -229,7 +279,7 @@ def _axis(key: str, text: str) -> Axis | None:
 
 def _parts(key: str, text: str) -> list[str]:
     """Split a text at its commas; a pair is one part, `0.9,0.95`, and several pairs are `[0.9,0.95],[0.9,0.99]`."""
-    if key == "optim.betas":
+    if key in _IN_BRACKETS:
         return re.findall(r"\[[^\]]*\]", text) or [text]
     return [part.strip() for part in text.split(",")]
 

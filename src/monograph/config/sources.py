@@ -64,7 +64,7 @@ def load(
         UsageError: a section or key is unknown (the message names the nearest known one), a value has the wrong type,
             keys exclude each other, or the file is not TOML.
     """
-    given = {} if toml is None else _from_toml(toml)
+    given = {} if toml is None else from_toml(toml)
     if recorded:
         given = _translated(given)
     given = _replaced(given, _from_environment(os.environ if environment is None else environment))
@@ -99,7 +99,12 @@ def _known_keys(key: str) -> str:
     return f"; the sections are {', '.join(SECTIONS)}"
 
 
-def _from_toml(path: Path) -> dict[str, Given]:
+def from_toml(path: Path) -> dict[str, Given]:
+    """Return the values in a TOML file by dotted key, not yet checked.
+
+    Raises:
+        UsageError: the file cannot be read, is not TOML, or has an unknown section or key.
+    """
     try:
         content = read_input(path, MOST_TOML_BYTES)
         if b"\0" in content:

@@ -4,6 +4,7 @@ import math
 import statistics
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 
@@ -33,6 +34,7 @@ def mean(values: Sequence[float]) -> Mean:
     return Mean(statistics.fmean(values), statistics.stdev(values) / math.sqrt(n) if n > 1 else None, n)
 
 
+@cache
 def t_quantile(degrees: int) -> float:
     """Return the t for which P(|T| <= t) = 95 %, where T has Student's distribution with `degrees` of freedom."""
     low, high = 0.0, 1e4
@@ -40,6 +42,30 @@ def t_quantile(degrees: int) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if _within(middle, degrees) < 0.95 else (low, middle)
     return high
+
+
+POWER_QUANTILE = 0.8416  # of the normal distribution, at 80 %
+
+
+def seeds_needed(difference: float, noise: float, settings: int, most: int) -> int | None:
+    """Return how many seeds show a true difference in four sweeps of five; None if `most` would not.
+
+        the smallest n >= 2 with |difference| * sqrt(n) / noise >= t(95 %, settings * (n - 1)) + 0.84
+
+    The mean of n paired differences has the standard error noise / sqrt(n). It is beyond t standard errors, the bound
+    of `tabulate`, with a probability of 80 % if its expectation is 0.84 standard errors beyond that.
+
+    Args:
+        difference: the difference of two settings.
+        noise: standard deviation of a paired difference over seeds.
+        settings: the number of settings that the noise is pooled over.
+        most: the largest n to consider.
+    """
+    for n in range(2, most + 1):
+        threshold = t_quantile(settings * (n - 1)) + POWER_QUANTILE
+        if abs(difference) * math.sqrt(n) >= threshold * noise:
+            return n
+    return None
 
 
 def _within(t: float, degrees: int) -> float:
@@ -171,7 +197,7 @@ def tabulate(
         return Table(tuple(settings), None, tuple(finite), None, 0, over, unit=unit)
     top = ranked[0]
     paired = {id(other): _paired(other, top, finite) for other in ranked[1:]}
-    half = ranked[1 : max(2, -(-len(ranked) // 2))]
+    half = ranked[1 : 1 + pooled(len(ranked))]
     squares = [(d - statistics.fmean(paired[id(s)])) ** 2 for s in half for d in paired[id(s)]]
     degrees = sum(max(0, len(paired[id(s)]) - 1) for s in half)
     noise = math.sqrt(sum(squares) / degrees) if degrees else None
@@ -188,6 +214,11 @@ def tabulate(
         return replace(setting, difference=difference, tied=tied)
 
     return Table(tuple(map(compared, settings)), best, tuple(finite), noise, degrees, over, unit=unit)
+
+
+def pooled(settings: int) -> int:
+    """Return how many of so many settings lend `tabulate` their noise: the better half without the best."""
+    return max(2, -(-settings // 2)) - 1
 
 
 def _settings(values: Sequence[float | None], knobs: Sequence[Mapping[str, Any]], over: str) -> list[Setting]:

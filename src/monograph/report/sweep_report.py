@@ -16,6 +16,7 @@ import numpy as np
 
 from monograph.report import quantities
 from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Picture, single, style
+from monograph.report.markup import escaped
 from monograph.report.page import Cell, Drawings, config_of, number, page, pairs, section, table
 from monograph.report.run_report import write_pages
 from monograph.report.sweep_charts import Curve, Setting, described, drawings_of, limits_of, placed, text_of, varied_in
@@ -114,7 +115,6 @@ def write_sweep_report(
     results: Mapping[str, Any],
     settings: Sequence[Setting],
     curves: Sequence[Curve],
-    how: str,
     origin: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Write `folder`/figures/*.png and `folder`/report.html, each whole or not at all.
@@ -124,7 +124,6 @@ def write_sweep_report(
         results: the object that `monograph sweep --json` prints.
         settings: settings as this file's docstring describes them.
         curves: the members' curves.
-        how: a sentence that says what "tied" means.
         origin: (name, text) pairs on how the sweep was started.
 
     Raises:
@@ -132,7 +131,7 @@ def write_sweep_report(
     """
     unit = results["best"]["unit"] if results["best"] else "nats"
     key = "eval_bits_per_byte" if unit == "bits/byte" else "eval_loss"
-    text = sweep_page(folder, results, settings, drawings_of(settings, curves, key, unit), how, origin)
+    text = sweep_page(folder, results, settings, drawings_of(settings, curves, key, unit), origin)
     write_pages(folder, text, draw_sweep(settings, curves, key, unit))
 
 
@@ -141,7 +140,6 @@ def sweep_page(
     results: Mapping[str, Any],
     settings: Sequence[Setting],
     drawings: Drawings,
-    how: str,
     origin: Sequence[tuple[str, str]] = (),
 ) -> str:
     """Return a sweep's page as HTML; see `write_sweep_report`."""
@@ -150,15 +148,20 @@ def sweep_page(
         kind="Sweep",
         title=folder.name,
         headline=_headline(best),
-        standing=how,
+        standing=" ".join(advice["text"] for advice in results["advice"]),
         figures=_key_figures(results),
         drawings=drawings,
         sections=[
+            section("What to run next", *_commands(results["advice"]), whole=True),
             section("Settings", _settings(settings, best["unit"] if best else "nats"), whole=True),
             section("Members", _members(results["members"]), whole=True),
             section("How it was run", pairs(origin), config_of(folder), whole=True),
         ],
     )
+
+
+def _commands(advice: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [f"<pre>{escaped(each['command'])}</pre>" for each in advice if each["command"]]
 
 
 def _headline(best: Mapping[str, Any] | None) -> str:

@@ -1,1 +1,1 @@
-"""An endpoint that speaks OpenAI's protocol over the decode graph."""
+"""An OpenAI-compatible endpoint over the decode graph."""

@@ -157,7 +157,7 @@ class _Asked:
 
     async def models(self, request: Request) -> Response:
         version = self._service.newest
-        return JSONResponse({"object": "list", "data": [version.shown(name) for name in (version.id, *version.names)]})
+        return JSONResponse({"object": "list", "data": list(map(version.shown, self._service.names(version)))})
 
     async def model(self, request: Request) -> Response:
         name = request.path_params["name"]

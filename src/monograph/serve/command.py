@@ -1,4 +1,4 @@
-"""`monograph serve`: answer OpenAI's protocol with a model, until SIGTERM or Ctrl-C.
+"""`monograph serve`: serve a model through an OpenAI-compatible API, until SIGTERM or Ctrl-C.
 
 uvicorn's connections have here the limits that it lacks. A client may send nothing, read nothing or send what is no
 HTTP: it is left alone, and holds nothing for long.
@@ -11,7 +11,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -185,20 +185,47 @@ class Connection(H11Protocol):
 DRAIN_S = 30  # for requests that have begun, once the server is to end
 IDLE_S = 20  # of a connection after an answer
 MOST_KEY_BYTES = 1 << 16
+MOST_NAME = 200  # characters of a name for the model
 FILES = 1000  # that may be open beside the connections: those that are about to close, above all
 BACKLOG = 128  # connections that wait, and that are taken at once
 
 
-def run(run: str, *, host: str, port: int, api_key_file: Path | None, rows: int | None) -> None:
+def run(
+    run: str,
+    *,
+    host: str,
+    port: int,
+    api_key_file: Path | None,
+    rows: int | None,
+    served_names: Sequence[str],
+    any_name: bool,
+) -> None:
     """Serve a run's newest model, or a folder's; see the command line's help."""
     keep_compiled()
+    require_names(served_names)
     keys = keys_in(api_key_file) if api_key_file else []
     if not keys and not is_local(host):
-        raise UsageError(f"--host {host}: others can reach it, so give --api-key-file, a file with a key on each line")
+        raise UsageError(
+            f"--host {host}: other machines can reach it, so give --api-key-file, a file with a key on each line"
+        )
     source = Source(run, rows or MOST_ROWS[default_device().type], warn)
+    service = Service(source, _say, _report, aliases=served_names, any_name=any_name)
     allow_connections()
     with _listening(host, port) as listening:
-        asyncio.run(_serve(source, host, keys, listening))
+        asyncio.run(_serve(service, host, keys, listening))
+
+
+def require_names(names: Sequence[str]) -> None:
+    """Refuse a model's name that nobody could send or read.
+
+    Raises:
+        UsageError: a name is empty, too long, or has an invisible character.
+    """
+    for name in names:
+        if not name.strip() or not name.isprintable() or len(name) > MOST_NAME:
+            raise UsageError(
+                f"--served-name {name!r:.80}: expected 1 to {MOST_NAME} visible characters, such as gpt-4o"
+            )
 
 
 def allow_connections() -> None:
@@ -253,8 +280,7 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         raise InputRefused(f"--host {host} --port {port}: {error.strerror}") from None
 
 
-async def _serve(source: Source, host: str, keys: list[str], listening: socket.socket) -> None:
-    service = Service(source, _say, _report)
+async def _serve(service: Service, host: str, keys: list[str], listening: socket.socket) -> None:
     server = _Server(configured(service, host, keys), service)
     serving = asyncio.create_task(server.serve([listening]))
     begun = asyncio.create_task(_begin(service, server, host, listening.getsockname()[1], bool(keys)))
@@ -302,14 +328,14 @@ async def _begin(service: Service, server: uvicorn.Server, host: str, port: int,
 
 def _say_ready(service: Service, version: Version, host: str, port: int, needs_key: bool) -> None:
     address = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    who = "whoever has a key can use it" if needs_key else "only this machine can reach it (--host with --api-key-file)"
+    who = "clients must send a key" if needs_key else "only this machine can reach it (others: --host, --api-key-file)"
     if needs_key and is_local(host):
         who = "only this machine can reach it, with a key"
-    how = "a chat by its template" if version.has_template else "no chat template: a chat goes on with its text"
+    how = "chat template" if version.has_template else "no chat template: it continues the messages as text"
     print(
         f"ready     {address}   {version.id}: {version.size}; {how}\n"
-        f"          OPENAI_BASE_URL={address}/v1   a page to talk to it: {address}/   {who}\n"
-        "          one request with a seed is the same text, alone or in a crowd",
+        f"          OPENAI_BASE_URL={address}/v1   chat page: {address}/   {who}\n"
+        "          a request with a seed always gets the same text, however busy the server is",
         flush=True,
     )
 

@@ -159,9 +159,26 @@ class Service:
     owner: Owner
     gate: Gate
 
-    def __init__(self, source: Source, say: Callable[[str], None], bug: Callable[[Exception], None]) -> None:
-        """Take what is served; `say` prints a line, and `bug` reports an error that nobody foresaw."""
+    def __init__(
+        self,
+        source: Source,
+        say: Callable[[str], None],
+        bug: Callable[[Exception], None],
+        *,
+        aliases: Sequence[str] = (),
+        any_name: bool = False,
+    ) -> None:
+        """Take what is served.
+
+        Args:
+            source: the model.
+            say: prints a line.
+            bug: reports an error that nobody foresaw.
+            aliases: further names of the model.
+            any_name: whether a request may name the model as it likes.
+        """
         self.source, self.counted, self.bug = source, Counted(), bug
+        self._aliases, self._any_name = tuple(aliases), any_name
         self.first_token, self.whole = Histogram(), Histogram()
         self.crashed: Exception | None = None
         self.ended = asyncio.Event()
@@ -260,17 +277,22 @@ class Service:
             return Refused(500, "the model's thread has ended: the server is going down")
         return Refused(503, "the server is going down", code="unavailable")
 
+    def names(self, version: Version) -> list[str]:
+        """Return each name of a version once, the one of exactly its weights first."""
+        return list(dict.fromkeys((version.id, *version.names, *self._aliases)))
+
     @asynccontextmanager
     async def version(self, name: str) -> AsyncIterator[Version]:
-        """Yield the newest version, which stays until the end of the block, if it has this name.
+        """Yield the newest version, which stays until the end of the block, if it has this name or any name will do.
 
         Raises:
             Refused: it has another.
         """
         version = self.newest
-        if name not in (names := (version.id, *version.names)):
+        if not self._any_name and name not in (names := self.names(version)):
             known = ", ".join(names)
-            raise Refused(404, f"there is no model {name!r:.80}: expected {known}", "model", "model_not_found")
+            hint = "other names: `monograph serve` with --served-name or --any-name"
+            raise Refused(404, f"there is no model {name!r:.80}: expected {known} ({hint})", "model", "model_not_found")
         self._users[version] += 1
         try:
             yield version

@@ -13,10 +13,12 @@ from monograph.report.quantities import count, counted, duration
 from monograph.report.sweep_report import write_sweep_report
 from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.started import told
+from monograph.session.ranks import show
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import resolve
 from monograph.session.setup import open_corpus
 from monograph.sweeps import results
+from monograph.sweeps.advice import advise
 from monograph.sweeps.batch import MemberBatch
 from monograph.sweeps.concurrency import CURVE_ROWS, Timing, lengths
 from monograph.sweeps.folder import Sweep
@@ -210,14 +212,18 @@ class SweepProgress:
         path = self.sweep.write_table(result["members"])
         report = self.sweep.run.report
         with self.progress.stage("report", f"{report}, {path}"):
-            table_lines = [*results.lines(table, self._lost()), table.how]
+            table_lines = results.lines(table, self._lost())
             curves = [({short(k): v for k, v in one.member.knobs.items()}, one.rows) for one in self.outcomes]
             origin = told(self.sweep.run)
-            write_sweep_report(self.sweep.run.folder, result, results.drawn(table), curves, table.how, origin)
+            write_sweep_report(self.sweep.run.folder, result, results.drawn(table), curves, origin)
         self.progress.gap()
         for number, line in enumerate(table_lines):
             self.progress.line("members" if number == 0 else "", line)
         self.progress.line("best", results.verdict(table))
+        for each in advise(self.sweep, table):
+            self.progress.line("advice", each.text)
+            if each.arguments:
+                show(self.progress, "", *each.arguments)
         for line in wide_lines:
             self.progress.line("width", line)
         spent = duration(self.sweep.record.get("elapsed_s", 0.0))

@@ -29,6 +29,7 @@ from monograph.session.setup import build_run, make_engine, open_corpus
 from monograph.session.warmup import capture
 from monograph.storage.code import code_named
 from monograph.storage.reading import is_folder
+from monograph.sweeps import advice
 from monograph.sweeps.concurrency import first_window
 from monograph.sweeps.folder import SCHEMA, Sweep
 from monograph.sweeps.spec import ORIGIN, Member, described, short, shown
@@ -175,15 +176,11 @@ def _standing(table: Table, setting: Setting, diverged: Mapping[int, int]) -> st
 
 
 def verdict(table: Table) -> str:
-    """Return which setting is best, and which others differ from it by no more than noise."""
+    """Return which setting is best, in a few words."""
     if table.best is None:
-        return "every member diverged: lower the learning rates"
+        return "every member diverged"
     best = table.best.setting
-    name = described(dict(best.knobs)) if best.knobs else f"member {table.best.member}"
-    tied = [described(dict(setting.knobs)) for setting in table.settings if setting.tied]
-    if tied:
-        return f"{name}; {'; '.join(tied)} {'is' if len(tied) == 1 else 'are'} within the noise: either is fine"
-    return name
+    return described(dict(best.knobs)) if best.knobs else f"member {table.best.member}"
 
 
 def as_json(outcomes: Sequence[Outcome], table: Table) -> tuple[list[dict[str, Any]], dict[str, Any] | None]:
@@ -235,6 +232,7 @@ def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, 
         "run": str(sweep.run.folder),
         "members": members,
         "best": best,
+        "advice": advice.as_json(advice.advise(sweep, table)),
         "wall_s": sweep.record.get("elapsed_s"),
         "tokens_per_s": tokens / spent if spent else None,
     }

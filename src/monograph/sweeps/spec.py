@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monograph.config import EXCLUSIVE, Settings, classify, load
-from monograph.config.axes import IN_ONE_GRAPH, SEED, Axis, Point, axes_of, points
+from monograph.config.axes import IN_ONE_GRAPH, SEED, Axis, Point, axes_of, points, require_single_values
 from monograph.config.keys import DEFAULT_MINUTES as DEFAULT_RUN_MINUTES
 from monograph.config.settings import NAME_CODE
 from monograph.device import describe
@@ -178,6 +178,8 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
         UsageError: an invalid key, value or axis; no held-out text to compare on; no proxy.
     """
     toml, overrides = classify(arguments)
+    if toml is not None:
+        require_single_values(toml)
     fixed, axes = axes_of(overrides)
     first = {axis.key: axis.first for axis in axes}  # a shape is checked with a value for each of its sizes
     settings, target = (
