@@ -60,7 +60,9 @@ def _command(name: str, command: Any) -> Iterator[str]:
         return
     yield f"### {name}"
     guide = GUIDES.get(name.split()[1])
-    yield " ".join(str(command.help).split()) + (f" [Guide]({guide}.md)." if guide else "")
+    said, *more = (" ".join(paragraph.split()) for paragraph in str(command.help).split("\n\n"))
+    yield said + (f" [Guide]({guide}.md)." if guide else "")
+    yield from more
     yield f"```bash\n{example(command)}\n```"
     kinds = sorted({each.param_type_name for each in command.params})
     yield "\n".join([HEAD.format(" or ".join(kinds)), *map(_row, command.params)])

@@ -29,8 +29,9 @@ MOST_SHOWN = 3  # functions in a cell
 SUPPORT = Path(__file__).resolve().parent / "support.md"
 CONFIGURATION = Path(__file__).resolve().parent / "configuration.md"
 PACKAGE = Path(monograph.__file__).parent
-# Files of `session` that only refuse settings, take them over from another run, or make other runs of them.
-NOT_DECIDING = {"requirements", "recorded", "ranks", "evaluated_model", "ladder"}
+# Files of `session` that only refuse settings, take them over from another run, make other runs of them, or suppose
+# them for a plan alone.
+NOT_DECIDING = {"requirements", "recorded", "ranks", "evaluated_model", "ladder", "supposed"}
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
 ACCUMULATED, COMPILED = "tests/laws/test_accumulated_is_large_batch.py", "tests/laws/test_compiled_is_eager.py"
 PACKED, RECOMPUTED = "tests/laws/test_packed_is_separate.py", "tests/laws/test_recomputed_is_stored.py"

@@ -1,37 +1,22 @@
 """Describe this machine: accelerator or CPU, memory, datasheet rates, compiler, and the clock that all timing uses."""
 
-import difflib
 import os
 import re
 import shutil
 import sys
 import sysconfig
 import time
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from monograph.cards import card_named, card_rates
 from monograph.errors import UsageError
 
 clock = time.perf_counter  # monotonic seconds, unlike the wall clock, which may jump
-
-
-@dataclass(frozen=True)
-class Rates:
-    """Datasheet rates of a card: dense (no structured sparsity) FLOP/s with fp32 accumulation, and memory bytes/s."""
-
-    flops: Mapping[str, float]
-    bandwidth_bytes_per_s: float
-
-
-_TABLES = tomllib.loads(files(__package__).joinpath("cards.toml").read_text("utf-8"))
-_CARDS = [(pattern, Rates(flops, bandwidth)) for pattern, flops, bandwidth in _TABLES["rates"]]
-CARDS: dict[str, tuple[str, float, float]] = _TABLES["cards"]  # see the file
 
 
 @dataclass(frozen=True)
@@ -76,44 +61,25 @@ class Device:
         return f"{self.name}, {memory}{driver}, {cores}"
 
 
-def card_rates(name: str) -> Rates | None:
-    """Return the datasheet rates of a card by name; None if it is not in the table or is a MIG slice of a card."""
-    return None if "MIG" in name else next((rates for pattern, rates in _CARDS if re.search(pattern, name)), None)
-
-
 def named(name: str) -> Device:
     """Return a card of `CARDS` with datasheet values and all memory free; the name may be spelled as people do.
 
     Raises:
         UsageError: there is no such card.
     """
-    known = {_spelled(short): short for short in CARDS}
-    short = known.get(_spelled(name))
-    if short is None:
-        near = difflib.get_close_matches(_spelled(name), known, n=2, cutoff=0.5)
-        hint = f"did you mean {' or '.join(known[card] for card in near)}?" if near else f"known are {', '.join(CARDS)}"
-        raise UsageError(f"--device {name}: no such card; {hint}")
-    full_name, gibibytes, link = CARDS[short]
-    rates = card_rates(full_name)
-    assert rates
-    memory_bytes = int(gibibytes * 2**30)
+    card = card_named(name)
+    flops = card.rates.flops
     return Device(
-        name=full_name,
+        name=card.name,
         type="cuda",
-        memory_bytes=memory_bytes,
-        free_memory_bytes=memory_bytes,
-        has_bf16="bf16" in rates.flops,
-        has_fp8="fp8" in rates.flops,
-        peak_flops=rates.flops,
-        bandwidth_bytes_per_s=rates.bandwidth_bytes_per_s,
-        link_bytes_per_s=link,
+        memory_bytes=card.memory_bytes,
+        free_memory_bytes=card.memory_bytes,
+        has_bf16="bf16" in flops,
+        has_fp8="fp8" in flops,
+        peak_flops=flops,
+        bandwidth_bytes_per_s=card.rates.bandwidth_bytes_per_s,
+        link_bytes_per_s=card.link_bytes_per_s,
     )
-
-
-def _spelled(name: str) -> str:
-    """Return a card's name without the parts that people leave out: `4090` for RTX 4090, `a10040` for A100 40GB."""
-    plain = re.sub(r"nvidia|geforce|tesla|rtx|generation|[\s_-]", "", name.lower())
-    return re.sub(r"(?<=\d)g(i?b)?$", "", plain)
 
 
 def default_device() -> torch.device:

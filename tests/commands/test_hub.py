@@ -169,3 +169,13 @@ def test_without_the_library_a_line_says_which(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(UsageError, match=r"hf://owner/name: this needs huggingface_hub: .*'monograph\[hub\]'"):
         load(NAME)
+
+
+def test_a_plan_fetches_the_shape_alone(run: Run, here: Path, hub: Hub) -> None:
+    """Not the weights, of which a plan reads nothing; what it calls the model is the name that was typed."""
+    hub.models[AT] = [files(here / "out") | OTHERS]
+    done = run("plan", f"model.init={NAME}", "data.tokenizer=bytes", "--device", "4090")
+    assert done.code == 0, done
+    assert "owner/name, vocabulary 259" in done.out
+    fetched = {path.partition("?")[0].rpartition("/")[2] for path in hub.asked if "/resolve/" in path}
+    assert fetched == {"config.json"}

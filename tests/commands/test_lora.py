@@ -85,7 +85,7 @@ def test_every_command_takes_the_run_and_the_adapter(folder: Path, server: Comma
     assert json.loads(scored.out.splitlines()[-1])["loss"] == pytest.approx(loss, rel=1e-6), scored.err
     assert server.run(folder, "evaluate", "out/adapter", "--data", "texts").code == 0
     done = server.run(folder, "plan", "model.init=base", "lora.rank=4", "data.sequence_length=32")
-    assert done.code == 0 and "more in adapters" in done.out, done.err
+    assert done.code == 0 and "; adapters " in done.out, done.err
     done = server.run(
         folder, "train", *over(OWN, "train.updates=3", "model.init=out/adapter", "train.keep=9"), "--out", "further"
     )

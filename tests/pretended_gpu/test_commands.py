@@ -319,7 +319,7 @@ def test_members_of_a_sweep_are_runs_of_their_own(monograph: Commands) -> None:
 def test_the_plan_and_the_profile_are_of_the_card(monograph: Commands) -> None:
     planned = monograph.found("plan", *TINY)
     assert planned["device"] == torch.cuda.get_device_name() and planned["chosen"]["micro_batch"] == 4
-    assert "nothing fits" in monograph("plan", *OWN, "model.preset=8b", "--device-memory", "2GiB").out
+    assert "does not fit" in monograph("plan", *OWN, "model.preset=8b", "--device-memory", "2GiB").out
     profiled = monograph.found("profile", *TINY, "--out", "profile")
     assert profiled["device"] == planned["device"] and profiled["copy_bytes_per_s"] > 1e12
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from monograph import __version__, interrupts
+from monograph import __version__, cards, interrupts
 from monograph.errors import UsageError
 
 if TYPE_CHECKING:
@@ -109,9 +109,12 @@ app.add_typer(
 )
 
 
-def _command(heading: str, example: str) -> Any:
-    """Declare a command under a heading of the help, and an example, with which its own help ends."""
-    return app.command(cls=_Explained, rich_help_panel=heading, epilog=EXAMPLE + example)
+def _command(heading: str, example: str, said: str | None = None) -> Any:
+    """Declare a command under a heading of the help, and an example, with which its own help ends.
+
+    `said` is its help, where that is more than the function's docstring.
+    """
+    return app.command(cls=_Explained, rich_help_panel=heading, epilog=EXAMPLE + example, help=said)
 
 
 ConfigArguments = Annotated[
@@ -285,21 +288,26 @@ def sweep(
     return interrupts.working(run)(given, samples=samples, verify=verify, out=out, distill=distill, json=json)
 
 
-@_command(LOOK, "monograph plan model.preset=1b --device H100")
+_PLAN = "Predict which settings fit a device, and how fast they train."
+
+
+@_command(LOOK, "monograph plan model.preset=8b lora.rank=16 --device 4090", "\n\n".join((_PLAN, *cards.listed())))
 def plan(
     arguments: ConfigArguments = None,
     recipe: FromRecipe = None,
-    device: Annotated[str | None, _option("NAME", "a GPU, such as H200; default: this machine")] = None,
+    device: Annotated[str | None, _option("NAME", "one of the GPUs above; default: this machine")] = None,
     device_memory: Annotated[str | None, _option("24GiB", "memory of the device; default: what is free")] = None,
     host_memory: Annotated[
         str | None, _option("512GiB", "host memory for a streamed model; default: what is free here")
     ] = None,
+    minutes: Annotated[float | None, _option("M", "the time to train; short for train.minutes=M")] = None,
     json: Json = False,
 ) -> None:
     """Predict which settings fit a device, and how fast they train."""
     from monograph.commands.plan import run
 
-    settings = _settings(_begun_with(recipe, arguments))
+    times = {"train.minutes": minutes}
+    settings = _settings(_begun_with(recipe, arguments), times, shape_alone=True)
     return run(settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json)
 
 
@@ -601,7 +609,10 @@ def _trust(said: bool) -> None:
 
 
 def _settings(
-    arguments: list[str] | None, times: Mapping[str, float | None] | None = None, runs_code: bool = False
+    arguments: list[str] | None,
+    times: Mapping[str, float | None] | None = None,
+    runs_code: bool = False,
+    shape_alone: bool = False,
 ) -> Settings:
     """Return the settings that the command line gives.
 
@@ -609,6 +620,7 @@ def _settings(
         arguments: a TOML file, KEY=VALUE pairs and text, in any order.
         times: the values of options that are short for keys, by key.
         runs_code: whether the command may run the Python file that the settings name.
+        shape_alone: whether the command needs no more than the shape of a model of the Hub.
     """
     from monograph.config import classify
 
@@ -619,8 +631,10 @@ def _settings(
         if key in overrides:
             raise UsageError(f"command line: {key} is given twice, as {overrides[key]} and as {value:g}")
         overrides[key] = value
+    from monograph.run.repository import FILES, SHAPE_FILES
     from monograph.session.recorded import require_text, settings_given
 
-    settings = settings_given(toml, overrides, runs_code=runs_code)
+    files = SHAPE_FILES if shape_alone else FILES
+    settings = settings_given(toml, overrides, runs_code=runs_code, files=files)
     require_text(settings)
     return settings

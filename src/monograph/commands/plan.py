@@ -1,38 +1,32 @@
 """`monograph plan`: predict which ways to train fit a device, how fast they are and why, without that device."""
 
-import itertools
 import json as jsonlib
 import re
-import sys
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import NamedTuple
 
+from monograph.commands.plan_screen import Drawing, Length, as_object, screen
 from monograph.config import Settings
-from monograph.device import describe, named
+from monograph.device import Device, describe, named
 from monograph.errors import UsageError
 from monograph.model.config import LlamaConfig
-from monograph.planner import Candidate, Limits, Plan, StreamCandidate, budget, streamed_or_resident
-from monograph.planner.streaming import HOST_SHARE, describe_tiers, describe_way
-from monograph.predict.estimate import trained_numbers
-from monograph.predict.roofline import EFFICIENCIES, Calibration, peak_flops
-from monograph.report.quantities import count, duration, gibibytes
+from monograph.planner import Limits, budget, streamed_or_resident
+from monograph.planner import Plan as Answer
+from monograph.planner.defaults import LEARNING_RATES, TOKENS_PER_PARAMETER, updates_of
+from monograph.planner.remedies import Choices, better
+from monograph.planner.streaming import HOST_SHARE
+from monograph.predict.roofline import Calibration, peak_flops
+from monograph.report.quantities import gibibytes
 from monograph.session.adapting import planned_tokens, token_notes
+from monograph.session.plan import Plan
 from monograph.session.reinforcing import bytes_beside, drawing_kind, drawing_time, with_records
 from monograph.session.requirements import notes_on, require_one_device, require_possible, require_room
 from monograph.session.resolve import request_of, resolve, shape_of, without
+from monograph.session.supposed import named_model, shape_named, standing_in, supposed_in, usual
 from monograph.storage.cache_dir import cache_root, calibration_file
 
 _UNITS = {"mib": 2**20, "gib": 2**30, "tib": 2**40, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _SMALLEST, _LARGEST = 2**26, 2**42
-BAR = 60  # characters
-_HEADS: tuple[str, ...] = (
-    "micro-batch", "precision", "graph", "recomputed", "streamed", "memory", "tok/s", "MFU", "",
-)  # fmt: skip
-_SHADES = {
-    "weights": "W", "gradients": "G", "moments": "M", "activations": "a", "loss head": "h", "workspace": "w",
-    "slots": "s", "staging buffers": "t", "boundaries": "b",
-}  # fmt: skip
 
 
 def run(
@@ -50,13 +44,36 @@ def run(
             )
         target = replace(target, memory_bytes=memory_bytes, free_memory_bytes=memory_bytes)
     require_possible(settings, target)
-    plan = resolve(settings, target, built=False)
-    settings = plan.settings
-    new, rows = planned_tokens(settings), shape_of(plan).vocab_size
-    config = shape_of(plan, new)
     limits = Limits.here(target, budget(target), cache_root()[0])
     if host_memory is not None:
         limits = replace(limits, host_bytes=int(HOST_SHARE * memory_size("--host-memory", host_memory)))
+    asked, shape = settings, shape_named(settings)
+    with standing_in(settings) as standing:
+        settings = usual(standing) if device else standing
+        _plan(Asked(settings, named_model(asked), shape, device is not None), target, limits, json)
+
+
+class Asked(NamedTuple):
+    """What is planned.
+
+    Attributes:
+        settings: the run's settings, with what is supposed.
+        model: what the model is called.
+        shape: the shape that a preset or sizes give; None for a model that exists.
+        elsewhere: whether the card is not this machine's.
+    """
+
+    settings: Settings
+    model: str
+    shape: LlamaConfig | None
+    elsewhere: bool
+
+
+def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
+    plan = resolve(asked.settings, target, built=False)
+    settings = plan.settings
+    new, rows = planned_tokens(settings), shape_of(plan).vocab_size
+    config = shape_of(plan, new)
     require_room(settings, config, target, limits)
     beside = bytes_beside(plan, config, target)
     target = without(target, sum(beside.values()))
@@ -65,20 +82,48 @@ def run(
     peaks = peak_flops(target, request.precisions)
     memory = "device" if beside else settings.train.memory
     answer = streamed_or_resident(request, target, peaks, known, memory, limits)
-    updates = plan.updates or None
     for line in (*notes_on(plan, target), *token_notes(settings, new, rows)):
         print(f"note     {line}")
-    _show(answer, config, request.tokens_per_update, updates)
-    more: dict[str, Any] = {}
+    drawing: Drawing | None = None
     if beside:
         ratio = known.slowness(target, drawing_kind(plan))
-        drawing = (ratio or 1.0) * drawing_time(plan, config, target)
-        print("\nbeside  ", ", ".join(f"{name} {gibibytes(size)}" for name, size in beside.items()))
-        source = "as earlier runs took it" if ratio else "by a closed form that no run here has corrected"
-        print(f"drawing  at most {_short(drawing)} for the answers of an update, {source}")
-        more = {"beside": _in_bytes(beside), "drawing_s": drawing, "drawing_calibrated": ratio is not None}
+        drawing = Drawing((ratio or 1.0) * drawing_time(plan, config, target), ratio is not None, beside)
+    fresh = plan.recipe.init is None
+    length = _length(plan, answer, config, open_end=asked.elsewhere and fresh)
+    choices = _choices(asked, settings, target)
+    changes = better(answer, request, peaks, choices, limits) if target.type == "cuda" else []
+    for line in screen(answer, asked.model, request, length, drawing, changes, supposed_in(asked.settings)):
+        print(line)
     if json:
-        print(jsonlib.dumps(_object(answer, updates) | more))
+        print(jsonlib.dumps(as_object(answer, length, drawing, changes)))
+
+
+def _length(plan: Plan, answer: Answer, config: LlamaConfig, open_end: bool) -> Length:
+    """Return how long the run is: as given, or for a new model on another machine as many tokens as such ones get."""
+    per_update, train = plan.tokens_per_update, plan.settings.train
+    if plan.updates:
+        return Length(plan.updates, plan.updates * per_update)
+    if open_end and not train.epochs and "train.minutes" not in plan.settings.origins:
+        parameters = config.parameter_count()
+        updates = updates_of(TOKENS_PER_PARAMETER * parameters, per_update)
+        return Length(updates, updates * per_update, f"{TOKENS_PER_PARAMETER} a parameter; or train.tokens=N")
+    if answer.candidates and "train.minutes" in plan.settings.origins:
+        updates = max(1, int(60 * plan.minutes / answer.nearest.update_s))
+        return Length(updates, updates * per_update, "what the time allows")
+    return Length()
+
+
+def _choices(asked: Asked, settings: Settings, target: Device) -> Choices:
+    """Return what may be changed in what is planned."""
+    smaller: tuple[tuple[str, LlamaConfig], ...] = ()
+    if asked.shape is not None:
+        numbers = asked.shape.parameter_count()
+        presets = [(f"model.preset={name}", LlamaConfig.preset(name)) for name in reversed(LEARNING_RATES)]
+        smaller = tuple((change, shape) for change, shape in presets if shape.parameter_count() < numbers)
+    existing = settings.model.init is not None
+    streams = settings.rl.reward is None and settings.prefer.loss is None and settings.lora.rank is None
+    halves = next((name for name in ("bf16", "fp16") if name in target.peak_flops), "")
+    return Choices(existing, smaller, asked.elsewhere, streams, halves)
 
 
 def memory_size(flag: str, text: str) -> int:
@@ -94,120 +139,3 @@ def memory_size(flag: str, text: str) -> int:
     if not _SMALLEST <= size_bytes <= _LARGEST:
         raise UsageError(f"{flag} {text}: expected from 64MiB to 4TiB")
     return int(size_bytes)
-
-
-def _source_of_times(plan: Plan) -> str:
-    if plan.calibrated:
-        return "; time as earlier runs took it"
-    known = plan.device.name in EFFICIENCIES or plan.device.type == "cpu"
-    return "" if known else "; speed unverified: measured on no such card"
-
-
-def _show(plan: Plan, config: LlamaConfig, tokens_per_update: int, updates: int | None) -> None:
-    device = plan.device
-    usable = f"{gibibytes(plan.budget_bytes)} usable{_source_of_times(plan)}"
-    print(f"device   {device.name}, {gibibytes(device.free_memory_bytes)}, {usable}")
-    work = plan.nearest.work if plan.candidates else None
-    adapters = trained_numbers(work.config, work.lora, work.precision) if work and work.lora else 0
-    more = f", {count(adapters)} more in adapters" if adapters else ""
-    print(f"model    {count(config.parameter_count())} parameters{more}, updates of {tokens_per_update:,} tokens")
-    if plan.chosen is None:
-        print(f"plan     {plan.refusal}")
-        if not plan.candidates:
-            return
-        best = plan.nearest
-    else:
-        best = plan.chosen
-        use = "" if best.mfu is None else f", MFU {best.mfu:.0%}"
-        print(f"plan     {count(best.tokens_per_s, 'tok/s')}{use}, {_short(best.update_s)} an update", end="")
-        print(f", {duration(best.update_s * updates)} in all" if updates else "")
-    if best.by_origin:
-        print(f"memory   {_bar(best.by_origin, plan.budget_bytes)}")
-        parts = (f"{_SHADES[name]} {name} {gibibytes(size)}" for name, size in best.by_origin.items())
-        more = f" ({gibibytes(best.residual_bytes)} calibrated by earlier runs)" if best.residual_bytes else ""
-        print(f"         {', '.join(parts)}{more}")
-    if isinstance(best, StreamCandidate):
-        for tier, text in describe_tiers(best):
-            print(f"{tier:8} {text}")
-    print()
-    lines = [_HEADS, *(_line(candidate, chosen=candidate is plan.chosen) for candidate in plan.candidates)]
-    if not any(isinstance(candidate, StreamCandidate) for candidate in plan.candidates):
-        lines = [(*line[:4], *line[5:]) for line in lines]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
-    for line in lines:
-        print("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
-    sys.stdout.flush()
-
-
-def _short(seconds: float) -> str:
-    return f"{1000 * seconds:.3g} ms" if seconds < 0.0995 else duration(seconds)
-
-
-def _line(candidate: Candidate, *, chosen: bool) -> tuple[str, ...]:
-    work = candidate.work
-    use = "" if candidate.mfu is None else f"{candidate.mfu:.0%}"
-    return (
-        str(work.rows), work.precision, work.compile, str(work.remat),
-        describe_way(candidate) if isinstance(candidate, StreamCandidate) else "",
-        ("" if candidate.by_origin else "~") + gibibytes(candidate.peak_memory_bytes),
-        count(candidate.tokens_per_s), use, "chosen" if chosen else candidate.why,
-    )  # fmt: skip
-
-
-def _bar(by_origin: Mapping[str, int], limit: int) -> str:
-    """Return a bar with each origin's share of the limit in letters, free memory as dots, any excess after its end."""
-    total = max(limit, sum(by_origin.values()))
-    edges = [*map(round, itertools.accumulate((BAR * size / total for size in by_origin.values()), initial=0.0))]
-    cells = "".join(_SHADES[name] * (b - a) for name, a, b in zip(by_origin, edges, edges[1:], strict=False))
-    end = round(BAR * limit / total)
-    return f"[{cells[:end].ljust(end, '.')}]{cells[end:]}"
-
-
-def _object(plan: Plan, updates: int | None) -> dict[str, Any]:
-    return {
-        "schema": "monograph.plan/1",
-        "device": plan.device.name,
-        "device_verified": plan.device.name in EFFICIENCIES,
-        "calibrated": plan.calibrated,
-        "budget_bytes": plan.budget_bytes,
-        "chosen": None if plan.chosen is None else _entry(plan.chosen, updates),
-        "refusal": None if plan.chosen else plan.refusal,
-        "candidates": [_entry(candidate, updates) for candidate in plan.candidates],
-    }
-
-
-def _entry(candidate: Candidate, updates: int | None) -> dict[str, Any]:
-    work = candidate.work
-    origins = candidate.by_origin
-    return {
-        "memory": "stream" if isinstance(candidate, StreamCandidate) else "device",
-        "micro_batch": work.rows,
-        **{key: getattr(work, key) for key in ("remat", "precision", "compile")},
-        "peak_memory_bytes": candidate.peak_memory_bytes,
-        "memory_by_origin": None if origins is None else _in_bytes(origins),
-        "calibrated_bytes": candidate.residual_bytes,
-        "update_s": candidate.update_s,
-        "wall_s": candidate.update_s * updates if updates else None,
-        "tokens_per_s": candidate.tokens_per_s,
-        "mfu": candidate.mfu,
-        "why": candidate.why or None,
-    } | (_stream_entry(candidate) if isinstance(candidate, StreamCandidate) else {})
-
-
-def _in_bytes(sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return sizes under keys that end with their unit."""
-    return {f"{name.replace(' ', '_')}_bytes": size for name, size in sizes.items()}
-
-
-def _stream_entry(candidate: StreamCandidate) -> dict[str, Any]:
-    placement = candidate.placement
-    return {
-        "placement": {
-            **{key: getattr(placement, key) for key in ("when", "where", "offload", "blocks_per_stage")},
-            "on_device_share": candidate.device_share,
-            "on_disk": sorted(placement.on_disk),
-        },
-        "bytes_by_tier": {tier: _in_bytes(sizes) for tier, sizes in candidate.tiers.items()},
-        "disk_moved_bytes": candidate.disk_moved_bytes,
-        "bottleneck": candidate.bottleneck,
-    }

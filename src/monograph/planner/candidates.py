@@ -125,7 +125,7 @@ _RECOMPUTED = {
     "none": "nothing recomputed",
     "pointwise": "all but products recomputed",
     "full": "blocks recomputed",
-    "offload": "blocks recomputed from inputs on the host",
+    "offload": "blocks recomputed, inputs on the host",
 }
 
 
@@ -162,6 +162,13 @@ def of_way(
 def _timed(work: Work, needed: int, device: Device, peaks: ByDtype, slowness: float) -> Candidate:
     seconds = slowness * update_time(work, device, peaks[work.precision]).total_s
     return Candidate(work, needed, seconds, *speed(work, seconds, device))
+
+
+def slower(ratio: float) -> str:
+    """Return in words how long a way takes, by the ratio to the best one's time: 1.21 -> "21% slower"."""
+    if ratio < 1.005:
+        return "no faster"
+    return f"{ratio - 1:.0%} slower" if ratio < 1.995 else f"takes {ratio:.1f}x as long"
 
 
 def speed(work: Work, update_s: float, device: Device) -> tuple[float, float | None]:

@@ -5,6 +5,7 @@ search uses a closed form (`planner.candidates`). Then the winner's memory is tr
 does not fit, that of the next candidate. If nothing fits, the plan shows the candidate that needs least.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from operator import attrgetter
@@ -14,7 +15,7 @@ from monograph.device import Device
 from monograph.errors import OutOfDeviceMemory, UsageError
 from monograph.model.families import FIRST_FAMILY
 from monograph.optim import OPTIMIZERS
-from monograph.planner.candidates import ByDtype, Candidate, Request, Ways, described, of_way, ways
+from monograph.planner.candidates import ByDtype, Candidate, Request, Ways, described, of_way, slower, ways
 from monograph.planner.streaming import Limits, streamed
 from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Compile, Work, footprint
@@ -124,6 +125,29 @@ def sequence_length(fresh: bool, positions: int | None, tokens_per_update: int |
     longest = NEW_LENGTH if fresh or positions is None else EXISTING_LENGTH
     limits = [longest, positions, tokens_per_update]
     return min(limit for limit in limits if limit is not None)
+
+
+# What models of a size are trained with, for a plan of a card that is named: (parameters, tokens of a row, tokens of an
+# update). The first is the default model. Updates are those of GPT-3's models (Brown et al. 2020, arXiv 2005.14165,
+# table 2.1), as are rows of 2,048 tokens; 4,096 are Llama 2's, and Llama 3's at first (arXiv 2307.09288, 2407.21783).
+USUAL_SIZES = (
+    (2_361_024, NEW_LENGTH, DEFAULT.tokens_per_update),
+    (125_000_000, 2048, 2**19),
+    (1_300_000_000, 4096, 2**20),
+    (6_700_000_000, 4096, 2**21),
+)
+# Rows of an update of existing weights: QLoRA's 16 (Dettmers et al. 2023, arXiv 2305.14314, table 9) for adapters, and
+# for all weights the 128 of Stanford Alpaca (Taori et al. 2023).
+ADAPTED_ROWS, FINETUNED_ROWS = 16, 128
+# Training tokens per parameter of a new model, with which a given number of FLOPs gives the lowest loss (Hoffmann et
+# al. 2022, arXiv 2203.15556).
+TOKENS_PER_PARAMETER = 20
+
+
+def usual_sizes(parameters: int) -> tuple[int, int]:
+    """Return the tokens of a row and of an update with which new models of about this size are trained."""
+    _, length, tokens = min(USUAL_SIZES, key=lambda usual: abs(math.log(usual[0] / parameters)))
+    return length, tokens
 
 
 def warmup(updates: int) -> int:
@@ -296,10 +320,9 @@ def _wanted(tried: list[Candidate], traced: Mapping[Work, Candidate], limit: int
 def _why(candidate: Candidate, best: Candidate, limit: int) -> str:
     if candidate.peak_memory_bytes > limit:
         return _too_large(candidate, limit)
-    slower = candidate.update_s / best.update_s - 1
-    if slower < -0.005:
+    if candidate.update_s < 0.995 * best.update_s:
         return "not certain to fit"
-    return "no faster" if slower < 0.005 else f"{slower:.0%} slower"
+    return slower(candidate.update_s / best.update_s)
 
 
 def _too_large(candidate: Candidate, limit: int) -> str:

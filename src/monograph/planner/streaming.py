@@ -13,7 +13,7 @@ import torch
 from monograph.device import Device, compiler_obstacle, describe
 from monograph.errors import OutOfDeviceMemory
 from monograph.optim import formats
-from monograph.planner.candidates import ByDtype, Candidate, Request, speed
+from monograph.planner.candidates import ByDtype, Candidate, Request, slower, speed
 from monograph.planner.placement_bytes import Names, Stages, Tiers, Way, stages_of
 from monograph.planner.stream_time import closed_form, timing
 from monograph.predict import roofline
@@ -221,10 +221,10 @@ def _distinct(candidates: Sequence[StreamCandidate]) -> list[StreamCandidate]:
 
 
 def _why(candidate: StreamCandidate, best: StreamCandidate) -> str:
-    slower = candidate.update_s / best.update_s - 1
-    if slower >= 0.005:
-        return f"{slower:.0%} slower"
-    return "no faster" if candidate.bottleneck else "no faster than others by the closed form"
+    ratio = candidate.update_s / best.update_s
+    if ratio < 1.005 and not candidate.bottleneck:
+        return "no faster than others by the closed form"
+    return slower(ratio)
 
 
 def _refusal(request: Request, device: Device, limits: Limits) -> str:

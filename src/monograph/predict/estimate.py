@@ -164,7 +164,9 @@ def _products(work: Work) -> tuple[Product, ...]:
     """
     (width, query, key_value), inner = _widths(work.config), work.inner_numbers
     products = [("query", query), ("key", key_value), ("value", key_value), ("gate", inner), ("up", inner)]
-    linear = [Product((name, 0), numbers, 2 * width * numbers) for name, numbers in products]
+    # Next to each adapter both its product and that of the frozen weight are results.
+    results = 2 if work.lora else 1
+    linear = [Product((name, 0), results * numbers, 2 * width * numbers) for name, numbers in products]
     # FLOPs of the scores, and as many of mixing the values: 2 per pair and number, for the half of the pairs that
     # causal attention sees.
     attending = query * work.length
@@ -172,7 +174,7 @@ def _products(work: Work) -> tuple[Product, ...]:
         attention = [Product(_SCORES, scores, attending), Product(_ATTENTION, query, attending)]
     else:
         attention = [Product(_ATTENTION, query, 2 * attending)]
-    return (*linear, *attention, Product(("output", 0), width, 2 * query * width))
+    return (*linear, *attention, Product(("output", 0), results * width, 2 * query * width))
 
 
 @functools.lru_cache(maxsize=64)

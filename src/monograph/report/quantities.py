@@ -18,6 +18,14 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
+def binary(number: int) -> str:
+    """Return a number as the configuration takes it, in Ki or Mi if it is long: 524_288 -> "512Ki", 4096 -> "4096"."""
+    for scale, suffix in ((2**20, "Mi"), (2**10, "Ki")):
+        if number >= 10_000 and number % scale == 0:
+            return f"{number // scale}{suffix}"
+    return str(number)
+
+
 def gibibytes(value_bytes: float) -> str:
     """Return bytes as GiB, as device memory is counted: 225_485_783 -> "0.21 GiB"."""
     size = value_bytes / 2**30

@@ -20,6 +20,8 @@ FILES = (
     "tokenizer_config.json", "chat_template.jinja", "additional_chat_templates/*.jinja", "adapter_config.json",
     "adapter_model.safetensors", "monograph_base.json",
 )  # fmt: skip
+# Of these a plan needs what says a shape: the model's, or the adapters' and their base's name.
+SHAPE_FILES = ("config.json", "adapter_config.json", "adapter_model.safetensors", "monograph_base.json")
 _NAME = re.compile(rf"{HUB}([\w.-]+/[\w.-]+)(?:@([\w./-]+))?", re.ASCII)
 _UNREACHED = "the Hub cannot be reached; is HF_HUB_OFFLINE set?"
 _REASONS = {  # by the classes of huggingface_hub's errors, and of the errors of what it asks with
@@ -31,8 +33,12 @@ _REASONS = {  # by the classes of huggingface_hub's errors, and of the errors of
 }
 
 
-def fetched(name: str | Path) -> str | Path:
+def fetched(name: str | Path, files: tuple[str, ...] = FILES) -> str | Path:
     """Return the folder of a model hf://OWNER/NAME[@REVISION] in the Hub's own cache, and any other name as it is.
+
+    Args:
+        name: the name.
+        files: the files that are fetched, as patterns.
 
     Raises:
         UsageError: no such form of name, or the library `huggingface_hub` is not installed.
@@ -42,7 +48,7 @@ def fetched(name: str | Path) -> str | Path:
     if not str(name).startswith(HUB):
         return name
     with _asking(str(name)) as (library, repository, revision):
-        folder = library.snapshot_download(repository, revision=revision, allow_patterns=[*FILES])
+        folder = library.snapshot_download(repository, revision=revision, allow_patterns=[*files])
     if not any(is_file(Path(folder, file)) for file in ("config.json", "adapter_config.json")):
         raise InputRefused(f"{name}: has no config.json, so it is no model in the form of transformers")
     return str(folder)

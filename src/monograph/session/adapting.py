@@ -75,7 +75,7 @@ def fixed_lora(settings: Settings) -> dict[str, Any]:
     if init is None:
         raise UsageError(
             f"{origin}: {key}: adapters are added to weights that exist and stay frozen, which those of a new model "
-            "would at random: name the model with model.init = FOLDER"
+            "would at random: name the model with model.init = FOLDER (a plan takes model.preset as its shape, too)"
         )
     values = _values(lora)
     if exists(init) and not code_named(init):

@@ -19,7 +19,7 @@ from monograph.rl.preferences import preference
 from monograph.run import recorded_state
 from monograph.run.folder import Follower, Run
 from monograph.run.recipe import names_run
-from monograph.run.repository import fetched
+from monograph.run.repository import FILES, fetched
 from monograph.run.run_index import checkpoint_named
 from monograph.run.trust import carries_mark, is_ours, marked, require_trusted
 from monograph.run.writing import write_whole
@@ -75,8 +75,12 @@ def run_settings(
     return settings.vouching(require_trusted(run.config, [*settings.programs, *programs], running, sha256))
 
 
-def settings_given(toml: Path | None, overrides: Mapping[str, Any], *, runs_code: bool) -> Settings:
+def settings_given(
+    toml: Path | None, overrides: Mapping[str, Any], *, runs_code: bool, files: tuple[str, ...] = FILES
+) -> Settings:
     """Return the settings that a command line gives; with `runs_code` they vouch for the Python files that they name.
+
+    Of a `model.init` of the Hub the given files are fetched.
 
     The user names a file by typing it, in the environment or in a TOML file of their own. What a TOML file of a run
     names is the run's.
@@ -86,7 +90,7 @@ def settings_given(toml: Path | None, overrides: Mapping[str, Any], *, runs_code
         UsageError: see `monograph.config.load`.
     """
     vouched = _of_its_run(toml, [key for key in NAME_CODE if runs_code and key not in overrides])
-    settings = fetched_model(load(toml, overrides, recorded=toml is not None and carries_mark(toml)))
+    settings = fetched_model(load(toml, overrides, recorded=toml is not None and carries_mark(toml)), files)
     if not runs_code:
         return settings
     if vouched is None:
@@ -154,14 +158,14 @@ def own_copies(settings: Settings) -> dict[str, Any]:
     return copies
 
 
-def fetched_model(settings: Settings) -> Settings:
+def fetched_model(settings: Settings, files: tuple[str, ...] = FILES) -> Settings:
     """Return the settings with a `model.init` of the Hub fetched: it is then the folder of one commit in the cache.
 
     Raises:
         UsageError, InputRefused, DiskFull: see `monograph.run.repository.fetched`.
     """
     init = settings.model.init
-    return settings.resolve({"model.init": fetched(init)}, init) if init and init.startswith(HUB) else settings
+    return settings.resolve({"model.init": fetched(init, files)}, init) if init and init.startswith(HUB) else settings
 
 
 def require_text(settings: Settings) -> None:

@@ -1,0 +1,87 @@
+"""The table of cards, cards.toml: find a card by its name, as people spell it or as its driver gives it."""
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from typing import NamedTuple
+
+from monograph.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Datasheet rates of a card: dense (no structured sparsity) FLOP/s with fp32 accumulation, and memory bytes/s."""
+
+    flops: Mapping[str, float]
+    bandwidth_bytes_per_s: float
+
+
+class Card(NamedTuple):
+    """A row of cards.toml.
+
+    Attributes:
+        group: what kind of card it is, such as "GeForce RTX".
+        name: the name that its driver gives.
+        memory_bytes: its memory.
+        link_bytes_per_s: datasheet rate between card and host, one way.
+        rates: its datasheet rates.
+        pattern: a regular expression for the names that drivers give to cards with these rates.
+    """
+
+    group: str
+    name: str
+    memory_bytes: int
+    link_bytes_per_s: float
+    rates: Rates
+    pattern: str
+
+
+def _card(
+    group: str, name: str, gibibytes: float, gb_per_s: float, link_gb_per_s: float, teraflops: Mapping[str, float],
+    pattern: str | None = None,
+) -> Card:  # fmt: skip
+    rates = Rates({dtype: rate * 1e12 for dtype, rate in teraflops.items()}, gb_per_s * 1e9)
+    exact = rf"\b{re.escape(name.removeprefix('NVIDIA '))}$"
+    return Card(group, name, int(gibibytes * 2**30), link_gb_per_s * 1e9, rates, pattern or exact)
+
+
+_GROUPS = tomllib.loads(files(__package__).joinpath("cards.toml").read_text("utf-8"))["cards"]
+# By the name that is typed.
+CARDS = {short: _card(group, *row) for group, rows in _GROUPS.items() for short, *row in rows}
+
+
+def card_rates(name: str) -> Rates | None:
+    """Return the datasheet rates of a card by name; None if it is not in the table or is a MIG slice of a card."""
+    if "MIG" in name:
+        return None
+    return next((card.rates for card in CARDS.values() if re.search(card.pattern, name)), None)
+
+
+def card_named(name: str) -> Card:
+    """Return a card by its name, which may be spelled as people do.
+
+    Raises:
+        UsageError: there is no such card.
+    """
+    known = {_spelled(short): short for short in CARDS}
+    asked = _spelled(name)
+    if asked in known:
+        return CARDS[known[asked]]
+    near = [short for spelled, short in known.items() if asked and spelled.startswith(asked)]
+    near = near or [known[spelled] for spelled in difflib.get_close_matches(asked, known, n=2, cutoff=0.5)]
+    hint = f"did you mean {' or '.join(near)}?" if near else "`monograph plan --help` lists those that are known"
+    raise UsageError(f"--device {name}: no such card; {hint}")
+
+
+def _spelled(name: str) -> str:
+    """Return a card's name without the parts that people leave out: `4090` for RTX 4090, `a10040` for A100 40GB."""
+    plain = re.sub(r"nvidia|geforce|tesla|rtx|generation|[\s_-]", "", name.lower())
+    return re.sub(r"(?<=\d)g(i?b)?$", "", plain)
+
+
+def listed() -> list[str]:
+    """Return a line for each kind of card: "GeForce RTX: 5090, 5080, ..."."""
+    return [f"{group}: {', '.join(row[0] for row in rows)}" for group, rows in _GROUPS.items()]

@@ -1,0 +1,93 @@
+"""Suppose what a plan is not told: weights that are not here, and what a run on another machine is trained with.
+
+A run decides by its text and the time that it has; a plan for a card that is named has neither. Nothing here changes
+what `monograph train` does.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from monograph.config import Settings
+from monograph.model.adapter import is_adapter
+from monograph.model.config import LlamaConfig
+from monograph.model.families import FIRST_FAMILY
+from monograph.planner import defaults
+from monograph.report.quantities import binary
+from monograph.run.models import positions_of
+from monograph.run.recipe import Recipe
+from monograph.storage.code import HUB
+
+ORIGIN = "plan"
+
+
+def shape_named(settings: Settings) -> LlamaConfig | None:
+    """Return the shape that a preset or sizes give, with the vocabulary that it is published with; None without."""
+    model = settings.model
+    if model.init is not None or (model.preset == "auto" and not model.hidden_size):
+        return None
+    recipe = Recipe(None, model.preset, model.sizes(), settings.train.seed, family=model.family or FIRST_FAMILY)
+    return recipe.shape() if model.preset != "auto" else recipe.shape(vocab_size=defaults.DEFAULT.vocabulary)
+
+
+@contextmanager
+def standing_in(settings: Settings) -> Iterator[Settings]:
+    """Yield the settings with a folder of the shape's config.json in place of weights that adapters or answers need.
+
+    Settings that train a new model, or name a model, stay as they are.
+    """
+    shape = shape_named(settings)
+    existing = settings.rl.reward is not None or settings.prefer.loss is not None
+    if shape is None or not (existing or settings.lora.rank is not None):
+        yield settings
+        return
+    with TemporaryDirectory(prefix="monograph-plan-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(shape.to_hf()))
+        without: dict[str, Any] = dict.fromkeys(f"model.{key}" for key in (*settings.model.sizes(), "family"))
+        yield settings.resolve({**without, "model.init": folder}, ORIGIN)
+
+
+def usual(settings: Settings) -> Settings:
+    """Return the settings with open lengths, updates and vocabulary as models of that size are trained with."""
+    init, data, train = settings.model.init, settings.data, settings.train
+    shape = shape_named(settings)
+    chosen: dict[str, Any] = {}
+    if shape is None and init is None:
+        return settings  # the default run
+    length = data.sequence_length
+    given = None if train.tokens_per_update == "auto" else train.tokens_per_update
+    if shape is None:
+        adapted = settings.lora.rank is not None or is_adapter(str(init))
+        rows = defaults.ADAPTED_ROWS if adapted else defaults.FINETUNED_ROWS
+        most = defaults.sequence_length(False, positions_of(str(init)), given)
+        per_update = rows * (most if length == "auto" else int(length))
+    else:
+        most, per_update = defaults.usual_sizes(shape.parameter_count())
+        most = min(most, shape.max_position_embeddings, given or most)
+        if "data.source" not in settings.origins and data.tokenizer == "auto" and data.vocab_size is None:
+            chosen["model.vocab_size"] = max(shape.vocab_size, settings.model.vocab_size or 0)
+    if length == "auto":
+        length = chosen["data.sequence_length"] = most
+    if given is None and settings.rl.reward is None:
+        chosen["train.tokens_per_update"] = max(per_update, int(length))
+    return settings.resolve(chosen, ORIGIN)
+
+
+def named_model(settings: Settings) -> str:
+    """Return what a plan calls the model: its preset, its name on the Hub or its folder's."""
+    model = settings.model
+    if model.init is None:
+        default = defaults.DEFAULT.preset if not model.hidden_size else "own sizes"
+        return default if model.preset == "auto" else model.preset
+    origin = settings.origins["model.init"]
+    return origin.removeprefix(HUB) if origin.startswith(HUB) else Path(model.init).name
+
+
+def supposed_in(settings: Settings) -> list[str]:
+    """Return what was supposed, as it is given to a command: KEY=VALUE."""
+    origins = settings.origins
+    keys = ("data.sequence_length", "train.tokens_per_update")
+    return [f"{key}={binary(settings.values()[key])}" for key in keys if origins.get(key) == ORIGIN]
