@@ -85,8 +85,8 @@ ROOMS = {
     ),
     "decoding": Room(
         ("decode/step.py",),
-        ("decode/test_generator.py", "decode/test_completion.py", "laws/test_written_is_reference.py",
-         "laws/test_a_row_is_alone.py", "laws/test_schedule_changes_nothing.py"),
+        ("decode/test_step.py", "decode/test_generator.py", "decode/test_completion.py",
+         "laws/test_written_is_reference.py", "laws/test_a_row_is_alone.py", "laws/test_schedule_changes_nothing.py"),
     ),
     "automata": Room(
         ("decode/automata/__init__.py", "decode/automata/arena.py", "decode/automata/dfa.py",
