@@ -6,6 +6,9 @@ cosmic-ray makes the faults (another operator, comparison, number, a loop that d
 project. A sample is drawn by the seed, so many for each room; faults in annotations change nothing and are left out. A
 fault is noticed if a test of the room's fails, or does not end. The others are printed, for a person to judge: some
 change nothing that can be seen, for instance how fast it is.
+
+The tests are run once without a fault, to see which functions each of them calls and how long it takes. A fault in a
+function is tried by the tests that call it, the quickest first, and by the others only if these notice nothing.
 """
 
 from __future__ import annotations
@@ -21,13 +24,16 @@ import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import FrameType
 from typing import NamedTuple
 
 import cosmic_ray.plugins
+import pytest
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
@@ -79,8 +85,8 @@ ROOMS = {
     ),
     "decoding": Room(
         ("decode/step.py",),
-        ("decode/test_generator.py", "decode/test_completion.py", "laws/test_written_is_reference.py",
-         "laws/test_a_row_is_alone.py", "laws/test_schedule_changes_nothing.py"),
+        ("decode/test_step.py", "decode/test_generator.py", "decode/test_completion.py",
+         "laws/test_written_is_reference.py", "laws/test_a_row_is_alone.py", "laws/test_schedule_changes_nothing.py"),
     ),
     "automata": Room(
         ("decode/automata/__init__.py", "decode/automata/arena.py", "decode/automata/dfa.py",
@@ -122,8 +128,9 @@ ROOMS = {
     ),
     "stream": Room(("stream/lanes.py",), ("stream/test_lanes.py", "stream/test_clock.py")),
 }  # fmt: skip
-LIBRARIES = "libraries.txt"
+SOUND = "sound.json"  # what the tests did without a fault
 PATIENCE = 4  # times what the sound tests take, until a test counts as one that does not end
+ENDLESS = -1  # the code of tests that did not end
 
 
 class Mutant(NamedTuple):
@@ -179,8 +186,69 @@ def drawn(room: Room, count: int, draws: random.Random) -> dict[Mutant, str]:
     return found
 
 
-def passes(copy: Path, tests: tuple[str, ...], limit_s: float, *, faulty: bool) -> bool:
-    """Whether the tests pass in a copy of the project: in a child, which has torch already, and a group of its own."""
+def function_of(line: int, code: str) -> int | None:
+    """Return the first line of the innermost function with this line; None if it runs when the file is imported."""
+    within = [
+        node
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.FunctionDef) and node.lineno <= line <= (node.end_lineno or 0)
+    ]
+    if not within:
+        return None
+    innermost = max(within, key=lambda node: node.lineno)
+    return min(part.lineno for part in (innermost, *innermost.decorator_list))
+
+
+class Watched:
+    """A plugin of pytest that sees which functions of a package each test calls, and how long the test takes.
+
+    Attributes:
+        seconds: of each test, by its id.
+        calls: each test's functions, as file and first line.
+    """
+
+    def __init__(self, package: Path) -> None:
+        """Take the folder of the package."""
+        self.package = f"{package}/"
+        self.seconds, self.calls = dict[str, float](), dict[str, list[tuple[str, int]]]()
+        self._called = set[tuple[str, int]]()
+
+    def _note(self, frame: FrameType, event: str, argument: object) -> None:
+        if frame.f_code.co_filename.startswith(self.package):
+            self._called.add((frame.f_code.co_filename.removeprefix(self.package), frame.f_code.co_firstlineno))
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Iterator[None]:
+        """Watch a test, with the fixtures that are made for it."""
+        self._called, began = set(), time.monotonic()
+        threading.settrace(self._note)
+        sys.settrace(self._note)
+        try:
+            return (yield)
+        finally:
+            sys.settrace(None)
+            threading.settrace(None)  # type: ignore[arg-type]
+            self.seconds[item.nodeid], self.calls[item.nodeid] = time.monotonic() - began, sorted(self._called)
+
+
+class Sound(NamedTuple):
+    """What a room's tests did without a fault, by each test's id; see `Watched`."""
+
+    seconds: dict[str, float]
+    calls: dict[str, list[tuple[str, int]]]
+
+    def parted(self, file: str, function: int | None) -> tuple[list[str], list[str]]:
+        """Return the tests that call a function, the quickest first, and the others; None: all of them call it."""
+        ids = sorted(self.seconds, key=self.seconds.__getitem__)
+        calls = {name: function is None or (file, function) in self.calls[name] for name in ids}
+        return [name for name in ids if calls[name]], [name for name in ids if not calls[name]]
+
+
+def outcome(copy: Path, tests: Sequence[str], limit_s: float, *, faulty: bool) -> int:
+    """Return pytest's exit code, or ENDLESS, for tests of a copy of the project.
+
+    They run in a child, which has torch already, and a group of its own.
+    """
     child = os.fork()
     if child == 0:
         os.setpgid(0, 0)
@@ -192,14 +260,14 @@ def passes(copy: Path, tests: tuple[str, ...], limit_s: float, *, faulty: bool) 
         null = os.open(os.devnull, os.O_RDWR)
         for stream in (0, 1, 2):
             os.dup2(null, stream)
-        import pytest
-
-        arguments = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider", *(f"tests/{test}" for test in tests)]
         code = 1
         try:
-            code = int(pytest.main(arguments))
+            watched = Watched(copy / SRC)
+            options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+            code = int(pytest.main([*options, *tests], plugins=[] if faulty else [watched]))
             if not faulty:
-                (copy / LIBRARIES).write_text("\n".join(libraries()))
+                found = {"libraries": libraries(), "seconds": watched.seconds, "calls": watched.calls}
+                (copy / SOUND).write_text(json.dumps(found))
         finally:  # whatever a fault raises, the child must not go on as its parent
             os._exit(code)
     ends = time.monotonic() + limit_s
@@ -207,11 +275,11 @@ def passes(copy: Path, tests: tuple[str, ...], limit_s: float, *, faulty: bool) 
         while time.monotonic() < ends:
             done, status = os.waitpid(child, os.WNOHANG)
             if done:
-                return status == 0
+                return os.waitstatus_to_exitcode(status)
             time.sleep(0.05)
         os.killpg(child, signal.SIGKILL)
         os.waitpid(child, 0)
-        return False
+        return ENDLESS
     finally:
         try:  # what the tests started and left
             os.killpg(child, signal.SIGKILL)
@@ -225,35 +293,60 @@ def libraries() -> list[str]:
     return [name for name in sys.modules if name.partition(".")[0] in ("torch", "numpy", "pydantic")]
 
 
-def line_of(mutant: Mutant, code: str) -> str:
-    """The fault as one line: where, what it was, what it is."""
+def sound(name: str, copy: Path) -> Sound:
+    """Run a room's tests without a fault, and load what they load once for all children."""
+    tests = [f"tests/{test}" for test in ROOMS[name].tests]
+    if outcome(copy, tests, 3600, faulty=False) != 0:
+        sys.exit(f"{name}: its tests fail without a fault")
+    found = json.loads((copy / SOUND).read_text())
+    for library in found["libraries"]:
+        with suppress(Exception):
+            importlib.import_module(library)
+    calls = {test: [(file, line) for file, line in those] for test, those in found["calls"].items()}
+    return Sound(found["seconds"], calls)
+
+
+def is_noticed(mutant: Mutant, line: int, room: Room, before: Sound, copy: Path) -> bool:
+    """Return whether a test of the room's fails, or does not end, in a copy that has the fault."""
+    code = (ROOT / SRC / mutant.file).read_text()
+    for tests in before.parted(mutant.file, function_of(line, code)):
+        if not tests:
+            continue
+        limit_s = PATIENCE * sum(before.seconds[test] for test in tests) + 60
+        found = outcome(copy, tests, limit_s, faulty=True)
+        if found == pytest.ExitCode.USAGE_ERROR:  # the fault changes the names of tests
+            limit_s = PATIENCE * sum(before.seconds.values()) + 60
+            return outcome(copy, [f"tests/{test}" for test in room.tests], limit_s, faulty=True) != 0
+        if found != 0:
+            return True
+    return False
+
+
+def shown(mutant: Mutant, code: str) -> tuple[int, str]:
+    """Return the first line that the fault changes, and the fault in words: where, what it was, what it is."""
     before, after = (ROOT / SRC / mutant.file).read_text().splitlines(), code.splitlines()
     changes = [*difflib.unified_diff(before, after, n=0, lineterm="")][2:]
     number = changes[0].split()[1].lstrip("-").partition(",")[0]
     old, new = (" ".join(line[1:].strip() for line in changes if line[0] == sign) for sign in "-+")
-    return f"{mutant.file}:{number}: {old}  ->  {new}"
+    return int(number), f"{mutant.file}:{number}: {old}  ->  {new}"
 
 
 def tried(name: str, count: int, seed: int, copy: Path) -> dict[str, object]:
     """The score of a room, said as it comes."""
     room, began = ROOMS[name], time.monotonic()
-    if not passes(copy, room.tests, 3600, faulty=False):
-        sys.exit(f"{name}: its tests fail without a fault")
-    sound_s = time.monotonic() - began
-    for library in (copy / LIBRARIES).read_text().split():  # once, for all children: half of what a cheap room costs
-        with suppress(Exception):
-            importlib.import_module(library)
-    if not passes(copy, room.tests, 3600, faulty=True):
-        sys.exit(f"{name}: its tests fail without a fault, in a child that has the libraries")
+    before = sound(name, copy)
+    if outcome(copy, list(before.seconds), 3600, faulty=True) != 0:
+        sys.exit(f"{name}: its tests fail without a fault, one by one, in a child that has the libraries")
     chosen, survivors = drawn(room, count, random.Random(f"{seed} {name}")), []
     for number, (mutant, code) in enumerate(chosen.items(), 1):
         target = copy / SRC / mutant.file
-        sound = target.read_text()
+        without = target.read_text()
         target.write_text(code)
-        if passes(copy, room.tests, PATIENCE * sound_s + 30, faulty=True):
-            survivors.append(line_of(mutant, code))
-            print(f"{name}: not noticed: {survivors[-1]}", flush=True)
-        target.write_text(sound)
+        line, words = shown(mutant, code)
+        if not is_noticed(mutant, line, room, before, copy):
+            survivors.append(words)
+            print(f"{name}: not noticed: {words}", flush=True)
+        target.write_text(without)
         if number % 10 == 0:
             left_s = (time.monotonic() - began) / number * (len(chosen) - number)
             print(f"{name}: {number - len(survivors)} of {number} noticed, {left_s / 60:.0f} min left", flush=True)
@@ -273,7 +366,7 @@ def main() -> None:
     if asked.list:
         for name in rooms:
             for mutant, code in drawn(ROOMS[name], asked.count, random.Random(f"{asked.seed} {name}")).items():
-                print(f"{name}: {line_of(mutant, code)}")
+                print(f"{name}: {shown(mutant, code)[1]}")
         return
     scores = dict[str, dict[str, object]]()
     with tempfile.TemporaryDirectory(prefix="mutants-") as folder:

@@ -77,6 +77,7 @@ def drawer(
     device: str = "cpu",
     layers: int = 2,
     shape: dict[str, Any] | None = None,
+    texts: Sequence[str] = ("2+2=", "a", "the longest of them", "7"),
     **engine: Any,
 ) -> Drawer:
     """An engine of a model whose distributions are far from even, with a drawer of its answers."""
@@ -90,7 +91,7 @@ def drawer(
     engine.setdefault("loss", PolicyLoss(options.temperature))
     engine["loss"] = engine["loss"].to(device)
     made = Resident(model, **engine)
-    return Drawer(made, prompts("2+2=", "a", "the longest of them", "7"), Scored(reward), options, lambda: 0)  # type: ignore[arg-type]
+    return Drawer(made, prompts(*texts), Scored(reward), options, lambda: 0)  # type: ignore[arg-type]
 
 
 def windows(options: Options = OPTIONS, **more: Any) -> Rollouts:

@@ -436,3 +436,24 @@ def test_a_key_twice_is_found_in_one_pass():
     names = [f"k{number}" for number in range(30_000)]
     text = "{" + ",".join(f'"{name}":0' for name in [*names, names[-1]]) + "}"
     assert least_s(lambda: pytest.raises(ValueError, parse_json, text), enough_s=5, tries=2) < 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "value"),
+    [(pa.date32(), 30_000_000), (pa.timestamp("s"), 400_000_000_000), (pa.timestamp("us"), -(10**17))],
+    ids=["a date", "a time", "before the year 1"],
+)
+@pytest.mark.parametrize("ending", ["parquet", "arrow"])
+def test_a_date_that_python_cannot_hold_is_refused_by_its_column(kind, value, ending, tmp_path):
+    number = pa.int32() if kind == pa.date32() else pa.int64()
+    table = pa.table({"text": ["a", "b"], "when": pa.array([1, value], number).cast(kind)})
+    path = tmp_path / f"dates.{ending}"
+    if ending == "parquet":
+        pq.write_table(table, path)
+    else:
+        with pa.OSFile(str(path), "wb") as file, pa.ipc.new_file(file, table.schema) as writer:
+            writer.write_table(table)
+    said = f"{path}: column 'when' has a date or time that is outside of the years 1 to 9999; "
+    with pytest.raises(InputRefused) as refused:
+        list(tables.table_objects(path, ["text", "when"]))
+    assert str(refused.value) == said + "correct it, write the column as texts, or leave it out"

@@ -59,9 +59,9 @@ def test_memory_is_zero_and_that_of_so_many_rows(config: LlamaConfig) -> None:
 
 def test_a_look_at_fewer_blocks_is_into_the_same_memory() -> None:
     cache = cache_of(HYBRID, 2, 24)
-    cache.multiple = 4
+    cache.is_filled = True
     look = cache.first(2)
-    assert look.seen_blocks == 2 and look.multiple == 4 and cache.seen_blocks is None
+    assert look.seen_blocks == 2 and look.is_filled and cache.seen_blocks is None
     assert all(one is other for one, other in zip(all_of(look), all_of(cache), strict=True))
 
 
@@ -105,7 +105,7 @@ def test_recurrences_begin_again_with_limits_of_the_first_rows() -> None:
 
 def reader_of(rows: int = 1, slots: int = 256, *, whole: bool = False, **sizes: object) -> Reader:
     model = tiny_llama(max_position_embeddings=slots, **sizes).eval()
-    form = Slots(slots, 16, prompts=rows, multiple=4 if whole else 1)
+    form = Slots(slots, 16, prompts=rows, is_filled=whole)
     return Reader(model, form, 8, lambda function: function)
 
 

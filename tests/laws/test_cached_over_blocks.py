@@ -25,7 +25,7 @@ from monograph.decode.sampling import Sampling
 from monograph.graph.capture import Backend, compiled
 from monograph.model.llama import Llama
 from monograph.model.scaling import FULL, LINEAR, SLIDING
-from monograph.ops.attention import BLOCK, SAME_ROWS
+from monograph.ops.attention import BLOCK
 
 EVERY = Sampling(1.0, logprobs=VOCABULARY)
 SMALL, CHUNK, BLOCKS = 16, 8, 5
@@ -137,7 +137,7 @@ def test_a_prompt_of_each_length_alone(shape: str, monkeypatch: pytest.MonkeyPat
 FORMS = {
     "prompts one by one": FORM,
     "prompts at once": FORM._replace(prompts=3),
-    "last tokens read with the prompts": FORM._replace(prompts=3, multiple=SAME_ROWS),
+    "last tokens read with the prompts": FORM._replace(prompts=3, is_filled=True),
     "chunks of a block": FORM._replace(longest=SMALL),
 }
 

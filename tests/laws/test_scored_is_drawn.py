@@ -9,13 +9,14 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from monograph.decode.generator import Generator
 from monograph.graph import grouped
 from monograph.graph.precision import Precision
 from monograph.rl import rollouts as room
 from monograph.rl.rollouts import Drawer, Rollouts
-from rewarded import OPTIONS, apart, windows
+from rewarded import OPTIONS, apart, drawer, windows
 
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2}
 HYBRID = {"model_type": "qwen3_5_text", "layer_types": ("linear_attention", "full_attention")}
@@ -58,6 +59,36 @@ def test_an_answer_is_scored_in_the_bits_in_which_it_was_drawn(name: str, monkey
         assert bool(engine.update().skipped == 0)
     own_rows = products_have_rows_of_their_own(torch.float32 if precision == "fp32" else torch.bfloat16)
     assert found == 0 if own_rows else found < (1e-5 if precision == "fp32" else 0.2)
+
+
+class Counted(TorchDispatchMode):
+    """Notes the rows of the left side of each product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = set[int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in (torch.ops.aten.mm.default, torch.ops.aten.bmm.default):
+            self.rows.add(args[0].shape[-2])
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize(("texts", "most"), [(("a",), 1), (("a",), 3), (("ab", "a", "cd"), 4), (("ab", "abcd"), 6)])
+def test_products_have_rows_filled_up_whatever_the_lengths(texts: tuple[str, ...], most: int) -> None:
+    """Law 16 on every processor: with 5 to 7 or 9 to 11 rows MKL rounds otherwise on some alone (dev/log.md)."""
+    options = replace(OPTIONS, prompts=len(texts), max_new_tokens=most)
+    rollouts = Rollouts(drawer(options, micro_batch=1, texts=texts))
+    counted = Counted()
+    with counted:
+        window = next(rollouts)
+        made = rollouts.drawer.rollouts(*rollouts._drawn(range(len(texts))))
+        rollouts.drawer.scored(made, rollouts.drawer.model)
+    assert window["tokens"].shape[1] == rollouts.drawer.slots
+    assert counted.rows and all(rows % 4 == 0 for rows in counted.rows), counted.rows
+    rollouts.drawer.engine.accumulate(window)
+    if products_have_rows_of_their_own(torch.float32):
+        assert apart(rollouts)[0] == 0
 
 
 class Captured(NamedTuple):

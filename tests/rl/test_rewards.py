@@ -309,6 +309,14 @@ def test_the_numbers_of_forbidden_calls_are_the_kernel_s(machine: str, header: s
     }
 
 
+@pytest.mark.parametrize("machine", worker.MACHINES)
+def test_every_forbidden_call_has_the_number_of_the_kernel_s_table(machine: str) -> None:
+    lines = [line.split() for line in (Path(__file__).parent / "system_calls.txt").read_text().splitlines()]
+    known = {name: int(number) for of, name, number in (line for line in lines if line[0] != "#") if of == machine}
+    found = {name: numbers[worker.MACHINES[machine].column] for name, numbers in worker.FORBIDDEN.items()}
+    assert {name: number for name, number in found.items() if number is not None} == known
+
+
 def test_an_unknown_machine_runs_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     other = changed(monkeypatch, tmp_path, "MACHINES.get(os.uname().machine)", "MACHINES.get('other')")
     with pytest.raises(InputRefused, match="no program can run"):

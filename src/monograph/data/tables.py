@@ -61,9 +61,28 @@ def table_objects(path: Path, keys: Sequence[str]) -> Iterator[tuple[int, dict[s
         parts = _parquet_parts if path.suffix.lower() == ".parquet" else _arrow_parts
         chosen = (part.select(there) for part in parts(pa, path, there))
         for part in unpacked(path, ((_unshared_bytes(pa, part), part) for part in chosen)):
-            for row in part.to_pylist():
+            for row in _rows(path, part):
                 number += 1
                 yield number, _plain(pa, row, part.schema)
+
+
+def _rows(path: Path, part: Any) -> list[dict[str, Any]]:
+    """Return the rows of a sound batch as values of Python, whose dates have the years 1 to 9999."""
+    try:
+        return part.to_pylist()  # type: ignore[no-any-return]
+    except (OverflowError, ValueError):
+        name = next((name for name in part.schema.names if not _is_held(part.column(name))), "")
+        fault = f"column {name!r} has a date or time that is outside of the years 1 to 9999"
+        raise Damaged(path, fault, "correct it, write the column as texts, or leave it out") from None
+
+
+def _is_held(column: Any) -> bool:
+    """Return whether Python's types hold all values of a column."""
+    try:
+        column.to_pylist()
+    except (OverflowError, ValueError):
+        return False
+    return True
 
 
 def _unshared_bytes(pa: Any, part: Any) -> int:

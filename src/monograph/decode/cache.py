@@ -6,7 +6,7 @@ A reader reads prompts into a cache of its own, from which rows copy their keys 
 of a fixed size at fixed positions, by passes of a fixed number of rows (one, unless a caller wants more), so that a
 prompt's keys and values depend on the prompt alone. So whole chunks that another prompt has in common with it need not
 be read again, if the recurrences of layers without attention are known there. The first decode step reads a prompt's
-last token, unless the reader does (`Slots.multiple`).
+last token, unless the reader does (`Slots.is_filled`).
 
 Shapes: N blocks, B rows, R rows of the reader's cache, K key-value heads, H query heads, C slots of a block, E head
 dimension, T positions of a chunk, D hidden size, 1 broadcasts.
@@ -25,7 +25,7 @@ from monograph.graph.replay import WARM_UP, Recorder, Replays
 from monograph.model.config import LlamaConfig
 from monograph.model.layers import Recurrence
 from monograph.model.llama import Llama
-from monograph.ops.attention import BLOCK, SAME_ROWS, Heads, cached_attention
+from monograph.ops.attention import BLOCK, Heads, cached_attention
 
 
 class KVCache:
@@ -37,7 +37,7 @@ class KVCache:
         values: list[Tensor],
         recurrences: Mapping[int, Recurrence],
         seen_blocks: int | None = None,
-        multiple: int = 1,
+        is_filled: bool = False,
     ) -> None:
         """Take the memory.
 
@@ -46,10 +46,10 @@ class KVCache:
             values: the same for values.
             recurrences: those of the layers without attention.
             seen_blocks: how many blocks attention reads, the first ones; None: all.
-            multiple: see `cached_attention`.
+            is_filled: see `cached_attention`.
         """
         self.keys, self.values, self.recurrences = keys, values, recurrences
-        self.seen_blocks, self.multiple = seen_blocks, multiple
+        self.seen_blocks, self.is_filled = seen_blocks, is_filled
 
     @classmethod
     def allocate(
@@ -101,7 +101,7 @@ class KVCache:
 
     def first(self, blocks: int) -> Self:
         """Return a cache in the same memory, in which attention reads the first `blocks` blocks only."""
-        return type(self)(self.keys, self.values, self.recurrences, blocks, self.multiple)
+        return type(self)(self.keys, self.values, self.recurrences, blocks, self.is_filled)
 
     def attend(
         self, layer_index: int, heads: Heads, positions_BT: Tensor, window: int | None, sink_H: Tensor | None = None
@@ -116,7 +116,7 @@ class KVCache:
         values_NBKCE[where] = value_BKTE.transpose(1, 2).to(values_NBKCE.dtype)
         seen = slice(self.seen_blocks)
         keys_NBKCE, values_NBKCE = keys_NBKCE[seen], values_NBKCE[seen]
-        return cached_attention(query_BHTE, keys_NBKCE, values_NBKCE, positions_BT, window, self.multiple, sink_H)
+        return cached_attention(query_BHTE, keys_NBKCE, values_NBKCE, positions_BT, window, self.is_filled, sink_H)
 
     def recurrence(self, layer_index: int) -> Recurrence:
         """Return what a layer without attention has taken of each row."""
@@ -163,15 +163,16 @@ class Slots(NamedTuple):
         most: positions of each row.
         block: slots of a block; fewer cost less for short texts.
         prompts: prompts that are read at once.
-        multiple: see `cached_attention`. With SAME_ROWS all of a prompt is read before its first step, once for all
-            rows that continue it, as the step would compute the same bits for its last token.
+        is_filled: whether a text's numbers have the bits of a pass over all of it; see `cached_attention`. Then all of
+            a prompt is read before its first step, once for all rows that continue it, as the step would compute the
+            same bits for its last token.
         longest: most tokens of a prompt; fewer cost less.
     """
 
     most: int
     block: int = BLOCK
     prompts: int = 1
-    multiple: int = 1
+    is_filled: bool = False
     longest: int = BLOCK
 
 
@@ -202,7 +203,7 @@ class Reader:
         weight = model.lm_head.weight
         self.model, self.chunk, self.rows, self.device = model, chunk, slots.prompts, weight.device
         self.cache = KVCache.allocate(model.config, self.rows, slots.most, weight.dtype, weight.device, slots.block)
-        self.cache.multiple, self.whole = slots.multiple, slots.multiple % SAME_ROWS == 0
+        self.cache.is_filled = self.whole = slots.is_filled
         self.last_RD = weight.new_zeros(self.rows, model.config.hidden_size)
         # What a pass reads and writes, at addresses that a captured one keeps.
         self._tokens_RT = torch.zeros(self.rows, chunk, dtype=torch.int64, device=weight.device)

@@ -25,6 +25,7 @@ from monograph.graph.capture import compiled as compile_function
 from monograph.graph.replay import CudaGraphs, Replays
 from monograph.model.llama import Llama
 from monograph.ops.attention import BLOCK
+from monograph.ops.filled import filled_up
 
 CHUNKS = {"cuda": BLOCK, "cpu": BLOCK // 2}  # most tokens of a prompt that are read at once, by type of device
 Mode = Literal["eager", "captured", "compiled"]
@@ -81,11 +82,13 @@ class Generator:
             compat.allow_variants()
         wrap: Wrap = compile_function if self.compiled else lambda function: function
         longest = min(form.most, CHUNKS[weight.device.type], model.config.max_position_embeddings)
-        chunk = min(1 << longest.bit_length() - 1, 1 << (form.longest - 1).bit_length())
+        # A pass over a chunk has as many rows as the chunk has tokens, times the prompts that are read at once.
+        wanted = filled_up(form.longest) if form.is_filled else form.longest
+        chunk = min(1 << longest.bit_length() - 1, 1 << (wanted - 1).bit_length())
         recorder = CudaGraphs(weight.device) if mode != "eager" and weight.is_cuda else None
         self.reader = Reader(model, form, chunk, wrap, recorder)
         self.cache = KVCache.allocate(model.config, rows, form.most, weight.dtype, weight.device, form.block)
-        self.cache.multiple = form.multiple
+        self.cache.is_filled = form.is_filled
         self._last_BD = weight.new_zeros(rows, model.config.hidden_size)  # of each row's prompt; see `Reader.last_RD`
         # Two halves of lines: the host reads one while the device writes the other.
         self.state = State.allocate(rows, self.slots, vocabulary, 2 * self.pace.steps, self.chain, weight.device)

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from monograph.graph import grouped_batches, grouped_blocks
 from monograph.graph.matmul import grouped_out, grouped_outer_out, mkl_is_slow
-from monograph.ops.attention import SAME_ROWS
+from monograph.ops.filled import filled_up
 from monograph.ops.fused_gradients import fused_of
 
 _WITHOUT_HOST = (9, 10)  # major compute capabilities, see aten/src/ATen/native/cuda/GroupedBlas.cpp
@@ -94,11 +94,11 @@ def product(input_PK: Tensor, weight_ENK: Tensor, ends_E: Tensor) -> Tensor:
         return grouped_batches.product(input_PK, weight_ENK, ends_E)
     for group, rows in _groups(ends_E):
         count = rows.stop - rows.start
-        if count % SAME_ROWS == 0:
+        if filled_up(count) == count:
             torch.mm(input_PK[rows], weight_ENK[group].mT, out=product_PN[rows])
             continue
-        # With other numbers of rows MKL rounds otherwise, and a row's bits would depend on the size of its group.
-        some_PK = F.pad(input_PK[rows], (0, 0, 0, -count % SAME_ROWS))
+        # Or a row's bits would depend on the size of its group.
+        some_PK = F.pad(input_PK[rows], (0, 0, 0, filled_up(count) - count))
         product_PN[rows] = (some_PK @ weight_ENK[group].mT)[:count]
     return product_PN
 

@@ -14,11 +14,10 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
 
+from monograph.ops.filled import filled_up
+
 BLOCK = 128  # slots
 LEAST_BLOCK = 16
-# On the CPUs that were measured a row of a product has the same bits whatever the number of rows, if that is a multiple
-# of this (dev/log.md).
-SAME_ROWS = 4
 Heads = tuple[Tensor, Tensor, Tensor]  # queries [B, H, T, D], keys and values [B, K, S, D], or as a cache has them
 MORE = 8  # channels beside those of a head, for its sink: fused kernels want a multiple of 8
 
@@ -29,7 +28,7 @@ def cached_attention(
     values_NBKCE: Tensor,
     positions_BT: Tensor,
     window: int | None = None,
-    multiple: int = 1,
+    is_filled: bool = False,
     sink_H: Tensor | None = None,
 ) -> Tensor:
     """Compute softmax attention of queries at given positions to the slots up to their own positions.
@@ -48,8 +47,8 @@ def cached_attention(
         values_NBKCE: same shape and dtype.
         positions_BT: int64, below N C; their slots have been written.
         window: number of positions that a query sees, its own the last of them; None: all up to its own.
-        multiple: products have so many rows, or a multiple of it; what M lacks is filled up. With SAME_ROWS a step of
-            decoding has the bits of a pass over the whole text; it takes a tenth more time or two.
+        is_filled: products have `filled_up(M)` rows, so that a step of decoding has the bits of a pass over the whole
+            text; it takes a tenth more time or two.
         sink_H: see `attention`.
 
     Returns:
@@ -62,16 +61,16 @@ def cached_attention(
     seen_NB1MC = distances_NB1MC >= 0
     if window is not None:
         seen_NB1MC &= distances_NB1MC < window
-    return _over_blocks((query_BHTE, keys_NBKCE, values_NBKCE), seen_NB1MC, sink_H, multiple)
+    return _over_blocks((query_BHTE, keys_NBKCE, values_NBKCE), seen_NB1MC, sink_H, is_filled)
 
 
-def _over_blocks(heads: Heads, seen_NB1MC: Tensor, sink_H: Tensor | None, multiple: int = 1) -> Tensor:
+def _over_blocks(heads: Heads, seen_NB1MC: Tensor, sink_H: Tensor | None, is_filled: bool = False) -> Tensor:
     query_BHTE, keys_NBKCE, values_NBKCE = heads
     key_heads, head_dim = keys_NBKCE.shape[2], keys_NBKCE.shape[-1]
     groups = query_BHTE.shape[1] // key_heads
     wide = torch.promote_types(query_BHTE.dtype, torch.float32)
     query_BKME = query_BHTE.unflatten(1, (key_heads, groups)).flatten(2, 3)
-    scores_NBKMC = _product(query_BKME, keys_NBKCE.transpose(-1, -2), wide, multiple) * head_dim**-0.5
+    scores_NBKMC = _product(query_BKME, keys_NBKCE.transpose(-1, -2), wide, is_filled) * head_dim**-0.5
     scores_NBKMC = scores_NBKMC.masked_fill(~seen_NB1MC, -torch.inf)
     largest_1BKM1 = scores_NBKMC.amax(dim=(0, -1), keepdim=True)
     if sink_H is not None:
@@ -81,7 +80,7 @@ def _over_blocks(heads: Heads, seen_NB1MC: Tensor, sink_H: Tensor | None, multip
     total_BKM1 = _halved(weights_NBKMC.sum(-1, keepdim=True))
     if sink_H is not None:
         total_BKM1 = total_BKM1 + (sink_KM1 - largest_1BKM1[0]).exp()
-    mixed_BKME = _halved(_product(weights_NBKMC.to(values_NBKCE.dtype), values_NBKCE, wide, multiple)) / total_BKM1
+    mixed_BKME = _halved(_product(weights_NBKMC.to(values_NBKCE.dtype), values_NBKCE, wide, is_filled)) / total_BKM1
     return mixed_BKME.to(query_BHTE.dtype).unflatten(2, (groups, -1)).flatten(1, 2)
 
 
@@ -90,10 +89,12 @@ def _for_queries(sink_H: Tensor, key_heads: int, queries: int) -> Tensor:
     return sink_H.view(key_heads, -1, 1, 1).expand(-1, -1, queries, -1).flatten(1, 2)
 
 
-def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype, multiple: int) -> Tensor:
-    """Return batched matrix products, summed in the dtype `wide`, of a multiple of so many rows at once."""
-    if missing := -(rows := left.shape[-2]) % multiple:
-        return _product(F.pad(left, (0, 0, 0, missing)), right_NBKXY, wide, 1)[..., :rows, :]
+def _product(left: Tensor, right_NBKXY: Tensor, wide: torch.dtype, is_filled: bool) -> Tensor:
+    """Return batched matrix products, summed in the dtype `wide`; see `cached_attention` for `is_filled`."""
+    rows = left.shape[-2]
+    if is_filled and filled_up(rows) > rows:
+        filled = F.pad(left, (0, 0, 0, filled_up(rows) - rows))
+        return _product(filled, right_NBKXY, wide, is_filled)[..., :rows, :]
     # Autocast makes queries narrower than the cache, which has the weights' dtype.
     if left.dtype == wide or left.dtype != right_NBKXY.dtype or not left.is_cuda:
         return left.to(wide) @ right_NBKXY.to(wide)

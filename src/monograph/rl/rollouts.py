@@ -33,8 +33,10 @@ from monograph.errors import Diverged, InputRefused
 from monograph.graph import capture
 from monograph.graph.inspect import modes_kept
 from monograph.loss import Batch
+from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
-from monograph.ops.attention import SAME_ROWS, block_of
+from monograph.ops.attention import block_of
+from monograph.ops.filled import filled_up, whole
 from monograph.optim import holding
 from monograph.rl.arrange import Group, Options, Rollout, arranged, by_answer, described, judged, weighted
 from monograph.rl.loss import ROUNDING, Form, PolicyLoss, Weight, are_equal
@@ -48,8 +50,16 @@ HELD_OUT = 1 << 62  # the position of the first held-out prompt, beyond all that
 
 
 def decoded_rows(answers: int) -> int:
-    """Return the number of rows in which so many answers are decoded at once: SAME_ROWS divides it."""
-    return min(-(-answers // SAME_ROWS) * SAME_ROWS, MOST_ROWS)
+    """Return the number of rows in which so many answers are decoded at once."""
+    return min(filled_up(answers), MOST_ROWS)
+
+
+def slots_of(options: Options, config: LlamaConfig, tokens: int) -> int:
+    """Return the positions of a row for a prompt and its answer of up to so many tokens together.
+
+    Filled up, any number of rows that are scored exactly has as many positions as products are filled up to.
+    """
+    return min(filled_up(tokens), config.max_position_embeddings) if options.exact else tokens
 
 
 @dataclass(frozen=True)
@@ -98,8 +108,8 @@ class Drawer:
 
     @property
     def slots(self) -> int:
-        """Return the most tokens of a prompt and its answer."""
-        return self.prompts.longest + self.options.max_new_tokens
+        """Return the positions of a row in which an answer is drawn, and those of one in which it is scored exactly."""
+        return slots_of(self.options, self.model.config, self.prompts.longest + self.options.max_new_tokens)
 
     @property
     def generator(self) -> Generator:
@@ -114,12 +124,11 @@ class Drawer:
         mode = mode_for(steps if step.scope != "none" else 0, weight.device.type, casts=step.precision.name != "fp32")
         if self._made and self._made[0] == mode:
             return self._made[1]
-        multiple, most = SAME_ROWS if options.exact else 1, options.max_new_tokens
-        form = Slots(self.slots, block_of(self.slots), min(options.prompts, MOST_PROMPTS), multiple, prompts.longest)
+        at_once, most = min(options.prompts, MOST_PROMPTS), options.max_new_tokens
+        form = Slots(self.slots, block_of(self.slots), at_once, options.exact, prompts.longest)
         own = -(-answers // self.sharing.ranks)
-        rows = rows_that_fit(model, form, decoded_rows(own), "lower rl.max_new_tokens")
-        if rows > SAME_ROWS:  # where memory holds fewer of them than are wanted
-            rows -= rows % SAME_ROWS
+        # Memory may hold fewer of them than are wanted.
+        rows = whole(rows_that_fit(model, form, decoded_rows(own), "lower rl.max_new_tokens"))
         chain = chain_of([Sampling(temperature=options.temperature, logprobs=0)], len(self.ends))
         chain = replace(chain, processed=not self._is_raw)
         with modes_kept(model):

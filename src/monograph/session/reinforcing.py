@@ -28,7 +28,7 @@ from monograph.rl.pairs import loss_for
 from monograph.rl.preferences import Preference, preference
 from monograph.rl.prompts import Prompts, read_prompts
 from monograph.rl.rewards import Reward, Taught, form_named, reward_of
-from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS, decoded_rows
+from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS, decoded_rows, slots_of
 from monograph.run.models import load_with_tokenizer
 from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
@@ -224,7 +224,8 @@ def bytes_beside(plan: Plan, config: LlamaConfig, machine: Device, slots: int = 
         return {}
     options, lora = options_of(plan), lora_of(plan.settings)
     narrow = plan.precision != "fp32" and (lora or not plan.update_rule.master_weights)
-    dtype, slots = torch.bfloat16 if narrow else torch.float32, slots or options.length + 1
+    dtype = torch.bfloat16 if narrow else torch.float32
+    slots = slots_of(options, config, slots or options.length + 1)
     own = -(-options.prompts * options.group // ranks)
     rows = decoded_rows(own) + min(options.prompts, MOST_PROMPTS)
     answers = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
