@@ -178,13 +178,17 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
         UsageError: an invalid key, value or axis; no held-out text to compare on; no proxy.
     """
     toml, overrides = classify(arguments)
-    if toml is not None:
-        require_single_values(toml)
     fixed, axes = axes_of(overrides)
     first = {axis.key: axis.first for axis in axes}  # a shape is checked with a value for each of its sizes
-    settings, target = (
-        (settings_given(toml, fixed | first, runs_code=True), None) if arguments else (_of_newest_run(), None)
-    )
+    try:
+        settings = settings_given(toml, fixed | first, runs_code=True) if arguments else _of_newest_run()
+    except UsageError:
+        # Several values of a key in a file are answered better than by what is wrong with them as one value. The file
+        # of a run that was damaged has been refused before this.
+        if toml is not None:
+            require_single_values(toml)
+        raise
+    target: Settings | None = None
     settings = settings.vouching(digests(value for axis in axes if axis.key in NAME_CODE for value in axis.values))
     require_text(settings)
     require_texts(settings, "sweep")
