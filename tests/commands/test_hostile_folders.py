@@ -181,7 +181,9 @@ def test_weights_that_are_no_numbers_are_refused_by_name(
     said = f"{bad} holds NaN or infinity"
     for command in (
         lambda: evaluate.run(str(folder), data=[str(sound / "text.txt")], chat=False, json=True),
-        lambda: compare.run([str(sound / "model"), str(folder)], data=[str(sound / "text.txt")], chat=False, json=True),
+        lambda: compare.run(
+            [str(sound / "model"), str(folder)], data=[str(sound / "text.txt")], chat=False, json=True, report=None
+        ),
         *(lambda kind=kind: export.run(str(folder), to=tmp_path / "out", format=kind, dtype=None) for kind in FORMATS),
     ):
         with pytest.raises(InputRefused, match=said):

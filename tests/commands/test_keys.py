@@ -12,7 +12,7 @@ from monograph.config.keys import KEYS, SECTIONS, described
 from monograph.config.lookup import example_of, keys_in, keys_named
 from monograph.config.settings import check
 from monograph.errors import UsageError
-from monograph.planner.defaults import FINETUNING_RATES, MUON_LEARNING_RATES
+from monograph.planner.defaults import FINETUNING_RATES, MEASURED_RATES
 
 
 @pytest.mark.parametrize(
@@ -59,7 +59,7 @@ def test_every_key_has_an_example_and_says_what_auto_stands_for(key: str) -> Non
 
 
 def test_the_rates_that_auto_stands_for_are_the_planners() -> None:
-    rates = [FINETUNING_RATES["adapters"], FINETUNING_RATES["all"], MUON_LEARNING_RATES["nano"]]
+    rates = [FINETUNING_RATES["adapters"], FINETUNING_RATES["all"], MEASURED_RATES["muon"]["nano"]]
     assert [float(word) for word in described("optim.lr").auto.split() if word[0].isdecimal()] == rates
 
 

@@ -183,10 +183,12 @@ def is_whole(run: Run) -> bool:
 
 
 def kept(folder: Path) -> dict[str, str]:
-    """Digests of all that a command which only reads may not change; a lock tells who held it last."""
+    """Digests of all that a command which only reads may not change; a lock and the starts tell who came last."""
     places = ("texts", "base", "adapter", "runs", "records.jsonl")
     files = [path for place in places for path in (folder / place, *(folder / place).rglob("*")) if path.is_file()]
-    return {str(path.relative_to(folder)): digest(path) for path in files if path.name != "run.lock"}
+    return {
+        str(path.relative_to(folder)): digest(path) for path in files if path.name not in ("run.lock", "starts.jsonl")
+    }
 
 
 def digest(path: Path) -> str:

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from monograph.errors import UsageError, did_you_mean
 
-FOLDER = Path(__file__).resolve().parents[1] / "recipes"
+FOLDER = Path(__file__).parents[1] / "recipes"
 
 
 class Recipe(NamedTuple):
