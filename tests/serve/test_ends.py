@@ -78,7 +78,11 @@ class Slow(Given):
 def test_a_signal_while_the_model_is_loaded_ends_it(capsys: pytest.CaptureFixture[str]) -> None:
     tokenizer = Tokenizer.bytes()
     with command._listening("127.0.0.1", 0) as listening:
-        code = asyncio.run(command._serve(Slow(small(tokenizer), tokenizer, 4), "127.0.0.1", [], listening))
+        code = asyncio.run(
+            command._serve(
+                service.Service(Slow(small(tokenizer), tokenizer, 4), print, print), "127.0.0.1", [], listening
+            )
+        )
     assert code is None
     assert capsys.readouterr().out.splitlines()[-1] == "serve     ended; 0 requests answered, 0 tokens written"
 
@@ -99,7 +103,11 @@ def test_a_signal_while_steps_are_captured_leaves_no_thread_of_the_model(
 
     monkeypatch.setattr(Generator, "warm_up", warm_up)
     with command._listening("127.0.0.1", 0) as listening:
-        asyncio.run(command._serve(Given(small(tokenizer), tokenizer, 4), "127.0.0.1", [], listening))
+        asyncio.run(
+            command._serve(
+                service.Service(Given(small(tokenizer), tokenizer, 4), print, print), "127.0.0.1", [], listening
+            )
+        )
     assert not [thread for thread in threading.enumerate() if thread.name == "owner"] and len(begun) < 1000
     assert capsys.readouterr().out.splitlines()[-1] == "serve     ended; 0 requests answered, 0 tokens written"
 

@@ -51,7 +51,7 @@ class Chat:
             live: whether a person types, who can go on after an error; a pipe ends with it.
         """
         self.messages: list[Message] = []
-        self.sampling, self.system = sampling, system
+        self.sampling, self.system_prompt = sampling, system
         self._answers, self._live = answers, live
 
     def take(self, line: str) -> bool:
@@ -81,7 +81,7 @@ class Chat:
             width = max(map(len, HELP)) + 2
             tell("\n".join([*(f"{command:<{width}}{meaning}" for command, meaning in HELP.items()), KEYS]))
         elif name == "/system":
-            self.system = value or None
+            self.system_prompt = value or None
             tell("system prompt set" if value else "no system prompt")
         elif name == "/reset":
             self.messages.clear()
@@ -101,7 +101,7 @@ class Chat:
 
     def _answer(self, line: str) -> None:
         said = [*self.messages, {"role": "user", "content": line}]
-        system = [] if self.system is None else [{"role": "system", "content": self.system}]
+        system = [] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}]
         pieces, ended = list[str](), "stop"
         with _stopped_by_interrupt(self._live) as stopped:
             for text, end in self._answers([*system, *said], self.sampling):
