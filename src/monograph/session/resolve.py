@@ -153,7 +153,7 @@ def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe
     if (named := tokenizer_named(settings.data.tokenizer)) != settings.data.tokenizer:
         chosen["data.tokenizer"] = named
     if settings.data.tokenizer == "auto" and not shape_alone:
-        chosen["data.tokenizer"] = _own_tokenizer(recipe) or "bpe"
+        chosen["data.tokenizer"] = (None if recipe.code else _own_tokenizer(model.init)) or "bpe"
     if chosen.get("data.tokenizer", settings.data.tokenizer) == "bpe" and settings.data.vocab_size is None:
         chosen["data.vocab_size"] = defaults.DEFAULT.vocabulary
     if per_update == "auto" and settings.rl.reward is None:
@@ -166,16 +166,18 @@ def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe
     return settings, recipe._replace(init=init), shape
 
 
-def _own_tokenizer(recipe: Recipe) -> str | None:
-    """Return the tokenizer.json of the model that a run starts from; None for a new model or a module of a file.
+def _own_tokenizer(init: str | None) -> str | None:
+    """Return the tokenizer.json of the model that a run starts from; None for a new model.
+
+    Of an adapter it is the adapter's own, which may have more tokens than its base, and a chat template.
 
     Raises:
         InputRefused: the model has none.
     """
-    if recipe.init is None or recipe.code:
+    if not init:
         return None
     try:
-        return str(tokenizer_of(recipe.init))
+        return str(tokenizer_of(init))
     except InputRefused as error:
         raise InputRefused(f"{error}, or name one as data.tokenizer") from None
 
