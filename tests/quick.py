@@ -21,7 +21,6 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET_CPU_S = 60.0  # of both workers together; lint takes the other half of the minute
 UNKNOWN_CPU_S = 5.0
-BUDGETS = [f"tests/test_house.py::test_at_most_{what}" for what in ("35655_lines_of_code", "60_toml_keys")]
 TEST = r"tests/[\w/]+(?:\.py)?"
 
 
@@ -95,7 +94,8 @@ def main() -> int:
         print(f"left for `make test`: {' '.join(left)}")
     if not fits:
         print("no test touches what changed")
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-n", "2", "--dist=loadfile", *BUDGETS, *fits]
+        return 0
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-n", "2", "--dist=loadfile", *fits]
     return subprocess.run([*command, *sys.argv[1:]], cwd=ROOT).returncode
 
 
