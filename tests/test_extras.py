@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
+import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from monograph import extras
 from monograph.extras import command_for, install_command
 from pages import PAGES
 from scripts import ROOT
@@ -17,14 +19,29 @@ from scripts import ROOT
 
 def test_the_command_is_for_the_python_that_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / ".venv" / "bin" / "python"))
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(extras, "PathFinder", SimpleNamespace(find_spec=lambda name: name))
     monkeypatch.chdir(tmp_path)
     assert install_command(["gguf>=0.17"]) == ".venv/bin/python -m pip install 'gguf>=0.17'"
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
     assert install_command(["wandb"]) == f"{tmp_path}/.venv/bin/python -m pip install wandb"
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)  # as in an environment of uv
+    monkeypatch.setattr(
+        extras, "PathFinder", SimpleNamespace(find_spec=lambda name: None)
+    )  # as in an environment of uv
     assert install_command(["wandb"]) == f"uv pip install --python {tmp_path}/.venv/bin/python wandb"
+
+
+def test_looking_for_pip_leaves_setuptools_its_distutils() -> None:
+    program = """
+import warnings
+from monograph.extras import install_command
+install_command(["wandb"])
+warnings.simplefilter("error")
+import setuptools, distutils
+print(distutils.__file__)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert "setuptools" in done.stdout
 
 
 def test_an_extra_is_what_its_metadata_says(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,11 +4,11 @@ The command names the libraries, never this package: its name on a package index
 """
 
 import importlib.metadata
-import importlib.util
 import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from monograph.terminal import shell_words
@@ -24,8 +24,9 @@ def install_command(requirements: Sequence[str]) -> str:
     python = sys.executable or "python3"
     if Path(python).is_relative_to(Path.cwd()):
         python = os.path.relpath(python)
-    # An environment of uv has no pip of its own.
-    has_pip = importlib.util.find_spec("pip") is not None
+    # An environment of uv has no pip of its own. The folders are asked, not all finders: that of setuptools stops
+    # standing in for distutils as soon as pip is looked for, and Inductor's next import of setuptools then warns.
+    has_pip = PathFinder.find_spec("pip") is not None
     tool = [python, "-m", "pip", "install"] if has_pip else ["uv", "pip", "install", "--python", python]
     return shell_words(*tool, *requirements)
 
