@@ -5,7 +5,7 @@ PYTHON ?= python3
 ARGS ?=
 RUN = .venv/bin/python -m
 # One process more than there are cores, as some wait, up to four; each takes whole files.
-WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))') --dist=loadfile
+WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))') --dist=loadfile --max-worker-restart=0
 
 # Bytecode that is kept spares every worker, and every command that a test starts, seconds of compiling.
 unexport PYTHONDONTWRITEBYTECODE

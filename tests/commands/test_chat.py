@@ -29,7 +29,7 @@ class Echo:
             if word == "refuse":
                 raise InputRefused("this cannot be asked")
             for _ in range({"interrupt": 1, "twice": 2}.get(word, 0)):
-                os.kill(os.getpid(), signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)  # in this thread, at once
             yield f"{word} ", None
         yield "", self.end
 
