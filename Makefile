@@ -4,8 +4,10 @@
 PYTHON ?= python3
 ARGS ?=
 RUN = .venv/bin/python -m
-# One process more than there are cores, as some wait, up to four; each takes whole files.
-WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))') --dist=loadfile --max-worker-restart=0
+# One process more than there are cores, as some wait, up to four; each takes whole files, in tests/conftest.py's order.
+# If one dies, the tests end: xdist may wait for ever for what it was given.
+WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))') --dist=loadfile \
+	--no-loadscope-reorder --max-worker-restart=0
 
 # Bytecode that is kept spares every worker, and every command that a test starts, seconds of compiling.
 unexport PYTHONDONTWRITEBYTECODE

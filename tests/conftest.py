@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import pytest
 from hypothesis import settings
 
-from costs import Costs
+from costs import Costs, measured_cpu_s
 
 if TYPE_CHECKING:
     from commands.forked import CommandServer
@@ -95,7 +95,13 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skips `gpu` tests, with the reason, where torch sees no CUDA device; asks torch only if there are any."""
+    """Workers take the dearest files first, so that none begins a long one when the others have nothing left to do.
+
+    `gpu` tests are skipped where torch sees no CUDA device; torch is asked only if there are any.
+    """
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        cost = measured_cpu_s()
+        items.sort(key=lambda item: -cost.get(item.nodeid.partition("::")[0], 0.0))
     on_gpu = [item for item in items if item.get_closest_marker("gpu")]
     if not on_gpu:
         return

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import ast
 import functools
-import json
 import re
 import subprocess
 import sys
 from pathlib import Path
+
+from costs import measured_cpu_s
 
 ROOT = Path(__file__).resolve().parents[1]
 BUDGET_CPU_S = 60.0  # of both workers together; lint takes the other half of the minute
@@ -76,20 +77,19 @@ def touching(paths: set[str]) -> list[str]:
     ]
 
 
-def chosen(tests: list[str], costs: dict[str, list[float]], paths: set[str]) -> tuple[list[str], list[str]]:
+def chosen(tests: list[str], costs: dict[str, float], paths: set[str]) -> tuple[list[str], list[str]]:
     """Those that fit the budget, and those that do not; tests that are among the changed paths are run in addition."""
     fits, left, spent_s = [test for test in tests if test in paths], list[str](), 0.0
-    for test in sorted({*tests} - paths, key=lambda test: costs.get(test, [UNKNOWN_CPU_S])[0]):
-        spent_s += costs.get(test, [UNKNOWN_CPU_S])[0]
+    for test in sorted({*tests} - paths, key=lambda test: costs.get(test, UNKNOWN_CPU_S)):
+        spent_s += costs.get(test, UNKNOWN_CPU_S)
         (fits if spent_s <= BUDGET_CPU_S or not fits else left).append(test)
     return fits, left
 
 
 def main() -> int:
     """Run them; the exit code is pytest's."""
-    measured = json.loads((ROOT / "benchmarks" / "results" / "tests.json").read_text())["files"]
     paths = changed()
-    fits, left = chosen(touching(paths), measured, paths)
+    fits, left = chosen(touching(paths), measured_cpu_s(), paths)
     if left:
         print(f"left for `make test`: {' '.join(left)}")
     if not fits:

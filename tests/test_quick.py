@@ -19,7 +19,7 @@ def test_a_changed_file_draws_the_tests_that_import_it() -> None:
 
 
 def test_the_cheapest_fit_the_budget_and_the_others_are_named() -> None:
-    costs = {"tests/cheap.py": [1.0], "tests/dear.py": [quick.BUDGET_CPU_S + 1]}
+    costs = {"tests/cheap.py": 1.0, "tests/dear.py": quick.BUDGET_CPU_S + 1}
     assert quick.chosen([*costs], costs, set()) == (["tests/cheap.py"], ["tests/dear.py"])
     fits, _ = quick.chosen([*costs], costs, {"tests/dear.py"})
     assert fits == ["tests/dear.py", "tests/cheap.py"], "what was changed itself is run whatever it costs"
