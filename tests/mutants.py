@@ -97,9 +97,9 @@ ROOMS = {
     ),
     "rl": Room(
         ("rl/arrange.py", "rl/loss.py", "rl/pairs.py", "rl/preferences.py", "rl/prompts.py", "rl/rollouts.py"),
-        ("rl/test_prompts.py", "rl/test_pairs.py", "laws/test_preference_is_its_equation.py",
-         "laws/test_off_policy_is_its_equation.py", "laws/test_estimator_is_gradient.py",
-         "laws/test_scored_is_drawn.py"),
+        ("rl/test_samples.py", "rl/test_prompts.py", "rl/test_pairs.py", "rl/test_public.py",
+         "laws/test_preference_is_its_equation.py", "laws/test_off_policy_is_its_equation.py",
+         "laws/test_estimator_is_gradient.py", "laws/test_scored_is_drawn.py"),
     ),
     "text": Room(
         ("text/chat.py", "text/losses.py", "text/sentence_pieces.py", "text/template.py", "text/tokenizer.py",
