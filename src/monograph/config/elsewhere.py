@@ -1,4 +1,4 @@
-"""Names that other programs have for what a key says here: people who know them look for them first.
+"""Names that other programs have for keys, options and commands: people who know them look for them first.
 
 Sources: the arguments of transformers' Trainer 5, TRL 1, PEFT 0.18, Unsloth, axolotl, litgpt, torchtune and nanochat.
 """
@@ -87,9 +87,66 @@ ELSEWHERE: dict[str, str] = {
     "beta": "prefer.beta for preferences, or rl.kl_coef for rewards",
 }
 
+# Options that nothing here is called, and how the same is had.
+OPTIONS: dict[str, str] = {
+    "dry_run": "monograph plan says what a run would do, and trains nothing",
+    "wandb": "monograph follow RUN --to wandb sends a run's numbers to a tracker",
+    "tensorboard": "monograph follow RUN --to tensorboard sends a run's numbers to a tracker",
+    "max_wall": "say --wall-minutes N",
+    "max_time": "say --wall-minutes N",
+    "time_limit": "say --wall-minutes N",
+    "gpu": "say --device NAME to plan for another card",
+    "gpus": "say torchrun --nproc-per-node N -m monograph train",
+    "num_gpus": "say torchrun --nproc-per-node N -m monograph train",
+    "nproc_per_node": "say torchrun --nproc-per-node N -m monograph train",
+    "config": "a file of settings is named as it is: monograph train run.toml",
+    "data": "texts are named as they are: monograph train my_texts/",
+    "dataset": "texts are named as they are: monograph train my_texts/",
+    "model": "train and plan take model.init=FOLDER, other commands the folder as it is",
+    "seed": "say train.seed=N",
+    "prompt": "the prompt is typed as it is: monograph generate last 'Once upon a time'",
+    "precision": "say train.precision=bf16",
+}
+
+# Commands that nothing here is called, and the command that does the same.
+COMMANDS: dict[str, str] = {
+    "init": "monograph train --print-config > run.toml writes a commented file of settings",
+    "config": "monograph keys explains settings, and monograph train --print-config prints all of them",
+    "ls": "monograph runs lists runs",
+    "list": "monograph runs lists runs",
+    "pretrain": "monograph train does it",
+    "finetune": "monograph train --recipe lora does it",
+    "sft": "monograph train --recipe chats does it",
+    "lora": "monograph train --recipe lora does it",
+    "dpo": "monograph train --recipe dpo does it",
+    "grpo": "monograph train --recipe rewards does it",
+    "rl": "monograph train --recipe rewards does it",
+    "resume": "monograph train --resume RUN does it",
+    "tune": "monograph sweep does it",
+    "search": "monograph sweep does it",
+    "eval": "monograph evaluate does it",
+    "test": "monograph evaluate does it",
+    "infer": "monograph generate does it",
+    "inference": "monograph generate does it",
+    "predict": "monograph generate does it",
+    "sample": "monograph generate does it",
+    "convert": "monograph export does it",
+    "merge": "monograph export does it",
+    "quantize": "monograph export does it",
+    "push": "monograph export RUN --to hf://OWNER/NAME does it",
+    "upload": "monograph export RUN --to hf://OWNER/NAME does it",
+    "download": "a name of the Hub is used as a folder is: model.init=hf://OWNER/NAME",
+    "bench": "monograph profile says where the time goes",
+    "benchmark": "monograph profile says where the time goes",
+    "info": "monograph check looks at this machine",
+    "doctor": "monograph check looks at this machine",
+    "env": "monograph check looks at this machine",
+    "tokenize": "monograph data build does it",
+}
+
 
 def as_here(name: str, keys: tuple[str, ...]) -> str:
-    """Return the end of a message that says what a name from elsewhere is called here; "" if the name is unknown.
+    """Return the end of a message that says what a key from elsewhere is called here; "" if the name is unknown.
 
     The part after the last dot counts, so that `train.learning_rate` is found, too.
     """
