@@ -34,14 +34,16 @@ def unsynced(journal: list[Operation]) -> dict[str, int]:
     return dirty
 
 
-def power_cuts(faults: FaultServer, scenario: Scenario, prepared: Path, scratch: Path) -> Iterator[Outcome]:
+def power_cuts(
+    faults: FaultServer, scenario: Scenario, prepared: Path, scratch: Path, stride: int = 1
+) -> Iterator[Outcome]:
     """Every prefix of the operations, as a journaling file system keeps them, with un-fsynced bytes lost in each way.
 
     The kill before operation N is the disk with all of N - 1 operations; that the last few of them are not there either
-    is the disk of an earlier N.
+    is the disk of an earlier N. With a `stride` one N of that many, the last one among them.
     """
     journal = faults.record(scenario, prepared, scratch)
-    for number in range(1, len(journal) + 2):
+    for number in range(len(journal) % stride + 1, len(journal) + 2, stride):
         folder = scratch / "cut"
         shutil.copytree(prepared, folder, symlinks=True)
         finished = number > len(journal)

@@ -585,16 +585,16 @@ def resume_run(folder: Path) -> None:
 
 CASES: dict[str, Case] = {
     "metrics": Case(begin_metrics, append_metrics, look_at_metrics, log_again),
-    "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again, stride=5),
+    "beginning": Case(lambda folder: None, begin, look_at_beginning, begin_again, stride=3),
     "student": Case(lambda folder: None, begin_student, look_at_student, begin_student_again, stride=3),
-    "resume": Case(begin_resume, resume, look_at_resumed, resume_again, stride=5),
+    "resume": Case(begin_resume, resume, look_at_resumed, resume_again, stride=13),
     **{
         f"export {format}": Case(
             begin_export,
             steps,
             partial(look_at_export, format=format),
             partial(export_again, format=format),
-            stride=3 if format == "adapter" else 5,
+            stride=5 if format == "adapter" else 13,
         )
         for format, steps in (("hf", export_hf), ("gguf", export_gguf), ("adapter", export_adapter))
         if format != "gguf" or importlib.util.find_spec("gguf")
@@ -605,7 +605,7 @@ CASES: dict[str, Case] = {
             steps,
             partial(look_at_both, format=format),
             partial(export_both_again, format=format),
-            stride=5,
+            stride=21,
         )
         for format, steps in (("hf", export_adapted_hf), ("gguf", export_adapted_gguf))
         if format != "gguf" or importlib.util.find_spec("gguf")
@@ -615,7 +615,7 @@ CASES: dict[str, Case] = {
         if importlib.util.find_spec("tensorboard")
         else {}
     ),
-    "sweep": Case(begin_sweep, save_sweep, look_at_sweep, save_sweep_again, ("kill",), stride=3),
-    "stream": Case(begin_stream, save_stream, look_at_stream, save_stream_again, ("kill", "torn"), stride=2),
+    "sweep": Case(begin_sweep, save_sweep, look_at_sweep, save_sweep_again, ("kill",)),
+    "stream": Case(begin_stream, save_stream, look_at_stream, save_stream_again, ("kill", "torn"), stride=9),
     "train": Case(begin_run, train_run, look_at_run, resume_run),
 }

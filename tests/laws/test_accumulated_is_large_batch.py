@@ -51,10 +51,18 @@ def test_equal_splits(dtype, size, sizes):
     assert relative_error(accumulated(step, split(batch, range(size, ROWS, size))), exact) <= BOUND[dtype]
 
 
-@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.float64], ids=str)
-def test_random_splits(dtype):
+@pytest.mark.parametrize(
+    ("dtype", "cases"),
+    [
+        (torch.float64, 40),
+        pytest.param(torch.float64, 200, marks=pytest.mark.slow),
+        pytest.param(torch.float32, 200, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_random_splits(dtype, cases):
     step, rng, worst = Step(tiny_llama(dtype, num_hidden_layers=1)), random.Random(0), 0.0
-    for case in range(200):
+    for case in range(cases):
         if case % 20 == 0:
             batch = ragged(rng.randint(2, ROWS), seed=case)
             exact = large_batch_gradient(step.model, batch)
@@ -209,8 +217,15 @@ def test_a_complex_sum_is_refused():
         engine.accumulate(measured(3))
 
 
-@pytest.mark.parametrize("captured", [False, True])
-@pytest.mark.parametrize("kind", ["resident", "ensemble"])
+@pytest.mark.parametrize(
+    ("kind", "captured"),
+    [
+        ("resident", False),
+        ("resident", True),
+        ("ensemble", False),
+        pytest.param("ensemble", True, marks=pytest.mark.slow),
+    ],
+)
 def test_a_count_that_depends_on_the_parameters_is_refused(kind, captured):
     """The sum is divided by a number: the gradient of sum / count would be another one, and nobody would notice."""
 

@@ -114,19 +114,25 @@ def test_every_engine_adds_its_gradient(kind: str, batch: dict[str, Tensor]) -> 
 FEW = {"num_hidden_layers": 2, "mlp_only_layers": (0,)}  # a graph has the same lines for each layer more
 
 
-# By day members have one graph for the whole of it.
+# By day with Dynamo's graphs as they are.
 @pytest.mark.parametrize(
-    ("scope", "remat"), [pytest.param("whole", Remat.Off(), marks=pytest.mark.slow), ("blocks", Remat.Full())]
+    ("scope", "remat", "backend"),
+    [
+        pytest.param("whole", Remat.Off(), "aot_eager", marks=pytest.mark.slow),
+        pytest.param("blocks", Remat.Full(), "aot_eager", marks=pytest.mark.slow),
+        ("blocks", Remat.Full(), "eager"),
+    ],
 )
-def test_a_captured_step_adds_it(scope: Any, remat: Any) -> None:
+def test_a_captured_step_adds_it(scope: Any, remat: Any, backend: str) -> None:
     batch, model = packed(ROWS), mixture(**FEW)
     exact = slow_gradient(model, batch)
     engine = Resident(model, micro_batch=3, remat=remat)
-    captured_to_train(engine, batch, scope=scope)
+    captured_to_train(engine, batch, backend, scope)
     assert relative_error(accumulated(engine, batch), exact) <= 1e-12
 
 
-@pytest.mark.parametrize("each", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow  # by day members are not captured, and a captured step is one by blocks
+@pytest.mark.parametrize("each", [False, True])
 def test_a_captured_update_of_members_adds_it(each: bool) -> None:
     """Gradient and update are one graph; Dynamo would trace an autograd.Function's forward pass alone there."""
     batch, models = packed(ROWS), [mixture(seed=seed, **FEW) for seed in (0, 1)]

@@ -22,7 +22,11 @@ from monograph.schedule import warmup_cosine
 from monograph.step import Clip
 from numerics import error_within, relative_error
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+NIGHTLY = [pytest.param(backend, marks=pytest.mark.slow) for backend in ("aot_eager", "inductor")]
+BACKENDS = ["eager", *NIGHTLY]  # Dynamo's graphs as they are; by day `compiled_step` goes through all of a compiler
+
+
+BY_DAY = (Remat.Full(), "aot_eager")
 
 
 def squares(model, batch):
@@ -77,9 +81,13 @@ class Taught(nn.Linear):
         return super().forward(x) * self.teacher.exp()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    ("remat", "scope"), [(Remat.Off(), "whole"), (Remat.Full(), "whole"), (Remat.Pointwise(), "blocks")]
+    ("remat", "scope", "backend"),
+    [
+        pytest.param(remat, scope, backend, marks=() if (remat, backend) == BY_DAY else pytest.mark.slow)
+        for remat, scope in [(Remat.Off(), "whole"), (Remat.Full(), "whole"), (Remat.Pointwise(), "blocks")]
+        for backend in ("aot_eager", "inductor")
+    ],
 )
 def test_what_depends_on_a_written_buffer_is_computed_once(remat, scope, backend):
     """A second time, in the backward pass, it would be computed from what the forward pass has written."""
@@ -204,7 +212,7 @@ def test_warming_changes_nothing():
     """Neither of a new engine's state nor of one that is taken up."""
     made = [
         Resident(
-            tiny_llama(num_hidden_layers=1), optim=Muon(lr=1e-2, ema=0.9), clip=Clip(0.5, skip_spikes=True),
+            tiny_llama(num_hidden_layers=1), optim=AdamW(lr=1e-2, ema=0.9), clip=Clip(0.5, skip_spikes=True),
             precision=Precision("fp16"), micro_batch=4,
         )
         for _ in range(3)
@@ -235,9 +243,10 @@ def test_state_dict_names_are_the_module_s_own(compiled_step):
     ("scope", "remat", "backend"),
     [
         pytest.param("whole", Remat.Off(), "inductor", marks=pytest.mark.slow),
-        ("whole", Remat.Budget(0.3), "aot_eager"),
+        pytest.param("whole", Remat.Budget(0.3), "aot_eager", marks=pytest.mark.slow),
         pytest.param("blocks", Remat.Full(), "aot_eager", marks=pytest.mark.slow),
-        ("blocks", Remat.Offload(), "aot_eager"),
+        pytest.param("blocks", Remat.Offload(), "aot_eager", marks=pytest.mark.slow),
+        ("blocks", Remat.Offload(), "eager"),
     ],
 )
 def test_mixtures_of_experts_are_captured_once(scope, remat, backend):

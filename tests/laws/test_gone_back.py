@@ -59,7 +59,7 @@ def passing_over(folder: str, update: int, rows: list[int]) -> None:
     checkpointing.save(Path("other/checkpoints"), Checkpoint(update, saved.model, saved.optimizer, state, run="whole"))
 
 
-@pytest.mark.parametrize("place", ["loss", "weight"])
+@pytest.mark.parametrize("place", [pytest.param("loss", marks=pytest.mark.slow), "weight"])
 def test_gone_back_is_never_having_seen_them(place: str) -> None:
     write_module((BAD_FROM, BAD_FROM + (PATIENCE if place == "loss" else 1)), weight=place == "weight")
     start("run", SETTINGS)
@@ -96,7 +96,7 @@ def test_killed_after_it_went_back_it_goes_on_there() -> None:
         shutil.rmtree("cut")
 
 
-@pytest.mark.parametrize("weight", [False, True])
+@pytest.mark.parametrize("weight", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_what_is_never_finite_again_is_an_end_that_says_where(weight: bool) -> None:
     write_module(FOR_GOOD, weight)
     sound = BAD_FROM // SAVED_EVERY * SAVED_EVERY

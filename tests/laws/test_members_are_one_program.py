@@ -57,6 +57,7 @@ def test_more_members_are_no_more_operators(name):
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.slow  # by day test_recomputed_is_stored.py, whose budgets are the same without members
 def test_what_is_recomputed_is_what_was_stored():
     """Law 3 for members: bits of the losses, norms and weights, for less memory."""
     windows, found, peaks = [ragged(32, step) for step in range(2)], [], []

@@ -126,22 +126,23 @@ def test_teachers_stay_as_they_are_and_scores_are_everybodys():
 
 
 @pytest.mark.parametrize(
-    ("scope", "remat"),
+    ("scope", "remat", "backend"),
     [
-        pytest.param("blocks", None, marks=pytest.mark.slow),  # by day a part of the blocks is recomputed
-        ("whole", None),
-        pytest.param("blocks", Remat.Full(), marks=pytest.mark.slow),
-        ("blocks", Remat.Budget(0.3)),
+        ("blocks", None, "eager"),
+        pytest.param("blocks", None, "aot_eager", marks=pytest.mark.slow),
+        pytest.param("whole", None, "aot_eager", marks=pytest.mark.slow),
+        pytest.param("blocks", Remat.Full(), "aot_eager", marks=pytest.mark.slow),
+        pytest.param("blocks", Remat.Budget(0.3), "aot_eager", marks=pytest.mark.slow),
     ],
-    ids=["blocks", "whole", "full", "budget"],
+    ids=["Dynamo's blocks", "blocks", "whole", "full", "budget"],
 )
-def test_captured_is_eager(scope, remat, monkeypatch):
+def test_captured_is_eager(scope, remat, backend, monkeypatch):
     """Full graphs: `capture` refuses a break. The head with all its teachers is one graph, in chunks."""
     monkeypatch.setattr(mixture, "chunk_count", lambda *_: 2)
     layers = {"num_hidden_layers": 1 if scope == "whole" else 2}  # one graph has the same lines for each layer more
     batch, eager = packed(6), learning(torch.float32, 3, **layers)
     captured = learning(torch.float32, 3, remat, **layers)
-    assert captured.capture(batch, "aot_eager", scope) is None
+    assert captured.capture(batch, backend, scope) is None
     for each in (eager, captured):
         each.accumulate(batch)
     _, truth = naive(tiny_llama(torch.float64, **layers), models(3, **layers), batch)

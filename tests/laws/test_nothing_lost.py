@@ -133,7 +133,7 @@ def goes_on(outcome: Outcome, previous: Checkpoint | None) -> None:
 
 
 @needs_shim
-@pytest.mark.parametrize(("stride", "least"), [(3, 40), pytest.param(1, 90, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("stride", "least"), [(11, 10), pytest.param(1, 90, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_a_fault_at_any_operation_leaves_the_previous_or_the_new_checkpoint(
     name: str, stride: int, least: int, faults: FaultServer, tmp_path: Path
@@ -170,7 +170,7 @@ def test_a_fault_at_any_operation_of_a_larger_save(
 @needs_shim
 @pytest.mark.parametrize(
     ("modes", "stride", "least"),
-    [(("EIO", "EMFILE from here on"), 3, 30), pytest.param(EVERY_UNREAD, 1, 80, marks=pytest.mark.slow)],
+    [(("EIO", "EMFILE from here on"), 9, 10), pytest.param(EVERY_UNREAD, 1, 80, marks=pytest.mark.slow)],
 )
 def test_a_save_whose_reads_fail_removes_no_sound_checkpoint(
     modes: Sequence[str], stride: int, least: int, faults: FaultServer, tmp_path: Path
@@ -195,14 +195,15 @@ def test_a_save_whose_reads_fail_removes_no_sound_checkpoint(
 
 
 @needs_shim
+@pytest.mark.parametrize("stride", [4, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["first", "later", "same"])
 def test_a_power_cut_at_any_moment_leaves_the_previous_or_the_new_checkpoint(
-    name: str, faults: FaultServer, tmp_path: Path
+    name: str, stride: int, faults: FaultServer, tmp_path: Path
 ) -> None:
     scenario, prepare, previous, new = SCENARIOS[name]
     (tmp_path / "prepared").mkdir()
     prepare(tmp_path / "prepared" / "checkpoints")
-    cuts = power_cuts(faults, scenario, tmp_path / "prepared", tmp_path)
+    cuts = power_cuts(faults, scenario, tmp_path / "prepared", tmp_path, stride)
     verdicts = [judge(outcome, previous, new) for outcome in cuts]
     print(f"{name}: {len(verdicts)} power cuts, {dict(Counter(verdicts))}, none lost")
     assert set(verdicts) == {"previous", "new"}
@@ -214,7 +215,7 @@ def test_the_power_cut_test_notices_a_save_without_fsync(faults: FaultServer, tm
     (tmp_path / "prepared").mkdir()
     two_saves(tmp_path / "prepared" / "checkpoints")
     with pytest.raises(AssertionError):
-        for outcome in power_cuts(faults, careless_save, tmp_path / "prepared", tmp_path):
+        for outcome in power_cuts(faults, careless_save, tmp_path / "prepared", tmp_path, 4):
             judge(outcome, checkpoint(2), checkpoint(3))
 
 

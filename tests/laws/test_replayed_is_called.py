@@ -19,14 +19,28 @@ from monograph.step import Step
 from tape import Tape
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16", "fp8"])
-@pytest.mark.parametrize(("micro_batch", "batch"), [(2, packed), (ROWS, ragged)])
+# By day every second precision is packed and the others are ragged, and each policy has one of the two.
+@pytest.mark.parametrize(
+    ("precision", "micro_batch", "batch"),
+    [
+        pytest.param(precision, *rows, marks=() if place % 2 == at else pytest.mark.slow)
+        for place, precision in enumerate(["fp32", "bf16", "fp16", "fp8"])
+        for at, rows in enumerate([(2, packed), (ROWS, ragged)])
+    ],
+)
 def test_accumulated(precision, micro_batch, batch):
     check(lambda: engine(precision=precision, micro_batch=micro_batch), windows_of(batch, 3 if micro_batch == 2 else 6))
 
 
-@pytest.mark.parametrize("policy", [Remat.Full(), Remat.Pointwise(), Remat.Budget(0.3)], ids=str)
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("precision", "policy"),
+    [
+        pytest.param(precision, policy, marks=() if place % 2 == at else pytest.mark.slow)
+        for place, policy in enumerate([Remat.Full(), Remat.Pointwise(), Remat.Budget(0.3)])
+        for at, precision in enumerate(["bf16", "fp32"])
+    ],
+    ids=str,
+)
 def test_recomputed(policy, precision):
     check(lambda: engine(precision=precision, policy=policy), windows_of(packed))
 
@@ -34,7 +48,7 @@ def test_recomputed(policy, precision):
 @pytest.mark.parametrize(
     ("backend", "scope", "precision", "policy"),
     [
-        ("aot_eager", "whole", "fp32", Remat.Off()),
+        pytest.param("aot_eager", "whole", "fp32", Remat.Off(), marks=pytest.mark.slow),
         pytest.param("aot_eager", "whole", "bf16", Remat.Full(), marks=pytest.mark.slow),
         pytest.param("aot_eager", "blocks", "fp32", Remat.Off(), marks=pytest.mark.slow),
         ("eager", "whole", "bf16", Remat.Off()),
@@ -152,7 +166,7 @@ def test_runs_called_replayed_and_taken_up_again(here, monkeypatch, capfd):
 
     monkeypatch.setattr("monograph.session.warmup.compiler_obstacle", lambda: None)
     monkeypatch.setattr(Resident, "capture", lambda self, window, scope: capture_of(self, window, "eager", scope))
-    settings = SETTINGS | {"train.compile": "whole", "train.updates": 8}
+    settings = SETTINGS | {"train.compile": "whole", "train.updates": 8, "optim.name": "adamw"}
     start("called", settings)
     assert "0 graph breaks" in (shown := capfd.readouterr().err) and "replayed" not in shown
     monkeypatch.setattr(Step, "__init__", with_tape)

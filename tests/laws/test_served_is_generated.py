@@ -95,13 +95,14 @@ def test_a_request_alone_is_generated(served: Served, options: dict[str, Any]) -
     assert served.texts("abc ", **options) == written(served, "abc ", options)
 
 
-def test_a_request_in_a_crowd_is_generated(served: Served) -> None:
-    asked = [(prompts(seed), KINDS[seed % len(KINDS)] | {"seed": seed}) for seed in range(50)]
+@pytest.mark.parametrize("requests", [16, pytest.param(50, marks=pytest.mark.slow)])
+def test_a_request_in_a_crowd_is_generated(served: Served, requests: int) -> None:
+    asked = [(prompts(seed), KINDS[seed % len(KINDS)] | {"seed": seed}) for seed in range(requests)]
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda each: served.texts(each[0], **each[1]), asked))
     assert found == [written(served, *each) for each in asked]
     assert served.service.owner.stock.reused > 0
-    assert len({text for [text] in found}) > 30
+    assert len({text for [text] in found}) > 0.6 * requests
 
 
 def test_texts_of_one_to_five_blocks_in_a_crowd_are_those_of_generate_and_of_full_passes() -> None:
@@ -297,7 +298,7 @@ def test_the_queue_is_bounded_and_a_storm_leaves_nothing(served: Served) -> None
 def test_requests_end_on_the_weights_on_which_they_began() -> None:
     tokenizer = Tokenizer.bytes()
     old, new = small(tokenizer), small(tokenizer, seed=1)
-    body = LONG | {"seed": 2, "max_tokens": 100}
+    body = LONG | {"seed": 2, "max_tokens": 30}
     with Served(old, tokenizer) as served, ThreadPoolExecutor(1) as pool:
         expected = served.texts(**body)
         generator = next(iter(served.service.owner._lanes.values())).generator

@@ -11,7 +11,17 @@ import torch
 
 from adapted import LINEAR, SMALL, adapted_llama, peft, trained
 from batches import copied, packed, ragged, tiny_llama
-from laws.together import LAYERS, ROWS, by_day, check, gradient, members_are_alone, separate_gradient
+from laws.together import (
+    LAYERS,
+    ROWS,
+    backend_by_day,
+    by_day,
+    check,
+    gradient,
+    members_are_alone,
+    separate_gradient,
+    stored_first,
+)
 from monograph.graph.lora import Lora, adapt, adapters, merge
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
@@ -25,10 +35,11 @@ from numerics import relative_error
 
 TOKENS = (4, 19, 59)  # all of them in the first rows of `ragged`
 WITH_ROWS = replace(SMALL, tokens=TOKENS)
+BY_DAY = [(torch.float32, True), (torch.bfloat16, False)]
 DTYPES = [torch.float32, torch.float64, torch.bfloat16]
-# By day each dtype, and a table that is tied and one that is not.
+# By day two dtypes, of a table that is tied and one that is not.
 EACH = [
-    pytest.param(dtype, tied, marks=() if tied == (dtype == torch.float32) else pytest.mark.slow)
+    pytest.param(dtype, tied, marks=() if (dtype, tied) in BY_DAY else pytest.mark.slow)
     for dtype in DTYPES for tied in (True, False)
 ]  # fmt: skip
 
@@ -202,14 +213,16 @@ DAY = [each for each in CROSS if each[2] != "blocks"]
 NIGHT = [pytest.param(*each, marks=pytest.mark.slow) for each in CROSS if each[2] == "blocks"]
 
 
-@pytest.mark.parametrize(("precision", "policy", "scope", "split", "base", "tied"), by_day(DAY) + NIGHT)
+@pytest.mark.parametrize(
+    ("precision", "policy", "scope", "split", "base", "tied"), by_day(sorted(DAY, key=stored_first)) + NIGHT
+)
 def test_laws_together(precision, policy, scope, split, base, tied):
     sizes = {"num_hidden_layers": LAYERS[scope]}
 
     def made(policy, split):
         return engine(precision, policy, split, base, tied, **sizes)
 
-    found = check(made, exact_gradient(base, tied, **sizes), policy, scope, split)
+    found = check(made, exact_gradient(base, tied, **sizes), policy, scope, split, backend_by_day(policy))
     assert sum(name.endswith("token_rows") for name in found.state().model) == (1 if tied else 2)
 
 
@@ -217,8 +230,8 @@ def test_laws_together(precision, policy, scope, split, base, tied):
     "optim",
     [
         Muon(lr=1e-2),
-        AdamW(lr=1e-2, ema=0.9),
-        AdamW(lr=1e-2, state="bf16"),
+        pytest.param(AdamW(lr=1e-2, ema=0.9), marks=pytest.mark.slow),
+        pytest.param(AdamW(lr=1e-2, state="bf16"), marks=pytest.mark.slow),
         AdamW(lr=1e-2, state="8bit"),
         AdamW(lr=1e-2, state="bf16", master_weights=False),
     ],
@@ -254,7 +267,7 @@ def test_inductor_is_eager(tied):
     assert relative_error(gradient(captured, batch), exact) <= 2 * naive + 1e-6
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_member_of_an_ensemble_is_alone(tied):
     trained = members_are_alone(lambda: adapted_llama(lora("auto"), tie_word_embeddings=tied))
     assert trained == 28 + (1 if tied else 2)

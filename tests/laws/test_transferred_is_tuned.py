@@ -43,6 +43,12 @@ OPTIMIZERS: dict[str, Optimizer] = {
     "muon": Muon(lr=0.02, eps=1e-4, weight_decay=0.5),
 }
 UPDATES = 4
+# By day every family and every optimizer, but not every one with every other.
+PAIRS = [
+    pytest.param(rule, family, marks=() if (one + other) % 2 == 0 else pytest.mark.slow)
+    for one, rule in enumerate(OPTIMIZERS)
+    for other, family in enumerate(FAMILIES)
+]
 
 
 def shape(times: int, **changes: Any) -> LlamaConfig:
@@ -70,8 +76,7 @@ def trajectory(model: Llama, optim: Optimizer, loss: Any = reference.dense_loss)
 # ---- (a) at the base nothing changes --------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rule", OPTIMIZERS)
+@pytest.mark.parametrize(("rule", "family"), PAIRS)
 def test_at_the_base_nothing_changes(rule: str, family: str) -> None:
     config, optim = shape(2, **FAMILIES[family]), OPTIMIZERS[rule]
     transfer, plain, model = WidthTransfer(config, config), Llama(config), Llama(config)
@@ -116,8 +121,7 @@ def multiplied(times: int, family: str, rule: str) -> tuple[list[float], dict[st
     return losses, {n: reference.multiplier(n, times, tied, muon) * p.detach() for n, p in theta.named_parameters()}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rule", OPTIMIZERS)
+@pytest.mark.parametrize(("rule", "family"), PAIRS)
 def test_powers_of_two_fold_in_bits(rule: str, family: str) -> None:
     (losses, weights), (expected, scaled) = (way(4, family, rule) for way in (folded, multiplied))
     assert losses == expected
@@ -126,8 +130,7 @@ def test_powers_of_two_fold_in_bits(rule: str, family: str) -> None:
         assert torch.equal(weight, scaled[name]), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("rule", OPTIMIZERS)
+@pytest.mark.parametrize(("rule", "family"), PAIRS)
 def test_other_widths_fold_within_rounding(rule: str, family: str) -> None:
     (losses, weights), (expected, scaled) = (way(3, family, rule) for way in (folded, multiplied))
     # Newton-Schulz amplifies rounding by up to 3.4445^5 = 490 an update (tests/test_muon.py).
@@ -159,7 +162,11 @@ ENTRIES = [
 ]
 
 
-@pytest.mark.parametrize(("rule", "family", "pattern", "column"), ENTRIES)
+# By day every third entry.
+@pytest.mark.parametrize(
+    ("rule", "family", "pattern", "column"),
+    [pytest.param(*entry, marks=() if place % 3 == 0 else pytest.mark.slow) for place, entry in enumerate(ENTRIES)],
+)
 def test_every_entry_of_the_table_counts(rule: str, family: str, pattern: str, column: str) -> None:
     losses, _ = folded(4, family, rule, lambda optim: unscaled(optim, pattern, column, OPTIMIZERS[rule]))
     expected, _ = multiplied(4, family, rule)
@@ -174,6 +181,10 @@ SEEDS, FEW_SEEDS, CHECKED = 2, 1, (1, 8)
 # 0.5 for all: the few directions of a batch overlap by chance, the more the narrower the model.
 ALLOWED, ALLOWED_BELOW, ALLOWED_AT_FIRST = {"adamw": 0.5, "muon": 0.25}, 0.5, 0.25
 BLOCKS = "model.layers.0", "model.layers.1"
+HEADS = [
+    ("adamw", False), ("muon", True),
+    *(pytest.param(*each, marks=pytest.mark.slow) for each in [("adamw", True), ("muon", False)]),
+]  # fmt: skip
 RATES: dict[str, Optimizer] = {"adamw": AdamW(lr=2**-6, weight_decay=0.0), "muon": Muon(lr=2**-5, weight_decay=0.0)}
 
 
@@ -282,14 +293,12 @@ def outside(found: dict[tuple[int, str], float], rule: str, tied: bool) -> dict[
     return odd
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("rule", RATES)
+@pytest.mark.parametrize(("rule", "tied"), HEADS, ids=str)
 def test_activations_and_their_updates_keep_their_size(rule: str, tied: bool) -> None:
     assert not outside(slopes(rule, tied, with_transfer), rule, tied)
 
 
-@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
-@pytest.mark.parametrize("rule", RATES)
+@pytest.mark.parametrize(("rule", "tied"), HEADS, ids=str)
 def test_without_transfer_they_do_not(rule: str, tied: bool) -> None:
     """The check has power: at one rate for all widths the residual stream moves by more the wider, and ever more."""
     found = slopes(rule, tied, without_transfer, FEW_SEEDS)

@@ -88,7 +88,7 @@ def written(block: int) -> list[tuple[Request, list[int], list[LogProbability]]]
     return list(found.values())
 
 
-@pytest.mark.parametrize("block", [1, 7])
+@pytest.mark.parametrize("block", [pytest.param(1, marks=pytest.mark.slow), 7])
 def test_every_step_is_the_reference_s(block: int, monkeypatch: pytest.MonkeyPatch) -> None:
     watched = Watched()
     monkeypatch.setattr(step, "sample", watched)
