@@ -366,6 +366,7 @@ def test_inference_is_compiled_to_what_it_was():
         assert relative_error(engine(x)[0][1], engine.members[1](x)[0]) < BOUND
 
 
+@pytest.mark.slow
 def test_what_is_captured_trains_as_alone():
     """A weight that is computed, a buffer that a parametrization writes, and steps in time, in one graph."""
 
