@@ -151,8 +151,9 @@ def test_examples_stand_between_fences() -> None:
 def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    # Traced as it is for everybody; machine code of a module of one's own is made by tests/profiling/test_trace.py.
-    monkeypatch.setattr(mono, "capture", functools.partial(mono.capture, backend="aot_eager"))
+    # Traced as it is for everybody; machine code of a module of one's own is made by tests/profiling/test_trace.py,
+    # and its backward pass traced by tests/test_own_modules.py.
+    monkeypatch.setattr(mono, "capture", functools.partial(mono.capture, backend="eager"))
     if "lm_eval" in code:
         pytest.skip("its data come from the network; tests/test_lm_eval.py has a task of its own")
     if 'load("out/")' in code:
@@ -329,6 +330,7 @@ def test_each_key_is_decided_in_one_function_and_settings_are_read_where_it_is_s
     files = {
         path.relative_to(tables.PACKAGE).as_posix()
         for path in tables.PACKAGE.rglob("*.py")
+        if "settings" in path.read_text()  # or there is nothing of them to read
         for function in tables.functions(path)
         if tables.keys_read(function, refusals=True)
     }
