@@ -132,6 +132,7 @@ def test_blocks_that_are_recomputed_from_now_on_are_captured_anew():
     assert made.step.micro_step.captured == 1 and tape.replays == 4
 
 
+@pytest.mark.slow
 def test_what_is_released_holds_no_graph():
     made = engine()
     made.step.recorder = tape = Tape()

@@ -111,7 +111,7 @@ def _assert_near(named, expected, bound):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=1)
+@settings(max_examples=2)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_float64_equals_the_plain_decoder(family, data, seed):
     _equals_the_plain_decoder(data.draw(configs(family)), seed)
