@@ -135,10 +135,15 @@ def test_what_other_commands_name_is_there() -> None:
 # ---- examples -------------------------------------------------------------------------------------------------------
 
 
+DEAR = {"serve-0", "modules-1"}  # which run at night: others serve and capture, too
+
+
 def examples() -> Iterator[Any]:
     for page in PAGES:
         python = [block.text for block in blocks(page) if block.language == "python"]
-        yield from (pytest.param(code, id=f"{page.stem}-{number}") for number, code in enumerate(python))
+        for number, code in enumerate(python):
+            name = f"{page.stem}-{number}"
+            yield pytest.param(code, id=name, marks=pytest.mark.slow if name in DEAR else ())
 
 
 def test_examples_stand_between_fences() -> None:
