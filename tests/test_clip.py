@@ -156,7 +156,7 @@ def before_the_spike(backend: str | None) -> tuple[Resident, EngineState]:
     return trained, copied(trained.state())
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_a_spike_costs_one_update_and_is_not_remembered(backend: str | None) -> None:
     """Law: the run with the spike is the run that never had it, in bits."""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -29,8 +30,13 @@ def name(path: Path) -> str:
 
 @pytest.fixture(scope="module")
 def nodes() -> dict[Path, list[ast.AST]]:
-    """All nodes of each file of the package: they are parsed and walked once."""
-    return {path: [*ast.walk(ast.parse(path.read_text()))] for path in SOURCES}
+    """All nodes of each file of the package that may read JSON or look for a home: parsed and walked once."""
+    texts = {path: path.read_text() for path in SOURCES}
+    return {
+        path: [*ast.walk(ast.parse(text))]
+        for path, text in texts.items()
+        if re.search(r"json(lib)?\s*\.\s*load|expanduser", text)
+    }
 
 
 def test_no_drawer_for_everything() -> None:
@@ -85,6 +91,11 @@ def test_import_monograph_imports_nothing_heavy() -> None:
 
 
 def test_every_public_name_is_there() -> None:
+    assert all(hasattr(monograph, name) for name in monograph.__all__)
+
+
+@pytest.mark.slow
+def test_every_public_name_is_there_whatever_was_imported_before() -> None:
     missing = fresh(
         "import monograph\n"
         "for name in monograph.__all__:\n"
@@ -127,7 +138,7 @@ OWN_JSON |= {
 
 def test_json_of_others_has_one_reader_and_homes_one_function(nodes: dict[Path, list[ast.AST]]) -> None:
     """`parse_json` refuses a key that is there twice; `Path.expanduser` raises where `~NAME` is no user's home."""
-    for path in SOURCES:
+    for path in nodes:
         inner = path.relative_to(ROOT / "src" / "monograph").as_posix()
         for node in nodes[path]:
             if isinstance(node, ast.Attribute) and node.attr in ("expanduser", "load", "loads"):

@@ -284,7 +284,9 @@ def test_what_a_parameter_takes():
         assert (plane.param.nbytes / 64**2, held / 64**2) == (weight, moments)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
+)
 def test_compiled_is_eager(backend):
     """The update alone, of both kinds of narrow state in one graph."""
     grads = gradients(0)

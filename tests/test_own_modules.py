@@ -114,7 +114,9 @@ def test_accumulated_equals_the_large_batch(case):
             assert relative_error(ours.grad * scale, its.grad) <= bound or float(its.grad.norm()) < 1e-12, name
 
 
-@pytest.mark.parametrize("case", ["vit", pytest.param("t5", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "case", [pytest.param("vit", marks=pytest.mark.slow), pytest.param("t5", marks=pytest.mark.slow)]
+)
 def test_captured_equals_eager(case):
     kind, batches = CASES[case]
     optim = mono.Muon(lr=1e-2, ema=0.5)
@@ -140,7 +142,7 @@ def test_what_muon_takes():
 # ---- buffers --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", [None, "aot_eager"])
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_running_statistics_change_once_per_micro_batch(backend):
     model, window = built(Normed), cut(vectors(12, seed=2), 4, 8)
     by_hand = copy.deepcopy(model.layers[:2])

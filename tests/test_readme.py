@@ -135,10 +135,15 @@ def test_what_other_commands_name_is_there() -> None:
 # ---- examples -------------------------------------------------------------------------------------------------------
 
 
+DEAR = {"serve-0", "modules-1"}  # which run at night: others serve and capture, too
+
+
 def examples() -> Iterator[Any]:
     for page in PAGES:
         python = [block.text for block in blocks(page) if block.language == "python"]
-        yield from (pytest.param(code, id=f"{page.stem}-{number}") for number, code in enumerate(python))
+        for number, code in enumerate(python):
+            name = f"{page.stem}-{number}"
+            yield pytest.param(code, id=name, marks=pytest.mark.slow if name in DEAR else ())
 
 
 def test_examples_stand_between_fences() -> None:
@@ -151,8 +156,9 @@ def test_examples_stand_between_fences() -> None:
 def test_examples_run(code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files(tmp_path)
     monkeypatch.chdir(tmp_path)
-    # Traced as it is for everybody; machine code of a module of one's own is made by tests/profiling/test_trace.py.
-    monkeypatch.setattr(mono, "capture", functools.partial(mono.capture, backend="aot_eager"))
+    # Traced as it is for everybody; machine code of a module of one's own is made by tests/profiling/test_trace.py,
+    # and its backward pass traced by tests/test_own_modules.py.
+    monkeypatch.setattr(mono, "capture", functools.partial(mono.capture, backend="eager"))
     if "lm_eval" in code:
         pytest.skip("its data come from the network; tests/test_lm_eval.py has a task of its own")
     if 'load("out/")' in code:
@@ -329,6 +335,7 @@ def test_each_key_is_decided_in_one_function_and_settings_are_read_where_it_is_s
     files = {
         path.relative_to(tables.PACKAGE).as_posix()
         for path in tables.PACKAGE.rglob("*.py")
+        if "settings" in path.read_text()  # or there is nothing of them to read
         for function in tables.functions(path)
         if tables.keys_read(function, refusals=True)
     }

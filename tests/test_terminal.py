@@ -112,16 +112,26 @@ def _to_standard(call: ast.Call) -> bool:
     return all(ast.unparse(each.value) == "sys.stderr" for each in call.keywords if each.arg == "file")
 
 
+ENDS = "write|buffer|^__std|echo|style|Handler$|^own$"
+
+
 def ways_around(source: str) -> set[str]:
     """How a file's code would reach a terminal other than by `print`, `Progress` or `own`."""
     found = set[str]()
     for node in ast.walk(ast.parse(source)):
-        text = ast.unparse(node) if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+        text = node.id if isinstance(node, ast.Name) else ""
+        if isinstance(node, ast.Attribute) and re.search(ENDS, node.attr):  # all are too many to be written out
+            text = ast.unparse(node)
         if re.fullmatch(r"os\.(write|pwrite)|sys\.(__)?std(out|err)(__)?\.(write|writelines|buffer)", text):
             found.add("bytes")
         if re.fullmatch(r"sys\.__std\w+__|(typer|click)\.(echo|secho|style)|logging\.\w*Handler|Console", text):
             found.add("stream")
-        if isinstance(node, ast.Call) and ast.unparse(node.func) == "print" and not _to_standard(node):
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "print"
+            and not _to_standard(node)
+        ):
             found.add("stream")
         imported = node.names if isinstance(node, ast.ImportFrom) and node.module == "monograph.terminal" else []
         if text == "terminal.own" or "own" in [each.name for each in imported]:

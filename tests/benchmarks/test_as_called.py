@@ -67,6 +67,7 @@ for argument; do [ "$before" = --out ] && echo '{"cases": []}' >"$argument"; bef
 """
 
 
+@pytest.mark.slow
 def test_gpu_sh_all_goes_on_and_writes_what_failed(tmp_path):
     stub, out, called = tmp_path / "python", tmp_path / "out", tmp_path / "called"
     stub.write_text(STUB)

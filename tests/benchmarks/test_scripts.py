@@ -41,6 +41,7 @@ def test_launches_are_counted_on_a_pretended_card_alone(name, script, monkeypatc
         script(name).main()
 
 
+@pytest.mark.slow
 def test_kernels(script, monkeypatch, tmp_path):
     """That a CPU runs none of a card's kernels is left as time in which the card had nothing to do."""
     kernels = script("kernels")
@@ -50,6 +51,7 @@ def test_kernels(script, monkeypatch, tmp_path):
     assert kernels.kind_of("nvjet_sm90_tst_256x128") == "products" and kernels.kind_of("triton_poi_x") == "others"
 
 
+@pytest.mark.slow
 def test_sampler(script, monkeypatch, tmp_path):
     sampler = script("sampler")
     monkeypatch.setattr(sampler, "compiled", lambda function: function)
@@ -98,6 +100,7 @@ def test_accumulation(script, monkeypatch, tmp_path):
     assert case["fp64"] < 1e-12 < 0.01 < case["mean_of_means"]
 
 
+@pytest.mark.slow
 def test_same_bits(script, monkeypatch, tmp_path):
     same_bits, out, names = script("same_bits"), tmp_path / "found.json", ["streamed host", "ensemble own rows"]
     found = smoke(same_bits, monkeypatch, out, "--only", *names)
@@ -164,12 +167,14 @@ def test_few_texts_trains_each_arm_by_a_command_and_scores_what_it_left(script, 
     assert few.table(found["cases"]).splitlines()[-1].endswith("| 4 seeds, distilled | 0.0 | 7 | 2.000 |")
 
 
+@pytest.mark.slow
 def test_balance(script, monkeypatch, tmp_path):
     cases = smoke(script("balance"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [case["factor"] for case in cases] == [0, 0.001, 0.01]
     assert all(len(case["entropy"]) == 2 and 0 < min(case["entropy"]) <= max(case["entropy"]) <= 1 for case in cases)
 
 
+@pytest.mark.slow
 def test_hybrid_peers(script, uncompiled, monkeypatch, tmp_path):
     [case] = smoke(script("hybrid_peers"), monkeypatch, tmp_path / "found.json")["cases"]
     assert case["times_as_fast"].keys() == {"transformers"}
@@ -178,6 +183,7 @@ def test_hybrid_peers(script, uncompiled, monkeypatch, tmp_path):
     assert ours == pytest.approx(theirs, rel=1e-2) and ours[1] < ours[0]
 
 
+@pytest.mark.slow
 def test_siblings(script, uncompiled, monkeypatch, tmp_path):
     cases = smoke(script("siblings"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [(case["width"], case["mode"]) for case in cases] == [(32, "eager"), (32, "captured")]
@@ -187,6 +193,7 @@ def test_siblings(script, uncompiled, monkeypatch, tmp_path):
         assert min(case["update_peak_bytes"].values()) > 0
 
 
+@pytest.mark.slow
 def test_automata(script, monkeypatch, tmp_path):
     monkeypatch.setattr(torch, "compile", lambda **options: lambda step: step)
     automata = script("automata")
@@ -196,6 +203,7 @@ def test_automata(script, monkeypatch, tmp_path):
     assert len(set(automata.vocabulary(1000))) == 1000
 
 
+@pytest.mark.slow
 def test_families(script, monkeypatch, tmp_path):
     cases = smoke(script("families"), monkeypatch, tmp_path / "found.json")["cases"]
     assert [case["family"] for case in cases] == list(FAMILIES)
@@ -312,6 +320,7 @@ def test_train_shapes_are_the_promised_ones(script):
     assert shapes["1.2b"].config.parameter_count() == 1_235_814_400
 
 
+@pytest.mark.slow
 def test_a_case_that_fails_says_why_and_loses_nothing_else(script, monkeypatch):
     train = script("train")
     monkeypatch.setattr(sys, "argv", ["train.py"])
@@ -419,6 +428,7 @@ def test_first_run_takes_a_presets_defaults_from_the_plan(script):
     assert (plan.updates, plan.seed) == (3, 7)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet implemented the batching rule")
 def test_ensemble_peers(script, monkeypatch, tmp_path):
     """Eagerly: `torch.func` by hand warns of its loops, and that is what is compared with."""
@@ -448,6 +458,7 @@ def test_ensemble_compile(script, monkeypatch, tmp_path):
     assert [case["members"] for case in found["cases"]] == [2, 3]
 
 
+@pytest.mark.slow
 def test_stream(script, uncompiled, monkeypatch, tmp_path, capsys):
     """Its three processes in this one, where the first ends by an exception instead of a signal."""
     stream = script("stream")

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from daily import pairwise
 from dialogues import CHATS, TOOLS, call, said, speaking, write_chats
 from monograph.data.conversations import Conversation, conversation_records, conversation_text
 from monograph.data.corpus import Corpus, answer_ends, corpus, render_row
@@ -144,8 +145,7 @@ def pieces_of(rows: Rows) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("packing", ["packed", "padded"])
-@pytest.mark.parametrize("name", ["chatml", "qwen3"])
+@pytest.mark.parametrize(("packing", "name"), pairwise(["packed", "padded"], ["qwen3", "chatml"]))
 def test_rows_have_the_answers_for_targets(opened: Any, packing: str, name: str) -> None:
     text, chats = opened(name, packing=packing), many(40)
     found = [*pieces_of(text.train), *pieces_of(text.held_out)]
@@ -281,8 +281,7 @@ def test_damage_is_found_and_mended(opened: Any) -> None:
     assert again.train.tokens == text.train.tokens
 
 
-@pytest.mark.parametrize("kind", ["parquet", "arrow"])
-@pytest.mark.parametrize("form", ["messages", "conversations", "prompt"])
+@pytest.mark.parametrize(("kind", "form"), pairwise(["parquet", "arrow"], ["messages", "conversations", "prompt"]))
 def test_tables_have_the_same_rows(opened: Any, tmp_path: Path, kind: str, form: str) -> None:
     pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed: pip install -e '.[parquet]'")
     chats = [*many(12), CHATS["two rounds of tools"]] if form == "messages" else many(12)

@@ -16,6 +16,7 @@ def names(rows):
     return [rows._side.name(document) for document in range(rows.documents)]
 
 
+@pytest.mark.slow
 def test_the_standard_library_from_nothing(tmp_path):
     calls = []
 

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from daily import nightly
 from dialogues import CHATS, TAGGED, TEMPLATES, TOOLS, call, said, speaking
 from monograph.data.conversations import Conversation
 from monograph.data.loss_mask import DAY, Answering, Answers, Row, _Encoder
@@ -28,6 +29,8 @@ REFUSED = {
     ("gemma", "a system's"): "system is not supported",
     ("gemma", "two rounds of tools"): "tools are not supported",
 } | {("glm", chat): "the model would never learn to stop" for chat in CHATS}
+# By day those whose prompt's end merges with what follows, whose history is rewritten, and whose turns lack an end.
+BY_DAY = ("llama-3", "qwen3", "mistral-v1")
 # Where an answer is written in another way once it is history.
 REWRITING = {"qwen3", "mistral-v3"}
 
@@ -84,7 +87,7 @@ def reference(tagged: Any, said: Conversation) -> list[list[list[int]]]:
     return found
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", nightly(TEMPLATES, BY_DAY))
 def test_what_is_trained_is_what_was_tagged_by_hand(tmp_path: Path, name: str, pinned: None) -> None:
     from transformers import AutoTokenizer
 
@@ -111,7 +114,7 @@ def test_what_is_refused_is_all_that_is(tmp_path: Path) -> None:
     assert TAGGED.keys() == TEMPLATES.keys()
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
+@pytest.mark.parametrize("name", nightly(TEMPLATES, BY_DAY))
 def test_the_text_is_transformers(tmp_path: Path, name: str, pinned: None) -> None:
     from transformers import AutoTokenizer
 
@@ -219,13 +222,9 @@ def test_a_token_that_reaches_over_the_border(tmp_path: Path) -> None:
 TEXTS = st.text(alphabet="ab \n<|>im_endü[/]", min_size=1, max_size=12).filter(lambda text: text.strip())
 TURNS = st.lists(TEXTS, min_size=2, max_size=8).map(lambda parts: parts[: len(parts) // 2 * 2])
 SPEAKERS = ("chatml", "qwen2.5", "qwen3", "llama-3", "mistral-v1", "mistral-v3", "gemma", "zephyr")
-# By day those whose prompt's end merges with what follows, whose history is rewritten, and whose turns lack an end.
-BY_DAY = ("llama-3", "qwen3", "mistral-v1")
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in BY_DAY else pytest.mark.slow) for name in SPEAKERS]
-)
+@pytest.mark.parametrize("name", nightly(SPEAKERS, BY_DAY))
 def test_prompt_and_what_is_trained_are_the_row(name: str, tmp_path: Path) -> None:
     """What inference sends and what is trained then are the row up to the stop: of any words, of every answer once."""
     tokenizer = merging(tmp_path, name)
@@ -367,7 +366,7 @@ def test_the_day_is_always_the_same(tmp_path: Path) -> None:
     assert answers.notes({}, "") == (f"the chat template reads the date; in all of these conversations it is {DAY}",)
 
 
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(st.lists(st.sampled_from(["<|im_start|>", "<|im_end|>", "\n", " the", "answer", "ü", ":"])
                                .map(str), max_size=9).map("".join), min_size=1, max_size=5))  # fmt: skip
 def test_the_encoder_forgets_nothing(texts: list[str], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from daily import nightly, pairwise
 from dialogues import TEMPLATES, call, said, speaking
 from monograph.commands.generate import prompts_of as prompts_of_file
 from monograph.data.conversations import Conversation, conversation_text
@@ -144,8 +145,7 @@ def showing(folder: Path) -> Tokenizer:
     return Tokenizer.from_file(folder)
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize(("reader", "form"), pairwise(list(READERS), list(FORMS)))
 def test_a_message_is_the_same_in_every_form_and_to_every_reader(tmp_path: Path, reader: str, form: str) -> None:
     """A template that shows all that it gets has the same ids, so that null is never the word None."""
     tokenizer = showing(tmp_path)
@@ -154,7 +154,12 @@ def test_a_message_is_the_same_in_every_form_and_to_every_reader(tmp_path: Path,
     assert read(tmp_path, tokenizer, FORMS[form](CLEAN)) == expected
 
 
-@pytest.mark.parametrize("name", ["showing", "chatml", "qwen2.5", "qwen3", "llama-3", "mistral-v3", "zephyr"])
+@pytest.mark.parametrize(
+    "name",
+    nightly(
+        ["showing", "chatml", "qwen2.5", "qwen3", "llama-3", "mistral-v3", "zephyr"], {"showing", "qwen3", "mistral-v3"}
+    ),
+)
 def test_nulls_are_what_transformers_makes_of_them(tmp_path: Path, name: str) -> None:
     from transformers import AutoTokenizer
 
@@ -248,7 +253,7 @@ def test_what_is_not_read_is_refused_by_its_name(chat: Messages, detail: str) ->
     assert not isinstance(fault, str) and detail in fault.detail
 
 
-@pytest.mark.parametrize("reader", READERS)
+@pytest.mark.parametrize("reader", nightly(READERS, {"conversations", "rewards", "serve"}))
 def test_a_key_that_no_template_reads_is_refused_by_its_name(tmp_path: Path, reader: str) -> None:
     tokenizer = speaking(tmp_path, "chatml")
     odd = [{**CLEAN[0], "mood": "glad"}, *CLEAN[1:]]
@@ -310,7 +315,7 @@ CALLING = (
 )
 
 
-@pytest.mark.parametrize("family", ARGUMENTS)
+@pytest.mark.parametrize("family", nightly(ARGUMENTS, {"items", "string or not"}))
 def test_arguments_as_a_text_of_json_are_written_once(tmp_path: Path, family: str) -> None:
     from transformers import AutoTokenizer
 
@@ -350,6 +355,7 @@ def test_an_escaped_control_token_in_arguments_stays_letters(tmp_path: Path) -> 
     assert chat_ids(tokenizer, chat).count(tokenizer.special["<|im_end|>"]) == 2
 
 
+@pytest.mark.slow
 def test_every_template_of_these_tests_takes_its_arguments_in_one_form(tmp_path: Path) -> None:
     forms = {}
     for name in TEMPLATES:

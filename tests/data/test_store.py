@@ -204,8 +204,10 @@ def build(folder: Path) -> None:
     "mode",
     [
         "kill",
-        "full-once",
-        *(pytest.param(mode, marks=pytest.mark.slow) for mode in ("torn", "short", "full", "broken-once", "broken")),
+        *(
+            pytest.param(mode, marks=pytest.mark.slow)
+            for mode in ("full-once", "torn", "short", "full", "broken-once", "broken")
+        ),
     ],
 )
 def test_after_a_fault_at_any_operation_the_next_start_is_right(quick_folder, mode):

@@ -228,6 +228,7 @@ def test_the_codes_of_rows_are_different() -> None:
     assert len({OK, NAN, DEAD, OVERFLOW}) == 4
 
 
+@pytest.mark.slow
 def test_a_graph_that_needs_the_edited_logits_whole_has_them_with_their_penalties() -> None:
     """Compiled by Inductor: an operator that writes in place between the kernels may come after who reads it."""
     counts = {"repetition_penalty": 1.4, "frequency_penalty": 0.2, "penalty_last_n": 3}

@@ -88,7 +88,7 @@ def windows(count: int) -> list[dict[str, Tensor]]:
     [
         (None, ROWS),
         (None, ROWS // 2),
-        ("aot_eager", ROWS),
+        pytest.param("aot_eager", ROWS, marks=pytest.mark.slow),
         pytest.param("aot_eager", ROWS // 2, marks=pytest.mark.slow),
     ],
 )
@@ -109,6 +109,7 @@ def test_a_buffer_that_is_set_is_each_members_own(backend, micro_batch):
     assert not torch.equal(members[0].mean, members[1].mean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager"])
 def test_a_model_alone_begins_with_its_buffers_as_they_were(backend):
     """What warming a graph up sets is taken back."""

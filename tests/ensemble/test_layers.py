@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from alone import Alone, stacked
 from batches import captured_to_train
+from daily import nightly
 from layers import PLANE, ROWS, VECTOR, Case, Scaled, drawn, layers, weighted
 from monograph.ensemble import Ensemble
 from monograph.errors import InputRefused, MonographError
@@ -170,7 +171,7 @@ def test_every_layer_of_torch_is_tried():
     assert kinds == layers().keys() | ABSTRACT
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name not in REFUSED])
+@pytest.mark.parametrize("name", nightly((name for name in CASES if name not in REFUSED), [*CASES][::4] + ALONE))
 def test_a_layer_is_what_it_is_alone(name):
     """Its losses and weights as it trains, and then all that it says."""
     case = CASES[name]
@@ -352,6 +353,7 @@ def test_a_table_says_which_layers_are_looped_and_why():
     assert len(said) == 1 and outputs.shape == (N, 3, 4, 5) and nothing is None and number == 3
 
 
+@pytest.mark.slow
 def test_inference_is_compiled_to_what_it_was():
     case = CASES["LSTM of two steps"]
     engine = Ensemble([built(case, seed).eval() for seed in range(N)])
@@ -366,6 +368,7 @@ def test_inference_is_compiled_to_what_it_was():
         assert relative_error(engine(x)[0][1], engine.members[1](x)[0]) < BOUND
 
 
+@pytest.mark.slow
 def test_what_is_captured_trains_as_alone():
     """A weight that is computed, a buffer that a parametrization writes, and steps in time, in one graph."""
 

@@ -104,6 +104,7 @@ def scaled_gradient(factor):
     return lambda x: Scaled.apply(x).sum()
 
 
+@pytest.mark.slow
 def test_a_custom_function_is_cached_between_runs_and_never_mistaken_for_another(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     hits, gradients = [], []
@@ -118,6 +119,7 @@ def test_a_custom_function_is_cached_between_runs_and_never_mistaken_for_another
     assert hits == [0, 0, 1]
 
 
+@pytest.mark.slow
 @torch._dynamo.config.patch(recompile_limit=2)
 def test_a_process_may_capture_more_steps_than_dynamo_keeps_variants_of_one_function(monkeypatch):
     monkeypatch.setattr(compat, "allow_variants", lambda: None)

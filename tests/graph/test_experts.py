@@ -120,7 +120,9 @@ def test_muon_takes_the_adapters_of_experts(base):
     assert float(engine.update().grad_norm) > 0
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
+)
 def test_adapters_next_to_experts_in_four_bits_train_captured_as_eagerly(backend):
     engines = []
     for captured in (False, True):

@@ -142,7 +142,9 @@ def test_any_split_is_as_close_as_the_large_batch(eight, size):
     assert relative_error(gradient(engine_of("fp8", size, num_hidden_layers=1), batch), truth) <= 2 * error
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "backend", ["eager", *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
+)
 def test_captured_is_as_close_as_eager(eight, backend):
     batch, truth, error = eight
     engine = engine_of("fp8", 8, num_hidden_layers=1)
@@ -150,6 +152,7 @@ def test_captured_is_as_close_as_eager(eight, backend):
     assert relative_error(gradient(engine, batch), truth) <= 2 * error
 
 
+@pytest.mark.slow
 def test_a_short_run_ends_where_bf16_s_does():
     """Memorising four rows for 30 updates: the last losses differ by less than seeds make them differ."""
     ends = {}

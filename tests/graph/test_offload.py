@@ -45,7 +45,7 @@ MIXED = Remat.PerLayer((Remat.Offload(), Remat.Off(), Remat.Offload(), Remat.Ful
     [
         (None, "fp32", (Remat.Offload(), MIXED)),
         (None, "bf16", (Remat.Offload(), MIXED)),
-        ("blocks", "bf16", (MIXED,)),
+        pytest.param("blocks", "bf16", (MIXED,), marks=pytest.mark.slow),
         pytest.param("blocks", "fp32", (Remat.Offload(), MIXED), marks=pytest.mark.slow),
         pytest.param("blocks", "bf16", (Remat.Offload(),), marks=pytest.mark.slow),
     ],

@@ -62,6 +62,7 @@ class InFp32(nn.Linear):
             return rows @ self.weight.T
 
 
+@pytest.mark.slow
 def test_a_captured_backward_pass_has_eager_s_bits_where_a_module_leaves_autocast():
     def gradient(backend):
         torch.manual_seed(0)

@@ -112,6 +112,7 @@ def test_a_llama_s_products_are_the_closed_form():
     assert [c.stored_bytes for c in recording.curve()][:: len(recording.curve()) - 1] == [0, 7 * unit + log_sums]
 
 
+@pytest.mark.slow
 def test_flex_attention_is_recorded_as_one_product(monkeypatch):
     """Packed rows take it in a graph on a GPU; called outside of a graph it would compile itself."""
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)  # it refuses a CPU

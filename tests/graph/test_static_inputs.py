@@ -119,6 +119,7 @@ def test_out_of_memory_before_a_capture_halves_the_rows_and_the_halves_are_repla
     assert made.micro_batch == 2 and made.step.micro_step.captured == 1
 
 
+@pytest.mark.slow
 def test_blocks_that_are_recomputed_from_now_on_are_captured_anew():
     made = engine(micro_batch=1)
     made.step.recorder = tape = Tape()
@@ -131,6 +132,7 @@ def test_blocks_that_are_recomputed_from_now_on_are_captured_anew():
     assert made.step.micro_step.captured == 1 and tape.replays == 4
 
 
+@pytest.mark.slow
 def test_what_is_released_holds_no_graph():
     made = engine()
     made.step.recorder = tape = Tape()

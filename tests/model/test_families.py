@@ -21,6 +21,9 @@ from monograph.model.scaling import FULL, LINEAR, LONG, SLIDING, LongScaling
 from numerics import relative_error
 from reference import llama as reference
 
+# By day those whose files differ most from the model in memory go through a folder.
+DAY = {"llama", "phi3", "qwen3_moe", "qwen3_5_moe_text", "gpt_oss"}
+
 MULTIPLIERS = {
     "embedding_multiplier": [1.0, 12.0],
     "residual_multiplier": [1.0, 0.22],
@@ -108,7 +111,7 @@ def _assert_near(named, expected, bound):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=3)
+@settings(max_examples=2)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_float64_equals_the_plain_decoder(family, data, seed):
     _equals_the_plain_decoder(data.draw(configs(family)), seed)
@@ -137,7 +140,7 @@ def _equals_the_plain_decoder(config, seed):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=4)
+@settings(max_examples=2)
 @given(data=st.data(), seed=st.integers(0, 99))
 def test_fp32_equals_transformers(family, data, seed):
     _equals_transformers(family, data, seed)
@@ -186,7 +189,7 @@ def _in_files(model, logits, config):
 @pytest.mark.parametrize(
     ("family", "shard"),
     [
-        *((family, "20KB") for family in FAMILIES),
+        *(pytest.param(family, "20KB", marks=() if family in DAY else pytest.mark.slow) for family in FAMILIES),
         *(pytest.param(family, "1GB", marks=() if family == "llama" else pytest.mark.slow) for family in FAMILIES),
     ],
 )

@@ -121,7 +121,7 @@ def test_autocast_computes_in_bf16_with_fp32_weights():
     [
         ("auto", False),
         ("reference", False),
-        ("auto", True),
+        pytest.param("auto", True, marks=pytest.mark.slow),
         pytest.param("reference", True, marks=pytest.mark.slow),
     ],
 )
@@ -149,7 +149,7 @@ def test_members_under_vmap_equal_each_model_alone(impl, compiled):
 
 
 @pytest.mark.filterwarnings(DYNAMO_GRAD)
-@pytest.mark.parametrize("config", [SMALL, WINDOWED], ids=["llama", "windows"])
+@pytest.mark.parametrize("config", [pytest.param(SMALL, marks=pytest.mark.slow), WINDOWED], ids=["llama", "windows"])
 def test_one_graph_serves_every_batch_and_one_every_block(config):
     model, tokens = Llama(config), _tokens(SMALL)
     torch.compiler.reset()

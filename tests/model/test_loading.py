@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from daily import nightly
 from scripts import script
 
 loading = script("benchmarks/loading.py")
@@ -24,6 +25,7 @@ MIXTURE = {
     "norm_topk_prob": True,
 }  # fmt: skip
 FAST = "lora, base in nf4", "export gguf bf16, merged"
+DAY = {"export gguf bf16, merged"}  # which has tensors in fp32, and those of the file, one after another
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +55,7 @@ def check(folder: Path, case: str) -> None:
         assert found["kept_bytes"] + found["over_bytes"] < 2 * found["folder_bytes"], "it holds of no copy in fp32"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", FAST)
 def test_the_peak_is_what_is_kept_and_three_tensors(folder: Path, case: str) -> None:
     if "gguf" in case:
@@ -60,13 +63,7 @@ def test_the_peak_is_what_is_kept_and_three_tensors(folder: Path, case: str) -> 
     check(folder, case)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(case, marks=() if case in FAST else pytest.mark.slow)
-        for case in (*loading.TRAINED, *loading.OTHERS)
-    ],
-)
+@pytest.mark.parametrize("case", nightly((*loading.TRAINED, *loading.OTHERS), DAY))
 def test_experts_of_a_mixture_are_put_together_one_stack_after_another(mixture: Path, case: str) -> None:
     if "gguf" in case:
         pytest.importorskip("gguf", reason="the package gguf is not installed: pip install -e '.[gguf]'")

@@ -49,6 +49,15 @@ def read_whole(folder: Path, dtype: torch.dtype | None) -> Llama:
     return assembled(config, {n: t.to(dtype or t.dtype) for n, t in state.items()}, folder)
 
 
+def thinned(*choices: Iterable[Any]) -> list[Any]:
+    """The product of the choices, by day every third case: of three choices any two values of two of them meet."""
+    product = itertools.product(*map(enumerate, choices))
+    return [
+        pytest.param(*(value for _, value in case), marks=[pytest.mark.slow] * (sum(at for at, _ in case) % 3 > 0))
+        for case in product
+    ]
+
+
 MIXTURE = {"model_type": "qwen3_moe", "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 
 
@@ -72,9 +81,9 @@ def same(one: nn.Module, other: nn.Module) -> bool:
     )
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(
+    ("stored", "dtype", "tied"), thinned(STORED, [None, torch.float32, torch.bfloat16], [False, True])
+)
 def test_settled(tmp_path: Path, stored: str, dtype: torch.dtype | None, tied: bool) -> None:
     if stored == "mixed" and dtype is None:
         pytest.skip("a folder of several dtypes is loaded in one that is named")
@@ -84,15 +93,6 @@ def test_settled(tmp_path: Path, stored: str, dtype: torch.dtype | None, tied: b
     assert same(found, expected) and same(load_model(folder, dtype), expected)
     assert not any(isinstance(p, MappedWeight) for p in found.parameters())
     assert (found.lm_head.weight is found.model.embed_tokens.weight) == tied
-
-
-def thinned(*choices: Iterable[Any]) -> list[Any]:
-    """The product of the choices, by day every third case: of three choices any two values of two of them meet."""
-    product = itertools.product(*map(enumerate, choices))
-    return [
-        pytest.param(*(value for _, value in case), marks=[pytest.mark.slow] * (sum(at for at, _ in case) % 3 > 0))
-        for case in product
-    ]
 
 
 @pytest.mark.parametrize(
@@ -194,8 +194,7 @@ def merged_at_once(folder: Path, base: Path) -> Llama:
     return model
 
 
-@pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("stored", STORED)
+@pytest.mark.parametrize(("stored", "tied"), thinned(STORED, [False, True]))
 def test_merged_and_exported(tmp_path: Path, stored: str, tied: bool) -> None:
     base = write(tmp_path / "base", stored, tied)
     adapter = adapter_of(tmp_path / "adapter", base)
@@ -208,8 +207,7 @@ def test_merged_and_exported(tmp_path: Path, stored: str, tied: bool) -> None:
     assert not same(expected, read_whole(base, expected.lm_head.weight.dtype)), "the adapters change something"
 
 
-@pytest.mark.parametrize("dtype", [None, "f32", "q8_0"])
-@pytest.mark.parametrize("stored", ["bf16", "fp32", "mixed"])
+@pytest.mark.parametrize(("stored", "dtype"), thinned(["bf16", "fp32", "mixed"], [None, "f32", "q8_0"]))
 def test_merged_for_llama_cpp(tmp_path: Path, stored: str, dtype: str | None) -> None:
     pytest.importorskip("gguf", reason="the package gguf is not installed: pip install -e '.[gguf]'")
     base = write(tmp_path / "base", stored)
@@ -219,8 +217,7 @@ def test_merged_for_llama_cpp(tmp_path: Path, stored: str, dtype: str | None) ->
     assert exported(tmp_path / "one by one") == exported(tmp_path / "at once")
 
 
-@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("stored", ["fp32", "bf16", "fp64"])
+@pytest.mark.parametrize(("stored", "dtype"), thinned(["fp32", "bf16", "fp64"], [None, torch.float32, torch.bfloat16]))
 def test_experts_of_all_shards_become_one_tensor(tmp_path: Path, stored: str, dtype: torch.dtype | None) -> None:
     folder = write(tmp_path / "base", stored, **MIXTURE)
     found, expected = mapped_model(folder, dtype), read_whole(folder, dtype)

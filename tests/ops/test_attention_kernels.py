@@ -111,6 +111,7 @@ def test_a_model_takes_it_everywhere_and_keeps_it_from_masks():
     torch.testing.assert_close(model(batch["tokens"], segments=segments), expected)  # a dense mask: not its business
 
 
+@pytest.mark.slow
 def test_a_graph_with_a_kernel_in_it_is_cached_and_another_kernel_is_another_entry(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     inputs = [each.detach() for each in heads(torch.float32)]  # a backward pass would be as many kernels again

@@ -154,6 +154,7 @@ def test_captured_in_bf16_holds_about_what_eager_holds():
     assert peaks[1] < 1.5 * peaks[0]  # with all chunks' products alive it is over 3 times as much
 
 
+@pytest.mark.slow
 def test_captured_under_vmap():
     hidden, weight, targets = inputs(torch.float64)
     hidden, weight, targets = (torch.stack([t.detach(), t.detach().flip(0)]) for t in (hidden, weight, targets))

@@ -62,6 +62,7 @@ def test_chunks_are_as_exact_as_the_recurrence_in_fp32(repeated):
         assert error_within(*each, k=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_one_graph_holds_it(backend):
     inputs, starts = drawn(2, 150, 1), begun(2, 150, 1)

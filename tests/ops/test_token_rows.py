@@ -14,7 +14,7 @@ from monograph.profiling.memory import LiveBytes
 from numerics import error_within
 
 N, D, V, INDEX = 37, 16, 101, (3, 50, 100)
-CAPTURES = [None, "aot_eager", "inductor"]
+CAPTURES = [None, *(pytest.param(name, marks=pytest.mark.slow) for name in ("aot_eager", "inductor"))]
 CAPTURES_OF_THE_LOSS = [None, "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 

@@ -10,6 +10,7 @@ from typing import get_args
 import pytest
 
 from batches import tiny_llama
+from daily import nightly, pairwise
 from monograph.config.keys import OptimSection
 from monograph.device import named
 from monograph.errors import UsageError
@@ -91,7 +92,7 @@ def test_every_optimizer_s_memory_is_known():
     assert {*names} - {"auto"} == OPTIMIZERS.keys() and {*states} == FORMATS.keys()
 
 
-@pytest.mark.parametrize("factor", [1.15, 1.3, 1.6, 2.5])
+@pytest.mark.parametrize("factor", nightly([1.15, 1.3, 1.6, 2.5], {1.3}))
 def test_what_a_trace_found_too_large_is_never_chosen(traced, factor):
     """However often the closed form was wrong: what is chosen beside a full card has been traced, and fits."""
     asked = replace(LLAMA_3_8B, scopes=("whole", "blocks", "none"), remats=("none", "pointwise", 0.5, 0.25, "full"))
@@ -145,8 +146,7 @@ def test_a_candidate_that_is_nearer_by_less_than_a_hundredth_is_not_traced_for_i
     assert plan(asked, card, card.peak_flops).nearest.work.remat == "offload" and len(calls) == 1
 
 
-@pytest.mark.parametrize("factor", [1.05, 1.2, 1.6, 3.0])
-@pytest.mark.parametrize("gib", [120, 135, 150, 200])
+@pytest.mark.parametrize(("factor", "gib"), pairwise([1.05, 1.2, 1.6, 3.0], [200, 150, 135, 120]))
 def test_nothing_is_chosen_that_a_trace_has_not_found_to_fit(monkeypatch, factor, gib):
     """However often the trace disagrees; the last that is traced is the one that needs least."""
     card, asked = with_memory(H200, gib * 2**30), replace(LLAMA_3_8B, remats=EVERY)

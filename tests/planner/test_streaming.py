@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from daily import pairwise
 from monograph.device import named
 from monograph.errors import OutOfDeviceMemory
 from monograph.graph.precision import Precision
@@ -61,12 +62,12 @@ def asked_refused(asked=ASKED, **limits):
 @pytest.mark.parametrize(
     "way",
     [
-        way_of(),
-        way_of(precision="fp32", when="sweep", offload=True),
-        way_of(Muon(), per_stage=2),
+        pytest.param(way_of(), marks=pytest.mark.slow),
+        pytest.param(way_of(precision="fp32", when="sweep", offload=True), marks=pytest.mark.slow),
+        pytest.param(way_of(Muon(), per_stage=2), marks=pytest.mark.slow),
         way_of(AdamW(state="8bit"), when="backward", per_stage=4, offload=True),
         way_of(Muon(state="bf16"), when="sweep"),
-        way_of(where="host"),
+        pytest.param(way_of(where="host"), marks=pytest.mark.slow),
         way_of(AdamW(ema=0.9), where="host", when="backward", per_stage=2),
         way_of(config=replace(SHAPE, tie_word_embeddings=True, attention_bias=True), offload=True),
     ],
@@ -185,19 +186,20 @@ def test_device_and_host_of_one_memory_are_counted_together():
         streamed(ASKED, H200, replace(apart, host_bytes=2 * GIB, shared=True), H200.peak_flops)
 
 
-@pytest.mark.parametrize("whole_stages", [0, 3])
-@pytest.mark.parametrize("host_bytes_per_s", [1e9, 1e11, 1e14])
+TIMES = [
+    ("sweep", "device"),
+    ("next forward", "device"),
+    ("backward", "device"),
+    ("next forward", "host"),
+    ("backward", "host"),
+]
+
+
 @pytest.mark.parametrize(
-    ("when", "where"),
-    [
-        ("sweep", "device"),
-        ("next forward", "device"),
-        ("backward", "device"),
-        ("next forward", "host"),
-        ("backward", "host"),
-    ],
+    ("time", "host"), pairwise(TIMES, [(rate, stages) for rate in (1e11, 1e9, 1e14) for stages in (0, 3)])
 )
-def test_with_an_infinite_link_closed_form_and_clock_agree(when, where, host_bytes_per_s, whole_stages):
+def test_with_an_infinite_link_closed_form_and_clock_agree(time, host):
+    (when, where), (host_bytes_per_s, whole_stages) = time, host
     way, link = way_of(when=when, where=where), Link(1e30, 1e30)
     way = replace(way, work=replace(way.work, clip=None))
     times = pass_times(way.work, H200, H200.peak_flops["bf16"], host_bytes_per_s)
@@ -206,8 +208,7 @@ def test_with_an_infinite_link_closed_form_and_clock_agree(when, where, host_byt
     assert found.update_s == pytest.approx(closed_form(way, resident, times, link), rel=1e-9)
 
 
-@pytest.mark.parametrize("when", ["next forward", "backward"])
-@pytest.mark.parametrize("rate", [1e10, 1e11, 1e12])
+@pytest.mark.parametrize(("when", "rate"), pairwise(["next forward", "backward"], [1e10, 1e11, 1e12]))
 def test_the_clock_is_never_faster_than_the_closed_form(when, rate):
     for each in (LINK, Link(rate, rate / 2)):
         way = replace(way_of(when=when, where="host", offload=True), files_first=False)

@@ -88,13 +88,14 @@ def test_inputs_that_wait_on_the_host_are_not_counted():
 @pytest.mark.parametrize(
     ("scope", "remat", "precision"),
     [
-        ("blocks", 0.5, "bf16"),
+        ("none", 0.5, "bf16"),
+        pytest.param("blocks", 0.5, "bf16", marks=pytest.mark.slow),
         pytest.param("whole", "none", "fp32", marks=pytest.mark.slow),
         pytest.param("whole", "none", "bf16", marks=pytest.mark.slow),
         pytest.param("blocks", 0.5, "fp32", marks=pytest.mark.slow),
     ],
 )
-def test_a_captured_step_of_any_depth_is_the_one_that_is_traced_whole(scope, remat, precision):
+def test_a_step_of_any_depth_is_the_one_that_is_traced_whole(scope, remat, precision):
     config = tiny_llama(num_hidden_layers=4).config
     work = Work(config, 4, 16, AdamW(), compile=scope, remat=remat, precision=precision)
     assert footprint(work) == footprint_of(footprint_module._curves(work))
@@ -148,9 +149,9 @@ def test_what_is_as_long_as_the_vocabulary_by_chance_is_not_the_loss_head(scope,
 @pytest.mark.parametrize(
     ("make", "scope", "state", "layers"),
     [
-        (AdamW, "none", "bf16", 30),
+        pytest.param(AdamW, "none", "bf16", 30, marks=pytest.mark.slow),
         (AdamW, "none", "8bit", 30),
-        (Muon, "none", "fp32", 30),
+        pytest.param(Muon, "none", "fp32", 30, marks=pytest.mark.slow),
         # Which is traced once, and whose planes are as many at any depth.
         pytest.param(Muon, "blocks", "fp32", 2, marks=pytest.mark.slow),
     ],
@@ -163,6 +164,7 @@ def test_the_search_knows_what_an_update_has_alive(make, scope, state, layers):
     assert footprint(work).peak_bytes == pytest.approx(found, rel=0.1)
 
 
+@pytest.mark.slow
 def test_on_a_gpu_query_key_and_value_are_one_product_and_attention_s_result_is_not_copied():
     """Per token of a block, in bf16: 4 d around the residual sums, q, k, what attention returns, the product of query,
     key and value, gate, up and what they give; in fp32 two norms' roots, and a sum for each head."""

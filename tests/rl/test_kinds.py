@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from daily import pairwise
 from dialogues import TOOLS, said
 from monograph.config import load
 from monograph.config.sources import classify
@@ -29,7 +30,10 @@ from scripts import script
 LENGTH = 512
 COMMON: dict[str, Any] = {"sequence_length": LENGTH, "held_out": 0.0, "bad_records": "refuse"}
 JUDGED = [name for name, (_, trained_as) in RECORDS.items() if trained_as in ("dpo", "kto")]
-FEW = ("file", "folder", "parquet")
+# By day each name and each form once.
+DAY = {
+    (list(RECORDS)[n % len(RECORDS)], list(SOURCES)[n % len(SOURCES)]) for n in range(max(len(RECORDS), len(SOURCES)))
+}
 CHATS = [name for name, (_, trained_as) in RECORDS.items() if trained_as == "conversations"]
 
 
@@ -87,7 +91,7 @@ def lines(path: Path, *records: Any) -> str:
 @pytest.mark.parametrize(
     ("name", "form"),
     [
-        pytest.param(name, form, marks=[] if name in JUDGED or form in FEW else pytest.mark.slow)
+        pytest.param(name, form, marks=[] if (name, form) in DAY else pytest.mark.slow)
         for name in RECORDS
         for form in SOURCES
     ],
@@ -99,8 +103,10 @@ def test_records_are_of_one_kind_in_every_form_of_source(
     assert decided(SOURCES[form](tmp_path, records), tokenizer) == trained_as
 
 
-@pytest.mark.parametrize("form", [form for form in SOURCES if form != "list"])
-@pytest.mark.parametrize("name", [name for name in JUDGED if RECORDS[name][1] == "kto"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    pairwise([name for name in JUDGED if RECORDS[name][1] == "kto"], [form for form in SOURCES if form != "list"]),
+)
 def test_a_missing_label_does_not_make_bad_answers_good_ones(
     name: str, form: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -169,8 +175,7 @@ TWO_KINDS: list[tuple[dict[str, Any], list[tuple[dict[str, Any], str]]]] = [
     "form",
     [
         "file",
-        "folder",
-        *(pytest.param(form, marks=pytest.mark.slow) for form in ("pattern", "parquet", "saved dataset")),
+        *(pytest.param(form, marks=pytest.mark.slow) for form in ("folder", "pattern", "parquet", "saved dataset")),
     ],
 )
 def test_what_could_be_two_kinds_is_refused_with_both_keys_unless_a_setting_chooses(
@@ -314,8 +319,7 @@ def refused_unknown(name: str, form: str, key: str, at: int, folder: Path, token
     assert "name it in data.ignore_keys to train without it" in message and "\n" not in message
 
 
-@pytest.mark.parametrize("form", [form for form in SOURCES if form != "weight"])
-@pytest.mark.parametrize("name", KEYED)
+@pytest.mark.parametrize(("name", "form"), pairwise(KEYED, [form for form in SOURCES if form != "weight"]))
 def test_an_unknown_key_is_refused_by_name_with_its_record(
     name: str, form: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -341,8 +345,9 @@ def every(name: str) -> Records:
     return RECORDS[name][0] if name in RECORDS else PROMPTS[name]
 
 
-@pytest.mark.parametrize("form", ["file", "parquet"])
-@pytest.mark.parametrize("name", [name for name in [*KEYED, *PROMPTS] if name not in OF_TEXTS])
+@pytest.mark.parametrize(
+    ("name", "form"), pairwise([name for name in [*KEYED, *PROMPTS] if name not in OF_TEXTS], ["file", "parquet"])
+)
 def test_known_keys_are_seen_in_the_tokens(name: str, form: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
     keyed = [{**record, **dict([item])} for record, item in zip(every(name), KNOWN.items(), strict=True)]
     found = learned(name, SOURCES[form](tmp_path, keyed), tokenizer)[0]
@@ -355,8 +360,7 @@ def test_known_keys_are_seen_in_the_tokens(name: str, form: str, tmp_path: Path,
         assert answers <= sum(text.count(mark) for text in texts) <= others, key
 
 
-@pytest.mark.parametrize("form", ["file", "parquet"])
-@pytest.mark.parametrize("name", OF_TEXTS)
+@pytest.mark.parametrize(("name", "form"), pairwise(OF_TEXTS, ["file", "parquet"]))
 def test_keys_of_chats_are_refused_by_name_beside_texts(
     name: str, form: str, tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
@@ -388,8 +392,10 @@ def test_each_known_key_alone_changes_what_is_learned_and_is_left_out_if_it_is_a
         assert learned(name, nothing, tokenizer)[0] == seen[0], f"null under {key} is nothing"
 
 
-@pytest.mark.parametrize("form", ["file", "parquet"])
-@pytest.mark.parametrize("name", ["messages", "prompt and completion", "pairs of texts", "labelled texts"])
+@pytest.mark.parametrize(
+    ("name", "form"),
+    pairwise(["messages", "prompt and completion", "pairs of texts", "labelled texts"], ["file", "parquet"]),
+)
 def test_metadata_change_nothing_and_are_counted(name: str, form: str, tmp_path: Path, tokenizer: Tokenizer) -> None:
     from monograph.data.forms import METADATA
 
@@ -410,24 +416,26 @@ def test_a_text_is_read_alone_whatever_stands_beside_it(tmp_path: Path, tokenize
     assert learned("texts", beside, tokenizer) == before
 
 
-@pytest.mark.parametrize("name", [*CHATS, "pairs of messages", "labelled messages", "messages to reward"])
+BAD_VALUES: list[tuple[dict[str, Any], str]] = [
+    ({"chat_template_kwargs": {"messages": []}}, "'messages' cannot be a variable of the chat template"),
+    ({"chat_template_kwargs": {"tokenizer": 1}}, "'tokenizer' cannot be a variable"),
+    ({"chat_template_kwargs": {"a b": 1}}, "'a b' cannot be a variable"),
+    ({"chat_template_kwargs": [1]}, "'chat_template_kwargs' is an array, not an object"),
+    ({"chat_template_kwargs": "{"}, "'chat_template_kwargs' is a text that is not JSON"),
+    ({"chat_template_kwargs": {"unheard_of": 1}}, "'unheard_of' changes nothing, as the model's chat template"),
+    ({"documents": "x"}, "'documents' is a text that is not JSON"),
+    ({"documents": {"a": 1}}, "'documents' is an object, not an array"),
+    ({"system": 5}, "'system' is a number, not a string"),
+]
+
+
 @pytest.mark.parametrize(
-    ("more", "said_of_it"),
-    [
-        ({"chat_template_kwargs": {"messages": []}}, "'messages' cannot be a variable of the chat template"),
-        ({"chat_template_kwargs": {"tokenizer": 1}}, "'tokenizer' cannot be a variable"),
-        ({"chat_template_kwargs": {"a b": 1}}, "'a b' cannot be a variable"),
-        ({"chat_template_kwargs": [1]}, "'chat_template_kwargs' is an array, not an object"),
-        ({"chat_template_kwargs": "{"}, "'chat_template_kwargs' is a text that is not JSON"),
-        ({"chat_template_kwargs": {"unheard_of": 1}}, "'unheard_of' changes nothing, as the model's chat template"),
-        ({"documents": "x"}, "'documents' is a text that is not JSON"),
-        ({"documents": {"a": 1}}, "'documents' is an object, not an array"),
-        ({"system": 5}, "'system' is a number, not a string"),
-    ],
+    ("name", "case"), pairwise([*CHATS, "pairs of messages", "labelled messages", "messages to reward"], BAD_VALUES)
 )
 def test_a_bad_value_is_refused_by_its_key(
-    name: str, more: dict[str, Any], said_of_it: str, tmp_path: Path, tokenizer: Tokenizer
+    name: str, case: tuple[dict[str, Any], str], tmp_path: Path, tokenizer: Tokenizer
 ) -> None:
+    more, said_of_it = case
     with pytest.raises(InputRefused, match="a.jsonl:1: ") as raised:
         learned(name, lines(tmp_path / "a.jsonl", {**every(name)[0], **more}), tokenizer)
     assert said_of_it in str(raised.value)

@@ -106,7 +106,13 @@ def write(path: Path, labelled: bool) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("name", "beta", "captured"), [("dpo", 0.5, False), ("dpo", 0.5, True), ("orpo", 0.1, False), ("kto", 0.5, False)]
+    ("name", "beta", "captured"),
+    [
+        ("dpo", 0.5, False),
+        pytest.param("dpo", 0.5, True, marks=pytest.mark.slow),
+        ("orpo", 0.1, False),
+        ("kto", 0.5, False),
+    ],
 )
 def test_pairs_are_learned_from(name: str, beta: float, captured: bool, tmp_path: Path) -> None:
     labelled = name == "kto"

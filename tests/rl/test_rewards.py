@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 
+from daily import nightly
 from monograph.errors import InputRefused, UsageError
 from monograph.rl import processes, worker
 from monograph.rl.rewards import Answer, Reward, reward_of
@@ -595,7 +596,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("body", FAULTS)
+@pytest.mark.parametrize("body", nightly(FAULTS, [*FAULTS][:1] + [*FAULTS][8:]))
 def test_a_function_that_fails_is_refused_in_one_line_and_leaves_no_process(
     body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

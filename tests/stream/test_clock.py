@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
 
+from daily import pairwise
 from monograph.graph.precision import Precision
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
@@ -102,9 +104,19 @@ def test_only_computing_is_called():
 # ── whole updates ───────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("where", ["device", "host"])
-@pytest.mark.parametrize("blocks_per_stage", [1, 2])
-@pytest.mark.parametrize("when", EVERY_TIME)
+@pytest.mark.parametrize(
+    ("when", "blocks_per_stage", "where"),
+    [
+        ("sweep", 1, "host"),
+        ("next forward", 2, "device"),
+        ("backward", 1, "device"),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in itertools.product(EVERY_TIME, (1, 2), ("device", "host"))
+            if each not in {("sweep", 1, "host"), ("next forward", 2, "device"), ("backward", 1, "device")}
+        ),
+    ],
+)
 def test_with_an_infinite_link_an_update_lasts_as_long_as_it_computes(when, blocks_per_stage, where):
     """Where a host that takes no time updates, the device has nothing but passes."""
     costs = Costs(first_s=1.0, forward_s=2.0, again_s=6.0, loss_s=5.0, first_again_s=3.0, number_s=1e-3)
@@ -118,8 +130,7 @@ def test_with_an_infinite_link_an_update_lasts_as_long_as_it_computes(when, bloc
     assert found.bottleneck == "compute"
 
 
-@pytest.mark.parametrize("blocks_per_stage", [1, 2, 3])
-@pytest.mark.parametrize("when", EVERY_TIME)
+@pytest.mark.parametrize(("when", "blocks_per_stage"), pairwise(EVERY_TIME, [1, 2, 3]))
 def test_without_computing_the_copies_of_a_lane_are_its_bytes_by_its_bandwidth(when, blocks_per_stage):
     placement = Placement(when=when, blocks_per_stage=blocks_per_stage)
     found, _ = timed(tiny(), placement, Costs(), Link(7.0, 3.0))
@@ -129,8 +140,7 @@ def test_without_computing_the_copies_of_a_lane_are_its_bytes_by_its_bandwidth(w
     assert max(lanes) <= found.update_s * (1 + 1e-9) and found.update_s <= sum(lanes) * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("where", ["device", "host"])
-@pytest.mark.parametrize("when", EVERY_TIME)
+@pytest.mark.parametrize(("when", "where"), pairwise(EVERY_TIME, ["device", "host"]))
 def test_nothing_begins_before_what_it_waits_for(when, where):
     costs, link = Costs(1.0, 2.0, 6.0, 5.0, 3.0, 1e-3, 1e-2), Link(900.0, 700.0)
     _, engine = timed(tiny(), Placement(when=when, where=where, offload=True), costs, link, clock_of=Recorded)
@@ -198,7 +208,7 @@ def useful(tokens):
     [
         ("backward", 65536, 454),
         pytest.param("backward", 131072, 456, marks=pytest.mark.slow),
-        ("next forward", 65536, 393),
+        pytest.param("next forward", 65536, 393, marks=pytest.mark.slow),
         pytest.param("next forward", 131072, 446, marks=pytest.mark.slow),
     ],
 )

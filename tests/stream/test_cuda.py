@@ -136,7 +136,7 @@ class Beside(Immediately):
     [
         pytest.param("updated on the host", marks=pytest.mark.slow),
         pytest.param("backward, updated on both", marks=pytest.mark.slow),
-        "updated on both",
+        pytest.param("updated on both", marks=pytest.mark.slow),
     ],
 )
 def test_a_thread_that_updates_with_its_own_graphs_changes_no_bit(place: str) -> None:

@@ -12,6 +12,7 @@ import pytest
 from tokenizers import Tokenizer as Engine
 from tokenizers import pre_tokenizers
 
+from daily import nightly
 from monograph.data.conversations import Conversation
 from monograph.data.loss_mask import Answering, Answers
 from monograph.evaluation.choices import encode_pair
@@ -68,10 +69,11 @@ def written(tokenizer: Tokenizer, ids: Iterable[int]) -> str:
     return text.removeprefix(" ") if tokenizer.space_first else text
 
 
+DAY = {"bpe", "bpe, space first", "metaspace, never"}  # the others are asked for choices, which are encoded alike
 CASES = [(prompt, answer) for prompt in OPENINGS for answer in ANSWERS if "▁" not in prompt + answer]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly(KINDS, DAY))
 def test_an_answer_of_a_pair_or_a_label_follows_its_prompt_as_it_is(kind: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(kind)
     tokenizer.save(tmp_path / "tokenizer.json")
@@ -115,7 +117,7 @@ TEMPLATE = (
 )
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", nightly(KINDS, DAY))
 def test_an_answer_of_a_chat_follows_its_prompt_as_it_is(kind: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(kind)
     tokenizer.save(tmp_path / "tokenizer.json")

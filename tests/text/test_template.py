@@ -119,6 +119,7 @@ def test_what_was_expected_is_what_is_rendered_alone() -> None:
     assert not together._ready
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_second")
 def test_one_that_ends_the_process_takes_no_other_with_it() -> None:
     source = (

@@ -7,6 +7,7 @@ import random
 import pytest
 import torch
 
+from daily import nightly
 from monograph.decode.automata import Arena, Automaton, advance, allowed, constraint, stop_strings, stopped
 from monograph.errors import InputRefused
 from monograph.text.tokenizer import Tokenizer
@@ -32,11 +33,12 @@ def follows(arena: Arena, automaton: Automaton, start: int) -> bool:
     return True
 
 
-def test_whatever_came_and_went_an_automaton_is_followed_as_in_tables_of_its_own() -> None:
+@pytest.mark.parametrize("times", nightly([60, 300], {60}))
+def test_whatever_came_and_went_an_automaton_is_followed_as_in_tables_of_its_own(times: int) -> None:
     arena, choice = Arena(V, CPU, cells=600, states=40, automata=4), random.Random(0)
     held: list[tuple[Automaton, int]] = []
     refused = 0
-    for _ in range(300):
+    for _ in range(times):
         if held and choice.random() < 0.5:
             arena.give_back(held.pop(choice.randrange(len(held)))[0])
             continue
@@ -47,7 +49,7 @@ def test_whatever_came_and_went_an_automaton_is_followed_as_in_tables_of_its_own
             continue
         held.append((automaton, start))
         assert all(follows(arena, *each) for each in held)
-    assert 10 < refused < 150
+    assert times / 30 < refused < times / 2
 
 
 def test_one_that_is_not_used_makes_room_and_one_that_is_does_not() -> None:

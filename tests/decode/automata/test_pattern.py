@@ -144,8 +144,8 @@ def test_a_schemas_pattern_lets_no_text_through_that_ecma_262_does_not_match() -
 
 
 def test_equal_to_fullmatch() -> None:
-    compared, matched = compare(400, seed=1)
-    assert compared == 4800 and matched > 300
+    compared, matched = compare(150, seed=1)
+    assert compared == 1800 and matched > 100
 
 
 @pytest.mark.slow

@@ -52,6 +52,7 @@ def test_the_tables_say_what_the_automata_say() -> None:
         agrees(there, automaton, start)
 
 
+@pytest.mark.slow
 def test_the_tables_count_as_the_automata_do() -> None:
     """Two automata with counters beside others, followed through random texts, one of them with lists in lists."""
     pieces = [b"", b"", *(bytes([byte]) for byte in range(256)), b'["', b'","', b'"],["', b"ab", "éé".encode(), b'"]']
