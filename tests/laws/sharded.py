@@ -1,4 +1,7 @@
-"""What each rank of law 13's test runs: every case against one process, errors written by rank 0 as JSON."""
+"""What each rank of law 13's test runs: every case against one process, errors written by rank 0 as JSON.
+
+By day fewer cases, such that each engine, dtype, way and kind of window is there.
+"""
 
 from __future__ import annotations
 
@@ -79,13 +82,19 @@ def exact_gradient(dtype: torch.dtype, tied: bool, rows: int) -> Tensor:
     return large_batch_gradient(model(dtype, tied), ragged(rows, seed=rows))
 
 
-def gradients(world: World) -> dict[str, Any]:
+MODELS = [*itertools.product(ENGINES, (torch.float32, torch.float64), (False, True))]
+MODELS_BY_DAY = [("ddp", torch.float64, True), ("fsdp", torch.float64, False), ("fsdp", torch.float32, True)]
+
+
+def gradients(world: World, by_day: bool) -> dict[str, Any]:
     """Relative error of the gradient, and the ratio of its norm, of every case."""
     found = {}
-    for kind, dtype, tied in itertools.product(ENGINES, (torch.float32, torch.float64), (False, True)):
+    for kind, dtype, tied in MODELS_BY_DAY if by_day else MODELS:
         engine = ENGINES[kind](model(dtype, tied), world=world, micro_batch=ROWS)
         ways = ("each", "last") if kind == "fsdp" else ("last",)
         for (name, rows), way in itertools.product(windows(world.size).items(), ways):
+            if by_day and name not in ("2W+1", "1"):
+                continue
             if kind == "fsdp":
                 reduce_with(engine, way)
             batch = ragged(rows, seed=rows)
@@ -106,12 +115,14 @@ def compared(found: Tensor, exact: Tensor) -> dict[str, float]:
     return {"error": relative_error(found, exact), "norm": float(found.norm() / exact.norm())}
 
 
-def wrong_ways(world: World) -> dict[str, float]:
+def wrong_ways(world: World, by_day: bool) -> dict[str, float]:
     """Errors of what looks right and is not: law 13's bound has to fail for each."""
     found = {}
     batch = ragged(windows(world.size)["2W+1"], seed=3)
     exact = large_batch_gradient(model(torch.float64, False), batch)
     for kind, way in itertools.product(ENGINES, ("counted alone", "averaged", "summed every time")):
+        if by_day and kind == "fsdp":
+            continue
         engine = ENGINES[kind](model(torch.float64, False), world=world, micro_batch=ROWS)
         if way == "counted alone":
             engine.step.sum_over_ranks = lambda total: total
@@ -136,23 +147,25 @@ def average(engine: Any) -> None:
         engine.parallel = DistributedDataParallel(engine.parallel.module)
 
 
-def trajectories(world: World) -> dict[str, dict[str, float]]:
+def trajectories(world: World, by_day: bool) -> dict[str, dict[str, float]]:
     """Thirty clipped updates in fp64 and an evaluation: the largest relative error of each number and tensor."""
     found = {}
-    windows = [ragged((3, 5, 8)[index % 3], seed=index) for index in range(30)]
+    windows = [ragged((3, 5, 8)[index % 3], seed=index) for index in range(6 if by_day else 30)]
     windows[4]["targets"].fill_(-100)  # nothing to learn: refused alike on all ranks
-    for optim in (AdamW(lr=1e-3, ema=0.9), Muon(lr=1e-3, ema=0.9)):
-        found |= trajectory(world, optim, windows)
+    for optim, kind in ((AdamW(lr=1e-3, ema=0.9), "ddp"), (Muon(lr=1e-3, ema=0.9), "fsdp")):
+        found |= trajectory(world, optim, windows, [kind] if by_day else [*ENGINES])
     return found
 
 
-def trajectory(world: World, optim: AdamW | Muon, windows: list[dict[str, Tensor]]) -> dict[str, dict[str, float]]:
+def trajectory(
+    world: World, optim: AdamW | Muon, windows: list[dict[str, Tensor]], kinds: list[str]
+) -> dict[str, dict[str, float]]:
     found = {}
     options: dict[str, Any] = {"clip": 0.5, "micro_batch": ROWS, "optim": optim}
     one, numbers = Resident(model(torch.float64, True), **options), ("loss", "grad_norm", "count", "tokens")
     expected = [one_update(one, window) for window in windows]
     exact = {**one.state().model, **one.state().optimizer}
-    for kind in ENGINES:
+    for kind in kinds:
         many = ENGINES[kind](model(torch.float64, True), world=world, **options)
         worst = dict.fromkeys(numbers, 0.0)
         for index, (window, alone) in enumerate(zip(windows, expected, strict=True)):
@@ -171,7 +184,7 @@ def trajectory(world: World, optim: AdamW | Muon, windows: list[dict[str, Tensor
     return found
 
 
-def owners(world: World) -> dict[str, float]:
+def owners(world: World, by_day: bool) -> dict[str, float]:
     """Of one update with Muon: the matrices that ranks iterate on, and how often each number leaves a rank."""
     odd = model(torch.float64, False, num_hidden_layers=3)
     optim = Muon(matrices=["*.q_proj.weight", "*.k_proj.weight", "*.down_proj.weight"])  # three of each shape
@@ -225,15 +238,23 @@ EXPERTS = {
 }  # fmt: skip
 
 
-def combinations(world: World) -> dict[str, dict[str, float]]:
+# By day: each precision, a state in 8 bits with matrices, experts, a narrow base, rows of documents, recomputation.
+BESIDE_BY_DAY = {
+    "fp16": ["ddp"], "fp8": ["fsdp"], "budget": ["ddp"], "muon in 8 bits": ["fsdp"], "packed": ["ddp"],
+    "adapters in nf4": ["fsdp"], "balanced experts": ["fsdp"],
+}  # fmt: skip
+
+
+def combinations(world: World, by_day: bool) -> dict[str, dict[str, float]]:
     """Two clipped updates of each combination beside one process's: relative errors, and those of fp64 ones."""
     found = {}
-    for name, (dtype, options) in BESIDE.items():
+    for name, kinds in (BESIDE_BY_DAY if by_day else dict.fromkeys(BESIDE, [*ENGINES])).items():
+        dtype, options = BESIDE[name]
         one = Resident(beside(name, dtype), clip=0.5, micro_batch=ROWS, **options)
         windows = [(packed if name == "packed" else ragged)(5, seed=index) for index in range(2)]
         expected = [(one_update(one, window), one.step.loss_factor.clone()) for window in windows]
         exact = {**one.state().model, **one.state().optimizer}
-        for kind in ENGINES:
+        for kind in kinds:
             many = ENGINES[kind](beside(name, dtype), world=world, clip=0.5, micro_batch=ROWS, **options)
             worst = 0.0
             for window, (alone, factor) in zip(windows, expected, strict=True):
@@ -254,7 +275,7 @@ def kept_results(module: Any) -> list[str]:
     return [getattr(block.__dict__.get("remat"), "kept", "") for block in module.model.layers]
 
 
-def halved_weights(world: World) -> dict[str, float]:
+def halved_weights(world: World, by_day: bool) -> dict[str, float]:
     """Of a gradient in bf16, of weights that are gathered in bf16: errors beside one process's, and who reads what.
 
     Norms are ones at first, which bf16 holds.
@@ -273,10 +294,11 @@ def halved_weights(world: World) -> dict[str, float]:
     return {"matrices": matrices, "all": max(errors.values()), "blocks": max(read[:2]), "norm": read[2]}
 
 
-def streamed(world: World) -> dict[str, dict[str, float]]:
+def streamed(world: World, by_day: bool) -> dict[str, dict[str, float]]:
     """Three clipped updates and an evaluation of ranks that each stream, beside one process's: relative errors."""
     found = {}
-    for name, options in STREAMED.items():
+    for name in ["tied, next forward"] if by_day else STREAMED:
+        options = STREAMED[name]
         dtype = torch.float32 if options.get("precision") else torch.float64
         settings: dict[str, Any] = {"clip": 0.5, "micro_batch": ROWS, **options}
         sizes = {"num_hidden_layers": 3, "tie_word_embeddings": "tied" in name}
@@ -325,7 +347,7 @@ def by_machine(world: World, folder: Path) -> dict[str, Any]:
     windows = [ragged((3, 5, 8)[index % 3], seed=index) for index in range(6)]
     windows[4]["targets"].fill_(-100)
     with patch.dict(ENGINES, {"hsdp": machines}, clear=True):  # type: ignore[dict-item]
-        found: dict[str, Any] = trajectory(world, Muon(lr=1e-3, ema=0.9), windows)
+        found: dict[str, Any] = trajectory(world, Muon(lr=1e-3, ema=0.9), windows, ["hsdp"])
     engine = machines(model(torch.float32, False), world=world, micro_batch=ROWS)
     for index in range(2):
         one_update(engine, ragged(7, seed=index))
@@ -352,11 +374,14 @@ SAVED = {
 }
 
 
-def saved(world: World, folder: Path) -> dict[str, str]:
+SAVED_BY_DAY = ("ddp", "ema"), ("fsdp", "8bit")
+
+
+def saved(world: World, folder: Path, by_day: bool) -> dict[str, str]:
     """Three updates on these ranks, saved; or, where there is a checkpoint, that one loaded and saved once more."""
     found = {}
     blocks.BLOCK_BYTES = SMALL_BLOCK
-    for kind, form in itertools.product(ENGINES, SAVED):
+    for kind, form in SAVED_BY_DAY if by_day else itertools.product(ENGINES, SAVED):
         name, optim = f"{kind} {form}", SAVED[form]
         engine = ENGINES[kind](model(torch.float32, False), world=world, micro_batch=ROWS, optim=optim)
         here = folder / f"{world.size} ranks" / name
@@ -377,11 +402,11 @@ def saved(world: World, folder: Path) -> dict[str, str]:
     return found
 
 
-def restarted(world: World) -> dict[str, list[bool]]:
+def restarted(world: World, by_day: bool) -> dict[str, list[bool]]:
     """Of each of two updates: whether an engine that begins with it, as a restarted run's does, has the same bits."""
     found = {}
     options: dict[str, Any] = {"optim": AdamW(lr=1e-2), "clip": 0.5, "micro_batch": ROWS}
-    for kind in ENGINES:
+    for kind in ["ddp"] if by_day else ENGINES:  # FSDP2 has no buckets whose order changes after the first update
         throughout = ENGINES[kind](model(torch.float32, True), world=world, **options)
         found[kind] = []
         for index in range(2):
@@ -399,12 +424,15 @@ def restarted(world: World) -> dict[str, list[bool]]:
     return found
 
 
-def halved(world: World) -> dict[str, dict[str, Any]]:
+OUT_OF_MEMORY = ("trial", "first forward", "last forward", "last backward", "evaluation", "one row")
+
+
+def halved(world: World, by_day: bool) -> dict[str, dict[str, Any]]:
     """The last rank runs out of memory at more than one row, once in each place: how all ranks go on."""
     found, window = {}, ragged(4 * world.size - 1, seed=5)
     there = {name: tensor.to(default_device()) for name, tensor in window.items()}
     exact = large_batch_gradient(model(torch.float64, False), there)
-    for where in ("trial", "first forward", "last forward", "last backward", "evaluation", "one row"):
+    for where in ("last backward", "one row") if by_day else OUT_OF_MEMORY:
         lines: list[str] = []
         # Some buckets are summed before it fails.
         small_buckets = functools.partial(DistributedDataParallel, bucket_cap_mb=0.01)
@@ -461,7 +489,7 @@ def snapshot(engine: Any) -> EngineState:
     return EngineState(model, optimizer, dict(state.scalars))
 
 
-def captured(world: World) -> dict[str, Any]:
+def captured(world: World, by_day: bool) -> dict[str, Any]:
     """Compiled steps beside an eager one: recompiles, graph breaks, and the largest difference of loss and norm."""
     found = {}
     adamw, muon, narrow = AdamW(ema=0.9), Muon(ema=0.9), Muon(state="8bit")
@@ -494,10 +522,10 @@ def captured(world: World) -> dict[str, Any]:
     return found
 
 
-def assembled(world: World) -> dict[str, float]:
+def assembled(world: World, by_day: bool) -> dict[str, float]:
     """The model as it is sampled from, averaged weights included, beside one process's."""
     found = {}
-    for kind in ENGINES:
+    for kind in ["fsdp"] if by_day else ENGINES:
         optim = AdamW(lr=1e-2, ema=0.5)
         one = Resident(model(torch.float64, True), micro_batch=ROWS, optim=optim)
         shared = model(torch.float64, True)
@@ -525,13 +553,14 @@ GATHERED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def gathered(world: World) -> dict[str, dict[str, Any]]:
+def gathered(world: World, by_day: bool) -> dict[str, dict[str, Any]]:
     """The whole copy that draws answers, before and after an update: whether it is the weights' and scores their bits.
 
     It stays in one place, takes the planned bytes, and what is gathered the second time is rounded before.
     """
     found = {}
-    for name, (stands, options) in GATHERED.items():
+    for name in ["halved"] if by_day else GATHERED:
+        stands, options = GATHERED[name]
         engine = Sharded(beside(stands, torch.float32), world=world, micro_batch=ROWS, optim=AdamW(lr=0.1), **options)
         step, memory, batch, same = engine.step, list[list[int]](), ragged(3), list[bool]()
         for _ in range(2):
@@ -563,13 +592,14 @@ PROGRAMS = {
 
 
 def main() -> None:
-    ours = World(place())
-    if sys.argv[1] == "saved":
-        results: dict[str, Any] = saved(ours, Path(sys.argv[3]))
-    elif sys.argv[1] == "by_machine":
+    ours, program = World(place()), sys.argv[1].removesuffix(" by day")
+    by_day = program != sys.argv[1]
+    if program == "saved":
+        results: dict[str, Any] = saved(ours, Path(sys.argv[3]), by_day)
+    elif program == "by_machine":
         results = by_machine(ours, Path(sys.argv[3]))
     else:
-        results = {each.__name__: each(ours) for each in PROGRAMS[sys.argv[1]]}
+        results = {each.__name__: each(ours, by_day) for each in PROGRAMS[program]}
     if ours.leads:
         Path(sys.argv[2]).write_text(json.dumps(results))
     ours.leave()

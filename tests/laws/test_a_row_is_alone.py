@@ -63,7 +63,7 @@ def drawn_rows(
 
 @BATCHES
 @pytest.mark.parametrize("truncation", TRUNCATIONS)
-@pytest.mark.parametrize("vocabulary", [2003, 259, 61])
+@pytest.mark.parametrize("vocabulary", [pytest.param(2003, marks=pytest.mark.slow), 259, 61])
 def test_a_row_s_token_does_not_depend_on_its_batch(requests: list[Sampling], truncation: str, vocabulary: int) -> None:
     logits_BV, everyone = some_logits(5, len(requests), vocabulary), list(range(len(requests)))
     chain = chain_of(requests)
@@ -77,7 +77,7 @@ def test_a_row_s_token_does_not_depend_on_its_batch(requests: list[Sampling], tr
 
 
 @pytest.mark.parametrize("order", ["hf", "llama_cpp"])
-@pytest.mark.parametrize("vocabulary", [61, 64, 65, 2003, 5000])
+@pytest.mark.parametrize("vocabulary", [61, 64, 65, 2003, pytest.param(5000, marks=pytest.mark.slow)])
 def test_looking_at_few_tokens_draws_what_looking_at_all_does(vocabulary: int, order: str) -> None:
     """The same chain twice, once with the number of tokens that it may look at, over many rows of its requests."""
     requests = [replace(SHORT[i % len(SHORT)], seed=i, order=order) for i in range(64)]  # type: ignore[arg-type]
@@ -115,12 +115,10 @@ def test_the_scores_have_the_same_bits_whatever_the_mates_switch_on() -> None:
 @pytest.mark.parametrize(
     ("requests", "backend", "truncation"),
     [
-        (SHORT, "aot_eager", "window"),
-        (
-            [Sampling(0.9, top_p=0.9, min_keep=2, seed=1), REQUESTS[2]],
-            "aot_eager",
-            "search",
-        ),  # one search is traced as another is
+        pytest.param(SHORT, "aot_eager", "window", marks=pytest.mark.slow),
+        pytest.param(
+            [Sampling(0.9, top_p=0.9, min_keep=2, seed=1), REQUESTS[2]], "aot_eager", "search", marks=pytest.mark.slow
+        ),  # by day test_schedule_changes_nothing.py traces a chain with filters
         (REQUESTS[::2][:2], "inductor", "window"),  # what draws: noise, and the likeliest of a greedy row
         *(
             pytest.param(requests, backend, truncation, marks=pytest.mark.slow)

@@ -18,7 +18,7 @@ from monograph.model.llama import Llama
 from numerics import relative_error
 
 
-@pytest.fixture(scope="module", params=["chatml", "qwen3", "completions"])
+@pytest.fixture(scope="module", params=[pytest.param("chatml", marks=pytest.mark.slow), "qwen3", "completions"])
 def opened(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Corpus]:
     """The same conversations, packed and padded."""
     folder: Path = tmp_path_factory.mktemp(request.param)
@@ -76,7 +76,7 @@ def alone(rows: Rows) -> list[dict[str, torch.Tensor]]:
     return batches
 
 
-@pytest.mark.parametrize("batch_rows", [1, 3, 100])
+@pytest.mark.parametrize("batch_rows", [3, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (1, 100))])
 def test_packed_answers_are_separate_answers(opened: dict[str, Corpus], batch_rows: int) -> None:
     packed, padded = opened["packed"].train, opened["padded"].train
     model = model_of(opened["packed"])

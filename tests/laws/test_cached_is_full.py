@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -85,10 +86,11 @@ def stepwise(model: Llama, tokens_BT: Tensor, firsts: list[int], slots: int) -> 
     return [torch.stack(each) for each in found]
 
 
-# By day a shape without a window has one of them, in turn.
+# By day a shape has one of them, in turn, and one with a window in every second layer has all.
+ALL_BY_DAY = {"smollm3"}
 BEGINNINGS = ([1, 1, 1], LENGTH), ([5, 1, 9], LENGTH), ([13, 8, 4], 300)
 EVERY_STEP = [
-    pytest.param(shape, *begun, marks=() if place % 3 == at or "sliding_window" in SHAPES[shape] else pytest.mark.slow)
+    pytest.param(shape, *begun, marks=() if place % 3 == at or shape in ALL_BY_DAY else pytest.mark.slow)
     for place, shape in enumerate(SHAPES)
     for at, begun in enumerate(BEGINNINGS)
 ]
@@ -118,8 +120,16 @@ def test_what_lies_in_later_slots_is_not_seen() -> None:
         torch.testing.assert_close(hidden_BTD, model(tokens_BT[:, :6]), rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("shape", ["grouped", "mistral", "smollm3", "qwen3_5"])
-@pytest.mark.parametrize("prompt", ["", "ab", "x" * 40])
+GREEDY_BY_DAY = {("", "qwen3_5"), ("ab", "smollm3"), ("x" * 40, "mistral")}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "shape"),
+    [
+        pytest.param(*each, marks=() if each in GREEDY_BY_DAY else pytest.mark.slow)
+        for each in itertools.product(["", "ab", "x" * 40], ["grouped", "mistral", "smollm3", "qwen3_5"])
+    ],
+)
 def test_greedy_text_is_that_of_full_passes(prompt: str, shape: str) -> None:
     model, tokenizer = tiny_llama(torch.float64, vocab_size=259, **SHAPES[shape]).eval(), Tokenizer.bytes()
     [written] = generate(model, tokenizer, [prompt], Sampling(0), max_tokens=100)
@@ -131,12 +141,15 @@ def test_greedy_text_is_that_of_full_passes(prompt: str, shape: str) -> None:
     assert written.token_ids == ids[begun:] and written.finish_reason in ("length", "stop")
 
 
+AT_NIGHT = "grouped", "scaled", "qwen2", "qwen3", "olmo2", "phi3", "smollm3", "gemma3"
+
+
 @pytest.mark.parametrize(
     "family",
     [
-        "grouped", "mistral", "smollm3", "gemma3", "qwen3_5",
+        "mistral", "qwen3_5",
         # By day tests/model/test_families.py compares these with transformers, and every step with a full pass.
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("scaled", "qwen2", "qwen3", "olmo2", "phi3")),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in AT_NIGHT),
     ],
 )  # fmt: skip
 def test_greedy_text_is_that_of_transformers(tmp_path: Path, family: str) -> None:

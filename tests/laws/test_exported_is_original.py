@@ -145,7 +145,7 @@ def in_blocks(values: torch.Tensor) -> torch.Tensor:
     ("family", "dtype"),
     [
         *((family, "f32") for family in SHAPES),
-        *(pytest.param(each, "q8_0", marks=pytest.mark.slow if at % 3 else ()) for at, each in enumerate(SHAPES)),
+        *(pytest.param(each, "q8_0", marks=pytest.mark.slow if at % 6 else ()) for at, each in enumerate(SHAPES)),
     ],
 )
 def test_llama_cpp_goes_on_alike(tmp_path: Path, family: str, dtype: str) -> None:
@@ -294,7 +294,9 @@ def tiny(tokenizer: Tokenizer, answer: int | None = None) -> Llama:
 
 
 @needs_gguf
-@pytest.mark.parametrize("name", ["chatml", "headers", "plain", "thinking"])
+@pytest.mark.parametrize(
+    "name", ["thinking", *(pytest.param(name, marks=pytest.mark.slow) for name in ("chatml", "headers", "plain"))]
+)
 def test_a_rendered_chat_is_the_same_and_stops_at_the_same_place(tmp_path: Path, name: str) -> None:
     tokenizer = speaking(tmp_path / "words", name, stops=[1])
     end = stop_ids(tokenizer)[-1]
@@ -372,7 +374,10 @@ def test_adapters_without_a_form_in_a_gguf_file_are_refused_by_name(tmp_path: Pa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("family", SHAPES)
+# By day tests/model/test_families.py compares the others with transformers, in one direction.
+@pytest.mark.parametrize(
+    "family", [pytest.param(each, marks=pytest.mark.slow if at % 3 else ()) for at, each in enumerate(SHAPES)]
+)
 def test_transformers_computes_alike_in_both_directions(tmp_path: Path, family: str) -> None:
     """A folder of ours there, what it saves of it here: no key missing or left over, the same chats, equal logits."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

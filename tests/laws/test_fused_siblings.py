@@ -119,7 +119,9 @@ def test_one_product_for_each_family(name):
     assert counts[0] - counts[1] == sum(sizes) - len(sizes)
 
 
-@pytest.mark.parametrize("name", ["own", "biased", pytest.param("Qwen2, sdpa", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["own", *(pytest.param(name, marks=pytest.mark.slow) for name in ("biased", "Qwen2, sdpa"))]
+)
 def test_captured(name):
     build, example, _ = MODELS[name]
     exact, module = build().double(), build().double()

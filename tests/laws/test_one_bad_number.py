@@ -111,8 +111,17 @@ def never_had(reference: Resident, start: EngineState, windows: list[dict[str, T
     return tensors(reference)
 
 
-@pytest.mark.parametrize("kind", ["eager", "captured", "llama", "streamed"])
-def test_it_costs_exactly_one_update(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "stride"),
+    [
+        ("eager", 5),
+        ("captured", 7),
+        ("streamed", 11),
+        *(pytest.param(kind, 1, marks=pytest.mark.slow) for kind in ("eager", "captured", "llama", "streamed")),
+    ],
+)
+def test_it_costs_exactly_one_update(kind: str, stride: int) -> None:
+    """By day every so manyth case, such that each update, micro-batch, place and number is there."""
     of_text = kind in ("llama", "streamed")
     rows, places = (texts, PLACES[2:]) if of_text else (window, PLACES)
     micro_batches = range(0, ROWS, MICRO_BATCH)
@@ -120,7 +129,7 @@ def test_it_costs_exactly_one_update(kind: str) -> None:
     trained = engine(kind)
     start, windows = copied(trained.state()), [rows(index) for index in range(UPDATES)]
     expected = {at: never_had(trained, start, windows, at) for at in range(1, UPDATES - 1)}
-    for at, row, place, number in cases[:: 1 if kind == "eager" else 5]:
+    for at, row, place, number in cases[::stride]:
         trained.load_state(start)
         for index in range(UPDATES):
             before = tensors(trained) if index == at else {}
@@ -173,7 +182,9 @@ def scheduled(kind: str, factor: float, at: int = 1) -> Resident:
     return made
 
 
-@pytest.mark.parametrize("kind", ["eager", "captured", "ensemble", "streamed", "backward"])
+@pytest.mark.parametrize(
+    "kind", ["eager", pytest.param("captured", marks=pytest.mark.slow), "ensemble", "streamed", "backward"]
+)
 def test_a_rate_that_overflows_costs_exactly_one_update(kind: str) -> None:
     rows = texts if kind in ("streamed", "backward") else window
     trained = scheduled(kind, HUGE)

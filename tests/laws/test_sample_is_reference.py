@@ -82,7 +82,14 @@ def nudged(options: Sampling, by: float) -> Sampling:
     return replace(options, **moved, mirostat_tau=options.mirostat_tau * by)
 
 
-@pytest.mark.parametrize("options", CHOICES)
+# By day each stage is in one of the two orders, in turn.
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(*each.values, id=each.id, marks=pytest.mark.slow if (place + place // 2) % 2 else ())
+        for place, each in enumerate(CHOICES)
+    ],
+)
 def test_support_and_probabilities(options: Sampling) -> None:
     logits_BV, compared = some_logits(1, 12, 40), 0
     ours_BV = torch.softmax(left(logits_BV, options)[0].double(), -1)
@@ -100,8 +107,17 @@ def test_support_and_probabilities(options: Sampling) -> None:
     assert compared >= 11
 
 
-@pytest.mark.parametrize("options", CHOICES)
-@pytest.mark.parametrize("vocabulary", [3, 40, 700])
+# By day each choice of options in one vocabulary, in turn.
+@pytest.mark.parametrize(
+    ("options", "vocabulary"),
+    [
+        pytest.param(
+            *each.values, vocabulary, id=f"{each.id}-{vocabulary}", marks=() if place % 3 == at else pytest.mark.slow
+        )
+        for place, each in enumerate(CHOICES)
+        for at, vocabulary in enumerate([3, 40, 700])
+    ],
+)
 def test_the_ways_to_truncate_give_the_same_bits(options: Sampling, vocabulary: int) -> None:
     """A window may be too small for ties, or for top-p before any other filter; it then says so."""
     logits_BV = some_logits(2, 6, vocabulary)
@@ -256,7 +272,7 @@ def p_value(options: Sampling, count: int, over: str, reference: Sampling | None
 DRAWN = [Sampling(1.0), Sampling(0.7, top_k=6, top_p=0.95, min_p=0.02), Sampling(1.3, typical_p=0.9, order="llama_cpp")]
 
 
-@pytest.mark.parametrize("over", ["seeds", "positions"])
+@pytest.mark.parametrize("over", ["seeds", pytest.param("positions", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("options", DRAWN, ids=["plain", "usual", "typical"])
 def test_chi_square_of_the_draws(options: Sampling, over: str) -> None:
     assert p_value(options, 20_000, over) > REJECTED

@@ -107,7 +107,7 @@ def run(
 
 def schedules(generator: Generator, count: int, seed: int, kinds: list[dict[str, Any]] = KINDS) -> None:
     """Random orders, mates, block sizes and readers; every request's outcome is the one it had first."""
-    requests, choice, known = some_requests(24, kinds), random.Random(seed), {}
+    requests, choice, known = some_requests(24 if count > 12 else 12, kinds), random.Random(seed), {}
     for request in requests:  # alone, with nothing that was read before
         generator.forget()
         known |= {id(request): (tokens, finish) for _, tokens, finish in run(generator, [request])}
@@ -118,20 +118,26 @@ def schedules(generator: Generator, count: int, seed: int, kinds: list[dict[str,
         some = choice.sample(requests, choice.randrange(1, 9))
         for request, tokens, finish in run(generator, some, lambda: choice.random() < 0.02):
             assert known[id(request)] == (tokens, finish)
-    assert len({tuple(tokens) for tokens, _ in known.values()}) > 12
+    assert len({tuple(tokens) for tokens, _ in known.values()}) > len(requests) / 2
     assert generator.reused > 64 * count / 4
 
 
-@pytest.mark.parametrize("count", [12, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("shape", [{}, HYBRID, MIXTURE], ids=["attention", "hybrid", "mixture"])
-def test_eager(count: int, shape: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("shape", "count"),
+    [
+        (HYBRID, 8),  # whose second layer has attention
+        *(pytest.param(shape, 1000, marks=pytest.mark.slow) for shape in ({}, HYBRID, MIXTURE)),
+        *(pytest.param(shape, 12, marks=pytest.mark.slow) for shape in ({}, MIXTURE)),
+    ],
+)
+def test_eager(shape: dict[str, Any], count: int) -> None:
     schedules(machine(rows=4, shape=shape), count, seed=0)
 
 
 @pytest.mark.parametrize(
     ("backend", "count", "kinds"),
     [
-        ("aot_eager", 8, FEW),
+        ("aot_eager", 4, FEW[:3]),
         pytest.param("inductor", 8, FEW, marks=pytest.mark.slow),
         pytest.param("inductor", 1000, KINDS, marks=pytest.mark.slow),
     ],
@@ -140,11 +146,12 @@ def test_eager(count: int, shape: dict[str, Any]) -> None:
 def test_compiled(backend: Backend, count: int, kinds: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
     wrap = functools.partial(compiled, backend=backend)
     monkeypatch.setattr("monograph.decode.generator.compile_function", wrap)
-    generator = machine(4, kinds, layers=1 if count == 8 else 2, mode="compiled")
+    generator = machine(4, kinds, layers=1 if count <= 8 else 2, mode="compiled")
     schedules(generator, count, 1, kinds)
     assert generator.replays.variants <= 4
 
 
+@pytest.mark.slow(reason="nothing is promised; by day test_eager has blocks of rows that come and go")
 def test_the_number_of_rows_changes_no_text_here() -> None:
     """Not promised, since products of another shape may round otherwise; kept to notice when it stops to be so."""
     requests = some_requests(12)

@@ -85,6 +85,9 @@ def unavailable() -> bool:
     )
 
 
+@pytest.mark.slow(
+    reason="imports all in a process of its own; by day test_nothing_lost.py has calls that find the disk full"
+)
 @pytest.mark.skipif(unavailable(), reason="no namespace of our own to mount a disk in (unshare --user --mount)")
 def test_a_disk_that_fills_up_and_one_that_is_read_only(tmp_path: Path) -> None:
     (tmp_path / "disk").mkdir()

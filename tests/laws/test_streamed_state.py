@@ -19,13 +19,13 @@ from streamed import (
     EVERY,
     PLACEMENTS,
     PRECISIONS,
-    by_day,
     crossed,
     files,
     flat,
     of_twin,
     other_bits,
     resident,
+    slow_but,
     streamed,
     trained,
     twin,
@@ -34,7 +34,7 @@ from streamed import (
 )
 
 
-@pytest.mark.parametrize("place", by_day(PLACEMENTS))
+@pytest.mark.parametrize("place", slow_but(PLACEMENTS, "all on disk"))
 def test_several_windows_an_update(place):
     def twice(engine):
         for seed in (10, 20):
@@ -66,8 +66,7 @@ EMA = {"averaged": 0.5, "plain": None}
     crossed(
         EVERY,
         EMA,
-        [(place, "averaged") for place in ("all on disk", "backward, updated on both")],
-        [("updated on both", "plain")],
+        [("backward, updated on both", "averaged"), ("updated on both", "plain")],
     ),  # fmt: skip
 )
 def test_evaluated(place, ema):
@@ -77,7 +76,7 @@ def test_evaluated(place, ema):
     assert not other_bits(mine, of_twin(scored, between, **changes))
 
 
-@pytest.mark.parametrize("place", by_day(EVERY))
+@pytest.mark.parametrize("place", slow_but(EVERY, "all on disk", "updated on both", "backward, updated on both"))
 def test_a_trial_changes_nothing(place):
     changes = unclipped(EVERY[place])
     engine = streamed(placement=EVERY[place], **changes)
@@ -88,7 +87,7 @@ def test_a_trial_changes_nothing(place):
     assert not other_bits(left | trained(engine, windows(1, first=2)), twin(None, windows(3), **changes))
 
 
-@pytest.mark.parametrize("place", by_day(PLACEMENTS))
+@pytest.mark.parametrize("place", slow_but(PLACEMENTS, "all on disk", "updated on both"))
 def test_an_update_of_no_window_changes_nothing(place):
     """Nor is the one before it lost, which may still wait for a forward pass."""
     mine = with_updates_of_nothing(streamed(placement=PLACEMENTS[place]))
@@ -103,7 +102,7 @@ def with_updates_of_nothing(engine):
     return left | trained(engine, windows(1, first=2))
 
 
-@pytest.mark.parametrize("place", ["on the host", "next forward", "updated on both"])
+@pytest.mark.parametrize("place", slow_but(["on the host", "next forward", "updated on both"], "updated on both"))
 def test_an_update_right_after_another_leaves_the_first_its_learning_rate(place):
     """It waits for a forward pass that does not come, while the schedule goes on."""
     results = []
@@ -130,6 +129,7 @@ def out_of_memory_at(monkeypatch, owner, name, call):
 
 REPEATED = [*itertools.product(["on the host", "next forward, offloaded"], ["forward", "again", "loss"]),
             ("backward", "forward"), ("backward", "loss")]  # fmt: skip
+REPEATED_BY_DAY = [("next forward, offloaded", "again"), ("on the host", "loss"), ("backward", "forward")]
 
 
 def then_with_fewer_rows(engine):
@@ -139,7 +139,10 @@ def then_with_fewer_rows(engine):
 
 
 @pytest.mark.parametrize("call", [pytest.param(1, marks=pytest.mark.slow), 8])
-@pytest.mark.parametrize(("place", "name"), REPEATED)
+@pytest.mark.parametrize(
+    ("place", "name"),
+    [pytest.param(*each, marks=() if each in REPEATED_BY_DAY else pytest.mark.slow) for each in REPEATED],
+)
 def test_a_pass_that_runs_out_of_memory_is_repeated_with_fewer_rows(place, name, call, monkeypatch):
     """The stages whose update waited for it, and was made, are not updated again."""
     engine = streamed(placement=EVERY[place], **unclipped(EVERY[place]))
@@ -186,13 +189,13 @@ class Nowhere:
 
 
 PLAIN, MUON = AdamW(lr=1e-2), Muon(lr=1e-2, state="8bit", ema=0.9)
-DAYS = (MUON, "next forward", "bf16"), (PLAIN, "everywhere", "fp32")
+DAYS = MUON, "next forward", "bf16"
 
 
 @pytest.mark.parametrize(
     ("optim", "place", "precision"),
     [
-        pytest.param(optim, place, precision, marks=() if (optim, place, precision) in DAYS else pytest.mark.slow)
+        pytest.param(optim, place, precision, marks=() if (optim, place, precision) == DAYS else pytest.mark.slow)
         for optim, place, precision in itertools.product([PLAIN, MUON], ["next forward", "everywhere"], PRECISIONS)
     ],
 )

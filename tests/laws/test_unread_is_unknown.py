@@ -19,6 +19,7 @@ pytestmark = pytest.mark.skipif(unavailable() is not None, reason=unavailable() 
 REFUSED, NOT_WRITTEN, DONE = "refused", "not written", "done all the same"
 FOUND = {3: REFUSED, 7: NOT_WRITTEN, 0: DONE}
 BY_DAY = ("EIO", "EMFILE from here on")
+COMMANDS_BY_DAY = {"check", "generate from adapter", "evaluate records", "resume"}
 # At night, of how many reads one is struck in each of nine modes: with 9 every read once, with 3 by three errors.
 STRIDES = {"check": 3, "generate": 3, "export": 3, "export gguf": 3, "evaluate": 3, "train": 18}
 
@@ -101,7 +102,9 @@ def struck(judge: Judge, prepared: Path, scratch: Path, modes: Sequence[str], st
     return found
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in COMMANDS_BY_DAY else pytest.mark.slow) for name in COMMANDS]
+)
 def test_a_read_that_fails_is_a_line_and_nothing_is_lost(
     name: str, faults: FaultServer, prepared: Path, tmp_path: Path
 ) -> None:
