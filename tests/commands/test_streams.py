@@ -98,6 +98,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> 
     return folder
 
 
+@pytest.mark.slow
 def test_no_text_of_others_commands_a_terminal(hostile: Path, server: CommandServer) -> None:
     texts, run = f"texts{HOSTILE}", f"run{HOSTILE}"
     tiny = over([texts, *TINY[1:]], "data.held_out=0.3")
