@@ -255,7 +255,16 @@ def loss(model, batch):
 TRIAL, UPDATE, EVALUATION = "True", "self.calls >= 6", "not self.training"
 
 
-@pytest.mark.parametrize("error", [*(pytest.param(each, marks=pytest.mark.slow) for each in ("RuntimeError('no')", "StopIteration", "BaseException('no')")), "SystemExit(0)"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("RuntimeError('no')", "StopIteration", "BaseException('no')")
+        ),
+        "SystemExit(0)",
+    ],
+)
 def test_whatever_a_module_raises_is_a_line_that_names_it(error: str, server: CommandServer, here: Path) -> None:
     kind = error.partition("(")[0]
     for number, when in enumerate((TRIAL, UPDATE, EVALUATION)):

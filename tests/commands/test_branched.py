@@ -8,7 +8,6 @@ import shutil
 from pathlib import Path
 
 import pytest
-import pytest
 import torch
 
 from commands.forked import CommandServer

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import monograph
 from commands.forked import PROGRAM, CommandServer, Done
 from commands.inputs import LONG, OWN, POISON, SLOW, TINY, over, sound, with_texts

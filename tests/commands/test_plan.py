@@ -41,8 +41,10 @@ def test_a_small_model_on_a_named_card(capsys):
 
 
 def test_what_does_not_fit_is_said_and_is_no_failure(capsys):
-    code, out, _ = run(capsys, "model.preset=1b", "model.num_hidden_layers=2", "data.sequence_length=512", "--device=4090",
-                       "--device-memory=2GiB", "train.compile=none", "train.memory=device", "train.micro_batch=1", "--json")  # fmt: skip
+    code, out, _ = run(
+        capsys, "model.preset=1b", "model.num_hidden_layers=2", "data.sequence_length=512", "--device=4090",
+        "--device-memory=2GiB", "train.compile=none", "train.memory=device", "train.micro_batch=1", "--json",
+    )  # fmt: skip
     found = json.loads(out.splitlines()[-1])
     assert code == 0 and found["chosen"] is None and "GiB more" in found["refusal"]
     assert found["candidates"][0]["memory_by_origin"]["weights_bytes"] > 2**30
@@ -107,8 +109,11 @@ def test_this_machine_is_not_planned_for_what_it_will_not_train_in(capsys, preci
     assert code == 2 and not out and f"train.precision = {precision}: " in error and "; use " in error
 
 
-STREAMED = ("model.preset=1b", "model.num_hidden_layers=4", "data.sequence_length=512", "train.tokens_per_update=16Ki", "train.memory=stream",
-            "train.compile=blocks", "train.remat=none", "train.micro_batch=4", "optim.name=adamw", "--device=4090", "--json")  # fmt: skip
+STREAMED = (
+    "model.preset=1b", "model.num_hidden_layers=4", "data.sequence_length=512", "train.tokens_per_update=16Ki",
+    "train.memory=stream", "train.compile=blocks", "train.remat=none", "train.micro_batch=4", "optim.name=adamw",
+    "--device=4090", "--json",
+)  # fmt: skip
 
 
 @pytest.fixture
