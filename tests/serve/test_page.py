@@ -461,7 +461,7 @@ def test_a_speed_is_that_of_the_clock_between_tokens_or_is_not_said(
 
 def test_an_answer_that_comes_at_once_has_no_speed(person: Visitor) -> None:
     """Its tokens were written before the first of them came, so that the time between them says nothing."""
-    answered(person, "say:" + "word " * 300)
+    answered(person, "say:" + "word " * 1500)
     assert "tokens/s" not in person.read(FACTS) and "first after" in person.read(FACTS)
 
 
