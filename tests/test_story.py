@@ -70,7 +70,7 @@ def test_the_story(server: CommandServer, tmp_path: Path) -> None:
     by_two(monograph, tmp_path, run)
 
     # resume
-    done = monograph.run(tmp_path, "train", "--resume", "--json")
+    done = monograph.run(tmp_path, "train", "--resume", "--json", figures=1)
     assert done.code == 0 and "resume" in done.err, done.err
     trained = json.loads(done.out.splitlines()[-1])
     assert trained["update"] == 60 and trained["run"] == str(run.relative_to(tmp_path))

@@ -111,7 +111,7 @@ def test_what_the_machine_refuses_is_no_bug(
     assert capsys.readouterr().err == f"error: {message}\n"
 
 
-@pytest.mark.parametrize("closed", [">&-", "2>&-", "2>/dev/full", ">&- 2>&-"])
+@pytest.mark.parametrize("closed", [">&-", "2>&-", "2>/dev/full", pytest.param(">&- 2>&-", marks=pytest.mark.slow)])
 def test_closed_outputs_change_no_exit_code(closed: str, tmp_path: Path) -> None:
     # Importing torch is most of what a command takes: the refusal of one is enough, where both are closed.
     for arguments, code in (("--version", 0), ("check nothing", 3) if closed == ">&- 2>&-" else ("chek", 2)):

@@ -7,6 +7,7 @@ with CommandServer() as monograph:
 
 from __future__ import annotations
 
+import gc
 import importlib
 import itertools
 import json
@@ -119,9 +120,10 @@ class CommandServer:
     ) -> Command:
         """Begin a command in `folder`, with the file `stdin` as its standard input; it may `call` another function.
 
-        `file_bytes` limits the size of its files, `figures=0` leaves them out and makes samples short, `reader=0` gives
-        it a standard output that nobody reads any more, `modes=1` lets file modes bind it even as root, and
-        `terminal=1` a terminal for both streams, whose text comes back as `out`.
+        Only with `figures=1` it draws figures, which take most of a small run's time, and writes long samples.
+        `file_bytes` limits the size of its files, `reader=0` gives it a standard output that nobody reads any more,
+        `modes=1` lets file modes bind it even as root, and `terminal=1` a terminal for both streams, whose text comes
+        back as `out`.
         """
         texts = Path(self._texts.name, str(next(self._begun)))
         texts.mkdir()
@@ -176,7 +178,7 @@ def carry_out(case: dict[str, object]) -> None:
     for_good = ExitStack()
     if case.get("modes"):
         for_good.enter_context(binding_modes())
-    if not case.get("figures", 1):
+    if not case.get("figures"):
         monograph.session.reporting.write_report = lambda *_: None
         monograph.sweeps.progress.write_sweep_report = lambda *_: None
         monograph.session.reporting.SAMPLE_TOKENS = 4  # 48 would take longer than all updates
@@ -244,6 +246,8 @@ def serve() -> None:
 
     command_tree()
     PIL.Image.preinit()
+    gc.collect()
+    gc.freeze()  # no fork looks through, and so copies, what was imported
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

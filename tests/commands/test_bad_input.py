@@ -255,7 +255,16 @@ def loss(model, batch):
 TRIAL, UPDATE, EVALUATION = "True", "self.calls >= 6", "not self.training"
 
 
-@pytest.mark.parametrize("error", ["RuntimeError('no')", "StopIteration", "SystemExit(0)", "BaseException('no')"])
+@pytest.mark.parametrize(
+    "error",
+    [
+        *(
+            pytest.param(each, marks=pytest.mark.slow)
+            for each in ("RuntimeError('no')", "StopIteration", "BaseException('no')")
+        ),
+        "SystemExit(0)",
+    ],
+)
 def test_whatever_a_module_raises_is_a_line_that_names_it(error: str, server: CommandServer, here: Path) -> None:
     kind = error.partition("(")[0]
     for number, when in enumerate((TRIAL, UPDATE, EVALUATION)):
@@ -280,7 +289,7 @@ def test_a_loss_that_raises_is_named_by_its_line(server: CommandServer, here: Pa
     assert done.code == 3 and "error: loss failed" in done.err and "own.py:20): SystemExit" in done.err, done.err
 
 
-@pytest.mark.parametrize("how", ["moved", "deleted"])
+@pytest.mark.parametrize("how", [pytest.param("moved", marks=pytest.mark.slow), "deleted"])
 def test_a_run_folder_that_goes_away_while_it_trains_is_one_line(how: str, server: CommandServer, here: Path) -> None:
     (here / "slow.py").write_text(SLOW)
     for arguments in (["train", *LONG], ["sweep", *LONG, "train.seed=0,1"]):

@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import pytest
 import torch
 
 from commands.forked import CommandServer
@@ -81,6 +82,7 @@ def test_a_branch_counts_its_own_skipped_updates(server: CommandServer, here: Pa
     assert [row["skipped"] for row in rows(here / "b")] == [False] * 3
 
 
+@pytest.mark.slow
 def test_a_run_of_a_preset_that_has_changed_since_goes_on_with_its_own_number(
     server: CommandServer, here: Path
 ) -> None:
@@ -105,6 +107,7 @@ def test_a_run_of_a_preset_that_has_changed_since_goes_on_with_its_own_number(
     assert refused.code == 3 and "rms_norm_eps = 1e-05" in refused.err
 
 
+@pytest.mark.slow
 def test_a_branch_that_was_killed_before_its_first_checkpoint(server: CommandServer, here: Path) -> None:
     assert server.run(here, "train", *TINY, "--out", "a", figures=0).code == 0
     arguments = ["train", "--from", "a", "train.updates=3", "--out", "b"]

@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 import monograph
 from commands.forked import PROGRAM, CommandServer, Done
 from commands.inputs import LONG, OWN, POISON, SLOW, TINY, over, sound, with_texts
@@ -119,6 +121,7 @@ def test_every_code_of_the_contract(server: CommandServer, tmp_path: Path) -> No
     assert sound(tmp_path / "5" / "own") > 0 and sound(tmp_path / "75" / "run") > 0
 
 
+@pytest.mark.slow
 def test_a_shell_sees_the_same(tmp_path: Path) -> None:
     """A new process as a person starts it."""
     here = tmp_path

@@ -29,7 +29,7 @@ SIZES = {
 }
 
 
-@pytest.mark.parametrize("family", ["olmo3", "qwen3"])
+@pytest.mark.parametrize("family", [pytest.param("olmo3", marks=pytest.mark.slow), "qwen3"])
 def test_a_folder_of_transformers_is_trained_measured_sampled_and_handed_back(
     server: CommandServer, here: Path, family: str
 ) -> None:

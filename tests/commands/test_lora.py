@@ -97,6 +97,7 @@ def test_every_command_takes_the_run_and_the_adapter(folder: Path, server: Comma
     assert all(torch.equal(whole[f"base_model.model.{name}"], tensor) for name, tensor in first.items())
 
 
+@pytest.mark.slow
 def test_magnitudes_a_stable_scale_and_a_rate_of_bs_own(folder: Path, server: CommandServer) -> None:
     wanted = over(
         LORA,
@@ -139,6 +140,7 @@ def test_magnitudes_a_stable_scale_and_a_rate_of_bs_own(folder: Path, server: Co
     assert done.code == 0 and "run.gguf/adapter/adapter.gguf: the adapters alone" in done.out, done.err
 
 
+@pytest.mark.slow
 def test_a_sweep_of_ranks(folder: Path, server: CommandServer) -> None:
     settings = [each for each in LORA if not each.startswith("lora.rank")]
     done = server.run(folder, "sweep", *settings, "lora.rank=2,4", "--out", "sweep", figures=0)
@@ -239,6 +241,7 @@ def test_a_quantised_base_is_scored_as_it_was_trained_and_merged_into_the_folder
     assert all(map(torch.equal, load(folder / "four")[0].parameters(), expected.parameters()))
 
 
+@pytest.mark.slow
 def test_a_run_is_a_base_too(folder: Path, server: CommandServer) -> None:
     done = server.run(folder, "train", *over(LORA, "model.init=run", "train.updates=2"), "--out", "on", figures=0)
     assert done.code == 0, done.err
@@ -269,6 +272,7 @@ def test_a_module_of_ones_own(here: Path, server: CommandServer) -> None:
     assert json.loads(scored.out.splitlines()[-1])["loss"] == pytest.approx(loss, rel=1e-6), scored.err
 
 
+@pytest.mark.slow
 def test_experts_in_four_bits_with_adapters_are_trained_and_exported_merged_alone(
     folder: Path, server: CommandServer
 ) -> None:

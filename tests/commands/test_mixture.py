@@ -93,6 +93,7 @@ def test_one_model_learns_from_the_members_and_is_an_ordinary_run(place: Path, s
     assert same.code == 0 and last(same.out)["distilled"] == found and "data  " not in same.err
 
 
+@pytest.mark.slow
 def test_killed_and_gone_on_with_is_uninterrupted(place: Path, server: CommandServer, tmp_path: Path) -> None:
     """Law 10, by the sweep's command and by the run's own."""
     shutil.copytree(place / "texts", tmp_path / "texts")

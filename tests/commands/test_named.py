@@ -34,7 +34,7 @@ COMMANDS = {
     "train data.tokenizer": ["train", *TINY[:1], *TINY[2:], "data.tokenizer=NAME", "--out", "out"],
     "train model.init": ["train", *OWN[:1], *OWN[2:], "model.init=NAME", "--out", "out"],
 }
-BY_DAY = ("checkpoint", "folder")
+BY_DAY = ("checkpoint",)
 BY_NIGHT = tuple(name for name in NAMES if name not in BY_DAY)
 
 

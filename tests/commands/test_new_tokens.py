@@ -87,7 +87,7 @@ def first(run: Path) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize(
     ("spare", "tied"),
-    [(1, False), (9, True), *(pytest.param(0, tied, marks=pytest.mark.slow) for tied in (True, False))],
+    [(9, True), *(pytest.param(*each, marks=pytest.mark.slow) for each in ((1, False), (0, True), (0, False)))],
 )
 def test_all_weights_are_trained_with_a_row_for_each_token(
     here: Path, server: CommandServer, spare: int, tied: bool
@@ -162,6 +162,7 @@ def test_adapters_train_the_new_rows(here: Path, server: CommandServer, tied: bo
         assert torch.equal(whole[f"base_model.model.{stored}"], tensor), name
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_uninterrupted_one(here: Path, server: CommandServer) -> None:
     write_inputs(here, tied=False)
     for settings, name in ((CHATS, "all"), (LORA, "lora")):
@@ -213,6 +214,7 @@ def test_a_plan_knows_the_rows(here: Path, server: CommandServer) -> None:
     assert f"note     {SAID} and are trained with the adapters" in printed
 
 
+@pytest.mark.slow
 def test_a_sweep_trains_the_rows_of_each_member(here: Path, server: CommandServer) -> None:
     write_inputs(here)
     settings = over(LORA, "optim.lr=1e-3,3e-3")
@@ -269,7 +271,8 @@ def test_tokens_that_are_none_are_refused_by_name(
 
 
 @needs_gguf
-@pytest.mark.parametrize("adapters", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("adapters", [False, True])
 def test_the_new_tokens_are_learnt_and_written(here: Path, server: CommandServer, adapters: bool) -> None:
     """One answer learnt by heart, with a head of its own: ours, transformers and llama.cpp say it, and stop."""
     write_inputs(here, tied=False, dtype=torch.float32)

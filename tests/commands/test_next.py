@@ -40,8 +40,8 @@ RUNS = {
 }
 # What another kind stands for by day.
 AT_NIGHT = {
-    "labels", "a module", "nothing held out", "padded", "streamed", "averaged", "epochs", "a folder of its own",
-    "pairs of adapters", "rewards of adapters",
+    "texts", "conversations", "adapters", "labels", "a module", "nothing held out", "padded", "streamed", "averaged",
+    "epochs", "a folder of its own", "pairs of adapters", "rewards of adapters",
 }  # fmt: skip
 
 
@@ -70,6 +70,7 @@ def follow(server: CommandServer, here: Path, done: Done, call: str) -> None:
         assert again.code == 0 or opened, (arguments, again.err)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_names_commands_that_open_it(server: CommandServer, here: Path) -> None:
     done = server.run(here, *RUNS["rewards"], figures=0)
     assert done.code == 0, done.err

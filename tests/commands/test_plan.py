@@ -41,16 +41,18 @@ def test_a_small_model_on_a_named_card(capsys):
 
 
 def test_what_does_not_fit_is_said_and_is_no_failure(capsys):
-    code, out, _ = run(capsys, "model.preset=1b", "data.sequence_length=512", "--device=4090", "--device-memory=2GiB",
-                       "train.compile=none", "train.memory=device", "--json")  # fmt: skip
+    code, out, _ = run(
+        capsys, "model.preset=1b", "model.num_hidden_layers=2", "data.sequence_length=512", "--device=4090",
+        "--device-memory=2GiB", "train.compile=none", "train.memory=device", "train.micro_batch=1", "--json",
+    )  # fmt: skip
     found = json.loads(out.splitlines()[-1])
     assert code == 0 and found["chosen"] is None and "GiB more" in found["refusal"]
     assert found["candidates"][0]["memory_by_origin"]["weights_bytes"] > 2**30
 
 
 def test_memory_that_earlier_runs_took_beyond_the_trace_is_in_the_plan_and_said(capsys, monkeypatch):
-    arguments = ("model.preset=1b", "data.sequence_length=512", "--device=4090", "train.compile=none", "--json",
-                 "train.memory=device")  # fmt: skip
+    arguments = ("model.preset=1b", "model.num_hidden_layers=2", "data.sequence_length=512", "--device=4090",
+                 "train.compile=none", "train.remat=none", "--json", "train.memory=device")  # fmt: skip
     needed = []
     for more in (0, 2**28):
         monkeypatch.setattr(Calibration, "residual", lambda *_, more=more: more)
@@ -107,8 +109,11 @@ def test_this_machine_is_not_planned_for_what_it_will_not_train_in(capsys, preci
     assert code == 2 and not out and f"train.precision = {precision}: " in error and "; use " in error
 
 
-STREAMED = ("model.preset=1b", "data.sequence_length=512", "train.tokens_per_update=16Ki", "train.memory=stream",
-            "train.compile=blocks", "train.remat=none", "optim.name=adamw", "--device=4090", "--json")  # fmt: skip
+STREAMED = (
+    "model.preset=1b", "model.num_hidden_layers=4", "data.sequence_length=512", "train.tokens_per_update=16Ki",
+    "train.memory=stream", "train.compile=blocks", "train.remat=none", "train.micro_batch=4", "optim.name=adamw",
+    "--device=4090", "--json",
+)  # fmt: skip
 
 
 @pytest.fixture
@@ -196,8 +201,9 @@ def test_what_nothing_here_can_hold_is_refused_before_it_is_made(capsys, monkeyp
 
 def test_a_plan_for_a_machine_that_is_larger_than_this_one_is_made(capsys):
     code, out, _ = run(
-        capsys, "model.preset=8b", "model.num_hidden_layers=2", "--device", "H100", "--host-memory", "4TiB"
-    )
+        capsys, "model.preset=8b", "model.num_hidden_layers=1", "data.sequence_length=512", "train.micro_batch=1",
+        "train.remat=none", "--device", "H100", "--host-memory", "4TiB"
+    )  # fmt: skip
     assert code == 0 and "plan" in out
 
 

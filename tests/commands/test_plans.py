@@ -100,7 +100,13 @@ REQUESTS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", REQUESTS)
+# Traces of their models take seconds; the others say the same words by day.
+NIGHTLY = {"70B adapters", "8B streamed", "30B-A3B adapters", "3B adapters, 8 GB"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow if each in NIGHTLY else ()) for each in REQUESTS]
+)
 def test_a_plan_is_one_screen_of_plain_words(plan, name):
     arguments, words = REQUESTS[name]
     code, out, err = plan(*arguments)

@@ -74,7 +74,7 @@ def test_what_is_refused(typed: list[str], code: int, part: str, here: Path, mon
 
 
 def test_what_a_run_leaves_and_what_follows_it(here: Path, monograph: CommandServer) -> None:
-    done = monograph.run(here, "train", *over(RUN, "train.updates=30"), "--out", "run", "--json")
+    done = monograph.run(here, "train", *over(RUN, "train.updates=30"), "--out", "run", "--json", figures=1)
     assert done.code == 0, done.err
     summary = json.loads(done.out.splitlines()[-1])
     rows = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -121,6 +121,7 @@ def test_answers_that_are_labelled_are_learned_from_as_such(here: Path, monograp
     assert sum(row["answer_tokens"] for row in compared) == compared[-1]["tokens"]
 
 
+@pytest.mark.slow
 def test_a_mixture_that_balances_its_experts_learns_from_pairs_without_it(here: Path, monograph: CommandServer) -> None:
     write_base(
         here / "experts", model_type="qwen3_moe", num_experts=4, num_experts_per_tok=2, output_router_logits=True
@@ -141,6 +142,7 @@ def first_row(run: Path) -> dict[str, float]:
     return dict(json.loads((run / "metrics.jsonl").read_text().splitlines()[0]))
 
 
+@pytest.mark.slow
 def test_pairs_after_rewards_and_texts_of_pairs(here: Path, monograph: CommandServer) -> None:
     typed = [
         "prompts.jsonl", "model.init=base", "rl.reward=regex", "rl.reward_regex=.*a.*", "rl.prompts=2", "rl.group=2",

@@ -76,6 +76,7 @@ def test_a_busy_machine_is_said(capsys: pytest.CaptureFixture[str], monkeypatch:
         assert (said in capsys.readouterr().err) if said else not capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_disk_that_fills_up_is_one_line_and_leaves_nothing(server: CommandServer, here: Path) -> None:
     done = server.run(here, "profile", *TINY, "--out", "seen", file_bytes=100_000)
     assert done.code == 7 and "seen/trace.json: the trace could not be written whole" in done.err.splitlines()[-1]

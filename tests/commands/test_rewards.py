@@ -189,7 +189,7 @@ def test_a_reward_that_fails_in_the_middle_loses_nothing(here: Path, monograph: 
 
 
 def test_what_a_run_leaves(here: Path, monograph: CommandServer) -> None:
-    done = monograph.run(here, "train", *RUN, "--out", "run", "--json")
+    done = monograph.run(here, "train", *RUN, "--out", "run", "--json", figures=1)
     assert done.code == 0, done.err
     summary = json.loads(done.out.splitlines()[-1])
     rows = [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -220,6 +220,7 @@ def test_what_a_run_leaves(here: Path, monograph: CommandServer) -> None:
     assert 1 / 3 < planned["drawing_s"] / took < 3
 
 
+@pytest.mark.slow
 def test_a_stranger_s_function_is_not_run_unasked(here: Path, monograph: CommandServer) -> None:
     assert monograph.run(here, "train", *RUN, "--out", "theirs", figures=0).code == 0
     config = here / "theirs" / "config.toml"
@@ -235,6 +236,7 @@ def test_a_stranger_s_function_is_not_run_unasked(here: Path, monograph: Command
     assert done.code == 0, done.err
 
 
+@pytest.mark.slow
 def test_answers_of_a_form_are_all_of_it_and_the_run_is_one_like_others(here: Path, monograph: CommandServer) -> None:
     done = monograph.run(here, "train", *RUN, "rl.answer_regex=[a-f]+[0-9]", "--out", "of-a-form", figures=0)
     assert done.code == 0, done.err

@@ -19,10 +19,12 @@ from monograph import checkpointing
 # ---- stopped -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, *(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGHUP))]
+)
 def test_a_signal_saves_and_the_printed_command_goes_on(number: int, server: CommandServer, here: Path) -> None:
     (here / "slow.py").write_text(SLOW)
-    command = server.start(here, "train", *LONG, figures=0)
+    command = server.start(here, "train", *LONG)
     command.until(lambda: (here / "run/metrics.jsonl").exists())
     command.signal(number)
     done = command.wait()
@@ -96,7 +98,8 @@ def test_a_folder_in_use(
 # ---- short of something --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("file_bytes", [20_000, 2000, 400])
+# As the first large file is written, or the first of all.
+@pytest.mark.parametrize("file_bytes", [20_000, *(pytest.param(each, marks=pytest.mark.slow) for each in (2000, 400))])
 def test_a_full_disk_keeps_the_last_checkpoint(file_bytes: int, server: CommandServer, here: Path) -> None:
     """Files that may not grow: first the checkpoints, then metrics, then the settings do not fit."""
     small = over(TINY, "train.updates=40", "train.keep=2", "model.intermediate_size=8")

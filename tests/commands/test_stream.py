@@ -57,6 +57,7 @@ def test_the_same_files_as_on_the_device(folder, trained, precision):
     )
 
 
+@pytest.mark.slow
 def test_killed_and_taken_up_in_the_other_way(folder, monograph):
     longer = over(DEEPER, "train.updates=24", "train.save_every=4")
     assert monograph.run(folder, "train", *longer, "--out", "never-killed", figures=0).code == 0

@@ -62,8 +62,11 @@ COLOURED = {
 
 @pytest.mark.parametrize(
     ("environment", "coloured"),
-    [({"NO_COLOR": "1", "TERM": "xterm"}, set()), ({"TERM": "dumb"}, set()), ({"TERM": "xterm"}, COLOURED)],
-    ids=["no colour", "dumb", "colour"],
+    [
+        pytest.param({"NO_COLOR": "1", "TERM": "xterm"}, set(), id="no colour", marks=pytest.mark.slow),
+        pytest.param({"TERM": "dumb"}, set(), id="dumb"),
+        pytest.param({"TERM": "xterm"}, COLOURED, id="colour"),
+    ],
 )
 def test_a_terminal_gets_the_escapes_that_it_takes(
     environment: dict[str, str], coloured: set[str], place: Path, server: CommandServer, tmp_path: Path
@@ -98,6 +101,7 @@ def hostile(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> 
     return folder
 
 
+@pytest.mark.slow
 def test_no_text_of_others_commands_a_terminal(hostile: Path, server: CommandServer) -> None:
     texts, run = f"texts{HOSTILE}", f"run{HOSTILE}"
     tiny = over([texts, *TINY[1:]], "data.held_out=0.3")

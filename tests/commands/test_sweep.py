@@ -22,7 +22,7 @@ from monograph import checkpointing
 
 AXES = ["optim.lr=log:1e-3..1e-1:3", "train.seed=0,1"]
 SHORT = over(TINY, "train.updates=20", "train.save_every=10", "optim.name=adamw")
-UPDATES = 60
+UPDATES = 30
 LONG = [*over(SHORT, f"train.updates={UPDATES}", "train.save_every=10"), *AXES, "--out", "s"]
 RESULT = "schema run members best advice wall_s tokens_per_s"
 MEMBER = "knobs eval_loss eval_bits_per_byte train_loss diverged run checkpoint"
@@ -32,7 +32,7 @@ MEMBER = "knobs eval_loss eval_bits_per_byte train_loss diverged run checkpoint"
 def place(tmp_path_factory: pytest.TempPathFactory, server: CommandServer) -> Path:
     """A folder with a sweep in it that came to its end."""
     folder = with_texts(tmp_path_factory.mktemp("sweep"))
-    done = server.run(folder, "sweep", *SHORT, *AXES, "--json")
+    done = server.run(folder, "sweep", *SHORT, *AXES, "--json", figures=1)
     assert done.code == 0, done.err
     (folder / "out").write_text(done.out)
     (folder / "err").write_text(done.err)
@@ -64,6 +64,7 @@ def test_a_sweep_says_what_it_does_and_what_came_of_it(place: Path) -> None:
     assert "<svg" in page and "<td>monograph sweep " in page
 
 
+@pytest.mark.slow
 def test_its_advice_runs_as_printed(place: Path, server: CommandServer) -> None:
     """The best of three rates is the last one: the command that is printed trains that and two above it."""
     found, said = result((place / "out").read_text()), (place / "err").read_text()
@@ -157,6 +158,7 @@ def test_a_sweep_is_no_run(place: Path, server: CommandServer) -> None:
         assert done.code == 3 and "is a sweep: name one of its runs, such as last/best" in done.err, done.err
 
 
+@pytest.mark.slow
 def test_killed_and_gone_on_with_is_uninterrupted(server: CommandServer, here: Path) -> None:
     """Law 10: killed in mid-air, and the members' metrics and weights are the bits of a sweep that was not."""
     command = server.start(here, "sweep", *LONG, figures=0)
@@ -200,6 +202,7 @@ def test_a_signal_saves_and_the_printed_command_goes_on(server: CommandServer, h
     assert [row["update"] for row in rows(here / "s/members/004")] == list(range(1, UPDATES + 1))
 
 
+@pytest.mark.slow
 def test_a_member_that_diverges_is_named_and_touches_no_other(server: CommandServer, here: Path) -> None:
     fewer = over(SHORT, "train.updates=40", "optim.lr=1e-2,1e30", "train.seed=0,1")
     done = server.run(here, "sweep", *fewer, "--out", "s", "--json", figures=0)
@@ -233,6 +236,7 @@ def test_a_member_that_diverges_in_a_short_run_is_named_too(server: CommandServe
     assert done.code == 5 and "every member of t diverged: lower optim.lr" in done.err
 
 
+@pytest.mark.slow
 def test_settings_that_change_shapes_make_groups(server: CommandServer, here: Path) -> None:
     axes = ["optim.name=adamw,muon", "model.hidden_size=16,32", "train.seed=0,1"]
     few = over([each for each in SHORT if not each.startswith(("optim.name", "model.hidden"))], "train.updates=6")

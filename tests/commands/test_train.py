@@ -245,7 +245,7 @@ def test_rows_of_a_token_or_two(length: int, server: CommandServer, here: Path) 
 def test_a_held_out_loss_that_is_no_number_is_said_and_not_ranked(server: CommandServer, here: Path) -> None:
     lost = 'reduction="sum") * (1 if torch.is_grad_enabled() else float("nan"))'
     (here / "own.py").write_text(SLOW.replace("0.05", "0").replace('reduction="sum")', lost))
-    done = server.run(here, "train", *OWN, "model.init=own.py:build", "--out", "run", "--json")
+    done = server.run(here, "train", *OWN, "model.init=own.py:build", "--out", "run", "--json", figures=1)
     assert done.code == 0 and "held-out nan bits/byte" in done.err, done.err
     assert (here / "run" / "report.html").is_file()
     assert json.loads(done.out)["eval_bits_per_byte"] is None

@@ -13,7 +13,7 @@ import pytest
 
 from commands.forked import CommandServer, Done
 from commands.inputs import LONG, OWN, POISON, SLOW, TINY, over, rows, sound, with_texts
-from distributed.launched import Torchrun, free_port, ranks
+from distributed.launched import Torchrun, free_port, ranks, started
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.distributed import world
@@ -46,6 +46,28 @@ def test_two_ranks_make_the_run_that_one_makes(server: CommandServer, tmp_path: 
     assert over_already.code == 0 and "has already finished, after 8 updates" in over_already.err, over_already.err
 
 
+def test_stopped_ranks_save_and_the_run_goes_on_alone(server: CommandServer, tmp_path: Path) -> None:
+    """As below, without the launcher: both ranks get its signal."""
+    with_texts(tmp_path)
+    (tmp_path / "slow.py").write_text(SLOW)
+    running = started(server, tmp_path, 2, "train", *LONG, "train.parallel=ddp")
+    running[0].until(lambda: len(rows(tmp_path / "run")) > 3)
+    for rank in running:
+        rank.signal(signal.SIGTERM)
+    done = [rank.wait() for rank in running]
+    assert [each.code for each in done] == [75, 75], done
+    assert "".join(each.err for each in done).count("saved at update") == 1
+    assert json.loads((tmp_path / "run/exit.json").read_text())["exit_code"] == 75
+    saved = sound(tmp_path / "run")
+    assert 0 < saved == len(rows(tmp_path / "run")) < 400
+    alone = server.start(tmp_path, "train", "--resume", "run", "train.parallel=none")
+    alone.until(lambda: len(rows(tmp_path / "run")) > saved + 2)
+    alone.signal(signal.SIGTERM)
+    assert alone.wait().code == 75
+    assert [row["update"] for row in rows(tmp_path / "run")] == [*range(1, sound(tmp_path / "run") + 1)]
+
+
+@pytest.mark.slow
 def test_a_stopped_run_is_saved_and_goes_on_alone(server: CommandServer, tmp_path: Path) -> None:
     with_texts(tmp_path)
     (tmp_path / "slow.py").write_text(SLOW)

@@ -7,8 +7,9 @@ where that cannot be loaded. Pictures are in the tests' temporary folder, or in 
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ from visitor import Visitor
 
 pytest.importorskip("PyQt6.QtWebEngineCore", reason="Qt's WebEngine is not here", exc_type=ImportError)
 
-SCHEMES = ("light", "dark")
+Look = Callable[[str], dict[str, Any]]
+SCHEMES = ("light", pytest.param("dark", marks=pytest.mark.slow))
 
 
 @pytest.fixture(scope="module")
@@ -29,20 +31,24 @@ def paths(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def seen(paths: list[Path]) -> dict[str, dict[str, Any]]:
-    """What Chromium saw, by theme and kind of page."""
-    folder, found = Path(os.environ.get("MONOGRAPH_SCREENSHOTS", str(paths[0].parent))), {}
-    for scheme in SCHEMES:
-        found[scheme] = pictures.seen(scheme, folder, paths)
+def seen(paths: list[Path]) -> Look:
+    """What Chromium saw in a theme, by kind of page."""
+    folder = Path(os.environ.get("MONOGRAPH_SCREENSHOTS", str(paths[0].parent)))
+
+    @functools.cache
+    def look(scheme: str) -> dict[str, Any]:
+        found = pictures.seen(scheme, folder, paths)
         for path in paths:
-            found[scheme][path.stem]["own"] = path.as_uri()
-    return found
+            found[path.stem]["own"] = path.as_uri()
+        return found
+
+    return look
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_page_is_quiet_whole_and_in_its_theme(seen: dict[str, Any], kind: str, scheme: str) -> None:
-    page = seen[scheme][kind]
+def test_a_page_is_quiet_whole_and_in_its_theme(seen: Look, kind: str, scheme: str) -> None:
+    page = seen(scheme)[kind]
     assert "Chrome/" in page["agent"]
     assert page["said"] == [] and page["asked"] == [page["own"]]
     assert (sum(page["background"][:3]) > 3 * 200) == (scheme == "light")
@@ -50,16 +56,16 @@ def test_a_page_is_quiet_whole_and_in_its_theme(seen: dict[str, Any], kind: str,
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_all_text_can_be_read_at_both_widths(seen: dict[str, Any], kind: str, scheme: str) -> None:
+def test_all_text_can_be_read_at_both_widths(seen: Look, kind: str, scheme: str) -> None:
     """No text below 10 px, too pale, cut or on another one, on the page and in its charts; no page is too wide."""
-    for width, look in seen[scheme][kind]["looked_at"].items():
+    for width, look in seen(scheme)[kind]["looked_at"].items():
         assert pictures.wrong(look) == {}, width
         assert look["texts"] > 60 and (look["charts"] > 0) == (kind in CHARTED)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_table_is_sorted_by_keyboard_alone(seen: dict[str, Any], kind: str) -> None:
-    keys = seen["light"][kind]["keyboard"]
+def test_a_table_is_sorted_by_keyboard_alone(seen: Look, kind: str) -> None:
+    keys = seen("light")[kind]["keyboard"]
     assert keys is not None, "the first column's name is never reached"
     assert keys["outline"] != "none"
     assert [says for says, _ in keys["steps"]] == ["ascending", "descending", "none"]

@@ -253,6 +253,7 @@ def test_a_full_disk_leaves_the_former_report(tmp_path: Path) -> None:
     assert not [path for path in tmp_path.rglob("*") if path.name.startswith(".")]
 
 
+@pytest.mark.slow
 def test_a_persons_own_style_is_neither_used_nor_changed() -> None:
     import matplotlib
 

@@ -41,7 +41,12 @@ SWEEPS = {
 }
 
 
-@pytest.mark.parametrize("name", SWEEPS)
+BY_DAY = ("rates", "two knobs", "mixed", "all lost", "many")
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each in BY_DAY else pytest.mark.slow) for each in SWEEPS]
+)
 def test_a_figure_for_each_knob_that_varies_and_one_of_the_curves(name: str) -> None:
     settings = SWEEPS[name]
     curves = [curve(**each["knobs"]) for each in settings]
@@ -62,7 +67,7 @@ def test_members_without_an_evaluation_have_no_curve() -> None:
     assert [d.name for d in draw_sweep(SWEEPS["rates"], [({"lr": 1e-3}, [])], "eval_loss", "nats")] == ["against_lr"]
 
 
-@pytest.mark.parametrize("name", ["rates", "one setting", "all lost"])
+@pytest.mark.parametrize("name", ["rates", pytest.param("one setting", marks=pytest.mark.slow), "all lost"])
 def test_the_page_says_what_came_of_it(name: str, tmp_path: Path) -> None:
     settings = SWEEPS[name]
     top = next((each for each in settings if each["standing"] == "best"), None)

@@ -28,7 +28,9 @@ def settings_of(kind: str) -> dict[str, Any]:
     return open_ | {"train.updates": 6, "train.save_every": 2}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(each, marks=pytest.mark.slow if each != "texts" else ()) for each in KINDS]
+)
 def test_a_brief_run_is_not_compiled_and_goes_on_so(
     kind: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

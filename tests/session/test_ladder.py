@@ -196,6 +196,7 @@ def test_what_fails_on_a_rung_is_its_reason_and_the_next_one_goes_on(
 # ---- what is measured -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
     made = ladder(folder, "model.num_hidden_layers=2", "model.hidden_size=64", "train.updates=8")
     _, found = made.climb(rung("fused loss and optimizer"), Way(packing="packed"), Progress())
