@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from monograph.run import screen
-from monograph.run.progress import Progress, SweepDisplay, TrainingBlock
+from monograph.run.progress import Progress, SweepDisplay, TrainingBlock, wrapped
 
 YARDSTICKS = {"trigram": 2.82, "gzip -9": 1.97}
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
@@ -245,6 +245,12 @@ def test_other_text_on_standard_error_appears_above_the_block(monkeypatch: pytes
 
 def test_samples_cannot_act_on_the_terminal() -> None:
     assert screen.shown("a\x1b[2J\rb\n\tc\x07\u202e") == r"a\x1b[2J\rb⏎    c\x07\u202e"
+
+
+def test_a_number_stays_on_the_line_of_its_unit() -> None:
+    assert wrapped("fp32, about 5 min 05 s more", 18) == ["fp32, about", "5 min 05 s more"]
+    assert wrapped("peak memory 152.3 MiB planned", 18) == ["peak memory", "152.3 MiB planned"]
+    assert wrapped("1.46 M tokens", 13) == ["1.46 M tokens"]
 
 
 def test_a_long_text_is_wrapped_before_its_time() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,6 +20,16 @@ _TIME_COLUMN = 78  # where a stage's time ends
 _CURVE_ROWS = 8
 _LABEL_STYLES = {"done": "bold green", "stopped": "bold yellow", "warning": "bold yellow", "next": "bold cyan"}
 _CURVE_STYLES = {"scale": "dim", "curve": "cyan", "level": "dim", "name": ""}
+
+# A time, or a number and its unit.
+_WITH_UNIT = re.compile(r"\d(?: min \d+)? (?:s|min|h|ms|B|kB|MB|GB|KiB|MiB|GiB|k|M|G|tok/s)\b")
+_NO_BREAK = "\N{NO-BREAK SPACE}"
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Return a text in lines of at most `width` characters, each number on the line of its unit."""
+    kept = _WITH_UNIT.sub(lambda found: found[0].replace(" ", _NO_BREAK), text)
+    return [line.replace(_NO_BREAK, " ") for line in textwrap.wrap(kept, width)]
 
 
 class Progress:
@@ -39,13 +50,13 @@ class Progress:
 
     def header(self, text: str) -> None:
         """Print a line without a label, followed by an empty one."""
-        self.screen.print(*(Text(row, style="bold") for row in textwrap.wrap(text, self.screen.width)), Text(""))
+        self.screen.print(*(Text(row, style="bold") for row in wrapped(text, self.screen.width)), Text(""))
 
     def line(self, label: str, *texts: str) -> None:
         """Print `label` in its column and each of `texts` on a line of its own next to it, wrapped."""
         width = self.screen.width - LABEL_WIDTH
-        wrapped = [row for text in texts for row in textwrap.wrap(text, width, drop_whitespace=True) or [""]]
-        self.screen.print(*(_labelled(label if i == 0 else "", row) for i, row in enumerate(wrapped)))
+        rows = [row for text in texts for row in wrapped(text, width) or [""]]
+        self.screen.print(*(_labelled(label if i == 0 else "", row) for i, row in enumerate(rows)))
 
     def gap(self) -> None:
         """Print an empty line."""
@@ -104,12 +115,12 @@ class Stage:
         """Return the lines that stay after the stage, for a screen of `width` characters."""
         time = self.outcome + quantities.duration(monotonic() - self._start_s)
         room = min(_TIME_COLUMN, width) - LABEL_WIDTH
-        *rows, last = textwrap.wrap(self.text, room - len(time) - 5) or [""]
+        *rows, last = wrapped(self.text, room - len(time) - 5) or [""]
         rows.append(f"{last} {'.' * (room - len(last) - len(time) - 2)} {time}")
         if self.result and LABEL_WIDTH + len(rows[-1]) + 3 + len(self.result) <= width:
             rows[-1] += f"   {self.result}"
         elif self.result:
-            rows += textwrap.wrap(self.result, width - LABEL_WIDTH)
+            rows += wrapped(self.result, width - LABEL_WIDTH)
         return [_labelled(self.label if i == 0 else "", row) for i, row in enumerate(rows)]
 
 
