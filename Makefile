@@ -13,13 +13,14 @@ WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))'
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-costs test-all gpu-less mutants site lint format python setup setup-dev
+.PHONY: help train quick test test-costs nightly test-all gpu-less mutants site lint format python setup setup-dev
 
 help:
 	@echo 'make train       install what training needs, then train a small model (ARGS: see monograph train --help)'
 	@echo 'make test        install what the tests need, then style, types, layers, laws and unit tests'
 	@echo 'make quick       style, types, layers, and the cheapest tests of what changed: about a minute'
-	@echo 'make test-all    the slow tests too'
+	@echo 'make nightly     the slow tests of tonight; all come round in four weeks'
+	@echo 'make test-all    all slow tests too (hours)'
 	@echo 'make gpu-less    what a GPU would run, on a pretended one (downloads 5 GB once; ARGS=--quick for less)'
 	@echo 'make mutants     how many of the faults put into the code the tests notice (hours; ARGS: --room step --count 20)'
 	@echo 'make site        the pages of docs/ as a site, in site/ (installs mkdocs-material)'
@@ -39,6 +40,10 @@ quick: lint
 # What `make quick` knows of each file's cost.
 test-costs: lint
 	$(RUN) pytest -q -m 'not slow' $(WORKERS) --costs=benchmarks/results/tests.json $(ARGS)
+
+# The slow tests that tests/nights.py has for tonight; all come round in four weeks.
+nightly: setup-dev
+	$(RUN) pytest -q -m slow $(WORKERS) --costs --night $(shell date -u +%F) $(ARGS)
 
 test-all: lint
 	$(RUN) pytest -q $(WORKERS) $(ARGS)

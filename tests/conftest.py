@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
+from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ import pytest
 from hypothesis import settings
 
 from costs import Costs, measured_cpu_s
+from nights import is_of_night
 
 if TYPE_CHECKING:
     from commands.forked import CommandServer
@@ -47,6 +49,7 @@ settings.load_profile("repeatable")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--night", type=date.fromisoformat, metavar="DATE", help="of the tests, that night's share only")
     parser.addoption("--costs", nargs="?", const="", metavar="FILE", help="CPU seconds by file; write them as JSON")
 
 
@@ -94,11 +97,16 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers take the dearest files first, so that none begins a long one when the others have nothing left to do.
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With `--night` a date's share of the tests is left.
+
+    Workers take the dearest files first, so that none begins a long one when the others have nothing left to do.
 
     `gpu` tests are skipped where torch sees no CUDA device; torch is asked only if there are any.
     """
+    if (night := config.getoption("--night")) is not None:
+        config.hook.pytest_deselected(items=[item for item in items if not is_of_night(item.nodeid, night)])
+        items[:] = [item for item in items if is_of_night(item.nodeid, night)]
     if "PYTEST_XDIST_WORKER" in os.environ:
         cost = measured_cpu_s()
         items.sort(key=lambda item: -cost.get(item.nodeid.partition("::")[0], 0.0))
