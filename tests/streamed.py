@@ -110,11 +110,6 @@ def by_day(places: Iterable[str]) -> list[Any]:
     return [place if place in DAY else pytest.param(place, marks=pytest.mark.slow) for place in places]
 
 
-def slow_but(places: Iterable[Any], *day: Any) -> list[Any]:
-    """The choices as parameters of a test, of which all but those for the day are slow."""
-    return [place if place in day else pytest.param(place, marks=pytest.mark.slow) for place in places]
-
-
 def crossed(one: Iterable[Any], other: Iterable[Any], *day: Iterable[tuple[Any, Any]]) -> list[Any]:
     """All pairs as parameters of a test, of which those that are not for the day are slow."""
     chosen = list(itertools.chain(*day))

@@ -25,9 +25,8 @@ def test_the_command_is_for_the_python_that_runs(monkeypatch: pytest.MonkeyPatch
     (tmp_path / "below").mkdir()
     monkeypatch.chdir(tmp_path / "below")
     assert install_command(["wandb"]) == f"{tmp_path}/.venv/bin/python -m pip install wandb"
-    monkeypatch.setattr(
-        extras, "PathFinder", SimpleNamespace(find_spec=lambda name: None)
-    )  # as in an environment of uv
+    # As in an environment of uv.
+    monkeypatch.setattr(extras, "PathFinder", SimpleNamespace(find_spec=lambda name: None))
     assert install_command(["wandb"]) == f"uv pip install --python {tmp_path}/.venv/bin/python wandb"
 
 

@@ -6,7 +6,7 @@ Training has its own handlers, which save a checkpoint first (`monograph.run.sig
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NoReturn, TypeVar
 
 Command = TypeVar("Command", bound=Callable[..., int | None])
@@ -14,13 +14,18 @@ Command = TypeVar("Command", bound=Callable[..., int | None])
 
 def end_at_once(*_: Any) -> NoReturn:
     """Handle SIGINT while there is nothing to lose: print a line and exit with code 130."""
-    os.write(2, b"error: interrupted\n")
-    os._exit(130)
+    _leave("interrupted", 130)
 
 
 def _terminate(*_: Any) -> NoReturn:
-    os.write(2, b"error: terminated\n")
-    os._exit(143)
+    _leave("terminated", 143)
+
+
+def _leave(why: str, code: int) -> NoReturn:
+    # An error here would be raised in the work that was interrupted, which may take no notice of it and go on.
+    with suppress(OSError):  # nobody reads any more
+        os.write(2, f"error: {why}\n".encode())
+    os._exit(code)
 
 
 def while_starting() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -54,6 +55,24 @@ def test_what_another_rank_says_is_silent_unless_that_one_is_gone(
 def test_a_commands_own_exit_code_is_kept(calls: Calls) -> None:
     calls.outcome = 4
     assert monograph_("sweep") == 4  # the only one that has one
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_it_though_nobody_reads_what_it_says(number: signal.Signals, code: int) -> None:
+    """The work below takes no notice of errors of the system, of which a closed pipe is one."""
+    program = f"""
+import signal
+from contextlib import suppress
+from monograph import interrupts
+interrupts.while_starting()
+with suppress(OSError):
+    signal.raise_signal({int(number)})
+"""
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", program], env=ENVIRONMENT, stderr=writer)
+    os.close(writer)
+    assert done.returncode == code
 
 
 def test_interrupted_while_it_starts_or_ends_is_no_traceback() -> None:

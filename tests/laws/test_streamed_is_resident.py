@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from batches import packed, ragged, tiny_llama
+from daily import nightly
 from monograph.graph.capture import compiled
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Remat
@@ -36,7 +37,6 @@ from streamed import (
     other_bits,
     resident,
     same_bits,
-    slow_but,
     streamed,
     trained,
     twin,
@@ -59,14 +59,14 @@ def assert_same(sizes=None, batches=None, *, placement=None, blocks_per_stage=1,
 
 
 @pytest.mark.parametrize("precision", [pytest.param("fp32", marks=pytest.mark.slow), "bf16"])
-@pytest.mark.parametrize("family", slow_but(FAMILIES, "qwen3_moe", "qwen3_5"))
+@pytest.mark.parametrize("family", nightly(FAMILIES, ["qwen3_moe", "qwen3_5"]))
 def test_families(family, precision):
     left = assert_same(FAMILIES[family], precision=precision)
     norms = [value for name, value in left.items() if "grad_norm" in name]
     assert len(norms) == UPDATES and min(norms) > 2 * arguments()["clip"], "clipping must bite"
 
 
-@pytest.mark.parametrize("place", slow_but(EVERY, "all on disk", "updated on both", "backward, updated on both"))
+@pytest.mark.parametrize("place", nightly(EVERY, ["all on disk", "updated on both", "backward, updated on both"]))
 def test_placements(place):
     assert_same(placement=EVERY[place], precision="bf16", **unclipped(EVERY[place]))
 
@@ -89,7 +89,7 @@ def test_stages_of_several_blocks(blocks_per_stage, when):
 
 
 @pytest.mark.parametrize("place", ["on the host", "next forward, offloaded", "backward"])
-@pytest.mark.parametrize("layers", slow_but([1, 2, 3], 1))
+@pytest.mark.parametrize("layers", nightly([1, 2, 3], [1]))
 def test_few_blocks(layers, place):
     assert_same({"num_hidden_layers": layers}, placement=EVERY[place], **unclipped(EVERY[place]))
 
@@ -137,7 +137,7 @@ def test_optimizers(optim, place):
     assert_same(optim=OPTIMIZERS[optim], placement=EVERY[place], precision=precision, **unclipped(EVERY[place]))
 
 
-@pytest.mark.parametrize("place", slow_but(["on the host", "next forward", "updated on the host"], "next forward"))
+@pytest.mark.parametrize("place", nightly(["on the host", "next forward", "updated on the host"], ["next forward"]))
 def test_scaled_losses(place):
     """The first scales overflow fp16, so that updates are skipped and the scale falls, and later rises again."""
     changes = {"precision": Precision("fp16", loss_scale=2.0**20, grow_after=2)}
@@ -147,7 +147,7 @@ def test_scaled_losses(place):
     assert left["scalar loss_scale"] < 2.0**20
 
 
-@pytest.mark.parametrize("policy", slow_but([Remat.Pointwise(), Remat.Budget(0.3), Remat.Full()], Remat.Budget(0.3)))
+@pytest.mark.parametrize("policy", nightly([Remat.Pointwise(), Remat.Budget(0.3), Remat.Full()], [Remat.Budget(0.3)]))
 def test_recomputed_inside_of_stages(policy):
     changes = {"sizes": {"num_hidden_layers": 2}, "remat": policy, "precision": "bf16"}
     its = assert_same(blocks_per_stage=2, **changes)
@@ -269,7 +269,7 @@ def tied_on_the_host():
     return trained(streamed({"tie_word_embeddings": True}, clip=None, precision="bf16"), windows())
 
 
-@pytest.mark.parametrize("place", slow_but(EVERY, "everywhere", "backward, updated on both"))
+@pytest.mark.parametrize("place", nightly(EVERY, ["everywhere", "backward, updated on both"]))
 def test_tied_wherever_it_lives(place):
     """All placements of one kind sum in the same order: bits."""
     engine = streamed({"tie_word_embeddings": True}, placement=EVERY[place], clip=None, precision="bf16")

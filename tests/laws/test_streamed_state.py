@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from batches import packed, tiny_llama
+from daily import nightly
 from monograph.errors import InputRefused, OutOfDeviceMemory, UsageError
 from monograph.loop import load_checkpoint, save_checkpoint
 from monograph.loss import TokenLoss
@@ -25,7 +26,6 @@ from streamed import (
     of_twin,
     other_bits,
     resident,
-    slow_but,
     streamed,
     trained,
     twin,
@@ -34,7 +34,7 @@ from streamed import (
 )
 
 
-@pytest.mark.parametrize("place", slow_but(PLACEMENTS, "all on disk"))
+@pytest.mark.parametrize("place", nightly(PLACEMENTS, ["all on disk"]))
 def test_several_windows_an_update(place):
     def twice(engine):
         for seed in (10, 20):
@@ -76,7 +76,7 @@ def test_evaluated(place, ema):
     assert not other_bits(mine, of_twin(scored, between, **changes))
 
 
-@pytest.mark.parametrize("place", slow_but(EVERY, "all on disk", "updated on both", "backward, updated on both"))
+@pytest.mark.parametrize("place", nightly(EVERY, ["all on disk", "updated on both", "backward, updated on both"]))
 def test_a_trial_changes_nothing(place):
     changes = unclipped(EVERY[place])
     engine = streamed(placement=EVERY[place], **changes)
@@ -87,7 +87,7 @@ def test_a_trial_changes_nothing(place):
     assert not other_bits(left | trained(engine, windows(1, first=2)), twin(None, windows(3), **changes))
 
 
-@pytest.mark.parametrize("place", slow_but(PLACEMENTS, "all on disk", "updated on both"))
+@pytest.mark.parametrize("place", nightly(PLACEMENTS, ["all on disk", "updated on both"]))
 def test_an_update_of_no_window_changes_nothing(place):
     """Nor is the one before it lost, which may still wait for a forward pass."""
     mine = with_updates_of_nothing(streamed(placement=PLACEMENTS[place]))
@@ -102,7 +102,7 @@ def with_updates_of_nothing(engine):
     return left | trained(engine, windows(1, first=2))
 
 
-@pytest.mark.parametrize("place", slow_but(["on the host", "next forward", "updated on both"], "updated on both"))
+@pytest.mark.parametrize("place", nightly(["on the host", "next forward", "updated on both"], ["updated on both"]))
 def test_an_update_right_after_another_leaves_the_first_its_learning_rate(place):
     """It waits for a forward pass that does not come, while the schedule goes on."""
     results = []

@@ -4,6 +4,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any, Self
 
@@ -54,7 +55,8 @@ class StopSignal:
                 self._on_request(self.requested)
         elif number == signal.SIGINT:
             if takes_escapes(sys.stderr):
-                os.write(sys.stderr.fileno(), b"\x1b[?25h\x1b[0m\n")  # show the cursor, end colours
+                with suppress(OSError):  # the terminal is gone
+                    os.write(sys.stderr.fileno(), b"\x1b[?25h\x1b[0m\n")  # show the cursor, end colours
             os._exit(130)
 
     def _save(self, number: int, frame: FrameType | None) -> None:
