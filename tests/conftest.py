@@ -86,6 +86,18 @@ def _torch_begins_alike() -> Iterator[None]:
         torch.utils.deterministic.fill_uninitialized_memory = True
 
 
+@pytest.fixture(autouse=True)
+def _signals_are_handled_as_before() -> Iterator[None]:
+    """A handler that a test left behind would end whatever test a signal reaches next.
+
+    A command that was interrupted leaves one on purpose: its process is about to end.
+    """
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def pytest_collection_finish() -> None:
     """Leave all that was imported out of the collections to come, each of which would look through it.
 

@@ -178,10 +178,12 @@ def test_a_real_step_eagerly(tmp_path) -> None:
     judged = found.verdict
     assert sum(judged.spent.share(part) for part in PARTS) == pytest.approx(1.0)
     assert judged.spent.total_s == pytest.approx(found.update_s)
-    for part in ("matmul", "attention", "loss head", "optimizer", "elementwise", "host gaps"):
-        assert judged.spent.parts[part] > 0, part
     assert judged.floor_s < found.update_s and judged.spent.share("other") < 0.05
     timeline = trace.read(json.loads((tmp_path / "trace.json").read_text()), has_kernel, 97, True)
+    # As recorded: of a model this small, what recording cost may be all that a part took.
+    recorded = spent(timeline).parts
+    for part in ("matmul", "attention", "loss head", "optimizer", "elementwise", "host gaps"):
+        assert recorded[part] > 0, part
     # Every product of a block and its two of the backward pass: 7 linear layers, 2 micro-batches.
     products = [kernel for kernel in timeline.kernels if kernel.part == "matmul"]
     assert len(products) == 3 * 7 * 2 * UPDATES
