@@ -21,9 +21,10 @@ from monograph.evaluation.yardsticks import yardsticks
 from monograph.loop import train
 from monograph.planner import defaults
 from monograph.run.progress import Progress
+from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import Plan
 from monograph.session.resolve import resolve
-from monograph.session.setup import build_run, make_engine, open_corpus
+from monograph.session.setup import build_run, make_engine
 
 MARGIN = 0.1  # bits per byte below the order-6 model: the goal of the default run
 SMOKE = {
@@ -42,7 +43,7 @@ def plan_for(overrides: dict[str, str], updates: int, seed: int) -> Plan:
 
 def run(plan: Plan, text: Corpus, points: int, rows: int, progress: Progress) -> dict[str, Any]:
     """Train once; return the curve on `rows` held-out rows, and the last point on all of them."""
-    built = build_run(plan, text, describe())
+    built = build_run(plan, TextTask(text), describe())
     updates, tokens = plan.updates, plan.tokens_per_update
     engine = make_engine(built, default_device())
     engine.step.schedule = plan.schedule(updates)

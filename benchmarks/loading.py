@@ -156,7 +156,9 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
     from monograph.optim import AdamW
     from monograph.run.folder import Run
     from monograph.run.models import build
+    from monograph.run.progress import silent
     from monograph.run.recipe import Recipe
+    from monograph.session.objectives.texts import TextTask
     from monograph.session.resolve import resolve
     from monograph.session.setup import BuiltRun, make_engine, open_session
     from monograph.stream import Placement, Streamed
@@ -172,7 +174,7 @@ def trained(folder: Path, case: str) -> Callable[[], Any]:
     if case.startswith("lora"):
         number = len(list(folder.glob("run*")))
         run = Run.create(folder / f"run{number}")
-        return lambda: open_session(run, plan, text, torch.device("cpu"), describe()).engine
+        return lambda: open_session(run, plan, TextTask(text), torch.device("cpu"), silent()).engine
     on_disk = frozenset(BUFFERS) if "disk" in case else frozenset()
 
     def masters() -> Any:

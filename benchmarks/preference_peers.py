@@ -45,11 +45,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-import monograph.commands.train
 from monograph.cli import main as command_line
 from monograph.engine import Engine
 from monograph.model.hub import load_model
 from monograph.model.llama import Llama
+from monograph.session.objectives.preferences import PreferenceTask
 from monograph.text.tokenizer import Tokenizer
 
 BETA, PAIRS, LR, BETAS, CLIP, WARM_UP = 0.5, 64, 1e-4, (0.9, 0.999), 1.0, 6
@@ -73,7 +73,7 @@ def serve(path: str) -> None:
     seen: dict[str, Any] = {"reference": None, "updates": 0}
     first = FirstGradient(lambda: seen["model"])
     accumulate, update = Engine.accumulate, Engine.update
-    score = monograph.commands.train.score_with_first_weights
+    score = PreferenceTask.score_reference
 
     def ready() -> dict[str, Any]:
         save_file({name: value.float() for name, value in first.gradients.items()}, order["first"])
@@ -92,16 +92,16 @@ def serve(path: str) -> None:
         orders.updated()
         return found
 
-    def scored(*arguments: Any) -> None:
+    def scored(task: PreferenceTask, *arguments: Any) -> None:
         began, cpu = time.perf_counter(), time.process_time()
-        score(*arguments)
+        score(task, *arguments)
         seen["reference"] = {"wall_s": time.perf_counter() - began, "cpu_s": time.process_time() - cpu}
         orders.began, orders.cpu = time.perf_counter(), time.process_time()
 
     with ExitStack() as patches, first:
         patches.enter_context(mock.patch.object(Engine, "accumulate", accumulated))
         patches.enter_context(mock.patch.object(Engine, "update", updated))
-        patches.enter_context(mock.patch.object(monograph.commands.train, "score_with_first_weights", scored))
+        patches.enter_context(mock.patch.object(PreferenceTask, "score_reference", scored))
         command_line(order["arguments"])
 
 

@@ -35,7 +35,7 @@ def trained(source: str, changes: list[str], updates: int, seed: int) -> dict[st
 
     from monograph.optim.optimizers import Group
     from monograph.run.progress import Progress
-    from monograph.session.setup import open_corpus
+    from monograph.session.objectives.texts import open_corpus
 
     values = dict(change.split("=", 1) for change in changes)
     keys = {name: value for name, value in values.items() if not name.startswith(("rule.", "group."))}

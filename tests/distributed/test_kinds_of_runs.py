@@ -17,7 +17,7 @@ from commands.test_preferences import RUN as COMPARED
 from commands.test_rewards import RUN as REWARDED
 from distributed.launched import ranks
 from laws.resumed import write_inputs
-from monograph.session.warmup import remember_drawing
+from monograph.session.objectives.rewards import RewardTask
 from numerics import relative_error
 from rewarded import OPTIONS, prompts
 
@@ -102,6 +102,6 @@ def test_ranks_that_hold_rows_take_up_the_reference_of_one_process(server: Comma
 
 def test_ranks_that_share_drawing_leave_the_calibration_of_one_process_alone() -> None:
     """Each draws a part of the answers, so the seconds say nothing about one that draws all."""
-    session: Any = SimpleNamespace(corpus=prompts("a"), drawer=SimpleNamespace(options=OPTIONS))
-    session.world = SimpleNamespace(alone=False)
-    remember_drawing(session)  # which would ask for the run's rows, and there is no run
+    task: Any = SimpleNamespace(data=prompts("a"), drawer=SimpleNamespace(options=OPTIONS))
+    task.world = SimpleNamespace(alone=False)
+    RewardTask.remember(task)  # which would ask for the run's rows, and there is no run

@@ -22,7 +22,7 @@ from monograph.evaluation.choices import hold_questions
 from monograph.rl.pairs import read_pairs
 from monograph.rl.prompts import read_prompts
 from monograph.rl.rewards import Reward, Taught
-from monograph.session.reinforcing import with_records
+from monograph.session.objectives.preferences import with_records
 from monograph.text.tokenizer import Tokenizer
 from record_files import PROMPTS, RECORDS, SOURCES, Records, Source, last_with, reader
 from scripts import script

@@ -18,12 +18,12 @@ from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import eager_start
 from monograph.session.eager_start import MARK, compile_run, compiled_key, pays
-from monograph.session.preferring import open_pairs
+from monograph.session.objectives import objective_of
+from monograph.session.objectives.preferences import with_records
 from monograph.session.recorded import write_config
-from monograph.session.reinforcing import with_records
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
-from monograph.session.setup import open_corpus, open_session
+from monograph.session.setup import open_session
 from monograph.storage.code import digests
 
 OPEN = ("train.updates", "train.compile")
@@ -41,8 +41,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def session_of(settings: dict[str, Any]) -> Session:
     given = with_records(load(None, settings, {}))
     plan, progress = resolve(given.vouching(digests(given.programs)), describe()), Progress()
-    text = open_pairs(plan, progress) if plan.preference else open_corpus(plan.reading, progress)
-    return open_session(Run(Path("run")), plan, text, torch.device("cpu"), progress)
+    task = objective_of(plan.settings).open(plan, progress)
+    return open_session(Run(Path("run")), plan, task, torch.device("cpu"), progress)
 
 
 def test_it_pays_where_the_clock_gives_the_length_and_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,6 +21,7 @@ from monograph.resident import Resident
 from monograph.run.progress import Progress
 from monograph.session import ladder as module
 from monograph.session.ladder import RUNGS, UNFUSED, Ladder, Rung, Way, unfuse
+from monograph.session.objectives.texts import TextTask
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
 from monograph.stream import Streamed
@@ -202,7 +203,7 @@ def test_the_peak_is_the_one_that_is_predicted(folder: Path) -> None:
     _, found = made.climb(rung("fused loss and optimizer"), Way(packing="packed"), Progress())
     assert not isinstance(found, str)
     plan, text = made.plan, made.texts["packed"]
-    config = module.build_run(plan, text, made.machine).plan.recipe.shape()
+    config = module.build_run(plan, TextTask(text), made.machine).plan.recipe.shape()
     optim = Muon() if plan.optimizer == "muon" else AdamW()
     work = Work(config, 8, 256, optim, compile="none", window_rows=8)
     assert found.peak_memory_bytes == pytest.approx(footprint(work).peak_bytes, rel=0.05)

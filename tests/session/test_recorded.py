@@ -19,6 +19,7 @@ from monograph.run.folder import Run
 from monograph.run.trust import is_ours
 from monograph.run.writing import mended_tokenizer, record_parent, recorded_parent, write_tokenizer
 from monograph.session import ranks, recorded, warmup
+from monograph.session.objectives.texts import TextTask
 from monograph.session.recorded import branched, parent_named, settings_given, settings_of, write_config
 from monograph.session.resolve import resolve
 from monograph.storage.code import digests
@@ -273,18 +274,19 @@ def test_a_small_text_ends_before_the_time_does(
     monkeypatch.setattr(warmup, "remember", lambda *_: None)
     told: dict[str, str] = {}
     progress: Any = SimpleNamespace(line=told.__setitem__, stage=lambda *_: nullcontext(SimpleNamespace()))
+    task: Any = TextTask(SimpleNamespace(train=SimpleNamespace(per_epoch=2 * per_epoch)))  # type: ignore[arg-type]
     session: Any = SimpleNamespace(
         plan=resolve(settings({"train.minutes": 1, "train.tokens_per_update": 512}), describe()),
         batches=SimpleNamespace(rows_per_window=2),
-        corpus=SimpleNamespace(train=SimpleNamespace(per_epoch=2 * per_epoch)),
+        task=task,
         engine=SimpleNamespace(step=SimpleNamespace(schedule=None), index=0),
         schedule=lambda: None,
         elapsed_s=0.0,
         ends_s=None,
         left_s=math.inf,
-        judges=False,
         params=1000,
     )
+    task.plan = lambda: session.plan
     warmup.fix_length(session, progress)
     assert session.plan.updates == updates and session.budget_s == 60 and told["plan"].endswith(said), told
 

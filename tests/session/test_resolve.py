@@ -23,8 +23,9 @@ from monograph.predict.estimate import estimate_bytes
 from monograph.predict.footprint import Footprint
 from monograph.run.recipe import Recipe
 from monograph.session import setup
+from monograph.session.objectives.rewards import Rewards
+from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import Plan, Shape
-from monograph.session.reinforcing import bytes_beside
 from monograph.session.requirements import notes_on
 from monograph.session.resolve import REMATS, request_of, resolve, shape_of
 from monograph.text.tokenizer import Tokenizer
@@ -88,7 +89,7 @@ def test_what_nothing_fits_is_refused_before_its_weights_are_made(pinned, folder
     text = SimpleNamespace(vocab_size=259, tokenizer=Tokenizer.bytes(), train=SimpleNamespace(per_epoch=1))
     host = replace(CARD, type="cpu")
     with pytest.raises(OutOfDeviceMemory, match="nothing fits"):
-        setup.build_run(resolve(settings(**keys), host), text, host)
+        setup.build_run(resolve(settings(**keys), host), TextTask(text), host)
 
 
 def test_beside_a_pinned_micro_batch_the_rest_is_chosen_all_the_same():
@@ -159,19 +160,19 @@ def test_answers_keys_and_values_are_kept_free(tmp_path, monkeypatch):
     asked = {"model.init": str(tmp_path), "data.tokenizer": "bytes", "data.sequence_length": 64, "train.micro_batch": 2}
     asked |= {"rl.reward": "exact", "rl.prompts": 3, "rl.group": 5, "rl.max_new_tokens": 9}
     plan = resolve(load(None, asked, {}), CARD, built=False)
-    assert plan.rows == 15 and plan.reward == "exact" and plan.clip is not None and not plan.clip.skip_spikes
+    assert plan.rows == 15 and plan.clip is not None and not plan.clip.skip_spikes
     # 15 answers in 16 rows, which four divides; 3 prompts are read at once.
     cache = KVCache.allocate(config, 16 + 3, 64, torch.float32, torch.device("cpu"))
     needed = sum(tensor.nbytes for tensor in (*cache.keys, *cache.values))
-    assert bytes_beside(plan, config, CARD) == {"answers": needed}
-    fewer = bytes_beside(plan, config, CARD, slots=20)
+    assert Rewards().bytes_beside(plan, config, CARD) == {"answers": needed}
+    fewer = Rewards().bytes_beside(plan, config, CARD, slots=20)
     assert fewer == {"answers": 19 * KVCache.bytes_per_row(config, 20, torch.float32, block_of(20))}
     near = resolve(load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1}, {}), CARD, built=False)
-    assert bytes_beside(near, config, CARD)["reference"] == 2 * 4 * config.parameter_count()
+    assert Rewards().bytes_beside(near, config, CARD)["reference"] == 2 * 4 * config.parameter_count()
     shared = resolve(
         load(None, asked | {"rl.kl": "k2", "rl.kl_coef": 0.1, "train.parallel": "fsdp"}, {}), CARD, built=False
     )
-    parts = bytes_beside(shared, config, CARD, ranks=2)
+    parts = Rewards().bytes_beside(shared, config, CARD, ranks=2)
     row = KVCache.bytes_per_row(config, 65, torch.float32, block_of(65))
     assert parts["answers"] == (8 + 3) * row, "a rank draws half of the answers"
     assert parts["whole weights"] < 4 * config.parameter_count() == parts["reference"], "matrices in bf16, and a half"

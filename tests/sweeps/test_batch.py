@@ -22,6 +22,7 @@ from monograph.loop import train
 from monograph.resident import Resident
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
+from monograph.session.objectives.texts import TextTask
 from monograph.session.recorded import write_config
 from monograph.session.resolve import resolve
 from monograph.session.setup import BuiltRun, build_run, make_engine
@@ -62,7 +63,7 @@ def members(points: list[dict[str, Any]] = POINTS, **keys: Any) -> list[Member]:
 
 def built(member: Member, text: Corpus) -> list[BuiltRun]:
     assert member.plan
-    return batch.of_length([build_run(member.plan, text, describe())], UPDATES)
+    return batch.of_length([build_run(member.plan, TextTask(text), describe())], UPDATES)
 
 
 def mustered(these: list[Member], runs: list[Run], text: Corpus) -> MemberBatch:

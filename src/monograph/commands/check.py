@@ -24,8 +24,8 @@ from monograph.run.models import load_to_export, own_tokenizer, require_all_fini
 from monograph.run.recipe import names_run, tokenizer_of
 from monograph.run.run_index import record, serial
 from monograph.run.writing import recorded_parent
-from monograph.session.preferring import REFERENCE, verify_reference
 from monograph.session.recorded import run_settings
+from monograph.session.reference import REFERENCE, verify_reference
 from monograph.storage.cache_dir import MOST_COMPILED_BYTES, cache_root, compiled_folder, files_in, keep_compiled
 from monograph.storage.reading import contents, exists, is_file, is_folder
 from monograph.text.tokenizer import Tokenizer

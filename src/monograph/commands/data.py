@@ -8,9 +8,9 @@ from monograph.device import describe
 from monograph.errors import UsageError
 from monograph.report.quantities import counted
 from monograph.run.progress import Progress
+from monograph.session.objectives.texts import open_corpus
 from monograph.session.requirements import require_texts
 from monograph.session.resolve import resolve
-from monograph.session.setup import open_corpus
 from monograph.terminal import own, takes_colour
 
 

@@ -18,8 +18,9 @@ from monograph.planner.streaming import HOST_SHARE
 from monograph.predict.roofline import Calibration, peak_flops
 from monograph.report.quantities import gibibytes
 from monograph.session.adapting import planned_tokens, token_notes
+from monograph.session.objectives import objective_of
+from monograph.session.objectives.preferences import with_records
 from monograph.session.plan import Plan
-from monograph.session.reinforcing import bytes_beside, drawing_kind, drawing_time, with_records
 from monograph.session.requirements import notes_on, require_one_device, require_possible, require_room
 from monograph.session.resolve import request_of, resolve, shape_of, without
 from monograph.session.supposed import named_model, shape_named, standing_in, supposed_in, usual
@@ -75,19 +76,18 @@ def _plan(asked: Asked, target: Device, limits: Limits, json: bool) -> None:
     new, rows = planned_tokens(settings), shape_of(plan).vocab_size
     config = shape_of(plan, new)
     require_room(settings, config, target, limits)
-    beside = bytes_beside(plan, config, target)
+    objective = objective_of(settings)
+    beside = objective.bytes_beside(plan, config, target)
     target = without(target, sum(beside.values()))
     request = request_of(plan, config, target, new.trained(rows) if new else ())
     known = Calibration(calibration_file())
     peaks = peak_flops(target, request.precisions)
-    memory = "device" if beside else settings.train.memory
+    memory = "device" if objective.answers_on_device else settings.train.memory
     answer = streamed_or_resident(request, target, peaks, known, memory, limits)
     for line in (*notes_on(plan, target), *token_notes(settings, new, rows)):
         print(f"note     {line}")
-    drawing: Drawing | None = None
-    if beside:
-        ratio = known.slowness(target, drawing_kind(plan))
-        drawing = Drawing((ratio or 1.0) * drawing_time(plan, config, target), ratio is not None, beside)
+    seconds = objective.seconds_beside(plan, config, target, known)
+    drawing = None if seconds is None else Drawing(*seconds, beside)
     fresh = plan.recipe.init is None
     length = _length(plan, answer, config, open_end=asked.elsewhere and fresh)
     choices = _choices(asked, settings, target)
@@ -121,7 +121,7 @@ def _choices(asked: Asked, settings: Settings, target: Device) -> Choices:
         presets = [(f"model.preset={name}", LlamaConfig.preset(name)) for name in reversed(LEARNING_RATES)]
         smaller = tuple((change, shape) for change, shape in presets if shape.parameter_count() < numbers)
     existing = settings.model.init is not None
-    streams = settings.rl.reward is None and settings.prefer.loss is None and settings.lora.rank is None
+    streams = not objective_of(settings).judges and settings.lora.rank is None
     halves = next((name for name in ("bf16", "fp16") if name in target.peak_flops), "")
     return Choices(existing, smaller, asked.elsewhere, streams, halves)
 

@@ -36,11 +36,12 @@ from monograph.run.folder import Run, standard_json
 from monograph.run.progress import Progress
 from monograph.run.writing import results_folder, write_whole
 from monograph.session.ladder import RUNGS, Climbed, Ladder, Rung, Way
+from monograph.session.objectives.texts import Texts
 from monograph.session.plan import Plan
 from monograph.session.requirements import notes_on, require_one_device, require_possible, require_texts
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
-from monograph.session.setup import open_corpus, open_session, repeatable
+from monograph.session.setup import open_session, repeatable
 from monograph.session.warmup import prepare
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import is_folder
@@ -112,7 +113,7 @@ def _planned(settings: Settings, progress: Progress) -> Plan:
 
 
 def _open(plan: Plan, folder: Path, progress: Progress) -> Session:
-    session = open_session(Run(folder), plan, open_corpus(plan.reading, progress), default_device(), progress)
+    session = open_session(Run(folder), plan, Texts().open(plan, progress), default_device(), progress)
     if isinstance(session.engine, Streamed):
         raise UsageError("train.memory = stream: profile watches a model that lives on the device")
     session.engine.step.announce = partial(progress.line, "note")

@@ -1,13 +1,13 @@
 """`monograph train`: turn text and time into a trained model, its figures and its checkpoints."""
 
 import json as jsonlib
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from monograph import checkpointing, compat
 from monograph.config import Settings
-from monograph.data.corpus import Corpus
 from monograph.data.sources import spooled_stdin
 from monograph.device import clock, default_device, describe
 from monograph.distributed.checkpoint import newest
@@ -17,8 +17,6 @@ from monograph.loop import train
 from monograph.loss import Batch
 from monograph.planner import defaults
 from monograph.report.quantities import counted, duration
-from monograph.rl.prompts import Prompts
-from monograph.rl.rewards import Reward
 from monograph.run import writing
 from monograph.run.folder import Run, standard_json
 from monograph.run.metrics_log import MetricsLog
@@ -27,18 +25,19 @@ from monograph.run.signals import StopSignal
 from monograph.run.started import note_start
 from monograph.session import eager_start, ranks, recorded
 from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
+from monograph.session.objective import Task
+from monograph.session.objectives import objective_of
+from monograph.session.objectives.preferences import with_records
 from monograph.session.plan import Plan
-from monograph.session.preferring import keep_first_weights, open_pairs, score_with_first_weights
 from monograph.session.ranks import show
 from monograph.session.recorded import strange_text
-from monograph.session.reinforcing import open_prompts, reward_in, with_records
 from monograph.session.reporting import Reporter, finished
 from monograph.session.requirements import notes_on, require_possible, require_taught
 from monograph.session.resolve import ORIGIN, resolve
 from monograph.session.rewind import go_back, require_end, windows
 from monograph.session.session import Session
-from monograph.session.setup import open_corpus, open_session, repeatable
-from monograph.session.warmup import compile_step, fix_length, measure_memory, remember_drawing, try_step
+from monograph.session.setup import open_session, repeatable
+from monograph.session.warmup import compile_step, fix_length, measure_memory, try_step
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import exists
 
@@ -83,12 +82,12 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
         else:
             ranks.require_launched(settings, world.own)
             settings = ranks.agreed(world, settings)
-            with reward_in(settings) as reward:
-                session = _open(folder, settings, world, progress, reward, retry_rows, asked_s)
+            with ExitStack() as held:
+                session = _open(folder, settings, world, progress, held, retry_rows, asked_s)
                 report = Reporter(session, progress)
                 _loop(session, report, progress)
                 measure_memory(session)
-                remember_drawing(session)
+                session.task.remember()
                 summary = report.finish() if world.leads else {}
         world.leave()
     if json and world.leads:
@@ -105,7 +104,7 @@ def _open(
     settings: Settings,
     world: World,
     progress: Progress,
-    reward: Reward | None,
+    held: ExitStack,
     retry_rows: int,
     asked_s: float,
 ) -> Session:
@@ -122,11 +121,8 @@ def _open(
     settings = ranks.agreed(world, plan.settings)
     plan = plan if world.leads else resolve(settings, machine)
     with world.first():
-        if reward:
-            text: Corpus | Prompts = open_prompts(plan, reward, progress)
-        else:
-            text = open_pairs(plan, progress) if plan.preference else open_corpus(plan.reading, progress)
-    opened = partial(_opened, folder, text=text, world=world, reward=reward, retry_rows=retry_rows)
+        task = held.enter_context(closing(objective_of(plan.settings).open(plan, progress)))
+    opened = partial(_opened, folder, task=task, world=world, retry_rows=retry_rows)
     began = clock()
     session, resumed, window = opened(plan, progress=progress)
     ends_s = asked_s + 60 * plan.wall_minutes if plan.wall_minutes and not resumed else None
@@ -148,7 +144,7 @@ def _open(
     else:
         early = eager_start.begin(session, window, progress, partial(_score_untrained, session, progress))
     if not early:
-        score_with_first_weights(session, resumed, progress)
+        task.score_reference(resumed, session.batches.rows_per_window, progress)
     if not resumed:
         fix_length(session, progress)
         if world.leads:
@@ -159,9 +155,9 @@ def _open(
 
 def _score_untrained(session: Session, progress: Progress) -> None:
     """Score the weights before the first update, which comes before the step is compiled."""
-    score_with_first_weights(session, False, progress)
+    session.task.score_reference(False, session.batches.rows_per_window, progress)
     report = Reporter(session, silent())
-    if report.scores_untrained:  # the run's own block, which begins later, shows it
+    if session.task.scores_untrained:  # the run's own block, which begins later, shows it
         report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
 
 
@@ -179,14 +175,13 @@ def _times(session: Session, window: Batch, asked_s: float) -> str:
 def _opened(
     folder: Run,
     plan: Plan,
-    text: Corpus | Prompts,
+    task: Task,
     world: World,
-    reward: Reward | None,
     retry_rows: int,
     progress: Progress,
 ) -> tuple[Session, bool, Batch]:
     """Open the session at its beginning or where it stopped; return it, whether it resumes, and a window it tried."""
-    session = open_session(folder, plan, text, default_device(), progress, world, reward)
+    session = open_session(folder, plan, task, default_device(), progress, world)
     if world.leads and not exists(folder.tokenizer):
         writing.write_tokenizer(folder, session.corpus.tokenizer)
     session.engine.announce = partial(progress.line, "memory")
@@ -196,7 +191,7 @@ def _opened(
         session.engine.micro_batch = min(session.engine.micro_batch or retry_rows, retry_rows)
         smaller = f"micro_batch is now {session.engine.micro_batch}, the update stays the same"
         progress.line("memory", f"the attempt before ran out of memory: {smaller}")
-    keep_first_weights(session, resumed)
+    task.keep_reference(resumed)
     return session, resumed, try_step(session, progress)
 
 
@@ -235,12 +230,12 @@ def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
 def _loop(session: Session, report: Reporter, progress: Progress) -> None:
     engine, plan = session.engine, session.plan
     # Reading an update's numbers waits for a GPU to finish it, as drawing answers from its weights does anyway.
-    log = MetricsLog(session.run, every=1 if session.judges or engine.step.device.type == "cpu" else 10)
+    log = MetricsLog(session.run, every=1 if not session.task.is_plain or engine.step.device.type == "cpu" else 10)
     graphs = compat.captured_graphs()
     check_every = defaults.interval(session.updates, defaults.EVALUATIONS)  # whether the time suffices
     session.training_since_s = clock()
     with report.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
-        if not engine.index and report.scores_untrained:
+        if not engine.index and session.task.scores_untrained:
             report.evaluate(block, 0, limit=None)
         began, since, waiting, score = clock(), 0, False, ""
         for update in train(engine, windows(session), session.updates):
@@ -248,7 +243,9 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             last = done == session.updates
             report.recompiles = compat.captured_graphs() - graphs
             session.account(done)
-            written = log.add(update, {**report.read, "wall_s": session.spent_s, **session.judged()})
+            written = log.add(
+                update, {**report.read, "wall_s": session.spent_s, **session.task.figures(session.batches)}
+            )
             if written or last or clock() - began > SHOWN_S:
                 log.flush()
                 rate = report.rate(since, clock() - began, log.last)
@@ -262,8 +259,8 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             )
             # No checkpoint is due while updates are skipped, so that `go_back` finds one from before them.
             due = waiting or done % plan.save_every == 0
-            saving = last or (session.is_between_draws and ((due and not skipping) or stopping or asked))
-            waiting = due and not session.is_between_draws
+            saving = last or (session.can_save and ((due and not skipping) or stopping or asked))
+            waiting = due and not session.can_save
             if lost or (saving and session.non_finite()):
                 log = go_back(session, log, progress)
                 continue

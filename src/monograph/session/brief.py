@@ -11,8 +11,6 @@ from monograph.device import clock, describe, synchronize
 from monograph.loss import Batch
 from monograph.planner import defaults
 from monograph.report.quantities import duration
-from monograph.rl.prompts import Prompts
-from monograph.rl.rollouts import Rollouts
 from monograph.session.session import Session
 from monograph.storage.cache_dir import is_compiled
 
@@ -33,12 +31,10 @@ def compiled_key(session: Session, window: Batch) -> str:
 
 def updates_given(session: Session) -> int:
     """Return the number of updates that the settings give, or the epochs contain; 0 for a run by the clock."""
-    plan, text, rows = session.plan, session.corpus, session.batches.rows_per_window
+    plan, task, rows = session.plan, session.task, session.batches.rows_per_window
     if plan.updates or not plan.epochs:
         return plan.updates
-    per_epoch = len(text.train) if isinstance(text, Prompts) else text.train.per_epoch
-    each = session.drawer.options.updates if isinstance(text, Prompts) else 1  # of a window's rows
-    return -(-plan.epochs * per_epoch // rows) * each
+    return -(-plan.epochs * task.per_epoch // rows) * task.updates_per_window
 
 
 def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
@@ -63,9 +59,8 @@ def why_uncompiled(session: Session, window: Batch, opening_s: float) -> str:
         return ""
     updates = updates_given(session)
     training_s = math.inf if updates else 60 * plan.minutes
-    if not updates and not isinstance(session.corpus, Prompts):  # a short text ends a run before its time does
-        decay, per_epoch = plan.update_rule.weight_decay, session.corpus.train.per_epoch
-        updates = defaults.most_updates(per_epoch, session.batches.rows_per_window, decay)
+    if not updates:  # a short text ends a run before its time does
+        updates = session.task.most_updates(session.batches.rows_per_window, plan.update_rule.weight_decay) or 0
     if updates and training_s >= LEAST_COMPILE_S:
         training_s = min(training_s, updates * _update_s(session))
     if opening_s + training_s >= LEAST_COMPILE_S:
@@ -84,8 +79,7 @@ def _update_s(session: Session) -> float:
         engine.rehearse(window)
         synchronize(engine.step.device)
         learned_s = clock() - began
-    each = session.drawer.options.updates if isinstance(batches, Rollouts) else 1  # of which one draws
-    return drawn_s / each + learned_s
+    return drawn_s / session.task.updates_per_window + learned_s
 
 
 def expected_whole_s(session: Session, window: Batch, since_s: float) -> float:

@@ -17,19 +17,18 @@ from monograph.loop import train
 from monograph.loss import Batch
 from monograph.planner import defaults
 from monograph.report.quantities import counted
-from monograph.rl.prompts import Prompts
 from monograph.run.folder import Run
 from monograph.run.metrics_log import MetricsLog
 from monograph.run.progress import Progress, silent
 from monograph.schedule import constant
 from monograph.session.brief import compiled_key
+from monograph.session.objectives import objective_of
 from monograph.session.plan import Length
-from monograph.session.preferring import open_pairs
 from monograph.session.recorded import run_settings
 from monograph.session.resolve import ORIGIN, resolve
 from monograph.session.rewind import windows
 from monograph.session.session import Session
-from monograph.session.setup import open_corpus, open_session, repeatable
+from monograph.session.setup import open_session, repeatable
 from monograph.session.warmup import compile_step, prepare
 from monograph.storage.cache_dir import is_compiled, keep_compiled, mark_compiled, python_aside
 
@@ -46,7 +45,7 @@ def pays(session: Session, key: str) -> bool:
     second process with the model, a new one of this package, and this step was not compiled on this machine before.
     """
     plan, machine = session.plan, describe()
-    if plan.updates or plan.epochs or not session.world.alone or isinstance(session.corpus, Prompts):
+    if plan.updates or plan.epochs or not session.world.alone or not session.task.starts_eagerly:
         return False
     if machine.type != "cpu" or machine.cores < 2 or plan.compile == "none" or compiler_obstacle():
         return False
@@ -92,7 +91,7 @@ def _update_eagerly(session: Session, progress: Progress) -> bool:
     """Update until the other process has compiled the step; return False if that took longer than the run can wait."""
     engine, plan = session.engine, session.plan
     assert plan.expected
-    per_epoch = session.text.train.per_epoch
+    per_epoch = session.task.per_epoch
     most = defaults.most_updates(per_epoch, plan.rows, plan.update_rule.weight_decay)
     likely = defaults.likely_updates(plan.minutes, plan.expected.update_s, per_epoch, plan.rows)
     engine.step.schedule = constant(resolve(plan, describe(), Length(likely)).warmup_updates)
@@ -104,7 +103,7 @@ def _update_eagerly(session: Session, progress: Progress) -> bool:
         with progress.stage("start", "training eagerly while the step compiles") as stage:
             for update in train(engine, windows(session), max(1, most // 2)):
                 spent_s = clock() - began
-                log.add(update, {"wall_s": spent_s, MARK: True, **session.judged()})
+                log.add(update, {"wall_s": spent_s, MARK: True, **session.task.figures(session.batches)})
                 session.account(update.index + 1, **{MARK: True})
                 stage.report("update", update.index + 1)
                 if compiler.poll() is not None or spent_s > patient_s:
@@ -129,5 +128,5 @@ def compile_run(folder: str) -> None:
     repeatable(default_device())
     run, progress = Run(Path(folder)), silent()
     plan = resolve(run_settings(run), describe())
-    text = open_pairs(plan, progress) if plan.preference else open_corpus(plan.reading, progress)
-    prepare(open_session(run, plan, text, default_device(), progress), progress)
+    task = objective_of(plan.settings).open(plan, progress)
+    prepare(open_session(run, plan, task, default_device(), progress), progress)

@@ -18,6 +18,7 @@ from monograph.model.llama import Llama
 from monograph.report.quantities import counted
 from monograph.run.folder import Run
 from monograph.run.models import load_trained, load_with_tokenizer
+from monograph.session.objectives import objective_of
 from monograph.session.recorded import own_copies, run_settings, strange_text
 from monograph.text.tokenizer import Tokenizer
 
@@ -74,7 +75,6 @@ def of_run(run: Run, warn: Warn) -> EvaluatedModel:
     precision = Precision(settings.train.precision)  # in another precision the figures would differ
     text = settings.data.model_dump() | own_copies(settings)
     module, loss, tokenizer, state, averaged = load_trained(run, warn, precision, settings.programs)
-    judged = settings.rl.reward is not None or settings.prefer.loss is not None
     return EvaluatedModel(
         module,
         loss,
@@ -82,7 +82,7 @@ def of_run(run: Run, warn: Warn) -> EvaluatedModel:
         precision,
         {key: text[key] for key in _READING},
         averaged,
-        {} if judged else {key: text[key] for key in _TEXT},
+        {} if objective_of(settings).judges else {key: text[key] for key in _TEXT},
         state["fingerprint"],
         strange_text(run, settings),
     )

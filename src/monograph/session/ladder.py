@@ -26,10 +26,11 @@ from monograph.planner import defaults
 from monograph.profiling.memory import reset_peak_memory
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
+from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import Length, Plan
 from monograph.session.resolve import resolve
 from monograph.session.session import Session
-from monograph.session.setup import build_run, open_corpus, open_session
+from monograph.session.setup import build_run, open_session
 from monograph.session.warmup import calibrate, peak_bytes, prepare
 from monograph.step import Layout, Step
 
@@ -211,7 +212,7 @@ class Ladder:
         machine, scope = describe(), plan.compile
         settings = plan.settings.resolve(OWN | {"train.minutes": RUNG_S / 60}, "ladder")
         texts = {form: open_corpus({**plan.reading, "packing": form}, progress) for form in ("packed", "padded")}
-        built = build_run(resolve(settings, machine), texts["packed"], machine)
+        built = build_run(resolve(settings, machine), TextTask(texts["packed"]), machine)
         if built.plan.memory == "stream":
             raise UsageError("train.memory = stream: a ladder is of a model that lives on the device")
         # The scope is not the plan's, which depends on how fast earlier runs were.
@@ -285,7 +286,7 @@ class Ladder:
     def _climbed(self, way: Way, rung: Rung, progress: Progress) -> Climbed | str:
         device, notes = default_device(), list[str]()
         run, text = Run(self.folder), self.texts[way.packing]
-        session = open_session(run, self.plan_of(way), text, device, progress)
+        session = open_session(run, self.plan_of(way), TextTask(text), device, progress)
         engine = session.engine
         try:
             if not way.fused:

@@ -30,27 +30,32 @@ class Opening(NamedTuple):
     command: str = "generate"
 
 
-def opening_of(
-    corpus: Corpus | Prompts, config: LlamaConfig | None, regex: str | None = None, schema: str | None = None
-) -> Opening:
+def opening_of_prompts(prompts: Prompts, regex: str | None, schema: str | None) -> Opening:
+    """Return the first prompt.
+
+    Args:
+        prompts: the run's prompts.
+        regex: what the answers match.
+        schema: the file with their schema.
+    """
+    first = prompts.train[0]
+    like: tuple[str, ...] = ()
+    if regex is not None:
+        like = ("--regex", regex)
+    elif schema is not None:
+        like = ("--json-schema", schema)
+    if prompts.chats:
+        return Opening(first.text, [*first.ids], (), like, "chat")
+    return Opening(first.text, [*first.ids], (), (*like, *_dashes(first.text), first.text))
+
+
+def opening_of(corpus: Corpus, config: LlamaConfig | None) -> Opening:
     """Return a prompt from the held-out text, or else from the training text, short enough to be continued.
 
     Args:
-        corpus: the run's text or prompts.
+        corpus: the run's text.
         config: the model's shape; None if it is no Llama.
-        regex: what the answers to prompts match.
-        schema: the file with their schema.
     """
-    if isinstance(corpus, Prompts):
-        first = corpus.train[0]
-        like: tuple[str, ...] = ()
-        if regex is not None:
-            like = ("--regex", regex)
-        elif schema is not None:
-            like = ("--json-schema", schema)
-        if corpus.chats:
-            return Opening(first.text, [*first.ids], (), like, "chat")
-        return Opening(first.text, [*first.ids], (), (*like, *_dashes(first.text), first.text))
     rows = corpus.held_out if len(corpus.held_out) else corpus.train
     # It may fill half of the positions; the first token of a document and a written token must fit in any case.
     room = max(0, min(config.max_position_embeddings // 2, config.max_position_embeddings - 2)) if config else None

@@ -11,7 +11,6 @@ from monograph.optim import Optimizer
 from monograph.planner import Candidate, StreamCandidate
 from monograph.planner.defaults import EVALUATIONS
 from monograph.predict.footprint import Compile
-from monograph.rl.preferences import Preference
 from monograph.run.recipe import Recipe
 from monograph.schedule import Schedule, constant, warmup_cosine, warmup_stable_decay
 from monograph.step import Clip
@@ -40,10 +39,6 @@ class Plan:
         precision: the precision of the arithmetic.
         parallel: how several devices share the work.
         gather_dtype: the dtype in which shared weights are sent.
-        reward: what scores the answers of a run with rewards; None for other runs.
-        teacher: the model that scores answers; None if another reward does.
-        answer_regex: what all answers match; answer_schema: the file with their schema. None: they have any form.
-        preference: the loss of a run on preferences; None for other runs.
         micro_batch: rows that one device computes at once; 0 until the model's shape is known.
         compile: the scope of a graph; remat: what is recomputed; memory: where weights live. Each may be "auto" until
             the model's shape is known.
@@ -70,11 +65,6 @@ class Plan:
     precision: str
     parallel: str
     gather_dtype: str
-    reward: str | None
-    teacher: str | None
-    answer_regex: str | None
-    answer_schema: str | None
-    preference: Preference | None
     micro_batch: int = 0
     compile: Compile | Literal["auto"] = "auto"
     remat: str | float = "auto"

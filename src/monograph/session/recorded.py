@@ -15,7 +15,6 @@ from monograph.config.sources import written_fingerprint
 from monograph.errors import InputRefused, UsageError
 from monograph.planner import defaults
 from monograph.report.quantities import counted
-from monograph.rl.preferences import preference
 from monograph.run import recorded_state
 from monograph.run.folder import Follower, Run
 from monograph.run.recipe import names_run
@@ -24,6 +23,8 @@ from monograph.run.run_index import checkpoint_named
 from monograph.run.trust import carries_mark, is_ours, marked, require_trusted
 from monograph.run.writing import write_whole
 from monograph.session.adapting import ADAPTER_KEYS, require_no_new
+from monograph.session.objectives import OBJECTIVES, objective_of
+from monograph.session.objectives.preferences import are_alike, is_by_records
 from monograph.session.plan import is_sharded
 from monograph.storage.code import HUB, digests
 from monograph.storage.reading import contents, entries, exists, is_file, is_folder, matching, resolved, without_links
@@ -305,8 +306,7 @@ def branched(parent: Run, given: Settings) -> Settings:
     """Return the settings of a new run: the given ones, and its parent's except those of `_OF_ONE_RUN`."""
     if not parent.begun and not entries(parent.checkpoints):
         raise InputRefused(f"{parent.folder} was stopped before it began: nothing can start from it")
-    judged = given.rl.reward is not None or given.prefer.loss is not None
-    replaced = {"model.init": given.model.init is not None, "rl.reward": judged}
+    replaced = {"model.init": given.model.init is not None, "rl.reward": objective_of(given).judges}
     own = run_settings(parent, runs=[key for key in NAME_CODE if not replaced[key]])
     taken = _by_records(given, own)
     if added := [key for key in ADAPTER_KEYS if key in taken and given.values()[key] != own.values()[key]]:
@@ -338,15 +338,14 @@ def branched(parent: Run, given: Settings) -> Settings:
 def _by_records(given: Settings, own: Settings) -> set[str]:
     """Return the keys that a new run does not take from its parent: given ones, and those that its records decide."""
     taken = {*given.pinned()}
-    if given.prefer.loss is not None:  # pairs, after answers that were rewarded
-        taken |= {key for key in own.values() if key.startswith("rl.")}
-    usual, theirs = given.prefer.loss, own.prefer.loss
-    chosen = given.origins.get("prefer.loss") == "data.source"  # for want of another
-    if chosen and usual and theirs and preference(usual).labelled == preference(theirs).labelled:
+    objective = objective_of(given)
+    if objective.judges:  # what the parent learned from is over
+        sections = {other.section for other in OBJECTIVES} - {objective.section}
+        taken |= {key for key in own.values() if key.partition(".")[0] in sections}
+    if is_by_records(given) and are_alike(given, own):
         taken -= {"prefer.loss"}
     elif "data.source" in taken:
         taken |= {"prefer.loss"}
-    judged = given.rl.reward is not None or given.prefer.loss is not None
-    if judged and (given.rl.reward is None) != (own.rl.reward is None):
-        taken |= {"train.tokens_per_update"}  # answers decide it
+    if objective.judges and objective.is_own_length != objective_of(own).is_own_length:
+        taken |= {"train.tokens_per_update"}
     return taken

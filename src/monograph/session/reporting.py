@@ -10,32 +10,25 @@ from contextlib import suppress
 from typing import Any
 
 from monograph import compat
-from monograph.data.corpus import Corpus
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
 from monograph.errors import DiskFull, InputRefused
-from monograph.evaluation import Evaluation, evaluate
+from monograph.evaluation import Evaluation
 from monograph.evaluation.yardsticks import accepted_share, yardsticks
 from monograph.graph import capture as graph
 from monograph.graph.inspect import modes_kept
 from monograph.model.llama import Llama
-from monograph.planner.defaults import most_updates, updates_for
+from monograph.planner.defaults import updates_for
 from monograph.predict.roofline import flops_per_token, mfu
 from monograph.profiling.memory import reset_peak_memory
-from monograph.report.quantities import count, counted, duration, megabytes, memory
+from monograph.report.quantities import count, counted, duration, memory
 from monograph.report.run_report import REFRESH_S, About, write_report, write_run_page
-from monograph.rl.preferences import PreferenceLoss
-from monograph.rl.prompts import Prompts
-from monograph.rl.rollouts import Rollouts
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.run.started import told
 from monograph.session.eager_start import MARK
 from monograph.session.gauges import Alarm, Gauges
-from monograph.session.opening import opening_of
-from monograph.session.preferring import preferred_in
 from monograph.session.ranks import show
-from monograph.session.reinforcing import rewards_in
 from monograph.session.session import Session
 from monograph.storage.reading import contents, exists, is_folder, parse_json
 
@@ -72,9 +65,7 @@ class Reporter:
         self.rows, self.first = session.run.rows(), session.engine.index
         self.yardsticks = self._yardsticks()
         reset_peak_memory(session.engine.step.device)  # memory of the yardsticks does not count
-        self.opening = opening_of(
-            session.corpus, session.model_config, session.plan.answer_regex, session.plan.answer_schema
-        )
+        self.opening = session.task.opening(session.model_config)
         self.python = session.corpus.name == "stdlib"
         self.recompiles = 0
         self.gauges = Gauges(session.engine.step.device)
@@ -85,11 +76,6 @@ class Reporter:
         self.page_due_s = clock() + REFRESH_S
         self.lines = (0, 0)
 
-    @property
-    def scores_untrained(self) -> bool:
-        """Return whether the run shows what the model was worth before its first update."""
-        return self.session.reward is not None or bool(self.session.text.stats.conversations)
-
     def sample_updates(self) -> list[int]:
         """Return the updates after which a sample is drawn."""
         return [max(1, round(share * self.session.updates)) for share in SAMPLE_SHARES]
@@ -97,13 +83,8 @@ class Reporter:
     def block(self) -> TrainingBlock:
         """Return the live block with the points and samples of earlier processes of the run."""
         updates = self.session.updates
-        tokens = updates * self.session.plan.tokens_per_update
-        name, key = "bits/byte", "eval_bits_per_byte"
-        if self.session.reward:
-            name, key, drawing = "reward", "eval_reward", self.session.drawer.options
-            tokens = updates * drawing.prompts * drawing.group * drawing.max_new_tokens
-        if self.session.plan.preference:
-            name, key = "accuracy", "eval_accuracy"
+        tokens = self.session.task.tokens_in_all(updates)
+        name, key = self.session.task.score
         start = self.session.engine.index
         block = TrainingBlock(self.progress.screen, updates, tokens, self.yardsticks, start, name)
         for row in self.rows:
@@ -116,10 +97,10 @@ class Reporter:
     def rate(self, updates: int, seconds: float, row: Mapping[str, Any]) -> float:
         """Return the tokens per second of the last updates, the last of which has this row; notice if they are few."""
         self.update_s.append(seconds / updates)
-        self.rates.append(self._tokens / self.update_s[-1])
+        tokens = self.session.task.tokens_of(self.session.batches)
+        self.rates.append(tokens / self.update_s[-1])
         self.read = {"tokens_per_s": self.rates[-1] or None, **self.gauges.read()}
-        # How fast answers are drawn depends on their lengths.
-        if not self.session.reward and (slower := self.alarm.note(self.rates[-1], seconds)):
+        if self.session.task.is_steady and (slower := self.alarm.note(self.rates[-1], seconds)):
             self.session.run.log({"update": row["update"], "tokens": row["tokens"], "slower": slower})
             now, before = (count(slower[name], "tok/s") for name in ("tokens_per_s", "before"))
             why = slower["why"] or "no cause found"
@@ -131,63 +112,30 @@ class Reporter:
         """Return the median seconds of the last few updates; 0 before the first."""
         return statistics.median_high(self.update_s) if self.update_s else 0.0
 
-    @property
-    def _tokens(self) -> float:
-        """Return the mean number of tokens of an update, without padding; of the last update, if answers are drawn."""
-        if isinstance(self.session.batches, Rollouts):
-            return self.session.batches.numbers["drawn_tokens"]
-        return self.session.text.stats.packed_share * self.session.plan.tokens_per_update
-
     def evaluate(self, block: TrainingBlock, update: int, limit: int | None, **mark: Any) -> None:
         """Score held-out rows, or answers to held-out prompts, log the scores and show them.
 
         The row of the metrics has the entries of `mark`, too.
         """
-        if isinstance(self.session.corpus, Prompts):
-            self._measure(block, update)
+        score = self.session.task.evaluate(self.session.batches.rows_per_window, limit)
+        if score is None:
             return
-        rows = self.session.corpus.held_out
-        if len(rows) == 0:
-            return
-        # The engine cuts these batches into micro-batches, for all of which a streamed model crosses the link once.
-        size = self.session.batches.rows_per_window
-        self.held_out = evaluate(self.session.engine, rows, batch_rows=size, limit=limit)
-        tokens = int(self.session.engine.step.tokens)
-        bits = self.held_out.bits_per_byte
-        scores = {"eval_loss": self.held_out.loss, "eval_bits_per_byte": bits}
-        if isinstance(loss := self.session.engine.step.loss, PreferenceLoss):
-            figures, tokens, bits = loss.taken(self.session.world.gathered), self.session.answer_tokens, None
-            scores |= {f"eval_{name}": figures[name] for name in ("accuracy", "margin")}
-            block.held_out(tokens, figures["accuracy"])
-        used = min(limit or len(rows), len(rows))
-        self.session.run.log({"update": update, "tokens": tokens, **scores, "eval_rows": used, **mark})
-        if bits is not None and math.isfinite(bits):
-            block.held_out(tokens, bits)
-
-    def _measure(self, block: TrainingBlock, update: int) -> None:
-        session = self.session
-        if not session.corpus.held_out:
-            return
-        numbers = session.drawer.measure()
-        session.run.log({"update": update, "tokens": session.answer_tokens, **numbers})
-        block.held_out(session.answer_tokens, numbers["eval_reward"])
+        self.held_out = score.evaluation
+        self.session.run.log({"update": update, "tokens": score.tokens, **score.figures, **mark})
+        if score.point is not None and math.isfinite(score.point):
+            block.held_out(score.tokens, score.point)
 
     def sample(self, block: TrainingBlock, update: int) -> None:
         """Log and show an answer to the first prompt with its reward, or a Llama's continuation of the run's prompt.
 
         Both always have the same random draws, so that a resumed run shows the same.
         """
-        if isinstance(self.session.batches, Rollouts):
-            prompt, answer, reward = self.session.drawer.sample()
-            sample = f"{prompt}{answer} (reward {reward:g})"
-        else:
-            text = next(iter(self._write(1, SAMPLE_TOKENS)), None)
-            if text is None:
-                return
-            sample = self.opening.text + text
+        written = self.session.task.sample(self.opening, lambda: next(iter(self._write(1, SAMPLE_TOKENS)), None))
+        if written is None:
+            return
         share = update / self.session.updates
-        self.session.run.log({"update": update, "share": share, "sample": sample})
-        block.sample(share, sample)
+        self.session.run.log({"update": update, "share": share, "sample": written})
+        block.sample(share, written)
 
     def keep_time(self, update: int) -> None:
         """Begin the cool-down early if the time will not suffice, once the machine's speed is known well."""
@@ -207,8 +155,8 @@ class Reporter:
         per_update = max(here_s / (update - self.first), self.recent_s)
         until = END_SHARE * session.budget_s
         if session.ends_s is not None:
-            held_out = len(session.corpus.held_out) if isinstance(session.corpus, Corpus) else 0
-            until = min(until, spent + session.left_s - session.scoring_s(held_out, self.recent_s))
+            scoring_s = session.scoring_s(session.task.held_out_rows, self.recent_s)
+            until = min(until, spent + session.left_s - scoring_s)
         if spent + per_update * (session.updates - update) <= LATE * until:
             return 0
         left = until - spent
@@ -243,7 +191,7 @@ class Reporter:
 
     def _about(self, rows: Sequence[Mapping[str, Any]]) -> About:
         samples = [(row["share"], row["sample"]) for row in rows if "sample" in row]
-        origin = [*told(self.session.run), ("seed", str(self.session.plan.seed)), ("data", self._data)]
+        origin = [*told(self.session.run), ("seed", str(self.session.plan.seed)), ("data", self.session.task.described)]
         if self.session.cooled:
             begun, end = self.session.cooled
             why = f"training was slower than measured at the start, so the cool-down began at update {begun:,}"
@@ -265,18 +213,6 @@ class Reporter:
             moments.append((self.session.cooled[0], "cool-down begins early"))
         return moments
 
-    @property
-    def _data(self) -> str:
-        """Return the source of the run's text or prompts, and how large it is."""
-        data = self.session.corpus
-        if isinstance(data, Prompts):
-            return f"{data.name}: {counted(len(data.train), 'prompt')}, {len(data.held_out):,} held out"
-        stats = data.stats
-        parts = [counted(stats.files, "file"), megabytes(stats.bytes), f"{count(stats.tokens)} tokens"]
-        if stats.conversations:
-            parts.append(counted(stats.conversations, "conversation"))
-        return f"{data.name}: {', '.join(parts)}"
-
     def finish(self) -> dict[str, Any]:
         """Write the report, print the results and the next commands; return the summary, the object of `--json`."""
         session, progress = self.session, self.progress
@@ -286,7 +222,8 @@ class Reporter:
             write_report(session.run.folder, summary, rows, self._about(rows))
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
-        progress.line("done", f"{trained} of training{self._planned()}{self._standing()}")
+        standing = session.task.standing(rows, self.held_out, self.yardsticks)
+        progress.line("done", f"{trained} of training{self._planned()}{standing}")
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
         if (planned := session.plan.peak_memory_bytes) is not None:
@@ -309,10 +246,9 @@ class Reporter:
         if not session.budget_s:
             return ""
         planned = f" ({duration(session.budget_s)} planned)"
-        if isinstance(session.corpus, Corpus):  # where the text's epochs ended the run, the time was only allowed
-            decay, per_update = session.plan.update_rule.weight_decay, session.batches.rows_per_window
-            if session.plan.updates >= most_updates(session.corpus.train.per_epoch, per_update, decay):
-                planned = f" ({duration(session.budget_s)} at most)"
+        most = session.task.most_updates(session.batches.rows_per_window, session.plan.update_rule.weight_decay)
+        if most is not None and session.plan.updates >= most:  # the epochs ended the run, the time was only allowed
+            planned = f" ({duration(session.budget_s)} at most)"
         return planned
 
     def _summary(self) -> dict[str, Any]:
@@ -348,42 +284,8 @@ class Reporter:
             "dtype": session.plan.precision,
             "params": session.params,
             "passed_over": session.corpus.skipped,
-            **rewards_in(rows),
-            **preferred_in(rows),
-            **({"labelled": True} if self._labelled else {}),
+            **session.task.summary(rows),
         }
-
-    @property
-    def _labelled(self) -> bool:
-        return self.session.plan.preference is not None and self.session.plan.preference.labelled
-
-    def _standing(self) -> str:
-        if self.session.reward:
-            end = rewards_in(self.session.run.rows())
-            held = f", held-out {end['eval_reward']:.3f}" if end["eval_reward"] is not None else ""
-            apart = end["drawn_minus_scored_max"]
-            scored = f"; log-probabilities drawn and scored differ by up to {apart:.1g} nats" if apart else ""
-            return f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at the start){held}{scored}"
-        if not self.held_out:
-            return ""
-        if self.session.plan.preference:
-            end = preferred_in(self.session.run.rows())
-            if self._labelled:
-                return f"   agrees with the labels of {end['eval_accuracy']:.1%} of the held-out answers"
-            return f"   prefers the chosen answer in {end['eval_accuracy']:.1%} of the held-out pairs"
-        if self.session.text.stats.conversations:
-            before = [row["eval_loss"] for row in self.session.run.rows() if row.get("eval_loss") and not row["update"]]
-            compared = f" ({before[0]:.3f} before)" if before else ""
-            return f"   held-out answers {self.held_out.loss:.3f} nats/token{compared}"
-        bits = self.held_out.bits_per_byte
-        if bits is None:
-            return f"   held-out loss {self.held_out.loss:.4g}"
-        ranked = sorted(self.yardsticks.items(), key=lambda item: -item[1])
-        below = [f"{name} {value:.2f}" for name, value in ranked if bits < value]
-        above = [f"{name} {value:.2f}" for name, value in ranked if bits >= value]
-        text = f"   held-out {bits:.2f} bits/byte" + (" of averaged weights" if self.session.plan.averaged else "")
-        text += f"   below {', '.join(below)}" if below else ""
-        return text + (f"; next: {above[0]} (train longer: --minutes)" if above else "")
 
     def _next(self) -> None:
         name = self.session.run.handle
@@ -393,8 +295,9 @@ class Reporter:
             more = [(self.opening.command, name, *self.opening.arguments), ("export", name, "--to", _free()), *more]
         elif self.held_out:
             more = [("evaluate", name), *more]
-        judged = self.session.plan.settings.prefer.loss is not None
-        if self.held_out and name == "last" and not judged:  # a sweep without arguments takes the newest run
+        if (
+            self.held_out and name == "last" and self.session.task.is_plain
+        ):  # a sweep without arguments takes the newest run
             more = [more[0], ("sweep",), *more[1:]]
         for index, arguments in enumerate(more):
             show(self.progress, "next" if index == 0 else "", *arguments)
@@ -418,12 +321,10 @@ class Reporter:
             return [completion.text for completion in written]
 
     def _yardsticks(self) -> dict[str, float]:
-        corpus = self.session.corpus
-        if isinstance(corpus, Prompts):
+        corpus = self.session.task.compressible
+        if corpus is None or not len(corpus.held_out) or not self.session.world.leads:
             return {}
-        # Answers depend on their questions, which a compressor is not given.
-        comparable = len(corpus.held_out) and not corpus.stats.conversations
-        if not (comparable and self.session.world.leads) or corpus.stats.bytes > LARGEST_YARDSTICK_BYTES:
+        if corpus.stats.bytes > LARGEST_YARDSTICK_BYTES:
             return {}
         kept = corpus.folder / "yardsticks.json"
         with suppress(ValueError, InputRefused):

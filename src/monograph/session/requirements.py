@@ -15,10 +15,10 @@ from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.planner import Limits, defaults
 from monograph.report.quantities import count, counted, gibibytes
-from monograph.rl.loss import penalty
+from monograph.session.objective import refuse_first
+from monograph.session.objectives import objective_of, require_one
+from monograph.session.objectives.preferences import with_records
 from monograph.session.plan import Plan, is_sharded
-from monograph.session.reinforcing import USUAL, with_records
-from monograph.storage.code import code_named
 
 LEAST_BYTES = 2  # the least bytes of a parameter, its weight in 16 bits
 
@@ -59,8 +59,7 @@ def require_together(settings: Settings) -> None:
             raise UsageError(f"{staged} train.remat is none, full, pointwise or a number, not offload")
     require_with_lora(settings)
     require_with_ranks(settings)
-    require_with_rewards(settings)
-    require_with_preferences(settings)
+    require_one(settings)
     _require_optim(settings)
 
 
@@ -115,76 +114,7 @@ def require_with_ranks(settings: Settings) -> None:
             "train.memory = stream": (train.memory == "stream", "a rank that streams has whole weights: take ddp"),
             "train.compile = whole": (train.compile == "whole", "blocks are gathered one by one: take blocks or none"),
         }
-    _refuse_first(f"train.parallel = {train.parallel}", excluded)
-
-
-def _refuse_first(chosen: str, excluded: dict[str, tuple[bool, str]]) -> None:
-    """Refuse the first of the other choices that was made; `excluded` has whether it was, and what to do instead."""
-    for what, (is_so, instead) in excluded.items():
-        if is_so:
-            raise UsageError(f"{chosen} does not go with {what}: {instead}")
-
-
-def require_with_rewards(settings: Settings) -> None:
-    """Refuse choices that do not go with `rl.reward`.
-
-    Raises:
-        UsageError: two choices exclude one another; the message names both.
-    """
-    init, train, tokens, ema = settings.model.init, settings.train, settings.train.tokens, settings.optim.ema
-    excluded = {
-        f"model.init = {init}": (code_named(init) is not None, "a program says no tokenizer: name a run or a folder"),
-        "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),
-        "train.precision = fp8": (train.precision == "fp8", "answers are not drawn in fp8: take bf16"),
-        f"train.tokens = {tokens}": (tokens is not None, "answers have any length: give updates or minutes"),
-        f"optim.ema = {ema}": (ema != "none", "answers are the weights' own: leave it out"),
-    }
-    rl = settings.rl
-    if rl.reward is None:
-        return
-    _refuse_first("rl.reward", excluded)
-    _require_parameters(settings)
-    if rl.truncated == "mask" and rl.truncation_penalty:
-        raise UsageError("rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out")
-    penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage or USUAL["rl.advantage"], "rl.")
-
-
-# The rewards that need a key of their own.
-_PARAMETERS = {"regex": "reward_regex", "json-schema": "reward_schema", "teacher": "teacher"}
-
-
-def _require_parameters(settings: Settings) -> None:
-    """Refuse a reward without what it needs, and what another reward needs.
-
-    Raises:
-        UsageError: a key is missing, or is of another reward.
-    """
-    rl = settings.rl
-    for reward, name in _PARAMETERS.items():
-        given = getattr(rl, name) is not None
-        if rl.reward == reward and not given:
-            raise UsageError(f"{settings.said('rl.reward')} needs rl.{name}: give it, too")
-        if given and rl.reward != reward:
-            raise UsageError(f"{settings.said(f'rl.{name}')} is of rl.reward = {reward}, not {rl.reward}: leave it out")
-
-
-def require_with_preferences(settings: Settings) -> None:
-    """Refuse choices that do not go with `prefer.loss`.
-
-    Raises:
-        UsageError: two choices exclude one another; the message names both.
-    """
-    init, train, data = settings.model.init, settings.train, settings.data
-    excluded = {
-        "rl.reward": (settings.rl.reward is not None, "a run learns from one of both: leave one out"),
-        f"model.init = {init}": (code_named(init) is not None, "a program says no tokenizer: name a run or a folder"),
-        "train.memory = stream": (train.memory == "stream", "it is not built for streaming: leave it out"),
-        "train.precision = fp8": (train.precision == "fp8", "it was not tried: take bf16"),
-        "train.tokens": (train.tokens is not None, "pairs are counted, not tokens: give updates, epochs or minutes"),
-        "data.packing = padded": (data.packing == "padded", "the two answers of a pair share a row: leave it out"),
-    }
-    if settings.prefer.loss is not None:
-        _refuse_first("prefer.loss", excluded)
+    refuse_first(f"train.parallel = {train.parallel}", excluded)
 
 
 def require_with_lora(settings: Settings) -> None:
@@ -208,10 +138,10 @@ def require_taught(settings: Settings) -> None:
     Raises:
         UsageError: there is none.
     """
-    key = "rl.reward" if settings.rl.reward else "prefer.loss" if settings.prefer.loss else None
-    if key and settings.model.init is None:
+    objective = objective_of(settings)
+    if objective.judges and settings.model.init is None:
         raise UsageError(
-            f"{key}: a new model answers nothing: name one that was trained on text, by model.init or --from"
+            f"{objective.key}: a new model answers nothing: name one that was trained on text, by model.init or --from"
         )
 
 
@@ -234,12 +164,15 @@ def require_texts(settings: Settings, command: str) -> None:
     Raises:
         UsageError: `rl.reward` is given, or `prefer.loss`, or the records are pairs; the message names the command.
     """
-    for key, value in (("rl.reward", settings.rl.reward), ("prefer.loss", with_records(settings).prefer.loss)):
-        if value is not None:
-            origin = settings.origins.get(key, "data.source")
-            remedy = "leave it out" if key in settings.origins else "its records are pairs"
-            only = f"is for `monograph train`; `monograph {command}` knows texts alone: {remedy}"
-            raise UsageError(f"{origin}: {key} = {value} {only}")
+    known = with_records(settings)
+    objective = objective_of(known)
+    if not objective.judges:
+        return
+    key = objective.key
+    origin = settings.origins.get(key, "data.source")
+    remedy = "leave it out" if key in settings.origins else "its records are pairs"
+    only = f"is for `monograph train`; `monograph {command}` knows texts alone: {remedy}"
+    raise UsageError(f"{origin}: {key} = {known.values()[key]} {only}")
 
 
 def require_positions(length: int, config: LlamaConfig | None) -> None:

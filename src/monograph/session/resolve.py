@@ -25,9 +25,9 @@ from monograph.predict.roofline import Calibration
 from monograph.run.models import positions_of
 from monograph.run.recipe import Recipe, is_weight_file, run_named, shape_in, tokenizer_named, tokenizer_of
 from monograph.session.adapting import NewTokens, fixed_lora, lora_of, rates, require_tokens
+from monograph.session.objectives import objective_of, objective_values
 from monograph.session.plan import Length, Plan, Shape, is_sharded, sharing
 from monograph.session.recorded import own_copies
-from monograph.session.reinforcing import bytes_beside, fixed_preference, fixed_rl, judging, preference_of
 from monograph.session.requirements import require_positions, require_room, require_targets, require_together
 from monograph.step import Clip
 from monograph.storage.cache_dir import cache_root, calibration_file
@@ -75,9 +75,8 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
     name: str = settings.optim.name
     if name == "auto":
         name = defaults.optimizer(fresh=recipe.init is None)
-    reward, compared = settings.rl.reward, settings.prefer.loss
-    judged = reward is not None or compared is not None
-    update_rule = _update_rule(settings, recipe, name, adapted=lora is not None, judged=judged)
+    objective = objective_of(settings)
+    update_rule = _update_rule(settings, recipe, name, adapted=lora is not None, judged=objective.judges)
     final = settings.optim.min_lr_ratio
     per_update = defaults.in_whole_rows(int(train.tokens_per_update), length)
     updates = train.updates or (defaults.updates_of(train.tokens, per_update) if train.tokens else 0)
@@ -91,18 +90,13 @@ def _sized(settings: Settings, machine: Device, built: bool) -> Plan:
         epochs=train.epochs,
         optimizer=name,
         update_rule=update_rule,
-        clip=_clip(settings, rewarded=reward is not None),
+        clip=_clip(settings, finds_spikes=objective.finds_spikes),
         averaged=update_rule.ema is not None,
         schedule_name=settings.optim.schedule,
         final=FINAL if final is None else final,
         precision=defaults.precision(machine) if train.precision == "auto" else train.precision,
         parallel=train.parallel,
         gather_dtype=train.gather_dtype,
-        reward=reward,
-        teacher=settings.rl.teacher,
-        answer_regex=settings.rl.answer_regex,
-        answer_schema=settings.rl.answer_schema,
-        preference=preference_of(settings),
         micro_batch=0 if train.micro_batch == "auto" else train.micro_batch,
         compile=train.compile,
         remat=train.remat,
@@ -143,7 +137,7 @@ def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe
     if model.preset == "auto" and model.init is None and not model.hidden_size:
         chosen["model.preset"] = defaults.DEFAULT.preset
     preset = str(chosen.get("model.preset", model.preset))
-    chosen |= fixed_lora(settings) | fixed_rl(settings, length) | fixed_preference(settings)
+    chosen |= fixed_lora(settings) | objective_values(settings, length)
     family = model.family or FIRST_FAMILY
     recipe = Recipe(model.init, preset, model.sizes(), settings.train.seed, family=family, vouched=settings.vouched)
     recipe = recipe if shape_alone and not has_weights(Path(str(model.init))) else recipe.checked()
@@ -156,7 +150,7 @@ def _with_model(settings: Settings, shape_alone: bool) -> tuple[Settings, Recipe
         chosen["data.tokenizer"] = (None if recipe.code else _own_tokenizer(model.init)) or "bpe"
     if chosen.get("data.tokenizer", settings.data.tokenizer) == "bpe" and settings.data.vocab_size is None:
         chosen["data.vocab_size"] = defaults.DEFAULT.vocabulary
-    if per_update == "auto" and settings.rl.reward is None:
+    if per_update == "auto" and not objective_of(settings).is_own_length:
         usual = max(defaults.DEFAULT.tokens_per_update, length)
         chosen["train.tokens_per_update"] = defaults.in_whole_rows(usual, length)
     settings, shape = settings.resolve(chosen, ORIGIN), shape_in(recipe.init) if recipe.init else None
@@ -240,14 +234,13 @@ def _usual_rate(recipe: Recipe, rule: str, adapted: bool) -> float:
     return rate * OPTIMIZERS[rule].rate_factor
 
 
-def _clip(settings: Settings, rewarded: bool) -> Clip | None:
+def _clip(settings: Settings, finds_spikes: bool) -> Clip | None:
     """Return the clipping; None if gradients are not clipped."""
     norm = settings.optim.grad_clip
     if norm == "none":
         return None
     skip = settings.optim.skip_spikes
-    # With rewards, gradients are 0 until some group differs, so the first that teaches would be taken for a spike.
-    return Clip(norm, skip_spikes=not rewarded if skip == "auto" else skip)
+    return Clip(norm, skip_spikes=finds_spikes if skip == "auto" else skip)
 
 
 # ── from the model's shape ──────────────────────────────────────────────────────────────────────
@@ -259,7 +252,9 @@ def _fitted(plan: Plan, machine: Device, shape: Shape) -> Plan:
     The memory that a module other than a Llama needs is unknown. With several ranks, the share of one rank is planned.
     """
     settings, config, share = plan.settings, shape.config, -(-plan.rows // shape.ranks)
-    plan = replace(plan, beside=bytes_beside(plan, config, machine, shape.slots, shape.ranks)) if config else plan
+    if config:
+        beside = objective_of(settings).bytes_beside(plan, config, machine, shape.slots, shape.ranks)
+        plan = replace(plan, beside=beside)
     expected: Candidate | None = None
     fixed: dict[str, Any] = {"micro_batch": share, "remat": "none", "compile": "whole", "memory": "device"}
     if shape.like:
@@ -319,7 +314,7 @@ def request_of(plan: Plan, config: LlamaConfig, machine: Device, tokens: tuple[i
     """
     require_together(plan.settings)
     transfer = plan.transfer or transfer_of(plan.settings, None if plan.recipe.init else config)
-    judged = judging(plan)
+    judged = objective_of(plan.settings).judged(plan)
     return Request(
         config,
         plan.sequence_length,
@@ -355,7 +350,7 @@ def _planned(plan: Plan, config: LlamaConfig, machine: Device, shape: Shape) -> 
         OutOfDeviceMemory: nothing fits; the message names the nearest candidate and by how much it misses.
     """
     memory = plan.memory
-    if plan.reward is not None:
+    if objective_of(plan.settings).answers_on_device:
         machine, memory = without(machine, sum(plan.beside.values())), "device"
     if plan.parallel != "none":
         rows, lora = -(-plan.rows // shape.ranks), lora_of(plan.settings, shape.tokens)

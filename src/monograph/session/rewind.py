@@ -28,7 +28,7 @@ def windows(session: Session) -> Iterator[Batch]:
         try:
             window = next(session.batches, None)
         except InputRefused:
-            if session.reward and session.engine.index:
+            if session.task.saves_if_refused and session.engine.index:
                 session.save()
             raise
         if window is None:
@@ -60,8 +60,7 @@ def go_back(session: Session, log: MetricsLog, progress: Progress) -> MetricsLog
     # Ranks other than 0 have not read the metrics from before a resume, so rank 0's counts hold for all.
     last, streak = session.world.agreed([log.last["update"], max(1, log.streak)])
     skip, end, rows = session.batches.skip, session.batches.rows_consumed, session.batches.rows_per_window
-    each = session.drawer.options.updates if session.reward else 1  # updates of a window
-    led_there = end - 2 * -(-streak // each) * rows
+    led_there = end - 2 * -(-streak // session.task.updates_per_window) * rows
     if in_a_row([*skip, (led_there, end)], rows) > MOST:
         raise _diverged(session, log)
     try:

@@ -1,6 +1,5 @@
 """A training run in memory: its data, engine and schedule, saved to disk and restored bit for bit."""
 
-import functools
 import math
 import platform
 import random
@@ -15,7 +14,6 @@ import torch
 from monograph import __version__, checkpointing
 from monograph.checkpointing import Checkpoint
 from monograph.config.sources import written_fingerprint
-from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
 from monograph.device import clock, describe
 from monograph.distributed.checkpoint import not_finite, save
@@ -34,18 +32,14 @@ from monograph.ops.attention import Kernel
 from monograph.planner import defaults
 from monograph.predict.roofline import Calibration
 from monograph.profiling.memory import ledger, peak_memory_bytes
-from monograph.rl.loss import PolicyLoss
-from monograph.rl.preferences import PreferenceLoss
 from monograph.rl.prompts import Prompts
-from monograph.rl.rewards import Reward
-from monograph.rl.rollouts import Drawer, Rollouts, Sharing
 from monograph.run import recorded_state
 from monograph.run.folder import TEACHERS, Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, require_base, require_same_file
 from monograph.schedule import Schedule, cool_down
+from monograph.session.objective import Task, Windows
 from monograph.session.plan import Plan
-from monograph.session.reinforcing import options_of
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
 
@@ -57,10 +51,9 @@ class Session:
     Attributes:
         run: the run's folder.
         plan: the decided values of the run.
-        corpus: the run's text, or the prompts of a run with rewards.
+        task: what the run learns from, and how.
         engine: model and optimizer on the device.
         batches: the windows from the current position on.
-        reward: what scores the answers of a run with rewards.
         eager_reason: why nothing was compiled; None if the step was.
         kernel: the attention kernel; None if kernels were not measured.
         world: the ranks that train the run together.
@@ -68,7 +61,6 @@ class Session:
         compile_s: seconds spent on tracing and compiling.
         peak_bytes: bytes of tensors at the peak of an update, measured on a CPU after the last update; else None, as a
             GPU counts them all the time.
-        answer_tokens: tokens of all answers so far, in a run with rewards or on preferences.
         elapsed_s: seconds of training before `training_since_s`, in earlier processes or before the step was compiled.
         budget_s: seconds of training that the settings allow; None if they give only updates, tokens or epochs.
         ends_s: the time of `clock` by which a new run is to be over, report included; None if that is not limited.
@@ -80,7 +72,7 @@ class Session:
 
     run: Run
     plan: Plan
-    corpus: Corpus | Prompts
+    task: Task
     engine: Engine
     compile_s: float = 0.0
     elapsed_s: float = 0.0
@@ -91,32 +83,31 @@ class Session:
     eager_reason: str | None = None
     kernel: Kernel | None = None
     peak_bytes: int | None = None
-    answer_tokens: int = 0
-    reward: Reward | None = None
     world: World = field(default_factory=World)
     started_s: float = field(default_factory=clock)
     training_since_s: float = field(default_factory=clock)
-    batches: Batches | Rollouts = field(init=False)
+    batches: Windows = field(init=False)
 
     def __post_init__(self) -> None:
         """Open the windows at the run's beginning."""
+        self.task.begin(self.run, self.engine, self.world, lambda: self.plan)
         self.batches = self.open_batches(0)
 
     @property
+    def corpus(self) -> Corpus | Prompts:
+        """Return the run's text, pairs or prompts."""
+        return self.task.data
+
+    @property
     def text(self) -> Corpus:
-        """Return the run's text; a run with rewards has none."""
-        assert isinstance(self.corpus, Corpus)
-        return self.corpus
+        """Return the text of a session that can only be one on text, such as a sweep's or a profile's."""
+        assert isinstance(self.task.data, Corpus)
+        return self.task.data
 
     @property
     def updates(self) -> int:
         """Return the number of updates of the whole run."""
         return self.cooled[1] if self.cooled else self.plan.updates
-
-    @property
-    def judges(self) -> bool:
-        """Return whether the run learns from judged answers, by rewards or preferences."""
-        return isinstance(self.engine.step.loss, PolicyLoss | PreferenceLoss)
 
     @property
     def teachers(self) -> str | None:
@@ -229,7 +220,7 @@ class Session:
         self.engine.step.schedule = self.schedule()
         restore_random(state["random"], self.engine.step.device)
         self.run.truncate_metrics(state["metrics_offset"], state.get("metrics_sha256"))
-        self.answer_tokens = next((row["tokens"] for row in reversed(self.run.rows()) if "tokens" in row), 0)
+        self.task.resume(self.run.rows())
         if self.world.leads:
             checkpointing.remove_leftovers(self.run.checkpoints)
         then, now = state["versions"], _versions()
@@ -245,12 +236,9 @@ class Session:
                 f"found {self.plan.settings.fingerprint}): {instead}"
             )
         tokenizer = self.corpus.tokenizer.digest
-        prompts = "prompts, tokenizer or a file that a key of [rl] names"
-        form = prompts if self.reward else "text, tokenizer or form"
         if (state["fingerprint"], state["tokenizer"]) != (self.corpus.fingerprint, tokenizer):
-            raise InputRefused(
-                f"{self.corpus.name}: not what {self.run.folder} was trained on ({form} changed): {instead}"
-            )
+            what = f"{self.corpus.name}: not what {self.run.folder} was trained on"
+            raise InputRefused(f"{what} ({self.task.depends_on} changed): {instead}")
         if state.get("teachers") != self.teachers:
             raise InputRefused(f"{self.run.folder / TEACHERS}: not what the run was begun with: {instead}")
         saved = Recipe.recorded(state["recipe"])
@@ -286,44 +274,14 @@ class Session:
         self.engine.step.tokens.zero_()
         self.engine.step.skipped.zero_()
 
-    def open_batches(
-        self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()
-    ) -> Batches | Rollouts:
+    def open_batches(self, rows: int, seed: int | None = None, skip: Sequence[Sequence[int]] = ()) -> Windows:
         """Return the run's windows from row (or prompt) `rows` on, without the stretches in `skip`."""
-        if isinstance(self.corpus, Prompts):
-            return Rollouts(self.drawer, rows, skip)
-        plan, pin = self.plan, self.engine.step.device.type == "cuda"
-        seed = plan.seed if seed is None else seed
-        return self.corpus.batches(plan.tokens_per_update, seed, rows, plan.epochs, pin, skip)
-
-    @functools.cached_property
-    def drawer(self) -> Drawer:
-        """Return what draws answers, in a run with rewards."""
-        assert isinstance(self.corpus, Prompts) and self.reward
-        sharing = Sharing(self.world.size, self.world.shared, self.world.once)
-        return Drawer(self.engine, self.corpus, self.reward, options_of(self.plan), lambda: self.plan.updates, sharing)
-
-    def judged(self) -> dict[str, Any]:
-        """Return figures on the answers of the last update, for its row of the metrics; empty for a run on text."""
-        loss = self.engine.step.loss
-        if isinstance(loss, PreferenceLoss):
-            figures = loss.taken(self.world.gathered)
-            self.answer_tokens += int(figures["answer_tokens"])
-            return {**figures, "tokens": self.answer_tokens}
-        if not isinstance(self.batches, Rollouts) or not isinstance(loss, PolicyLoss):
-            return {}
-        figures = loss.taken(self.world.gathered)
-        if self.drawer.options.kl is None or not self.drawer.options.kl.needs_reference:
-            del figures["kl"]
-        if not self.batches.is_fresh:  # the answers are those of an update before
-            return {"ratio": figures["ratio"], "clipped": figures["clipped"], "tokens": self.answer_tokens}
-        self.answer_tokens += int(self.batches.numbers["drawn_tokens"])
-        return {**self.batches.numbers, "tokens": self.answer_tokens, **figures}
+        return self.task.windows(rows, seed, skip)
 
     @property
-    def is_between_draws(self) -> bool:
-        """Return whether the run can go on from its state: a draw of answers is not stored, so its updates are over."""
-        return not isinstance(self.batches, Rollouts) or self.batches.is_between_draws
+    def can_save(self) -> bool:
+        """Return whether the run could go on from its state at this moment."""
+        return self.task.can_save(self.batches)
 
     @contextmanager
     def undisturbed(self) -> Iterator[None]:

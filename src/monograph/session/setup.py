@@ -1,13 +1,11 @@
 """Turn a plan into a session that is ready to train: text, model and engine."""
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
-from monograph.data.corpus import Corpus, corpus
 from monograph.device import Device, describe
 from monograph.distributed.engine import Replicated, Sharded, StreamedReplica
 from monograph.distributed.world import World
@@ -22,10 +20,7 @@ from monograph.model.adapter import put, read_adapter
 from monograph.model.config import LlamaConfig
 from monograph.model.llama import Llama
 from monograph.model.scaling import LINEAR
-from monograph.report.quantities import count, counted, megabytes
 from monograph.resident import Resident
-from monograph.rl.prompts import Prompts
-from monograph.rl.rewards import Reward
 from monograph.run.folder import Run
 from monograph.run.models import build
 from monograph.run.progress import Progress
@@ -34,61 +29,14 @@ from monograph.run.recorded_state import newest_state
 from monograph.run.writing import recorded_parent
 from monograph.session.adapting import lora_of, new_tokens_of, token_notes
 from monograph.session.distilling import mixture_loss
+from monograph.session.objective import Task
 from monograph.session.plan import Plan, Shape, is_sharded
-from monograph.session.preferring import preference_loss
 from monograph.session.ranks import agreed
-from monograph.session.reinforcing import options_of, policy_loss
 from monograph.session.requirements import require_positions
 from monograph.session.resolve import resolve, with_rows
 from monograph.session.session import Session, seed_all
 from monograph.session.warmup import mixing_rows
 from monograph.stream import Placement, Streamed
-
-
-def open_corpus(reading: Mapping[str, Any], progress: Progress) -> Corpus:
-    """Read, tokenise and pack a text of at least one row, and print its size and the notes on it.
-
-    Args:
-        reading: the arguments of `monograph.corpus`.
-        progress: the display that prints the lines.
-    """
-    source = reading["source"]
-    sources = [source] if isinstance(source, str) else source
-    name = "Python's standard library" if source == "stdlib" else ", ".join(sources[:3])
-    with progress.stage("data", name + (", ..." if len(sources) > 3 else "")) as stage:
-        data = corpus(**reading, progress=stage.report)
-        stats, length = data.stats, reading["sequence_length"]
-        if stats.tokens < length and not stats.conversations:
-            rows = f"{stats.tokens} training tokens, fewer than one row of {length}"
-            raise InputRefused(f"{data.name}: {rows}; give more text or shorten sequence_length")
-        held = stats.held_out_documents
-        of_what = " of answers" if stats.conversations else ""
-        stage.result = f"{counted(stats.files, 'file')}, {megabytes(stats.bytes)}{of_what}"
-    for line in data.notes:
-        progress.line("note", line)
-    if stats.conversations:
-        progress.line("records" if data.tokenizer.config.template is None else "chats", _conversations(data))
-        return data
-    progress.line(
-        "tokens",
-        f"{count(stats.tokens)} tokens, vocabulary {data.vocab_size:,}, {stats.bytes_per_token:.2f} bytes/token, "
-        f"rows {stats.packed_share:.1%} full; "
-        + (f"held out: {counted(held, 'document')}, {megabytes(stats.held_out_bytes)}" if held else "nothing held out"),
-    )
-    return data
-
-
-def _conversations(data: Corpus) -> str:
-    stats, held = data.stats, data.held_out
-    in_all = count(data.train.inputs)
-    # If a template writes earlier turns differently once more follow, each answer has its own sequence.
-    sequences = data.train.documents
-    rows = f" in {counted(sequences, 'sequence')}" if sequences > stats.conversations else ""
-    return (
-        f"{counted(stats.conversations, data.record_noun)}{rows}, {count(stats.tokens)} of {in_all} tokens trained "
-        f"({stats.trained_share:.1%}), rows {stats.packed_share:.1%} full; "
-        + (f"held out: {counted(held.conversations, data.record_noun)}" if held.conversations else "nothing held out")
-    )
 
 
 class BuiltRun(NamedTuple):
@@ -110,29 +58,27 @@ class BuiltRun(NamedTuple):
 def open_session(
     run: Run,
     plan: Plan,
-    text: Corpus | Prompts,
+    task: Task,
     device: torch.device,
     progress: Progress,
     world: World | None = None,
-    reward: Reward | None = None,
 ) -> Session:
     """Return a run's session at its beginning; with several ranks, rank 0's plan holds for all.
 
     Args:
         run: the run's folder.
         plan: the run's plan so far.
-        text: the run's text, or the prompts of a run with rewards.
+        task: what the run learns from.
         device: the device to train on.
         progress: the display of the run.
         world: the ranks that train together.
-        reward: what scores the answers of a run with rewards.
     """
     world, machine = world or World(), describe()
     plan = _as_begun(plan, run)
-    built = build_run(plan, text, machine, device, world.size, minutes=plan.minutes) if world.leads else None
+    built = build_run(plan, task, machine, device, world.size, minutes=plan.minutes) if world.leads else None
     settings = agreed(world, (built.plan if built else plan).settings)
-    built = built or build_run(_as_begun(resolve(settings, machine), run), text, machine, device, world.size)
-    built = built._replace(loss=mixture_loss(run, built.plan, text, built.model, device, world.size) or built.loss)
+    built = built or build_run(_as_begun(resolve(settings, machine), run), task, machine, device, world.size)
+    built = built._replace(loss=mixture_loss(run, built.plan, task.data, built.model, device, world.size) or built.loss)
     for line in built.notes:
         progress.line("tokens", line)
     if rate := getattr(_shape(built.model), "attention_dropout", 0):
@@ -145,7 +91,7 @@ def open_session(
         )
     engine = make_engine(built, device, world)
     seed_all(built.plan.seed)
-    return Session(run, built.plan, text, engine, reward=reward, world=world)
+    return Session(run, built.plan, task, engine, world=world)
 
 
 def _as_begun(plan: Plan, run: Run) -> Plan:
@@ -166,14 +112,14 @@ def _as_begun(plan: Plan, run: Run) -> Plan:
 
 
 def build_run(
-    plan: Plan, text: Corpus | Prompts, machine: Device, device: Place = None, ranks: int = 1, like: Plan | None = None,
+    plan: Plan, task: Task, machine: Device, device: Place = None, ranks: int = 1, like: Plan | None = None,
     minutes: float = 0,
 ) -> BuiltRun:  # fmt: skip
     """Build the model and decide the values that depend on its shape.
 
     Args:
         plan: the run's plan, from its settings alone.
-        text: the text to train on.
+        task: what the run learns from.
         machine: the device, for the planner.
         device: where frozen weights go if there are adapters, each as soon as it has the dtype in which it is kept.
         ranks: number of processes that train the model together.
@@ -184,14 +130,13 @@ def build_run(
         OutOfDeviceMemory: nothing fits according to the plan; raised before anything is built if the shape is known.
         InputRefused: the model does not fit the text.
     """
-    recipe, settings = plan.recipe, plan.settings
+    recipe, settings, text = plan.recipe, plan.settings, task.data
     # A weight file's own tensors give these sizes.
     if recipe.adapter or not (recipe.init and is_weight_file(recipe.init)):
         sizes = {"vocab_size": text.vocab_size, "max_position_embeddings": plan.sequence_length}
         recipe = recipe._replace(sizes=sizes | recipe.sizes)
     new = new_tokens_of(settings, text.tokenizer)
-    slots = text.longest + options_of(plan).max_new_tokens if isinstance(text, Prompts) else 0
-    facts = ranks, like, slots, 0 if isinstance(text, Prompts) else text.train.per_epoch, minutes
+    facts = ranks, like, task.slots(plan), task.per_epoch if task.repeats else 0, minutes
     if known_shape := shape_in(recipe.init) if recipe.init else recipe.shape():
         tokens = new.trained(known_shape.vocab_size) if new else ()
         plan = resolve(plan, machine, Shape(with_rows(known_shape, new), tokens, *facts))
@@ -203,7 +148,7 @@ def build_run(
     if new and new.vocabulary and isinstance(model, Llama):
         recipe = recipe._replace(vocabulary=extended(model, new.vocabulary, str(recipe.init)))
     if config := _shape(model):
-        _require_fit(config, text, plan.sequence_length)
+        _require_fit(config, text.vocab_size, plan.sequence_length)
     plan = replace(plan if known_shape else resolve(plan, machine, Shape(config, tokens, *facts)), recipe=recipe)
     if plan.transfer:
         plan.transfer.initialise_(model)
@@ -214,20 +159,13 @@ def build_run(
         # Under fsdp the base is rounded on the host, as no device need have room for all of it.
         there = None if is_sharded(plan.parallel) else device
         put(model, lora, seed=plan.seed, start=start, precision=Precision(plan.precision), device=there)
-    return BuiltRun(plan, model, _judging(plan, text, model) or loss, notes)
+    return BuiltRun(plan, model, task.loss(plan, model) or loss, notes)
 
 
-def _judging(plan: Plan, text: Corpus | Prompts, model: nn.Module) -> Loss | None:
-    """Return the loss of a run on judged answers; None for a run on texts."""
-    if isinstance(text, Prompts):
-        return policy_loss(plan, text, model)
-    return preference_loss(plan, text, model) if plan.preference else None
-
-
-def _require_fit(config: LlamaConfig, text: Corpus | Prompts, length: int) -> None:
-    if config.vocab_size < text.vocab_size:
+def _require_fit(config: LlamaConfig, vocab_size: int, length: int) -> None:
+    if config.vocab_size < vocab_size:
         raise InputRefused(
-            f"model.vocab_size = {config.vocab_size} is smaller than the tokenizer's {text.vocab_size}: raise it"
+            f"model.vocab_size = {config.vocab_size} is smaller than the tokenizer's {vocab_size}: raise it"
         )
     require_positions(length, config)
 

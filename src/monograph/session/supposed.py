@@ -19,6 +19,7 @@ from monograph.planner import defaults
 from monograph.report.quantities import binary
 from monograph.run.models import positions_of
 from monograph.run.recipe import Recipe
+from monograph.session.objectives import objective_of
 from monograph.storage.code import HUB
 
 ORIGIN = "plan"
@@ -40,8 +41,7 @@ def standing_in(settings: Settings) -> Iterator[Settings]:
     Settings that train a new model, or name a model, stay as they are.
     """
     shape = shape_named(settings)
-    existing = settings.rl.reward is not None or settings.prefer.loss is not None
-    if shape is None or not (existing or settings.lora.rank is not None):
+    if shape is None or not (objective_of(settings).judges or settings.lora.rank is not None):
         yield settings
         return
     with TemporaryDirectory(prefix="monograph-plan-") as folder:
@@ -71,7 +71,7 @@ def usual(settings: Settings) -> Settings:
             chosen["model.vocab_size"] = max(shape.vocab_size, settings.model.vocab_size or 0)
     if length == "auto":
         length = chosen["data.sequence_length"] = most
-    if given is None and settings.rl.reward is None:
+    if given is None and not objective_of(settings).is_own_length:
         chosen["train.tokens_per_update"] = max(per_update, int(length))
     return settings.resolve(chosen, ORIGIN)
 

@@ -1,7 +1,5 @@
 """Prepare the first update: make a trial step, choose a kernel, capture the step, and fix the run's length."""
 
-import math
-import statistics
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -24,20 +22,15 @@ from monograph.predict.footprint import Work
 from monograph.predict.roofline import Calibration, peak_flops
 from monograph.profiling.memory import LiveBytes, peak_memory_bytes
 from monograph.report.quantities import count, counted, duration
-from monograph.rl.prompts import Prompts
-from monograph.rl.rollouts import Rollouts
 from monograph.run import recorded_state
 from monograph.run.progress import Progress
 from monograph.run.recipe import lora_of
 from monograph.session.brief import updates_given
 from monograph.session.plan import Length
-from monograph.session.reinforcing import drawing_kind, drawing_time
 from monograph.session.resolve import request_of, resolve
 from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
-
-CALIBRATING = 20  # last updates of a run, whose drawing is compared with its closed form
 
 
 def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
@@ -83,14 +76,12 @@ CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine ch
 
 def calibrate(session: Session) -> float:
     """Return the seconds of an update of the session, answers included; see `seconds_per_update`."""
-    engine, batches = session.engine, session.open_batches(0)
-    draws, window = isinstance(batches, Rollouts), next(batches)
-
-    each = batches.drawer.options.updates if isinstance(batches, Rollouts) else 1  # of which one draws
+    engine, batches, each = session.engine, session.open_batches(0), session.task.updates_per_window
+    window = next(batches)
 
     def update() -> None:
         for _ in range(each):
-            engine.rehearse(next(batches) if draws else window)
+            engine.rehearse(window if session.task.is_ready else next(batches))
 
     with session.undisturbed():
         return float(session.world.agreed(seconds_per_update(engine, update, session.world))) / each
@@ -152,15 +143,13 @@ def peak_bytes(session: Session) -> int:
     flat = [value for plane in engine.step.planes for value in (plane.param, plane.grad, *plane.state.values())]
     frozen = [weight for weight in engine.model.parameters() if not weight.requires_grad]
     kept = [*frozen, *engine.model.buffers(), *flat, *window.values()]
-    if session.reward:
-        kept += session.drawer.held
-    return live.peak_bytes + sum(tensor.nbytes for tensor in kept)
+    return live.peak_bytes + sum(tensor.nbytes for tensor in (*kept, *session.task.held))
 
 
 def remember(session: Session, seconds: float) -> None:
     """Store the measured seconds of an update on this machine for later plans."""
     engine = session.engine
-    if session.judges or not session.world.alone:  # drawing takes time, too, and pairs have a loss of their own
+    if not session.task.is_plain or not session.world.alone:
         return
     if not isinstance(engine.model, Llama) or isinstance(engine, Streamed):
         return
@@ -173,17 +162,6 @@ def remember(session: Session, seconds: float) -> None:
     )  # fmt: skip
     rate = peak_flops(machine, request.precisions)[work.precision]
     Calibration(calibration_file()).note(machine, work, seconds, rate)
-
-
-def remember_drawing(session: Session) -> None:
-    """Store how long drawing took beside its closed form, for later plans, if one process drew once for each update."""
-    if not isinstance(session.corpus, Prompts) or session.drawer.options.draws > 1 or not session.world.alone:
-        return
-    machine, config, prompt = describe(), session.drawer.model.config, session.corpus.longest
-    rows = [row for row in session.run.rows() if "longest" in row][-CALIBRATING:]
-    ratios = [row["drawn_s"] / drawing_time(session.plan, config, machine, prompt, row["longest"]) for row in rows]
-    if ratios:
-        Calibration(calibration_file()).note_ratio(machine, drawing_kind(session.plan), statistics.median(ratios))
 
 
 _BATCH_STATISTICS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
@@ -211,12 +189,9 @@ def _try(session: Session, window: Batch, progress: Progress) -> None:
     engine = session.engine
     with progress.stage("trial", "one eager step") as stage:
         trial = engine.trial(window)
-        guess = math.log(session.corpus.vocab_size)
-        stage.result = f"loss {trial.loss:.2f} (random guess: {guess:.2f}), {trial.gradients} gradients, all finite"
-        if session.judges:  # a loss of advantages is about 0, and one of preferences has no reference yet
-            stage.result = "answers " + ("sampled and scored" if session.reward else "compared") + ", gradients finite"
+        stage.result = session.task.trial_result(trial)
     without = [name for name in trial.without_gradient if not starts_still(name)]
-    if without and not isinstance(session.corpus, Prompts):  # answers that are all worth the same have no gradient
+    if without and session.task.reaches_all:
         progress.line("warning", f"no gradient reaches {', '.join(without[:3])}: its weights will not change")
     if left := engine.step.left_in_bf16:
         layers = counted(len(left), "linear layer")
@@ -285,7 +260,7 @@ def _budget_s(session: Session, updates: int, update_s: float, progress: Progres
     if updates:
         return left_s
     given_s = 60 * plan.minutes
-    is_given = "train.minutes" in plan.settings.origins or session.judges or plan.wall_minutes is not None
+    is_given = "train.minutes" in plan.settings.origins or not session.task.is_plain or plan.wall_minutes is not None
     wanted_s = given_s if is_given else defaults.default_seconds(plan.minutes, update_s)
     if wanted_s > given_s:
         longer = f"{duration(wanted_s)} instead of {plan.minutes:g} min"
@@ -295,16 +270,14 @@ def _budget_s(session: Session, updates: int, update_s: float, progress: Progres
 
 def _evaluating_s(session: Session, update_s: float) -> float:
     """Return about how many seconds the evaluations of a run take in all; they are part of its training's time."""
-    if isinstance(session.corpus, Prompts):
-        return 0.0
-    held_out = len(session.corpus.held_out)
+    held_out = session.task.held_out_rows
     curve = defaults.EVALUATIONS * min(held_out, defaults.CURVE_ROWS)
     return session.scoring_s(curve + held_out, update_s)
 
 
 def fix_length(session: Session, progress: Progress) -> None:
     """Decide and print the number of updates: as given, as the epochs contain, or as the minutes allow."""
-    plan, rows, lasting, text = session.plan, session.batches.rows_per_window, "", session.corpus
+    plan, rows, lasting = session.plan, session.batches.rows_per_window, ""
     given = updates_given(session)
     if given > recorded_state.MOST:
         raise UsageError(f"train.epochs = {plan.epochs}: they have {given:,} updates; give fewer, for at most 1e15")
@@ -315,12 +288,8 @@ def fix_length(session: Session, progress: Progress) -> None:
             stage.result = f"{seconds * 1000:.0f} ms each"
         remember(session, seconds)
         session.budget_s = _budget_s(session, given, seconds, progress)
-        # Answers are new each time, so prompts may come up again without end.
-        decay, most = plan.update_rule.weight_decay, recorded_state.MOST
-        if given:
-            most = given
-        elif not isinstance(text, Prompts):
-            most = defaults.most_updates(text.train.per_epoch, rows, decay)
+        decay = plan.update_rule.weight_decay
+        most = given or session.task.most_updates(rows, decay) or recorded_state.MOST
         training_s = defaults.UPDATES_SHARE * session.budget_s
         if session.ends_s is not None:
             training_s = max(training_s / 4, training_s - _evaluating_s(session, seconds))
@@ -335,13 +304,7 @@ def fix_length(session: Session, progress: Progress) -> None:
     plan = session.plan = resolve(plan, describe(), Length(updates))
     session.engine.step.schedule = session.schedule()
     adapters = f" of which {count(session.adapter_params)} are trained" if plan.recipe.lora else ""
-    amount = (
-        f"{plan.tokens_per_update:,} tokens = {count(updates * plan.tokens_per_update)}, {counted(rows, 'row')} of "
-        f"{plan.sequence_length}"
-    )
-    if isinstance(text, Prompts):
-        drawing = session.drawer.options
-        amount = f"{counted(rows, 'prompt')}, {drawing.group} answers each of up to {drawing.max_new_tokens} tokens"
+    amount = session.task.amount(rows, updates)
     progress.line(
         "plan",
         f"{count(session.params)} parameters{adapters}, {counted(updates, 'update')} of {amount}, {plan.precision}"

@@ -28,6 +28,7 @@ from monograph.run.folder import Run
 from monograph.run.models import load_weights
 from monograph.run.progress import Progress
 from monograph.run.writing import write_tokenizer
+from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import Length
 from monograph.session.recorded import write_config
 from monograph.session.resolve import resolve
@@ -163,8 +164,8 @@ def models_of(members: Sequence[Member], text: Corpus, machine: Device) -> list[
         OutOfDeviceMemory: not even one member fits.
     """
     plans = [member.plan for member in members if member.plan]
-    first = build_run(plans[0], text, machine)
-    return [first, *(build_run(plan, text, machine, like=first.plan) for plan in plans[1:])]
+    first = build_run(plans[0], TextTask(text), machine)
+    return [first, *(build_run(plan, TextTask(text), machine, like=first.plan) for plan in plans[1:])]
 
 
 def of_length(built_runs: Sequence[BuiltRun], updates: int) -> list[BuiltRun]:
@@ -236,7 +237,7 @@ def batch_of(
             write_tokenizer(run, text.tokenizer)
             write_config(run, built.plan.settings)
         own: Any = MemberEngine(engine, number) if isinstance(engine, Ensemble) else engine
-        sessions.append(Session(run, built.plan, text, own))
+        sessions.append(Session(run, built.plan, TextTask(text), own))
     return MemberBatch(list(members), engine, sessions, Windows(sessions))
 
 

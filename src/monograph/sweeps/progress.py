@@ -13,10 +13,10 @@ from monograph.report.quantities import count, counted, duration
 from monograph.report.sweep_report import write_sweep_report
 from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.started import told
+from monograph.session.objectives.texts import open_corpus
 from monograph.session.ranks import show
 from monograph.session.requirements import require_possible
 from monograph.session.resolve import resolve
-from monograph.session.setup import open_corpus
 from monograph.sweeps import results
 from monograph.sweeps.advice import advise
 from monograph.sweeps.batch import MemberBatch

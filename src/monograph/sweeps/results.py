@@ -20,12 +20,13 @@ from monograph.run.folder import MIXTURE, Run, names_mixture, standard_json
 from monograph.run.progress import Progress
 from monograph.run.recipe import names_run
 from monograph.session.distilling import write_teachers
+from monograph.session.objectives.texts import TextTask, open_corpus
 from monograph.session.plan import Plan
 from monograph.session.recorded import run_settings, write_config
 from monograph.session.reporting import finished
 from monograph.session.resolve import resolve
 from monograph.session.session import seed_all
-from monograph.session.setup import build_run, make_engine, open_corpus
+from monograph.session.setup import build_run, make_engine
 from monograph.session.warmup import capture
 from monograph.storage.code import code_named
 from monograph.storage.reading import is_folder
@@ -300,7 +301,7 @@ def largest(one: list[float], other: list[float]) -> float:
 
 def losses(plan: Plan, text: Corpus, updates: int, progress: Progress, *, compiled: bool) -> list[float]:
     """Train a run alone from its beginning and return its training losses."""
-    built = build_run(plan, text, describe())
+    built = build_run(plan, TextTask(text), describe())
     engine = make_engine(built, default_device())
     engine.step.schedule = plan.schedule(plan.updates or updates)
     batches = text.batches(plan.tokens_per_update, seed=plan.seed)

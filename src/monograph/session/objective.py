@@ -1,0 +1,352 @@
+"""What the ways to learn have in common: texts, preferences and rewards each fill in an `Objective` and a `Task`.
+
+An objective is what the settings say: it is known before anything is read. A task is what it opens: the records of one
+run, with the loss, the windows and the figures that belong to them. The rooms around ask the two; none of them asks
+which kind it has. `monograph.session.objectives` has a file for each kind, and the table of all.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+from torch import Tensor, nn
+
+from monograph.config import Settings
+from monograph.data.batches import Batches
+from monograph.data.corpus import Corpus
+from monograph.device import Device
+from monograph.distributed.world import World
+from monograph.engine import Engine
+from monograph.errors import UsageError
+from monograph.evaluation import Evaluation
+from monograph.graph.trial import Trial
+from monograph.loss import Loss
+from monograph.model.config import LlamaConfig
+from monograph.planner import defaults
+from monograph.predict.footprint import Judged
+from monograph.predict.roofline import Calibration
+from monograph.rl.prompts import Prompts
+from monograph.rl.rollouts import Rollouts
+from monograph.run.folder import Run
+from monograph.run.progress import Progress
+from monograph.session.opening import Opening
+from monograph.session.plan import Plan
+
+Windows = Batches | Rollouts
+
+
+class Score(NamedTuple):
+    """What scoring held-out records gave.
+
+    Attributes:
+        tokens: the tokens of training so far, at which the score is drawn.
+        figures: entries for the row of the metrics.
+        point: the number that the curve shows; None if there is none.
+        evaluation: the loss; None where no loss says how good answers are.
+    """
+
+    tokens: int
+    figures: Mapping[str, Any]
+    point: float | None
+    evaluation: Evaluation | None = None
+
+
+def refuse_first(chosen: str, excluded: Mapping[str, tuple[bool, str]]) -> None:
+    """Refuse the first of the other choices that was made; `excluded` has whether it was, and what to do instead.
+
+    Raises:
+        UsageError: one was made; the message names it and `chosen`.
+    """
+    for what, (is_so, instead) in excluded.items():
+        if is_so:
+            raise UsageError(f"{chosen} does not go with {what}: {instead}")
+
+
+class Objective(ABC):
+    """A way to learn, as the settings choose it.
+
+    Attributes:
+        key: the key that chooses it; "" for texts, which are learned from where no key says otherwise.
+        section: the section of keys that only this objective has; "" without one.
+        is_own_length: whether other keys than `train.tokens_per_update` decide how much an update learns from.
+        answers_on_device: whether the run holds more than a step on the device, so that nothing can be streamed.
+        finds_spikes: whether the norm of an early gradient tells which later one is a spike.
+    """
+
+    key: ClassVar[str] = ""
+    section: ClassVar[str] = ""
+    is_own_length: ClassVar[bool] = False
+    answers_on_device: ClassVar[bool] = False
+    finds_spikes: ClassVar[bool] = True
+
+    @property
+    def judges(self) -> bool:
+        """Return whether it learns from judged answers, which only a model that was trained before can give."""
+        return bool(self.key)
+
+    def is_chosen(self, settings: Settings) -> bool:
+        """Return whether the settings choose it."""
+        return not self.key or settings.values()[self.key] is not None
+
+    def require_unused(self, settings: Settings) -> None:
+        """Refuse keys of this objective alone in settings that choose another one.
+
+        Raises:
+            UsageError: there is such a key; the message names it.
+        """
+
+    def require(self, settings: Settings) -> None:
+        """Refuse choices that do not go with this objective.
+
+        Raises:
+            UsageError: there is one; the message names both.
+        """
+
+    def values(self, settings: Settings, length: int) -> dict[str, Any]:
+        """Return values for the keys that this objective decides.
+
+        Args:
+            settings: the run's settings.
+            length: positions of a row.
+
+        Raises:
+            UsageError: given keys do not fit one another.
+        """
+        return {}
+
+    def judged(self, plan: Plan) -> Judged:
+        """Return how answers are judged, as the planner takes it; "" if none are."""
+        return ""
+
+    def bytes_beside(
+        self, plan: Plan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
+    ) -> dict[str, int]:
+        """Return the bytes that a run holds beside its step, by origin.
+
+        Args:
+            plan: the run's plan so far.
+            config: the model's shape.
+            machine: the device.
+            slots: the most tokens of a prompt and its answer; 0 as long as the prompts are unknown.
+            ranks: the number of those that train together, of which this is one.
+        """
+        return {}
+
+    def seconds_beside(
+        self, plan: Plan, config: LlamaConfig, machine: Device, known: Calibration
+    ) -> tuple[float, bool] | None:
+        """Return the seconds of an update beside its step, and whether earlier runs corrected them; None without."""
+        return None
+
+    @abstractmethod
+    def open(self, plan: Plan, progress: Progress) -> "Task":
+        """Read the records of a run, and print how many there are; the caller closes the task.
+
+        Raises:
+            InputRefused: the records cannot be used.
+        """
+
+
+class Task(ABC):
+    """The opened records of one run, with what belongs to them.
+
+    Until a session calls `begin`, only the records themselves, `loss`, `slots` and the epoch's size can be used.
+
+    Attributes:
+        data: the text, pairs or prompts.
+        run: the run's folder.
+        engine: model and optimizer.
+        world: the ranks that train together.
+        plan: returns the plan as it is by now.
+        answer_tokens: tokens of all answers so far; 0 in a run on texts.
+        depends_on: what `data` is made from, for the message that it has changed.
+        score: the name of the figure on held-out records, and its entry in the metrics.
+        is_plain: whether an update is nothing but a step on text, of which the planner knows how long it takes.
+        is_steady: whether updates take equally long, so that a slow one tells of the machine.
+        is_ready: whether windows are made ahead of the update that asks for them, so that they cost no time.
+        starts_eagerly: whether updates may be made eagerly while the step is compiled.
+        saves_if_refused: whether a run whose windows fail saves what it has learned first.
+        reaches_all: whether a trial step is to give each trained parameter a gradient.
+    """
+
+    depends_on: ClassVar[str] = "text, tokenizer or form"
+    score: ClassVar[tuple[str, str]]
+    is_plain: ClassVar[bool] = False
+    is_steady: ClassVar[bool] = True
+    is_ready: ClassVar[bool] = True
+    starts_eagerly: ClassVar[bool] = True
+    saves_if_refused: ClassVar[bool] = False
+    reaches_all: ClassVar[bool] = True
+
+    data: Corpus | Prompts
+    run: Run
+    engine: Engine
+    world: World
+    plan: Callable[[], Plan]
+    answer_tokens: int
+
+    # ── before there is an engine ───────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Let go of what was opened."""
+
+    def loss(self, plan: Plan, model: nn.Module) -> Loss | None:
+        """Return the loss that belongs to these records; None: the model's own.
+
+        Raises:
+            InputRefused: the model cannot learn from them.
+        """
+        return None
+
+    def slots(self, plan: Plan) -> int:
+        """Return the most tokens of a prompt and its answer; 0 if none are drawn."""
+        return 0
+
+    @property
+    @abstractmethod
+    def per_epoch(self) -> int:
+        """Return the number of records, rows or prompts, of an epoch."""
+
+    @property
+    def repeats(self) -> bool:
+        """Return whether a second epoch shows the same again."""
+        return True
+
+    def most_updates(self, rows_per_window: int, weight_decay: float) -> int | None:
+        """Return after how many updates the records have been seen often enough; None: never."""
+        return defaults.most_updates(self.per_epoch, rows_per_window, weight_decay) if self.repeats else None
+
+    # ── while a session trains ──────────────────────────────────────────────────────────────────
+
+    def begin(self, run: Run, engine: Engine, world: World, plan: Callable[[], Plan]) -> None:
+        """Take the parts of the session; see the class."""
+        self.run, self.engine, self.world, self.plan = run, engine, world, plan
+        self.answer_tokens = 0
+
+    def resume(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Go on where the rows of the metrics end."""
+        self.answer_tokens = next((row["tokens"] for row in reversed(rows) if "tokens" in row), 0)
+
+    @abstractmethod
+    def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> Windows:
+        """Return the windows from a position on, without the stretches in `skip`.
+
+        Args:
+            position: records before the first window.
+            seed: of the order; None: the run's.
+            skip: (begin, end) of positions that are passed over.
+        """
+
+    @property
+    def updates_per_window(self) -> int:
+        """Return the updates that are made of one window."""
+        return 1
+
+    def can_save(self, windows: Windows) -> bool:
+        """Return whether a run could go on from its state at this moment."""
+        return True
+
+    def keep_reference(self, resumed: bool) -> None:
+        """Keep the weights that the run begins from, or read them again, if answers are compared with theirs.
+
+        Raises:
+            InputRefused: they are lost or damaged.
+            DiskFull: there is no room for them.
+        """
+
+    def score_reference(self, resumed: bool, rows_per_window: int, progress: Progress) -> None:
+        """Score all records by the weights that the run begins from, or read the scores again, if the loss needs them.
+
+        Raises:
+            InputRefused: they are lost or damaged.
+            DiskFull: there is no room for them.
+        """
+
+    @property
+    def held(self) -> list[Tensor]:
+        """Return the tensors that are held beside the step."""
+        return []
+
+    def remember(self) -> None:
+        """Store what this run showed about the machine, for later plans."""
+
+    # ── for people ──────────────────────────────────────────────────────────────────────────────
+
+    @property
+    @abstractmethod
+    def described(self) -> str:
+        """Return the source of the records, and how many there are."""
+
+    @abstractmethod
+    def trial_result(self, trial: Trial) -> str:
+        """Return what an eager trial step showed."""
+
+    @abstractmethod
+    def amount(self, rows_per_window: int, updates: int) -> str:
+        """Return what an update learns from, and all of so many updates."""
+
+    @abstractmethod
+    def tokens_in_all(self, updates: int) -> int:
+        """Return the most tokens of a run of so many updates, the width of its curve."""
+
+    @abstractmethod
+    def tokens_of(self, windows: Windows) -> float:
+        """Return the tokens of the last update, without padding."""
+
+    def figures(self, windows: Windows) -> dict[str, Any]:
+        """Return figures on the answers of the last update, for its row of the metrics; empty for texts."""
+        return {}
+
+    @property
+    def held_out_rows(self) -> int:
+        """Return the number of held-out rows that an evaluation passes through the model."""
+        return 0
+
+    @property
+    @abstractmethod
+    def scores_untrained(self) -> bool:
+        """Return whether the run shows what the model was worth before its first update."""
+
+    @abstractmethod
+    def evaluate(self, rows_per_window: int, limit: int | None) -> Score | None:
+        """Score held-out records; None if there are none.
+
+        Args:
+            rows_per_window: rows that pass the model at once.
+            limit: the most rows to score; None: all.
+        """
+
+    @abstractmethod
+    def opening(self, config: LlamaConfig | None) -> Opening:
+        """Return the prompt of the samples that the run shows; `config` is the model's shape if it is a Llama."""
+
+    def sample(self, opening: Opening, write: Callable[[], str | None]) -> str | None:
+        """Return a sample with its prompt; None if the model writes nothing.
+
+        Args:
+            opening: the prompt.
+            write: returns what the model continues the prompt with.
+        """
+        text = write()
+        return None if text is None else opening.text + text
+
+    def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return entries for the run's summary, from the rows of its metrics."""
+        return {}
+
+    @abstractmethod
+    def standing(
+        self, rows: Sequence[Mapping[str, Any]], held_out: Evaluation | None, yardsticks: Mapping[str, float]
+    ) -> str:
+        """Return how good the run has become, as the end of its last line.
+
+        Args:
+            rows: the rows of the metrics.
+            held_out: the last evaluation.
+            yardsticks: bits per byte of other models of the same text, by name.
+        """
+
+    @property
+    def compressible(self) -> Corpus | None:
+        """Return the text with which compressors compare; None if they do not."""
+        return None

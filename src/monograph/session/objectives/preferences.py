@@ -1,0 +1,206 @@
+"""Learn from preferences: pairs of answers, or single answers that are labelled good or bad.
+
+Most losses compare with a reference, the weights that the run begins from: the log-probabilities of all answers under
+them are computed once, before the first update, by the step's own evaluation.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from monograph.config import Settings
+from monograph.data.corpus import Corpus
+from monograph.data.forms import Asked
+from monograph.errors import InputRefused, UsageError
+from monograph.evaluation import Evaluation
+from monograph.graph.trial import Trial
+from monograph.model.llama import Llama
+from monograph.predict.footprint import Judged
+from monograph.report.quantities import counted
+from monograph.rl.pairs import PairRows, loss_for, read_pairs
+from monograph.rl.preferences import Preference, PreferenceLoss, preference
+from monograph.run.progress import Progress
+from monograph.session.objective import Objective, Score, Windows, refuse_first
+from monograph.session.objectives.texts import RowsTask
+from monograph.session.plan import Plan
+from monograph.session.reference import read_reference, write_reference
+from monograph.storage.code import code_named
+
+
+def with_records(settings: Settings) -> Settings:
+    """Return the settings with prefer.loss decided: as given, or the usual loss if the records are judged answers."""
+    given = settings.values()
+    if any(given[key] is not None for key in ("data.text_key", "prefer.loss", "rl.reward")):  # they ask for a kind
+        return settings
+    asked = Asked.of(None, given["data.ignore_keys"])
+    usual = loss_for(given["data.source"], asked, given["data.bad_records"] == "skip")
+    return settings.resolve({"prefer.loss": usual}, "data.source") if usual else settings
+
+
+def is_by_records(settings: Settings) -> bool:
+    """Return whether the records chose the loss, for want of another."""
+    return settings.prefer.loss is not None and settings.origins.get("prefer.loss") == "data.source"
+
+
+def are_alike(one: Settings, other: Settings) -> bool:
+    """Return whether the losses of both learn from records of the same kind, pairs or labelled answers."""
+    losses = one.prefer.loss, other.prefer.loss
+    return None not in losses and len({preference(loss).labelled for loss in losses if loss is not None}) == 1
+
+
+def preference_of(settings: Settings) -> Preference:
+    """Return the loss that the settings name, with its parameters.
+
+    Raises:
+        UsageError: a parameter is out of range, or of another loss.
+    """
+    given = settings.prefer.model_dump()
+    return preference(given.pop("loss"), **given)
+
+
+class Preferences(Objective):
+    """Learn from preferences."""
+
+    key = "prefer.loss"
+    section = "prefer"
+
+    def require_unused(self, settings: Settings) -> None:
+        """Refuse parameters without a loss; see `Objective.require_unused`."""
+        for key, value in settings.prefer.model_dump().items():
+            if value is not None:
+                said = settings.said(f"prefer.{key}")
+                raise UsageError(f"{said} is of preferences: give prefer.loss, too, such as dpo")
+
+    def require(self, settings: Settings) -> None:
+        """Refuse choices that do not go with `prefer.loss`; see `Objective.require`."""
+        init, train, data = settings.model.init, settings.train, settings.data
+        no_program = "a program says no tokenizer: name a run or a folder"
+        excluded = {
+            f"model.init = {init}": (code_named(init) is not None, no_program),
+            "train.memory = stream": (train.memory == "stream", "it is not built for streaming: leave it out"),
+            "train.precision = fp8": (train.precision == "fp8", "it was not tried: take bf16"),
+            "train.tokens": (
+                train.tokens is not None,
+                "pairs are counted, not tokens: give updates, epochs or minutes",
+            ),
+            "data.packing = padded": (data.packing == "padded", "the two answers of a pair share a row: leave it out"),
+        }
+        refuse_first(self.key, excluded)
+
+    def values(self, settings: Settings, length: int) -> dict[str, Any]:
+        """Return the parameters that the loss has."""
+        return {f"prefer.{name}": value for name, value in preference_of(settings).parameters.items()}
+
+    def judged(self, plan: Plan) -> Judged:
+        """Return that answers stand in rows."""
+        return "rows"
+
+    def open(self, plan: Plan, progress: Progress) -> "PreferenceTask":
+        """Read the run's pairs, and print how many there are."""
+        chosen = preference_of(plan.settings)
+        with progress.stage("pairs", str(plan.reading["source"])) as stage:
+            pairs = read_pairs(plan.reading, labelled=chosen.labelled, progress=stage.report)
+            held = f"{pairs.held_out.documents} held out" if pairs.held_out.documents else "none held out"
+            skipped = sum(pairs.skipped.values())
+            left_out = f", {counted(skipped, 'bad record')} skipped" if skipped else ""
+            stage.result = (
+                f"{counted(pairs.train.documents, 'answer' if chosen.labelled else 'pair')}, rows "
+                f"{pairs.stats.packed_share:.1%} full, {held}{left_out}"
+            )
+        for line in pairs.notes:
+            progress.line("note", line)
+        return PreferenceTask(pairs, chosen)
+
+
+class PreferenceTask(RowsTask):
+    """The task of `Preferences`."""
+
+    score = "accuracy", "eval_accuracy"
+
+    def __init__(self, data: Corpus, chosen: Preference):
+        """Take the pairs and the loss."""
+        super().__init__(data)
+        self.preference = chosen
+
+    def loss(self, plan: Plan, model: nn.Module) -> PreferenceLoss:
+        """Return the loss.
+
+        Raises:
+            InputRefused: the module gives no probabilities of tokens.
+        """
+        if not isinstance(model, Llama):
+            raise InputRefused(
+                f"model.init = {plan.recipe.init}: prefer.loss needs a language model, not a {type(model).__name__}"
+            )
+        train, held = self.data.train, self.data.held_out
+        assert isinstance(train, PairRows) and isinstance(held, PairRows)
+        loss = PreferenceLoss(self.preference, train.answers + held.answers, max(train.most, held.most))
+        loss.labels[1:] = torch.from_numpy(np.concatenate([train.labels, held.labels]))
+        return loss
+
+    @property
+    def _loss(self) -> PreferenceLoss:
+        loss = self.engine.step.loss
+        assert isinstance(loss, PreferenceLoss)
+        return loss
+
+    def score_reference(self, resumed: bool, rows_per_window: int, progress: Progress) -> None:
+        """Score all answers by the first weights; see `Task.score_reference`."""
+        if not self.preference.needs_reference:
+            return
+        loss = self._loss
+        tensors = {"log_probabilities": loss.reference}
+        if resumed:
+            read_reference(self.run, self.data.fingerprint, tensors)
+            return
+        with progress.stage("reference", "log-probabilities under the initial weights") as stage:
+            sides = self.data.train, self.data.held_out
+            loss.remember(sides, self.engine.evaluate, rows_per_window, stage.report)
+            loss.reference.copy_(self.world.sum(loss.reference))  # each answer is scored by one rank
+            stage.result = f"of {counted(len(loss.reference) - 1, 'answer')}"
+        write_reference(self.run, self.data.fingerprint, tensors, self.world)
+
+    def trial_result(self, trial: Trial) -> str:
+        """Return that there are gradients; the loss has no reference yet."""
+        return "answers compared, gradients finite"
+
+    def figures(self, windows: Windows) -> dict[str, Any]:
+        """Return how well the answers of the last update are told apart."""
+        figures = self._loss.taken(self.world.gathered)
+        self.answer_tokens += int(figures["answer_tokens"])
+        return {**figures, "tokens": self.answer_tokens}
+
+    def evaluate(self, rows_per_window: int, limit: int | None) -> Score | None:
+        """Return how well held-out answers are told apart, with their loss."""
+        scored = self.scored(rows_per_window, limit)
+        if scored is None:
+            return None
+        found, rows = scored
+        compared = self._loss.taken(self.world.gathered)
+        figures = {"eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte}
+        figures |= {f"eval_{name}": compared[name] for name in ("accuracy", "margin")}
+        return Score(self.answer_tokens, {**figures, "eval_rows": rows}, compared["accuracy"], found)
+
+    def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return how well answers were told apart in the end."""
+        labelled = {"labelled": True} if self.preference.labelled else {}
+        compared = [row for row in rows if "accuracy" in row]
+        if not compared:
+            return labelled
+        held: Mapping[str, Any] = next((row for row in reversed(rows) if "eval_accuracy" in row), {})
+        last = {key: compared[-1][key] for key in ("tokens", "accuracy", "margin")}
+        return {**last, "eval_accuracy": held.get("eval_accuracy"), **labelled}
+
+    def standing(
+        self, rows: Sequence[Mapping[str, Any]], held_out: Evaluation | None, yardsticks: Mapping[str, float]
+    ) -> str:
+        """Return how well held-out answers are told apart."""
+        if not held_out:
+            return ""
+        share = self.summary(rows)["eval_accuracy"]
+        if self.preference.labelled:
+            return f"   agrees with the labels of {share:.1%} of the held-out answers"
+        return f"   prefers the chosen answer in {share:.1%} of the held-out pairs"

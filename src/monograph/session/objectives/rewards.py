@@ -1,0 +1,493 @@
+"""Learn from rewards: prompts in place of text, answers that are drawn from the weights in training, their rewards."""
+
+import hashlib
+import itertools
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from monograph.config import Settings
+from monograph.decode.cache import KVCache
+from monograph.device import Device, default_device, describe
+from monograph.distributed.world import World
+from monograph.engine import Engine
+from monograph.errors import InputRefused, UsageError
+from monograph.evaluation import Evaluation
+from monograph.graph.trial import Trial
+from monograph.model.config import LlamaConfig
+from monograph.model.llama import Llama
+from monograph.ops.attention import block_of
+from monograph.predict.estimate import copied_bytes, trained_numbers
+from monograph.predict.footprint import Judged
+from monograph.predict.roofline import Calibration, Drawing, drawing_s, peak_flops
+from monograph.report.quantities import counted
+from monograph.rl import loss as rl_loss
+from monograph.rl.arrange import Options
+from monograph.rl.loss import Form, PolicyLoss, penalty, ratio_of
+from monograph.rl.prompts import Prompts, read_prompts
+from monograph.rl.rewards import Reward, Taught, form_named, reward_of
+from monograph.rl.rollouts import MOST_PROMPTS, MOST_ROWS, Drawer, Rollouts, Sharing, decoded_rows, slots_of
+from monograph.run.folder import Run
+from monograph.run.models import load_with_tokenizer
+from monograph.run.progress import Progress
+from monograph.run.recipe import digest, run_named, shape_in
+from monograph.run.trust import is_all_trusted
+from monograph.session.adapting import lora_of
+from monograph.session.objective import Objective, Score, Task, Windows, refuse_first
+from monograph.session.opening import Opening, opening_of_prompts
+from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
+from monograph.session.reference import read_reference, write_reference
+from monograph.storage.cache_dir import calibration_file
+from monograph.storage.code import code_named
+from monograph.storage.reading import without_links
+
+TEACHER = "teacher"
+TAUGHT_AS: rl_loss.Objective = (
+    "dapo"  # whose ratios a teacher's scores get, and whose denominator, the tokens of all answers
+)
+USUAL: dict[str, Any] = {
+    "rl.advantage": "dr_grpo",
+    "rl.prompts": 16,
+    "rl.group": 8,
+    "rl.draws": 1,
+    "rl.updates": 1,
+    "rl.kl": "none",
+    "rl.temperature": 1.0,
+}
+# What a teacher, who says what each token is worth, leaves without a meaning.
+_NOT_OF_TEACHERS = (
+    "rl.advantage",
+    "rl.kl",
+    "rl.kl_coef",
+    "rl.entropy_coef",
+    "rl.truncated",
+    "rl.truncation_penalty",
+)
+# The rewards that need a key of their own.
+_PARAMETERS = {"regex": "reward_regex", "json-schema": "reward_schema", "teacher": "teacher"}
+CALIBRATING = 20  # last updates of a run, whose drawing is compared with its closed form
+
+
+class Rewards(Objective):
+    """Learn from rewards."""
+
+    key = "rl.reward"
+    section = "rl"
+    is_own_length = True
+    answers_on_device = True
+    finds_spikes = False  # gradients are 0 until some group differs, so the first that teaches would be taken for one
+
+    def require_unused(self, settings: Settings) -> None:
+        """Refuse other keys of [rl] without a reward; see `Objective.require_unused`."""
+        lonely = [key for key in settings.pinned() if key.startswith("rl.")]
+        if lonely:
+            key, origin = lonely[0], settings.origins[lonely[0]]
+            raise UsageError(f"{origin}: {key} is of answers that are rewarded: give rl.reward, too, such as exact")
+
+    def require(self, settings: Settings) -> None:
+        """Refuse choices that do not go with `rl.reward`; see `Objective.require`."""
+        init, train, ema = settings.model.init, settings.train, settings.optim.ema
+        no_program = "a program says no tokenizer: name a run or a folder"
+        any_length = "answers have any length: give updates or minutes"
+        excluded = {
+            f"model.init = {init}": (code_named(init) is not None, no_program),
+            "train.memory = stream": (train.memory == "stream", "answers are drawn on the device: leave it out"),
+            "train.precision = fp8": (train.precision == "fp8", "answers are not drawn in fp8: take bf16"),
+            f"train.tokens = {train.tokens}": (train.tokens is not None, any_length),
+            f"optim.ema = {ema}": (ema != "none", "answers are the weights' own: leave it out"),
+        }
+        refuse_first(self.key, excluded)
+        _require_parameters(settings)
+        rl = settings.rl
+        if rl.truncated == "mask" and rl.truncation_penalty:
+            raise UsageError("rl.truncation_penalty lowers the reward of answers that rl.truncated = mask leaves out")
+        penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage or USUAL["rl.advantage"], "rl.")
+
+    def values(self, settings: Settings, length: int) -> dict[str, Any]:
+        """Return values for all [rl] keys, and the tokens of an update.
+
+        Raises:
+            UsageError: keys are given that a teacher leaves without a meaning, or an answer has no room in a row.
+        """
+        given = settings.pinned()
+        reward = settings.rl.reward
+        usual = USUAL
+        if reward == TEACHER:
+            worth = "a teacher says what each token is worth"
+            useless = [key for key in _NOT_OF_TEACHERS if given.get(key, "none") != "none"]
+            if useless:
+                raise UsageError(f"{settings.origins[useless[0]]}: {useless[0]}: {worth}: leave it out")
+            usual = {key: value for key, value in USUAL.items() if key != "rl.advantage"}
+        values: dict[str, Any] = {"rl.max_new_tokens": max(1, length // 2)} | usual
+        values |= {key: value for key, value in given.items() if key in values}
+        values["rl.reward"] = reward
+        if settings.rl.teacher is not None:
+            run = run_named(settings.rl.teacher)  # record its path: `last` will soon name the new run
+            values["rl.teacher"] = str(run.named if run else without_links(settings.rl.teacher))
+        if values["rl.max_new_tokens"] >= length:
+            raise UsageError(
+                f"rl.max_new_tokens = {values['rl.max_new_tokens']} leaves no room for a prompt in a row of "
+                f"data.sequence_length = {length}: lower one or raise the other"
+            )
+        key, tokens = "train.tokens_per_update", values["rl.prompts"] * values["rl.group"] * length
+        if given.get(key, "auto") not in ("auto", tokens):
+            count = "with rl.reward an update has rl.prompts x rl.group answers"
+            raise UsageError(f"{settings.said(key)}: {count}: leave it out")
+        return values | {key: tokens}
+
+    def judged(self, plan: Plan) -> Judged:
+        """Return whether answers are scored by the arithmetic that drew them."""
+        return "exact" if options_of(plan).exact else "rows"
+
+    def bytes_beside(
+        self, plan: Plan, config: LlamaConfig, machine: Device, slots: int = 0, ranks: int = 1
+    ) -> dict[str, int]:
+        """Return the bytes of answers, reference and teacher; see `Objective.bytes_beside`.
+
+        Keys and values take no more than half of the device's free memory (`Drawer`). Without `slots`, a prompt and
+        its answer may fill a row.
+        """
+        options = options_of(plan)
+        lora = lora_of(plan.settings)
+        narrow = plan.precision != "fp32" and (lora or not plan.update_rule.master_weights)
+        dtype = torch.bfloat16 if narrow else torch.float32
+        slots = slots_of(options, config, slots or options.length + 1)
+        own = -(-options.prompts * options.group // ranks)
+        rows = decoded_rows(own) + min(options.prompts, MOST_PROMPTS)
+        answers = rows * KVCache.bytes_per_row(config, slots, dtype, block_of(slots))
+        beside = {"answers": min(answers, machine.free_memory_bytes // 2)}
+        if is_sharded(plan.parallel):
+            beside["whole weights"] = copied_bytes(config, lora, plan.precision, plan.gather_dtype == "bf16")
+        if options.kl and options.kl.needs_reference:
+            width = FP32_BYTES if plan.update_rule.master_weights else 2
+            # The weights that are trained wait in a second copy while the reference scores.
+            numbers = trained_numbers(config, lora, plan.precision) // sharing(plan.parallel, ranks)
+            beside["reference"] = 2 * width * numbers
+        teacher = plan.settings.rl.teacher
+        shape = shape_in(teacher) if teacher else None
+        if shape:
+            beside["teacher"] = shape.parameter_count() * FP32_BYTES
+        return beside
+
+    def seconds_beside(
+        self, plan: Plan, config: LlamaConfig, machine: Device, known: Calibration
+    ) -> tuple[float, bool]:
+        """Return the seconds of drawing an update's answers; see `Objective.seconds_beside`."""
+        ratio = known.slowness(machine, drawing_kind(plan))
+        return (ratio or 1.0) * drawing_time(plan, config, machine), ratio is not None
+
+    def open(self, plan: Plan, progress: Progress) -> "RewardTask":
+        """Read the run's prompts, and print how many there are; open the reward, which the task closes."""
+        rl = plan.settings.rl
+        assert rl.reward
+        reward = reward_of(rl.reward, plan.settings.vouched, regex=rl.reward_regex, schema=rl.reward_schema)
+        reward.unconfined = is_all_trusted()
+        try:
+            return RewardTask(_prompts(plan, reward, progress), reward)
+        except BaseException:
+            reward.close()
+            raise
+
+
+def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
+    """Read the run's prompts, load the teacher, and print how many prompts there are."""
+    rl, reading, options = plan.settings.rl, plan.reading, options_of(plan)
+    with progress.stage("prompts", str(reading["source"])) as stage:
+        room = options.length - options.max_new_tokens
+        prompts = read_prompts(reading, room=room, reward=reward, progress=stage.report)
+        asked = counted(len(prompts.train), "chat" if prompts.chats else "prompt")
+        held = f"{len(prompts.held_out)} held out" if prompts.held_out else "none held out"
+        skipped = f", {counted(sum(prompts.skipped.values()), 'bad record')} skipped" if prompts.skipped else ""
+        stage.result = f"{asked} of up to {counted(prompts.longest, 'token')}, {held}{skipped}"
+    for line in prompts.notes:
+        progress.line("note", line)
+    if isinstance(reward, Taught) and rl.teacher is not None:
+        with progress.stage("teacher", rl.teacher):
+            reward.teacher = _teacher(rl.teacher, prompts, options)
+    # Another program, schema or teacher would give other rewards to the same answers, so a run belongs to this one.
+    decisive = prompts.fingerprint + reward.digest
+    decisive += digest(reward.teacher) if reward.teacher else ""
+    form = form_named(rl.answer_regex, rl.answer_schema)
+    decisive += form.digest if form else ""
+    return replace(prompts, fingerprint=hashlib.sha256(decisive.encode()).hexdigest())
+
+
+def _require_parameters(settings: Settings) -> None:
+    """Refuse a reward without what it needs, and what another reward needs.
+
+    Raises:
+        UsageError: a key is missing, or is of another reward.
+    """
+    rl = settings.rl
+    for reward, name in _PARAMETERS.items():
+        given = getattr(rl, name) is not None
+        if rl.reward == reward and not given:
+            raise UsageError(f"{settings.said('rl.reward')} needs rl.{name}: give it, too")
+        if given and rl.reward != reward:
+            raise UsageError(f"{settings.said(f'rl.{name}')} is of rl.reward = {reward}, not {rl.reward}: leave it out")
+
+
+def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
+    """Return the model, ready to score answers.
+
+    Raises:
+        InputRefused: it has another tokenizer or too few positions, or cannot be loaded.
+    """
+    model, tokenizer = load_with_tokenizer(name)
+    if tokenizer.hash != prompts.tokenizer.hash:
+        raise InputRefused(f"rl.teacher = {name}: its tokenizer is not the model's: answers have other tokens")
+    if model.config.max_position_embeddings < options.length:
+        few = f"it has {model.config.max_position_embeddings} positions, fewer than data.sequence_length"
+        raise InputRefused(f"rl.teacher = {name}: {few} = {options.length}")
+    return model.to(default_device()).requires_grad_(False).train(False)
+
+
+def options_of(plan: Plan) -> Options:
+    """Return how a run's answers are drawn and weighed."""
+    rl = plan.settings.rl
+    assert rl.prompts and rl.group and rl.draws and rl.max_new_tokens and rl.temperature and rl.updates
+    objective = rl.advantage or TAUGHT_AS
+    return Options(
+        prompts=rl.prompts,
+        group=rl.group,
+        max_new_tokens=rl.max_new_tokens,
+        temperature=rl.temperature,
+        objective=objective,
+        draws=rl.draws,
+        length=plan.sequence_length,
+        packed=plan.reading["packing"] == "packed",
+        exact=plan.compile == "none" and default_device().type == "cpu",
+        seed=plan.seed,
+        epochs=plan.epochs,
+        updates=rl.updates,
+        kl=penalty(rl.kl, rl.kl_coef, rl.entropy_coef, rl.advantage, "rl."),
+        masks_truncated=rl.truncated == "mask",
+        truncation_penalty=rl.truncation_penalty or 0.0,
+    )
+
+
+def drawing_time(plan: Plan, config: LlamaConfig, machine: Device, prompt: int = 0, tokens: int = 0) -> float:
+    """Return the seconds of drawing an update's answers once, by a closed form alone.
+
+    Args:
+        plan: the run's plan.
+        config: the model's shape.
+        machine: the device.
+        prompt: tokens of a prompt; 0: the most.
+        tokens: tokens of the longest answer; 0: the most.
+    """
+    options = options_of(plan)
+    number_bytes = 2 if plan.precision != "fp32" and lora_of(plan.settings) else FP32_BYTES
+    drawing = Drawing(
+        options.prompts * options.group, MOST_ROWS, prompt or options.length - options.max_new_tokens,
+        tokens or options.max_new_tokens, number_bytes, plan.compile != "none",
+    )  # fmt: skip
+    return drawing_s(config, drawing, machine, peak_flops(machine, (plan.precision,))[plan.precision])
+
+
+def drawing_kind(plan: Plan) -> str:
+    """Return the key of `Calibration` for how long drawing takes: adapters, and their base's bits, cost each step."""
+    lora = lora_of(plan.settings)
+    return f"drawing, {plan.precision}, {f'adapters on {lora.base}' if lora else 'whole'}"
+
+
+class RewardTask(Task):
+    """The task of `Rewards`."""
+
+    data: Prompts
+    depends_on = "prompts, tokenizer or a file that a key of [rl] names"
+    score = "reward", "eval_reward"
+    is_steady = False  # how fast answers are drawn depends on their lengths
+    is_ready = False
+    starts_eagerly = False
+    saves_if_refused = True
+    reaches_all = False  # answers that are all worth the same have no gradient
+
+    def __init__(self, data: Prompts, reward: Reward):
+        """Take the prompts, and the reward of their answers."""
+        self.data, self.reward = data, reward
+
+    def close(self) -> None:
+        """Close the reward, whose programs end."""
+        self.reward.close()
+
+    def loss(self, plan: Plan, model: nn.Module) -> PolicyLoss:
+        """Return the loss, and let the model compute as decoding does where that gives its bits.
+
+        Raises:
+            InputRefused: the module cannot continue a text, or answers cannot have the form that the settings describe.
+        """
+        if not isinstance(model, Llama):
+            name = type(model).__name__
+            raise InputRefused(f"model.init = {plan.recipe.init}: rl.reward needs a language model, not a {name}")
+        rl = plan.settings.rl
+        options = options_of(plan)
+        if options.exact:
+            model.use_attention("cached")
+        ratio = ratio_of(options.objective, options.updates)
+        described = form_named(rl.answer_regex, rl.answer_schema)
+        form = Form(described, self.data, self.data.ends(model.config), default_device()) if described else None
+        return PolicyLoss(options.temperature, ratio, options.kl, options.objective, options.updates, form)
+
+    def slots(self, plan: Plan) -> int:
+        """Return the most tokens of a prompt and its answer."""
+        return self.data.longest + options_of(plan).max_new_tokens
+
+    @property
+    def per_epoch(self) -> int:
+        """Return the number of prompts."""
+        return len(self.data.train)
+
+    @property
+    def repeats(self) -> bool:
+        """Return no: answers are new each time, so prompts may come up again without end."""
+        return False
+
+    def begin(self, run: Run, engine: Engine, world: World, plan: Callable[[], Plan]) -> None:
+        """Take the parts of the session, and draw from its weights."""
+        super().begin(run, engine, world, plan)
+        sharing = Sharing(world.size, world.shared, world.once)
+        options = options_of(plan())
+        self.drawer = Drawer(engine, self.data, self.reward, options, lambda: plan().updates, sharing)
+
+    def windows(self, position: int, seed: int | None, skip: Sequence[Sequence[int]]) -> Rollouts:
+        """Return the windows of answers to the prompts from a position on."""
+        return Rollouts(self.drawer, position, skip)
+
+    @property
+    def updates_per_window(self) -> int:
+        """Return the updates that are made of one draw."""
+        return self.drawer.options.updates
+
+    def can_save(self, windows: Windows) -> bool:
+        """Return whether the updates of a draw are over, as a draw is not stored."""
+        assert isinstance(windows, Rollouts)
+        return windows.is_between_draws
+
+    @property
+    def _needs_reference(self) -> bool:
+        kl = self.drawer.options.kl
+        return kl is not None and kl.needs_reference
+
+    def keep_reference(self, resumed: bool) -> None:
+        """Keep a copy of the first weights for the KL term; see `Task.keep_reference`."""
+        if not self._needs_reference:
+            return
+        planes = self.engine.step.planes
+        self.drawer.reference = [plane.param.clone() for plane in planes]
+        # By name, as the planes of another number of ranks are others.
+        views = (plane.views(own) for plane, own in zip(planes, self.drawer.reference, strict=True))
+        tensors = dict(itertools.chain.from_iterable(views))
+        if resumed:
+            read_reference(self.run, self.data.fingerprint, tensors)
+        else:
+            write_reference(self.run, self.data.fingerprint, tensors, self.world)
+
+    @property
+    def held(self) -> list[Tensor]:
+        """Return the tensors that are held to draw, compare and judge answers."""
+        return self.drawer.held
+
+    def remember(self) -> None:
+        """Store how long drawing took beside its closed form, if one process drew once for each update."""
+        if self.drawer.options.draws > 1 or not self.world.alone:
+            return
+        plan, machine, config = self.plan(), describe(), self.drawer.model.config
+        rows = [row for row in self.run.rows() if "longest" in row][-CALIBRATING:]
+        ratios = [
+            row["drawn_s"] / drawing_time(plan, config, machine, self.data.longest, row["longest"]) for row in rows
+        ]
+        if ratios:
+            Calibration(calibration_file()).note_ratio(machine, drawing_kind(plan), statistics.median(ratios))
+
+    @property
+    def described(self) -> str:
+        """Return the source of the prompts, and how many there are."""
+        data = self.data
+        return f"{data.name}: {counted(len(data.train), 'prompt')}, {len(data.held_out):,} held out"
+
+    def trial_result(self, trial: Trial) -> str:
+        """Return that there are gradients; a loss of advantages is about 0."""
+        return "answers sampled and scored, gradients finite"
+
+    def amount(self, rows_per_window: int, updates: int) -> str:
+        """Return the prompts and answers of an update."""
+        options = self.drawer.options
+        prompts = counted(rows_per_window, "prompt")
+        return f"{prompts}, {options.group} answers each of up to {options.max_new_tokens} tokens"
+
+    def tokens_in_all(self, updates: int) -> int:
+        """Return the tokens of all answers, if each were as long as it may be."""
+        options = self.drawer.options
+        return updates * options.prompts * options.group * options.max_new_tokens
+
+    def tokens_of(self, windows: Windows) -> float:
+        """Return the tokens of the answers that were drawn last."""
+        assert isinstance(windows, Rollouts)
+        return windows.numbers["drawn_tokens"]
+
+    def figures(self, windows: Windows) -> dict[str, Any]:
+        """Return rewards, lengths and the like of the answers of the last update."""
+        loss = self.engine.step.loss
+        assert isinstance(windows, Rollouts) and isinstance(loss, PolicyLoss)
+        figures = loss.taken(self.world.gathered)
+        if not self._needs_reference:
+            del figures["kl"]
+        if not windows.is_fresh:  # the answers are those of an update before
+            return {"ratio": figures["ratio"], "clipped": figures["clipped"], "tokens": self.answer_tokens}
+        self.answer_tokens += int(windows.numbers["drawn_tokens"])
+        return {**windows.numbers, "tokens": self.answer_tokens, **figures}
+
+    @property
+    def scores_untrained(self) -> bool:
+        """Return yes: the model was trained before."""
+        return True
+
+    def evaluate(self, rows_per_window: int, limit: int | None) -> Score | None:
+        """Return the rewards of answers to held-out prompts."""
+        if not self.data.held_out:
+            return None
+        numbers = self.drawer.measure()
+        return Score(self.answer_tokens, numbers, numbers["eval_reward"])
+
+    def opening(self, config: LlamaConfig | None) -> Opening:
+        """Return the first prompt."""
+        rl = self.plan().settings.rl
+        return opening_of_prompts(self.data, rl.answer_regex, rl.answer_schema)
+
+    def sample(self, opening: Opening, write: Callable[[], str | None]) -> str | None:
+        """Return an answer to the first prompt, with its reward."""
+        prompt, answer, reward = self.drawer.sample()
+        return f"{prompt}{answer} (reward {reward:g})"
+
+    def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return means over the first and last tenth of the updates."""
+        drawn = [row for row in rows if "reward" in row]
+        if not drawn:
+            return {}
+        tenth = max(1, len(drawn) // 10)
+        last, parts = drawn[-tenth:], [name for name in drawn[-1] if name == "pass_at_1" or name.startswith("reward.")]
+        held: Mapping[str, Any] = next((row for row in reversed(rows) if "eval_reward" in row), {})
+        return {
+            "tokens": drawn[-1]["tokens"],
+            "reward_first": statistics.fmean(row["reward"] for row in drawn[:tenth]),
+            "pass_at_1": None,
+            **{name: statistics.fmean(row[name] for row in last if name in row) for name in ("reward", *parts)},
+            "eval_reward": held.get("eval_reward"),
+            "eval_pass_at_1": held.get("eval_pass_at_1"),
+            "drawn_minus_scored_max": max(row["drawn_minus_scored_max"] for row in drawn),
+        }
+
+    def standing(
+        self, rows: Sequence[Mapping[str, Any]], held_out: Evaluation | None, yardsticks: Mapping[str, float]
+    ) -> str:
+        """Return the reward at the end and at the start, and how far log-probabilities are apart."""
+        end = self.summary(rows)
+        held = f", held-out {end['eval_reward']:.3f}" if end["eval_reward"] is not None else ""
+        apart = end["drawn_minus_scored_max"]
+        scored = f"; log-probabilities drawn and scored differ by up to {apart:.1g} nats" if apart else ""
+        return f"   reward {end['reward']:.3f} ({end['reward_first']:.3f} at the start){held}{scored}"

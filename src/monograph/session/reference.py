@@ -1,0 +1,93 @@
+"""Store what a run's answers are compared with: weights, or log-probabilities, as they were before the first update.
+
+For pairs these are the log-probabilities of all answers; for a KL term, as nobody knows the answers yet, they are the
+weights. Either is kept in the run's folder, where a resumed run reads it.
+"""
+
+import hashlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from monograph.distributed.rows import own_rows, whole_rows
+from monograph.distributed.world import World
+from monograph.errors import InputRefused
+from monograph.run.folder import Run
+from monograph.run.writing import write_whole
+from monograph.storage.reading import exists
+from monograph.storage.writing import sync
+
+REFERENCE = "reference.safetensors"  # in the run's folder
+LOST = "{}: the reference of this run is {}: put the file back, or begin a new run"
+DAMAGED = "damaged, of another run, or of an earlier version"
+
+
+def verify_reference(run: Run) -> None:
+    """Verify a run's stored reference; a run that has none is left in peace.
+
+    Raises:
+        InputRefused: it is damaged.
+    """
+    if exists(path := run.folder / REFERENCE):
+        _stored(path)
+
+
+def write_reference(run: Run, fingerprint: str, tensors: Mapping[str, torch.Tensor], world: World) -> None:
+    """Store a reference in the run's folder, before the run's first checkpoint.
+
+    Args:
+        run: the run's folder.
+        fingerprint: of the records that it belongs to.
+        tensors: each rank's own part.
+        world: the ranks.
+
+    Raises:
+        DiskFull: there is no room for it.
+    """
+    gathered = ((name, whole_rows(tensor)) for name, tensor in tensors.items())  # one at a time, by all ranks
+    there = {name: whole.cpu() for name, whole in gathered if world.leads}
+    if not world.leads:
+        return
+    # One entry, as safetensors writes several in any order.
+    content = save(there, {"whose": f"{fingerprint} {_digest(there)}"})
+    write_whole(run.folder / REFERENCE, content, "nothing was trained yet: make room there, and start again")
+    sync(run.folder)
+
+
+def read_reference(run: Run, fingerprint: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Fill these tensors from the stored reference of records with this fingerprint.
+
+    Raises:
+        InputRefused: it is lost or damaged, or belongs to other records.
+    """
+    path = run.folder / REFERENCE
+    if not exists(path):
+        raise InputRefused(LOST.format(path, "missing"))
+    stored, theirs = _stored(path)
+    like = all(name in stored and stored[name].shape == tensor.shape for name, tensor in tensors.items())
+    if not like or theirs != fingerprint:
+        raise InputRefused(LOST.format(path, DAMAGED))
+    for name, tensor in tensors.items():
+        tensor.copy_(own_rows(stored[name], tensor))
+
+
+def _stored(path: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """Return the tensors of a stored reference, and the fingerprint of what it was made for."""
+    with suppress(SafetensorError, OSError, RuntimeError), safe_open(path, "pt") as file:
+        stored = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+        fingerprint, _, digest = (file.metadata() or {}).get("whose", "").rpartition(" ")
+        if digest == _digest(stored):
+            return stored, fingerprint
+    raise InputRefused(LOST.format(path, DAMAGED))
+
+
+def _digest(tensors: Mapping[str, torch.Tensor]) -> str:
+    """Return a digest of all bytes, which notices what stays finite."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        digest.update(tensors[name].contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
