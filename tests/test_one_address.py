@@ -1,11 +1,14 @@
 """Run: pytest tests/test_one_address.py
 
-An optimizer, and a form of its state, that are written in one place train in every engine.
+An optimizer, and a form of its state, that are written in one place train in every engine. (A way to learn is added in
+tests/session/test_objective.py.)
 """
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
+from pathlib import Path
 from typing import ClassVar
 
 import pytest
@@ -145,3 +148,19 @@ def test_a_new_form_of_the_state_trains_with_every_optimizer(optim):
     assert kept, "in blocks"
     for name, parameter in exact.model.named_parameters():
         assert (engine.model.get_parameter(name) - parameter).abs().max() < 0.01, name
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of the package that a file imports."""
+    tree = ast.walk(ast.parse(path.read_text()))
+    return {node.module for node in tree if isinstance(node, ast.ImportFrom) and node.module}
+
+
+def test_only_an_objective_knows_of_rewards_and_preferences() -> None:
+    """Whoever asks of which kind a run is has to know of the kinds; all others ask the run's objective."""
+    source = Path(mono.__file__).parent
+    files = [*source.glob("session/*.py"), *source.glob("commands/*.py"), *source.glob("sweeps/*.py")]
+    files += [*source.glob("planner/*.py"), *source.glob("report/*.py")]
+    assert len(files) > 60
+    knowing = {path.name for path in files if any(name.startswith("monograph.rl") for name in imported(path))}
+    assert not knowing

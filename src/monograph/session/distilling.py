@@ -8,16 +8,15 @@ from typing import Annotated
 import torch
 from pydantic import Field, FiniteFloat
 
-from monograph.data.corpus import Corpus
 from monograph.errors import InputRefused, NoValidCheckpoint, UsageError
 from monograph.loss import MixtureLoss
 from monograph.model.llama import Llama
-from monograph.rl.prompts import Prompts
 from monograph.run.folder import TEACHERS, Run
 from monograph.run.models import load_run
 from monograph.run.recipe import digest
 from monograph.run.recorded_state import Digest, Natural, Strict
 from monograph.run.writing import write_whole
+from monograph.session.objective import Records
 from monograph.session.plan import Plan
 from monograph.storage.reading import contents, parse_json
 from monograph.terminal import shell_words
@@ -57,7 +56,7 @@ def write_teachers(run: Run, members: Sequence[Run]) -> None:
 
 
 def mixture_loss(
-    run: Run, plan: Plan, text: Corpus | Prompts, model: object, device: torch.device, ranks: int
+    run: Run, plan: Plan, data: Records, model: object, device: torch.device, ranks: int
 ) -> MixtureLoss | None:
     """Return the loss of a run that has teachers, with these on the device; None for any other run.
 
@@ -81,7 +80,7 @@ def mixture_loss(
         if digest(loaded) != each.sha256:
             raise InputRefused(f"{teacher.named}, a teacher of {run.folder}, has changed: put it back, {without}")
         sizes = {both.config.vocab_size for both in (loaded, model) if isinstance(both, Llama)}
-        if tokenizer.hash != text.tokenizer.hash or not isinstance(model, Llama) or len(sizes) > 1:
+        if tokenizer.hash != data.tokenizer.hash or not isinstance(model, Llama) or len(sizes) > 1:
             raise InputRefused(f"{teacher.named}: a teacher of other tokens than {run.folder} has: {without[3:]}")
         teachers.append(loaded.to(device))
     return MixtureLoss(teachers, record.share, hashlib.sha256(content).hexdigest())

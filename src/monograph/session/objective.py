@@ -6,13 +6,13 @@ which kind it has. `monograph.session.objectives` has a file for each kind, and 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
 from monograph.config import Settings
-from monograph.data.batches import Batches
+from monograph.data.batches import Batch
 from monograph.data.corpus import Corpus
 from monograph.device import Device
 from monograph.distributed.world import World
@@ -25,14 +25,61 @@ from monograph.model.config import LlamaConfig
 from monograph.planner import defaults
 from monograph.predict.footprint import Judged
 from monograph.predict.roofline import Calibration
-from monograph.rl.prompts import Prompts
-from monograph.rl.rollouts import Rollouts
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session.opening import Opening
 from monograph.session.plan import Plan
+from monograph.text.tokenizer import Tokenizer
 
-Windows = Batches | Rollouts
+
+class Records(Protocol):
+    """What every kind of records has."""
+
+    @property
+    def name(self) -> str:
+        """Return the source as it was given."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Return the tokenizer of their ids."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a hex sha256 of all that they depend on."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Return the number of the tokenizer's ids."""
+
+    @property
+    def skipped(self) -> dict[str, int]:
+        """Return {reason: count} of the records that were skipped."""
+
+
+class Windows(Protocol):
+    """An iterator over the windows of a run, each with all records of one update or of several.
+
+    Attributes:
+        rows_per_window: records of a window.
+        rows_consumed: the position after the last record that was returned.
+        skip: (begin, end) of positions that are passed over.
+    """
+
+    rows_per_window: int
+    rows_consumed: int
+    skip: tuple[tuple[int, int], ...]
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Return the iterator itself."""
+
+    def __next__(self) -> Batch:
+        """Return the next window."""
+
+    def state(self) -> dict[str, Any]:
+        """Return the arguments of `Task.windows` for what follows."""
+
+    def close(self) -> None:
+        """Stop making windows ahead."""
 
 
 class Score(NamedTuple):
@@ -178,7 +225,7 @@ class Task(ABC):
     saves_if_refused: ClassVar[bool] = False
     reaches_all: ClassVar[bool] = True
 
-    data: Corpus | Prompts
+    data: Records
     run: Run
     engine: Engine
     world: World

@@ -1,11 +1,10 @@
 """Choose the prompt of the samples that a run shows."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from monograph.data.corpus import Corpus
 from monograph.model.config import LlamaConfig
-from monograph.rl.pairs import PairRows
-from monograph.rl.prompts import Prompts
 from monograph.text.chat import stop_ids
 
 STDLIB_PROMPT = "def read(self, size"
@@ -30,31 +29,27 @@ class Opening(NamedTuple):
     command: str = "generate"
 
 
-def opening_of_prompts(prompts: Prompts, regex: str | None, schema: str | None) -> Opening:
-    """Return the first prompt.
+def opening_of_prompt(text: str, ids: Sequence[int], is_chat: bool, form: tuple[str, ...]) -> Opening:
+    """Return a prompt that answers are drawn to.
 
     Args:
-        prompts: the run's prompts.
-        regex: what the answers match.
-        schema: the file with their schema.
+        text: the prompt.
+        ids: its tokens.
+        is_chat: whether it is a message of a chat.
+        form: the arguments that give answers their form.
     """
-    first = prompts.train[0]
-    like: tuple[str, ...] = ()
-    if regex is not None:
-        like = ("--regex", regex)
-    elif schema is not None:
-        like = ("--json-schema", schema)
-    if prompts.chats:
-        return Opening(first.text, [*first.ids], (), like, "chat")
-    return Opening(first.text, [*first.ids], (), (*like, *_dashes(first.text), first.text))
+    if is_chat:
+        return Opening(text, [*ids], (), form, "chat")
+    return Opening(text, [*ids], (), (*form, *_dashes(text), text))
 
 
-def opening_of(corpus: Corpus, config: LlamaConfig | None) -> Opening:
+def opening_of(corpus: Corpus, config: LlamaConfig | None, is_chat: bool) -> Opening:
     """Return a prompt from the held-out text, or else from the training text, short enough to be continued.
 
     Args:
         corpus: the run's text.
         config: the model's shape; None if it is no Llama.
+        is_chat: whether the text's records, if it has any, are chats.
     """
     rows = corpus.held_out if len(corpus.held_out) else corpus.train
     # It may fill half of the positions; the first token of a document and a written token must fit in any case.
@@ -63,8 +58,7 @@ def opening_of(corpus: Corpus, config: LlamaConfig | None) -> Opening:
         ids = rows.first_prompt()
         ids = ids if room is None else ids[-max(1, room) :]
         asked = corpus.tokenizer.decode(ids).strip()
-        plain = not rows.chats if isinstance(rows, PairRows) else corpus.tokenizer.config.template is None
-        if plain:
+        if not is_chat:
             return Opening(asked, ids, (), (*_dashes(asked), asked))
         if len(asked) > _SHOWN_CHARS:  # keep the last whole words
             asked = "… " + (asked[-_SHOWN_CHARS:].split(maxsplit=1) or [""])[-1]

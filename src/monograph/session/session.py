@@ -32,13 +32,12 @@ from monograph.ops.attention import Kernel
 from monograph.planner import defaults
 from monograph.predict.roofline import Calibration
 from monograph.profiling.memory import ledger, peak_memory_bytes
-from monograph.rl.prompts import Prompts
 from monograph.run import recorded_state
 from monograph.run.folder import TEACHERS, Run
 from monograph.run.progress import Progress
 from monograph.run.recipe import Recipe, require_base, require_same_file
 from monograph.schedule import Schedule, cool_down
-from monograph.session.objective import Task, Windows
+from monograph.session.objective import Records, Task, Windows
 from monograph.session.plan import Plan
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
@@ -94,7 +93,7 @@ class Session:
         self.batches = self.open_batches(0)
 
     @property
-    def corpus(self) -> Corpus | Prompts:
+    def corpus(self) -> Records:
         """Return the run's text, pairs or prompts."""
         return self.task.data
 

@@ -13,7 +13,6 @@ from torch import nn
 
 from monograph import checkpointing
 from monograph.checkpointing import Checkpoint
-from monograph.data.batches import Batches
 from monograph.data.corpus import Corpus
 from monograph.device import Device, describe
 from monograph.engine import Engine
@@ -23,11 +22,11 @@ from monograph.graph.mmap_weights import materialize_
 from monograph.graph.precision import Precision
 from monograph.loop import EngineState
 from monograph.loss import Batch
-from monograph.rl.rollouts import Rollouts
 from monograph.run.folder import Run
 from monograph.run.models import load_weights
 from monograph.run.progress import Progress
 from monograph.run.writing import write_tokenizer
+from monograph.session import objective
 from monograph.session.objectives.texts import TextTask
 from monograph.session.plan import Length
 from monograph.session.recorded import write_config
@@ -93,7 +92,7 @@ class Windows(Iterator[Batch]):
 
     def __init__(self, sessions: Sequence[Session]):
         """Make members of the same seed share one reader of rows."""
-        by_seed: dict[int, Batches | Rollouts] = {}
+        by_seed: dict[int, objective.Windows] = {}
         for session in sessions:
             shared = by_seed.setdefault(session.plan.seed, session.batches)
             if shared is not session.batches:

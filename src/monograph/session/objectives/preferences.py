@@ -142,6 +142,13 @@ class PreferenceTask(RowsTask):
         return loss
 
     @property
+    def is_chat(self) -> bool:
+        """Return whether the pairs are of chats."""
+        rows = self.data.held_out if len(self.data.held_out) else self.data.train
+        assert isinstance(rows, PairRows)
+        return rows.chats
+
+    @property
     def _loss(self) -> PreferenceLoss:
         loss = self.engine.step.loss
         assert isinstance(loss, PreferenceLoss)

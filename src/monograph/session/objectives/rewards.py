@@ -38,7 +38,7 @@ from monograph.run.recipe import digest, run_named, shape_in
 from monograph.run.trust import is_all_trusted
 from monograph.session.adapting import lora_of
 from monograph.session.objective import Objective, Score, Task, Windows, refuse_first
-from monograph.session.opening import Opening, opening_of_prompts
+from monograph.session.opening import Opening, opening_of_prompt
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
 from monograph.session.reference import read_reference, write_reference
 from monograph.storage.cache_dir import calibration_file
@@ -456,8 +456,13 @@ class RewardTask(Task):
 
     def opening(self, config: LlamaConfig | None) -> Opening:
         """Return the first prompt."""
-        rl = self.plan().settings.rl
-        return opening_of_prompts(self.data, rl.answer_regex, rl.answer_schema)
+        rl, first = self.plan().settings.rl, self.data.train[0]
+        form: tuple[str, ...] = ()
+        if rl.answer_regex is not None:
+            form = ("--regex", rl.answer_regex)
+        elif rl.answer_schema is not None:
+            form = ("--json-schema", rl.answer_schema)
+        return opening_of_prompt(first.text, first.ids, self.data.chats, form)
 
     def sample(self, opening: Opening, write: Callable[[], str | None]) -> str | None:
         """Return an answer to the first prompt, with its reward."""

@@ -138,7 +138,12 @@ class RowsTask(Task):
 
     def opening(self, config: LlamaConfig | None) -> Opening:
         """Return a prompt from the held-out text, or else from the training text."""
-        return opening_of(self.data, config)
+        return opening_of(self.data, config, self.is_chat)
+
+    @property
+    def is_chat(self) -> bool:
+        """Return whether records, if there are any, are chats."""
+        return self.data.tokenizer.config.template is not None
 
 
 class TextTask(RowsTask):
