@@ -17,7 +17,7 @@ import pytest
 from monograph import __version__
 from monograph.decode.automata import KINDS
 from monograph.decode.request import FINISHES
-from monograph.decode.sampling import _BIAS, _RANGES, Sampling
+from monograph.decode.sampling import _BIAS, RANGES, Sampling
 from monograph.serve import compiling, fields
 from monograph.serve.app import OPEN, Guard, application
 from monograph.serve.owner import Source
@@ -178,8 +178,8 @@ def test_a_request_has_the_fields_that_are_read(request_name: str, monkeypatch: 
 def test_an_option_has_the_range_and_the_default_of_sampling(name: str) -> None:
     schema, default = SCHEMAS[name], {each.name: each for each in fields_of(Sampling)}[name]
     assert all(SCHEMAS[request]["properties"][name] == {"$ref": f"#/components/schemas/{name}"} for request in TEXTS)
-    if name in _RANGES:
-        allowed = _RANGES[name]
+    if name in RANGES:
+        allowed = RANGES[name]
         assert schema["type"] == ["integer" if allowed.whole else "number", "null"]
         assert (schema["minimum"], schema["maximum"]) == (allowed.low, allowed.high)
     value = default.default_factory() if callable(default.default_factory) else default.default
@@ -188,7 +188,7 @@ def test_an_option_has_the_range_and_the_default_of_sampling(name: str) -> None:
 
 
 def test_the_other_bounds_are_those_that_are_read() -> None:
-    assert (SCHEMAS["seed"]["minimum"], SCHEMAS["seed"]["maximum"]) == (_RANGES["seed"].low, _RANGES["seed"].high)
+    assert (SCHEMAS["seed"]["minimum"], SCHEMAS["seed"]["maximum"]) == (RANGES["seed"].low, RANGES["seed"].high)
     assert (SCHEMAS["logprobs"]["minimum"], SCHEMAS["logprobs"]["maximum"]) == (0, fields.MOST_LOGPROBS)
     assert SCHEMAS["ChatRequest"]["properties"]["top_logprobs"]["maximum"] == fields.MOST_LOGPROBS
     assert SCHEMAS["ChatRequest"]["properties"]["messages"]["maxItems"] == fields.MOST_MESSAGES

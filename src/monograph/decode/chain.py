@@ -298,9 +298,9 @@ def narrowed(edited_BV: Tensor, rows: Rows, chain: Chain, truncation: Truncation
     candidates = everything(edited_BV, truncation, chain.few)
     for stage in chain.stages:
         if stage not in EDITS:
-            before, candidates = candidates, FILTERS[stage](candidates, knobs)
-            # `_top_k` in knobs.py has already raised top_k's k to min_keep; later stages read fewer tokens.
-            if "min_keep" in knobs and stage != "top_k" and not stage.endswith("temperature"):
+            before, candidates = candidates, FILTERS[stage].apply(candidates, knobs)
+            # `kept_at_most` has already raised top_k's k to min_keep; later stages read fewer tokens.
+            if "min_keep" in knobs and stage != "top_k" and not FILTERS[stage].is_temperature:
                 candidates = _with_at_least(knobs["min_keep"], before, candidates)
     return candidates
 

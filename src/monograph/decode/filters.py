@@ -1,16 +1,84 @@
 """The stages between the penalties and the draw: each drops candidates or scales their scores.
 
+Each function is declared where it stands: which request needs it, and which numbers it reads of each row.
+
 In the equations x is a score, high the likeliest token's, S the sum of exp(x - high), and exp(x - high) / S the
 probability of a token among those that are left.
 """
 
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from monograph.decode.candidates import Candidates, one_each, reach
 from monograph.decode.reproducible import UNIT, log
+from monograph.decode.sampling import Sampling
+from monograph.decode.stages import Knob, Stage, options
+
+Apply = Callable[[Candidates, dict[str, Tensor]], Candidates]
+
+
+@dataclass(frozen=True)
+class Filter(Stage):
+    """A stage that drops candidates or scales their scores.
+
+    Attributes:
+        apply: returns the candidates that are left, given those before it and the numbers of each row, [B, 1].
+        is_temperature: whether it scales instead of dropping.
+    """
+
+    apply: Apply
+    is_temperature: bool = False
+
+
+# By name. At temperature 0 the likeliest token is taken, so no filter is needed.
+FILTERS: dict[str, Filter] = {}
+
+
+def declared(
+    is_on: Callable[[Sampling], bool],
+    knobs: Mapping[str, Knob],
+    example: Mapping[str, Any],
+    is_temperature: bool = False,
+) -> Callable[[Apply], Apply]:
+    """Return a decorator that makes a function the stage of its name; see `Stage`.
+
+    Args:
+        is_on: returns whether a request that draws at random needs it.
+        knobs: the numbers that it reads.
+        example: options with which it is on.
+        is_temperature: see `Filter`.
+    """
+
+    def declare(function: Apply) -> Apply:
+        name = function.__name__
+
+        def is_needed(sampling: Sampling) -> bool:
+            return sampling.temperature > 0 and is_on(sampling)
+
+        FILTERS[name] = Filter(name, is_needed, knobs, example, function, is_temperature)
+        return function
+
+    return declare
+
+
+def kept_at_most(sampling: Sampling) -> int:
+    """Return the k of top-k: the filters after it read only what it keeps, so it has to keep min_keep tokens."""
+    return max(sampling.top_k, sampling.min_keep) if sampling.top_k else 0
+
+
+def _log_of(option: str) -> Knob:
+    def value(sampling: Sampling) -> float:
+        # A filter whose least log-probability is -inf drops no token.
+        probability = getattr(sampling, option)
+        return math.log(probability) if probability else -math.inf
+
+    return Knob(value)
+
 
 # The entropy of the tokens that are left is made of sums of integers, so its bits depend on no order of summation.
 
@@ -46,11 +114,18 @@ def _least_weight(share_B1: Tensor, total_B1: Tensor) -> Tensor:
 SMALLEST = 2.0**-100
 
 
+@declared(lambda s: True, options("temperature"), {"temperature": 1.0}, is_temperature=True)
 def temperature(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Divide the scores by T after subtracting the largest, so that the largest is 0."""
     return _divided(candidates, knobs["temperature"])
 
 
+@declared(
+    lambda s: s.temperature_range > 0,
+    options("temperature", "temperature_range", "temperature_exponent"),
+    {"temperature_range": 0.1},
+    is_temperature=True,
+)
 def dynamic_temperature(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Divide by a + (b - a) (H / ln n)^e with a = max(0, T - range), b = T + range; a range of 0 divides by T."""
     middle_B1, range_B1 = knobs["temperature"], knobs["temperature_range"]
@@ -68,6 +143,7 @@ def _divided(candidates: Candidates, temperature_B1: Tensor) -> Candidates:
 # Top-k (Fan et al. 2018, Hierarchical Neural Story Generation).
 
 
+@declared(lambda s: s.top_k > 0, {"top_k": Knob(kept_at_most, is_whole=True)}, {"top_k": 40})
 def top_k(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep the tokens with the k largest logits, and those level with the last; k = 0 and k >= V are off.
 
@@ -83,6 +159,7 @@ def top_k(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 # Top-p, or nucleus (Holtzman et al. 2020, The Curious Case of Neural Text Degeneration).
 
 
+@declared(lambda s: s.top_p < 1, options("top_p"), {"top_p": 0.9})
 def top_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep a token if those above it together have less than p of the probability that is left; p >= 1 is off.
 
@@ -95,6 +172,7 @@ def top_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 # Min-p (Nguyen et al. 2024, Turning Up the Heat: Min-p Sampling for Creative and Coherent LLM Outputs).
 
 
+@declared(lambda s: s.min_p > 0, {"log_min_p": _log_of("min_p")}, {"min_p": 0.1})
 def min_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep x >= max + ln p, the tokens with at least p times the likeliest token's probability; p = 0 is off.
 
@@ -107,6 +185,7 @@ def min_p(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 # Top-n-sigma (Tang et al. 2024, Top-nσ: Not All Logits Are You Need; maths as in llama.cpp).
 
 
+@declared(lambda s: s.top_n_sigma > 0, options("top_n_sigma"), {"top_n_sigma": 1.0})
 def top_n_sigma(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep x >= max - n s, s the population standard deviation of the finite scores that are left; n = 0 is off.
 
@@ -123,6 +202,7 @@ def top_n_sigma(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 # Locally typical sampling (Meister et al. 2023).
 
 
+@declared(lambda s: s.typical_p < 1, options("typical_p"), {"typical_p": 0.9})
 def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep the tokens with the least |-ln p - H| until they have the probability `typical_p`, which at 1 is off.
 
@@ -152,18 +232,21 @@ def typical(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
 # as in llama.cpp).
 
 
+@declared(lambda s: s.top_a > 0, {"log_top_a": _log_of("top_a")}, {"top_a": 0.1})
 def top_a(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep p >= a q^2, q the likeliest token's probability; a = 0 is off (ln a = -inf)."""
     total_B1 = log_total(candidates)
     return _at_least(candidates, knobs["log_top_a"] - 2 * total_B1, total_B1, knobs["log_top_a"] > -torch.inf)
 
 
+@declared(lambda s: s.epsilon_cutoff > 0, {"log_epsilon": _log_of("epsilon_cutoff")}, {"epsilon_cutoff": 0.1})
 def epsilon(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep p >= epsilon; 0 is off (ln epsilon = -inf)."""
     log_epsilon_B1 = knobs["log_epsilon"]
     return _at_least(candidates, log_epsilon_B1, log_total(candidates), log_epsilon_B1 > -torch.inf)
 
 
+@declared(lambda s: s.eta_cutoff > 0, {"log_eta": _log_of("eta_cutoff")}, {"eta_cutoff": 0.1})
 def eta(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep p >= min(epsilon, sqrt(epsilon) exp(-H)), H the entropy of the tokens that are left; 0 is off."""
     log_epsilon_B1, total_B1 = knobs["log_eta"], log_total(candidates)
@@ -172,6 +255,7 @@ def eta(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     return _at_least(candidates, log_least_B1, total_B1, log_epsilon_B1 > -torch.inf)
 
 
+@declared(lambda s: s.mirostat_tau > 0, options("mirostat_tau", "mirostat_eta"), {"mirostat_tau": 1.0})
 def mirostat(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """Keep a surprise -log2 p of at most mu, the row's own number (`State.mu_B`); a target of 0 is off."""
     return _at_least(candidates, -math.log(2) * knobs["mu"], log_total(candidates), knobs["mirostat_tau"] > 0)
@@ -190,6 +274,11 @@ def _at_least(candidates: Candidates, log_least_B1: Tensor, log_total_B1: Tensor
 # XTC, "exclude top choices" (P. E. Weidmann 2024, oobabooga/text-generation-webui#6335; maths as in llama.cpp).
 
 
+@declared(
+    lambda s: s.xtc_probability > 0 and s.xtc_threshold <= 0.5,
+    options("xtc_probability", "xtc_threshold"),
+    {"xtc_probability": 0.5},
+)
 def xtc(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
     """With a given probability keep, of the tokens that reach the threshold, the least likely and those level with it.
 
@@ -205,7 +294,3 @@ def xtc(candidates: Candidates, knobs: dict[str, Tensor]) -> Candidates:
         used_B1 &= (kept_BN & (candidates.scores_BN > -torch.inf)).sum(-1, keepdim=True) >= knobs["min_keep"]
     kept = candidates.keep(kept_BN, used_B1)
     return kept._replace(high_B1=torch.where(used_B1, candidates.high_B1.minimum(high_B1), candidates.high_B1))
-
-
-_ALL = (temperature, dynamic_temperature, top_n_sigma, top_k, top_p, min_p, top_a, typical, epsilon, eta, xtc, mirostat)
-FILTERS = {stage.__name__: stage for stage in _ALL}

@@ -6,45 +6,74 @@ is admitted by writing its row. In a row that does not use a stage, its knobs ha
 Shapes: B rows, M ids that are listed for a row, padded with -1.
 """
 
-import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
 from torch import Tensor
 
+from monograph.decode.filters import FILTERS, kept_at_most
 from monograph.decode.sampling import ORDERS, Sampling
+from monograph.decode.stages import Knob, Stage, options
 from monograph.device import sent
 from monograph.errors import UsageError
 
 # The largest k of top-k after which the stages read 2 k tokens instead of all, and the fewest that they read then.
 FEW, LEAST_FEW = 128, 64
+
+
+def _sees(sampling: Sampling) -> bool:
+    """Return whether penalties see any earlier token."""
+    return sampling.penalty_last_n != 0
+
+
+def _repeats(sampling: Sampling) -> bool:
+    return _sees(sampling) and sampling.repetition_penalty != 1
+
+
+def _counts(sampling: Sampling) -> bool:
+    return _sees(sampling) and (sampling.frequency_penalty != 0 or sampling.presence_penalty != 0)
+
+
 # The edits of the logits, in the order in which they are made (an automaton's mask comes after min_tokens), and two
 # that change how other stages work: last_n, a window for the penalties, and min_keep, a least number for the filters.
-EDITS = ("bias", "min_tokens", "last_n", "repetition", "counted", "dry", "min_keep")
-# Whether a request needs a stage. At temperature 0 the likeliest token is taken, so no filter is needed.
-_NEEDED: dict[str, Callable[[Sampling], bool]] = {
-    "bias": lambda s: bool(s.logit_bias),
-    "min_tokens": lambda s: s.min_tokens > 0,
-    "last_n": lambda s: s.penalty_last_n > 0 and (_NEEDED["repetition"](s) or _NEEDED["counted"](s)),
-    "repetition": lambda s: s.penalty_last_n != 0 and s.repetition_penalty != 1,
-    "counted": lambda s: s.penalty_last_n != 0 and (s.frequency_penalty != 0 or s.presence_penalty != 0),
-    "dry": lambda s: s.dry_multiplier > 0 and s.dry_penalty_last_n != 0,
-    "min_keep": lambda s: s.temperature > 0 and s.min_keep > 1,
-    "temperature": lambda s: s.temperature > 0,
-    "dynamic_temperature": lambda s: s.temperature > 0 and s.temperature_range > 0,
-    "top_n_sigma": lambda s: s.temperature > 0 and s.top_n_sigma > 0,
-    "top_k": lambda s: s.temperature > 0 and s.top_k > 0,
-    "top_p": lambda s: s.temperature > 0 and s.top_p < 1,
-    "min_p": lambda s: s.temperature > 0 and s.min_p > 0,
-    "top_a": lambda s: s.temperature > 0 and s.top_a > 0,
-    "typical": lambda s: s.temperature > 0 and s.typical_p < 1,
-    "epsilon": lambda s: s.temperature > 0 and s.epsilon_cutoff > 0,
-    "eta": lambda s: s.temperature > 0 and s.eta_cutoff > 0,
-    "xtc": lambda s: s.temperature > 0 and s.xtc_probability > 0 and s.xtc_threshold <= 0.5,  # above, XTC is off
-    "mirostat": lambda s: s.temperature > 0 and s.mirostat_tau > 0,
-}
+# The knobs of bias and min_tokens that hold ids are lists, whose lengths the chain gives: see `knobs_of`.
+_EDITS = (
+    Stage("bias", lambda s: bool(s.logit_bias), {}, {"logit_bias": {0: 0.0}}),
+    Stage("min_tokens", lambda s: s.min_tokens > 0, options("min_tokens"), {"min_tokens": 1}),
+    Stage(
+        "last_n",
+        lambda s: s.penalty_last_n > 0 and (_repeats(s) or _counts(s)),
+        options("penalty_last_n") | {"counts_prompt": Knob(lambda s: s.penalty_scope == "all", is_whole=True)},
+        {"penalty_last_n": 8, "repetition_penalty": 1.1},
+    ),
+    Stage(
+        "repetition",
+        _repeats,
+        {"repetition_penalty": Knob(lambda s: s.repetition_penalty if _sees(s) else 1.0)},
+        {"repetition_penalty": 1.1},
+    ),
+    Stage(
+        "counted",
+        _counts,
+        {
+            "frequency_penalty": Knob(lambda s: s.frequency_penalty if _sees(s) else 0.0),
+            "presence_penalty": Knob(lambda s: s.presence_penalty if _sees(s) else 0.0),
+        },
+        {"frequency_penalty": 0.1, "presence_penalty": 0.1},
+    ),
+    Stage(
+        "dry",
+        lambda s: s.dry_multiplier > 0 and s.dry_penalty_last_n != 0,
+        {"dry_multiplier": Knob(lambda s: s.dry_multiplier if s.dry_penalty_last_n else 0.0)}
+        | options("dry_base", "dry_allowed_length", "dry_penalty_last_n"),
+        {"dry_multiplier": 0.1},
+    ),
+    Stage("min_keep", lambda s: s.temperature > 0 and s.min_keep > 1, options("min_keep"), {"min_keep": 2}),
+)
+EDITS = tuple(stage.name for stage in _EDITS)
+STAGES: Mapping[str, Stage] = {stage.name: stage for stage in _EDITS} | FILTERS
 
 
 @dataclass(frozen=True)
@@ -106,7 +135,7 @@ def chain_of(samplings: Sequence[Sampling], stop_ids: int = 0) -> Chain:
         raise UsageError(f"order is {' and '.join(orders)} in one batch: expected one order, its stages are one graph")
 
     def needed(*names: str) -> tuple[str, ...]:
-        return tuple(name for name in names if any(_NEEDED[name](sampling) for sampling in samplings))
+        return tuple(name for name in names if any(STAGES[name].is_needed(sampling) for sampling in samplings))
 
     edits, stages = needed(*EDITS), needed(*samplings[0].stages)
     if left_out := set(needed(*ORDERS["hf"])) - set(stages):
@@ -148,13 +177,8 @@ def joint(chains: Collection[Chain], whole: Chain) -> Chain:
 def _few(samplings: Sequence[Sampling]) -> int | None:
     """Return how many of the likeliest tokens include all that top-k keeps; None if the stages must read all tokens."""
     # Twice the largest k, as bf16 logits are often level, and a power of two, so that most other k need no other graph.
-    kept = [_top_k(sampling) for sampling in samplings if sampling.temperature > 0]
+    kept = [kept_at_most(sampling) for sampling in samplings if sampling.temperature > 0]
     return max(LEAST_FEW, _room(2 * max(kept))) if kept and min(kept) != 0 and max(kept) <= FEW else None
-
-
-def _top_k(sampling: Sampling) -> int:
-    # The filters after top-k read only what it keeps, so it has to keep min_keep tokens.
-    return max(sampling.top_k, sampling.min_keep) if sampling.top_k else 0
 
 
 def _room(entries: int) -> int:
@@ -171,52 +195,26 @@ def knobs_of(sampling: Sampling, chain: Chain, stop_ids: Sequence[int] = ()) -> 
         stop_ids: the request's stop tokens, which min_tokens forbids at first.
     """
     # A chain may have stages that this request does not use: the values of their knobs change no bit.
-    seen = sampling.penalty_last_n != 0
-    # A knob that is not listed here is the option of its name.
-    values: dict[str, Any] = vars(sampling) | {
-        "bias_ids": _padded(list(sampling.logit_bias), chain.bias_ids, -1),
-        "bias_values": _padded(list(sampling.logit_bias.values()), chain.bias_ids, 0.0),
-        "stop_ids": _padded(list(stop_ids)[: chain.stop_ids], chain.stop_ids, -1),
-        "counts_prompt": sampling.penalty_scope == "all",
-        "repetition_penalty": sampling.repetition_penalty if seen else 1.0,
-        "frequency_penalty": sampling.frequency_penalty if seen else 0.0,
-        "presence_penalty": sampling.presence_penalty if seen else 0.0,
-        "dry_multiplier": sampling.dry_multiplier if sampling.dry_penalty_last_n else 0.0,
-        "top_k": _top_k(sampling),
-        "log_min_p": _log(sampling.min_p),
-        "log_top_a": _log(sampling.top_a),
-        "log_epsilon": _log(sampling.epsilon_cutoff),
-        "log_eta": _log(sampling.eta_cutoff),
-    }
-    return {name: values[name] for stage in chain.stages for name in _KNOBS.get(stage, (stage,))}
+    values: dict[str, Any] = {}
+    for name in chain.stages:
+        if name == "bias":
+            values["bias_ids"] = _padded(list(sampling.logit_bias), chain.bias_ids, -1)
+            values["bias_values"] = _padded(list(sampling.logit_bias.values()), chain.bias_ids, 0.0)
+        if name == "min_tokens":
+            values["stop_ids"] = _padded(list(stop_ids)[: chain.stop_ids], chain.stop_ids, -1)
+        values |= {knob: declared.value(sampling) for knob, declared in STAGES[name].knobs.items()}
+    return values
 
 
-# Stages that are not listed have one knob, of their name.
-_KNOBS: dict[str, tuple[str, ...]] = {
-    "bias": ("bias_ids", "bias_values"),
-    "min_tokens": ("stop_ids", "min_tokens"),
-    "last_n": ("penalty_last_n", "counts_prompt"),
-    "repetition": ("repetition_penalty",),
-    "counted": ("frequency_penalty", "presence_penalty"),
-    "dry": ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n"),
-    "dynamic_temperature": ("temperature", "temperature_range", "temperature_exponent"),
-    "min_p": ("log_min_p",),
-    "top_a": ("log_top_a",),
-    "typical": ("typical_p",),
-    "epsilon": ("log_epsilon",),
-    "eta": ("log_eta",),
-    "xtc": ("xtc_probability", "xtc_threshold"),
-    "mirostat": ("mirostat_tau", "mirostat_eta"),
-}
 _OFF = Sampling(temperature=1.0)
-_INT64 = {"bias_ids", "stop_ids", "min_tokens", "top_k", "min_keep"}
-_INT64 |= {"penalty_last_n", "counts_prompt", "dry_allowed_length", "dry_penalty_last_n"}
+_WHOLE = {name for stage in STAGES.values() for name, knob in stage.knobs.items() if knob.is_whole}
+_WHOLE |= {"bias_ids", "stop_ids"}
 
 
 def new_knobs(chain: Chain, rows: int, device: torch.device) -> dict[str, Tensor]:
     """Return knobs that turn all stages off, with the temperature 1: fp32 or int64 [B], lists of ids [B, M]."""
     return {
-        name: torch.tensor([value] * rows, dtype=torch.int64 if name in _INT64 else torch.float32, device=device)
+        name: torch.tensor([value] * rows, dtype=torch.int64 if name in _WHOLE else torch.float32, device=device)
         for name, value in knobs_of(_OFF, chain).items()
     }
 
@@ -233,11 +231,6 @@ def write_rows(columns: Mapping[str, Tensor], rows: Sequence[int], values: Seque
         column = columns[name]
         entries = sent([of_request[name] for of_request in values], column.device, column.dtype)
         column.index_copy_(0, sent(rows, column.device), entries)
-
-
-def _log(probability: float) -> float:
-    # A filter whose least log-probability is -inf drops no token.
-    return math.log(probability) if probability else -math.inf
 
 
 def _padded(entries: list[Any], length: int, padding: float) -> list[Any]:

@@ -18,7 +18,7 @@ ORDERS = {
 }
 # Inclusive ranges. The upper ends keep fp32 arithmetic finite, and no sensible value lies above them.
 _LARGEST = 1e6
-_RANGES = {
+RANGES = {
     **dict.fromkeys(("temperature", "temperature_range"), between(0, _LARGEST)),
     "temperature_exponent": between(0, 100),
     **dict.fromkeys(("top_p", "min_p", "typical_p", "top_a", "epsilon_cutoff", "eta_cutoff"), between(0, 1)),
@@ -116,7 +116,7 @@ class Sampling:
 
     def __post_init__(self) -> None:
         """Refuse values outside their range with one line each."""
-        for name, allowed in _RANGES.items():
+        for name, allowed in RANGES.items():
             if name != "logprobs" or self.logprobs is not None:
                 value = getattr(self, name)
                 allowed.require(name, value)

@@ -27,7 +27,7 @@ from monograph.decode.cache import KVCache, Slots
 from monograph.decode.chain import breakers
 from monograph.decode.completion import rows_that_fit
 from monograph.decode.generator import Generator
-from monograph.decode.knobs import Chain, chain_of
+from monograph.decode.knobs import STAGES, Chain, chain_of
 from monograph.decode.request import Event, Pace, Request
 from monograph.decode.sampling import Sampling
 from monograph.decode.step import MAX_STOP_IDS
@@ -158,12 +158,8 @@ LEAST_POSITIONS = 8192
 STEPS = {"cuda": 16, "cpu": 1}  # of a block
 HURRIED_STEPS, CHUNKS = 4, 2  # see `Pace`
 _FILTERED: dict[str, Any] = {"temperature": 1.0, "top_p": 0.9, "min_p": 0.1}
-_EVERYTHING: dict[str, Any] = _FILTERED | {
-    "typical_p": 0.9, "top_a": 0.1, "epsilon_cutoff": 0.1, "eta_cutoff": 0.1, "top_n_sigma": 1.0,
-    "xtc_probability": 0.5, "min_keep": 2, "mirostat_tau": 1.0, "temperature_range": 0.1, "repetition_penalty": 1.1,
-    "frequency_penalty": 0.1, "presence_penalty": 0.1, "penalty_last_n": 8, "dry_multiplier": 0.1, "min_tokens": 1,
-    "logit_bias": dict.fromkeys(range(MOST_BIASES), 0.0),
-}  # fmt: skip
+_EVERYTHING: dict[str, Any] = {name: value for stage in STAGES.values() for name, value in stage.example.items()}
+_EVERYTHING |= {"top_k": 0, "logit_bias": dict.fromkeys(range(MOST_BIASES), 0.0)}
 
 
 def chains(logprobs: int) -> list[Chain]:
@@ -171,7 +167,9 @@ def chains(logprobs: int) -> list[Chain]:
 
     def chain(options: dict[str, Any], reported: int | None) -> Chain:
         # Two kinds of top-k, as a chain for small k alone reads few tokens.
-        both = [Sampling(**options, top_k=k, logprobs=reported) for k in ((0, 5) if "top_p" in options else (0,))]
+        both = [
+            Sampling(**{**options, "top_k": k}, logprobs=reported) for k in ((0, 5) if "top_p" in options else (0,))
+        ]
         return replace(chain_of(both, MAX_STOP_IDS), processed=False)
 
     kinds = ({"temperature": 1.0}, None), ({"temperature": 1.0}, logprobs), (_FILTERED, None), (_FILTERED, logprobs)
