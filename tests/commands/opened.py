@@ -11,6 +11,7 @@ def main() -> None:
     from monograph.device import default_device, describe
     from monograph.errors import Stopped
     from monograph.session import warmup
+    from monograph.session.resolve import resolve
     from monograph.sweeps.batch import engine_of, models_of
     from monograph.sweeps.concurrency import several
     from monograph.sweeps.progress import SweepProgress
@@ -20,7 +21,7 @@ def main() -> None:
 
     def open_members(self: SweepProgress, *_: object) -> NoReturn:
         for member in self.members:
-            member.plan = train.resolve(member.settings, describe())
+            member.plan = resolve(member.settings, describe())
         for group, text in zip(self.groups, self._texts(), strict=True):
             built_runs = models_of(group.members[:2], text, describe())
             engine_of(built_runs, several(built_runs), default_device())

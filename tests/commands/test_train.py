@@ -121,7 +121,7 @@ def test_out_of_memory_halves_the_micro_batch(server: CommandServer, here: Path)
 def test_the_last_update_is_shown_though_numbers_are_read_every_so_often(server: CommandServer, here: Path) -> None:
     """A run on a GPU reads ten updates at once, and a short one has fewer."""
     rare = """
-import monograph.commands.train as command
+import monograph.session.after_update as command
 every_update = command.MetricsLog
 command.MetricsLog = lambda run, every: every_update(run, 100)
 """

@@ -1,48 +1,33 @@
 """`monograph train`: turn text and time into a trained model, its figures and its checkpoints."""
 
 import json as jsonlib
-from contextlib import ExitStack, closing
-from dataclasses import replace
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
 
-from monograph import checkpointing, compat
+from monograph import checkpointing
 from monograph.config import Settings
-from monograph.data.sources import spooled_stdin
 from monograph.device import clock, default_device, describe
-from monograph.distributed.checkpoint import newest
-from monograph.distributed.world import World
-from monograph.errors import Stopped, UsageError
+from monograph.errors import UsageError
 from monograph.loop import train
-from monograph.loss import Batch
-from monograph.planner import defaults
-from monograph.report.quantities import counted, duration
+from monograph.report.quantities import counted
 from monograph.run import writing
 from monograph.run.folder import Run, standard_json
-from monograph.run.metrics_log import MetricsLog
-from monograph.run.progress import Progress, silent
+from monograph.run.progress import Progress
 from monograph.run.signals import StopSignal
-from monograph.run.started import note_start
-from monograph.session import eager_start, ranks, recorded
-from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
-from monograph.session.objective import Task
-from monograph.session.objectives import objective_of
+from monograph.session import ranks, recorded
+from monograph.session.after_update import AfterUpdate
 from monograph.session.objectives.preferences import with_records
-from monograph.session.plan import Plan
 from monograph.session.ranks import show
 from monograph.session.recorded import strange_text
 from monograph.session.reporting import Reporter, finished
-from monograph.session.requirements import notes_on, require_possible, require_taught
-from monograph.session.resolve import ORIGIN, resolve
-from monograph.session.rewind import go_back, require_end, windows
+from monograph.session.requirements import require_possible, require_taught
+from monograph.session.rewind import windows
 from monograph.session.session import Session
-from monograph.session.setup import open_session, repeatable
-from monograph.session.warmup import compile_step, fix_length, measure_memory, try_step
+from monograph.session.setup import repeatable
+from monograph.session.start import open_run
+from monograph.session.warmup import measure_memory
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import exists
-
-SHOWN = ("reward", "accuracy", "margin")  # what says more than the loss, in runs that have it
-SHOWN_S = 1.0  # after so long, the numbers of the last updates are read; this waits for the device
 
 
 def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str | None, json: bool) -> None:
@@ -53,7 +38,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     settings, from_ = recorded.model_given(settings, from_)
     settings = with_records(settings)
-    if not (resume or from_):  # otherwise settings recorded by a run come first; `_open` checks the result
+    if not (resume or from_):  # otherwise settings recorded by a run come first; `open_run` checks the result
         require_possible(settings, describe())
         require_taught(settings)
     world = ranks.meet(settings, resumed=resume is not None)
@@ -83,7 +68,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
             ranks.require_launched(settings, world.own)
             settings = ranks.agreed(world, settings)
             with ExitStack() as held:
-                session = _open(folder, settings, world, progress, held, retry_rows, asked_s)
+                session = open_run(folder, settings, world, progress, held, retry_rows, asked_s)
                 report = Reporter(session, progress)
                 _loop(session, report, progress)
                 measure_memory(session)
@@ -99,194 +84,20 @@ def _warn_of_text(run: Run, settings: Settings, progress: Progress) -> None:
         progress.line("warning", warning)
 
 
-def _open(
-    folder: Run,
-    settings: Settings,
-    world: World,
-    progress: Progress,
-    held: ExitStack,
-    retry_rows: int,
-    asked_s: float,
-) -> Session:
-    machine = describe()
-    require_possible(settings, machine)
-    plan = resolve(settings, machine)
-    for line in notes_on(plan, machine):
-        progress.line("note", line)
-    if world.leads and not folder.begun:
-        plan = _keeping_stdin(folder, plan, progress)
-        recorded.write_config(folder, plan.settings)
-    if world.leads:
-        note_start(folder)
-    settings = ranks.agreed(world, plan.settings)
-    plan = plan if world.leads else resolve(settings, machine)
-    with world.first():
-        task = held.enter_context(closing(objective_of(plan.settings).open(plan, progress)))
-    opened = partial(_opened, folder, task=task, world=world, retry_rows=retry_rows)
-    began = clock()
-    session, resumed, window = opened(plan, progress=progress)
-    ends_s = asked_s + 60 * plan.wall_minutes if plan.wall_minutes and not resumed else None
-    session.ends_s = ends_s
-    why = ""
-    if plan.compile == "auto" and not resumed:
-        why = why_uncompiled(session, window, clock() - began)
-    if why:
-        session.batches.close()
-        # Where nothing is compiled, the planner chooses otherwise, and answers are drawn otherwise.
-        plan = resolve(plan.settings.resolve({"train.compile": "none"}, ORIGIN), machine)
-        session, _, window = opened(plan, progress=silent())
-        session.ends_s, session.eager_reason = ends_s, why
-    if not (resumed or updates_given(session)):
-        progress.line("time", _times(session, window, asked_s))
-    early = False
-    if resumed:
-        compile_step(session, window, progress)
-    else:
-        early = eager_start.begin(session, window, progress, partial(_score_untrained, session, progress))
-    if not early:
-        task.score_reference(resumed, session.batches.rows_per_window, progress)
-    if not resumed:
-        fix_length(session, progress)
-        if world.leads:
-            recorded.write_config(folder, session.plan.settings)
-        session.save()
-    return session
-
-
-def _score_untrained(session: Session, progress: Progress) -> None:
-    """Score the weights before the first update, which comes before the step is compiled."""
-    session.task.score_reference(False, session.batches.rows_per_window, progress)
-    report = Reporter(session, silent())
-    if session.task.scores_untrained:  # the run's own block, which begins later, shows it
-        report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
-
-
-def _times(session: Session, window: Batch, asked_s: float) -> str:
-    """Return how long a run by the clock trains, and how long it will take in all."""
-    plan = session.plan
-    whole = f"about {duration(expected_whole_s(session, window, asked_s))} in all"
-    if plan.wall_minutes is not None:
-        whole = f"at most {duration(60 * plan.wall_minutes)} in all"
-    parts = "preparation and report" if plan.compile == "none" else "preparation, compiling and report"
-    training_s = min(60 * plan.minutes, session.left_s)
-    return f"{duration(training_s)} of training, {whole} with {parts}"
-
-
-def _opened(
-    folder: Run,
-    plan: Plan,
-    task: Task,
-    world: World,
-    retry_rows: int,
-    progress: Progress,
-) -> tuple[Session, bool, Batch]:
-    """Open the session at its beginning or where it stopped; return it, whether it resumes, and a window it tried."""
-    session = open_session(folder, plan, task, default_device(), progress, world)
-    if world.leads and not exists(folder.tokenizer):
-        writing.write_tokenizer(folder, session.corpus.tokenizer)
-    session.engine.announce = partial(progress.line, "memory")
-    session.engine.step.announce = partial(progress.line, "note")
-    resumed = _taken_up(session, progress)
-    if retry_rows:
-        session.engine.micro_batch = min(session.engine.micro_batch or retry_rows, retry_rows)
-        smaller = f"micro_batch is now {session.engine.micro_batch}, the update stays the same"
-        progress.line("memory", f"the attempt before ran out of memory: {smaller}")
-    task.keep_reference(resumed)
-    return session, resumed, try_step(session, progress)
-
-
-def _taken_up(session: Session, progress: Progress) -> bool:
-    """Resume from the run's newest checkpoint, or begin from another run's weights; return whether the run resumes."""
-    world, folder, warn = session.world, session.run, partial(progress.line, "warning")
-    saved = bool(checkpointing.candidates(folder.checkpoints))
-    if world.agreed(saved or any(eager_start.MARK not in row for row in folder.rows())):
-        session.restore(newest(world, folder.checkpoints, warn), progress)
-        if world.leads and writing.mended_tokenizer(folder, session.corpus.tokenizer):
-            warn(f"{folder.tokenizer}: was damaged, and is written again")
-        progress.line("resume", f"{folder.folder} from update {session.engine.index} of {session.updates}")
-        return True
-    folder.truncate_metrics(0)  # of a process that was stopped before its first checkpoint
-    if parent := writing.recorded_parent(folder):
-        begun = newest(world, parent[0].checkpoints, warn, at=parent[1])
-        session.branch(begun, parent[0])
-        progress.line("from", f"weights and optimizer of {parent[0].folder} after update {begun.update}")
-    return False
-
-
-def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
-    """Keep the text of standard input in the run's folder, where resume, evaluation and branches read it again."""
-    source = plan.reading["source"]
-    named = [source] if isinstance(source, str) else source
-    if "-" not in named:
-        return plan
-    with progress.stage("text", "standard input") as stage:
-        kept = str(spooled_stdin(run.folder, stage.report))
-        stage.result = f"kept as {kept}"
-    source = [kept if name == "-" else name for name in named]
-    settings = plan.settings.resolve({"data.source": source}, "plan")
-    return replace(plan, settings=settings, reading={**plan.reading, "source": source})
-
-
 def _loop(session: Session, report: Reporter, progress: Progress) -> None:
-    engine, plan = session.engine, session.plan
-    # Reading an update's numbers waits for a GPU to finish it, as drawing answers from its weights does anyway.
-    log = MetricsLog(session.run, every=1 if not session.task.is_plain or engine.step.device.type == "cpu" else 10)
-    graphs = compat.captured_graphs()
-    check_every = defaults.interval(session.updates, defaults.EVALUATIONS)  # whether the time suffices
-    session.training_since_s = clock()
     with report.block() as block, StopSignal(lambda name: block.note(f"{name}: saving after this update")) as stop:
-        if not engine.index and session.task.scores_untrained:
-            report.evaluate(block, 0, limit=None)
-        began, since, waiting, score = clock(), 0, False, ""
-        for update in train(engine, windows(session), session.updates):
-            done, since = update.index + 1, since + 1
-            last = done == session.updates
-            report.recompiles = compat.captured_graphs() - graphs
-            session.account(done)
-            written = log.add(
-                update, {**report.read, "wall_s": session.spent_s, **session.task.figures(session.batches)}
-            )
-            if written or last or clock() - began > SHOWN_S:
-                log.flush()
-                rate = report.rate(since, clock() - began, log.last)
-                loss, memory = log.last["train_loss"], session.peak_memory_bytes
-                score = "   ".join(f"{name} {log.last[name]:.3f}" for name in SHOWN if name in log.last) or score
-                figures = {"loss": loss, "score": score, "skipped": log.skipped}
-                block.update(done, tokens_per_s=rate, memory_bytes=memory, **figures)
-                since, began = 0, clock()
-            stopping, asked, lost, skipping = session.world.any(
-                stop.requested is not None, stop.save_requested, log.is_lost, log.streak > 0
-            )
-            # No checkpoint is due while updates are skipped, so that `go_back` finds one from before them.
-            due = waiting or done % plan.save_every == 0
-            saving = last or (session.can_save and ((due and not skipping) or stopping or asked))
-            waiting = due and not session.can_save
-            if lost or (saving and session.non_finite()):
-                log = go_back(session, log, progress)
+        after = AfterUpdate(session, report, block, stop, progress)
+        for update in train(session.engine, windows(session), session.updates):
+            moment = after.note(update)
+            if moment.goes_back:
+                after.go_back()
                 continue
-            paused = clock()
-            if done % plan.eval_every == 0 and not last:
-                log.flush()
-                report.evaluate(block, done, limit=defaults.CURVE_ROWS)
-            if done % min(plan.eval_every, check_every) == 0 and not last:
-                report.keep_time(done)
-                block.ends_at(session.updates)
-            if done in report.sample_updates() and not last:
-                log.flush()
-                report.sample(block, done)
-            if saving:
-                log.flush()
-                stop.save_requested = False
-                session.save()
-            if session.world.leads:
-                report.refresh()
-            began += clock() - paused
-            if stopping and saving and not last:
-                if session.world.leads:
-                    report.write_page("stopped")
-                again = ranks.again(session.world, session.run, plan.parallel)
-                raise Stopped(f"saved at update {done}; continue: {again}")
-            if last:  # earlier than planned if a cool-down was begun
-                require_end(session, log)
+            with after.paused():
+                after.evaluate(moment)
+                after.keep_time(moment)
+                after.sample(moment)
+                after.save(moment)
+            after.stop(moment)
+            if moment.is_last:  # earlier than planned if a cool-down was begun
                 break
-        report.end(block)
+        after.end()

@@ -1,0 +1,169 @@
+"""Open a run for training: read what it learns from, build the model, try a step, compile it and fix the length."""
+
+from contextlib import ExitStack, closing
+from dataclasses import replace
+from functools import partial
+
+from monograph import checkpointing
+from monograph.config import Settings
+from monograph.data.sources import spooled_stdin
+from monograph.device import clock, default_device, describe
+from monograph.distributed.checkpoint import newest
+from monograph.distributed.world import World
+from monograph.loss import Batch
+from monograph.report.quantities import duration
+from monograph.run import writing
+from monograph.run.folder import Run
+from monograph.run.progress import Progress, silent
+from monograph.run.started import note_start
+from monograph.session import eager_start, ranks, recorded
+from monograph.session.brief import expected_whole_s, updates_given, why_uncompiled
+from monograph.session.objective import Task
+from monograph.session.objectives import objective_of
+from monograph.session.plan import Plan
+from monograph.session.reporting import Reporter
+from monograph.session.requirements import notes_on, require_possible
+from monograph.session.resolve import ORIGIN, resolve
+from monograph.session.session import Session
+from monograph.session.setup import open_session
+from monograph.session.warmup import compile_step, fix_length, try_step
+from monograph.storage.reading import exists
+
+
+def open_run(
+    folder: Run,
+    settings: Settings,
+    world: World,
+    progress: Progress,
+    held: ExitStack,
+    retry_rows: int,
+    asked_s: float,
+) -> Session:
+    """Return a run's session, ready for its next update.
+
+    Args:
+        folder: the run's folder, locked.
+        settings: those of the run.
+        world: the ranks that train it together.
+        progress: the display.
+        held: closes what is opened here when the run is over.
+        retry_rows: the micro-batch of an attempt after one that ran out of memory; 0: none did.
+        asked_s: the time of `clock` at which the run was asked for.
+    """
+    machine = describe()
+    require_possible(settings, machine)
+    plan = resolve(settings, machine)
+    for line in notes_on(plan, machine):
+        progress.line("note", line)
+    if world.leads and not folder.begun:
+        plan = _keeping_stdin(folder, plan, progress)
+        recorded.write_config(folder, plan.settings)
+    if world.leads:
+        note_start(folder)
+    settings = ranks.agreed(world, plan.settings)
+    plan = plan if world.leads else resolve(settings, machine)
+    with world.first():
+        task = held.enter_context(closing(objective_of(plan.settings).open(plan, progress)))
+    opened = partial(_opened, folder, task=task, world=world, retry_rows=retry_rows)
+    began = clock()
+    session, resumed, window = opened(plan, progress=progress)
+    ends_s = asked_s + 60 * plan.wall_minutes if plan.wall_minutes and not resumed else None
+    session.ends_s = ends_s
+    why = ""
+    if plan.compile == "auto" and not resumed:
+        why = why_uncompiled(session, window, clock() - began)
+    if why:
+        session.batches.close()
+        # Where nothing is compiled, the planner chooses otherwise, and answers are drawn otherwise.
+        plan = resolve(plan.settings.resolve({"train.compile": "none"}, ORIGIN), machine)
+        session, _, window = opened(plan, progress=silent())
+        session.ends_s, session.eager_reason = ends_s, why
+    if not (resumed or updates_given(session)):
+        progress.line("time", _times(session, window, asked_s))
+    early = False
+    if resumed:
+        compile_step(session, window, progress)
+    else:
+        early = eager_start.begin(session, window, progress, partial(_score_untrained, session, progress))
+    if not early:
+        task.score_reference(resumed, session.batches.rows_per_window, progress)
+    if not resumed:
+        fix_length(session, progress)
+        if world.leads:
+            recorded.write_config(folder, session.plan.settings)
+        session.save()
+    return session
+
+
+def _score_untrained(session: Session, progress: Progress) -> None:
+    """Score the weights before the first update, which comes before the step is compiled."""
+    session.task.score_reference(False, session.batches.rows_per_window, progress)
+    report = Reporter(session, silent())
+    if session.task.scores_untrained:  # the run's own block, which begins later, shows it
+        report.evaluate(report.block(), 0, limit=None, **{eager_start.MARK: True})
+
+
+def _times(session: Session, window: Batch, asked_s: float) -> str:
+    """Return how long a run by the clock trains, and how long it will take in all."""
+    plan = session.plan
+    whole = f"about {duration(expected_whole_s(session, window, asked_s))} in all"
+    if plan.wall_minutes is not None:
+        whole = f"at most {duration(60 * plan.wall_minutes)} in all"
+    parts = "preparation and report" if plan.compile == "none" else "preparation, compiling and report"
+    training_s = min(60 * plan.minutes, session.left_s)
+    return f"{duration(training_s)} of training, {whole} with {parts}"
+
+
+def _opened(
+    folder: Run,
+    plan: Plan,
+    task: Task,
+    world: World,
+    retry_rows: int,
+    progress: Progress,
+) -> tuple[Session, bool, Batch]:
+    """Open the session at its beginning or where it stopped; return it, whether it resumes, and a window it tried."""
+    session = open_session(folder, plan, task, default_device(), progress, world)
+    if world.leads and not exists(folder.tokenizer):
+        writing.write_tokenizer(folder, session.corpus.tokenizer)
+    session.engine.announce = partial(progress.line, "memory")
+    session.engine.step.announce = partial(progress.line, "note")
+    resumed = _taken_up(session, progress)
+    if retry_rows:
+        session.engine.micro_batch = min(session.engine.micro_batch or retry_rows, retry_rows)
+        smaller = f"micro_batch is now {session.engine.micro_batch}, the update stays the same"
+        progress.line("memory", f"the attempt before ran out of memory: {smaller}")
+    task.keep_reference(resumed)
+    return session, resumed, try_step(session, progress)
+
+
+def _taken_up(session: Session, progress: Progress) -> bool:
+    """Resume from the run's newest checkpoint, or begin from another run's weights; return whether the run resumes."""
+    world, folder, warn = session.world, session.run, partial(progress.line, "warning")
+    saved = bool(checkpointing.candidates(folder.checkpoints))
+    if world.agreed(saved or any(eager_start.MARK not in row for row in folder.rows())):
+        session.restore(newest(world, folder.checkpoints, warn), progress)
+        if world.leads and writing.mended_tokenizer(folder, session.corpus.tokenizer):
+            warn(f"{folder.tokenizer}: was damaged, and is written again")
+        progress.line("resume", f"{folder.folder} from update {session.engine.index} of {session.updates}")
+        return True
+    folder.truncate_metrics(0)  # of a process that was stopped before its first checkpoint
+    if parent := writing.recorded_parent(folder):
+        begun = newest(world, parent[0].checkpoints, warn, at=parent[1])
+        session.branch(begun, parent[0])
+        progress.line("from", f"weights and optimizer of {parent[0].folder} after update {begun.update}")
+    return False
+
+
+def _keeping_stdin(run: Run, plan: Plan, progress: Progress) -> Plan:
+    """Keep the text of standard input in the run's folder, where resume, evaluation and branches read it again."""
+    source = plan.reading["source"]
+    named = [source] if isinstance(source, str) else source
+    if "-" not in named:
+        return plan
+    with progress.stage("text", "standard input") as stage:
+        kept = str(spooled_stdin(run.folder, stage.report))
+        stage.result = f"kept as {kept}"
+    source = [kept if name == "-" else name for name in named]
+    settings = plan.settings.resolve({"data.source": source}, "plan")
+    return replace(plan, settings=settings, reading={**plan.reading, "source": source})
