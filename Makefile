@@ -13,7 +13,7 @@ WORKERS = -n $(shell $(PYTHON) -c 'import os; print(min(4, os.cpu_count() + 1))'
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help train quick test test-costs nightly test-all gpu-less mutants site lint format python setup setup-dev
+.PHONY: help train quick test test-costs nightly test-all gpu-less mutants marks site lint format python setup setup-dev
 
 help:
 	@echo 'make train       install what training needs, then train a small model (ARGS: see monograph train --help)'
@@ -23,6 +23,7 @@ help:
 	@echo 'make test-all    all slow tests too (hours)'
 	@echo 'make gpu-less    what a GPU would run, on a pretended one (downloads 5 GB once; ARGS=--quick for less)'
 	@echo 'make mutants     how many of the faults put into the code the tests notice (hours; ARGS: --room step --count 20)'
+	@echo 'make marks       how dense the code is, beside what it was and beside other projects'
 	@echo 'make site        the pages of docs/ as a site, in site/ (installs mkdocs-material)'
 	@echo 'make lint        style, types and layers only'
 	@echo 'make format      apply the style'
@@ -57,6 +58,10 @@ gpu-less: python
 mutants: setup-dev
 	$(RUN) pip install -q cosmic-ray==8.7.0
 	.venv/bin/python tests/mutants.py $(ARGS)
+
+# ARGS=--record keeps today's figures.
+marks: setup-dev
+	.venv/bin/python tests/marks.py $(ARGS)
 
 # mkdocs is needed for nothing else. A link or an anchor that leads nowhere stops it.
 site: setup

@@ -32,6 +32,7 @@ PACKAGE = Path(monograph.__file__).parent
 # Files of `session` that only refuse settings, take them over from another run, make other runs of them, or suppose
 # them for a plan alone.
 NOT_DECIDING = {"requirements", "recorded", "ranks", "evaluated_model", "ladder", "supposed"}
+REFUSING = ("require", "_require", "token_notes")  # how functions begin that refuse settings, or say what follows
 BEGIN, END = "<!-- made by docs/make_tables.py -->", "<!-- end -->"
 ACCUMULATED, COMPILED = "tests/laws/test_accumulated_is_large_batch.py", "tests/laws/test_compiled_is_eager.py"
 PACKED, RECOMPUTED = "tests/laws/test_packed_is_separate.py", "tests/laws/test_recomputed_is_stored.py"
@@ -187,10 +188,10 @@ def deciding() -> dict[str, list[str]]:
     """Return by key the functions that decide it: that write it, or otherwise read it and do more than refuse."""
     reading: dict[str, list[str]] = {key: [] for key in KEYS}
     writing: dict[str, list[str]] = {key: [] for key in KEYS}
-    for path in sorted((PACKAGE / "session").glob("*.py")):
+    for path in sorted((PACKAGE / "session").rglob("*.py")):
         for function in functions(path) if path.stem not in NOT_DECIDING else ():
-            where = f"session.{path.stem}.{function.name}"
-            for key in keys_read(function) if not function.name.startswith(("require_", "token_notes")) else ():
+            where = f"{'.'.join(path.relative_to(PACKAGE).with_suffix('').parts)}.{function.name}"
+            for key in keys_read(function) if not function.name.startswith(REFUSING) else ():
                 reading[key].append(where)
             for key in _keys_written(function):
                 writing[key].append(where)

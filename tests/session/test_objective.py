@@ -24,7 +24,7 @@ from monograph.model.config import LlamaConfig
 from monograph.run.folder import Run
 from monograph.run.progress import Progress
 from monograph.session import objectives
-from monograph.session.objective import Objective, Score, Task
+from monograph.session.objective import HeldOutScore, Objective, Task
 from monograph.session.opening import Opening
 from monograph.session.plan import Plan
 from monograph.text.tokenizer import Tokenizer
@@ -120,10 +120,10 @@ class LogitTask(Task):
     def scores_untrained(self) -> bool:
         return True
 
-    def evaluate(self, rows_per_window: int, limit: int | None) -> Score:
+    def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore:
         total, count = self.engine.evaluate(self.data.rows)  # all of them
         kl = float(total / count)
-        return Score(int(self.engine.step.tokens), {"eval_kl": kl}, kl)
+        return HeldOutScore(int(self.engine.step.tokens), {"eval_kl": kl}, kl)
 
     def opening(self, config: LlamaConfig | None) -> Opening:
         return Opening("a", "a", (), ("a",))

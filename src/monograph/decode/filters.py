@@ -17,13 +17,13 @@ from torch import Tensor
 from monograph.decode.candidates import Candidates, one_each, reach
 from monograph.decode.reproducible import UNIT, log
 from monograph.decode.sampling import Sampling
-from monograph.decode.stages import Knob, Stage, options
+from monograph.decode.stages import Knob, SamplerStage, options
 
 Apply = Callable[[Candidates, dict[str, Tensor]], Candidates]
 
 
 @dataclass(frozen=True)
-class Filter(Stage):
+class Filter(SamplerStage):
     """A stage that drops candidates or scales their scores.
 
     Attributes:
@@ -45,7 +45,7 @@ def declared(
     example: Mapping[str, Any],
     is_temperature: bool = False,
 ) -> Callable[[Apply], Apply]:
-    """Return a decorator that makes a function the stage of its name; see `Stage`.
+    """Return a decorator that makes a function the stage of its name; see `SamplerStage`.
 
     Args:
         is_on: returns whether a request that draws at random needs it.

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from monograph.decode.filters import FILTERS, kept_at_most
 from monograph.decode.sampling import ORDERS, Sampling
-from monograph.decode.stages import Knob, Stage, options
+from monograph.decode.stages import Knob, SamplerStage, options
 from monograph.device import sent
 from monograph.errors import UsageError
 
@@ -40,21 +40,21 @@ def _counts(sampling: Sampling) -> bool:
 # that change how other stages work: last_n, a window for the penalties, and min_keep, a least number for the filters.
 # The knobs of bias and min_tokens that hold ids are lists, whose lengths the chain gives: see `knobs_of`.
 _EDITS = (
-    Stage("bias", lambda s: bool(s.logit_bias), {}, {"logit_bias": {0: 0.0}}),
-    Stage("min_tokens", lambda s: s.min_tokens > 0, options("min_tokens"), {"min_tokens": 1}),
-    Stage(
+    SamplerStage("bias", lambda s: bool(s.logit_bias), {}, {"logit_bias": {0: 0.0}}),
+    SamplerStage("min_tokens", lambda s: s.min_tokens > 0, options("min_tokens"), {"min_tokens": 1}),
+    SamplerStage(
         "last_n",
         lambda s: s.penalty_last_n > 0 and (_repeats(s) or _counts(s)),
         options("penalty_last_n") | {"counts_prompt": Knob(lambda s: s.penalty_scope == "all", is_whole=True)},
         {"penalty_last_n": 8, "repetition_penalty": 1.1},
     ),
-    Stage(
+    SamplerStage(
         "repetition",
         _repeats,
         {"repetition_penalty": Knob(lambda s: s.repetition_penalty if _sees(s) else 1.0)},
         {"repetition_penalty": 1.1},
     ),
-    Stage(
+    SamplerStage(
         "counted",
         _counts,
         {
@@ -63,17 +63,17 @@ _EDITS = (
         },
         {"frequency_penalty": 0.1, "presence_penalty": 0.1},
     ),
-    Stage(
+    SamplerStage(
         "dry",
         lambda s: s.dry_multiplier > 0 and s.dry_penalty_last_n != 0,
         {"dry_multiplier": Knob(lambda s: s.dry_multiplier if s.dry_penalty_last_n else 0.0)}
         | options("dry_base", "dry_allowed_length", "dry_penalty_last_n"),
         {"dry_multiplier": 0.1},
     ),
-    Stage("min_keep", lambda s: s.temperature > 0 and s.min_keep > 1, options("min_keep"), {"min_keep": 2}),
+    SamplerStage("min_keep", lambda s: s.temperature > 0 and s.min_keep > 1, options("min_keep"), {"min_keep": 2}),
 )
 EDITS = tuple(stage.name for stage in _EDITS)
-STAGES: Mapping[str, Stage] = {stage.name: stage for stage in _EDITS} | FILTERS
+STAGES: Mapping[str, SamplerStage] = {stage.name: stage for stage in _EDITS} | FILTERS
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class _Option:
 
 
 @dataclass(frozen=True)
-class Stage:
+class SamplerStage:
     """A stage of the sampler.
 
     Attributes:

@@ -82,7 +82,7 @@ class Windows(Protocol):
         """Stop making windows ahead."""
 
 
-class Score(NamedTuple):
+class HeldOutScore(NamedTuple):
     """What scoring held-out records gave.
 
     Attributes:
@@ -355,8 +355,8 @@ class Task(ABC):
         """Return whether the run shows what the model was worth before its first update."""
 
     @abstractmethod
-    def evaluate(self, rows_per_window: int, limit: int | None) -> Score | None:
-        """Score held-out records; None if there are none.
+    def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore | None:
+        """HeldOutScore held-out records; None if there are none.
 
         Args:
             rows_per_window: rows that pass the model at once.

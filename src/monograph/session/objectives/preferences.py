@@ -23,7 +23,7 @@ from monograph.report.quantities import counted
 from monograph.rl.pairs import PairRows, loss_for, read_pairs
 from monograph.rl.preferences import Preference, PreferenceLoss, preference
 from monograph.run.progress import Progress
-from monograph.session.objective import Objective, Score, Windows, refuse_first
+from monograph.session.objective import HeldOutScore, Objective, Windows, refuse_first
 from monograph.session.objectives.texts import RowsTask
 from monograph.session.plan import Plan
 from monograph.session.reference import read_reference, write_reference
@@ -180,7 +180,7 @@ class PreferenceTask(RowsTask):
         self.answer_tokens += int(figures["answer_tokens"])
         return {**figures, "tokens": self.answer_tokens}
 
-    def evaluate(self, rows_per_window: int, limit: int | None) -> Score | None:
+    def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore | None:
         """Return how well held-out answers are told apart, with their loss."""
         scored = self.scored(rows_per_window, limit)
         if scored is None:
@@ -189,7 +189,7 @@ class PreferenceTask(RowsTask):
         compared = self._loss.taken(self.world.gathered)
         figures = {"eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte}
         figures |= {f"eval_{name}": compared[name] for name in ("accuracy", "margin")}
-        return Score(self.answer_tokens, {**figures, "eval_rows": rows}, compared["accuracy"], found)
+        return HeldOutScore(self.answer_tokens, {**figures, "eval_rows": rows}, compared["accuracy"], found)
 
     def summary(self, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         """Return how well answers were told apart in the end."""

@@ -37,7 +37,7 @@ from monograph.run.progress import Progress
 from monograph.run.recipe import digest, run_named, shape_in
 from monograph.run.trust import is_all_trusted
 from monograph.session.adapting import lora_of
-from monograph.session.objective import Objective, Score, Task, Windows, refuse_first
+from monograph.session.objective import HeldOutScore, Objective, Task, Windows, refuse_first
 from monograph.session.opening import Opening, opening_of_prompt
 from monograph.session.plan import FP32_BYTES, Plan, is_sharded, sharing
 from monograph.session.reference import read_reference, write_reference
@@ -211,7 +211,7 @@ def _prompts(plan: Plan, reward: Reward, progress: Progress) -> Prompts:
     # Another program, schema or teacher would give other rewards to the same answers, so a run belongs to this one.
     decisive = prompts.fingerprint + reward.digest
     decisive += digest(reward.teacher) if reward.teacher else ""
-    form = form_named(rl.answer_regex, rl.answer_schema)
+    form = form_named(*answer_form(plan))
     decisive += form.digest if form else ""
     return replace(prompts, fingerprint=hashlib.sha256(decisive.encode()).hexdigest())
 
@@ -244,6 +244,12 @@ def _teacher(name: str, prompts: Prompts, options: Options) -> Llama:
         few = f"it has {model.config.max_position_embeddings} positions, fewer than data.sequence_length"
         raise InputRefused(f"rl.teacher = {name}: {few} = {options.length}")
     return model.to(default_device()).requires_grad_(False).train(False)
+
+
+def answer_form(plan: Plan) -> tuple[str | None, str | None]:
+    """Return what all answers match, a regular expression or the file of a schema; None each: they have any form."""
+    rl = plan.settings.rl
+    return rl.answer_regex, rl.answer_schema
 
 
 def options_of(plan: Plan) -> Options:
@@ -324,12 +330,11 @@ class RewardTask(Task):
         if not isinstance(model, Llama):
             name = type(model).__name__
             raise InputRefused(f"model.init = {plan.recipe.init}: rl.reward needs a language model, not a {name}")
-        rl = plan.settings.rl
         options = options_of(plan)
         if options.exact:
             model.use_attention("cached")
         ratio = ratio_of(options.objective, options.updates)
-        described = form_named(rl.answer_regex, rl.answer_schema)
+        described = form_named(*answer_form(plan))
         form = Form(described, self.data, self.data.ends(model.config), default_device()) if described else None
         return PolicyLoss(options.temperature, ratio, options.kl, options.objective, options.updates, form)
 
@@ -447,21 +452,22 @@ class RewardTask(Task):
         """Return yes: the model was trained before."""
         return True
 
-    def evaluate(self, rows_per_window: int, limit: int | None) -> Score | None:
+    def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore | None:
         """Return the rewards of answers to held-out prompts."""
         if not self.data.held_out:
             return None
         numbers = self.drawer.measure()
-        return Score(self.answer_tokens, numbers, numbers["eval_reward"])
+        return HeldOutScore(self.answer_tokens, numbers, numbers["eval_reward"])
 
     def opening(self, config: LlamaConfig | None) -> Opening:
         """Return the first prompt."""
-        rl, first = self.plan().settings.rl, self.data.train[0]
+        first = self.data.train[0]
+        regex, schema = answer_form(self.plan())
         form: tuple[str, ...] = ()
-        if rl.answer_regex is not None:
-            form = ("--regex", rl.answer_regex)
-        elif rl.answer_schema is not None:
-            form = ("--json-schema", rl.answer_schema)
+        if regex is not None:
+            form = ("--regex", regex)
+        elif schema is not None:
+            form = ("--json-schema", schema)
         return opening_of_prompt(first.text, first.ids, self.data.chats, form)
 
     def sample(self, opening: Opening, write: Callable[[], str | None]) -> str | None:

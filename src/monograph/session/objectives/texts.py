@@ -12,7 +12,7 @@ from monograph.graph.trial import Trial
 from monograph.model.config import LlamaConfig
 from monograph.report.quantities import count, counted, megabytes
 from monograph.run.progress import Progress
-from monograph.session.objective import Objective, Score, Task, Windows
+from monograph.session.objective import HeldOutScore, Objective, Task, Windows
 from monograph.session.opening import Opening, opening_of
 from monograph.session.plan import Plan
 
@@ -157,14 +157,14 @@ class TextTask(RowsTask):
         guess = math.log(self.data.vocab_size)
         return f"loss {trial.loss:.2f} (random guess: {guess:.2f}), {trial.gradients} gradients, all finite"
 
-    def evaluate(self, rows_per_window: int, limit: int | None) -> Score | None:
+    def evaluate(self, rows_per_window: int, limit: int | None) -> HeldOutScore | None:
         """Return the loss of held-out rows."""
         scored = self.scored(rows_per_window, limit)
         if scored is None:
             return None
         found, rows = scored
         figures = {"eval_loss": found.loss, "eval_bits_per_byte": found.bits_per_byte, "eval_rows": rows}
-        return Score(int(self.engine.step.tokens), figures, found.bits_per_byte, found)
+        return HeldOutScore(int(self.engine.step.tokens), figures, found.bits_per_byte, found)
 
     def standing(
         self, rows: Sequence[Mapping[str, Any]], held_out: Evaluation | None, yardsticks: Mapping[str, float]
