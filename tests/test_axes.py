@@ -164,7 +164,7 @@ def test_brackets_are_answered_with_the_form_without_them(key: str, text: str, r
 @pytest.mark.parametrize(
     ("section", "line", "typed"),
     [
-        ("optim", "lr = [1e-3, 2e-3]", "optim.lr=0.001,0.002"),
+        ("optim", "lr = [1e-3, 2e-3]  # two", "optim.lr=1e-3,2e-3"),
         ("optim", 'lr = ["1e-3", "2e-3"]', "optim.lr=1e-3,2e-3"),
         ("optim", 'lr = "1e-3,2e-3"', "optim.lr=1e-3,2e-3"),
         ("optim", 'lr = "log:1e-4..1e-2:8"', "optim.lr=log:1e-4..1e-2:8"),

@@ -173,9 +173,9 @@ def test_print_config_is_a_file_that_loads(calls: Calls, capsys: pytest.CaptureF
         (["train", "--minutes", "ten"], "--minutes"),
         (["train", "train.minutes=3", "--minutes", "4"], "train.minutes is given twice, as 3 and as 4"),
         (["train", "--resume", "a", "--from", "b"], "give one of them"),
-        (["train", "optim.lrr=3"], "did you mean optim.lr?"),
-        (["train", "--draws", "3"], "did you mean rl.draws?"),
-        (["train", "--learning-rate=3"], "did you mean optim.lr?"),
+        (["train", "optim.lrr=3"], "did you mean optim.lr=3?"),
+        (["train", "--draws", "3"], "did you mean rl.draws=3?"),
+        (["train", "--learning-rate=3"], "did you mean optim.lr=3?"),
         (["swep"], "No such command 'swep'"),
     ],
 )

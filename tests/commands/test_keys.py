@@ -22,7 +22,7 @@ from monograph.planner.defaults import FINETUNING_RATES, MEASURED_RATES
         ("learning_rate", ["optim.lr"]),
         ("--learning-rate", ["optim.lr"]),
         ("lr", ["optim.lr", "optim.min_lr_ratio", "lora.lr_ratio"]),
-        ("beta", ["optim.betas", "rl.kl_coef", "prefer.beta"]),
+        ("beta", ["optim.betas", "rl.kl", "rl.kl_coef", "prefer.beta"]),
         ("steps", ["train.updates"]),
         ("prefer", [key for key in KEYS if key.startswith("prefer.")]),
         ("[lora]", [key for key in KEYS if key.startswith("lora.")]),

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from monograph.config.keys import KEYS, SECTIONS, described
-from monograph.config.lookup import Found, example_of, keys_named, names_elsewhere
+from monograph.config.lookup import Found, example_of, keys_named, names_elsewhere, typed
 from monograph.config.settings import toml_of
 from monograph.terminal import is_terminal, shell_words
 
@@ -42,7 +42,7 @@ def _explained(key: str, width: int) -> Iterator[str]:
         rows["auto"] = said.auto
     if called := names_elsewhere(key):
         rows["elsewhere"] = ", ".join(called)
-    rows["example"] = shell_words(f"{key}={_typed(example_of(key))}")
+    rows["example"] = shell_words(f"{key}={typed(example_of(key))}")
     rows["in a file"] = f"[{section}]"
     for head, text in rows.items():
         yield from textwrap.wrap(
@@ -82,16 +82,7 @@ def _default(key: str) -> str:
     said = described(key)
     if said.default is None:
         return said.otherwise or "not set"
-    return _typed(said.default)
-
-
-def _typed(value: Any) -> str:
-    """Return a value as a person types it on a command line."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return toml_of(value)
+    return typed(said.default)
 
 
 def _entry(key: str) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from monograph.config.elsewhere import ELSEWHERE
 from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.settings import toml_of
 from monograph.errors import UsageError, did_you_mean
 
 
@@ -61,3 +62,12 @@ def example_of(key: str) -> Any:
     """Return a value that somebody might set."""
     said = described(key)
     return said.default if said.example is None else said.example
+
+
+def typed(value: Any) -> str:
+    """Return a value as a person types it on a command line."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return toml_of(value)

@@ -2,19 +2,23 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from monograph.config import keys
 from monograph.config.keys import DEFAULT_MINUTES, SECTIONS, described
-from monograph.config.renamed import spelled, translated
+from monograph.config.renamed import Texts, translated, translated_each
 from monograph.errors import UsageError, did_you_mean
 from monograph.model.config import WEIGHT_FILES
 from monograph.storage.code import code_named
+from monograph.terminal import shell_words
 
 # The keys whose values may name a function in a Python file.
 NAME_CODE = ("model.init", "rl.reward")
@@ -151,37 +155,116 @@ def toml_of(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
+def check(key: str, value: Any, origin: str, *, from_text: bool, written: str = "") -> Any:
     """Return the value of `key`, converted to its type; with `from_text`, text may stand for a number.
+
+    Args:
+        key: the key.
+        value: its value.
+        origin: where it comes from, for messages.
+        from_text: whether text may stand for a number.
+        written: the value as a person wrote it, for messages; "": as it is.
 
     Raises:
         UsageError: the value is wrong; the message names the origin, the key, the value and the expected values.
     """
-    now = translated(key, value)
-    if now is not None:
-        said = spelled(now) if from_text else _in_toml(now)
-        raise UsageError(f"{origin}: {key} = {value}: say {said}")
+    if instead := _today(key, value, from_text):
+        raise UsageError(f"{origin}: {key} = {written or _shown(value)}: {instead}")
     section, _, name = key.partition(".")
     adapter = _adapter(section, name)
     try:
         checked = adapter.validate_python(value, strict=not from_text)
     except ValidationError:
-        hint = " (write it without quotes)" if isinstance(value, str) and _reads(adapter, value) else ""
-        annotation = SECTIONS[section].model_fields[name].annotation
-        if isinstance(value, str) and get_origin(annotation) is Literal:
-            hint = did_you_mean(value, get_args(annotation))
-        shown = json.dumps(value, ensure_ascii=False, default=str)
+        shown = written or json.dumps(value, ensure_ascii=False, default=str)
+        hint = _hint(key, value) if isinstance(value, str) else ""
         raise UsageError(f"{origin}: {key} = {shown}: expected {described(key).expected}{hint}") from None
     return checked
 
 
-def _in_toml(values: Mapping[str, Any]) -> str:
+def _hint(key: str, text: str) -> str:
+    """Return what was perhaps meant by a text that is no value of a key."""
+    adapter = _adapter(*key.split("."))
+    if _reads(adapter, text):
+        return " (write it without quotes)"
+    parts = text.split(",")
+    if re.match("(log|lin):", text) or (len(parts) > 1 and all(_reads(adapter, part.strip()) for part in parts)):
+        return "; a run has one value: start one for each, or vary it with `monograph sweep`"
+    return did_you_mean(text, choices(key))
+
+
+def choices(key: str) -> tuple[str, ...]:
+    """Return the words that a key's type lists, among the other values that it may take."""
+    section, _, name = key.partition(".")
+    annotation = SECTIONS[section].model_fields[name].annotation
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return tuple(value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind))
+
+
+def translated_values(key: str, value: Any) -> dict[str, Any] | None:
+    """Return the keys and values that say what an old spelling of a key's value said; None if it is none."""
+    now = translated(key, value)
+    return now and {new: check(new, said, f"{key} = {value}", from_text=True) for new, said in now.items()}
+
+
+def as_typed(texts: Mapping[str, str | list[str]]) -> str:
+    """Return keys with their values as they are typed in a shell: `optim.name=muon optim.state=8bit`."""
+    return shell_words(*(f"{key}={_joined(said)}" for key, said in texts.items()))
+
+
+def _joined(said: str | list[str]) -> str:
+    """Return the text of a value, or of several: numbers with commas, and paths, in which commas may be, as a list."""
+    if isinstance(said, str) or len(said) == 1:
+        return "".join(said)
+    return ",".join(said) if all(map(_number, said)) else toml_of(said)
+
+
+def _number(text: str) -> int | float | None:
+    """Return the number that a text is in a TOML file; None if it is none."""
+    with suppress(tomllib.TOMLDecodeError):
+        value = tomllib.loads(f"value = {text}")["value"]
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return None
+
+
+def _today(key: str, value: Any, from_text: bool) -> str:
+    """Return what to do instead of giving an old spelling, or several; "" if it is none."""
+    if now := translated(key, value):
+        return f"say {as_typed(now) if from_text else in_toml(now)}"
+    each = translated_each(key, value)
+    return a_run_each(each) if each else ""
+
+
+def a_run_each(each: Sequence[Texts]) -> str:
+    """Return the advice to start a run with each of several groups of keys."""
+    return f"start a run for each: {', and '.join(map(as_typed, each))}"
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def in_toml(texts: Mapping[str, str | list[str]]) -> str:
     """Return keys and values as a file has them: `name = "muon" and state = "8bit" under [optim]`."""
     lines: dict[str, list[str]] = {}
-    for key, value in values.items():
+    for key, said in texts.items():
         section, _, name = key.partition(".")
-        lines.setdefault(section, []).append(f"{name} = {toml_of(value)}")
+        lines.setdefault(section, []).append(f"{name} = {_toml_value(key, said)}")
     return " and ".join(f"{' and '.join(assignments)} under [{section}]" for section, assignments in lines.items())
+
+
+def _toml_value(key: str, said: str | list[str]) -> str:
+    """Return a text as a TOML file has it: a number as it was written, if that is TOML."""
+    try:
+        value = check(key, said, "", from_text=True)
+    except UsageError:
+        if isinstance(said, str) and said.isupper():
+            return said  # it stands for a value
+        value = said  # which is refused once the key has it
+    if isinstance(said, list) and not isinstance(value[0], str):
+        return f"[{', '.join(said)}]"
+    if isinstance(said, str) and not isinstance(value, str) and _number(said) == value:
+        return said
+    return toml_of(value)
 
 
 @cache
