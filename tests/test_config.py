@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from monograph.config import KEYS, Settings, classify, load
 from monograph.config.commented import WIDTH, commented
 from monograph.config.keys import SECTIONS, DataSection, ModelSection, described
-from monograph.config.settings import ANYWHERE, check
+from monograph.config.settings import ANYWHERE, check, choices
 from monograph.config.sources import written_fingerprint
 from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.model.config import LlamaConfig
@@ -342,6 +342,18 @@ def test_every_key_says_in_one_line_what_it_means_and_what_it_is_without_a_value
     assert "data.source" in KEYS and DataSection().source == "stdlib"
 
 
+def test_every_word_that_a_key_takes_says_what_it_stands_for() -> None:
+    for key in KEYS:
+        said = described(key)
+        listed = {*choices(key)} - {"auto"}
+        assert listed <= said.choices.keys(), key
+        assert not listed or listed == said.choices.keys() or key in ("data.tokenizer", "rl.reward"), key
+        parts = re.split(r", or |, | or ", said.expected)
+        assert said.choices.keys() <= {*parts} and [word for word in parts if word in said.choices] == [*said.choices]
+        assert all(re.fullmatch(r"\S[^\n]{2,75}[^\s.]", meaning) for meaning in said.choices.values()), key
+    assert sum(map(len, (described(key).choices for key in KEYS))) >= 90
+
+
 def test_what_a_key_says_applies_without_it_is_what_does() -> None:
     """Of keys whose default is decided elsewhere."""
     from monograph.planner import defaults
@@ -375,6 +387,7 @@ def test_the_commented_file_has_each_key_once_with_its_meaning_and_what_it_accep
         about = [" ".join(each.replace("\n## ", " ").split()) for each in paragraphs]
         assert any(f"## {said.meaning} Accepts: {said.expected}. " in each for each in about), key
         assert re.search(rf"^(# )?{name} = .*# \S", text, re.M), key
+        assert all(f"## {word}: {meaning}" in text for word, meaning in said.choices.items()), key
     assert len(re.findall(r"^(?:# )?\w+ = ", text, re.M)) == len(KEYS)
     assert max(map(len, text.splitlines())) <= WIDTH == 120
 
@@ -563,6 +576,17 @@ def test_a_key_that_is_given_a_table_is_said_to_be_one(key: str) -> None:
 def test_a_value_of_a_file_comes_back_as_it_was_written(text: str) -> None:
     said = refusal(f"[optim]\nlr = {text}  # 2e-4")
     assert said.startswith(f"run.toml:2: optim.lr = {text}: expected a number above 0, or auto")
+
+
+def test_what_an_error_says_of_a_key_is_what_was_written() -> None:
+    settings = settings_of("[optim]\nlr = 2e-4  # slow\n[train]\ntokens = '1M'", train__tokens_per_update="64Ki")
+    assert settings.said("optim.lr") == "run.toml:2: optim.lr = 2e-4"
+    assert settings.said("train.tokens") == "run.toml:4: train.tokens = '1M'"
+    assert settings.said("train.tokens_per_update") == "command line: train.tokens_per_update = 64Ki"
+    resolved = settings.resolve({"train.tokens_per_update": 128, "train.seed": 3}, "plan")
+    assert resolved.said("optim.lr") == "run.toml:2: optim.lr = 2e-4"
+    assert resolved.said("train.tokens_per_update") == "plan: train.tokens_per_update = 128"
+    assert settings.said("train.seed") == "default: train.seed = 0"
 
 
 def test_a_hint_for_a_file_is_a_line_of_it() -> None:

@@ -55,7 +55,7 @@ def keys_in(text: str) -> list[str]:
 
 def names_elsewhere(key: str) -> list[str]:
     """Return what other programs call a key."""
-    return [name for name, said in ELSEWHERE.items() if said == key]
+    return [name for name, said in ELSEWHERE.items() if said == key or f"{key}=" in said]
 
 
 def example_of(key: str) -> Any:

@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -59,6 +59,7 @@ class Settings(BaseModel):
     Attributes:
         origins: the origin of each key that was set, by dotted key: "run.toml:7", "MONOGRAPH_TRAIN_SEED", "command
             line".
+        written: the values as a person wrote them, for messages, by dotted key.
         vouched: the digest of each Python file that may run, by the value that names it (`monograph.run.trust`).
     """
 
@@ -72,6 +73,7 @@ class Settings(BaseModel):
     rl: keys.RlSection = keys.RlSection()
     prefer: keys.PreferSection = keys.PreferSection()
     origins: Mapping[str, str] = Field(default_factory=dict, repr=False)
+    written: Mapping[str, str] = Field(default_factory=dict, repr=False)
     vouched: Mapping[str, str] = Field(default_factory=dict, repr=False)
 
     @property
@@ -89,7 +91,11 @@ class Settings(BaseModel):
 
     def said(self, key: str) -> str:
         """Return a key as an error begins with it: "run.toml:7: train.seed = 3"."""
-        return f"{self.origins.get(key, 'default')}: {key} = {self.values()[key]}"
+        return f"{self.origins.get(key, 'default')}: {key} = {self.as_written(key)}"
+
+    def as_written(self, key: str) -> str:
+        """Return a key's value as a person wrote it, or else as it is."""
+        return self.written.get(key) or str(self.values()[key])
 
     def pinned(self) -> dict[str, Any]:
         """Return the values that were set, without defaults."""
@@ -107,7 +113,8 @@ class Settings(BaseModel):
         unset = {key for group in EXCLUSIVE for key in group if not checked.keys().isdisjoint(group)} - checked.keys()
         kept = {key: value for key, value in self.pinned().items() if key not in unset}
         origins = {key: self.origins[key] for key in kept} | dict.fromkeys(checked, origin)
-        return build(kept | checked, origins).vouching(self.vouched)
+        written = {key: self.written[key] for key in kept if key in self.written and key not in checked}
+        return build(kept | checked, origins, written).vouching(self.vouched)
 
     def to_toml(self) -> str:
         """Return the TOML text that loads as these settings."""
@@ -273,8 +280,15 @@ def _adapter(section: str, name: str) -> TypeAdapter[Any]:
     return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
 
 
-def build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
+def build(
+    values: Mapping[str, Any], origins: Mapping[str, str], written: Mapping[str, str] = MappingProxyType({})
+) -> Settings:
     """Build settings from checked values by dotted key; missing keys take their defaults.
+
+    Args:
+        values: the values.
+        origins: where each comes from.
+        written: values as a person wrote them.
 
     Raises:
         UsageError: values that are right alone do not fit together.
@@ -288,6 +302,7 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
     settings = Settings(
         **{name: SECTIONS[name](**table) for name, table in tables.items()},  # type: ignore[arg-type]
         origins=dict(origins),
+        written=dict(written),
     )
     _check_together(settings)
     return settings
@@ -311,8 +326,8 @@ def _check_together(settings: Settings) -> None:
     length = data.sequence_length
     if per_update != "auto" and length != "auto" and per_update < length:
         raise UsageError(
-            f"train.tokens_per_update = {train.tokens_per_update} is less than one row of "
-            f"data.sequence_length = {data.sequence_length} tokens; raise one or lower the other"
+            f"train.tokens_per_update = {settings.as_written('train.tokens_per_update')} is less than one row of "
+            f"data.sequence_length = {settings.as_written('data.sequence_length')} tokens; raise one or lower the other"
         )
 
 

@@ -64,7 +64,9 @@ def load(
         except UsageError as error:
             wrong.append(error)
     raise_all([*faults, *wrong])
-    return build(values, {key: value.origin for key, value in in_force.items()})
+    written = {key: value.written or value.value for key, value in in_force.items()}
+    written = {key: text for key, text in written.items() if isinstance(text, str)}
+    return build(values, {key: value.origin for key, value in in_force.items()}, written)
 
 
 def _translated(given: Mapping[str, Given]) -> dict[str, Given]:

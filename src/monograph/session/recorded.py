@@ -258,7 +258,7 @@ def settings_of(run: Run, given: Settings) -> Settings:
             epochs, updates = own.train.epochs, own.train.updates
             mine = counted(epochs, "epoch") if epochs else counted(updates or 0, "update")
         raise UsageError(
-            f"{key} = {value} ({given.origins[key]}), but {run.folder} was started with {mine}; "
+            f"{key} = {given.as_written(key)} ({given.origins[key]}), but {run.folder} was started with {mine}; "
             f"leave it out, or start a new run with --from {shell_words(run.handle)}"
         )
     return own
