@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from monograph.config import KEYS, Settings, classify, load
 from monograph.config.commented import WIDTH, commented
+from monograph.config.elsewhere import VALUES
 from monograph.config.keys import SECTIONS, DataSection, ModelSection, described
 from monograph.config.settings import ANYWHERE, check, choices
 from monograph.config.sources import written_fingerprint
@@ -458,6 +459,75 @@ def test_all_that_is_wrong_with_a_command_line_its_file_and_its_environment_is_s
     toml, overrides, faults = classify(["train.seed=x", "bf16=True", "optim.lr=-1"])
     with pytest.raises(UsageError, match=r"no key bf16; .*; also .*: train.seed = .*; also .*: optim.lr = "):
         load(toml, overrides, {}, faults=faults)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("optim.name=AdamW_torch", "adamw"),
+        ("train.precision=BF16", "bf16"),
+        ("train.compile=True", "whole"),
+        ("optim.grad_clip=0", "none"),
+        ("model.preset=1B", "1b"),
+        ("optim.lr=0,0001", "0.0001"),
+        ("data.held_out=5%", "0.05"),
+        ("train.tokens=1,000,000", "1000000"),
+        ("train.minutes=1.5h", "90"),
+        ("train.seed=7,", "7"),
+        ("train.seed='7'", "7"),
+    ],
+)
+def test_a_value_as_other_programs_or_people_write_it_is_answered_with_the_one_here(given: str, meant: str) -> None:
+    key, _, value = given.partition("=")
+    with pytest.raises(UsageError, match=f"; did you mean {re.escape(meant)}\\?$"):
+        load(None, {key: value}, {})
+    check(key, meant, "here", from_text=True)
+
+
+def test_each_value_of_other_programs_leads_to_one_that_is_taken() -> None:
+    assert len(VALUES) >= 15
+    for key, named in VALUES.items():
+        for name, said in named.items():
+            with pytest.raises(UsageError, match=re.escape(said)):
+                load(None, {key: name}, {})
+            if re.fullmatch(r"\w+", said):
+                check(key, said, "here", from_text=True)
+            for assignment in re.findall(r"[a-z]+\.[a-z_]+=\w+", said):
+                check(*assignment.split("="), "here", from_text=True)
+
+
+@pytest.mark.parametrize("text", ["1e-4,1e-3", "1e-4 1e-3", "1e-4;1e-3"])
+def test_several_values_of_a_run_are_answered_with_the_axis_of_a_sweep(text: str) -> None:
+    with pytest.raises(UsageError, match=r"a run has one value: .* `monograph sweep optim.lr=1e-4,1e-3`$"):
+        load(None, {"optim.lr": text}, {})
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("train.seed = 1", "did you mean train.seed=1?"),
+        ("train/seed=1", "did you mean train.seed=1?"),
+        ("++train.seed=1", "did you mean train.seed=1?"),
+        ("+lr=1", "did you mean optim.lr=1?"),
+        ("1e-3", "a number is a key's value, as in optim.lr=1e-3; several are joined by commas"),
+        ("1B", "did you mean model.preset=1b?"),
+        ("qwen3", "did you mean model.family=qwen3?"),
+        ("dpo", "did you mean --recipe dpo?"),
+        ("optim", "it is a section of keys, which `monograph keys optim` lists"),
+    ],
+)
+def test_an_argument_that_is_no_file_is_answered_with_what_was_meant(argument: str, said: str) -> None:
+    [fault] = classify([argument]).faults
+    assert str(fault) == f"command line: {argument} is no file; {said}" and isinstance(fault, UsageError)
+
+
+def test_a_configuration_of_other_programs_is_not_trained_on_as_text() -> None:
+    Path("run.yaml").write_text("lr: 1")
+    [fault] = classify(["run.yaml"]).faults
+    assert str(fault).startswith("command line: run.yaml: a configuration is a TOML file here: ")
+    assert classify(["data.source=run.yaml"]).faults == []
+    [fault] = classify(["meta-llama/Llama-3.2-1B"]).faults
+    assert "model.init=hf://meta-llama/Llama-3.2-1B for a model" in str(fault) and isinstance(fault, InputRefused)
 
 
 @pytest.mark.parametrize(

@@ -172,6 +172,7 @@ def test_print_config_is_a_file_that_loads(calls: Calls, capsys: pytest.CaptureF
         (["generate", "last", "--top-k", "-1"], "--top-k"),
         (["train", "--minutes", "ten"], "--minutes"),
         (["train", "train.minutes=3", "--minutes", "4"], "train.minutes is given twice, as 3 and as 4"),
+        (["train", "--resume="], "--resume is empty: name what it is for, or leave it out"),
         (["train", "--resume", "a", "--from", "b"], "give one of them"),
         (["train", "optim.lrr=3"], "did you mean optim.lr=3?"),
         (["train", "--draws", "3"], "did you mean rl.draws=3?"),

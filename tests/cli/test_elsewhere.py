@@ -29,6 +29,8 @@ def test_an_option_of_other_programs_is_answered_with_ours(
     tree = command_tree().commands[command]
     own = {name for each in tree.params for name in each.opts}
     for name, said in OPTIONS[command].items():
+        if not name:  # an argument
+            continue
         option = f"-{name}" if len(name) == 1 else f"--{name.replace('_', '-')}"
         assert option not in own
         assert monograph_(command, "last", option, "7") == 2 and not calls
@@ -75,9 +77,17 @@ def test_an_options_value_is_answered_with_what_it_takes(
         ("serve last port=9000", "say --port 9000"),
         ("serve last max_num_seqs=4", "say --rows 4"),
         ("serve last optim.lr=3", "`monograph serve` takes no keys of a run"),
-        ("export last a b --to out", "after `monograph export` stands RUN|FOLDER; its options are --to, "),
+        ("serve last a", "after `monograph serve` stands RUN|FOLDER; its options are --host, "),
         ("export last", "--to DIR: the folder to write; hf://OWNER/NAME: push to the Hugging Face Hub, as in "),
         ("serve", "RUN|FOLDER: a run, `last`, a checkpoint's folder, a Hugging Face folder, "),
+        ("chat last text", "say monograph generate RUN PROMPT --chat"),
+        ("evaluate last data.txt", "say --data data.txt"),
+        ("export last --to out --bf16", "`monograph export` takes no keys of a run"),
+        ("generate last text --device cpu", "say CUDA_VISIBLE_DEVICES=0 before the command"),
+        ("train --set optim.lr=1e-4", "type optim.lr=1e-4 as it is"),
+        ("train -c run.toml", "type run.toml as it is"),
+        ("data stats", "there are show, build"),
+        ("train --lr_scheduler_type constant_with_warmup", "did you mean optim.schedule=constant?"),
         ("recipes lora --lr 3", "`monograph recipes` takes no keys of a run; it has no options"),
     ],
 )
@@ -96,8 +106,8 @@ def test_what_is_named_instead_is_there(capsys: pytest.CaptureFixture[str]) -> N
     assert {*re.findall(r"--recipe (\S+)", answers)} <= {recipe.name for recipe in recipes()}
     assert {*re.findall(r"\b(?:train|optim|data|model|lora|rl|prefer)\.\w+", answers)} <= {*KEYS}
     helps = []
-    for command in COMMANDS:
-        monograph_(command, "--help")
+    for command in ([], *([name] for name in COMMANDS)):
+        monograph_(*command, "--help")
         helps.append(capsys.readouterr().out)
     others = {
         "--nproc-per-node",

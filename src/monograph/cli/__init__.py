@@ -90,7 +90,8 @@ def _require_surroundings(arguments: list[str]) -> None:
         told = {"the working folder": os.getcwd()} | {f"argument {i}": text for i, text in enumerate(arguments, 1)}
     except FileNotFoundError:
         raise errors.InputRefused("the working folder was deleted: change to one that is there") from None
-    if empty := [option for option, value in itertools.pairwise(arguments) if option in _NAMES_A_PLACE and not value]:
+    given = [*itertools.pairwise(arguments), *(argument.split("=", 1) for argument in arguments if "=" in argument)]
+    if empty := [option for option, value in given if option in _NAMES_A_PLACE and not value]:
         raise errors.UsageError(f"{empty[0]} is empty: name what it is for, or leave it out")
     told |= {name: value for name, value in os.environ.items() if name.startswith("MONOGRAPH_")}
     for what, text in told.items():

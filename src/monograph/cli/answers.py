@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from monograph.cli.typed import bounds, example
-from monograph.config.elsewhere import COMMANDS, ELSEWHERE, OPTIONS
+from monograph.config.elsewhere import COMMANDS, DEVICES, ELSEWHERE, OPTIONS
+from monograph.config.keys import KEYS
 from monograph.config.unknown import meant
 from monograph.errors import did_you_mean
 from monograph.terminal import shell_words
@@ -26,7 +27,7 @@ def answered(error: Any, tree: Any, arguments: Sequence[str]) -> str:
         return f"No such command {arguments[0]!r}; {COMMANDS[arguments[0]]}"
     command = error.ctx.command if error.ctx is not None else _named(tree, arguments)
     if hasattr(command, "commands"):
-        return said  # which names the nearest command
+        return said if "?" in said else f"{said}; there are {', '.join(command.commands)}"
     if said.startswith("No such option"):
         option = error.option_name
         return f"No such option: {option}{_about_option(command, option, error.possibilities or (), arguments)}"
@@ -70,20 +71,30 @@ def _about_option(command: Any, option: str, possible: Sequence[str], arguments:
     """Return the end of the line about an option that a command does not have."""
     typed, value = _typed(option, arguments)
     name = typed.lstrip("-").replace("-", "_")
+    if said := OPTIONS.get(command.name, {}).get(name.rpartition(".")[2]):
+        return _filled(said, value)
+    if name in DEVICES:
+        return f"; {DEVICES[name]}"
     if len(name) == 1 and (begin := [long for long in _options(command) if long.startswith(f"--{name}")]):
         return f"; did you mean {' or '.join(begin)}?"
     if _takes_keys(command):
-        near = did_you_mean(typed, possible)
-        if name not in ELSEWHERE and near:
-            return near
-        return meant(name, value) or near or f"; {_its_options(command)}; a path that begins with a dash is ./-NAME"
-    if said := OPTIONS.get(command.name, {}).get(name.rpartition(".")[2]):
-        return _filled(said, value)
+        return _about_key(command, typed, value, possible)
     if near := did_you_mean(typed, _options(command)):
         return near
     if meant(name):
         return f"; {_no_keys(command)}"
-    return _AFTER_DASHES if command.name in ("generate", "data") else f"; {_its_options(command)}"
+    return _AFTER_DASHES if command.name == "generate" else f"; {_its_options(command)}"
+
+
+def _about_key(command: Any, typed: str, value: str, possible: Sequence[str]) -> str:
+    """Return the end of the line about an option of a command that takes keys."""
+    name = typed.lstrip("-").replace("-", "_")
+    near = did_you_mean(typed, possible)
+    if name not in ELSEWHERE and near:
+        return near
+    if name not in KEYS and (value.partition("=")[0] in KEYS or value.endswith(".toml")):
+        return f"; type {shell_words(value)} as it is"
+    return meant(name, value) or near or f"; {_its_options(command)}; a path that begins with a dash is ./-NAME"
 
 
 def _about_extra(command: Any, text: str) -> str:
@@ -96,6 +107,8 @@ def _about_extra(command: Any, text: str) -> str:
         return _filled(said, value)
     if equals and meant(name):
         return f"; {_no_keys(command)}"
+    if not equals and (said := OPTIONS.get(command.name, {}).get("")):
+        return _filled(said, text)
     return f"; {_usage(command)}"
 
 

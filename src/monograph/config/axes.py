@@ -285,6 +285,8 @@ def _axis(key: str, text: str) -> Axis | None:
     if key in AXES and key not in _IN_BRACKETS and text[:1] + text[-1:] in ("[]", "()", "{}"):
         inside = re.sub(r"[\s\"']", "", text[1:-1])
         raise UsageError(f"{key}={text}: values are written without brackets: {key}={inside}")
+    if meant := _range_meant(key, text):
+        raise UsageError(f"{key}={text}: a range is typed as {key}={meant}")
     bounds = _RANGE.fullmatch(text) if ".." in text and "/" not in text else None
     parts = _parts(key, text)
     if bounds is None and text.startswith(("log:", "lin:")):
@@ -303,6 +305,18 @@ def _axis(key: str, text: str) -> Axis | None:
         if value in axis.values[:index]:
             raise UsageError(f"{key}={text}: {value} is there twice, and its members would be equal")
     return axis
+
+
+def _range_meant(key: str, text: str) -> str:
+    """Return how a range is typed that is written as other programs have it; "" if it is none."""
+    if (whole := re.fullmatch(r"([0-9]+)[-:]([0-9]+)", text)) and 0 < int(whole[2]) - int(whole[1]) <= 100:
+        return f"{whole[1]}..{whole[2]}"
+    called = re.fullmatch(r"(\w+)\(([^,()]+),([^,()]+)(?:,([^,()]+))?\)", text)
+    if not called or key not in AXES:
+        return ""
+    name, first, last, count = (part and part.strip() for part in called.groups())
+    scale = "log" if re.search("log|geom", name) else "lin"
+    return f"{scale}:{first}..{last}" + (f":{count}" if count else "")
 
 
 def _today(key: str, each: Sequence[Texts]) -> str:

@@ -16,6 +16,12 @@ _PATHS = "name the text as it is: monograph train my_texts/"
 _RESUME = "say --resume RUN"
 _CHOSEN = "leave it out: it is chosen by itself"
 
+# The device of any command.
+DEVICES = dict.fromkeys(("use_cpu", "no_cuda", "cpu"), "say CUDA_VISIBLE_DEVICES= before the command") | dict.fromkeys(
+    ("device", "gpu", "cuda", "local_rank"),
+    "say CUDA_VISIBLE_DEVICES=0 before the command; monograph plan --device NAME plans for another card",
+)
+
 # The key, which then takes the value that was typed, or a sentence that says how the same is had.
 ELSEWHERE: dict[str, str] = {
     # transformers: TrainingArguments and its scripts
@@ -37,7 +43,7 @@ ELSEWHERE: dict[str, str] = {
     "optim": "say optim.name=adamw or optim.name=muon; with optim.state=8bit it is adamw_8bit",
     "bf16": "say train.precision=bf16",
     "fp16": "say train.precision=fp16",
-    "tf32": "say train.precision=bf16, or fp32 for full precision",
+    "tf32": "say train.precision=bf16: fp32 is full precision here",
     "gradient_checkpointing": "say train.remat=full; auto, the default, recomputes as much as it has to",
     "save_steps": "train.save_every",
     "eval_steps": "train.eval_every",
@@ -67,8 +73,6 @@ ELSEWHERE: dict[str, str] = {
     "fsdp": "say train.parallel=fsdp",
     "fsdp_config": "say train.parallel=fsdp",
     "ddp": "say train.parallel=ddp",
-    "use_cpu": "say CUDA_VISIBLE_DEVICES= before the command",
-    "no_cuda": "say CUDA_VISIBLE_DEVICES= before the command",
     "data_seed": "train.seed",
     "dataloader_num_workers": _CHOSEN,
     "trust_remote_code": "say --trust-code for a run's own Python file; that of a folder of the Hub is never run",
@@ -173,14 +177,17 @@ ELSEWHERE: dict[str, str] = {
     "beta1": _BETAS,
     "beta2": _BETAS,
     # options of many programs
-    "device": "say CUDA_VISIBLE_DEVICES=0 before the command; monograph plan --device NAME plans for another card",
+    **DEVICES,
+    "seeds": "say train.seed=0,1,2, an axis of monograph sweep",
+    "n_trials": "say --samples N, of monograph sweep",
+    "num_trials": "say --samples N, of monograph sweep",
+    "num_samples": "say --samples N, of monograph sweep",
     "dry_run": "say monograph plan, which says what a run would do and trains nothing",
     "wandb": _TRACKER,
     "tensorboard": "say monograph follow RUN --to tensorboard, beside the run",
     "max_wall": _WALL,
     "max_time": _WALL,
     "time_limit": _WALL,
-    "gpu": "say CUDA_VISIBLE_DEVICES=0 before the command; monograph plan --device NAME plans for another card",
     "gpus": _RANKS,
     "devices": _RANKS,
     "num_gpus": _RANKS,
@@ -196,8 +203,50 @@ ELSEWHERE: dict[str, str] = {
     "verbose": "leave it out: a run prints what it does",
 }
 
-# Of commands that take no keys: what their options, and what stands for them, are called elsewhere. A name that begins
-# with a dash is an option, which then takes the value that was typed.
+# What other programs call a value of a key: the value, or a sentence.
+_EIGHT_BITS = "say optim.name=adamw optim.state=8bit"
+VALUES: dict[str, dict[str, str]] = {
+    "optim.name": {
+        "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adam": "adamw",
+        "torch.optim.adamw": "adamw", "adamw_8bit": _EIGHT_BITS, "paged_adamw_8bit": _EIGHT_BITS,
+        "adamw_bnb_8bit": _EIGHT_BITS, "bitsandbytes.optim.adamw8bit": _EIGHT_BITS,
+    },
+    "optim.schedule": {
+        "linear": "there is no linear one: say wsd, which falls over the last 20 %, or cosine",
+        "cosine_with_min_lr": "cosine", "cosine_with_restarts": "cosine", "constant_with_warmup": "constant",
+        "warmup_stable_decay": "wsd", "warmup_cosine": "cosine", "none": "constant",
+    },
+    "optim.grad_clip": {"0": "none", "0.0": "none", "false": "none", "off": "none"},
+    "optim.ema": {"0": "none", "false": "none", "off": "none"},
+    "train.precision": {
+        "float32": "fp32", "32": "fp32", "32-true": "fp32", "full": "fp32",
+        "bfloat16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16", "mixed": "bf16", "amp": "bf16",
+        "float16": "fp16", "half": "fp16", "16": "fp16", "16-mixed": "fp16", "16-true": "fp16", "float8": "fp8",
+    },
+    "train.compile": {"true": "whole", "yes": "whole", "on": "whole", "false": "none", "no": "none", "off": "none"},
+    "train.remat": {"true": "full", "yes": "full", "on": "full", "false": "none", "no": "none", "off": "none"},
+    "train.memory": {"cpu": "stream", "offload": "stream", "host": "stream", "gpu": "device", "cuda": "device"},
+    "train.parallel": {
+        "dp": "ddp", "fsdp2": "fsdp", "full_shard": "fsdp", "zero3": "fsdp", "zero2": "fsdp", "deepspeed": "fsdp",
+        "hybrid_shard": "hsdp", "false": "none",
+    },
+    "data.packing": {"true": "packed", "yes": "packed", "bfd": "packed", "false": "padded", "no": "padded"},
+    "data.bad_records": {"ignore": "skip", "drop": "skip", "error": "refuse", "raise": "refuse"},
+    "data.answers": {"all": "every", "true": "every"},
+    "lora.base": {
+        "4bit": "nf4", "4": "nf4", "int4": "nf4", "fp4": "nf4", "qlora": "nf4", "8bit": "int8", "8": "int8",
+        "bf16": "auto", "none": "auto", "16": "auto", "16bit": "auto",
+    },
+    "prefer.loss": {"sigmoid": "dpo", "robust_dpo": "robust"},
+    "rl.advantage": {
+        "ppo": "say rl.advantage=reinforce, or a loss that compares the answers of a group, such as dr_grpo",
+    },
+    "rl.truncated": {"true": "mask", "false": "keep"},
+    "rl.kl": {"false": "none", "0": "none", "0.0": "none"},
+}  # fmt: skip
+
+# By command: what its options, and what stands for them, are called elsewhere. A name that begins with a dash is an
+# option, which then takes the value that was typed; "" is an argument without a name.
 _RUN = "name the run or model as it is"
 _LENGTH = "leave it out: the longest text is what the model has"
 _SAMPLER = {
@@ -207,6 +256,8 @@ _SAMPLER = {
         "mirostat_eta", "top_n_sigma", "dry_multiplier", "xtc_probability", "penalty_last_n",
     )
 } | {"repeat_penalty": "--sampler repetition_penalty={}", "repeat_last_n": "--sampler penalty_last_n={}"}  # fmt: skip
+_PROMPT = "type the prompt as it is: monograph generate last 'Once upon a time'"
+_ONE_ANSWER = "say monograph generate RUN PROMPT --chat"
 _WRITING = {
     "max_new_tokens": "--max-tokens", "max_length": "--max-tokens", "num_predict": "--max-tokens",
     "n_predict": "--max-tokens", "num_tokens": "--max-tokens", "temp": "--temperature", "topk": "--top-k",
@@ -216,18 +267,24 @@ _WRITING = {
     "model": _RUN, "checkpoint": _RUN, **_SAMPLER,
 }  # fmt: skip
 _MEASURING = {
+    "": "--data",
     "tasks": "say python -m monograph.lm_eval run --model monograph --model_args run=RUN --tasks NAME",
     "dataset": "--data", "file": "--data", "text": "--data", "eval_data": "--data", "model": _RUN, "checkpoint": _RUN,
     "batch_size": _CHOSEN,
 }  # fmt: skip
 OPTIONS: dict[str, dict[str, str]] = {
+    "plan": {
+        "gpu": "--device", "card": "--device", "memory": "--device-memory", "vram": "--device-memory",
+        "gpu_memory": "--device-memory", "ram": "--host-memory", "cpu_memory": "--host-memory",
+    },
+    "sweep": {"n": "--samples", "trials": "--samples"},
     "generate": _WRITING | {
         "num_return_sequences": "-n", "num_samples": "-n", "input": "--prompts", "input_file": "--prompts",
-        "prompts_file": "--prompts", "prompt": "type the prompt as it is: monograph generate last 'Once upon a time'",
+        "prompts_file": "--prompts", "p": _PROMPT, "prompt": _PROMPT,
         "interactive": "say monograph chat RUN", "system": "say monograph chat RUN --system TEXT",
         "batch_size": "leave it out: all prompts are continued together",
     },
-    "chat": _WRITING | {"system_prompt": "--system", "prompt": "say monograph generate RUN PROMPT --chat"},
+    "chat": _WRITING | {"system_prompt": "--system", "prompt": _ONE_ANSWER, "": _ONE_ANSWER},
     "serve": {
         "model": _RUN, "checkpoint": _RUN, "api_key": "say --api-key-file FILE, which no list of processes shows",
         "served_model_name": "--served-name", "alias": "--served-name", "model_name": "--served-name",
@@ -238,7 +295,8 @@ OPTIONS: dict[str, dict[str, str]] = {
         "temperature": "leave it out: each request has its own", "max_tokens": "leave it out: each request has its own",
     },
     "export": {
-        "model": _RUN, "checkpoint": _RUN, "output": "--to", "output_dir": "--to", "out_dir": "--to", "outfile": "--to",
+        "": "say --to DIR, and --format gguf --dtype q4_k_m for a GGUF file", "model": _RUN, "checkpoint": _RUN,
+        "output": "--to", "output_dir": "--to", "out_dir": "--to", "outfile": "--to",
         "out": "--to", "o": "--to", "dest": "--to", "outtype": "--dtype", "type": "--dtype", "quantize": "--dtype",
         "quantization": "--dtype", "quantization_method": "--dtype", "precision": "--dtype", "torch_dtype": "--dtype",
         "gguf": "say --format gguf", "hf": "say --format hf", "safetensors": "say --format hf",
@@ -261,6 +319,24 @@ COMMANDS: dict[str, str] = {
     "init": "monograph train --print-config > run.toml writes a commented file of settings",
     "config": "monograph keys explains settings, and monograph train --print-config prints all of them",
     "ls": "monograph runs lists runs",
+    "status": "monograph runs lists runs",
+    "show": "monograph runs lists runs, and each has a page, report.html",
+    "logs": "metrics.jsonl of a run has its numbers, and monograph follow sends them to a tracker",
+    "stop": "Ctrl-C, or kill PID, stops a run, which saves first",
+    "rm": "a run is a folder: rm -r runs/NAME",
+    "delete": "a run is a folder: rm -r runs/NAME",
+    "run": "monograph train does it",
+    "fit": "monograph train does it",
+    "start": "monograph train does it",
+    "version": "monograph --version prints it",
+    "validate": "monograph check RUN verifies a run's files",
+    "verify": "monograph check RUN verifies a run's files",
+    "deploy": "monograph serve does it",
+    "api": "monograph serve does it",
+    "ask": "monograph generate RUN PROMPT --chat does it",
+    "gguf": "monograph export RUN --to DIR --format gguf does it",
+    "preprocess": "monograph data build does it",
+    "prepare": "monograph data build does it",
     "list": "monograph runs lists runs",
     "pretrain": "monograph train does it",
     "finetune": "monograph train --recipe lora does it",

@@ -27,7 +27,7 @@ def keys_named(word: str) -> Found:
     Raises:
         UsageError: there are none; the message names the nearest ones.
     """
-    word = word.strip().lower()
+    word = word.strip().lower().partition("=")[0]
     if word in KEYS:
         return Found((word,), {})
     section = word.strip("[].")

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -15,7 +14,8 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 from monograph.config import keys
 from monograph.config.keys import DEFAULT_MINUTES, SECTIONS, described
 from monograph.config.renamed import Texts, translated, translated_each
-from monograph.errors import UsageError, did_you_mean
+from monograph.config.slips import meant_value
+from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
 from monograph.storage.code import code_named
 from monograph.terminal import shell_words
@@ -193,10 +193,7 @@ def _hint(key: str, text: str) -> str:
     adapter = _adapter(*key.split("."))
     if _reads(adapter, text):
         return " (write it without quotes)"
-    parts = text.split(",")
-    if re.match("(log|lin):", text) or (len(parts) > 1 and all(_reads(adapter, part.strip()) for part in parts)):
-        return "; a run has one value: start one for each, or vary it with `monograph sweep`"
-    return did_you_mean(text, choices(key))
+    return meant_value(key, text, choices(key), lambda candidate: _reads(adapter, candidate))
 
 
 def choices(key: str) -> tuple[str, ...]:

@@ -11,13 +11,14 @@ from typing import Any, NamedTuple
 
 from monograph.config.given import COMMAND_LINE, Given, raise_all
 from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.recipes import recipes
 from monograph.config.renamed import translated
 from monograph.config.settings import ANYWHERE, BELONGS, EXCLUSIVE, Settings, build, check, digest_of
 from monograph.config.toml_file import MOST_TOML_BYTES, given_and_faults
-from monograph.config.unknown import require_known
+from monograph.config.unknown import meant, require_known
 from monograph.data import HEAVIEST, LIGHTEST
 from monograph.errors import InputRefused, MonographError, UsageError, did_you_mean
-from monograph.model.families import PRESETS
+from monograph.model.families import FAMILIES, PRESETS
 from monograph.storage.code import HUB
 from monograph.storage.reading import entries, exists, is_folder, matching, read_input
 from monograph.terminal import shell_words
@@ -249,11 +250,22 @@ def weighted(argument: str) -> tuple[str, float]:
 
 
 def _source(argument: str) -> str:
+    """Return an argument that names text.
+
+    Raises:
+        UsageError: it is nothing, and means something else; or its weight is out of range.
+        InputRefused: it is nothing.
+    """
     place, _ = weighted(argument)
+    if argument.lower().endswith((".yaml", ".yml")) and exists(place):
+        instead = (
+            f"`monograph train --print-config > run.toml` writes one; to train on its text: data.source={argument}"
+        )
+        raise UsageError(f"{COMMAND_LINE}: {argument}: a configuration is a TOML file here: {instead}")
     if place in ("stdlib", "-") or place.startswith(HUB) or exists(place) or matching(place):
         return argument
-    if argument in PRESETS:
-        raise UsageError(f"{COMMAND_LINE}: {argument} is no file; did you mean model.preset={argument}?")
+    if meaning := _no_place(argument):
+        raise UsageError(f"{COMMAND_LINE}: {argument} is no file; {meaning}")
     if glob.has_magic(argument):
         raise InputRefused(f"{argument}: no file matches this pattern")
     parent, name = os.path.split(argument.rstrip("/"))
@@ -262,4 +274,27 @@ def _source(argument: str) -> str:
         raise InputRefused(f"{argument}: a link that leads to no file")
     near = difflib.get_close_matches(name, siblings, n=1)
     hint = f"; did you mean {os.path.join(parent, near[0])}?" if near else ""
+    if not hint and re.fullmatch(r"[A-Za-z][\w.-]*/[A-Za-z][\w.-]*", argument) and not siblings:
+        hint = f"; of the Hub it is {HUB}{argument} for text, and model.init={HUB}{argument} for a model"
     raise InputRefused(f"{argument}: no such file or folder{hint}")
+
+
+def _no_place(argument: str) -> str:
+    """Return what a person meant by an argument that is no file; "" if it may have been one."""
+    if argument.lower() in PRESETS:
+        return f"did you mean model.preset={argument.lower()}?"
+    if argument.lower() in FAMILIES:
+        return f"did you mean model.family={argument.lower()}?"
+    if argument in [recipe.name for recipe in recipes()]:
+        return f"did you mean --recipe {argument}?"
+    if argument in SECTIONS:
+        return f"it is a section of keys, which `monograph keys {argument}` lists"
+    if re.fullmatch(r"[0-9.]+(e[-+]?[0-9]+)?", argument):
+        return f"a number is a key's value, as in optim.lr={argument}; several are joined by commas"
+    key, equals, value = argument.partition("=")
+    key = key.strip("+~- ").replace("/", ".")
+    if equals and (key in KEYS or meant(key)):
+        return (
+            f"did you mean {shell_words(f'{key}={value.strip()}')}?" if key in KEYS else meant(key, value).strip("; ")
+        )
+    return ""

@@ -4,7 +4,7 @@ import re
 import shlex
 from contextlib import suppress
 
-from monograph.config.elsewhere import ELSEWHERE
+from monograph.config.elsewhere import ELSEWHERE, VALUES
 from monograph.config.keys import KEYS, SECTIONS, described
 from monograph.config.lookup import example_of, typed
 from monograph.config.settings import as_typed, check, in_toml
@@ -50,6 +50,9 @@ def _question(keys: list[str], value: str | None) -> str:
         return f"; did you mean {' or '.join(keys)}?"
     if fitting := [key for key in keys if takes(key, value)]:
         return f"; did you mean {' or '.join(as_typed({key: value}) for key in fitting)}?"
+    for key in keys:
+        if said := VALUES.get(key, {}).get(value.lower()):
+            return f"; did you mean {as_typed({key: said})}?" if takes(key, said) else f"; {said}"
     key = keys[0]
     example = as_typed({key: typed(example_of(key))})
     return f"; did you mean {key}? It takes {described(key).expected}, as in {example}"
