@@ -1,4 +1,4 @@
-"""Write tables from the code: all keys and where each acts (configuration), and the test of each value (support).
+"""Write tables from the code: all keys (configuration), and the test of each value (support).
 
 Usage: python docs/make_tables.py (rewrites support.md and configuration.md; tests/test_readme.py compares)
 """
@@ -6,26 +6,18 @@ Usage: python docs/make_tables.py (rewrites support.md and configuration.md; tes
 from __future__ import annotations
 
 import ast
-import functools
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Literal, Union, get_args, get_origin
 
 import monograph
-from monograph.config.keys import KEYS, SECTIONS, Fraction, described
+from monograph.config.keys import KEYS, SECTIONS, Fraction, Key, described
 from monograph.config.settings import toml_of
 from monograph.model.families import FAMILIES, PRESETS
 from monograph.rl.preferences import PARAMETERS
-from monograph.session.plan import Plan
 
-# Fields of a plan whose names differ from their keys'.
-FIELDS = {
-    "rl.updates": "",  # of a draw, not the run's
-    "optim.grad_clip": "clip", "optim.schedule": "schedule", "optim.transfer": "transfer", "optim.ema": "averaged",
-    "data.sequence_length": "sequence_length", "train.tokens": "updates",
-}  # fmt: skip
-MOST_SHOWN = 3  # functions in a cell
 SUPPORT = Path(__file__).resolve().parent / "support.md"
 CONFIGURATION = Path(__file__).resolve().parent / "configuration.md"
 PACKAGE = Path(monograph.__file__).parent
@@ -198,43 +190,6 @@ def deciding() -> dict[str, list[str]]:
     return {key: writing[key] or reading[key] for key in KEYS}
 
 
-def field(key: str) -> str:
-    """Return the field of `Plan` that has a key's value, or an object made from it; empty if there is none."""
-    section, _, name = key.partition(".")
-    of_section = {"model": "recipe", "data": "reading", "optim": "update_rule"}
-    return FIELDS.get(key, name if name in Plan.__dataclass_fields__ else of_section.get(section, ""))
-
-
-@functools.cache
-def _attributes() -> dict[str, set[str]]:
-    """Return the attributes that each function outside `resolve` reads: {"commands.train.run": {"plan.clip", ...}}."""
-    found = dict[str, set[str]]()
-    for path in sorted(PACKAGE.rglob("*.py")):
-        place = ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__")
-        for function in functions(path) if place not in ("session.resolve", "session.requirements") else ():
-            names = {ast.unparse(node) for node in ast.walk(function) if isinstance(node, ast.Attribute)}
-            found.setdefault(f"{place}.{function.name}", set()).update(names)
-    return found
-
-
-def acting(field: str) -> list[str]:
-    """Return the functions, except in `resolve`, that read a field of a plan."""
-    ends = (f".plan.{field}", f" plan.{field}")
-    return [name for name, read in _attributes().items() if any(f" {each}".endswith(ends) for each in read)]
-
-
-def acts() -> str:
-    """Return one row per key: the function that decides its value, and those that read it from the plan."""
-    lines = ["| key | decided in | field of the plan | read by |", "|---|---|---|---|"]
-    for key, where in deciding().items():
-        used, more = (acting(field(key)) if field(key) else []), ""
-        if len(used) > MOST_SHOWN:
-            more = f" and {len(used) - MOST_SHOWN} more"
-        held = f"`{field(key)}`" if field(key) else ""
-        lines.append(f"| `{key}` | {_code(where)} | {held} | {_code(used[:MOST_SHOWN])}{more} |")
-    return "\n".join(lines)
-
-
 def keys() -> str:
     """Return a heading and a table for each section: its keys, their meaning, the values they take and the default."""
     lines: list[str] = []
@@ -244,10 +199,16 @@ def keys() -> str:
         for key in section.model_fields:
             said = described(f"{name}.{key}")
             default = said.otherwise or "not set" if said.default is None else f"`{toml_of(said.default)}`"
-            cells = (said.meaning, said.expected, default)
+            cells = (said.meaning, _taken(said), default)
             lines.append(f"| `{name}.{key}` | {' | '.join(map(_cell, cells))} |")
         lines.append("")
     return "\n".join(lines).strip()
+
+
+def _taken(said: Key) -> str:
+    """Return the values that a key takes, and what each word among them stands for."""
+    parts = re.split(r"(, or |, | or )", said.expected)
+    return "".join(f"{part} ({said.choices[part]})" if part in said.choices else part for part in parts)
 
 
 def _cell(text: str) -> str:
@@ -255,13 +216,9 @@ def _cell(text: str) -> str:
     return text.replace("|", "&#124;").replace("<", "&lt;")
 
 
-def _code(names: list[str]) -> str:
-    return ", ".join(f"`{name}`" for name in names)
-
-
 def pages() -> dict[Path, list[str]]:
     """Return what each page has between its markers, in their order."""
-    return {SUPPORT: [table()], CONFIGURATION: [keys(), acts()]}
+    return {SUPPORT: [table()], CONFIGURATION: [keys()]}
 
 
 def parts(page: Path) -> list[str]:

@@ -75,6 +75,10 @@ def test_one_value_is_no_axis(key: str, text: str) -> None:
         ("train.minutes", "1,2", "train.minutes cannot be an axis: how much a member learns in a time is the machine"),
         ("train.keep", "2,3", "axes are optim.lr"),
         ("model.vocab_size", "300,400", "the tokenizer's"),
+        ("train.seed", "0-3", "a range is typed as train.seed=0..3"),
+        ("train.seed", "0:3", "a range is typed as train.seed=0..3"),
+        ("optim.lr", "logspace(1e-4, 1e-2, 8)", "a range is typed as optim.lr=log:1e-4..1e-2:8"),
+        ("optim.lr", "uniform(0.1,0.2)", "a range is typed as optim.lr=lin:0.1..0.2"),
     ],
 )  # fmt: skip
 def test_what_is_no_axis_is_refused(key: str, text: str, words: str) -> None:
@@ -164,7 +168,7 @@ def test_brackets_are_answered_with_the_form_without_them(key: str, text: str, r
 @pytest.mark.parametrize(
     ("section", "line", "typed"),
     [
-        ("optim", "lr = [1e-3, 2e-3]", "optim.lr=0.001,0.002"),
+        ("optim", "lr = [1e-3, 2e-3]  # two", "optim.lr=1e-3,2e-3"),
         ("optim", 'lr = ["1e-3", "2e-3"]', "optim.lr=1e-3,2e-3"),
         ("optim", 'lr = "1e-3,2e-3"', "optim.lr=1e-3,2e-3"),
         ("optim", 'lr = "log:1e-4..1e-2:8"', "optim.lr=log:1e-4..1e-2:8"),

@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 
 from monograph.config import KEYS, Settings, classify, load
 from monograph.config.commented import WIDTH, commented
+from monograph.config.elsewhere import VALUES
 from monograph.config.keys import SECTIONS, DataSection, ModelSection, described
-from monograph.config.settings import ANYWHERE, check
+from monograph.config.settings import ANYWHERE, check, choices
 from monograph.config.sources import written_fingerprint
 from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.model.config import LlamaConfig
@@ -90,7 +91,7 @@ def test_text_from_a_shell_is_read_as_its_type(key: str, text: str, value: objec
         ('[train]\nseed = "1"', ["run.toml:2", "train.seed", "without quotes"]),
         ('[train]\nupdates = "100"', ["train.updates", "without quotes"]),
         ("[train]\nseed = -1", ["train.seed = -1", "a whole number, 0 or more"]),
-        ("[train]\nminutes = 1e300", ["train.minutes = 1e+300", "above 0, at most 1e7"]),
+        ("[train]\nminutes = 1e300", ["train.minutes = 1e300", "above 0, at most 1e7"]),
         ("[train]\nseed = true", ["train.seed = true", "a whole number"]),
         ("[train]\nseed = 1.5", ["train.seed = 1.5", "a whole number"]),
         ("[train]\nupdates = 0", ["train.updates = 0", "above 0"]),
@@ -109,7 +110,7 @@ def test_text_from_a_shell_is_read_as_its_type(key: str, text: str, value: objec
         ("train.sed = 1", ["run.toml:1", "train.sed", "did you mean train.seed?"]),
         ("[train]\nzzz = 1", ["train.zzz", "[train] has updates, tokens"]),
         ("[zzz]\nzzz = 1", ["zzz.zzz", "the sections are model, data"]),
-        ("[train]\nseed 1", ["run.toml", "not TOML", "line 2"]),
+        ("[train]\nseed 1", ["run.toml:2: not TOML", "write seed = 1"]),
         ("[model]\nhidden_size = 64", ["model.hidden_size", "model.num_hidden_layers", "model.num_attention_heads"]),
         ("[model]\ninit = 'x'\nhidden_size = 64", ["run.toml:3", "model.hidden_size", "model.init"]),
         ("[model]\ninit = 'x'\npreset = 'nano'", ["model.preset and model.init exclude each other"]),
@@ -292,18 +293,18 @@ def test_arguments_are_told_apart_in_any_order() -> None:
     Path("a=b.txt").write_text("")
     Path("one.txt").write_text("")
     for order in (["run.toml", "optim.lr=3e-4", "texts", "*.txt"], ["texts", "*.txt", "optim.lr=3e-4", "run.toml"]):
-        assert classify(order) == (Path("run.toml"), {"optim.lr": "3e-4", "data.source": ["texts", "*.txt"]})
-    assert classify(["a=b.txt"]) == (None, {"data.source": "a=b.txt"})
-    assert classify(["-"]) == (None, {"data.source": "-"})
-    assert classify(["stdlib", "data.tokenizer=a=b"]) == (None, {"data.source": "stdlib", "data.tokenizer": "a=b"})
-    assert classify([]) == (None, {})
+        assert classify(order) == (Path("run.toml"), {"optim.lr": "3e-4", "data.source": ["texts", "*.txt"]}, [])
+    assert classify(["a=b.txt"]) == (None, {"data.source": "a=b.txt"}, [])
+    assert classify(["-"]) == (None, {"data.source": "-"}, [])
+    assert classify(["stdlib", "data.tokenizer=a=b"]) == (None, {"data.source": "stdlib", "data.tokenizer": "a=b"}, [])
+    assert classify([]) == (None, {}, [])
 
 
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        (["lr=3e-4"], UsageError, "no key lr; did you mean optim.lr?"),
-        (["optim.lrr=3e-4"], UsageError, "did you mean optim.lr?"),
+        (["lr=3e-4"], UsageError, "no key lr; did you mean optim.lr=3e-4?"),
+        (["optim.lrr=3e-4"], UsageError, "did you mean optim.lr=3e-4?"),
         (["nano"], UsageError, "did you mean model.preset=nano?"),
         (["run.tml"], InputRefused, "did you mean run.toml?"),
         (["texts/on.txt"], InputRefused, "did you mean texts/one.txt?"),
@@ -324,8 +325,9 @@ def test_an_argument_that_is_nothing_known_is_refused(
     Path("circle").symlink_to("circle")
     for name in ("run.toml", "other.toml", "texts/one.txt"):
         Path(name).write_text("")
+    toml, overrides, faults = classify(arguments)
     with pytest.raises(kind) as caught:
-        classify(arguments)
+        load(toml, overrides, {}, faults=faults)
     assert message in str(caught.value)
 
 
@@ -339,6 +341,18 @@ def test_every_key_says_in_one_line_what_it_means_and_what_it_is_without_a_value
         assert not (said.otherwise and said.default is not None), key
         check(key, shown, "here", from_text=False)
     assert "data.source" in KEYS and DataSection().source == "stdlib"
+
+
+def test_every_word_that_a_key_takes_says_what_it_stands_for() -> None:
+    for key in KEYS:
+        said = described(key)
+        listed = {*choices(key)} - {"auto"}
+        assert listed <= said.choices.keys(), key
+        assert not listed or listed == said.choices.keys() or key in ("data.tokenizer", "rl.reward"), key
+        parts = re.split(r", or |, | or ", said.expected)
+        assert said.choices.keys() <= {*parts} and [word for word in parts if word in said.choices] == [*said.choices]
+        assert all(re.fullmatch(r"\S[^\n]{2,75}[^\s.]", meaning) for meaning in said.choices.values()), key
+    assert sum(map(len, (described(key).choices for key in KEYS))) >= 90
 
 
 def test_what_a_key_says_applies_without_it_is_what_does() -> None:
@@ -374,6 +388,7 @@ def test_the_commented_file_has_each_key_once_with_its_meaning_and_what_it_accep
         about = [" ".join(each.replace("\n## ", " ").split()) for each in paragraphs]
         assert any(f"## {said.meaning} Accepts: {said.expected}. " in each for each in about), key
         assert re.search(rf"^(# )?{name} = .*# \S", text, re.M), key
+        assert all(f"## {word}: {meaning}" in text for word, meaning in said.choices.items()), key
     assert len(re.findall(r"^(?:# )?\w+ = ", text, re.M)) == len(KEYS)
     assert max(map(len, text.splitlines())) <= WIDTH == 120
 
@@ -429,6 +444,224 @@ def test_presets_and_sizes_are_the_models_own() -> None:
 def test_the_configuration_needs_no_torch() -> None:
     program = "import sys, monograph.config; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     subprocess.run([sys.executable, "-c", program], env=os.environ | {"PYTHONPATH": SOURCES}, check=True)
+
+
+def test_all_that_is_wrong_with_a_command_line_its_file_and_its_environment_is_said_at_once() -> None:
+    Path("run.toml").write_text("[train]\nlrr = 1\n[optim]\nlr = -2e-4\n")
+    arguments = ["run.toml", "optim.lrr=3e-4", "train.seed=x", "nowhere/", "train.keep=1", "train.keep=2", "bf16=True"]
+    toml, overrides, faults = classify(arguments)
+    with pytest.raises(UsageError) as caught:
+        load(toml, overrides, {"MONOGRAPH_TRAIN_SED": "1"}, faults=faults)
+    said = str(caught.value).split("; also ")
+    assert [line.split(":")[0] for line in said[:4]] == ["nowhere/", "command line", "run.toml", "environment"]
+    assert said[1].endswith("train.keep is given twice, as 1 and as 2; give it once")
+    assert said[4:] == ["command line: there is no key optim.lrr; did you mean optim.lr=3e-4?", "3 more like these"]
+    toml, overrides, faults = classify(["train.seed=x", "bf16=True", "optim.lr=-1"])
+    with pytest.raises(UsageError, match=r"no key bf16; .*; also .*: train.seed = .*; also .*: optim.lr = "):
+        load(toml, overrides, {}, faults=faults)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ("optim.name=AdamW_torch", "adamw"),
+        ("train.precision=BF16", "bf16"),
+        ("train.compile=True", "whole"),
+        ("optim.grad_clip=0", "none"),
+        ("model.preset=1B", "1b"),
+        ("optim.lr=0,0001", "0.0001"),
+        ("data.held_out=5%", "0.05"),
+        ("train.tokens=1,000,000", "1000000"),
+        ("train.minutes=1.5h", "90"),
+        ("train.seed=7,", "7"),
+        ("train.seed='7'", "7"),
+    ],
+)
+def test_a_value_as_other_programs_or_people_write_it_is_answered_with_the_one_here(given: str, meant: str) -> None:
+    key, _, value = given.partition("=")
+    with pytest.raises(UsageError, match=f"; did you mean {re.escape(meant)}\\?$"):
+        load(None, {key: value}, {})
+    check(key, meant, "here", from_text=True)
+
+
+def test_each_value_of_other_programs_leads_to_one_that_is_taken() -> None:
+    assert len(VALUES) >= 15
+    for key, named in VALUES.items():
+        for name, said in named.items():
+            with pytest.raises(UsageError, match=re.escape(said)):
+                load(None, {key: name}, {})
+            if re.fullmatch(r"\w+", said):
+                check(key, said, "here", from_text=True)
+            for assignment in re.findall(r"[a-z]+\.[a-z_]+=\w+", said):
+                check(*assignment.split("="), "here", from_text=True)
+
+
+@pytest.mark.parametrize("text", ["1e-4,1e-3", "1e-4 1e-3", "1e-4;1e-3"])
+def test_several_values_of_a_run_are_answered_with_the_axis_of_a_sweep(text: str) -> None:
+    with pytest.raises(UsageError, match=r"a run has one value: .* `monograph sweep optim.lr=1e-4,1e-3`$"):
+        load(None, {"optim.lr": text}, {})
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("train.seed = 1", "did you mean train.seed=1?"),
+        ("train/seed=1", "did you mean train.seed=1?"),
+        ("++train.seed=1", "did you mean train.seed=1?"),
+        ("+lr=1", "did you mean optim.lr=1?"),
+        ("1e-3", "a number is a key's value, as in optim.lr=1e-3; several are joined by commas"),
+        ("1B", "did you mean model.preset=1b?"),
+        ("qwen3", "did you mean model.family=qwen3?"),
+        ("dpo", "did you mean --recipe dpo?"),
+        ("optim", "it is a section of keys, which `monograph keys optim` lists"),
+    ],
+)
+def test_an_argument_that_is_no_file_is_answered_with_what_was_meant(argument: str, said: str) -> None:
+    [fault] = classify([argument]).faults
+    assert str(fault) == f"command line: {argument} is no file; {said}" and isinstance(fault, UsageError)
+
+
+def test_a_configuration_of_other_programs_is_not_trained_on_as_text() -> None:
+    Path("run.yaml").write_text("lr: 1")
+    [fault] = classify(["run.yaml"]).faults
+    assert str(fault).startswith("command line: run.yaml: a configuration is a TOML file here: ")
+    assert classify(["data.source=run.yaml"]).faults == []
+    [fault] = classify(["meta-llama/Llama-3.2-1B"]).faults
+    assert "model.init=hf://meta-llama/Llama-3.2-1B for a model" in str(fault) and isinstance(fault, InputRefused)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["optim.lr", "=", "3e-4"], "write optim.lr=3e-4"),
+        (["optim.lr", "3e-4"], "write optim.lr=3e-4"),
+        (["optim.lr=", "3e-4"], "write optim.lr=3e-4"),
+        (["optim.lr", "=3e-4"], "write optim.lr=3e-4"),
+        (["optim.lr:3e-4"], "write optim.lr=3e-4"),
+        (["optim.lr:", "3e-4"], "write optim.lr=3e-4"),
+        (["optim.lr"], "it takes a number above 0, or auto"),
+        (["optim.lr="], "it takes a number above 0, or auto"),
+        (["optim.lr", "texts"], "it takes a number above 0, or auto"),
+    ],
+)
+def test_a_key_apart_from_its_value_is_one_fault(arguments: list[str], said: str) -> None:
+    Path("texts").mkdir()
+    faults = classify(arguments).faults
+    assert [str(fault) for fault in faults] == [f"command line: optim.lr and its value are one word: {said}"]
+
+
+# A file, and what is said of it after its name.
+SLIPS = [
+    ("[optim]\nname = muon", '2: not TOML: a text is in quotes: write name = "muon"'),
+    ("[optim]\nname = muon # fast", '2: not TOML: a text is in quotes: write name = "muon"  # fast'),
+    ("[optim]\nlr: 3e-4", "2: not TOML: = stands between a key and its value: write lr = 3e-4"),
+    ("[optim]\nlr 3e-4", "2: not TOML: = stands between a key and its value: write lr = 3e-4"),
+    ("[optim]\nlr == 3e-4", "2: not TOML: = stands between a key and its value: write lr = 3e-4"),
+    ("[optim]\n[train]\n[optim]\n", "3: not TOML: [optim] is there twice, in lines 1 and 3: keep one, with all "),
+    ("[optim]\nlr = 1\n\nlr = 2\n\n", "4: not TOML: lr is there twice, in lines 2 and 4: keep one of them"),
+    ("optim.lr = 1\n[optim]\neps = 1", "2: not TOML: optim is there twice, as a section and as a key with a dot: "),
+    ("[optim\nlr = 1", "1: not TOML: a section is a name in brackets: write [optim]"),
+    ("optim:\n  lr: 1", "1: not TOML: a section is a name in brackets: write [optim]"),
+    ("[optim] lr = 1", "1: not TOML: a section has a line of its own: write [optim] and lr = 1"),
+    ("[optim]\nbetas = [0.9, 0.95\neps = 1", "2: not TOML: the ] is missing: write betas = [0.9, 0.95]"),
+    ("[optim]\nbetas = 0.9, 0.95", "2: not TOML: several numbers are a list: write betas = [0.9, 0.95]"),
+    ("[data]\nsource = [a, b]", '2: not TOML: a text is in quotes: write source = ["a", "b"]'),
+    ("[data]\nsource = ('a', 'b')", "2: not TOML: a list is in square brackets: write source = ['a', 'b']"),
+    (
+        "[optim]\n\tmaster_weights\t=\tTrue",
+        "2: not TOML: true and false are in small letters: write master_weights = true",
+    ),
+    ("[optim]\nlr = 1e-3,", "2: not TOML: nothing stands after a value: write lr = 1e-3"),
+    ("[optim]\nlr = 1e-3; eps = 1", "2: not TOML: a line has one key: write lr = 1e-3 and eps = 1"),
+    ("[optim]\nname = “muon”", '2: not TOML: quotes are straight in TOML: write name = "muon"'),
+    ("[optim]\nlr = “1e-3”", "2: not TOML: a number is not in quotes: write lr = 1e-3"),
+    ('[optim]\nname = "muon', '2: not TOML: a text begins and ends with the same quote: write name = "muon"'),
+    (
+        '[model]\ninit = "C:\\Users"',
+        r"2: not TOML: a backslash is itself only in single quotes: write init = 'C:\Users'",
+    ),
+    ("[train]\ntokens = 512k", '2: not TOML: a text is in quotes: write tokens = "512k"'),
+    (
+        "[optim]\nlr = .5",
+        "2: not TOML: a number begins and ends with a digit, and not with a 0 before others: write lr = 0.5",
+    ),
+    (
+        "[train]\nseed = 07",
+        "2: not TOML: a number begins and ends with a digit, and not with a 0 before others: write seed = 7",
+    ),
+    ("[optim]\nlr =", "2: not TOML: a key without a value is left out: write # lr ="),
+    ("[model]\ninit = None", "2: not TOML: a key without a value is left out: write # init ="),
+    ("[optim]\ngrad_clip = none", '2: not TOML: a text is in quotes: write grad_clip = "none"'),
+    ("[optim]\nlr = fast", "2: not TOML: lr = fast: expected a number above 0, or auto"),
+    ("// a comment", "1: not TOML: a comment begins with #: write # a comment"),
+    ("[optim]\nlr\u00a0= 1 2", "2: not TOML: lr = 1 2: expected a number above 0, or auto"),
+    ("[optim]\u00a0", "1: not TOML: it has a space that is none in TOML (U+00A0): write [optim]"),
+    ("[optim]\r\nname = muon\r\n", '2: not TOML: a text is in quotes: write name = "muon"'),
+    ("\ufeff[optim]\nname = muon", '2: not TOML: a text is in quotes: write name = "muon"'),
+    ("[optim]\rlr = 1", " not TOML: its lines end as those of an old Mac do: save it with the line ends of Linux"),
+    ('{"optim": {"lr": 1}}', " not TOML, but JSON: `monograph train --print-config` writes a file to edit"),
+    ("= 3", "1: not TOML: Invalid statement in `= 3`: a line is `key = value`, `[section]` or `# a comment`"),
+]
+
+
+@pytest.mark.parametrize(("text", "said"), SLIPS)
+def test_a_slip_of_a_file_is_answered_with_the_line_as_it_should_be(text: str, said: str) -> None:
+    Path("run.toml").write_text(text, encoding="utf-8", newline="")
+    with pytest.raises(UsageError) as caught:
+        load(Path("run.toml"), {}, {})
+    assert str(caught.value).startswith(f"run.toml:{said}")
+    if "write " in said and "# lr" not in said and "# init" not in said:
+        correction = str(caught.value).partition(": write ")[2].replace(" and ", "\n")
+        tomllib.loads(correction)
+
+
+@given(st.text(st.sampled_from("ab=:[]{}\"'.,#\n\t \\“é0-+e"), max_size=40))
+def test_any_file_that_is_not_toml_is_one_line_that_names_it(text: str) -> None:
+    Path("run.toml").write_text(text, encoding="utf-8", newline="")
+    try:
+        load(Path("run.toml"), {}, {})
+    except UsageError as error:
+        assert str(error).startswith("run.toml") and "\n" not in str(error)
+
+
+@pytest.mark.parametrize("section", [*SECTIONS])
+@pytest.mark.parametrize("value", ["3", '"adamw"', "true", "[1, 2]"])
+def test_a_section_that_is_given_a_value_is_said_to_be_one(section: str, value: str) -> None:
+    said = refusal(f"{section} = {value}")
+    assert said.startswith(f"run.toml:1: {section} = {value}: {section} is a section, not a key: write its keys under ")
+    line = said.partition("as in `")[2].partition("`")[0]
+    settings_of(f"[{section}]\n{line}")
+    assert f"[[{section}]] is a list of tables, and {section} is one section" in refusal(f"[[{section}]]")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_key_that_is_given_a_table_is_said_to_be_one(key: str) -> None:
+    section, _, name = key.partition(".")
+    said = refusal(f"[{section}]\n[{key}]\nx = 1")
+    assert said.startswith(f"run.toml:2: {key} is a key, not a section: write `{name} = ")
+    assert refusal("[optim.lr]\neps = 1") == "run.toml:1: optim.lr is a key, not a section: write eps under [optim]"
+
+
+@pytest.mark.parametrize("text", ["-2e-4", "-1_000.5", "[1e-3]", '"2e-4"', "'x'"])
+def test_a_value_of_a_file_comes_back_as_it_was_written(text: str) -> None:
+    said = refusal(f"[optim]\nlr = {text}  # 2e-4")
+    assert said.startswith(f"run.toml:2: optim.lr = {text}: expected a number above 0, or auto")
+
+
+def test_what_an_error_says_of_a_key_is_what_was_written() -> None:
+    settings = settings_of("[optim]\nlr = 2e-4  # slow\n[train]\ntokens = '1M'", train__tokens_per_update="64Ki")
+    assert settings.said("optim.lr") == "run.toml:2: optim.lr = 2e-4"
+    assert settings.said("train.tokens") == "run.toml:4: train.tokens = '1M'"
+    assert settings.said("train.tokens_per_update") == "command line: train.tokens_per_update = 64Ki"
+    resolved = settings.resolve({"train.tokens_per_update": 128, "train.seed": 3}, "plan")
+    assert resolved.said("optim.lr") == "run.toml:2: optim.lr = 2e-4"
+    assert resolved.said("train.tokens_per_update") == "plan: train.tokens_per_update = 128"
+    assert settings.said("train.seed") == "default: train.seed = 0"
+
+
+def test_a_hint_for_a_file_is_a_line_of_it() -> None:
+    said = refusal("[lora]\nload_in_4bit = true\n[train]\nbf16 = true\n")
+    assert 'say base = "nf4" and rank = 16 under [lora]' in said and 'say precision = "bf16" under [train]' in said
 
 
 def test_every_wrong_key_and_every_wrong_value_of_a_file_is_named_at_once(tmp_path: Path) -> None:

@@ -20,11 +20,12 @@ _HOST_IS_FULL = (
 def did_you_mean(word: str, choices: Iterable[str]) -> str:
     """Return `; did you mean X?` for the choice closest to `word`, or "" if none is close.
 
-    If no whole choice is close, the parts after the last dot are compared.
+    Capitals count for nothing. If no whole choice is close, the parts after the last dot are compared.
     """
-    full = list(choices)
-    last = {choice.rpartition(".")[2]: choice for choice in full}
-    near = difflib.get_close_matches(word, full, n=1, cutoff=0.75)
+    full = {choice.lower(): choice for choice in choices}
+    last = {choice.rpartition(".")[2].lower(): choice for choice in full.values()}
+    word = word.lower()
+    near = [full[choice] for choice in difflib.get_close_matches(word, full, n=1, cutoff=0.75)]
     near = near or [last[part] for part in difflib.get_close_matches(word.rpartition(".")[2], last, n=1, cutoff=0.7)]
     return f"; did you mean {near[0]}?" if near else ""
 

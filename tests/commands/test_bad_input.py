@@ -54,9 +54,9 @@ CASES: list[tuple[list[str], int, str]] = [
     (["train", *TINY, "data.vocab_size=300"], 2, "data.vocab_size is of a tokenizer that is trained here"),
     (["data", "show", "texts", "data.sequence_length=16", "data.tokenizer=bytes", "--row", "99999"], 2, "--row 99999"),
     # settings
-    (["train", "optim.lrr=3"], 2, "did you mean optim.lr?"),
+    (["train", "optim.lrr=3"], 2, "did you mean optim.lr=3?"),
     (["train", "optim.lr=abc"], 2, 'optim.lr = "abc": expected a number above 0'),
-    (["train", "bad.toml"], 2, "bad.toml: not TOML"),
+    (["train", "bad.toml"], 2, "bad.toml:1: not TOML"),
     (["plan", "deep.toml"], 2, "deep.toml: not read: it is nested too deeply"),
     (["train", "data.source=" + "[" * 20_000], 2, "expected a path, a glob, or a list of them"),
     (["train", "nul.toml"], 2, "model.init"),

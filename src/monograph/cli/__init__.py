@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> NoReturn:
         code = _run(_with_resume_value(_with_options(given)))
         sys.stdout.flush()
     except _BadCommandLine as error:
-        code = _end(_wrong_arguments(error, given), errors.UsageError.exit_code, told=_follows())
+        code = _end(_answered(error, given), errors.UsageError.exit_code, told=_follows())
     except errors.Stopped as stop:
         code = stop.exit_code
         if not stop.told:
@@ -90,7 +90,8 @@ def _require_surroundings(arguments: list[str]) -> None:
         told = {"the working folder": os.getcwd()} | {f"argument {i}": text for i, text in enumerate(arguments, 1)}
     except FileNotFoundError:
         raise errors.InputRefused("the working folder was deleted: change to one that is there") from None
-    if empty := [option for option, value in itertools.pairwise(arguments) if option in _NAMES_A_PLACE and not value]:
+    given = [*itertools.pairwise(arguments), *(argument.split("=", 1) for argument in arguments if "=" in argument)]
+    if empty := [option for option, value in given if option in _NAMES_A_PLACE and not value]:
         raise errors.UsageError(f"{empty[0]} is empty: name what it is for, or leave it out")
     told |= {name: value for name, value in os.environ.items() if name.startswith("MONOGRAPH_")}
     for what, text in told.items():
@@ -174,21 +175,10 @@ def _with_resume_value(arguments: list[str]) -> list[str]:
     return arguments if is_run else [*arguments[:position], "last", *arguments[position:]]
 
 
-def _wrong_arguments(error: Any, arguments: list[str]) -> str:
-    from monograph.config import KEYS
-    from monograph.config.elsewhere import COMMANDS, OPTIONS, as_here
+def _answered(error: Any, arguments: list[str]) -> str:
+    from monograph.cli.answers import answered
 
-    if arguments and arguments[0] in COMMANDS:
-        return f"No such command {arguments[0]!r}; {COMMANDS[arguments[0]]}"
-    option = getattr(error, "option_name", "")
-    if not option:
-        return str(error.format_message()).rstrip(".")
-    # Other programs have options for what keys say here.
-    name, possible = option.lstrip("-").replace("-", "_"), error.possibilities or ()
-    if said := OPTIONS.get(name):
-        return f"{error.message}; {said}"
-    here = as_here(name, KEYS) or errors.did_you_mean(option, possible) or errors.did_you_mean(name, KEYS)
-    return f"{error.message}{here}" if here else f"{error.message}; text that begins with a dash goes after --"
+    return answered(error, command_tree(), arguments)
 
 
 def _end(message: str, code: int, told: bool, at_last: bool = False) -> int:

@@ -624,17 +624,17 @@ def _settings(
     """
     from monograph.config import classify
 
-    toml, overrides = classify(arguments or [])
+    toml, overrides, faults = classify(arguments or [])
     for key, value in (times or {}).items():
         if value is None:
             continue
         if key in overrides:
-            raise UsageError(f"command line: {key} is given twice, as {overrides[key]} and as {value:g}")
+            faults.append(UsageError(f"command line: {key} is given twice, as {overrides[key]} and as {value:g}"))
         overrides[key] = value
     from monograph.run.repository import FILES, SHAPE_FILES
     from monograph.session.recorded import require_text, settings_given
 
     files = SHAPE_FILES if shape_alone else FILES
-    settings = settings_given(toml, overrides, runs_code=runs_code, files=files)
+    settings = settings_given(toml, overrides, runs_code=runs_code, files=files, faults=faults)
     require_text(settings)
     return settings

@@ -48,6 +48,8 @@ def sampling_of(numbers: dict[str, Any], pairs: Sequence[str]) -> Sampling:
         key, equals, text = pair.partition("=")
         if key in numbers or key in _FLAGS:
             raise UsageError(f"--sampler {pair}: it has a flag of its own, --{key.replace('_', '-')}")
+        if not equals and (colon := re.match(r"(\w+):(.+)", pair)):
+            raise UsageError(f"--sampler {pair}: = stands between an option and its value: {colon[1]}={colon[2]}")
         if key not in _KINDS:
             raise UsageError(f"--sampler {pair}: there is no option {_unknown(key, set(_KINDS) - set(numbers))}")
         if not equals:

@@ -7,8 +7,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import Any
 
-from monograph.config.keys import KEYS, SECTIONS, described
-from monograph.config.lookup import Found, example_of, keys_named, names_elsewhere
+from monograph.config.keys import KEYS, SECTIONS, Key, described
+from monograph.config.lookup import Found, example_of, keys_named, names_elsewhere, typed
 from monograph.config.settings import toml_of
 from monograph.terminal import is_terminal, shell_words
 
@@ -37,18 +37,31 @@ def _explained(key: str, width: int) -> Iterator[str]:
     yield key
     yield from _indented(said.meaning.removesuffix(f" auto: {said.auto}."), width)
     yield ""
-    rows = {"values": said.expected, "default": _default(key)}
+    yield from _values(said, width)
+    rows = {"default": _default(key)}
     if said.auto:
         rows["auto"] = said.auto
     if called := names_elsewhere(key):
         rows["elsewhere"] = ", ".join(called)
-    rows["example"] = shell_words(f"{key}={_typed(example_of(key))}")
+    rows["example"] = shell_words(f"{key}={typed(example_of(key))}")
     rows["in a file"] = f"[{section}]"
     for head, text in rows.items():
-        yield from textwrap.wrap(
-            text, width, initial_indent=f"  {head:<11}", subsequent_indent=" " * 13, break_on_hyphens=False
-        )
+        yield from _row(head, text, width)
     yield f"{'':<13}{name} = {example}"
+
+
+def _row(head: str, text: str, width: int, indent: int = 13) -> list[str]:
+    return textwrap.wrap(
+        text, width, initial_indent=f"  {head:<11}", subsequent_indent=" " * indent, break_on_hyphens=False
+    )
+
+
+def _values(said: Key, width: int) -> Iterator[str]:
+    """Yield what a key takes, and what each word among it stands for."""
+    yield from _row("values", said.expected, width)
+    widest = max(map(len, said.choices), default=0)
+    for word, meaning in said.choices.items():
+        yield from _row("", f"{word:<{widest}}  {meaning}", width, 15 + widest)
 
 
 def _tables(keys: tuple[str, ...], width: int) -> Iterator[str]:
@@ -82,16 +95,7 @@ def _default(key: str) -> str:
     said = described(key)
     if said.default is None:
         return said.otherwise or "not set"
-    return _typed(said.default)
-
-
-def _typed(value: Any) -> str:
-    """Return a value as a person types it on a command line."""
-    if isinstance(value, str):
-        return value
-    if isinstance(value, tuple):
-        return ",".join(map(str, value))
-    return toml_of(value)
+    return typed(said.default)
 
 
 def _entry(key: str) -> dict[str, Any]:
@@ -100,6 +104,7 @@ def _entry(key: str) -> dict[str, Any]:
         "key": key,
         "meaning": said.meaning,
         "values": said.expected,
+        "choices": dict(said.choices),
         "default": said.default,
         "default_in_words": said.otherwise or None,
         "auto": said.auto or None,

@@ -23,7 +23,7 @@ def run(folder: Path | None, *, json: bool) -> None:
     """Print the runs of a folder, or the members of a sweep; see the command line's help."""
     root = DEFAULT_ROOT if folder is None else folder
     if folder is not None and not is_folder(folder):
-        raise InputRefused(f"{folder}: there is no such folder")
+        raise InputRefused(f"{folder}: there is no such folder; `monograph runs` alone lists those in {DEFAULT_ROOT}/")
     if is_file(root / "run.lock") and not is_file(root / SWEEP):
         above = shell_words("monograph", "runs", root.parent)
         raise InputRefused(f"{root} is a run: `{above}` lists it with those beside it")

@@ -12,9 +12,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+from monograph.config.given import COMMAND_LINE, Given, raise_all
 from monograph.config.keys import KEYS
-from monograph.config.settings import check
-from monograph.config.sources import COMMAND_LINE, from_toml
+from monograph.config.renamed import Texts, joined, translated, translated_each
+from monograph.config.settings import a_run_each, as_typed, check
+from monograph.config.toml_file import from_toml
 from monograph.ensemble.knobs import log_range, require_ends
 from monograph.errors import UsageError
 
@@ -144,41 +146,63 @@ def axes_of(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis]]:
 
     Raises:
         UsageError: a key cannot be an axis (the message lists those that can), a range is wrong, or a value is empty
-            or given twice.
+            or given twice; all that is wrong is said at once.
     """
-    fixed, axes = dict[str, Any](), list[Axis]()
+    fixed, axes, faults = axes_and_faults(overrides)
+    raise_all(faults)
+    return fixed, axes
+
+
+def axes_and_faults(overrides: Mapping[str, Any]) -> tuple[dict[str, Any], list[Axis], list[UsageError]]:
+    """Return the overrides that are single values, also those of keys that are not there; the axes; what is wrong."""
+    fixed, axes, faults = dict[str, Any](), list[Axis](), list[UsageError]()
     for key, text in overrides.items():
-        axis = _axis(key, text) if isinstance(text, str) else None
+        try:
+            axis = _axis(key, text) if isinstance(text, str) and key in KEYS else None
+        except UsageError as error:
+            faults.append(error)
+            continue
         if axis is None:
             fixed[key] = text
         else:
             axes.append(axis)
-    return fixed, axes
+    return fixed, axes, faults
 
 
 def require_single_values(toml: Path) -> None:
-    """Refuse an axis in a TOML file, where a key has one value; other wrong values are left to whoever loads the file.
+    """Refuse axes in a TOML file, where a key has one value; other wrong values are left to whoever loads the file.
 
     Raises:
         UsageError: a key has several values; the message says how to type them.
     """
+    faults = []
     for key, given in from_toml(toml).items():
-        text = _several(key, given.value) if key in AXES else None
-        if text is not None:
+        said = _several(key, given) if key in AXES else None
+        if said is not None:
             why = "a file has one for each key; type the axis on the command line"
-            raise UsageError(f"{given.origin}: {key} has several values, and {why}: {key}={text}")
+            faults.append(UsageError(f"{given.origin}: {key} has several values, and {why}: {said}"))
+    raise_all(faults)
 
 
-def _several(key: str, value: Any) -> str | None:
+def _several(key: str, given: Given) -> str | None:
     """Return a value of a TOML file as an axis is typed; None if it is one value, right or wrong."""
+    value = given.value
     with suppress(UsageError):
         check(key, value, "", from_text=False)
         return None
-    text = ",".join(map(_typed, value)) if isinstance(value, list) else value
+    if (each := translated_each(key, value)) and not translated(key, value):
+        return _today(key, each).removeprefix("say ")
+    text = _as_axis(value, given.written) if isinstance(value, list) else value
     with suppress(UsageError):
         if isinstance(text, str) and _axis(key, text) is not None:
-            return text
+            return f"{key}={text}"
     return None
+
+
+def _as_axis(values: list[Any], written: str) -> str:
+    """Return a list of a file as an axis is typed: as it was written, without quotes and spaces."""
+    inside = re.sub(r"[\s\"']", "", written)[1:-1] or ",".join(map(_typed, values))
+    return inside.rstrip(",")
 
 
 def _typed(value: Any) -> str:
@@ -254,9 +278,15 @@ def _draw(axis: Axis, generator: random.Random) -> Any:
 
 def _axis(key: str, text: str) -> Axis | None:
     """Return the axis that a text describes; None if it is a single value."""
+    if translated(key, text):
+        return None  # whoever checks it says what to type instead
+    if each := translated_each(key, text):
+        raise UsageError(f"{key}={text}: {_today(key, each)}")
     if key in AXES and key not in _IN_BRACKETS and text[:1] + text[-1:] in ("[]", "()", "{}"):
         inside = re.sub(r"[\s\"']", "", text[1:-1])
         raise UsageError(f"{key}={text}: values are written without brackets: {key}={inside}")
+    if meant := _range_meant(key, text):
+        raise UsageError(f"{key}={text}: a range is typed as {key}={meant}")
     bounds = _RANGE.fullmatch(text) if ".." in text and "/" not in text else None
     parts = _parts(key, text)
     if bounds is None and text.startswith(("log:", "lin:")):
@@ -275,6 +305,28 @@ def _axis(key: str, text: str) -> Axis | None:
         if value in axis.values[:index]:
             raise UsageError(f"{key}={text}: {value} is there twice, and its members would be equal")
     return axis
+
+
+def _range_meant(key: str, text: str) -> str:
+    """Return how a range is typed that is written as other programs have it; "" if it is none."""
+    if (whole := re.fullmatch(r"([0-9]+)[-:]([0-9]+)", text)) and 0 < int(whole[2]) - int(whole[1]) <= 100:
+        return f"{whole[1]}..{whole[2]}"
+    called = re.fullmatch(r"(\w+)\(([^,()]+),([^,()]+)(?:,([^,()]+))?\)", text)
+    if not called or key not in AXES:
+        return ""
+    name, first, last, count = (part and part.strip() for part in called.groups())
+    scale = "log" if re.search("log|geom", name) else "lin"
+    return f"{scale}:{first}..{last}" + (f":{count}" if count else "")
+
+
+def _today(key: str, each: Sequence[Texts]) -> str:
+    """Return what to type for an axis with values in old spellings, of which each says several keys."""
+    values = joined(each)
+    varied = [new for new, texts in values.items() if len(texts) > 1]
+    if key not in AXES or not set(varied) <= set(AXES):
+        return f"{a_run_each(each)}; {key} cannot be an axis: {_WHY_NOT[key]}"
+    every = "; a sweep trains all combinations" if len(varied) > 1 else ""
+    return f"say {as_typed({new: ','.join(texts) for new, texts in values.items()})}{every}"
 
 
 def _parts(key: str, text: str) -> list[str]:

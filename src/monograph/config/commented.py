@@ -39,6 +39,8 @@ def _lines(settings: Settings) -> Iterator[str]:
             yield ""
             yield from _text(said.meaning)
             yield from _text(f"Accepts: {said.expected}.")
+            for word, stands_for in said.choices.items():
+                yield from _text(f"{word}: {stands_for}")
             if key in settings.origins and values[key] is not None:
                 yield from _given(f"{field} = {toml_of(values[key])}", one_line(settings.origins[key]))
             else:

@@ -1,118 +1,342 @@
 """Names that other programs have for keys, options and commands: people who know them look for them first.
 
-Sources: the arguments of transformers' Trainer 5, TRL 1, PEFT 0.18, Unsloth, axolotl, litgpt, torchtune and nanochat.
+Sources: the arguments of transformers' Trainer 5, TRL 1, PEFT 0.18, Unsloth, axolotl, litgpt, torchtune, nanoGPT,
+nanochat, vLLM and llama.cpp.
 """
 
-# The key, or a sentence that says how the same is had.
+_BETAS = "say optim.betas=0.9,0.95, which holds both"
+_TRACKER = "say monograph follow RUN --to wandb, beside the run, or to tensorboard, trackio or mlflow"
+_RANKS = "say torchrun --standalone --nproc-per-node N -m monograph train train.parallel=ddp"
+_ALWAYS = (
+    "leave it out: it is always so: of a conversation, or a prompt and its completion, answers alone are trained on"
+)
+_PER_UPDATE = "say train.tokens_per_update=N, the tokens of an update, however it is split"
+_WALL = "say --wall-minutes N"
+_PATHS = "name the text as it is: monograph train my_texts/"
+_RESUME = "say --resume RUN"
+_CHOSEN = "leave it out: it is chosen by itself"
+
+# The device of any command.
+DEVICES = dict.fromkeys(("use_cpu", "no_cuda", "cpu"), "say CUDA_VISIBLE_DEVICES= before the command") | dict.fromkeys(
+    ("device", "gpu", "cuda", "local_rank"),
+    "say CUDA_VISIBLE_DEVICES=0 before the command; monograph plan --device NAME plans for another card",
+)
+
+# The key, which then takes the value that was typed, or a sentence that says how the same is had.
 ELSEWHERE: dict[str, str] = {
-    # transformers: TrainingArguments
+    # transformers: TrainingArguments and its scripts
     "learning_rate": "optim.lr",
     "num_train_epochs": "train.epochs",
     "max_steps": "train.updates",
-    "per_device_train_batch_size": "train.micro_batch is the rows on the device at once",
-    "gradient_accumulation_steps": "train.tokens_per_update says how much text an update sees, however it is split",
+    "per_device_train_batch_size": "train.micro_batch",
+    "per_device_eval_batch_size": _CHOSEN,
+    "auto_find_batch_size": "say train.micro_batch=auto, the default",
+    "gradient_accumulation_steps": _PER_UPDATE,
+    "gradient_accumulation": _PER_UPDATE,
     "warmup_steps": "optim.warmup_updates",
-    "warmup_ratio": "optim.warmup_updates is a number of updates",
+    "warmup_ratio": "say optim.warmup_updates=N, a number of updates; auto is 5 % of the run",
     "lr_scheduler_type": "optim.schedule",
-    "adam_beta1": "optim.betas holds both, as in optim.betas=0.9,0.95",
-    "adam_beta2": "optim.betas holds both, as in optim.betas=0.9,0.95",
+    "adam_beta1": _BETAS,
+    "adam_beta2": _BETAS,
     "adam_epsilon": "optim.eps",
     "max_grad_norm": "optim.grad_clip",
-    "optim": "optim.name is adamw or muon, and optim.state = 8bit is for adamw_8bit",
-    "bf16": "train.precision = bf16",
-    "fp16": "train.precision = fp16",
-    "gradient_checkpointing": "train.remat",
+    "optim": "say optim.name=adamw or optim.name=muon; with optim.state=8bit it is adamw_8bit",
+    "bf16": "say train.precision=bf16",
+    "fp16": "say train.precision=fp16",
+    "tf32": "say train.precision=bf16: fp32 is full precision here",
+    "gradient_checkpointing": "say train.remat=full; auto, the default, recomputes as much as it has to",
     "save_steps": "train.save_every",
     "eval_steps": "train.eval_every",
+    "eval_strategy": "say train.eval_every=N, a number of updates",
+    "evaluation_strategy": "say train.eval_every=N, a number of updates",
+    "save_strategy": "say train.save_every=N, a number of updates",
+    "logging_steps": "leave it out: every update is logged, in metrics.jsonl of the run",
+    "logging_dir": _TRACKER,
     "save_total_limit": "train.keep",
-    "torch_compile": "train.compile",
+    "load_best_model_at_end": "say monograph runs to see which run is best; a run keeps its newest weights",
+    "torch_compile": "say train.compile=whole; auto, the default, compiles, too",
     "output_dir": "say --out FOLDER",
-    "resume_from_checkpoint": "say --resume RUN",
+    "overwrite_output_dir": "say --out FOLDER with a new folder: no run is overwritten",
+    "run_name": "say --name NAME",
+    "resume_from_checkpoint": _RESUME,
     "model_name_or_path": "model.init",
+    "tokenizer_name": "data.tokenizer",
     "dataset_name": "data.source",
-    "report_to": "monograph follow RUN --to wandb sends a run's numbers to a tracker",
-    "deepspeed": "train.parallel, or train.memory = stream for a model larger than the device",
-    "fsdp": "train.parallel = fsdp",
+    "train_file": "data.source",
+    "validation_file": "say data.held_out=0.05 to hold out a share, or monograph evaluate RUN --data FILE",
+    "do_train": "say monograph train",
+    "do_eval": "say monograph evaluate RUN",
+    "report_to": _TRACKER,
+    "push_to_hub": "say monograph export RUN --to hf://OWNER/NAME",
+    "hub_model_id": "say monograph export RUN --to hf://OWNER/NAME",
+    "deepspeed": "say train.memory=stream for a model larger than the device, or train.parallel=fsdp for several",
+    "fsdp": "say train.parallel=fsdp",
+    "fsdp_config": "say train.parallel=fsdp",
+    "ddp": "say train.parallel=ddp",
+    "data_seed": "train.seed",
+    "dataloader_num_workers": _CHOSEN,
+    "trust_remote_code": "say --trust-code for a run's own Python file; that of a folder of the Hub is never run",
     # TRL
     "max_length": "data.sequence_length",
     "max_seq_length": "data.sequence_length",
     "max_completion_length": "rl.max_new_tokens",
-    "max_prompt_length": "data.sequence_length less rl.max_new_tokens is what a prompt may have",
+    "max_prompt_length": "say data.sequence_length=N: less rl.max_new_tokens it is what a prompt may have",
     "num_generations": "rl.group",
-    "num_iterations": "rl.updates",
+    "num_iterations": "say train.updates=N for the length of a run, or rl.updates=N for updates from one sampling",
     "reward_funcs": "rl.reward",
-    "loss_type": "prefer.loss, or rl.advantage for rewards",
-    "epsilon": "rl.advantage has its own bounds of the ratio (docs/rewards.md)",
-    "assistant_only_loss": "it is always so: of a conversation, answers alone are trained on",
-    "completion_only_loss": "it is always so: of prompt and completion, the completion alone is trained on",
+    "loss_type": "say prefer.loss=dpo for preferences, or rl.advantage=dr_grpo for rewards",
+    "epsilon": "say rl.advantage=NAME, which has its own bounds of the ratio (docs/rewards.md)",
+    "mask_truncated_completions": "say rl.truncated=mask",
+    "scale_rewards": "say rl.advantage=grpo, which divides by the deviation of a group",
+    "simpo_gamma": "prefer.gamma",
+    "ref_model": "leave it out: the reference is the weights that the run begins from",
+    "use_vllm": "leave it out: answers are written by the process that trains",
+    "assistant_only_loss": _ALWAYS,
+    "completion_only_loss": _ALWAYS,
     "dataset_text_field": "data.text_key",
-    "packing": "data.packing",
+    "packing": "say data.packing=packed, the default, or data.packing=padded",
+    "use_peft": "say lora.rank=16",
     # PEFT, Unsloth, axolotl
+    "adapter": "say lora.rank=16, and lora.base=nf4 for qlora",
+    "qlora": "say lora.rank=16 lora.base=nf4",
+    "lora": "say lora.rank=16",
     "r": "lora.rank",
     "lora_r": "lora.rank",
+    "lora_rank": "lora.rank",
     "lora_alpha": "lora.alpha",
     "lora_dropout": "lora.dropout",
     "target_modules": "lora.targets",
     "lora_target_modules": "lora.targets",
+    "lora_target_linear": "say lora.targets=all-linear, the default",
     "use_rslora": "lora.rslora",
     "use_dora": "lora.dora",
     "loraplus_lr_ratio": "lora.lr_ratio",
     "trainable_token_indices": "lora.tokens",
-    "modules_to_save": "lora.tokens trains rows of the embedding and the head",
-    "load_in_4bit": "say lora.base = nf4 and lora.rank = 16",
-    "load_in_8bit": "say lora.base = int8 and lora.rank = 16",
+    "modules_to_save": "say lora.tokens='[\"TOKEN\"]', which trains rows of the embedding and the head",
+    "load_in_4bit": "say lora.base=nf4 lora.rank=16",
+    "load_in_8bit": "say lora.base=int8 lora.rank=16",
+    "full_finetuning": "say model.init=FOLDER without lora.rank",
     "base_model": "model.init",
+    "datasets": _PATHS,
     "sequence_len": "data.sequence_length",
-    "sample_packing": "data.packing",
+    "sample_packing": "say data.packing=packed, the default, or data.packing=padded",
+    "pad_to_sequence_len": "say data.packing=padded",
     "micro_batch_size": "train.micro_batch",
+    "num_epochs": "train.epochs",
+    "optimizer": "optim.name",
+    "lr_scheduler": "optim.schedule",
+    "flash_attention": _CHOSEN,
+    "attn_implementation": _CHOSEN,
+    "chat_template": "leave it out: the chat template is the model's own",
     "val_set_size": "data.held_out",
-    "train_on_inputs": "answers alone are trained on; data.answers says which",
-    # litgpt, torchtune, nanochat
-    "global_batch_size": "train.tokens_per_update",
+    "evals_per_epoch": "say train.eval_every=N, a number of updates",
+    "saves_per_epoch": "say train.save_every=N, a number of updates",
+    "train_on_inputs": "say data.answers=every or data.answers=last: answers alone are trained on",
+    "rl": "say prefer.loss=dpo for preferences, or rl.reward=exact for rewards",
+    "wandb_project": "say WANDB_PROJECT=NAME before monograph follow RUN --to wandb",
+    # litgpt, torchtune, nanoGPT, nanochat
+    "global_batch_size": _PER_UPDATE,
     "max_tokens": "train.tokens",
-    "min_lr": "optim.min_lr_ratio is a share of optim.lr",
+    "min_lr": "say optim.min_lr_ratio=0.1, a share of optim.lr",
+    "final_lr_frac": "optim.min_lr_ratio",
+    "lr_warmup_steps": "optim.warmup_updates",
+    "num_warmup_steps": "optim.warmup_updates",
+    "warmup_iters": "optim.warmup_updates",
+    "max_iters": "train.updates",
     "block_size": "data.sequence_length",
+    "max_seq_len": "data.sequence_length",
     "n_layer": "model.num_hidden_layers",
     "n_head": "model.num_attention_heads",
     "n_embd": "model.hidden_size",
     "depth": "model.num_hidden_layers",
-    "batch_size": "train.tokens_per_update is what an update sees, and train.micro_batch the rows at once",
+    "batch_size": "say train.tokens_per_update=N for what an update sees, or train.micro_batch=N for the rows at once",
     "device_batch_size": "train.micro_batch",
     "total_batch_size": "train.tokens_per_update",
-    "enable_activation_checkpointing": "train.remat",
+    "enable_activation_checkpointing": "say train.remat=full; auto, the default, recomputes as much as it has to",
+    "enable_activation_offloading": "say train.remat=offload",
+    "clip_grad_norm": "optim.grad_clip",
+    "eval_interval": "train.eval_every",
+    "save_interval": "train.save_every",
+    "log_every_n_steps": "leave it out: every update is logged, in metrics.jsonl of the run",
+    "log_interval": "leave it out: every update is logged, in metrics.jsonl of the run",
+    "metric_logger": _TRACKER,
+    "wandb_log": _TRACKER,
+    "init_from": "model.init",
+    "checkpoint_dir": "model.init",
+    "matrix_lr": "say optim.lr=NUMBER, from which the other rates follow",
+    "embedding_lr": "say optim.lr=NUMBER, from which the other rates follow",
+    "quantize": "say lora.base=nf4 lora.rank=16",
+    "fp8": "say train.precision=fp8",
     "dtype": "train.precision",
+    "torch_dtype": "train.precision",
     "epochs": "train.epochs",
     "steps": "train.updates",
+    "iters": "train.updates",
     "lr": "optim.lr",
-    "beta": "prefer.beta for preferences, or rl.kl_coef for rewards",
+    "beta": "say prefer.beta=0.1 for preferences, or rl.kl=k3 rl.kl_coef=0.1 for rewards",
+    "beta1": _BETAS,
+    "beta2": _BETAS,
+    # options of many programs
+    **DEVICES,
+    "seeds": "say train.seed=0,1,2, an axis of monograph sweep",
+    "n_trials": "say --samples N, of monograph sweep",
+    "num_trials": "say --samples N, of monograph sweep",
+    "num_samples": "say --samples N, of monograph sweep",
+    "dry_run": "say monograph plan, which says what a run would do and trains nothing",
+    "wandb": _TRACKER,
+    "tensorboard": "say monograph follow RUN --to tensorboard, beside the run",
+    "max_wall": _WALL,
+    "max_time": _WALL,
+    "time_limit": _WALL,
+    "gpus": _RANKS,
+    "devices": _RANKS,
+    "num_gpus": _RANKS,
+    "nproc_per_node": _RANKS,
+    "num_processes": _RANKS,
+    "config": "name the file as it is: monograph train run.toml",
+    "data": _PATHS,
+    "dataset": _PATHS,
+    "model": "say model.init=FOLDER, or model.preset=NAME for a new model",
+    "checkpoint": "say --from RUN@UPDATE to begin from its weights, or --resume RUN to go on",
+    "out_dir": "say --out FOLDER",
+    "output": "say --out FOLDER",
+    "verbose": "leave it out: a run prints what it does",
 }
 
-# Options that nothing here is called, and how the same is had.
-OPTIONS: dict[str, str] = {
-    "dry_run": "monograph plan says what a run would do, and trains nothing",
-    "wandb": "monograph follow RUN --to wandb sends a run's numbers to a tracker",
-    "tensorboard": "monograph follow RUN --to tensorboard sends a run's numbers to a tracker",
-    "max_wall": "say --wall-minutes N",
-    "max_time": "say --wall-minutes N",
-    "time_limit": "say --wall-minutes N",
-    "gpu": "say --device NAME to plan for another card",
-    "gpus": "say torchrun --nproc-per-node N -m monograph train",
-    "num_gpus": "say torchrun --nproc-per-node N -m monograph train",
-    "nproc_per_node": "say torchrun --nproc-per-node N -m monograph train",
-    "config": "a file of settings is named as it is: monograph train run.toml",
-    "data": "texts are named as they are: monograph train my_texts/",
-    "dataset": "texts are named as they are: monograph train my_texts/",
-    "model": "train and plan take model.init=FOLDER, other commands the folder as it is",
-    "seed": "say train.seed=N",
-    "prompt": "the prompt is typed as it is: monograph generate last 'Once upon a time'",
-    "precision": "say train.precision=bf16",
-}
+# What other programs call a value of a key: the value, or a sentence.
+_EIGHT_BITS = "say optim.name=adamw optim.state=8bit"
+VALUES: dict[str, dict[str, str]] = {
+    "optim.name": {
+        "adamw_torch": "adamw", "adamw_torch_fused": "adamw", "adamw_hf": "adamw", "adam": "adamw",
+        "torch.optim.adamw": "adamw", "adamw_8bit": _EIGHT_BITS, "paged_adamw_8bit": _EIGHT_BITS,
+        "adamw_bnb_8bit": _EIGHT_BITS, "bitsandbytes.optim.adamw8bit": _EIGHT_BITS,
+    },
+    "optim.schedule": {
+        "linear": "there is no linear one: say wsd, which falls over the last 20 %, or cosine",
+        "cosine_with_min_lr": "cosine", "cosine_with_restarts": "cosine", "constant_with_warmup": "constant",
+        "warmup_stable_decay": "wsd", "warmup_cosine": "cosine", "none": "constant",
+    },
+    "optim.grad_clip": {"0": "none", "0.0": "none", "false": "none", "off": "none"},
+    "optim.ema": {"0": "none", "false": "none", "off": "none"},
+    "train.precision": {
+        "float32": "fp32", "32": "fp32", "32-true": "fp32", "full": "fp32",
+        "bfloat16": "bf16", "bf16-mixed": "bf16", "bf16-true": "bf16", "mixed": "bf16", "amp": "bf16",
+        "float16": "fp16", "half": "fp16", "16": "fp16", "16-mixed": "fp16", "16-true": "fp16", "float8": "fp8",
+    },
+    "train.compile": {"true": "whole", "yes": "whole", "on": "whole", "false": "none", "no": "none", "off": "none"},
+    "train.remat": {"true": "full", "yes": "full", "on": "full", "false": "none", "no": "none", "off": "none"},
+    "train.memory": {"cpu": "stream", "offload": "stream", "host": "stream", "gpu": "device", "cuda": "device"},
+    "train.parallel": {
+        "dp": "ddp", "fsdp2": "fsdp", "full_shard": "fsdp", "zero3": "fsdp", "zero2": "fsdp", "deepspeed": "fsdp",
+        "hybrid_shard": "hsdp", "false": "none",
+    },
+    "data.packing": {"true": "packed", "yes": "packed", "bfd": "packed", "false": "padded", "no": "padded"},
+    "data.bad_records": {"ignore": "skip", "drop": "skip", "error": "refuse", "raise": "refuse"},
+    "data.answers": {"all": "every", "true": "every"},
+    "lora.base": {
+        "4bit": "nf4", "4": "nf4", "int4": "nf4", "fp4": "nf4", "qlora": "nf4", "8bit": "int8", "8": "int8",
+        "bf16": "auto", "none": "auto", "16": "auto", "16bit": "auto",
+    },
+    "prefer.loss": {"sigmoid": "dpo", "robust_dpo": "robust"},
+    "rl.advantage": {
+        "ppo": "say rl.advantage=reinforce, or a loss that compares the answers of a group, such as dr_grpo",
+    },
+    "rl.truncated": {"true": "mask", "false": "keep"},
+    "rl.kl": {"false": "none", "0": "none", "0.0": "none"},
+}  # fmt: skip
+
+# By command: what its options, and what stands for them, are called elsewhere. A name that begins with a dash is an
+# option, which then takes the value that was typed; "" is an argument without a name.
+_RUN = "name the run or model as it is"
+_LENGTH = "leave it out: the longest text is what the model has"
+_SAMPLER = {
+    name: f"--sampler {name}={{}}"
+    for name in (
+        "repetition_penalty", "frequency_penalty", "presence_penalty", "typical_p", "min_tokens", "mirostat_tau",
+        "mirostat_eta", "top_n_sigma", "dry_multiplier", "xtc_probability", "penalty_last_n",
+    )
+} | {"repeat_penalty": "--sampler repetition_penalty={}", "repeat_last_n": "--sampler penalty_last_n={}"}  # fmt: skip
+_PROMPT = "type the prompt as it is: monograph generate last 'Once upon a time'"
+_ONE_ANSWER = "say monograph generate RUN PROMPT --chat"
+_WRITING = {
+    "max_new_tokens": "--max-tokens", "max_length": "--max-tokens", "num_predict": "--max-tokens",
+    "n_predict": "--max-tokens", "num_tokens": "--max-tokens", "temp": "--temperature", "topk": "--top-k",
+    "topp": "--top-p", "do_sample": "say --temperature 0 for the likeliest text; other temperatures sample",
+    "greedy": "say --temperature 0", "num_beams": "say -n N for several texts: beams are not searched",
+    "stop_sequence": "--stop", "stop_sequences": "--stop", "grammar": "--regex", "schema": "--json-schema",
+    "model": _RUN, "checkpoint": _RUN, **_SAMPLER,
+}  # fmt: skip
+_MEASURING = {
+    "": "--data",
+    "tasks": "say python -m monograph.lm_eval run --model monograph --model_args run=RUN --tasks NAME",
+    "dataset": "--data", "file": "--data", "text": "--data", "eval_data": "--data", "model": _RUN, "checkpoint": _RUN,
+    "batch_size": _CHOSEN,
+}  # fmt: skip
+OPTIONS: dict[str, dict[str, str]] = {
+    "plan": {
+        "gpu": "--device", "card": "--device", "memory": "--device-memory", "vram": "--device-memory",
+        "gpu_memory": "--device-memory", "ram": "--host-memory", "cpu_memory": "--host-memory",
+    },
+    "sweep": {"n": "--samples", "trials": "--samples"},
+    "generate": _WRITING | {
+        "num_return_sequences": "-n", "num_samples": "-n", "input": "--prompts", "input_file": "--prompts",
+        "prompts_file": "--prompts", "p": _PROMPT, "prompt": _PROMPT,
+        "interactive": "say monograph chat RUN", "system": "say monograph chat RUN --system TEXT",
+        "batch_size": "leave it out: all prompts are continued together",
+    },
+    "chat": _WRITING | {"system_prompt": "--system", "prompt": _ONE_ANSWER, "": _ONE_ANSWER},
+    "serve": {
+        "model": _RUN, "checkpoint": _RUN, "api_key": "say --api-key-file FILE, which no list of processes shows",
+        "served_model_name": "--served-name", "alias": "--served-name", "model_name": "--served-name",
+        "max_num_seqs": "--rows", "parallel": "--rows", "batch_size": "--rows", "max_batch_size": "--rows",
+        "bind": "--host", "address": "--host", "listen": "--host", "ip": "--host",
+        "max_model_len": _LENGTH, "ctx_size": _LENGTH, "max_length": _LENGTH, "context_length": _LENGTH,
+        "tensor_parallel_size": "leave it out: one device serves a model",
+        "temperature": "leave it out: each request has its own", "max_tokens": "leave it out: each request has its own",
+    },
+    "export": {
+        "": "say --to DIR, and --format gguf --dtype q4_k_m for a GGUF file", "model": _RUN, "checkpoint": _RUN,
+        "output": "--to", "output_dir": "--to", "out_dir": "--to", "outfile": "--to",
+        "out": "--to", "o": "--to", "dest": "--to", "outtype": "--dtype", "type": "--dtype", "quantize": "--dtype",
+        "quantization": "--dtype", "quantization_method": "--dtype", "precision": "--dtype", "torch_dtype": "--dtype",
+        "gguf": "say --format gguf", "hf": "say --format hf", "safetensors": "say --format hf",
+        "push_to_hub": "say --to hf://OWNER/NAME", "repo_id": "say --to hf://OWNER/NAME",
+        "merge": "leave it out: adapters are merged, and lie beside the model, too",
+    },
+    "evaluate": _MEASURING, "compare": _MEASURING | {"output": "--report", "out": "--report", "html": "--report"},
+    "runs": dict.fromkeys(
+        ("dir", "folder", "path", "out", "output_dir", "root"), "name the folder as it is: monograph runs FOLDER"
+    ),
+    "follow": {
+        "tracker": "--to", "report_to": "--to", "project": "say WANDB_PROJECT=NAME before the command",
+        "wandb": "say --to wandb", "tensorboard": "say --to tensorboard", "mlflow": "say --to mlflow",
+        "logdir": "--out", "log_dir": "--out",
+    },
+}  # fmt: skip
 
 # Commands that nothing here is called, and the command that does the same.
 COMMANDS: dict[str, str] = {
     "init": "monograph train --print-config > run.toml writes a commented file of settings",
     "config": "monograph keys explains settings, and monograph train --print-config prints all of them",
     "ls": "monograph runs lists runs",
+    "status": "monograph runs lists runs",
+    "show": "monograph runs lists runs, and each has a page, report.html",
+    "logs": "metrics.jsonl of a run has its numbers, and monograph follow sends them to a tracker",
+    "stop": "Ctrl-C, or kill PID, stops a run, which saves first",
+    "rm": "a run is a folder: rm -r runs/NAME",
+    "delete": "a run is a folder: rm -r runs/NAME",
+    "run": "monograph train does it",
+    "fit": "monograph train does it",
+    "start": "monograph train does it",
+    "version": "monograph --version prints it",
+    "validate": "monograph check RUN verifies a run's files",
+    "verify": "monograph check RUN verifies a run's files",
+    "deploy": "monograph serve does it",
+    "api": "monograph serve does it",
+    "ask": "monograph generate RUN PROMPT --chat does it",
+    "gguf": "monograph export RUN --to DIR --format gguf does it",
+    "preprocess": "monograph data build does it",
+    "prepare": "monograph data build does it",
     "list": "monograph runs lists runs",
     "pretrain": "monograph train does it",
     "finetune": "monograph train --recipe lora does it",
@@ -143,14 +367,3 @@ COMMANDS: dict[str, str] = {
     "env": "monograph check looks at this machine",
     "tokenize": "monograph data build does it",
 }
-
-
-def as_here(name: str, keys: tuple[str, ...]) -> str:
-    """Return the end of a message that says what a key from elsewhere is called here; "" if the name is unknown.
-
-    The part after the last dot counts, so that `train.learning_rate` is found, too.
-    """
-    said = ELSEWHERE.get(name.rpartition(".")[2].lower())
-    if said is None:
-        return ""
-    return f"; did you mean {said}?" if said in keys else f"; {said}"

@@ -5,7 +5,9 @@ The pages, `--print-config` and errors have these texts from here (`described`).
 
 import re
 import tomllib
+from collections.abc import Mapping
 from decimal import Decimal
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
@@ -92,6 +94,7 @@ class Key(NamedTuple):
         otherwise: what applies there in words, if it is no value; "" if nothing does.
         example: a value that somebody might set; None where the default is one.
         auto: what "auto" stands for, which the meaning ends with; "" if the key does not take it.
+        choices: what each word that it takes stands for, besides "auto".
     """
 
     meaning: str
@@ -99,7 +102,8 @@ class Key(NamedTuple):
     default: Any
     otherwise: str
     example: Any
-    auto: str = ""
+    auto: str
+    choices: Mapping[str, str]
 
 
 def _key(
@@ -111,6 +115,7 @@ def _key(
     otherwise: str = "",
     example: Any = None,
     auto: str = "",
+    choices: Mapping[str, str] = MappingProxyType({}),
 ) -> Any:
     """Define a configuration key.
 
@@ -122,11 +127,21 @@ def _key(
         otherwise: what applies there in words, if it is no single value.
         example: a value that somebody might set, of a key that has no default, or whose default is auto.
         auto: what "auto" stands for, of a key that takes it.
+        choices: what each word that it takes stands for, besides "auto".
     """
     said = {"expected": expected, "usual": usual, "otherwise": otherwise, "example": example, "auto": auto}
     if auto:
         meaning = f"{meaning} auto: {auto}."
-    return Field(default, description=meaning, json_schema_extra=said)
+    return Field(default, description=meaning, json_schema_extra={**said, "choices": dict(choices)})
+
+
+def _choice(
+    default: Any, meaning: str, choices: Mapping[str, str], *, also: str = "", auto: str = "", **more: Any
+) -> Any:
+    """Define a key that takes one of some words, each with what it stands for, "auto", or what `also` says."""
+    words = [*(["auto"] if auto else []), *choices, *([also] if also else [])]
+    expected = f"{', '.join(words[:-1])} or {words[-1]}"
+    return _key(default, expected, meaning, auto=auto, choices=choices, **more)
 
 
 class Section(BaseModel):
@@ -143,15 +158,18 @@ _PRESETS = "the preset's"
 class ModelSection(Section):
     """The model: a preset by name, weights that exist (init), or sizes by their Hugging Face names."""
 
-    preset: Literal["auto", *PRESETS] = _key(  # type: ignore[valid-type]
+    preset: Literal["auto", *PRESETS] = _choice(  # type: ignore[valid-type]
         "auto",
-        f"auto, {', '.join(PRESETS)}",
         "Shape of a new model.",
+        {name: f"{layers} layers of width {width:,}" for name, (_, width, _, layers, _, _) in PRESETS.items()},
         auto="micro, unless sizes are given",
         example="124m",
     )
-    family: Literal[tuple(FAMILIES)] | None = _key(  # type: ignore[valid-type]
-        None, ", ".join(FAMILIES), "Architecture of a new model.", usual=FIRST_FAMILY
+    family: Literal[tuple(FAMILIES)] | None = _choice(  # type: ignore[valid-type]
+        None,
+        "Architecture of a new model.",
+        {name: f"that of transformers' {family.architecture}" for name, family in FAMILIES.items()},
+        usual=FIRST_FAMILY,
     )
     init: Text | None = _key(
         None,
@@ -210,10 +228,11 @@ class DataSection(Section):
         otherwise="once each",
         example=[2.0, 1.0],
     )
-    tokenizer: Text = _key(
+    tokenizer: Text = _choice(
         "auto",
-        "auto, bpe, bytes or a tokenizer.json",
         "The tokenizer.",
+        {"bpe": "pairs of bytes, trained on the text", "bytes": "each byte is a token"},
+        also="a tokenizer.json",
         auto="the model's own; for a new model bpe, which is trained on the text",
         example="bytes",
     )
@@ -225,8 +244,10 @@ class DataSection(Section):
         auto="256 for a new model, else what the model has, at most 1,024",
         example=1024,
     )
-    packing: Literal["packed", "padded"] = _key(
-        "packed", "packed or padded", "packed: documents share a row. padded: each document has rows of its own."
+    packing: Literal["packed", "padded"] = _choice(
+        "packed",
+        "How documents fill rows.",
+        {"packed": "documents share a row", "padded": "each document has rows of its own"},
     )
     held_out: Share = _key(0.05, "a number from 0 (none) to 0.5", "Share of the bytes that is kept for evaluation.")
     text_key: Text | None = _key(
@@ -242,29 +263,41 @@ class DataSection(Section):
         "Keys of records to leave out. A record with an unknown key is refused otherwise.",
         example=["my_key"],
     )
-    bad_records: Literal["refuse", "skip"] = _key(
-        "refuse", "refuse or skip", "What is done with a record that has no usable text."
+    bad_records: Literal["refuse", "skip"] = _choice(
+        "refuse",
+        "What is done with a record that has no usable text.",
+        {"refuse": "the run does not start", "skip": "it is left out and counted"},
     )
-    answers: Literal["every", "last"] = _key(
-        "every", "every or last", "Which answers of a conversation are trained on."
+    answers: Literal["every", "last"] = _choice(
+        "every",
+        "Which answers of a conversation are trained on.",
+        {"every": "all of them", "last": "the last one alone"},
     )
-    too_long: Literal["truncate", "refuse"] = _key(
-        "truncate", "truncate or refuse", "Conversations longer than a row. truncate: turns at the front are left out."
+    too_long: Literal["truncate", "refuse"] = _choice(
+        "truncate",
+        "What is done with a conversation that is longer than a row.",
+        {"truncate": "turns at its front are left out", "refuse": "the run does not start"},
     )
 
 
 class OptimSection(Section):
     """The update of the weights."""
 
-    name: Literal["auto", "adamw", "muon"] = _key(
+    name: Literal["auto", "adamw", "muon"] = _choice(
         "auto",
-        "auto, adamw or muon",
-        "The optimizer. muon: for the matrices of blocks, AdamW for the rest.",
+        "The optimizer.",
+        {"adamw": "AdamW for all weights", "muon": "Muon for the matrices of blocks, AdamW for the rest"},
         auto="muon for a new model, else adamw",
         example="adamw",
     )
-    state: Literal["fp32", "bf16", "8bit"] = _key(
-        "fp32", "fp32, bf16 or 8bit", "Form of the optimizer's moments: 8, 4 or 2 bytes a parameter."
+    state: Literal["fp32", "bf16", "8bit"] = _choice(
+        "fp32",
+        "Form of the optimizer's moments.",
+        {
+            "fp32": "8 bytes a parameter",
+            "bf16": "4 bytes a parameter, stochastically rounded",
+            "8bit": "2 bytes a parameter, in blocks with a scale",
+        },
     )
     master_weights: bool = _key(
         True, "true or false", "Whether weights are kept in fp32. false: in bf16, stochastically rounded."
@@ -289,7 +322,10 @@ class OptimSection(Section):
     )
     eps: PositiveFloat = _key(1e-8, ABOVE_0.expected, "Number that is added to the denominator of the update.")
     grad_clip: Literal["none"] | PositiveFloat = _key(
-        1.0, f"{ABOVE_0.expected}, or none", "Largest norm of the gradient; a larger one is scaled down to it."
+        1.0,
+        f"{ABOVE_0.expected}, or none",
+        "Largest norm of the gradient; a larger one is scaled down to it.",
+        choices={"none": "gradients stay as they are"},
     )
     skip_spikes: Auto | bool = _key(
         "auto",
@@ -298,10 +334,14 @@ class OptimSection(Section):
         auto="if gradients are clipped, except with rl.reward",
         example=False,
     )
-    schedule: Literal["cosine", "constant", "wsd"] = _key(
+    schedule: Literal["cosine", "constant", "wsd"] = _choice(
         "cosine",
-        "cosine, wsd or constant",
-        "Learning rate after the warm-up. wsd: constant, and a decay over the last 20 %.",
+        "Learning rate after the warm-up.",
+        {
+            "cosine": "falls along half a cosine to min_lr_ratio",
+            "wsd": "stays, and falls to min_lr_ratio over the last 20 %",
+            "constant": "stays",
+        },
     )
     min_lr_ratio: Ratio | None = _key(
         None, "a number from 0 to 1", "Share of optim.lr that the schedule falls to.", usual=0.05
@@ -317,11 +357,12 @@ class OptimSection(Section):
         "none",
         f"{FRACTION.expected}, or none",
         "Decay of an average of the weights, which is then evaluated, sampled and exported.",
+        choices={"none": "there is no average"},
     )
-    transfer: Literal["none", "width"] = _key(
+    transfer: Literal["none", "width"] = _choice(
         "none",
-        "none or width",
-        "width: lr, weight_decay and eps are a narrow model's, and a rule carries them over (docs/transfer.md).",
+        "Which model lr, weight_decay and eps are for (docs/transfer.md).",
+        {"none": "this one", "width": "a narrow one, and a rule carries them over"},
     )
     transfer_base: Size | None = _key(
         None,
@@ -365,41 +406,59 @@ class TrainSection(Section):
     seed: Annotated[int, Field(ge=0, lt=2**63)] = _key(
         0, "a whole number, 0 or more", "Seed of new weights and of the order of the data."
     )
-    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = _key(
+    precision: Literal["auto", "fp32", "bf16", "fp16", "fp8"] = _choice(
         "auto",
-        "auto, fp32, bf16, fp16 or fp8",
-        "Precision of the arithmetic. fp8: in blocks' linear layers.",
+        "Precision of the arithmetic.",
+        {
+            "fp32": "everything in fp32",
+            "bf16": "products, attention and residual stream in bf16",
+            "fp16": "the same in fp16; gradients are scaled",
+            "fp8": "blocks' linear layers in fp8, the rest as in bf16",
+        },
         auto="bf16 if the device has it, else fp32",
         example="bf16",
     )
-    compile: Literal["auto", "whole", "blocks", "none"] = _key(
+    compile: Literal["auto", "whole", "blocks", "none"] = _choice(
         "auto",
-        "auto, whole, blocks or none",
-        "What one compiled graph holds. whole: the step. blocks: a block, which all layers share. none: no graph.",
+        "What one compiled graph holds.",
+        {"whole": "the step", "blocks": "a block, which all layers share", "none": "nothing is compiled"},
         auto="whole; blocks for a model of 16 layers or more, or a streamed one",
         example="none",
     )
-    remat: Literal["auto", "none", "pointwise", "full", "offload"] | Fraction = _key(
+    remat: Literal["auto", "none", "pointwise", "full", "offload"] | Fraction = _choice(
         "auto",
-        "auto, none, pointwise, full, offload or a number between 0 and 1",
-        "Activation checkpointing. A number: the share that is kept. offload: full, with what it keeps in host memory.",
+        "Activation checkpointing: what is computed twice. A number: the share that is kept.",
+        {
+            "none": "nothing",
+            "pointwise": "what is between products, convolutions and attention",
+            "full": "each block, of which the input is kept",
+            "offload": "each block, of which the input is kept in host memory",
+        },
+        also=FRACTION.expected,
         auto="the fastest that fits",
         example="full",
     )
-    memory: Literal["auto", "device", "stream"] = _key(
+    memory: Literal["auto", "device", "stream"] = _choice(
         "auto",
-        "auto, device or stream",
-        "Where weights are. stream: in host memory, fetched stage by stage.",
+        "Where weights are.",
+        {"device": "on the device", "stream": "in host memory, fetched stage by stage"},
         auto="stream if nothing else fits a GPU",
         example="stream",
     )
-    parallel: Literal["none", "ddp", "fsdp", "hsdp"] = _key(
+    parallel: Literal["none", "ddp", "fsdp", "hsdp"] = _choice(
         "none",
-        "none, ddp, fsdp or hsdp",
-        "How several devices share the work, a process each. hsdp: fsdp within each machine (docs/distributed.md).",
+        "How several devices share the work, a process each (docs/distributed.md).",
+        {
+            "none": "there is one device",
+            "ddp": "each has all weights; gradients are summed",
+            "fsdp": "each has a share of weights, gradients and moments",
+            "hsdp": "fsdp within each machine, ddp between them",
+        },
     )
-    gather_dtype: Literal["fp32", "bf16"] = _key(
-        "fp32", "fp32 or bf16", "With fsdp and hsdp: the dtype in which weights are sent. bf16 halves their traffic."
+    gather_dtype: Literal["fp32", "bf16"] = _choice(
+        "fp32",
+        "With fsdp and hsdp: the dtype in which weights are sent.",
+        {"fp32": "as they are", "bf16": "rounded, with half the traffic"},
     )
     eval_every: Auto | Whole = _key(
         "auto",
@@ -450,10 +509,10 @@ class LoraSection(Section):
         usual="all-linear",
     )
     dropout: Momentum | None = _key(None, DECAY.expected, "Dropout of the adapters' inputs.", usual=0.0)
-    base: Literal["auto", "int8", "nf4"] | None = _key(
+    base: Literal["auto", "int8", "nf4"] | None = _choice(
         None,
-        "auto, int8 or nf4",
         "Form in which frozen weights are kept.",
+        {"int8": "8 bits a weight", "nf4": "4 bits a weight, as in QLoRA"},
         usual="auto",
         auto="16 bits if the arithmetic is in 16 bits",
         example="nf4",
@@ -471,10 +530,18 @@ class LoraSection(Section):
 class RlSection(Section):
     """Reinforcement learning: the model's own answers to prompts are scored and learned from. To use it, set reward."""
 
-    reward: Text | None = _key(
+    reward: Text | None = _choice(
         None,
-        "number, exact, regex, json-schema, python, teacher or FILE.py:FUNCTION",
-        "What scores an answer.",
+        "What scores an answer (docs/rewards.md).",
+        {
+            "number": "1 if its last number is the record's answer",
+            "exact": "1 if it is the record's answer",
+            "regex": "1 if rl.reward_regex matches it",
+            "json-schema": "1 if it is JSON that rl.reward_schema allows",
+            "python": "the share of the record's tests that its code passes",
+            "teacher": "how much likelier rl.teacher finds its tokens than the model does",
+            "FILE.py:FUNCTION": "what your function returns",
+        },
         otherwise="nothing: texts are learned",
         example="exact",
     )
@@ -493,10 +560,18 @@ class RlSection(Section):
     answer_schema: Text | None = _key(
         None, "a file with a JSON schema", "Schema that every sampled answer follows.", example="FILE.json"
     )
-    advantage: Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce", "cispo", "gspo"] | None = _key(
+    advantage: Literal["dr_grpo", "rloo", "grpo", "dapo", "reinforce", "cispo", "gspo"] | None = _choice(
         None,
-        "dr_grpo, rloo, grpo, dapo, reinforce, cispo or gspo",
         "How an answer is weighed against the others of its group.",
+        {
+            "dr_grpo": "its reward less the group's mean",
+            "rloo": "its reward less the mean of the others",
+            "grpo": "dr_grpo's, divided by the group's deviation and its own length",
+            "dapo": "dr_grpo's, divided by the group's deviation, with a higher upper limit",
+            "reinforce": "its reward",
+            "cispo": "dapo's, with truncated importance sampling",
+            "gspo": "grpo's, with one ratio for the whole answer",
+        },
         usual="dr_grpo",
     )
     prompts: Size | None = _key(None, _SIZE, "Prompts of an update.", usual=16)
@@ -507,8 +582,16 @@ class RlSection(Section):
         None, _SIZE, "Most times that an update samples, until rl.prompts groups have unequal rewards.", usual=1
     )
     updates: Size | None = _key(None, _SIZE, "Updates made from the answers of one sampling.", usual=1)
-    kl: Literal["none", "k1", "k2", "k3"] | None = _key(
-        None, "none, k1, k2 or k3", "Penalty that holds the model near the weights that it starts from.", usual="none"
+    kl: Literal["none", "k1", "k2", "k3"] | None = _choice(
+        None,
+        "Penalty that holds the model near the weights that it starts from.",
+        {
+            "none": "no penalty",
+            "k1": "KL(model, start) of whole answers, taken from the reward",
+            "k2": "KL(model, start) of each token, added to the loss",
+            "k3": "KL(start, model) of each token, added to the loss",
+        },
+        usual="none",
     )
     kl_coef: PositiveFloat | None = _key(None, ABOVE_0.expected, "Strength of rl.kl.", example=0.05)
     entropy_coef: PositiveFloat | None = _key(
@@ -521,8 +604,11 @@ class RlSection(Section):
         otherwise="half of data.sequence_length",
         example=128,
     )
-    truncated: Literal["keep", "mask"] | None = _key(
-        None, "keep or mask", "Answers that were cut. mask: they are left out of the loss.", usual="keep"
+    truncated: Literal["keep", "mask"] | None = _choice(
+        None,
+        "What is done with answers that were cut.",
+        {"keep": "they are learned from", "mask": "they are left out of the loss"},
+        usual="keep",
     )
     truncation_penalty: NonNegativeFloat | None = _key(
         None, NOT_NEGATIVE.expected, "What is taken from the reward of an answer that was cut.", usual=0.0
@@ -535,10 +621,17 @@ class RlSection(Section):
 class PreferSection(Section):
     """Preferences: pairs of a chosen and a rejected answer, or labelled answers, are compared and learned from."""
 
-    loss: Literal["dpo", "robust", "ipo", "simpo", "orpo", "kto"] | None = _key(
+    loss: Literal["dpo", "robust", "ipo", "simpo", "orpo", "kto"] | None = _choice(
         None,
-        "dpo, robust, ipo, simpo, orpo or kto",
-        "How answers are compared.",
+        "How answers are compared (docs/preferences.md).",
+        {
+            "dpo": "by what they gain on the weights that the run begins from",
+            "robust": "as dpo, where label_smoothing is the share of swapped pairs",
+            "ipo": "as dpo, with a squared error around a gap of 1 / (2 beta)",
+            "simpo": "by likelihood a token, with gamma as the margin; no reference",
+            "orpo": "by odds, beside plain training on the chosen one; no reference",
+            "kto": "one by one, each labelled good or bad",
+        },
         otherwise="dpo for pairs, kto for labelled answers",
         example="dpo",
     )
@@ -570,4 +663,12 @@ def described(key: str) -> Key:
     field = SECTIONS[section].model_fields[name]
     said: Any = field.json_schema_extra
     default = said["usual"] if field.default is None else field.default
-    return Key(str(field.description), said["expected"], default, said["otherwise"], said["example"], said["auto"])
+    return Key(
+        str(field.description),
+        said["expected"],
+        default,
+        said["otherwise"],
+        said["example"],
+        said["auto"],
+        said["choices"],
+    )

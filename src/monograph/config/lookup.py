@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from monograph.config.elsewhere import ELSEWHERE
 from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.settings import toml_of
 from monograph.errors import UsageError, did_you_mean
 
 
@@ -26,7 +27,7 @@ def keys_named(word: str) -> Found:
     Raises:
         UsageError: there are none; the message names the nearest ones.
     """
-    word = word.strip().lower()
+    word = word.strip().lower().partition("=")[0]
     if word in KEYS:
         return Found((word,), {})
     section = word.strip("[].")
@@ -54,10 +55,19 @@ def keys_in(text: str) -> list[str]:
 
 def names_elsewhere(key: str) -> list[str]:
     """Return what other programs call a key."""
-    return [name for name, said in ELSEWHERE.items() if said == key]
+    return [name for name, said in ELSEWHERE.items() if said == key or f"{key}=" in said]
 
 
 def example_of(key: str) -> Any:
     """Return a value that somebody might set."""
     said = described(key)
     return said.default if said.example is None else said.example
+
+
+def typed(value: Any) -> str:
+    """Return a value as a person types it on a command line."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, tuple):
+        return ",".join(map(str, value))
+    return toml_of(value)

@@ -2,19 +2,23 @@
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, Literal, get_args, get_origin
+from types import MappingProxyType, UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from monograph.config import keys
 from monograph.config.keys import DEFAULT_MINUTES, SECTIONS, described
-from monograph.config.renamed import spelled, translated
-from monograph.errors import UsageError, did_you_mean
+from monograph.config.renamed import Texts, translated, translated_each
+from monograph.config.slips import meant_value
+from monograph.errors import UsageError
 from monograph.model.config import WEIGHT_FILES
 from monograph.storage.code import code_named
+from monograph.terminal import shell_words
 
 # The keys whose values may name a function in a Python file.
 NAME_CODE = ("model.init", "rl.reward")
@@ -55,6 +59,7 @@ class Settings(BaseModel):
     Attributes:
         origins: the origin of each key that was set, by dotted key: "run.toml:7", "MONOGRAPH_TRAIN_SEED", "command
             line".
+        written: the values as a person wrote them, for messages, by dotted key.
         vouched: the digest of each Python file that may run, by the value that names it (`monograph.run.trust`).
     """
 
@@ -68,6 +73,7 @@ class Settings(BaseModel):
     rl: keys.RlSection = keys.RlSection()
     prefer: keys.PreferSection = keys.PreferSection()
     origins: Mapping[str, str] = Field(default_factory=dict, repr=False)
+    written: Mapping[str, str] = Field(default_factory=dict, repr=False)
     vouched: Mapping[str, str] = Field(default_factory=dict, repr=False)
 
     @property
@@ -85,7 +91,11 @@ class Settings(BaseModel):
 
     def said(self, key: str) -> str:
         """Return a key as an error begins with it: "run.toml:7: train.seed = 3"."""
-        return f"{self.origins.get(key, 'default')}: {key} = {self.values()[key]}"
+        return f"{self.origins.get(key, 'default')}: {key} = {self.as_written(key)}"
+
+    def as_written(self, key: str) -> str:
+        """Return a key's value as a person wrote it, or else as it is."""
+        return self.written.get(key) or str(self.values()[key])
 
     def pinned(self) -> dict[str, Any]:
         """Return the values that were set, without defaults."""
@@ -103,7 +113,8 @@ class Settings(BaseModel):
         unset = {key for group in EXCLUSIVE for key in group if not checked.keys().isdisjoint(group)} - checked.keys()
         kept = {key: value for key, value in self.pinned().items() if key not in unset}
         origins = {key: self.origins[key] for key in kept} | dict.fromkeys(checked, origin)
-        return build(kept | checked, origins).vouching(self.vouched)
+        written = {key: self.written[key] for key in kept if key in self.written and key not in checked}
+        return build(kept | checked, origins, written).vouching(self.vouched)
 
     def to_toml(self) -> str:
         """Return the TOML text that loads as these settings."""
@@ -151,37 +162,113 @@ def toml_of(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
-def check(key: str, value: Any, origin: str, *, from_text: bool) -> Any:
+def check(key: str, value: Any, origin: str, *, from_text: bool, written: str = "") -> Any:
     """Return the value of `key`, converted to its type; with `from_text`, text may stand for a number.
+
+    Args:
+        key: the key.
+        value: its value.
+        origin: where it comes from, for messages.
+        from_text: whether text may stand for a number.
+        written: the value as a person wrote it, for messages; "": as it is.
 
     Raises:
         UsageError: the value is wrong; the message names the origin, the key, the value and the expected values.
     """
-    now = translated(key, value)
-    if now is not None:
-        said = spelled(now) if from_text else _in_toml(now)
-        raise UsageError(f"{origin}: {key} = {value}: say {said}")
+    if instead := _today(key, value, from_text):
+        raise UsageError(f"{origin}: {key} = {written or _shown(value)}: {instead}")
     section, _, name = key.partition(".")
     adapter = _adapter(section, name)
     try:
         checked = adapter.validate_python(value, strict=not from_text)
     except ValidationError:
-        hint = " (write it without quotes)" if isinstance(value, str) and _reads(adapter, value) else ""
-        annotation = SECTIONS[section].model_fields[name].annotation
-        if isinstance(value, str) and get_origin(annotation) is Literal:
-            hint = did_you_mean(value, get_args(annotation))
-        shown = json.dumps(value, ensure_ascii=False, default=str)
+        shown = written or json.dumps(value, ensure_ascii=False, default=str)
+        hint = _hint(key, value) if isinstance(value, str) else ""
         raise UsageError(f"{origin}: {key} = {shown}: expected {described(key).expected}{hint}") from None
     return checked
 
 
-def _in_toml(values: Mapping[str, Any]) -> str:
+def _hint(key: str, text: str) -> str:
+    """Return what was perhaps meant by a text that is no value of a key."""
+    adapter = _adapter(*key.split("."))
+    if _reads(adapter, text):
+        return " (write it without quotes)"
+    return meant_value(key, text, choices(key), lambda candidate: _reads(adapter, candidate))
+
+
+def choices(key: str) -> tuple[str, ...]:
+    """Return the words that a key's type lists, among the other values that it may take."""
+    section, _, name = key.partition(".")
+    annotation = SECTIONS[section].model_fields[name].annotation
+    kinds = get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+    return tuple(value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind))
+
+
+def translated_values(key: str, value: Any) -> dict[str, Any] | None:
+    """Return the keys and values that say what an old spelling of a key's value said; None if it is none."""
+    now = translated(key, value)
+    return now and {new: check(new, said, f"{key} = {value}", from_text=True) for new, said in now.items()}
+
+
+def as_typed(texts: Mapping[str, str | list[str]]) -> str:
+    """Return keys with their values as they are typed in a shell: `optim.name=muon optim.state=8bit`."""
+    return shell_words(*(f"{key}={_joined(said)}" for key, said in texts.items()))
+
+
+def _joined(said: str | list[str]) -> str:
+    """Return the text of a value, or of several: numbers with commas, and paths, in which commas may be, as a list."""
+    if isinstance(said, str) or len(said) == 1:
+        return "".join(said)
+    return ",".join(said) if all(map(_number, said)) else toml_of(said)
+
+
+def _number(text: str) -> int | float | None:
+    """Return the number that a text is in a TOML file; None if it is none."""
+    with suppress(tomllib.TOMLDecodeError):
+        value = tomllib.loads(f"value = {text}")["value"]
+        return value if isinstance(value, int | float) and not isinstance(value, bool) else None
+    return None
+
+
+def _today(key: str, value: Any, from_text: bool) -> str:
+    """Return what to do instead of giving an old spelling, or several; "" if it is none."""
+    if now := translated(key, value):
+        return f"say {as_typed(now) if from_text else in_toml(now)}"
+    each = translated_each(key, value)
+    return a_run_each(each) if each else ""
+
+
+def a_run_each(each: Sequence[Texts]) -> str:
+    """Return the advice to start a run with each of several groups of keys."""
+    return f"start a run for each: {', and '.join(map(as_typed, each))}"
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def in_toml(texts: Mapping[str, str | list[str]]) -> str:
     """Return keys and values as a file has them: `name = "muon" and state = "8bit" under [optim]`."""
     lines: dict[str, list[str]] = {}
-    for key, value in values.items():
+    for key, said in texts.items():
         section, _, name = key.partition(".")
-        lines.setdefault(section, []).append(f"{name} = {toml_of(value)}")
+        lines.setdefault(section, []).append(f"{name} = {_toml_value(key, said)}")
     return " and ".join(f"{' and '.join(assignments)} under [{section}]" for section, assignments in lines.items())
+
+
+def _toml_value(key: str, said: str | list[str]) -> str:
+    """Return a text as a TOML file has it: a number as it was written, if that is TOML."""
+    try:
+        value = check(key, said, "", from_text=True)
+    except UsageError:
+        if isinstance(said, str) and said.isupper():
+            return said  # it stands for a value
+        value = said  # which is refused once the key has it
+    if isinstance(said, list) and not isinstance(value[0], str):
+        return f"[{', '.join(said)}]"
+    if isinstance(said, str) and not isinstance(value, str) and _number(said) == value:
+        return said
+    return toml_of(value)
 
 
 @cache
@@ -190,8 +277,15 @@ def _adapter(section: str, name: str) -> TypeAdapter[Any]:
     return TypeAdapter(annotation, config=ConfigDict(allow_inf_nan=False))
 
 
-def build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
+def build(
+    values: Mapping[str, Any], origins: Mapping[str, str], written: Mapping[str, str] = MappingProxyType({})
+) -> Settings:
     """Build settings from checked values by dotted key; missing keys take their defaults.
+
+    Args:
+        values: the values.
+        origins: where each comes from.
+        written: values as a person wrote them.
 
     Raises:
         UsageError: values that are right alone do not fit together.
@@ -205,6 +299,7 @@ def build(values: Mapping[str, Any], origins: Mapping[str, str]) -> Settings:
     settings = Settings(
         **{name: SECTIONS[name](**table) for name, table in tables.items()},  # type: ignore[arg-type]
         origins=dict(origins),
+        written=dict(written),
     )
     _check_together(settings)
     return settings
@@ -228,8 +323,8 @@ def _check_together(settings: Settings) -> None:
     length = data.sequence_length
     if per_update != "auto" and length != "auto" and per_update < length:
         raise UsageError(
-            f"train.tokens_per_update = {train.tokens_per_update} is less than one row of "
-            f"data.sequence_length = {data.sequence_length} tokens; raise one or lower the other"
+            f"train.tokens_per_update = {settings.as_written('train.tokens_per_update')} is less than one row of "
+            f"data.sequence_length = {settings.as_written('data.sequence_length')} tokens; raise one or lower the other"
         )
 
 

@@ -5,42 +5,27 @@ import glob
 import os
 import re
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from monograph.config.elsewhere import as_here
-from monograph.config.keys import KEYS, SECTIONS
+from monograph.config.given import COMMAND_LINE, Given, raise_all
+from monograph.config.keys import KEYS, SECTIONS, described
+from monograph.config.recipes import recipes
 from monograph.config.renamed import translated
 from monograph.config.settings import ANYWHERE, BELONGS, EXCLUSIVE, Settings, build, check, digest_of
+from monograph.config.toml_file import MOST_TOML_BYTES, given_and_faults
+from monograph.config.unknown import meant, require_known
 from monograph.data import HEAVIEST, LIGHTEST
-from monograph.errors import InputRefused, UsageError, did_you_mean
-from monograph.model.families import PRESETS
+from monograph.errors import InputRefused, MonographError, UsageError, did_you_mean
+from monograph.model.families import FAMILIES, PRESETS
 from monograph.storage.code import HUB
 from monograph.storage.reading import entries, exists, is_folder, matching, read_input
+from monograph.terminal import shell_words
 
-COMMAND_LINE = "command line"
-MOST_TOML_BYTES = 1 << 20
-MOST_FAULTS = 5  # that one error names
 _WEIGHT = r"[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[-+]?[0-9]+)?"
 _ENVIRONMENT = {f"MONOGRAPH_{key.replace('.', '_').upper()}": key for key in KEYS}
 _ENVIRONMENT_PREFIXES = tuple(f"MONOGRAPH_{name.upper()}_" for name in SECTIONS)
-
-
-class Given(NamedTuple):
-    """A value with its origin.
-
-    Attributes:
-        value: the value.
-        origin: the origin, for messages.
-        rank: 1 (TOML), 2 (environment) or 3 (command line); of keys that exclude each other the highest counts.
-        from_text: whether a number may be given as text.
-    """
-
-    value: Any
-    origin: str
-    rank: int
-    from_text: bool
 
 
 def load(
@@ -49,6 +34,7 @@ def load(
     environment: Mapping[str, str] | None = None,
     *,
     recorded: bool = False,
+    faults: Sequence[MonographError] = (),
 ) -> Settings:
     """Load settings from a TOML file, the environment (default: this process's) and overrides by dotted key.
 
@@ -59,102 +45,29 @@ def load(
         overrides: values by dotted key, which a person typed.
         environment: the variables of the environment.
         recorded: whether a run wrote the file, perhaps by an earlier version, whose spellings are then translated.
+        faults: what else is wrong with the command line, to be said together with what is wrong here.
 
     Raises:
         UsageError: a section or key is unknown (the message names the nearest known one), a value has the wrong type,
-            keys exclude each other, or the file is not TOML.
+            keys exclude each other, or the file is not TOML; all that is wrong is said at once.
+        MonographError: the first of `faults`.
     """
-    given = {} if toml is None else from_toml(toml)
+    given, wrong = ({}, []) if toml is None else given_and_faults(toml)
     if recorded:
         given = _translated(given)
-    given = _replaced(given, _from_environment(os.environ if environment is None else environment))
-    given = _replaced(given, _from_command_line(overrides or {}))
-    in_force = _without_overruled(given)
-    values, wrong = dict[str, Any](), list[UsageError]()
+    given = _replaced(given, _from_environment(os.environ if environment is None else environment, wrong))
+    given = _replaced(given, _from_command_line(overrides or {}, wrong))
+    in_force = _without_overruled(given, wrong)
+    values = dict[str, Any]()
     for key, value in in_force.items():
         try:
-            values[key] = check(key, value.value, value.origin, from_text=value.from_text)
+            values[key] = check(key, value.value, value.origin, from_text=value.from_text, written=value.written)
         except UsageError as error:
             wrong.append(error)
-    _raise_all(wrong)
-    return build(values, {key: value.origin for key, value in in_force.items()})
-
-
-def require_known(key: str, origin: str) -> None:
-    """Refuse an unknown key.
-
-    Raises:
-        UsageError: the key is unknown; the message names the nearest known one.
-    """
-    if key in KEYS:
-        return
-    hint = as_here(key, KEYS) or did_you_mean(key, KEYS) or _known_keys(key)
-    raise UsageError(f"{origin}: there is no key {key}{hint}")
-
-
-def _known_keys(key: str) -> str:
-    section = key.partition(".")[0]
-    if section in SECTIONS:
-        return f"; [{section}] has {', '.join(SECTIONS[section].model_fields)}"
-    return f"; the sections are {', '.join(SECTIONS)}"
-
-
-def from_toml(path: Path) -> dict[str, Given]:
-    """Return the values in a TOML file by dotted key, not yet checked.
-
-    Raises:
-        UsageError: the file cannot be read, is not TOML, or has an unknown section or key.
-    """
-    try:
-        content = read_input(path, MOST_TOML_BYTES)
-        if b"\0" in content:
-            raise UsageError(f"{path}: not UTF-8 text (it has NUL bytes, as UTF-16 does): save it as UTF-8")
-        text = content.decode("utf-8-sig")  # some editors begin it with a byte order mark
-        tables = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path}: not TOML: {error}") from None
-    except RecursionError:
-        raise UsageError(f"{path}: not read: it is nested too deeply") from None
-    except UnicodeDecodeError as error:
-        raise UsageError(f"{path}: not UTF-8 text (byte {error.start})") from None
-    except OSError as error:
-        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-    given: dict[str, Given] = {}
-    unknown: list[UsageError] = []
-    for section, table in tables.items():
-        if not isinstance(table, dict):
-            unknown += _unknown(section, _origin(path, text, "", section))
-        elif section not in SECTIONS and not table:
-            unknown.append(UsageError(f"{path}: there is no section [{section}]{did_you_mean(section, SECTIONS)}"))
-        elif section not in SECTIONS:  # all of its keys are unknown: one says why
-            first = next(iter(table))
-            unknown += _unknown(f"{section}.{first}", _origin(path, text, section, first))
-        else:
-            for key, value in table.items():
-                origin = _origin(path, text, section, key)
-                unknown += _unknown(f"{section}.{key}", origin)
-                given[f"{section}.{key}"] = Given(value, origin, 1, from_text=False)
-    _raise_all(unknown)
-    return given
-
-
-def _unknown(key: str, origin: str) -> list[UsageError]:
-    """Return the error for a key if it is unknown."""
-    try:
-        require_known(key, origin)
-    except UsageError as error:
-        return [error]
-    return []
-
-
-def _raise_all(faults: Sequence[UsageError]) -> None:
-    """Raise one error that says what several say, so that a person corrects all at once."""
-    if not faults:
-        return
-    lines = [str(fault) for fault in faults[:MOST_FAULTS]]
-    if len(faults) > MOST_FAULTS:
-        lines.append(f"{len(faults) - MOST_FAULTS} more like these")
-    raise UsageError("; also ".join(lines))
+    raise_all([*faults, *wrong])
+    written = {key: value.written or value.value for key, value in in_force.items()}
+    written = {key: text for key, text in written.items() if isinstance(text, str)}
+    return build(values, {key: value.origin for key, value in in_force.items()}, written)
 
 
 def _translated(given: Mapping[str, Given]) -> dict[str, Given]:
@@ -165,7 +78,7 @@ def _translated(given: Mapping[str, Given]) -> dict[str, Given]:
         if now is None:
             found.setdefault(key, value)
         else:
-            found |= {new: value._replace(value=said) for new, said in now.items()}
+            found |= {new: value._replace(value=said, from_text=True, written="") for new, said in now.items()}
     return found
 
 
@@ -185,34 +98,27 @@ def written_fingerprint(toml: Path) -> str:
     return digest_of(tables)
 
 
-def _origin(path: Path, text: str, section: str, key: str) -> str:
-    """Return `run.toml:7`, or `run.toml` if the key has no line of its own, as in an inline table."""
-    current = ""
-    for number, line in enumerate(text.splitlines(), start=1):
-        if header := re.match(r"\s*\[\s*([\w.-]+)\s*\]", line):
-            current = header[1]
-        elif entry := re.match(r"\s*([\w.\"' -]+?)\s*=", line):
-            name = entry[1].replace('"', "").replace("'", "").replace(" ", "")
-            if ".".join(filter(None, (current, name))) == ".".join(filter(None, (section, key))):
-                return f"{path}:{number}"
-    return str(path)
-
-
-def _from_environment(environment: Mapping[str, str]) -> dict[str, Given]:
+def _from_environment(environment: Mapping[str, str], faults: list[UsageError]) -> dict[str, Given]:
+    """Return the values of the environment's variables; add those that name no key to `faults`."""
     given = {}
     for name, value in environment.items():
         if name in _ENVIRONMENT:
             given[_ENVIRONMENT[name]] = Given(value, name, 2, from_text=True)
         elif name.startswith(_ENVIRONMENT_PREFIXES):
-            raise UsageError(f"environment: {name} names no key{did_you_mean(name, _ENVIRONMENT)}")
+            faults.append(UsageError(f"environment: {name} names no key{did_you_mean(name, _ENVIRONMENT)}"))
     return given
 
 
-def _from_command_line(overrides: Mapping[str, Any]) -> dict[str, Given]:
+def _from_command_line(overrides: Mapping[str, Any], faults: list[UsageError]) -> dict[str, Given]:
+    """Return the values of the command line; add unknown keys to `faults`."""
     given = {}
     for key, value in overrides.items():
-        require_known(key, COMMAND_LINE)
-        given[key] = Given(value, COMMAND_LINE, 3, isinstance(value, str))
+        try:
+            require_known(key, COMMAND_LINE, str(value))
+        except UsageError as error:
+            faults.append(error)
+        else:
+            given[key] = Given(value, COMMAND_LINE, 3, isinstance(value, str))
     return given
 
 
@@ -223,8 +129,11 @@ def _replaced(given: Mapping[str, Given], higher: Mapping[str, Given]) -> dict[s
     return {key: value for key, value in given.items() if key not in gone} | dict(higher)
 
 
-def _without_overruled(given: Mapping[str, Given]) -> dict[str, Given]:
-    """Return the values with at most one key of each exclusive group: the one given at the highest rank."""
+def _without_overruled(given: Mapping[str, Given], faults: list[UsageError]) -> dict[str, Given]:
+    """Return the values with at most one key of each exclusive group: the one given at the highest rank.
+
+    Two of one rank are added to `faults`.
+    """
     dropped: set[str] = set()
     for group in EXCLUSIVE:
         present = sorted((key for key in group if key in given), key=lambda key: given[key].rank)
@@ -233,16 +142,23 @@ def _without_overruled(given: Mapping[str, Given]) -> dict[str, Given]:
         winner = present[-1]
         for key in present[:-1]:
             if given[key].rank == given[winner].rank:
-                raise UsageError(f"{given[winner].origin}: {key} and {winner} exclude each other; give one")
+                faults.append(UsageError(f"{given[winner].origin}: {key} and {winner} exclude each other; give one"))
         dropped.update(present[:-1])
     return {key: value for key, value in given.items() if key not in dropped}
 
 
 class Arguments(NamedTuple):
-    """A command's arguments: the TOML file, and overrides by dotted key, with the data paths as `data.source`."""
+    """A command's arguments.
+
+    Attributes:
+        toml: the TOML file.
+        overrides: values by dotted key, also of keys that are not there; the data paths are `data.source`.
+        faults: what is wrong with other arguments.
+    """
 
     toml: Path | None
     overrides: dict[str, Any]
+    faults: list[MonographError]
 
 
 def classify(arguments: Iterable[str]) -> Arguments:
@@ -250,37 +166,71 @@ def classify(arguments: Iterable[str]) -> Arguments:
 
     Data may have a weight, as in `books/@2`. A path that contains `=` is written `./a=b`.
 
-    Raises:
-        UsageError: there are two TOML files, a key is unknown, or a key or the data is given twice.
-        InputRefused: a path does not exist, or a pattern matches nothing.
+    Faults are: there are two TOML files, a key or the data is given twice (UsageError), a path does not exist, or a
+    pattern matches nothing (InputRefused).
     """
     files: list[Path] = []
     overrides: dict[str, Any] = {}
     sources: list[str] = []
-    for argument in arguments:
+    faults: list[MonographError] = []
+    for argument in _whole(arguments, faults):
         key, equals, value = argument.partition("=")
-        if equals and key in KEYS:
+        if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and (key in KEYS or not exists(argument)):
             if key in overrides:
-                raise UsageError(f"{COMMAND_LINE}: {key} is given twice, as {overrides[key]} and as {value}")
+                said = f"{key} is given twice, as {overrides[key]} and as {value}; give it once"
+                faults.append(UsageError(f"{COMMAND_LINE}: {said}"))
             overrides[key] = value
         elif argument.endswith(".toml") and exists(argument) and not is_folder(argument):
             files.append(Path(argument))
         else:
-            if equals and re.fullmatch(r"[A-Za-z_][\w.]*", key) and not exists(argument):
-                require_known(key, COMMAND_LINE)
-            sources.append(_source(argument))
+            try:
+                sources.append(_source(argument))
+            except MonographError as error:
+                faults.append(error)
     if len(files) > 1:
-        raise UsageError(f"{COMMAND_LINE}: {files[0]} and {files[1]} are both configurations; give one")
+        faults.append(UsageError(f"{COMMAND_LINE}: {files[0]} and {files[1]} are both configurations; give one"))
     if sources:
-        if "data.source" in overrides:
-            raise UsageError(f"{COMMAND_LINE}: data.source and {sources[0]} both name the data; give one")
-        places, weights = zip(*map(weighted, sources), strict=True)
-        overrides["data.source"] = places[0] if len(places) == 1 else list(places)
-        if any(weight != 1 for weight in weights):
-            if "data.weights" in overrides:
-                raise UsageError(f"{COMMAND_LINE}: data.weights and {sources[0]} both say weights; give one")
-            overrides["data.weights"] = list(weights)
-    return Arguments(files[0] if files else None, overrides)
+        try:
+            overrides |= _data(sources, overrides)
+        except UsageError as error:
+            faults.append(error)
+    return Arguments(files[0] if files else None, overrides, faults)
+
+
+def _whole(arguments: Iterable[str], faults: list[MonographError]) -> Iterator[str]:
+    """Yield the arguments without keys that are apart from their values, as in `optim.lr = 3e-4`, which are faults."""
+    left = [*arguments]
+    while left:
+        argument = left.pop(0)
+        apart = re.fullmatch(r"([a-z_.]+)([=:]?)|([a-z_.]+):(.+)", argument)
+        key = apart and (apart[1] or apart[3])
+        if not apart or key not in KEYS or exists(argument):
+            yield argument
+            continue
+        value = apart[4] or ""
+        for sign in ("=", ":", "==") if not (apart[2] or value) else ():
+            if left and left[0] == sign:
+                left.pop(0)
+        if not value and left and "=" not in left[0].lstrip("=") and not exists(left[0]):
+            value = left.pop(0).lstrip("=")
+        said = f"write {shell_words(f'{key}={value}')}" if value else f"it takes {described(key).expected}"
+        faults.append(UsageError(f"{COMMAND_LINE}: {key} and its value are one word: {said}"))
+
+
+def _data(sources: Sequence[str], overrides: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys that paths among the arguments stand for.
+
+    Raises:
+        UsageError: a key says the same, or a weight is out of range.
+    """
+    for key, what in (("data.source", "name the data"), ("data.weights", "say weights")):
+        if key in overrides and (key == "data.source" or any(weighted(source)[1] != 1 for source in sources)):
+            raise UsageError(f"{COMMAND_LINE}: {key} and {sources[0]} both {what}; give one")
+    places, weights = zip(*map(weighted, sources), strict=True)
+    found: dict[str, Any] = {"data.source": places[0] if len(places) == 1 else list(places)}
+    if any(weight != 1 for weight in weights):
+        found["data.weights"] = list(weights)
+    return found
 
 
 def weighted(argument: str) -> tuple[str, float]:
@@ -300,11 +250,22 @@ def weighted(argument: str) -> tuple[str, float]:
 
 
 def _source(argument: str) -> str:
+    """Return an argument that names text.
+
+    Raises:
+        UsageError: it is nothing, and means something else; or its weight is out of range.
+        InputRefused: it is nothing.
+    """
     place, _ = weighted(argument)
+    if argument.lower().endswith((".yaml", ".yml")) and exists(place):
+        instead = (
+            f"`monograph train --print-config > run.toml` writes one; to train on its text: data.source={argument}"
+        )
+        raise UsageError(f"{COMMAND_LINE}: {argument}: a configuration is a TOML file here: {instead}")
     if place in ("stdlib", "-") or place.startswith(HUB) or exists(place) or matching(place):
         return argument
-    if argument in PRESETS:
-        raise UsageError(f"{COMMAND_LINE}: {argument} is no file; did you mean model.preset={argument}?")
+    if meaning := _no_place(argument):
+        raise UsageError(f"{COMMAND_LINE}: {argument} is no file; {meaning}")
     if glob.has_magic(argument):
         raise InputRefused(f"{argument}: no file matches this pattern")
     parent, name = os.path.split(argument.rstrip("/"))
@@ -313,4 +274,27 @@ def _source(argument: str) -> str:
         raise InputRefused(f"{argument}: a link that leads to no file")
     near = difflib.get_close_matches(name, siblings, n=1)
     hint = f"; did you mean {os.path.join(parent, near[0])}?" if near else ""
+    if not hint and re.fullmatch(r"[A-Za-z][\w.-]*/[A-Za-z][\w.-]*", argument) and not siblings:
+        hint = f"; of the Hub it is {HUB}{argument} for text, and model.init={HUB}{argument} for a model"
     raise InputRefused(f"{argument}: no such file or folder{hint}")
+
+
+def _no_place(argument: str) -> str:
+    """Return what a person meant by an argument that is no file; "" if it may have been one."""
+    if argument.lower() in PRESETS:
+        return f"did you mean model.preset={argument.lower()}?"
+    if argument.lower() in FAMILIES:
+        return f"did you mean model.family={argument.lower()}?"
+    if argument in [recipe.name for recipe in recipes()]:
+        return f"did you mean --recipe {argument}?"
+    if argument in SECTIONS:
+        return f"it is a section of keys, which `monograph keys {argument}` lists"
+    if re.fullmatch(r"[0-9.]+(e[-+]?[0-9]+)?", argument):
+        return f"a number is a key's value, as in optim.lr={argument}; several are joined by commas"
+    key, equals, value = argument.partition("=")
+    key = key.strip("+~- ").replace("/", ".")
+    if equals and (key in KEYS or meant(key)):
+        return (
+            f"did you mean {shell_words(f'{key}={value.strip()}')}?" if key in KEYS else meant(key, value).strip("; ")
+        )
+    return ""

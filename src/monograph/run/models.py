@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from monograph.checkpointing import Checkpoint
-from monograph.errors import InputRefused, UsageError, Warn
+from monograph.errors import InputRefused, UsageError, Warn, did_you_mean
 from monograph.graph.frozen import FrozenWeight
 from monograph.graph.inspect import unwrapped, write
 from monograph.graph.lora import adapt, kept_state, merge
@@ -237,7 +237,9 @@ def _load(folder: str | Path, warn: Warn, dtype: torch.dtype | None, sizes: Mapp
         own = {name: mapped(tensor, dtype or tensor.dtype) for name, tensor in tensors.items()}
         return hub.assembled(shape, own, Path(folder))
     if not exists(folder):
-        raise InputRefused(f"{folder}: no such folder; expected a run (`last` is the newest) or a Hugging Face folder")
+        raise InputRefused(
+            f"{folder}: no such folder; expected a run (`last` is the newest), a Hugging Face folder or hf://OWNER/NAME"
+        )
     return hub.mapped_model(folder, dtype)
 
 
@@ -381,10 +383,11 @@ def check(format: str, dtype: str | None) -> None:
         UsageError: an unknown format or dtype, or a missing package.
     """
     if format not in ("hf", "gguf"):
-        raise UsageError(f"--format {format}: expected hf or gguf")
+        near = "; did you mean hf?" if format == "safetensors" else did_you_mean(format, ("hf", "gguf"))
+        raise UsageError(f"--format {format}: expected hf or gguf{near}")
     if format == "hf" and dtype is not None:
         raise UsageError(f"--dtype {dtype} is for --format gguf; a Hugging Face folder keeps the weights' dtype")
-    if dtype not in (None, *DTYPES):
-        raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise UsageError(f"--dtype {dtype}: expected one of {', '.join(DTYPES)}{did_you_mean(dtype, DTYPES)}")
     if format == "gguf":
         package()

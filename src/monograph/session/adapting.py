@@ -105,7 +105,7 @@ def _as_stored(settings: Settings, init: str, given: dict[str, str]) -> dict[str
     for key in given.keys() & (stored.keys() - free.keys()):
         value, own = asked[key], stored[key]
         if value != own:
-            raise UsageError(f"{given[key]}: {key} = {value}, but the adapter in {init} has {own}: leave it out")
+            raise UsageError(f"{settings.said(key)}, but the adapter in {init} has {own}: leave it out")
     return stored | {key: value for key, value in free.items() if value is not None}
 
 

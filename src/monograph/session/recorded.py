@@ -12,7 +12,7 @@ from typing import Any
 from monograph.config import EXCLUSIVE, Settings, load
 from monograph.config.settings import BELONGS, NAME_CODE
 from monograph.config.sources import written_fingerprint
-from monograph.errors import InputRefused, UsageError
+from monograph.errors import InputRefused, MonographError, UsageError
 from monograph.planner import defaults
 from monograph.report.quantities import counted
 from monograph.run import recorded_state
@@ -77,11 +77,16 @@ def run_settings(
 
 
 def settings_given(
-    toml: Path | None, overrides: Mapping[str, Any], *, runs_code: bool, files: tuple[str, ...] = FILES
+    toml: Path | None,
+    overrides: Mapping[str, Any],
+    *,
+    runs_code: bool,
+    files: tuple[str, ...] = FILES,
+    faults: Sequence[MonographError] = (),
 ) -> Settings:
     """Return the settings that a command line gives; with `runs_code` they vouch for the Python files that they name.
 
-    Of a `model.init` of the Hub the given files are fetched.
+    Of a `model.init` of the Hub the given files are fetched. `faults` are what is wrong with other arguments.
 
     The user names a file by typing it, in the environment or in a TOML file of their own. What a TOML file of a run
     names is the run's.
@@ -91,7 +96,8 @@ def settings_given(
         UsageError: see `monograph.config.load`.
     """
     vouched = _of_its_run(toml, [key for key in NAME_CODE if runs_code and key not in overrides])
-    settings = fetched_model(load(toml, overrides, recorded=toml is not None and carries_mark(toml)), files)
+    is_of_run = toml is not None and carries_mark(toml)
+    settings = fetched_model(load(toml, overrides, recorded=is_of_run, faults=faults), files)
     if not runs_code:
         return settings
     if vouched is None:
@@ -253,7 +259,7 @@ def settings_of(run: Run, given: Settings) -> Settings:
             epochs, updates = own.train.epochs, own.train.updates
             mine = counted(epochs, "epoch") if epochs else counted(updates or 0, "update")
         raise UsageError(
-            f"{key} = {value} ({given.origins[key]}), but {run.folder} was started with {mine}; "
+            f"{key} = {given.as_written(key)} ({given.origins[key]}), but {run.folder} was started with {mine}; "
             f"leave it out, or start a new run with --from {shell_words(run.handle)}"
         )
     return own

@@ -14,8 +14,7 @@ from pydantic import Field
 from monograph.config import KEYS, Settings
 from monograph.config import load as load_settings
 from monograph.config.axes import SEED, Point
-from monograph.config.renamed import translated
-from monograph.config.settings import programs_in
+from monograph.config.settings import programs_in, translated_values
 from monograph.errors import InputRefused, UsageError
 from monograph.run.folder import DEFAULT_ROOT, Run
 from monograph.run.recorded_state import Natural, Seconds, Strict
@@ -240,5 +239,5 @@ def _point(point: dict[str, Any]) -> Point:
     found = Point()
     for key, value in point.items():
         restored = tuple(value) if isinstance(value, list) else value
-        found |= translated(key, restored) or {key: restored}
+        found |= translated_values(key, restored) or {key: restored}
     return found

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from monograph.config import EXCLUSIVE, Settings, classify, load
-from monograph.config.axes import IN_ONE_GRAPH, SEED, Axis, Point, axes_of, points, require_single_values
+from monograph.config.axes import IN_ONE_GRAPH, SEED, Axis, Point, axes_and_faults, points, require_single_values
 from monograph.config.keys import DEFAULT_MINUTES as DEFAULT_RUN_MINUTES
 from monograph.config.settings import NAME_CODE
 from monograph.device import describe
@@ -177,11 +177,14 @@ def spec_of(arguments: Sequence[str], samples: int | None) -> SweepSpec:
     Raises:
         UsageError: an invalid key, value or axis; no held-out text to compare on; no proxy.
     """
-    toml, overrides = classify(arguments)
-    fixed, axes = axes_of(overrides)
+    toml, overrides, faults = classify(arguments)
+    fixed, axes, wrong = axes_and_faults(overrides)
     first = {axis.key: axis.first for axis in axes}  # a shape is checked with a value for each of its sizes
     try:
-        settings = settings_given(toml, fixed | first, runs_code=True) if arguments else _of_newest_run()
+        if arguments:
+            settings = settings_given(toml, fixed | first, runs_code=True, faults=[*faults, *wrong])
+        else:
+            settings = _of_newest_run()
     except UsageError:
         # Several values of a key in a file are answered better than by what is wrong with them as one value. The file
         # of a run that was damaged has been refused before this.

@@ -1,0 +1,160 @@
+"""Answer a command line that typer refuses: say what to type instead, with the value that was typed."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from monograph.cli.typed import bounds, example
+from monograph.config.elsewhere import COMMANDS, DEVICES, ELSEWHERE, OPTIONS
+from monograph.config.keys import KEYS
+from monograph.config.unknown import meant
+from monograph.errors import did_you_mean
+from monograph.terminal import shell_words
+
+_AFTER_DASHES = "; text that begins with a dash goes after --"
+
+
+def answered(error: Any, tree: Any, arguments: Sequence[str]) -> str:
+    """Return the line about a wrong command line.
+
+    Args:
+        error: typer's exception.
+        tree: all commands.
+        arguments: the command line.
+    """
+    said = str(error.format_message()).rstrip(".")
+    if arguments and arguments[0] in COMMANDS:
+        return f"No such command {arguments[0]!r}; {COMMANDS[arguments[0]]}"
+    command = error.ctx.command if error.ctx is not None else _named(tree, arguments)
+    if hasattr(command, "commands"):
+        return said if "?" in said else f"{said}; there are {', '.join(command.commands)}"
+    if said.startswith("No such option"):
+        option = error.option_name
+        return f"No such option: {option}{_about_option(command, option, error.possibilities or (), arguments)}"
+    param = getattr(error, "param", None) or _option_named(command, getattr(error, "option_name", ""))
+    if said.startswith("Invalid value") and (bounds(param) or "valid number" in said or "valid integer" in said):
+        return _wrong_number(param, said, arguments)
+    if said.endswith("does not take a value"):
+        return f"{said}: write {error.option_name} alone"
+    if param is not None:
+        return f"{said}; {_about(param)}, as in {example(command)}"
+    if extra := re.match(r"Got unexpected extra argument\S* \((.*)\)$", said):
+        return f"{said}{_about_extra(command, extra[1])}"
+    return said
+
+
+def _named(tree: Any, arguments: Sequence[str]) -> Any:
+    """Return the command that a command line begins with."""
+    for word in arguments:
+        tree = getattr(tree, "commands", {}).get(word, tree)
+    return tree
+
+
+def _option_named(command: Any, name: str) -> Any:
+    return next((each for each in command.params if name in each.opts), None)
+
+
+def _wrong_number(param: Any, said: str, arguments: Sequence[str]) -> str:
+    """Return the line about an option's value that is no number, or none of its range."""
+    name, value = max((_typed(option, arguments) for option in param.opts), key=lambda typed: bool(typed[1]))
+    kind = "a whole number" if "integer" in said else "a number"
+    return f"{name} {value}: expected {', '.join(filter(None, [kind, bounds(param)]))}"
+
+
+def _about(param: Any) -> str:
+    """Return an argument or option with its meaning."""
+    names = [] if param.param_type_name == "argument" else [param.opts[0]]
+    return f"{' '.join(filter(None, [*names, param.metavar]))}: {param.help}"
+
+
+def _about_option(command: Any, option: str, possible: Sequence[str], arguments: Sequence[str]) -> str:
+    """Return the end of the line about an option that a command does not have."""
+    typed, value = _typed(option, arguments)
+    name = typed.lstrip("-").replace("-", "_")
+    if said := OPTIONS.get(command.name, {}).get(name.rpartition(".")[2]):
+        return _filled(said, value)
+    if name in DEVICES:
+        return f"; {DEVICES[name]}"
+    if len(name) == 1 and (begin := [long for long in _options(command) if long.startswith(f"--{name}")]):
+        return f"; did you mean {' or '.join(begin)}?"
+    if _takes_keys(command):
+        return _about_key(command, typed, value, possible)
+    if near := did_you_mean(typed, _options(command)):
+        return near
+    if meant(name):
+        return f"; {_no_keys(command)}"
+    return _AFTER_DASHES if command.name == "generate" else f"; {_its_options(command)}"
+
+
+def _about_key(command: Any, typed: str, value: str, possible: Sequence[str]) -> str:
+    """Return the end of the line about an option of a command that takes keys."""
+    name = typed.lstrip("-").replace("-", "_")
+    near = did_you_mean(typed, possible)
+    if name not in ELSEWHERE and near:
+        return near
+    if name not in KEYS and (value.partition("=")[0] in KEYS or value.endswith(".toml")):
+        return f"; type {shell_words(value)} as it is"
+    return meant(name, value) or near or f"; {_its_options(command)}; a path that begins with a dash is ./-NAME"
+
+
+def _about_extra(command: Any, text: str) -> str:
+    """Return the end of the line about an argument too many."""
+    name, equals, value = text.partition("=")
+    option = f"--{name.rpartition('.')[2].replace('_', '-')}"
+    if equals and option in _options(command):
+        return f"; say {option} {shell_words(value)}"
+    if equals and (said := OPTIONS.get(command.name, {}).get(name.rpartition(".")[2])):
+        return _filled(said, value)
+    if equals and meant(name):
+        return f"; {_no_keys(command)}"
+    if not equals and (said := OPTIONS.get(command.name, {}).get("")):
+        return _filled(said, text)
+    return f"; {_usage(command)}"
+
+
+def _typed(option: str, arguments: Sequence[str]) -> tuple[str, str]:
+    """Return an option as it was typed, which typer reads letter by letter after one dash, and its value or ""."""
+    for place, argument in enumerate(arguments):
+        name, equals, value = argument.partition("=")
+        if name != option and not (len(option) == 2 and re.fullmatch(rf"{re.escape(option)}\w+", name)):
+            continue
+        following = arguments[place + 1 : place + 2]
+        if not equals and following and (not following[0].startswith("-") or _is_number(following[0])):
+            value = following[0]
+        return name, value
+    return option, ""
+
+
+def _is_number(text: str) -> bool:
+    return bool(re.fullmatch(r"-?[0-9.]+(e[-+]?[0-9]+)?", text))
+
+
+def _filled(said: str, value: str) -> str:
+    """Return a sentence, or an option with the value that was typed."""
+    if not said.startswith("-"):
+        return f"; {said}"
+    if "{}" in said:
+        return f"; say {said.format(shell_words(value) if value else 'NUMBER')}"
+    return f"; say {said} {shell_words(value)}" if value else f"; say {said} VALUE"
+
+
+def _takes_keys(command: Any) -> bool:
+    return any("KEY=" in str(each.metavar) for each in command.params if each.param_type_name == "argument")
+
+
+def _options(command: Any) -> list[str]:
+    return [name for each in command.params if each.param_type_name == "option" for name in each.opts]
+
+
+def _its_options(command: Any) -> str:
+    names = [name for name in _options(command) if name.startswith("--")]
+    return f"its options are {', '.join(names)}" if names else "it has no options"
+
+
+def _no_keys(command: Any) -> str:
+    return f"`monograph {command.name}` takes no keys of a run; {_its_options(command)}"
+
+
+def _usage(command: Any) -> str:
+    named = [each.metavar for each in command.params if each.param_type_name == "argument"]
+    return f"after `monograph {command.name}` stands {' '.join(named) or 'no more'}; {_its_options(command)}"
