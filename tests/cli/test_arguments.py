@@ -37,7 +37,7 @@ def test_help_goes_to_stdout(arguments: tuple[str, ...], capsys: pytest.CaptureF
     assert max(map(len, out.splitlines())) <= 100
 
 
-HEADINGS = ["Train", "Look", "Take away", "Understand"]
+HEADINGS = ["Train", "Prepare and inspect", "Use", "Understand"]
 
 
 def test_help_lists_all_commands_and_no_others_by_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
