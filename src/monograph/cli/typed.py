@@ -34,7 +34,7 @@ def _explain(heading: str, params: list[Any], formatter: Any) -> None:
     """Write arguments or options: what is typed, by names that say what it is, and what it means."""
     rows = []
     for each in params:
-        names = [] if each.param_type_name == "argument" else [", ".join(each.opts)]
+        names = [] if each.param_type_name == "argument" else [", ".join(sorted(each.opts, key=len))]
         details = [bounds(each), "required"] if each.required else [bounds(each)]
         if each.default is not None and each.default is not False:
             details.insert(0, f"default: {each.default}")
@@ -315,7 +315,7 @@ def plan(
 def recipes(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="print the file of this recipe; default: a list of all recipes"),
+        typer.Argument(metavar="NAME", help="print the file of this recipe; default: a list of all recipes"),
     ] = None,
 ) -> None:
     """List configurations for common jobs, for the option --recipe of train, sweep and plan."""
@@ -329,7 +329,7 @@ def keys(
     word: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SECTION|KEY|WORD]",
+            metavar="SECTION|KEY|WORD",
             help="a section, a key, a part of its name, or what another program calls it; default: all keys",
         ),
     ] = None,
@@ -346,7 +346,7 @@ def runs(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FOLDER]",
+            metavar="FOLDER",
             help="a folder of runs, or a sweep, whose members are listed; default: runs/",
             readable=False,
         ),
@@ -363,7 +363,7 @@ def runs(
 def check(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN]", help="the run or model whose files are verified; default: this machine"),
+        typer.Argument(metavar="RUN", help="the run or model whose files are verified; default: this machine"),
     ] = None,
     laws: Annotated[bool, _flag("--laws", "compare fast paths with slow ones on this machine; takes minutes")] = False,
     json: Json = False,
@@ -478,7 +478,7 @@ def chat(
 @_command(USE, "monograph serve last")
 def serve(
     run: Run,
-    host: Annotated[str, _option("ADDRESS", "where to listen; other addresses need --api-key-file")] = "127.0.0.1",
+    host: Annotated[str, _option("ADDRESS", "where to listen; any other address needs --api-key-file")] = "127.0.0.1",
     port: Annotated[int, _option("N", "the port; 0: any free one", min=0, max=65535)] = 8000,
     api_key_file: Annotated[
         Path | None, _place("FILE", "a file of keys, one on each line; a request needs one of them")
