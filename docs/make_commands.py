@@ -76,10 +76,10 @@ def _row(each: Any) -> str:
     elif each.default is not None and each.default is not False:
         default = f"`{each.default}`"
     if each.param_type_name == "argument":
-        names, values = _listed(str(each.metavar).strip("[]")), "any number" if each.nargs < 0 else "one"
+        names, values = _listed(str(each.metavar)), "any number" if each.nargs < 0 else "one"
     else:
         values = ", ".join(filter(None, [_listed(each.metavar or ""), bounds(each)]))
-        names = ", ".join(f"`{name}`" for name in each.opts)
+        names = ", ".join(f"`{name}`" for name in sorted(each.opts, key=len))
     return f"| {names} | {values} | {default} | {meaning} |"
 
 

@@ -20,6 +20,7 @@ BESIDE = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 LINK = re.compile(r"(?<=\]\()(?!https?:|#)([^)#\s]+)")
 LANGUAGES = {".py": "python", ".json": "json", ".cpp": "cpp", ".toml": "toml"}
 LARGEST = 100_000  # characters; of a longer file the beginning is shown
+LONGEST_WORD = 30  # characters of code that fit a line of a phone
 NOT_SEARCHED = "---\nsearch: {exclude: true}\n---\n"
 
 
@@ -82,6 +83,16 @@ def as_page(path: Path) -> str:
         flags=re.M,
     )
     return LINK.sub(lambda at: posixpath.relpath(place(links[at[1]]), here or ".") if at[1] in links else at[0], text)
+
+
+def whole_words(html: str) -> str:
+    """The HTML of a page whose short code without spaces, such as an option, is not broken into lines."""
+    return re.sub(rf"<code>(?=[^<\s]{{1,{LONGEST_WORD}}}</code>)", '<code class="word">', html)
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Mkdocs asks what becomes of a page's HTML."""
+    return whole_words(html)
 
 
 def on_config(config: MkDocsConfig) -> None:

@@ -54,6 +54,13 @@ def test_links_lead_to_pages_of_the_site(page: Path) -> None:
     assert not re.findall(r"^\|.*`[^`|]*\\\|[^`]*`.*\|$", text, re.M), "a backslash that the site would show"
 
 
+def test_an_option_is_not_broken_at_its_hyphens() -> None:
+    html = "<p><code>--min-p</code> <code>--stop TEXT</code></p><pre><span></span><code>make train</code></pre>"
+    assert SITE.whole_words(html) == html.replace("<code>--min-p", '<code class="word">--min-p')
+    assert SITE.whole_words(f"<code>{'x' * 31}</code>") == f"<code>{'x' * 31}</code>"
+    assert re.search(r"code\.word \{[^}]*white-space: nowrap", (ROOT / "docs/site.css").read_text())
+
+
 @pytest.mark.slow(reason="builds the site, where mkdocs is installed")
 def test_the_site_is_built_and_asks_nobody_else(tmp_path: Path) -> None:
     pytest.importorskip("mkdocs", reason="pip install -e '.[docs]'")

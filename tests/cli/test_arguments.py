@@ -37,7 +37,7 @@ def test_help_goes_to_stdout(arguments: tuple[str, ...], capsys: pytest.CaptureF
     assert max(map(len, out.splitlines())) <= 100
 
 
-HEADINGS = ["Train", "Look", "Take away", "Understand"]
+HEADINGS = ["Train", "Prepare and inspect", "Use", "Understand"]
 
 
 def test_help_lists_all_commands_and_no_others_by_what_they_are_for(capsys: pytest.CaptureFixture[str]) -> None:
@@ -62,6 +62,7 @@ def test_help_cuts_no_sentence_and_breaks_no_example(
         assert f"  {name} {first_sentence(command)} ".replace(" ", "") in "".join(overview.split()), name
         monograph_(name, "--help")
         own = capsys.readouterr().out
+        assert "[[" not in own and "  -h, --help  " in own, name
         assert f"\n  Example: {example(command)}\n" in own and max(map(len, own.splitlines())) <= columns, name
     examples = [example(command) for command in cli.command_tree().commands.values()]
     assert set(re.findall(r"^  example:  (.*)$", overview, re.M)) <= set(examples)

@@ -17,6 +17,7 @@ def asked(
 ) -> tuple[int, str, str]:
     """What the program answers to a shell that asks how a line may go on."""
     monkeypatch.setenv("_MONOGRAPH_COMPLETE", f"complete_{shell}")
+    monkeypatch.setenv("COLUMNS", "40")  # of a narrow terminal
     monkeypatch.setenv("COMP_WORDS", line)
     monkeypatch.setenv("COMP_CWORD", str(len(line.split()) - 1))
     monkeypatch.setenv("_TYPER_COMPLETE_ARGS", line)
@@ -46,6 +47,15 @@ def test_a_shell_completes_commands_and_options(
     assert code == 0 and not err and not calls
     assert len(out.splitlines()) == 1 and word in out
     assert shell != "bash" or out == f"{word}\n"
+
+
+@pytest.mark.parametrize("command", ["train", "generate last", "export last"])
+def test_each_line_that_fish_gets_is_an_option(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """However long its help is and however narrow the terminal: fish would offer the rest of a help as a word."""
+    _, out, _ = asked("fish", f"monograph {command} --", monkeypatch, capsys)
+    assert len(out.splitlines()) >= 4 and all(line.startswith("--") for line in out.splitlines())
 
 
 def test_completing_a_line_fetches_no_model(

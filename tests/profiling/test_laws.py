@@ -117,7 +117,7 @@ FAULTS = {
     "streamed = resident, fp32": without_update,
     "resumed = uninterrupted, fp32": forgotten,
     "sampled = reference, fp32": cut_elsewhere,
-    "nothing stale, fp32": kept,
+    "used generator = new one, fp32": kept,
 }
 
 

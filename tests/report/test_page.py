@@ -8,6 +8,7 @@ the rest where one is.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -90,6 +91,13 @@ def test_it_has_one_headline_and_says_its_language_and_themes(page: Page) -> Non
     assert [len(page.all(tag)) for tag in ("h1", "main", "title")] == [1, 1, 1]
     assert page.all("html")[0]["lang"] == "en" and page.all("h1")[0]["text"].strip()
     assert {"name": "color-scheme", "content": "light dark"}.items() <= page.all("meta")[2].items()
+
+
+def test_headings_leave_out_no_level_and_every_head_of_a_table_has_a_name(page: Page) -> None:
+    """A screen reader's list of headings is the page's outline, and a cell is read with the names of its heads."""
+    levels = [int(each["tag"][1]) for each in page.elements if re.fullmatch(r"h[1-6]", each["tag"])]
+    assert levels[0] == 1 and max(b - a for a, b in itertools.pairwise(levels)) <= 1
+    assert all(each["text"].strip() for each in page.all("th"))
 
 
 def test_a_still_picture_stands_where_a_chart_is_drawn(page: Page) -> None:

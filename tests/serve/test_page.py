@@ -513,6 +513,9 @@ def test_markdown_is_shown_as_what_it_means_and_can_be_switched_off(person: Visi
     for tag, texts in seen.items():
         found = f"[...document.querySelectorAll('.assistant .words {tag}')].map((each) => each.textContent)"
         assert person.read(found) == texts, tag
+    headings = "[...document.querySelectorAll('h1, h2, h3')].map((each) => [each.tagName, each.textContent])"
+    outline = [["H1", "fox-tales@4000"], ["H2", "You"], ["H2", "The model"], ["H3", "Title"]]
+    assert person.read(headings) == outline
     assert person.read("document.querySelector('.words ol').start") == 3
     assert person.read("document.querySelectorAll('.words hr').length") == 1
     text = person.read(ANSWERS)[-1]

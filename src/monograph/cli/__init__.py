@@ -32,7 +32,7 @@ _COMPLETES = "_MONOGRAPH_COMPLETE"
 # Typer's own options, which print or write a file and exit, and their help.
 _COMPLETION = {
     "--install-completion": "let this shell complete commands and options",
-    "--show-completion": "print the script for that",
+    "--show-completion": "print the script that --install-completion installs",
 }
 # The base of all exceptions for a wrong command line, in every release of typer, with its own click or without.
 _BadCommandLine: type[Exception] = typer.BadParameter.__bases__[0]
@@ -43,6 +43,8 @@ def main(arguments: list[str] | None = None) -> NoReturn:
     given = sys.argv[1:] if arguments is None else arguments
     terminal.guard()
     if os.environ.get(_COMPLETES):
+        # A shell takes each line for a word with its help, which would be broken at the width of the terminal.
+        os.environ["COLUMNS"] = "1000"
         sys.exit(command_tree().main([], "monograph", standalone_mode=False))
     # OpenMP threads that wait by spinning make a step up to 20 times slower as soon as anything else runs on a core
     # (dev/log.md). libgomp reads the variable when torch is imported, which happens later.

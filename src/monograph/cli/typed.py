@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from monograph.config import Settings
 
 # The headings of the help. It has them, and the commands under each, in the order in which this file declares them.
-TRAIN, LOOK, TAKE_AWAY, UNDERSTAND = "Train", "Look", "Take away", "Understand"
+TRAIN, INSPECT, USE, UNDERSTAND = "Train", "Prepare and inspect", "Use", "Understand"
 EXAMPLE = "Example: "
 
 
@@ -34,7 +34,7 @@ def _explain(heading: str, params: list[Any], formatter: Any) -> None:
     """Write arguments or options: what is typed, by names that say what it is, and what it means."""
     rows = []
     for each in params:
-        names = [] if each.param_type_name == "argument" else [", ".join(each.opts)]
+        names = [] if each.param_type_name == "argument" else [", ".join(sorted(each.opts, key=len))]
         details = [bounds(each), "required"] if each.required else [bounds(each)]
         if each.default is not None and each.default is not False:
             details.insert(0, f"default: {each.default}")
@@ -47,7 +47,7 @@ def _explain(heading: str, params: list[Any], formatter: Any) -> None:
 
 
 class _Explained(TyperCommand):
-    """A command whose help names no types of Python, which mean nothing to who types."""
+    """A command whose help names no types of Python, which mean nothing on a command line."""
 
     def format_options(self, ctx: Any, formatter: Any) -> None:
         """Write the arguments and the options."""
@@ -104,7 +104,7 @@ app.add_typer(
     data_app,
     name="data",
     help="Show the rows that a model is trained on, or tokenize the text.",
-    rich_help_panel=LOOK,
+    rich_help_panel=INSPECT,
     epilog=f"{EXAMPLE}monograph data show my_texts/",
 )
 
@@ -178,13 +178,13 @@ Sampler = Annotated[
 Seed = Annotated[int, _option("S", "the same seed writes the same text", min=0)]
 Stop = Annotated[list[str] | None, _option("S", "end before this text; may be repeated")]
 Choice = Annotated[list[str] | None, _option("TEXT", "write one of these texts; repeat it for each")]
-Regex = Annotated[str | None, _option("PATTERN", "write text that matches as a whole")]
+Regex = Annotated[str | None, _option("PATTERN", "write text that matches this pattern as a whole")]
 JsonSchema = Annotated[Path | None, _place("FILE", "write JSON that follows this schema")]
 TrustCode = Annotated[
     bool, _flag("--trust-code", "run the Python file that a run names, even if the run was not made here")
 ]
 FromRecipe = Annotated[
-    str | None, _option("NAME", "begin with the settings of a recipe, which `monograph recipes` lists", "--recipe")
+    str | None, _option("NAME", "start from the settings of this recipe; `monograph recipes` lists all", "--recipe")
 ]
 Name = Annotated[str | None, _option("NAME", "a name in runs/: short for --out runs/NAME")]
 Json = Annotated[bool, _flag("--json", "end stdout with one JSON object")]
@@ -230,12 +230,10 @@ def train(
     from_: Annotated[
         str | None, _option("RUN[@UPDATE]", "start a new run from the weights of this one", "--from")
     ] = None,
-    minutes: Annotated[float | None, _option("M", "train for so many minutes; short for train.minutes=M")] = None,
+    minutes: Annotated[float | None, _option("M", "train for this many minutes; short for train.minutes=M")] = None,
     wall_minutes: Annotated[
         float | None,
-        _option(
-            "M", "end within so many minutes, with preparation, compiling and report; short for train.wall_minutes=M"
-        ),
+        _option("M", "end within this many minutes, preparation and report included; short for train.wall_minutes=M"),
     ] = None,
     print_config: Annotated[
         bool, _flag("--print-config", "print all keys with their meaning, value and origin, and stop")
@@ -291,12 +289,14 @@ def sweep(
 _PLAN = "Predict which settings fit a device, and how fast they train."
 
 
-@_command(LOOK, "monograph plan model.preset=8b lora.rank=16 --device 4090", "\n\n".join((_PLAN, *cards.listed())))
+@_command(INSPECT, "monograph plan model.preset=8b lora.rank=16 --device 4090", "\n\n".join((_PLAN, *cards.listed())))
 def plan(
     arguments: ConfigArguments = None,
     recipe: FromRecipe = None,
     device: Annotated[str | None, _option("NAME", "one of the GPUs above; default: this machine")] = None,
-    device_memory: Annotated[str | None, _option("24GiB", "memory of the device; default: what is free")] = None,
+    device_memory: Annotated[
+        str | None, _option("24GiB", "memory of the device; default: what is free here, or all of a named GPU")
+    ] = None,
     host_memory: Annotated[
         str | None, _option("512GiB", "host memory for a streamed model; default: what is free here")
     ] = None,
@@ -311,24 +311,25 @@ def plan(
     return run(settings, device=device, device_memory=device_memory, host_memory=host_memory, json=json)
 
 
-@_command(LOOK, "monograph recipes lora")
+@_command(INSPECT, "monograph recipes lora")
 def recipes(
     name: Annotated[
-        str | None, typer.Argument(metavar="[NAME]", help="a recipe, whose file is printed; default: a list of all")
+        str | None,
+        typer.Argument(metavar="NAME", help="print the file of this recipe; default: a list of all recipes"),
     ] = None,
 ) -> None:
-    """List configurations for common jobs, which --recipe of train, sweep and plan begins with."""
+    """List configurations for common jobs, for the option --recipe of train, sweep and plan."""
     from monograph.commands.recipes import run as command
 
     interrupts.working(command)(name)
 
 
-@_command(LOOK, "monograph keys optim.lr")
+@_command(INSPECT, "monograph keys optim.lr")
 def keys(
     word: Annotated[
         str | None,
         typer.Argument(
-            metavar="[SECTION|KEY|WORD]",
+            metavar="SECTION|KEY|WORD",
             help="a section, a key, a part of its name, or what another program calls it; default: all keys",
         ),
     ] = None,
@@ -340,12 +341,14 @@ def keys(
     interrupts.working(command)(word, json=json)
 
 
-@_command(LOOK, "monograph runs runs/")
+@_command(INSPECT, "monograph runs runs/")
 def runs(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[FOLDER]", help="the folder of the runs, or a sweep: its members; default: runs/", readable=False
+            metavar="FOLDER",
+            help="a folder of runs, or a sweep, whose members are listed; default: runs/",
+            readable=False,
         ),
     ] = None,
     json: Json = False,
@@ -356,11 +359,11 @@ def runs(
     interrupts.working(command)(folder, json=json)
 
 
-@_command(LOOK, "monograph check last")
+@_command(INSPECT, "monograph check last")
 def check(
     run: Annotated[
         str | None,
-        typer.Argument(metavar="[RUN]", help="the run or model whose files are verified; default: this machine"),
+        typer.Argument(metavar="RUN", help="the run or model whose files are verified; default: this machine"),
     ] = None,
     laws: Annotated[bool, _flag("--laws", "compare fast paths with slow ones on this machine; takes minutes")] = False,
     json: Json = False,
@@ -371,15 +374,17 @@ def check(
     interrupts.working(command)(run, laws=laws, json=json)
 
 
-@_command(LOOK, "monograph follow last --to tensorboard")
+@_command(INSPECT, "monograph follow last --to tensorboard")
 def follow(
-    run: Annotated[str, typer.Argument(metavar="RUN|SWEEP", help="a run, `last`, or a sweep: each of its members")],
+    run: Annotated[
+        str, typer.Argument(metavar="RUN|SWEEP", help="a run, `last`, or a sweep, of which all members are sent")
+    ],
     to: Annotated[str, _option("TRACKER", "tensorboard, wandb, trackio or mlflow")],
     out: Annotated[Path | None, _place("DIR", "folder of the tracker's files; default: the tracker's own")] = None,
 ) -> None:
     """Log a run to TensorBoard, W&B, trackio or MLflow.
 
-    It runs beside the training, until the run stops, or afterwards.
+    It follows a run that is training until that stops, and sends a finished run at once.
     """
     from monograph.commands.follow import run as command
 
@@ -405,7 +410,7 @@ def build(arguments: ConfigArguments = None) -> None:
     interrupts.working(command)(_settings(arguments))
 
 
-@_command(TAKE_AWAY, 'monograph generate last "Once upon a time"')
+@_command(USE, 'monograph generate last "Once upon a time"')
 def generate(
     run: Run,
     prompts: Annotated[list[str] | None, typer.Argument(metavar="PROMPT", help="text to continue")] = None,
@@ -442,7 +447,7 @@ def generate(
     interrupts.working(command)(run, prompts or [], file=file, **how)
 
 
-@_command(TAKE_AWAY, "monograph chat last")
+@_command(USE, "monograph chat last")
 def chat(
     run: Run,
     system: Annotated[str | None, _option("TEXT", "the system prompt, as /system in the chat sets it")] = None,
@@ -470,13 +475,17 @@ def chat(
     interrupts.working(command)(run, system=system, n=1, max_tokens=max_tokens, stop=stop or [], **how)
 
 
-@_command(TAKE_AWAY, "monograph serve last")
+@_command(USE, "monograph serve last")
 def serve(
     run: Run,
-    host: Annotated[str, _option("ADDRESS", "where to listen; other addresses need --api-key-file")] = "127.0.0.1",
+    host: Annotated[str, _option("ADDRESS", "where to listen; any other address needs --api-key-file")] = "127.0.0.1",
     port: Annotated[int, _option("N", "the port; 0: any free one", min=0, max=65535)] = 8000,
-    api_key_file: Annotated[Path | None, _place("FILE", "keys, one a line; each request needs one of them")] = None,
-    rows: Annotated[int | None, _option("N", "texts written at once; default: 8, on a GPU 64", min=1, max=1024)] = None,
+    api_key_file: Annotated[
+        Path | None, _place("FILE", "a file of keys, one on each line; a request needs one of them")
+    ] = None,
+    rows: Annotated[
+        int | None, _option("N", "texts generated at once; default: 8, on a GPU 64", min=1, max=1024)
+    ] = None,
     served_name: Annotated[
         list[str] | None, _option("NAME", "another name for the model, such as gpt-4o; may be repeated")
     ] = None,
@@ -501,7 +510,7 @@ def serve(
     )
 
 
-@_command(TAKE_AWAY, "monograph export last --to out --format gguf")
+@_command(USE, "monograph export last --to out --format gguf")
 def export(
     run: Run,
     to: Annotated[str, _option("DIR", "the folder to write; hf://OWNER/NAME: push to the Hugging Face Hub")],
@@ -574,7 +583,7 @@ def compare(
     trust_code: TrustCode = False,
     json: Json = False,
 ) -> None:
-    """Tell whether one model is better than another, and how surely."""
+    """Say whether one model is better than another, and how certain that is."""
     from monograph.commands.compare import run as command
 
     _trust(trust_code)

@@ -87,16 +87,16 @@ def laws(device: torch.device) -> list[Law]:
         (2, "accumulated = large batch", lambda small: small.off(small.engine(micro_batch=1)), all_),
         (3, "recomputed = stored", _Small.recomputed, trained),
         (4, "streamed = resident", _Small.streamed, trained),
-        (5, "member = solo", _Small.member, (exact,)),
+        (5, "member = trained alone", _Small.member, (exact,)),
         (6, "fused siblings = separate", _Small.fused, all_),
         (7, "sampled = reference", _Small.sampled, (single,)),
         (8, "cached = full", _Small.cached, (exact,)),
         (8, "generated = computed again", _Small.generated, (single,)),
         (9, "packed = separate", lambda small: small.off(small.engine()), all_),
         (10, "resumed = uninterrupted", _Small.resumed, (single,)),
-        (16, "scored = drawn", _Small.scored, (single,)),
+        (16, "scored = sampled", _Small.scored, (single,)),
         (18, "adapters off = base", _Small.adapted, (single,)),
-        (19, "nothing stale", _Small.stale, (single,)),
+        (19, "used generator = new one", _Small.stale, (single,)),
     )
     return [
         Law(number, f"{what}, {small.name}", functools.partial(compare, small))

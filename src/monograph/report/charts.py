@@ -173,7 +173,7 @@ def figure(chart: Chart, tables: Sequence[Columns]) -> str:
     note = f'<p class="note">{escaped(chart.note)}</p>' if chart.note else ""
     words = _ends(chart, tables)
     return (
-        f'<figure{size} id="chart-{chart.name}"><figcaption><h3>{escaped(chart.title)}</h3></figcaption>\n'
+        f'<figure{size} id="chart-{chart.name}"><figcaption><h2>{escaped(chart.title)}</h2></figcaption>\n'
         f'<div class="plot">{_still(chart, tables, words)}</div><p class="readout">{escaped(words)}</p>{note}</figure>'
     )
 

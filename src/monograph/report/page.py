@@ -211,17 +211,18 @@ def bars(name: str, heads: Sequence[str], rows: Sequence[tuple[str, bool, Sequen
 
     Args:
         name: the table's content, for screen readers.
-        heads: the names of the columns of bars.
+        heads: the names of the columns of bars; empty for a single column that needs none.
         rows: (the row's name, whether it stands out, a bar for each column).
     """
     names = "".join(f'<th scope="col">{escaped(head)}</th>' for head in heads)
+    above = f"<thead><tr><td></td>{names}</tr></thead>\n" if heads else ""
     lines = "\n".join(
         f'<tr{_role("best" if best else "")}><th scope="row">{escaped(row)}</th>{"".join(map(_bar, cells))}</tr>'
         for row, best, cells in rows
     )
     return (
         f'<div class="scroll" role="region" aria-label="{escaped(name)}" tabindex="0"><table class="bars">\n'
-        f"<thead><tr><td></td>{names}</tr></thead>\n<tbody>\n{lines}\n</tbody></table></div>"
+        f"{above}<tbody>\n{lines}\n</tbody></table></div>"
     )
 
 

@@ -156,6 +156,6 @@ def _peak(ledger: Mapping[str, Mapping[str, int]]) -> str:
         for name in totals
     )
     return (
-        '<figure class="chart"><figcaption><h3>Peak memory</h3></figcaption>\n'
-        f'{bars("Peak memory", [""], rows)}<p class="note">{said}</p></figure>'
+        '<figure class="chart"><figcaption><h2>Peak memory</h2></figcaption>\n'
+        f'{bars("Peak memory", [], rows)}<p class="note">{said}</p></figure>'
     )
