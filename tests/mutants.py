@@ -55,7 +55,7 @@ ROOMS = {
     "step": Room(
         ("engine.py", "loop.py", "step/step.py", "step/layout.py"),
         ("test_step.py", "test_resident.py", "test_loop.py", "laws/test_accumulated_is_large_batch.py",
-         "laws/test_one_bad_number.py", "test_clip.py"),
+         "laws/test_one_bad_number.py", "test_clip.py", "laws/test_replayed_is_called.py"),
     ),
     "optim": Room(
         ("optim/formats.py", "optim/narrow.py", "optim/optimizers.py", "optim/planes.py", "optim/updates.py"),
@@ -263,7 +263,7 @@ def outcome(copy: Path, tests: Sequence[str], limit_s: float, *, faulty: bool) -
         code = 1
         try:
             watched = Watched(copy / SRC)
-            options = ["-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+            options = ["-q", "-m", "not slow", "-p", "no:cacheprovider", *(["-x"] if faulty else [])]
             code = int(pytest.main([*options, *tests], plugins=[] if faulty else [watched]))
             if not faulty:
                 found = {"libraries": libraries(), "seconds": watched.seconds, "calls": watched.calls}
@@ -296,8 +296,9 @@ def libraries() -> list[str]:
 def sound(name: str, copy: Path) -> Sound:
     """Run a room's tests without a fault, and load what they load once for all children."""
     tests = [f"tests/{test}" for test in ROOMS[name].tests]
-    if outcome(copy, tests, 3600, faulty=False) != 0:
-        sys.exit(f"{name}: its tests fail without a fault")
+    # Watching slows tests down, so one that bounds its time may fail here. That they are sound, they show unwatched.
+    if outcome(copy, tests, 3600, faulty=False) not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        sys.exit(f"{name}: its tests cannot be run without a fault")
     found = json.loads((copy / SOUND).read_text())
     for library in found["libraries"]:
         with suppress(Exception):

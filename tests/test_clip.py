@@ -19,12 +19,21 @@ from monograph.errors import InputRefused, UsageError
 from monograph.graph.precision import Precision
 from monograph.loop import EngineState
 from monograph.loss import token_loss
-from monograph.optim import AdamW
+from monograph.optim import AdamW, Kind
+from monograph.optim.rules import ADAMW
 from monograph.resident import Resident
 from monograph.session.requirements import require_together
 from monograph.session.resolve import resolve
 from monograph.step import Clip
-from monograph.step.clip import WINDOW, looked_at, make_splittable_, remember_, stands_out
+from monograph.step.clip import (
+    WINDOW,
+    largest_rate,
+    looked_at,
+    make_splittable_,
+    reciprocal,
+    remember_,
+    stands_out,
+)
 
 SPIKE = 2 * WINDOW
 
@@ -119,6 +128,22 @@ def test_weights_are_made_splittable_in_bf16(precision: str, dtype: torch.dtype,
     param = odd.clone()
     make_splittable_(param, Precision(precision))
     assert bool(param != odd) is moved
+
+
+def test_the_largest_rate_has_no_product_above_the_bound() -> None:
+    """bound / max(1, factor max(1, decay) of each kind), for each member."""
+    largest, factors, decays = 1e19, [0.25, 3.0, 10.0], [0.5, 7.0, 0.0]
+    kinds = [Kind(ADAMW, factor, decay) for factor, decay in zip(factors, decays, strict=True)]
+    expected = [1e19, 1e19 / 21, 1e19 / 10]
+    assert [float(largest_rate([kind], largest)) for kind in kinds] == expected
+    assert float(largest_rate(kinds, largest)) == 1e19 / 21
+    members = Kind(ADAMW, torch.tensor(factors), torch.tensor(decays))
+    assert largest_rate([members, kinds[0]], largest).tolist() == expected
+
+
+def test_a_count_of_nothing_divides_nothing() -> None:
+    counts = [0.0, 0.25, 1.0, 3.0, 1e9]
+    assert reciprocal(torch.tensor(counts, dtype=torch.float64)).tolist() == [1.0, 4.0, 1.0, 1 / 3, 1e-9]
 
 
 def test_no_number_of_spikes_widens_what_is_accepted() -> None:

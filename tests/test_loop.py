@@ -90,8 +90,10 @@ def test_nothing_to_load_is_said(tmp_path):
 
 
 def test_no_window_is_taken_beyond_the_last_update():
-    windows = Windows()
-    assert len(list(train(engine(), windows, updates=2))) == 2
+    made, windows = engine(), Windows()
+    assert len(list(train(made, windows, updates=2))) == 2
+    for done in (2, 1):  # as many as the engine has made, and fewer
+        assert not list(train(made, windows, updates=done))
     assert windows.next == 2
 
 

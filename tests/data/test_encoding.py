@@ -239,6 +239,13 @@ def test_a_large_corpus_is_sampled(documents, texts, tmp_path, monkeypatch):
     assert 4000 < len("".join(documents.sample(5000)).encode()) < 5200
 
 
+def test_records_without_text_teach_a_tokenizer_the_bytes_alone(tmp_path):
+    """What is told of them is that there is no text, once the corpus is made."""
+    (tmp_path / "blank.jsonl").write_text('{"text": ""}\n')
+    tokenizer, notes = train_tokenizer(documents_of(tmp_path / "blank.jsonl", tmp_path), 300, None)
+    assert tokenizer.vocab_size < 300 and notes == ()
+
+
 def test_bad_text_stops_training(tmp_path):
     (tmp_path / "bad.txt").write_bytes(b"fine\n\xff")
     with pytest.raises(InputRefused, match=r"bad.txt: byte 5 \(line 2\) is not UTF-8"):

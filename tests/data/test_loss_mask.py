@@ -310,6 +310,16 @@ def test_turns_at_the_front_are_left_out_until_a_row_fits(tmp_path: Path, name: 
         rows_of(tokenizer, Conversation(chat, None, 0), EVERY._replace(longest=9))
 
 
+def test_a_greeting_before_the_first_question_is_left_out_as_any_turn_is(tmp_path: Path) -> None:
+    tokenizer = speaking(tmp_path, "chatml")
+    chat = [{"role": "assistant", "content": "Ask me. "}, *said("why", "so", "when", "then")]
+    least = chat_ids(tokenizer, chat[1:])[:-1]  # without the line feed after the last answer
+    answers = Answers(tokenizer, EVERY._replace(longest=len(least) - 1))
+    first, last = answers.rows(Conversation(chat, None, 0))
+    assert first.ids == chat_ids(tokenizer, chat[:3])[:-1] and last.ids == least
+    assert [len(row.spans) for row in (first, last)] == [2, 1] and answers.counts["truncated"] == 1
+
+
 def test_a_call_stays_with_its_question(tmp_path: Path) -> None:
     """What is left out ends where a user speaks: a tool's result never stands without what asked for it."""
     tokenizer = speaking(tmp_path, "qwen2.5")

@@ -131,6 +131,17 @@ def test_a_bad_line_is_refused_by_its_place_or_skipped(tmp_path, monkeypatch, li
     assert note.startswith("skipped of 4 records: 1 ") and f"the first: {path}:3: " in note
 
 
+@pytest.mark.parametrize("count", [1, 6, 7, 9])
+def test_of_many_keys_six_are_named_and_the_others_counted(count, tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(dict.fromkeys(map(str, range(count)))))
+    with pytest.raises(InputRefused) as refused:
+        read(tmp_path / "a.jsonl")
+    known = ", ".join(f"'{number}'" for number in range(min(count, 6))) + (
+        f" and {count - 6} more" if count > 6 else ""
+    )
+    assert f"its keys are {known}; correct or remove it" in str(refused.value)
+
+
 def test_skipping_every_record_is_refused_with_the_first_reason(sources):
     (sources / "a.jsonl").write_text('{"txt": "a"}\n{"txt": "b"}\n')
     with pytest.raises(InputRefused, match=r"no text in it: skipped of 2 records: 2 no text; .*a.jsonl:1: has no"):

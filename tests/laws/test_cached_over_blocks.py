@@ -127,10 +127,10 @@ LENGTHS = [79, 66, 65, 47, 34, 33, 18, 17, 16, 9, 8, 1, 31, 63, 78]
 
 @pytest.mark.parametrize("shape", OFTEN)
 def test_a_prompt_of_each_length_alone(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One after another in a row, where each finds what longer ones have left."""
-    machine = machine_of(model_of(shape), rows=1)
+    """One after another in a row, where each finds what longer ones have left; steps begun at once cross borders."""
+    machine = machine_of(model_of(shape), rows=1, block=3)
     sizes = sizes_of(machine.reader.cache, monkeypatch)
-    for request in requests(LENGTHS, most=2):
+    for request in requests(LENGTHS, most=4):
         assert_law(machine, [request])
     assert sorted(set(sizes)) == machine.reader.cache.sizes == LADDER
 

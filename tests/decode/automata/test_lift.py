@@ -51,19 +51,23 @@ def brute_force(texts: set[bytes], pieces: list[bytes], prefix: bytes) -> set[in
 
 @pytest.mark.parametrize("seed", range(6))
 def test_masks_are_brute_force(seed: int) -> None:
-    """Also where the vocabulary lacks bytes, so that some texts cannot be written and must not be begun."""
-    draw = random.Random(seed)
+    """Also after a lead, and where the vocabulary lacks bytes, so that some texts cannot be written, nor begun."""
+    draw, lead = random.Random(seed), b"ab"[: seed % 3]
     texts = {"".join(draw.choices("abc", k=draw.randrange(0, 6))).encode() for _ in range(5)}
     pieces = [b"", b"", *{"".join(draw.choices("abc", k=draw.randrange(1, 4))).encode() for _ in range(9)}]
-    if not brute_force(texts, pieces, b""):
+    written, given = (
+        {lead + text for text in texts},
+        ("choices", [text.decode() for text in texts], pieces, [END], lead),
+    )
+    if not brute_force(written, pieces, b""):
         with pytest.raises(InputRefused, match="no sequence of the tokenizer's tokens"):
-            constraint("choices", [text.decode() for text in texts], pieces, [END])
+            constraint(*given)
         return
-    automaton = constraint("choices", [text.decode() for text in texts], pieces, [END])
+    automaton = constraint(*given)
     waiting = [(0, b"")]
     while waiting:
         state, text = waiting.pop()
-        assert allowed_ids(automaton, state) == brute_force(texts, pieces, text), text
+        assert allowed_ids(automaton, state) == brute_force(written, pieces, text), text
         assert automaton.stops_S[state] == (allowed_ids(automaton, state) == {END})
         waiting += [
             (state_after(automaton, [i], state), text + pieces[i]) for i in allowed_ids(automaton, state) - {END}
