@@ -282,11 +282,11 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
                 stop.save_requested = False
                 session.save()
             if session.world.leads:
-                report.refresh()
+                report.page.refresh()
             began += clock() - paused
             if stopping and saving and not last:
                 if session.world.leads:
-                    report.write_page("stopped")
+                    report.page.write("stopped")
                 again = ranks.again(session.world, session.run, plan.parallel)
                 raise Stopped(f"saved at update {done}; continue: {again}")
             if last:  # earlier than planned if a cool-down was begun

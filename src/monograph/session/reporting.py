@@ -13,7 +13,7 @@ from monograph import compat
 from monograph.data.corpus import Corpus
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
-from monograph.errors import DiskFull, InputRefused
+from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation, evaluate
 from monograph.evaluation.yardsticks import accepted_share, yardsticks
 from monograph.graph import capture as graph
@@ -22,8 +22,9 @@ from monograph.model.llama import Llama
 from monograph.planner.defaults import most_updates, updates_for
 from monograph.predict.roofline import flops_per_token, mfu
 from monograph.profiling.memory import reset_peak_memory
+from monograph.report.in_progress import PageInProgress
 from monograph.report.quantities import count, counted, duration, megabytes, memory
-from monograph.report.run_report import REFRESH_S, About, write_report, write_run_page
+from monograph.report.run_report import About, write_report, write_run_page
 from monograph.rl.preferences import PreferenceLoss
 from monograph.rl.prompts import Prompts
 from monograph.rl.rollouts import Rollouts
@@ -60,7 +61,6 @@ YARDSTICKS_LEAVE_S = 120.0  # where less time is left for training, they are not
 # After COOLING_FROM of the time, a run that would take more than LATE times its time is shortened. Its updates then end
 # at END_SHARE of the time, which leaves the rest for the last evaluation and samples.
 COOLING_FROM, LATE, END_SHARE = 0.7, 1.03, 0.97
-PAGE_SHARE = 0.01  # of the time, that writing the page of a run in progress may take
 
 
 class Reporter:
@@ -82,7 +82,7 @@ class Reporter:
         self.rates: deque[float] = deque(maxlen=RECENT)
         self.update_s: deque[float] = deque(maxlen=RECENT)
         self.held_out: Evaluation | None = None
-        self.page_due_s = clock() + REFRESH_S
+        self.page = PageInProgress(self._write_page)
         self.lines = (0, 0)
 
     @property
@@ -227,19 +227,9 @@ class Reporter:
             shares = [accepted_share(text) for text in self._write(4, JUDGED_TOKENS) if text]
             self.lines = sum(f[0] for f in shares), sum(f[1] for f in shares)
 
-    def refresh(self) -> None:
-        """Write the page of the run so far, if it was not written for a while."""
-        if clock() < self.page_due_s:
-            return
-        began = clock()
-        self.write_page("in progress")
-        self.page_due_s = clock() + max(REFRESH_S, (clock() - began) / PAGE_SHARE)
-
-    def write_page(self, state: str) -> None:
-        """Write the page of a run that has not ended. The run goes on if it cannot be written."""
+    def _write_page(self, state: str) -> None:
         rows = self.session.run.rows()
-        with suppress(DiskFull, OSError):
-            write_run_page(self.session.run.folder, self._summary(), rows, self._about(rows), state)
+        write_run_page(self.session.run.folder, self._summary(), rows, self._about(rows), state)
 
     def _about(self, rows: Sequence[Mapping[str, Any]]) -> About:
         samples = [(row["share"], row["sample"]) for row in rows if "sample" in row]
