@@ -34,7 +34,7 @@ class Run:
             self.spent_s += seconds_per_update
             Reporter.keep_time(self, update + 1)  # type: ignore[arg-type]
 
-    _too_late = Reporter._too_late
+    _too_late, _per_update_s = Reporter._too_late, Reporter._per_update_s
 
     @property
     def training_since_s(self) -> float:

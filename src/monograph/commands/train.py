@@ -4,6 +4,7 @@ import json as jsonlib
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 from monograph import checkpointing, compat
 from monograph.config import Settings
@@ -46,11 +47,30 @@ SHOWN = ("reward", "accuracy", "margin")  # what says more than the loss, in run
 SHOWN_S = 1.0  # after so long, the numbers of the last updates are read; this waits for the device
 
 
-def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str | None, json: bool) -> None:
-    """Train, or resume training; see the command line's help."""
+class Started(NamedTuple):
+    """When the program was started, as a time of `clock`, and the seconds that it took until it began with the run."""
+
+    at_s: float
+    took_s: float
+
+
+def run(
+    settings: Settings,
+    *,
+    out: Path | None,
+    resume: str | None,
+    from_: str | None,
+    json: bool,
+    asked_s: float | None = None,
+) -> None:
+    """Train, or resume training; see the command line's help.
+
+    `asked_s` is the time of `clock` at which the program was started; None: now.
+    """
     if resume and out:
         raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
-    asked_s = clock()
+    asked_s = clock() if asked_s is None else asked_s
+    started = Started(asked_s, clock() - asked_s)
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     settings, from_ = recorded.model_given(settings, from_)
     settings = with_records(settings)
@@ -84,7 +104,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
             ranks.require_launched(settings, world.own)
             settings = ranks.agreed(world, settings)
             with reward_in(settings) as reward:
-                session = _open(folder, settings, world, progress, reward, retry_rows, asked_s)
+                session = _open(folder, settings, world, progress, reward, retry_rows, started)
                 report = Reporter(session, progress)
                 _loop(session, report, progress)
                 measure_memory(session)
@@ -107,7 +127,7 @@ def _open(
     progress: Progress,
     reward: Reward | None,
     retry_rows: int,
-    asked_s: float,
+    started: Started,
 ) -> Session:
     machine = describe()
     require_possible(settings, machine)
@@ -129,19 +149,21 @@ def _open(
     opened = partial(_opened, folder, text=text, world=world, reward=reward, retry_rows=retry_rows)
     began = clock()
     session, resumed, window = opened(plan, progress=progress)
-    ends_s = asked_s + 60 * plan.wall_minutes if plan.wall_minutes and not resumed else None
-    session.ends_s = ends_s
+    if plan.wall_minutes and not resumed:
+        session.ends_s = started.at_s + 60 * plan.wall_minutes
+        session.end_s = defaults.end_s(started.took_s, 60 * plan.wall_minutes)
     why = ""
     if plan.compile == "auto" and not resumed:
         why = why_uncompiled(session, window, clock() - began)
     if why:
         session.batches.close()
+        ends = session.ends_s, session.end_s
         # Where nothing is compiled, the planner chooses otherwise, and answers are drawn otherwise.
         plan = resolve(plan.settings.resolve({"train.compile": "none"}, ORIGIN), machine)
         session, _, window = opened(plan, progress=silent())
-        session.ends_s, session.eager_reason = ends_s, why
+        (session.ends_s, session.end_s), session.eager_reason = ends, why
     if not (resumed or updates_given(session)):
-        progress.line("time", _times(session, window, asked_s))
+        progress.line("time", _times(session, window, started.at_s))
     early = False
     if resumed:
         compile_step(session, window, progress)
@@ -271,7 +293,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             if done % plan.eval_every == 0 and not last:
                 log.flush()
                 report.evaluate(block, done, limit=defaults.CURVE_ROWS)
-            if done % min(plan.eval_every, check_every) == 0 and not last:
+            if (session.ends_s is not None or done % min(plan.eval_every, check_every) == 0) and not last:
                 report.keep_time(done)
                 block.ends_at(session.updates)
             if done in report.sample_updates() and not last:

@@ -31,6 +31,7 @@ from monograph.rl.rollouts import Rollouts
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.run.started import told
+from monograph.session.deadline import Deadline
 from monograph.session.eager_start import MARK
 from monograph.session.gauges import Alarm, Gauges
 from monograph.session.opening import opening_of
@@ -82,7 +83,8 @@ class Reporter:
         self.rates: deque[float] = deque(maxlen=RECENT)
         self.update_s: deque[float] = deque(maxlen=RECENT)
         self.held_out: Evaluation | None = None
-        self.page = PageInProgress(self._write_page)
+        self.scored_rows = 0  # by the last evaluation
+        self.page, self.deadline = PageInProgress(self._write_page), Deadline(session)
         self.lines = (0, 0)
 
     @property
@@ -151,7 +153,9 @@ class Reporter:
             return
         # The engine cuts these batches into micro-batches, for all of which a streamed model crosses the link once.
         size = self.session.batches.rows_per_window
+        used, began = min(limit or len(rows), len(rows)), clock()
         self.held_out = evaluate(self.session.engine, rows, batch_rows=size, limit=limit)
+        self.deadline.row_s, self.scored_rows = (clock() - began) / used, used
         tokens = int(self.session.engine.step.tokens)
         bits = self.held_out.bits_per_byte
         scores = {"eval_loss": self.held_out.loss, "eval_bits_per_byte": bits}
@@ -159,7 +163,6 @@ class Reporter:
             figures, tokens, bits = loss.taken(self.session.world.gathered), self.session.answer_tokens, None
             scores |= {f"eval_{name}": figures[name] for name in ("accuracy", "margin")}
             block.held_out(tokens, figures["accuracy"])
-        used = min(limit or len(rows), len(rows))
         self.session.run.log({"update": update, "tokens": tokens, **scores, "eval_rows": used, **mark})
         if bits is not None and math.isfinite(bits):
             block.held_out(tokens, bits)
@@ -177,6 +180,7 @@ class Reporter:
 
         Both always have the same random draws, so that a resumed run shows the same.
         """
+        began = clock()
         if isinstance(self.session.batches, Rollouts):
             prompt, answer, reward = self.session.drawer.sample()
             sample = f"{prompt}{answer} (reward {reward:g})"
@@ -185,14 +189,23 @@ class Reporter:
             if text is None:
                 return
             sample = self.opening.text + text
+        self.deadline.sample_s = clock() - began
         share = update / self.session.updates
         self.session.run.log({"update": update, "share": share, "sample": sample})
         block.sample(share, sample)
 
     def keep_time(self, update: int) -> None:
-        """Begin the cool-down early if the time will not suffice, once the machine's speed is known well."""
-        if ends := self.session.world.number(self._too_late(update)):
+        """Begin the cool-down early if the time will not suffice, once the machine's speed is known well.
+
+        Where the whole run's time is limited, a cool-down that takes too long is ended early, too.
+        """
+        late = self._too_late if self.session.ends_s is None else self._past_deadline
+        if ends := self.session.world.number(late(update)):
+            again = self.session.cooled is not None
             self.session.shorten(ends)
+            if again:
+                self.progress.line("time", f"slower still: ending at update {ends:,}")
+                return
             slower = "updates take longer than measured at the start"
             self.progress.line("time", f"{slower}: cooling down from update {update:,}, ending at {ends:,}")
 
@@ -204,26 +217,27 @@ class Reporter:
             return 0
         spent = session.spent_s
         # The last evaluation and the last samples come after the updates.
-        per_update = max(here_s / (update - self.first), self.recent_s)
+        per_update = self._per_update_s(update)
         until = END_SHARE * session.budget_s
-        if session.ends_s is not None:
-            held_out = len(session.corpus.held_out) if isinstance(session.corpus, Corpus) else 0
-            until = min(until, spent + session.left_s - session.scoring_s(held_out, self.recent_s))
         if spent + per_update * (session.updates - update) <= LATE * until:
             return 0
-        left = until - spent
-        if session.ends_s is None:  # a cool-down is worth more than the minute
-            left = max(left, (1 - COOLING_FROM) / 2 * session.budget_s)
+        left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)  # a cool-down is worth more than time
         most = session.updates - update
-        if session.ends_s is None:
-            return update + min(most, updates_for(left, per_update, most))
-        return update + max(1, min(most, int(left / per_update)))
+        return update + min(most, updates_for(left, per_update, most))
+
+    def _past_deadline(self, update: int) -> int:
+        return self.deadline.last(update, self._per_update_s(update))
+
+    def _per_update_s(self, update: int) -> float:
+        return max((clock() - self.session.training_since_s) / (update - self.first), self.recent_s)
 
     def end(self, block: TrainingBlock) -> None:
-        """Run the last evaluation, over all held-out rows, and draw the last sample."""
-        self.evaluate(block, self.session.updates, limit=None)
-        self.sample(block, self.session.updates)
-        if self.python:
+        """Run the last evaluation, over all held-out rows, and draw the last sample, as far as there is time."""
+        agreed = self.session.world.agreed
+        self.evaluate(block, self.session.updates, limit=agreed(self.deadline.rows))
+        if agreed(self.deadline.allows(1)):
+            self.sample(block, self.session.updates)
+        if self.python and agreed(self.deadline.allows(1 + JUDGED_TOKENS / SAMPLE_TOKENS)):
             shares = [accepted_share(text) for text in self._write(4, JUDGED_TOKENS) if text]
             self.lines = sum(f[0] for f in shares), sum(f[1] for f in shares)
 
@@ -276,7 +290,7 @@ class Reporter:
             write_report(session.run.folder, summary, rows, self._about(rows))
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
-        progress.line("done", f"{trained} of training{self._planned()}{self._standing()}")
+        progress.line("done", f"{trained} of training{self._planned()}{self._in_all()}{self._standing()}")
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
         if (planned := session.plan.peak_memory_bytes) is not None:
@@ -284,6 +298,8 @@ class Reporter:
         compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(sum(bool(row.get("skipped")) for row in rows), "skipped update")
         progress.line("", f"peak memory {needed}{compiled}   {skipped}   {session.run.folder}")
+        if isinstance(session.corpus, Corpus) and 0 < self.scored_rows < (held_out := len(session.corpus.held_out)):
+            progress.line("", f"scored on {self.scored_rows:,} of {held_out:,} held-out rows: no time for more")
         if session.cooled:
             early = f"{session.updates:,} of {session.plan.updates:,} planned updates"
             progress.line("", f"{early}: the machine was slower than measured at the start, so it cooled down early")
@@ -304,6 +320,14 @@ class Reporter:
             if session.plan.updates >= most_updates(session.corpus.train.per_epoch, per_update, decay):
                 planned = f" ({duration(session.budget_s)} at most)"
         return planned
+
+    def _in_all(self) -> str:
+        """Return how long a run whose whole time is limited took, and the limit; empty for other runs."""
+        ends_s, minutes = self.session.ends_s, self.session.plan.wall_minutes
+        if ends_s is None or minutes is None:
+            return ""
+        allowed_s = 60 * minutes
+        return f", {duration(clock() - ends_s + allowed_s)} in all (of {duration(allowed_s)})"
 
     def _summary(self) -> dict[str, Any]:
         session = self.session
