@@ -21,12 +21,12 @@ from session.test_eager_start import BY_CLOCK, session_of
 
 TOO_LONG = "compiling would take much of the time that train.wall_minutes allows"
 LENGTHS = {
-    "the whole alone": ({}, 89),
-    "training is shorter": ({"train.minutes": 0.5}, 24),  # and so has fewer points of the curve
-    "training is longer": ({"train.minutes": 60}, 89),
+    "the whole alone": ({}, 88),
+    "training is shorter": ({"train.minutes": 0.5}, 23),
+    "training is longer": ({"train.minutes": 60}, 88),
     "fewer updates": ({"train.updates": 20}, 20),
-    "more updates": ({"train.updates": 1000}, 89),
-    "more epochs": ({"train.epochs": 1000}, 89),
+    "more updates": ({"train.updates": 1000}, 88),
+    "more epochs": ({"train.epochs": 1000}, 88),
 }
 
 
@@ -53,7 +53,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> float:
 
 @pytest.mark.parametrize("case", LENGTHS)
 def test_the_length_is_what_the_time_left_allows(case: str, still: float) -> None:
-    """Of 100 s, 5 are for samples and checkpoints, and 6 for evaluations."""
+    """Of 100 s, 5 are for samples and checkpoints, 6 for evaluations, and 1 is for measuring the memory."""
     given, updates = LENGTHS[case]
     session = session_of(BY_CLOCK | {"train.wall_minutes": 3} | given)
     session.ends_s = still + 100 + END_S
@@ -100,10 +100,14 @@ def test_the_last_evaluation_takes_at_most_a_fifth_and_what_is_left(
     session = session_of(BY_CLOCK | {"train.wall_minutes": 2})
     assert len(session.text.held_out) == 10
     slow = Deadline(session, row_s=4.0, sample_s=4.0)
-    assert slow.rows is None and slow.allows(1e9), "without a limit all rows are scored"
-    for left_s, row_s, rows in ((100, 4.0, 6), (100, 2.0, None), (20, 4.0, 5), (0, 4.0, 4), (100, 0.0, None)):
+    assert slow.rows(9.0) is None and slow.samples_midway and slow.allows(1e9), "without a limit all rows are scored"
+    for left_s, row_s, rows in ((100, 4.0, 6), (100, 2.0, None), (20, 4.0, 5), (0, 4.0, 4)):
         session.ends_s = still + left_s + END_S
-        assert Deadline(session, row_s).rows == rows, (left_s, row_s)
+        assert Deadline(session, row_s).rows(9.0) == rows, (left_s, row_s)
+    per_row = session.batches.rows_per_window * 3  # a forward pass is a third of an update
+    session.ends_s = still + 100 + END_S
+    assert Deadline(session).rows(4.0 * per_row) == 6, "no row was scored before"
+    assert not slow.samples_midway and Deadline(session, 4.0, 2.0).samples_midway
     assert not slow.allows(26) and slow.allows(25)
 
 

@@ -296,7 +296,7 @@ def _loop(session: Session, report: Reporter, progress: Progress) -> None:
             if (session.ends_s is not None or done % min(plan.eval_every, check_every) == 0) and not last:
                 report.keep_time(done)
                 block.ends_at(session.updates)
-            if done in report.sample_updates() and not last:
+            if done in report.sample_updates() and not last and session.world.agreed(report.deadline.samples_midway):
                 log.flush()
                 report.sample(block, done)
             if saving:

@@ -9,6 +9,7 @@ from monograph.session.session import Session
 
 SETTLED = 0.7  # of the time for updates, after which the machine's speed is known well enough to end them earlier
 SCORING = 0.2  # of the whole time, which the last evaluation takes at most
+SAMPLE = 0.02  # of the whole time, which a sample before the end takes at most
 
 
 @dataclass
@@ -33,7 +34,7 @@ class Deadline:
             per_update_s: seconds of an update.
         """
         session = self.session
-        left_s = session.left_s - self._end_s(per_update_s)
+        left_s = session.left_s - self.end_s(per_update_s)
         begun_s = session.spent_s - session.elapsed_s
         if left_s >= per_update_s * (session.updates - update):
             return 0
@@ -41,27 +42,35 @@ class Deadline:
             return 0
         return min(session.updates, update + max(1, int(left_s / per_update_s)))
 
-    @property
-    def rows(self) -> int | None:
+    def rows(self, per_update_s: float) -> int | None:
         """Return how many held-out rows the last evaluation has time for; None for all."""
         session = self.session
-        if not isinstance(session.corpus, Corpus) or not self.row_s or math.isinf(session.left_s):
+        if not isinstance(session.corpus, Corpus) or math.isinf(session.left_s):
             return None
-        fitting = max(CURVE_ROWS, int(min(session.left_s, self._most_scoring_s) / self.row_s))
-        return fitting if fitting < len(session.corpus.held_out) else None
+        row_s = self._row_s(per_update_s)
+        fitting = max(CURVE_ROWS, int(min(session.left_s, self._share_s(SCORING)) / row_s)) if row_s else math.inf
+        return int(fitting) if fitting < len(session.corpus.held_out) else None
 
     def allows(self, samples: float) -> bool:
         """Return whether there is time for a text as long as so many samples."""
         return self.session.left_s >= samples * self.sample_s
 
-    def _end_s(self, per_update_s: float) -> float:
+    @property
+    def samples_midway(self) -> bool:
+        """Return whether a sample takes little enough of the time to be written before the end."""
+        return self.sample_s <= self._share_s(SAMPLE)
+
+    def end_s(self, per_update_s: float) -> float:
         """Return the seconds of the last evaluation, the last sample and measuring the memory of an update."""
-        session = self.session
-        held_out = len(session.corpus.held_out) if isinstance(session.corpus, Corpus) else 0
-        row_s = self.row_s or session.scoring_s(1, per_update_s)
-        scoring_s = min(held_out * row_s, max(self._most_scoring_s, CURVE_ROWS * row_s))
+        held_out = len(self.session.corpus.held_out) if isinstance(self.session.corpus, Corpus) else 0
+        row_s = self._row_s(per_update_s)
+        scoring_s = min(held_out * row_s, max(self._share_s(SCORING), CURVE_ROWS * row_s))
         return scoring_s + self.sample_s + per_update_s
 
-    @property
-    def _most_scoring_s(self) -> float:
-        return SCORING * 60 * (self.session.plan.wall_minutes or math.inf)
+    def _row_s(self, per_update_s: float) -> float:
+        return self.row_s or self.session.scoring_s(1, per_update_s)
+
+    def _share_s(self, share: float) -> float:
+        """Return a share of the whole time."""
+        minutes = self.session.plan.wall_minutes
+        return math.inf if minutes is None or self.session.ends_s is None else share * 60 * minutes

@@ -234,7 +234,7 @@ class Reporter:
     def end(self, block: TrainingBlock) -> None:
         """Run the last evaluation, over all held-out rows, and draw the last sample, as far as there is time."""
         agreed = self.session.world.agreed
-        self.evaluate(block, self.session.updates, limit=agreed(self.deadline.rows))
+        self.evaluate(block, self.session.updates, limit=agreed(self.deadline.rows(self.recent_s)))
         if agreed(self.deadline.allows(1)):
             self.sample(block, self.session.updates)
         if self.python and agreed(self.deadline.allows(1 + JUDGED_TOKENS / SAMPLE_TOKENS)):

@@ -30,6 +30,7 @@ from monograph.run import recorded_state
 from monograph.run.progress import Progress
 from monograph.run.recipe import lora_of
 from monograph.session.brief import updates_given
+from monograph.session.deadline import Deadline
 from monograph.session.plan import Length
 from monograph.session.reinforcing import drawing_kind, drawing_time
 from monograph.session.resolve import request_of, resolve
@@ -79,7 +80,7 @@ def chosen(times: dict[Kernel, float], before: Kernel | None) -> Kernel:
     return before if before in times else fastest(times)
 
 
-CALIBRATION_SHARE = 0.03  # of the time that is left, if that is limited
+CALIBRATION_SHARE = 0.08  # of the time that is left, if that is limited
 CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine changes the result little
 
 
@@ -304,18 +305,16 @@ def _budget_s(session: Session, updates: int, update_s: float, progress: Progres
     return min(wanted_s, left_s)
 
 
-def _evaluations(session: Session, update_s: float) -> tuple[int, float]:
-    """Return how often a run of limited time is evaluated, and about how many seconds that takes in all.
-
-    These are part of its training's time. The points of the curve take at most a share of it.
-    """
+def _curve_points(session: Session, update_s: float) -> tuple[int, float]:
+    """Return how often a run of limited time is scored for its curve, and about how many seconds that takes in all."""
     if isinstance(session.corpus, Prompts):
         return defaults.EVALUATIONS, 0.0
-    held_out = len(session.corpus.held_out)
-    point_s = session.scoring_s(min(held_out, defaults.CURVE_ROWS), update_s)
-    affordable = int(CURVE_SHARE * (session.budget_s or 0.0) / (point_s or math.inf))
-    times = max(1, min(defaults.EVALUATIONS, affordable)) if point_s else defaults.EVALUATIONS
-    return times, times * point_s + session.scoring_s(held_out, update_s)
+    point_s = session.scoring_s(min(len(session.corpus.held_out), defaults.CURVE_ROWS), update_s)
+    if not point_s:
+        return defaults.EVALUATIONS, 0.0
+    affordable = int(CURVE_SHARE * (session.budget_s or 0.0) / point_s)
+    points = max(1, min(defaults.EVALUATIONS, affordable))
+    return points, points * point_s
 
 
 def fix_length(session: Session, progress: Progress) -> None:
@@ -339,8 +338,8 @@ def fix_length(session: Session, progress: Progress) -> None:
             most = defaults.most_updates(text.train.per_epoch, rows, decay)
         training_s = defaults.UPDATES_SHARE * session.budget_s
         if session.ends_s is not None:
-            evaluations, evaluating_s = _evaluations(session, seconds)
-            training_s = max(training_s / 4, training_s - evaluating_s)
+            evaluations, curve_s = _curve_points(session, seconds)
+            training_s = max(training_s / 4, training_s - curve_s - Deadline(session).end_s(seconds))
         least = 10 if session.ends_s is None else 1
         left = defaults.updates_for(training_s, seconds, most, least)
         updates = max(left, min(most, session.engine.index + left))  # some were made before the step was compiled
