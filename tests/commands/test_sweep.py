@@ -196,9 +196,12 @@ def test_a_signal_saves_and_the_printed_command_goes_on(server: CommandServer, h
     said = re.fullmatch(rf"saved at update (\d+) of {UPDATES}; continue: (.+)", done.err.splitlines()[-1])
     # On a busy machine several rounds may pay, and then members of earlier ones have ended.
     assert said and {sound(here / f"s/members/{index:03d}") for index in range(6)} - {UPDATES} <= {int(said[1])}
+    page = (here / "s/report.html").read_text()
+    assert "Sweep, stopped ·" in page and " of 6 members have finished." in page and "location.reload" not in page
+    assert "stopped after 0:" in done.err and "left" not in done.err.splitlines()[-2]
     _, again = said[2].split("monograph ")
     done = server.run(here, *shlex.split(again), figures=0)
-    assert done.code == 0 and "best" in done.err
+    assert done.code == 0 and "best" in done.err and re.search(r"^  100 % ", done.err, re.M), done.err
     assert [row["update"] for row in rows(here / "s/members/004")] == list(range(1, UPDATES + 1))
 
 
@@ -234,6 +237,7 @@ def test_a_member_that_diverges_in_a_short_run_is_named_too(server: CommandServe
     assert again.code == 0 and result(again.out)["members"] == found["members"]
     done = server.run(here, "sweep", *few, "optim.lr=1e30", "train.seed=0,1", "--out", "t", figures=0)
     assert done.code == 5 and "every member of t diverged: lower optim.lr" in done.err
+    assert re.search(r"^  100 % ", done.err, re.M), "it ends at the end of what it was"
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ import pytest
 
 from monograph.report.charts import payload
 from monograph.report.sweep_charts import drawings_of
-from monograph.report.sweep_report import draw_sweep, write_sweep_report
+from monograph.report.sweep_report import draw_sweep, write_page_so_far, write_sweep_report
 
 
 def setting(values: list[float | None], standing: str = "", **knobs: Any) -> dict[str, Any]:
@@ -85,3 +85,19 @@ def test_the_page_says_what_came_of_it(name: str, tmp_path: Path) -> None:
     assert f"<h1>{headline}</h1>" in page
     assert page.count("<svg") == len([*(tmp_path / "figures").glob("*.png")])
     xml.fromstring("<svg" + page.split("<svg")[1].split("</svg>")[0] + "</svg>")
+
+
+def test_the_page_of_a_sweep_in_progress_says_so_and_loads_itself_again(tmp_path: Path) -> None:
+    settings = [setting([2.5], "best", lr=1e-3), setting([None], lr=1e-2)]
+    members = [{"knobs": each["knobs"], "diverged": None} for each in settings]
+    best = {"knobs": {"optim.lr": 1e-3}, "mean": 2.5, "unit": "bits/byte"}
+    found = {"best": best, "members": members, "advice": [], "finished": 1, "tokens_per_s": None, "wall_s": 60.0}
+    curves = [curve(lr=1e-3), ({"lr": 1e-2}, [])]
+    for state, reloads in (("in progress", True), ("stopped", False)):
+        write_page_so_far(tmp_path, found, settings, curves, [], state)
+        page = (tmp_path / "report.html").read_text()
+        assert f"Sweep, {state} ·" in page and "1 of 2 members have finished." in page
+        assert "<h1>2.500 bits/byte at lr 0.001 so far</h1>" in page and ("location.reload" in page) == reloads
+    write_page_so_far(tmp_path, found | {"best": None}, settings, [({}, []), ({}, [])], [], "in progress")
+    assert "<h1>No score yet</h1>" in (tmp_path / "report.html").read_text()
+    assert not (tmp_path / "figures").exists()

@@ -6,6 +6,7 @@ import io
 
 import pytest
 
+from monograph.errors import Diverged, Stopped
 from monograph.run import screen
 from monograph.run.progress import SweepDisplay
 from monograph.run.screen import Screen
@@ -54,3 +55,25 @@ def test_nothing_to_do() -> None:
     with SweepDisplay(Screen(stream), 0, list):
         pass
     assert not stream.getvalue()
+
+
+def test_it_ends_at_100_percent_of_what_it_then_is() -> None:
+    """A part that was done before, a part that is trained, and one that a divergence leaves out."""
+    stream = io.StringIO()
+    with SweepDisplay(Screen(stream), 200, list, done=50) as block:
+        block.resume(40)
+        block.update(120, "12 k tok/s")
+        block.spare(80)
+    assert stream.getvalue() == "  100 %   12 k tok/s   0:00\n"
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (Stopped("saved"), "stopped after 0:00"), (KeyboardInterrupt(), "stopped after 0:00"),
+    (Diverged("nan"), "failed after 0:00"),
+])  # fmt: skip
+def test_what_is_stopped_or_fails_has_no_time_left(error: BaseException, words: str) -> None:
+    stream = io.StringIO()
+    with pytest.raises(type(error)), SweepDisplay(Screen(stream), 200, list) as block:
+        block.update(50, "12 k tok/s")
+        raise error
+    assert stream.getvalue() == f"   25 %   12 k tok/s   {words}\n"

@@ -34,7 +34,7 @@ class Run:
             self.spent_s += seconds_per_update
             Reporter.keep_time(self, update + 1)  # type: ignore[arg-type]
 
-    _too_late = Reporter._too_late
+    _too_late, _per_update_s = Reporter._too_late, Reporter._per_update_s
 
     @property
     def training_since_s(self) -> float:
@@ -79,26 +79,6 @@ def test_a_machine_that_has_just_slowed_down_is_taken_at_its_present_speed() -> 
     run.spent_s, run.recent_s, run.cooled = 72.0, 0.3, None
     Reporter.keep_time(run, 800)  # type: ignore[arg-type]
     assert run.updates == 800 + int(25 / 0.3)
-
-
-def test_the_page_is_written_again_after_a_while_and_takes_a_hundredth_of_the_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    now, written, cost_s = [100.0], list[float](), [0.1]
-
-    def write_page(state: str) -> None:
-        assert state == "in progress"
-        written.append(now[0])
-        now[0] += cost_s[0]
-
-    monkeypatch.setattr(reporting, "clock", lambda: now[0])
-    reporter = SimpleNamespace(page_due_s=115.0, write_page=write_page)
-    for second in range(100, 400):
-        now[0] = max(now[0], float(second))
-        if second == 150:
-            cost_s[0] = 1.0
-        Reporter.refresh(reporter)  # type: ignore[arg-type]
-    assert written[:3] == [115.0, 131.0, 147.0] and written[3:] == [163.0, 264.0, 365.0]
 
 
 @pytest.mark.parametrize("eager, warmup, cooled, expected", [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,22 +10,23 @@ import pytest
 
 from laws.resumed import SETTINGS, cut_back, fingerprint, resume, start, write_inputs
 from monograph.device import clock
-from monograph.planner.defaults import END_S
+from monograph.planner.defaults import END_S, end_s
 from monograph.run.progress import silent
-from monograph.session import eager_start, reporting, warmup
+from monograph.session import deadline, eager_start, reporting, warmup
 from monograph.session.brief import why_uncompiled
+from monograph.session.deadline import Deadline
 from monograph.session.eager_start import compiled_key, pays
 from monograph.session.reporting import Reporter
 from session.test_eager_start import BY_CLOCK, session_of
 
 TOO_LONG = "compiling would take much of the time that train.wall_minutes allows"
 LENGTHS = {
-    "the whole alone": ({}, 89),
+    "the whole alone": ({}, 88),
     "training is shorter": ({"train.minutes": 0.5}, 23),
-    "training is longer": ({"train.minutes": 60}, 89),
+    "training is longer": ({"train.minutes": 60}, 88),
     "fewer updates": ({"train.updates": 20}, 20),
-    "more updates": ({"train.updates": 1000}, 89),
-    "more epochs": ({"train.epochs": 1000}, 89),
+    "more updates": ({"train.updates": 1000}, 88),
+    "more epochs": ({"train.epochs": 1000}, 88),
 }
 
 
@@ -51,7 +53,7 @@ def still(monkeypatch: pytest.MonkeyPatch) -> float:
 
 @pytest.mark.parametrize("case", LENGTHS)
 def test_the_length_is_what_the_time_left_allows(case: str, still: float) -> None:
-    """Of 100 s, 5 are for samples and checkpoints, and 6 for evaluations."""
+    """Of 100 s, 5 are for samples and checkpoints, 6 for evaluations, and 1 is for measuring the memory."""
     given, updates = LENGTHS[case]
     session = session_of(BY_CLOCK | {"train.wall_minutes": 3} | given)
     session.ends_s = still + 100 + END_S
@@ -70,7 +72,50 @@ def test_a_slower_machine_still_ends_in_time(still: float) -> None:
     reporter = Reporter(session, silent())
     reporter.update_s.extend([1.0] * 5)
     reporter.keep_time(75)
-    assert session.cooled == [0, 75 + 7], "the last evaluation takes its part"
+    assert session.cooled == [0, 75 + 6], "the last evaluation and measuring the memory take their part"
+    session.ends_s = still + 3.5 + END_S
+    reporter.keep_time(77)
+    assert session.cooled == [0, 77 + 2], "slower still: the cool-down goes on, and ends earlier"
+    session.ends_s = still + END_S
+    reporter.keep_time(78)
+    assert session.cooled == [0, 79], "no time is left"
+
+
+def test_an_update_that_would_not_end_in_time_is_not_waited_for(still: float) -> None:
+    """However early it is: one that takes a minute of the two that are left for all."""
+    session = session_of(BY_CLOCK | {"train.wall_minutes": 2})
+    session.ends_s = still + 62 + END_S
+    session.plan = replace(session.plan, updates=100)
+    session.training_since_s = still - 60
+    assert Deadline(session).last(1, 60.0) == 2
+    assert Deadline(session).last(1, 0.6) == 0, "100 of these are in time"
+    assert Deadline(session).last(1, 1.0) == 0, "not in time, but it is too early to tell"
+
+
+def test_the_last_evaluation_takes_at_most_a_fifth_and_what_is_left(
+    still: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two minutes, with 10 held-out rows, of which each point of the curve has 4."""
+    monkeypatch.setattr(deadline, "CURVE_ROWS", 4)
+    session = session_of(BY_CLOCK | {"train.wall_minutes": 2})
+    assert len(session.text.held_out) == 10
+    slow = Deadline(session, row_s=4.0, sample_s=4.0)
+    assert slow.rows(9.0) is None and slow.samples_midway and slow.allows(1e9), "without a limit all rows are scored"
+    for left_s, row_s, rows in ((100, 4.0, 6), (100, 2.0, None), (20, 4.0, 5), (0, 4.0, 4)):
+        session.ends_s = still + left_s + END_S
+        assert Deadline(session, row_s).rows(9.0) == rows, (left_s, row_s)
+    per_row = session.batches.rows_per_window * 3  # a forward pass is a third of an update
+    session.ends_s = still + 100 + END_S
+    assert Deadline(session).rows(4.0 * per_row) == 6, "no row was scored before"
+    assert not slow.samples_midway and Deadline(session, 4.0, 2.0).samples_midway
+    assert not slow.allows(26) and slow.allows(25)
+
+
+@pytest.mark.parametrize(("start_s", "limit_s", "expected"), [
+    (0.0, 600, END_S), (4.0, 600, 6.0), (16.0, 600, 24.0), (16.0, 30, 7.5),
+])  # fmt: skip
+def test_the_report_of_a_busy_machine_gets_more_time(start_s: float, limit_s: float, expected: float) -> None:
+    assert end_s(start_s, limit_s) == expected
 
 
 @pytest.mark.parametrize(("minutes", "compiles"), [(1, False), (30, True)])

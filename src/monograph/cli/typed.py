@@ -6,6 +6,7 @@ import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from time import perf_counter
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -245,6 +246,7 @@ def train(
 
     Without arguments it trains a small model on Python's own sources for three minutes.
     """
+    asked_s = perf_counter()
     if resume and from_:
         raise UsageError("--resume continues a run and --from starts a new one; give one of them")
     out = _folder(out, name)
@@ -258,7 +260,7 @@ def train(
         return
     from monograph.commands.train import run
 
-    interrupts.working(run)(settings, out=out, resume=resume, from_=from_, json=json)
+    interrupts.working(run)(settings, out=out, resume=resume, from_=from_, json=json, asked_s=asked_s)
 
 
 @_command(TRAIN, "monograph sweep my_texts/ optim.lr=1e-3,3e-3,1e-2 train.seed=0,1")

@@ -138,12 +138,14 @@ def _round(
         if had_metrics:
             progress.line("warning", "no update of which every member has a sound checkpoint: they begin anew")
         batch.save()
+    block.resume(state.resumed(batch))
     logs = MetricsLogs([session.run for session in batch.sessions], EVERY)
     began, since = clock(), engine.index
     for update in train(engine, batch.windows, updates):
         done = update.index + 1
-        last = done == updates
-        if logs.add(update, {"tokens_per_s": state.rate / len(batch.members) or None, "wall_s": state.spent_s}) or last:
+        last, stopping = done == updates, stop.requested is not None
+        written = logs.add(update, {"tokens_per_s": state.rate / len(batch.members) or None, "wall_s": state.spent_s})
+        if written or last or stopping:
             logs.flush()
             state.trained(batch, done - since, clock() - began)
             block.update(state.done, state.figures)
@@ -154,15 +156,20 @@ def _round(
             logs.flush()
             state.evaluate(batch, done, last=last)
             block.retell()
-        if done % plan.save_every == 0 or stop.requested or stop.save_requested or last:
+        if done % plan.save_every == 0 or stopping or stop.save_requested or last:
             logs.flush()
             stop.save_requested = False
             batch.save()
+        if state.world.leads:
+            state.page.refresh()
         began += clock() - paused
-        if stop.requested and not (last or all_lost):
+        if stopping and not (last or all_lost):
+            if state.world.leads:
+                state.page.write("stopped")
             again = command("sweep", "--out", str(state.sweep.run.folder))
             raise Stopped(f"saved at update {done} of {updates}; continue: {again}")
         if all_lost:
+            block.spare(len(batch.members) * (updates - done))
             break
     state.ends(batch)
     batch.close()

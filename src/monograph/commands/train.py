@@ -24,17 +24,29 @@ from monograph.session.requirements import require_possible, require_taught
 from monograph.session.rewind import windows
 from monograph.session.session import Session
 from monograph.session.setup import repeatable
-from monograph.session.start import open_run
+from monograph.session.start import Started, open_run
 from monograph.session.warmup import measure_memory
 from monograph.storage.cache_dir import keep_compiled
 from monograph.storage.reading import exists
 
 
-def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str | None, json: bool) -> None:
-    """Train, or resume training; see the command line's help."""
+def run(
+    settings: Settings,
+    *,
+    out: Path | None,
+    resume: str | None,
+    from_: str | None,
+    json: bool,
+    asked_s: float | None = None,
+) -> None:
+    """Train, or resume training; see the command line's help.
+
+    `asked_s` is the time of `clock` at which the program was started; None: now.
+    """
     if resume and out:
         raise UsageError(f"--out {out}: --resume goes on in the run's own folder; leave one of them out")
-    asked_s = clock()
+    asked_s = clock() if asked_s is None else asked_s
+    started = Started(asked_s, clock() - asked_s)
     keep_compiled()  # before torch._dynamo is imported, which sets its own cache path in the environment
     settings, from_ = recorded.model_given(settings, from_)
     settings = with_records(settings)
@@ -68,7 +80,7 @@ def run(settings: Settings, *, out: Path | None, resume: str | None, from_: str 
             ranks.require_launched(settings, world.own)
             settings = ranks.agreed(world, settings)
             with ExitStack() as held:
-                session = open_run(folder, settings, world, progress, held, retry_rows, asked_s)
+                session = open_run(folder, settings, world, progress, held, retry_rows, started)
                 report = Reporter(session, progress)
                 _loop(session, report, progress)
                 measure_memory(session)

@@ -67,8 +67,9 @@ MOST_EPOCHS, MOST_DECAYED_EPOCHS = 8, 16
 DEEP = 16
 # The share of a run's time that evaluations, samples and checkpoints leave for updates.
 UPDATES_SHARE = 0.95
-# The seconds that are kept for what follows the training of a run whose whole time is limited: saving, the report.
-END_S = 10.0
+# The seconds that are kept for what follows the training of a run whose whole time is limited: saving, the report. They
+# are computed and loaded like the program's start, which tells how busy the machine is; at most a share of the time.
+END_S, END_STARTS, MOST_END = 10.0, 1.5, 0.25
 CURVE_ROWS = 64  # held-out rows scored for a point of the curve; the last point uses all
 EVALUATIONS, CHECKPOINTS = 12, 6  # per run, where the settings leave it open
 
@@ -79,9 +80,19 @@ def default_seconds(minutes: float, seconds_per_update: float) -> float:
     return max(60 * minutes, needed)
 
 
-def updates_for(seconds: float, seconds_per_update: float, most: int) -> int:
-    """Return the number of updates that fit the time, at least 10 and at most `most`."""
-    return max(10, min(most, int(seconds / seconds_per_update)))
+def updates_for(seconds: float, seconds_per_update: float, most: int, least: int = 10) -> int:
+    """Return the number of updates that fit the time, at least `least` and at most `most`."""
+    return max(least, min(most, int(seconds / seconds_per_update)))
+
+
+def end_s(start_s: float, limit_s: float) -> float:
+    """Return the seconds to keep for what follows the training of a run that may take `limit_s` in all.
+
+    Args:
+        start_s: seconds that the program took to start; 0 if that is not known.
+        limit_s: the limit.
+    """
+    return min(END_STARTS * start_s or END_S, MOST_END * limit_s)
 
 
 def in_whole_rows(tokens: int, length: int) -> int:

@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import torch
 
+from monograph.graph.inspect import ALL_LINEAR
 from monograph.graph.lora import Lora
 from monograph.graph.precision import Precision
 from monograph.graph.remat import Choice, Product, Recording, within
@@ -32,7 +33,7 @@ from monograph.ops.attention import MOST_KEYS, QUERIES
 from monograph.ops.cross_entropy import chunk_count
 from monograph.ops.delta_rule import CHUNK
 from monograph.optim.formats import FORMATS
-from monograph.predict.footprint import ON_THEIR_WAY, Work
+from monograph.predict.footprint import ON_THEIR_WAY, Work, turn_of
 
 FROZEN_BYTES = {"int8": 1.0, "nf4": 0.516}  # bytes per number of a frozen linear layer
 SCORE_NUMBERS = 3  # memory of an attention score, in bf16 numbers: its probability in fp32 (2) and in bf16 (1)
@@ -199,11 +200,28 @@ class _Frozen(NamedTuple):
 
     adapters: int
     base_bytes: int
-    multiplied: int
+    multiplied: float
 
 
 @functools.lru_cache(maxsize=64)
 def _frozen(config: LlamaConfig, lora: Lora, precision: str) -> _Frozen:
+    """Return the sizes of a model of any depth, from two shallow ones where all its blocks get the same adapters."""
+    layers, turn = config.num_hidden_layers, turn_of(config)
+    least = turn + layers % turn
+    named_one_by_one = isinstance(lora.targets, str) and lora.targets != ALL_LINEAR
+    if named_one_by_one or layers <= least + turn:
+        return _built(config, lora, precision)
+    low, high = (_built(config.shortened(depth), lora, precision) for depth in (least, least + turn))
+    turns = (layers - least) // turn
+    return _Frozen(
+        low.adapters + turns * (high.adapters - low.adapters),
+        low.base_bytes + turns * (high.base_bytes - low.base_bytes),
+        low.multiplied + turns * (high.multiplied - low.multiplied),
+    )
+
+
+def _built(config: LlamaConfig, lora: Lora, precision: str) -> _Frozen:
+    """Return the sizes of a model as it is built."""
     with torch.device("meta"):
         model = Llama(config)
         put(model, lora, precision=Precision(precision))
@@ -213,7 +231,7 @@ def _frozen(config: LlamaConfig, lora: Lora, precision: str) -> _Frozen:
     trained = [tensor for tensor in model.parameters() if tensor.requires_grad]
     share = config.num_experts_per_tok / max(config.num_experts, 1)
     multiplied = sum(tensor.numel() * (share if tensor.ndim == 3 else 1) for tensor in trained)
-    return _Frozen(sizes[True], sizes[False], round(multiplied))
+    return _Frozen(sizes[True], sizes[False], multiplied)
 
 
 def trained_numbers(config: LlamaConfig, lora: Lora | None, precision: str) -> int:
@@ -240,7 +258,7 @@ def copied_bytes(config: LlamaConfig, lora: Lora | None, precision: str, halved:
 
 def trained_adapters(work: Work) -> int:
     """Return the adapters' parameters that a token is multiplied with; 0 if the model itself is trained."""
-    return _frozen(work.config, work.lora, work.precision).multiplied if work.lora else 0
+    return round(_frozen(work.config, work.lora, work.precision).multiplied) if work.lora else 0
 
 
 def dense_bytes(work: Work) -> float:

@@ -32,6 +32,7 @@ from monograph.step.layout import on_device
 
 Compile = Scope | Literal["none"]
 Judged = Literal["", "rows", "exact"]
+UPDATE_BYTES = 32
 ON_THEIR_WAY = 3  # with remat "offload", the inputs of this many blocks are on the device, all others on the host
 
 
@@ -194,22 +195,46 @@ def _deep(work: Work) -> list[Curve]:
 
     If the traces at two depths do not line up, the model is traced at its full depth.
     """
-    layers, turn = work.config.num_hidden_layers, _turn(work.config)
+    layers, turn = work.config.num_hidden_layers, turn_of(work.config)
     least = 2 if turn == 1 else turn + layers % turn
     depths = least, least + turn
     if layers <= depths[1]:
         return _curves(work)
-    curves, graphs = [], Graphs()
+    graphs = Graphs()
     cut = [replace(work, config=work.config.shortened(depth)) for depth in depths]
-    for low, high in zip(*(_curves(shallow, graphs) for shallow in cut), strict=True):
-        of_low, of_high = (corners(one.samples) if one.stage == "update" else one.samples for one in (low, high))
-        if (samples := deepened(of_low, of_high, (layers - least) // turn)) is None:
-            return _curves(work)
-        curves.append(Curve(low.stage, samples))
+    if work.compile == "blocks":  # its graphs serve a second trace, too, if this does not suffice
+        low, high = (_curves(shallow, graphs, updated=False) for shallow in cut)
+        curves = _at_depth(low, high, (layers - least) // turn)
+        if curves and not _may_peak_in_update(curves, work):
+            return curves
+    low, high = (_curves(shallow, graphs) for shallow in cut)
+    return _at_depth(low, high, (layers - least) // turn) or _curves(work)
+
+
+def _at_depth(low: list[Curve], high: list[Curve], beyond: int) -> list[Curve]:
+    """Return the curves of a model with `beyond` more turns of blocks than `low`; none if they do not line up."""
+    curves = []
+    for one, other in zip(low, high, strict=True):
+        of_low, of_high = (corners(each.samples) if each.stage == "update" else each.samples for each in (one, other))
+        if (samples := deepened(of_low, of_high, beyond)) is None:
+            return []
+        curves.append(Curve(one.stage, samples))
     return curves
 
 
-def _turn(config: LlamaConfig) -> int:
+def _may_peak_in_update(curves: list[Curve], work: Work) -> bool:
+    """Return whether the optimizer's update might need more than the passes before it, whose curves these are.
+
+    Its temporary values are fewer than UPDATE_BYTES for each trained number. The trace of an update takes as long as
+    the rest, and most peaks are far above what it needs.
+    """
+    kept = sum(curves[-1].samples[-1][: ORIGINS.index("activations")])  # weights, gradients and moments
+    gradients = curves[-1].samples[-1][ORIGINS.index("gradients")]  # of 4 bytes each, or of 2
+    peak = footprint_of(curves).peak_bytes
+    return peak <= kept + UPDATE_BYTES // work.number_bytes * gradients
+
+
+def turn_of(config: LlamaConfig) -> int:
     """Return after how many blocks the kinds of blocks, by their parts, come again in the same order."""
     kinds = [(config.is_linear(layer), config.is_mixture(layer)) for layer in range(config.num_hidden_layers)]
     return next(turn for turn in itertools.count(1) if kinds[turn:] == kinds[:-turn])
@@ -273,7 +298,8 @@ def _along(low: list[Sample], high: list[Sample], beyond: int) -> list[Sample]:
     return [tuple(a + beyond * (b - a) for a, b in zip(*pair, strict=True)) for pair in zip(low, high, strict=False)]
 
 
-def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
+def _curves(work: Work, graphs: Graphs | None = None, *, updated: bool = True) -> list[Curve]:
+    """Return the samples of a step, without its update's if that is not `updated`."""
     with FakeMemory(work.config.vocab_size, work.device_type, graphs) as memory:
         model = Llama(work.config)
         if work.device_type == "cuda":  # fused attention without a mask stands in for flex attention
@@ -311,8 +337,9 @@ def _curves(work: Work, graphs: Graphs | None = None) -> list[Curve]:
 
         step.forward = watched
         accumulate(step, [batch])
-        begins.append(("update", len(memory.curve)))
-        update(step)
+        if updated:
+            begins.append(("update", len(memory.curve)))
+            update(step)
         if work.compile == "whole":  # what follows a graph has its own samples for each block
             begins = [*zip(("forward", "backward"), memory.walked, strict=False), *begins]
             begins.sort(key=lambda begin: begin[1])

@@ -10,12 +10,10 @@ from typing import Any
 from monograph.errors import DiskFull
 from monograph.report import quantities
 from monograph.report.figures import Picture, Row, Yardsticks, draw
+from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
 from monograph.report.page import column, config_of, number, page, pairs, section, table
 from monograph.report.run_charts import drawings_of
-
-REFRESH_S = 15  # between two writings, and two loads, of the page of a run in progress
-IN_PROGRESS = "in progress"
 
 Summary = Mapping[str, Any]
 Sample = tuple[float, str]  # when in the run, from 0 to 1, and the text that the model wrote
@@ -116,7 +114,7 @@ def run_page(run_folder: Path, summary: Summary, metrics: Sequence[Row], about: 
                 section("How it was run", pairs(about.origin), config_of(run_folder)),
             ),
         ],
-        refresh_s=REFRESH_S if state == IN_PROGRESS else 0,
+        refresh_s=refresh_s(state),
     )
 
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from monograph.report import quantities
 from monograph.report.figures import ACCENT, GRID, INK, MUTED, WARN, Picture, single, style
+from monograph.report.in_progress import refresh_s
 from monograph.report.markup import escaped
 from monograph.report.page import Cell, Drawings, config_of, number, page, pairs, section, table
 from monograph.report.run_report import write_pages
@@ -129,10 +130,32 @@ def write_sweep_report(
     Raises:
         DiskFull: there is no space for them.
     """
-    unit = results["best"]["unit"] if results["best"] else "nats"
-    key = "eval_bits_per_byte" if unit == "bits/byte" else "eval_loss"
+    key, unit = _measured(results)
     text = sweep_page(folder, results, settings, drawings_of(settings, curves, key, unit), origin)
     write_pages(folder, text, draw_sweep(settings, curves, key, unit))
+
+
+def write_page_so_far(
+    folder: Path,
+    results: Mapping[str, Any],
+    settings: Sequence[Setting],
+    curves: Sequence[Curve],
+    origin: Sequence[tuple[str, str]],
+    state: str,
+) -> None:
+    """Write the page of a sweep that has not ended, without figures; `state` says what it is, such as "in progress".
+
+    Raises:
+        DiskFull: there is no space for it.
+    """
+    drawings = drawings_of(settings, curves, *_measured(results))
+    write_pages(folder, sweep_page(folder, results, settings, drawings, origin, state), [])
+
+
+def _measured(results: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the score's key in a row of metrics, and its unit."""
+    unit = results["best"]["unit"] if results["best"] else "nats"
+    return "eval_bits_per_byte" if unit == "bits/byte" else "eval_loss", unit
 
 
 def sweep_page(
@@ -141,14 +164,18 @@ def sweep_page(
     settings: Sequence[Setting],
     drawings: Drawings,
     origin: Sequence[tuple[str, str]] = (),
+    state: str = "",
 ) -> str:
-    """Return a sweep's page as HTML; see `write_sweep_report`."""
+    """Return a sweep's page as HTML; see `write_sweep_report` and `write_page_so_far`."""
     best = results["best"]
+    standing = [advice["text"] for advice in results["advice"]]
+    if state:
+        standing = [f"{results['finished']} of {len(results['members'])} members have finished."]
     return page(
-        kind="Sweep",
+        kind=f"Sweep, {state}" if state else "Sweep",
         title=folder.name,
-        headline=_headline(best),
-        standing=" ".join(advice["text"] for advice in results["advice"]),
+        headline=_headline(best, so_far=bool(state)),
+        standing=" ".join(standing),
         figures=_key_figures(results),
         drawings=drawings,
         sections=[
@@ -157,6 +184,7 @@ def sweep_page(
             section("Members", _members(results["members"]), whole=True),
             section("How it was run", pairs(origin), config_of(folder), whole=True),
         ],
+        refresh_s=refresh_s(state),
     )
 
 
@@ -164,11 +192,11 @@ def _commands(advice: Sequence[Mapping[str, Any]]) -> list[str]:
     return [f"<pre>{escaped(each['command'])}</pre>" for each in advice if each["command"]]
 
 
-def _headline(best: Mapping[str, Any] | None) -> str:
+def _headline(best: Mapping[str, Any] | None, *, so_far: bool) -> str:
     if best is None:
-        return "Every member diverged"
+        return "No score yet" if so_far else "Every member diverged"
     knobs = ", ".join(f"{key.rpartition('.')[2]} {text_of(value)}" for key, value in best["knobs"].items())
-    return f"{best['mean']:.3f} {best['unit']}{' at ' + knobs if knobs else ''}"
+    return f"{best['mean']:.3f} {best['unit']}{' at ' + knobs if knobs else ''}{' so far' if so_far else ''}"
 
 
 def _key_figures(results: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -12,6 +12,7 @@ from typing import Any, Self, TextIO
 
 from rich.text import Text
 
+from monograph.errors import Stopped
 from monograph.report import quantities
 from monograph.run.screen import ASCII, BRAILLE, YARDSTICK_WIDTH, Screen, curve_pieces, cut, shown
 
@@ -136,7 +137,7 @@ class _Display:
     def __init__(self, screen: Screen, work: int, start: int) -> None:
         self._screen, self._work, self._start, self._done = screen, work, start, start
         self._figures = self._note = ""
-        self._since_s = monotonic()
+        self._since_s, self._outcome = monotonic(), ""
         self._live = screen.live(self._region, self._spoken, lambda: (self._done, self._figures))
 
     def __enter__(self) -> Self:
@@ -144,8 +145,20 @@ class _Display:
         self._live.__enter__()
         return self
 
-    def __exit__(self, *raised: Any) -> None:
-        self._live.__exit__(*raised)
+    def __exit__(self, kind: type[BaseException] | None, *rest: Any) -> None:
+        self._live.__exit__(kind, *rest)
+        if kind is not None:
+            stopped = issubclass(kind, Stopped) or not issubclass(kind, Exception)
+            self._outcome = "stopped after " if stopped else "failed after "
+        self._leave()
+
+    def _leave(self) -> None:
+        """Print what stays on the screen."""
+        self._screen.print(self._bar() if self._screen.is_live else self._spoken())
+
+    def ends_at(self, work: int) -> None:
+        """Report that there is another amount of work than at first."""
+        self._work = work
 
     def note(self, text: str) -> None:
         """Show a line under the bar, such as what limits the speed."""
@@ -172,6 +185,8 @@ class _Display:
 
     def _time(self) -> str:
         elapsed_s, done = monotonic() - self._since_s, self._done - self._start
+        if self._outcome:
+            return self._outcome + quantities.clock_time(elapsed_s)
         if done <= 0 or self._done >= self._work:  # a run may go back before the update it resumed from
             return quantities.clock_time(elapsed_s)
         return f"{quantities.clock_time(elapsed_s / done * (self._work - self._done))} left"
@@ -201,8 +216,7 @@ class TrainingBlock(_Display):
         self._held_out: list[tuple[float, float]] = []
         self._samples: list[tuple[float, str]] = []
 
-    def __exit__(self, *raised: Any) -> None:
-        super().__exit__(*raised)
+    def _leave(self) -> None:
         self._screen.print(*(self._region() if self._screen.is_live else [self._spoken(), *self._curve()]))
 
     def update(
@@ -216,10 +230,10 @@ class TrainingBlock(_Display):
             parts.append(f"{skipped} skipped")
         self._done, self._figures = at, "   ".join(parts)
 
-    def ends_at(self, updates: int) -> None:
+    def ends_at(self, work: int) -> None:
         """Report that the run has another number of updates than it had at first."""
-        self._tokens = round(self._tokens * updates / self._work)
-        self._work = updates
+        self._tokens = round(self._tokens * work / self._work)
+        super().ends_at(work)
 
     def held_out(self, tokens: int, value: float) -> None:
         """Add a point to the curve; after a resume the caller adds the earlier points, too."""
@@ -244,7 +258,7 @@ class TrainingBlock(_Display):
         return f"  update {self._done:>{len(str(self._work))}}/{self._work} "
 
     def _time(self) -> str:
-        return super()._time() + (" so far" if self._done == self._start else "")
+        return super()._time() + (" so far" if self._done == self._start and not self._outcome else "")
 
     def _curve(self, spare_rows: int = _CURVE_ROWS) -> list[Text]:
         rows = min(_CURVE_ROWS, spare_rows)
@@ -281,6 +295,19 @@ class SweepDisplay(_Display):
     def update(self, done: int, figures: str) -> None:
         """Report that `done` units of work are finished; cheap enough for every update."""
         self._done, self._figures = done, figures
+
+    def resume(self, units: int) -> None:
+        """Report that `units` units of work were finished by an earlier process."""
+        self._done += units
+        self._start += units
+
+    def spare(self, units: int) -> None:
+        """Report that `units` units of the remaining work are not needed."""
+        self.ends_at(max(1, self._work - units))
+
+    def _leave(self) -> None:
+        if self._done > self._start:
+            super()._leave()
 
     def retell(self) -> None:
         """Report that the table has changed."""

@@ -124,13 +124,16 @@ class AfterUpdate:
 
     def keep_time(self, moment: Moment) -> None:
         """Begin the cool-down early, if the time will not suffice."""
-        if moment.done % min(self.session.plan.eval_every, self._check_every) == 0 and not moment.is_last:
+        limited = self.session.ends_s is not None
+        due = limited or moment.done % min(self.session.plan.eval_every, self._check_every) == 0
+        if due and not moment.is_last:
             self.report.keep_time(moment.done)
             self.block.ends_at(self.session.updates)
 
     def sample(self, moment: Moment) -> None:
         """Show what the model writes, if that is due; the last sample comes after the loop."""
-        if moment.done in self.report.sample_updates() and not moment.is_last:
+        due = moment.done in self.report.sample_updates() and not moment.is_last
+        if due and self.session.world.agreed(self.report.deadline.samples_midway):
             self.log.flush()
             self.report.sample(self.block, moment.done)
 
@@ -141,7 +144,7 @@ class AfterUpdate:
             self.stop_signal.save_requested = False
             self.session.save()
         if self.session.world.leads:
-            self.report.refresh()
+            self.report.page.refresh()
 
     def stop(self, moment: Moment) -> None:
         """End the run, if the user asked for that.
@@ -152,7 +155,7 @@ class AfterUpdate:
         if not moment.stops:
             return
         if self.session.world.leads:
-            self.report.write_page("stopped")
+            self.report.page.write("stopped")
         again = ranks.again(self.session.world, self.session.run, self.session.plan.parallel)
         raise Stopped(f"saved at update {moment.done}; continue: {again}")
 

@@ -12,7 +12,7 @@ from typing import Any
 from monograph import compat
 from monograph.decode import Sampling, generate
 from monograph.device import clock, default_device, describe
-from monograph.errors import DiskFull, InputRefused
+from monograph.errors import InputRefused
 from monograph.evaluation import Evaluation
 from monograph.evaluation.yardsticks import accepted_share, yardsticks
 from monograph.graph import capture as graph
@@ -21,11 +21,13 @@ from monograph.model.llama import Llama
 from monograph.planner.defaults import updates_for
 from monograph.predict.roofline import flops_per_token, mfu
 from monograph.profiling.memory import reset_peak_memory
+from monograph.report.in_progress import PageInProgress
 from monograph.report.quantities import count, counted, duration, memory
-from monograph.report.run_report import REFRESH_S, About, write_report, write_run_page
+from monograph.report.run_report import About, write_report, write_run_page
 from monograph.run.folder import Run
 from monograph.run.progress import Progress, TrainingBlock
 from monograph.run.started import told
+from monograph.session.deadline import Deadline
 from monograph.session.eager_start import MARK
 from monograph.session.gauges import Alarm, Gauges
 from monograph.session.ranks import show
@@ -53,7 +55,6 @@ YARDSTICKS_LEAVE_S = 120.0  # where less time is left for training, they are not
 # After COOLING_FROM of the time, a run that would take more than LATE times its time is shortened. Its updates then end
 # at END_SHARE of the time, which leaves the rest for the last evaluation and samples.
 COOLING_FROM, LATE, END_SHARE = 0.7, 1.03, 0.97
-PAGE_SHARE = 0.01  # of the time, that writing the page of a run in progress may take
 
 
 class Reporter:
@@ -73,7 +74,8 @@ class Reporter:
         self.rates: deque[float] = deque(maxlen=RECENT)
         self.update_s: deque[float] = deque(maxlen=RECENT)
         self.held_out: Evaluation | None = None
-        self.page_due_s = clock() + REFRESH_S
+        self.scored_rows = 0  # by the last evaluation
+        self.page, self.deadline = PageInProgress(self._write_page), Deadline(session)
         self.lines = (0, 0)
 
     def sample_updates(self) -> list[int]:
@@ -117,9 +119,14 @@ class Reporter:
 
         The row of the metrics has the entries of `mark`, too.
         """
+        began = clock()
         score = self.session.task.evaluate(self.session.batches.rows_per_window, limit)
         if score is None:
             return
+        held_out = self.session.task.held_out_rows
+        if held_out:
+            self.scored_rows = min(limit or held_out, held_out)
+            self.deadline.row_s = (clock() - began) / self.scored_rows
         self.held_out = score.evaluation
         self.session.run.log({"update": update, "tokens": score.tokens, **score.figures, **mark})
         if score.point is not None and math.isfinite(score.point):
@@ -130,17 +137,27 @@ class Reporter:
 
         Both always have the same random draws, so that a resumed run shows the same.
         """
+        began = clock()
         written = self.session.task.sample(self.opening, lambda: next(iter(self._write(1, SAMPLE_TOKENS)), None))
         if written is None:
             return
+        self.deadline.sample_s = clock() - began
         share = update / self.session.updates
         self.session.run.log({"update": update, "share": share, "sample": written})
         block.sample(share, written)
 
     def keep_time(self, update: int) -> None:
-        """Begin the cool-down early if the time will not suffice, once the machine's speed is known well."""
-        if ends := self.session.world.number(self._too_late(update)):
+        """Begin the cool-down early if the time will not suffice, once the machine's speed is known well.
+
+        Where the whole run's time is limited, a cool-down that takes too long is ended early, too.
+        """
+        late = self._too_late if self.session.ends_s is None else self._past_deadline
+        if ends := self.session.world.number(late(update)):
+            again = self.session.cooled is not None
             self.session.shorten(ends)
+            if again:
+                self.progress.line("time", f"slower still: ending at update {ends:,}")
+                return
             slower = "updates take longer than measured at the start"
             self.progress.line("time", f"{slower}: cooling down from update {update:,}, ending at {ends:,}")
 
@@ -152,42 +169,33 @@ class Reporter:
             return 0
         spent = session.spent_s
         # The last evaluation and the last samples come after the updates.
-        per_update = max(here_s / (update - self.first), self.recent_s)
+        per_update = self._per_update_s(update)
         until = END_SHARE * session.budget_s
-        if session.ends_s is not None:
-            scoring_s = session.scoring_s(session.task.held_out_rows, self.recent_s)
-            until = min(until, spent + session.left_s - scoring_s)
         if spent + per_update * (session.updates - update) <= LATE * until:
             return 0
-        left = until - spent
-        if session.ends_s is None:  # a cool-down is worth more than the minute
-            left = max(left, (1 - COOLING_FROM) / 2 * session.budget_s)
+        left = max(until - spent, (1 - COOLING_FROM) / 2 * session.budget_s)  # a cool-down is worth more than time
         most = session.updates - update
-        if session.ends_s is None:
-            return update + min(most, updates_for(left, per_update, most))
-        return update + max(1, min(most, int(left / per_update)))
+        return update + min(most, updates_for(left, per_update, most))
+
+    def _past_deadline(self, update: int) -> int:
+        return self.deadline.last(update, self._per_update_s(update))
+
+    def _per_update_s(self, update: int) -> float:
+        return max((clock() - self.session.training_since_s) / (update - self.first), self.recent_s)
 
     def end(self, block: TrainingBlock) -> None:
-        """Run the last evaluation, over all held-out rows, and draw the last sample."""
-        self.evaluate(block, self.session.updates, limit=None)
-        self.sample(block, self.session.updates)
-        if self.python:
+        """Run the last evaluation, over all held-out rows, and draw the last sample, as far as there is time."""
+        agreed = self.session.world.agreed
+        self.evaluate(block, self.session.updates, limit=agreed(self.deadline.rows(self.recent_s)))
+        if agreed(self.deadline.allows(1)):
+            self.sample(block, self.session.updates)
+        if self.python and agreed(self.deadline.allows(1 + JUDGED_TOKENS / SAMPLE_TOKENS)):
             shares = [accepted_share(text) for text in self._write(4, JUDGED_TOKENS) if text]
             self.lines = sum(f[0] for f in shares), sum(f[1] for f in shares)
 
-    def refresh(self) -> None:
-        """Write the page of the run so far, if it was not written for a while."""
-        if clock() < self.page_due_s:
-            return
-        began = clock()
-        self.write_page("in progress")
-        self.page_due_s = clock() + max(REFRESH_S, (clock() - began) / PAGE_SHARE)
-
-    def write_page(self, state: str) -> None:
-        """Write the page of a run that has not ended. The run goes on if it cannot be written."""
+    def _write_page(self, state: str) -> None:
         rows = self.session.run.rows()
-        with suppress(DiskFull, OSError):
-            write_run_page(self.session.run.folder, self._summary(), rows, self._about(rows), state)
+        write_run_page(self.session.run.folder, self._summary(), rows, self._about(rows), state)
 
     def _about(self, rows: Sequence[Mapping[str, Any]]) -> About:
         samples = [(row["share"], row["sample"]) for row in rows if "sample" in row]
@@ -223,7 +231,7 @@ class Reporter:
         session.run.log({"update": summary["update"], "summary": summary})
         progress.gap()
         standing = session.task.standing(rows, self.held_out, self.yardsticks)
-        progress.line("done", f"{trained} of training{self._planned()}{standing}")
+        progress.line("done", f"{trained} of training{self._planned()}{self._in_all()}{standing}")
         peak = summary["peak_memory_bytes"]
         needed = "not measured" if peak is None else memory(peak)
         if (planned := session.plan.peak_memory_bytes) is not None:
@@ -231,6 +239,9 @@ class Reporter:
         compiled = "" if session.eager_reason else f"   {counted(self.recompiles, 'recompile')}"
         skipped = counted(sum(bool(row.get("skipped")) for row in rows), "skipped update")
         progress.line("", f"peak memory {needed}{compiled}   {skipped}   {session.run.folder}")
+        held_out = session.task.held_out_rows
+        if 0 < self.scored_rows < held_out:
+            progress.line("", f"scored on {self.scored_rows:,} of {held_out:,} held-out rows: no time for more")
         if session.cooled:
             early = f"{session.updates:,} of {session.plan.updates:,} planned updates"
             progress.line("", f"{early}: the machine was slower than measured at the start, so it cooled down early")
@@ -250,6 +261,14 @@ class Reporter:
         if most is not None and session.plan.updates >= most:  # the epochs ended the run, the time was only allowed
             planned = f" ({duration(session.budget_s)} at most)"
         return planned
+
+    def _in_all(self) -> str:
+        """Return how long a run whose whole time is limited took, and the limit; empty for other runs."""
+        ends_s, minutes = self.session.ends_s, self.session.plan.wall_minutes
+        if ends_s is None or minutes is None:
+            return ""
+        allowed_s = 60 * minutes
+        return f", {duration(clock() - ends_s + allowed_s)} in all (of {duration(allowed_s)})"
 
     def _summary(self) -> dict[str, Any]:
         session = self.session

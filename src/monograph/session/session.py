@@ -63,6 +63,7 @@ class Session:
         elapsed_s: seconds of training before `training_since_s`, in earlier processes or before the step was compiled.
         budget_s: seconds of training that the settings allow; None if they give only updates, tokens or epochs.
         ends_s: the time of `clock` by which a new run is to be over, report included; None if that is not limited.
+        end_s: the seconds of these that are kept for what follows the training: saving and the report.
         cooled: [first update, last update] of a cool-down that replaced the schedule because the machine is slower than
             calibrated; None if none did.
         begun_with: the fingerprint of the settings that a resumed run was begun with, perhaps by an earlier version;
@@ -77,6 +78,7 @@ class Session:
     elapsed_s: float = 0.0
     budget_s: float | None = None
     ends_s: float | None = None
+    end_s: float = defaults.END_S
     cooled: list[int] | None = None
     begun_with: str | None = None
     eager_reason: str | None = None
@@ -136,7 +138,7 @@ class Session:
     @property
     def left_s(self) -> float:
         """Return the seconds that are left for training before the run has to be over; infinite without a limit."""
-        return math.inf if self.ends_s is None else max(0.0, self.ends_s - clock() - defaults.END_S)
+        return math.inf if self.ends_s is None else max(0.0, self.ends_s - clock() - self.end_s)
 
     def scoring_s(self, rows: int, update_s: float) -> float:
         """Return about how many seconds scoring so many held-out rows takes: a forward pass is a third of an update."""
@@ -329,8 +331,11 @@ class Session:
             Calibration(calibration_file()).note_memory(describe(step.device), work, planned.traced, measured)
 
     def shorten(self, updates: int) -> None:
-        """Begin the cool-down now, to end after `updates` updates in all; checkpoints record it for a resume."""
-        self.cooled = [self.engine.index, updates]
+        """Begin the cool-down now, to end after `updates` updates in all; checkpoints record it for a resume.
+
+        A cool-down that has begun goes on, and ends so.
+        """
+        self.cooled = [self.cooled[0] if self.cooled else self.engine.index, updates]
         self.engine.step.schedule = self.schedule()
 
 

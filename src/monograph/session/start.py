@@ -3,6 +3,7 @@
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 from monograph import checkpointing
 from monograph.config import Settings
@@ -11,6 +12,7 @@ from monograph.device import clock, default_device, describe
 from monograph.distributed.checkpoint import newest
 from monograph.distributed.world import World
 from monograph.loss import Batch
+from monograph.planner import defaults
 from monograph.report.quantities import duration
 from monograph.run import writing
 from monograph.run.folder import Run
@@ -30,6 +32,13 @@ from monograph.session.warmup import compile_step, fix_length, try_step
 from monograph.storage.reading import exists
 
 
+class Started(NamedTuple):
+    """When the program was started, as a time of `clock`, and the seconds that it took until it began with the run."""
+
+    at_s: float
+    took_s: float
+
+
 def open_run(
     folder: Run,
     settings: Settings,
@@ -37,7 +46,7 @@ def open_run(
     progress: Progress,
     held: ExitStack,
     retry_rows: int,
-    asked_s: float,
+    started: Started,
 ) -> Session:
     """Return a run's session, ready for its next update.
 
@@ -48,7 +57,7 @@ def open_run(
         progress: the display.
         held: closes what is opened here when the run is over.
         retry_rows: the micro-batch of an attempt after one that ran out of memory; 0: none did.
-        asked_s: the time of `clock` at which the run was asked for.
+        started: when the program was started.
     """
     machine = describe()
     require_possible(settings, machine)
@@ -67,19 +76,22 @@ def open_run(
     opened = partial(_opened, folder, task=task, world=world, retry_rows=retry_rows)
     began = clock()
     session, resumed, window = opened(plan, progress=progress)
-    ends_s = asked_s + 60 * plan.wall_minutes if plan.wall_minutes and not resumed else None
-    session.ends_s = ends_s
+    if plan.wall_minutes and not resumed:
+        session.ends_s = started.at_s + 60 * plan.wall_minutes
+        session.end_s = defaults.end_s(started.took_s, 60 * plan.wall_minutes)
     why = ""
     if plan.compile == "auto" and not resumed:
         why = why_uncompiled(session, window, clock() - began)
     if why:
         session.batches.close()
+        ends = session.ends_s, session.end_s
         # Where nothing is compiled, the planner chooses otherwise, and answers are drawn otherwise.
         plan = resolve(plan.settings.resolve({"train.compile": "none"}, ORIGIN), machine)
         session, _, window = opened(plan, progress=silent())
-        session.ends_s, session.eager_reason = ends_s, why
+        session.ends_s, session.end_s = ends
+        session.eager_reason = why
     if not (resumed or updates_given(session)):
-        progress.line("time", _times(session, window, asked_s))
+        progress.line("time", _times(session, window, started.at_s))
     early = False
     if resumed:
         compile_step(session, window, progress)

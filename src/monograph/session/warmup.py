@@ -1,5 +1,6 @@
 """Prepare the first update: make a trial step, choose a kernel, capture the step, and fix the run's length."""
 
+import math
 from collections.abc import Callable
 from contextlib import suppress
 
@@ -26,11 +27,14 @@ from monograph.run import recorded_state
 from monograph.run.progress import Progress
 from monograph.run.recipe import lora_of
 from monograph.session.brief import updates_given
+from monograph.session.deadline import Deadline
 from monograph.session.plan import Length
 from monograph.session.resolve import request_of, resolve
 from monograph.session.session import Session
 from monograph.storage.cache_dir import calibration_file
 from monograph.stream import Streamed
+
+CURVE_SHARE = 0.125  # of the training of a run whose whole time is limited, which the points of its curve take
 
 
 def choose_kernel(session: Session, window: Batch, progress: Progress) -> None:
@@ -71,6 +75,7 @@ def chosen(times: dict[Kernel, float], before: Kernel | None) -> Kernel:
     return before if before in times else fastest(times)
 
 
+CALIBRATION_SHARE = 0.08  # of the time that is left, if that is limited
 CALIBRATION_S = 3.0  # long enough that a moment of other work on the machine changes the result little
 
 
@@ -84,10 +89,12 @@ def calibrate(session: Session) -> float:
             engine.rehearse(window if session.task.is_ready else next(batches))
 
     with session.undisturbed():
-        return float(session.world.agreed(seconds_per_update(engine, update, session.world))) / each
+        return float(session.world.agreed(seconds_per_update(engine, update, session.world, session.left_s))) / each
 
 
-def seconds_per_update(engine: Engine, update: Callable[[], object], world: World | None = None) -> float:
+def seconds_per_update(
+    engine: Engine, update: Callable[[], object], world: World | None = None, left_s: float = math.inf
+) -> float:
     """Return the seconds of an undisturbed update: the lower quartile over a few updates that are thrown away.
 
     The quartile is low because a run that is planned too long cools down in time (`Reporter.keep_time`), while one that
@@ -98,11 +105,18 @@ def seconds_per_update(engine: Engine, update: Callable[[], object], world: Worl
         update: makes an update that changes no weight, such as one without targets, which is computed in full and then
             not applied.
         world: the ranks that update together; rank 0 decides how often.
+        left_s: seconds that are left for training; the measurement takes a small share of them, or one update.
     """
     times: list[float] = []
     world = world or World()
+
+    def goes_on() -> bool:
+        if times and sum(times) > CALIBRATION_SHARE * left_s:
+            return False
+        return len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50)
+
     with engine.step.counters_kept():
-        while world.agreed(len(times) < 3 or (sum(times) < CALIBRATION_S and len(times) < 50)):
+        while world.agreed(goes_on()):
             synchronize(engine.step.device)
             began = clock()
             update()
@@ -268,11 +282,14 @@ def _budget_s(session: Session, updates: int, update_s: float, progress: Progres
     return min(wanted_s, left_s)
 
 
-def _evaluating_s(session: Session, update_s: float) -> float:
-    """Return about how many seconds the evaluations of a run take in all; they are part of its training's time."""
-    held_out = session.task.held_out_rows
-    curve = defaults.EVALUATIONS * min(held_out, defaults.CURVE_ROWS)
-    return session.scoring_s(curve + held_out, update_s)
+def _curve_points(session: Session, update_s: float) -> tuple[int, float]:
+    """Return how often a run of limited time is scored for its curve, and about how many seconds that takes in all."""
+    point_s = session.scoring_s(min(session.task.held_out_rows, defaults.CURVE_ROWS), update_s)
+    if not point_s:
+        return defaults.EVALUATIONS, 0.0
+    affordable = int(CURVE_SHARE * (session.budget_s or 0.0) / point_s)
+    points = max(1, min(defaults.EVALUATIONS, affordable))
+    return points, points * point_s
 
 
 def fix_length(session: Session, progress: Progress) -> None:
@@ -281,7 +298,7 @@ def fix_length(session: Session, progress: Progress) -> None:
     given = updates_given(session)
     if given > recorded_state.MOST:
         raise UsageError(f"train.epochs = {plan.epochs}: they have {given:,} updates; give fewer, for at most 1e15")
-    updates = given
+    updates, evaluations = given, defaults.EVALUATIONS
     if not given or session.ends_s is not None:
         with progress.stage("calibrate", "timing a few updates (discarded)") as stage:
             seconds = calibrate(session)
@@ -292,8 +309,10 @@ def fix_length(session: Session, progress: Progress) -> None:
         most = given or session.task.most_updates(rows, decay) or recorded_state.MOST
         training_s = defaults.UPDATES_SHARE * session.budget_s
         if session.ends_s is not None:
-            training_s = max(training_s / 4, training_s - _evaluating_s(session, seconds))
-        left = defaults.updates_for(training_s, seconds, most)
+            evaluations, curve_s = _curve_points(session, seconds)
+            training_s = max(training_s / 4, training_s - curve_s - Deadline(session).end_s(seconds))
+        least = 10 if session.ends_s is None else 1
+        left = defaults.updates_for(training_s, seconds, most, least)
         updates = max(left, min(most, session.engine.index + left))  # some were made before the step was compiled
         lasting = f", about {duration(session.budget_s)}" + (" more" if session.engine.index else "")
         if updates >= most:
@@ -301,7 +320,7 @@ def fix_length(session: Session, progress: Progress) -> None:
             if not given:
                 lasting = f", limited to {defaults.most_epochs(decay)} epochs (train.epochs=N for more){lasting}"
         session.budget_s += session.elapsed_s
-    plan = session.plan = resolve(plan, describe(), Length(updates))
+    plan = session.plan = resolve(plan, describe(), Length(updates, evaluations))
     session.engine.step.schedule = session.schedule()
     adapters = f" of which {count(session.adapter_params)} are trained" if plan.recipe.lora else ""
     amount = session.task.amount(rows, updates)

@@ -9,8 +9,10 @@ from monograph.data.corpus import Corpus
 from monograph.device import Device, clock
 from monograph.distributed.world import World
 from monograph.evaluation.text import evaluate_members
+from monograph.report.in_progress import PageInProgress
 from monograph.report.quantities import count, counted, duration
-from monograph.report.sweep_report import write_sweep_report
+from monograph.report.sweep_charts import Curve
+from monograph.report.sweep_report import write_page_so_far, write_sweep_report
 from monograph.run.progress import Progress, SweepDisplay
 from monograph.run.started import told
 from monograph.session.objectives.texts import open_corpus
@@ -35,6 +37,7 @@ class SweepProgress:
         timings: a timing for each group, once prepared; updates: the number of updates of each group's members.
         rate: targets per second of the last updates, over all members that train at once.
         done: number of updates so far, summed over this rank's members.
+        page: the page of the sweep so far.
     """
 
     def __init__(self, sweep: Sweep, progress: Progress, world: World | None = None):
@@ -48,6 +51,7 @@ class SweepProgress:
         self.rate, self.done = 0.0, 0
         self._began_s = clock()
         self._training_s = 0.0
+        self.page = PageInProgress(self._write_page)
 
     def read(self) -> list[Outcome]:
         """Return the present outcome of every member, whichever process trained it."""
@@ -124,9 +128,9 @@ class SweepProgress:
 
     def block(self) -> SweepDisplay:
         """Return the live bar and table."""
-        per_member = {member.index: updates for _, updates, members in self.batches for member in members}
-        self.done = sum(updates for index, updates in per_member.items() if self.outcomes[index].over)
-        return SweepDisplay(self.progress.screen, sum(per_member.values()), self.table, self.done)
+        self.done = sum(updates * len(members) for _, updates, members in self.batches if self.all_over(members))
+        work = sum(updates * len(members) for _, updates, members in self.batches)
+        return SweepDisplay(self.progress.screen, work, self.table, self.done)
 
     def table(self) -> list[str]:
         """Return the table of results so far."""
@@ -143,6 +147,12 @@ class SweepProgress:
         """Return the update after which each diverged member did so, by its place among `members`."""
         places = enumerate(self.outcomes[member.index].diverged for member in members)
         return {place: at for place, at in places if at is not None}
+
+    def resumed(self, batch: MemberBatch) -> int:
+        """Count the updates that earlier processes have done of a round; return them, summed over its members."""
+        before = len(batch.members) * batch.engine.index
+        self.done += before
+        return before
 
     def trained(self, batch: MemberBatch, updates: int, seconds: float) -> None:
         """Record that a round's members were trained for `updates` updates in `seconds`."""
@@ -195,6 +205,14 @@ class SweepProgress:
         if self.world.leads:
             self.sweep.write()
 
+    def _write_page(self, state: str) -> None:
+        """Write the sweep's page with what every member has so far, whichever process trains it."""
+        outcomes = self.read()
+        table = results.compared(outcomes)
+        found = results.so_far(outcomes, table, self.spent_s, self.rate)
+        folder, settings, curves = self.sweep.run.folder, results.drawn(table), _curves(outcomes)
+        write_page_so_far(folder, found, settings, curves, told(self.sweep.run), state)
+
     def finish(self) -> dict[str, Any]:
         """Compare the settings, write tables and figures and print the results; return the object of `--json`."""
         table = results.compared(self.outcomes)
@@ -213,9 +231,8 @@ class SweepProgress:
         report = self.sweep.run.report
         with self.progress.stage("report", f"{report}, {path}"):
             table_lines = results.lines(table, self._lost())
-            curves = [({short(k): v for k, v in one.member.knobs.items()}, one.rows) for one in self.outcomes]
             origin = told(self.sweep.run)
-            write_sweep_report(self.sweep.run.folder, result, results.drawn(table), curves, origin)
+            write_sweep_report(self.sweep.run.folder, result, results.drawn(table), _curves(self.outcomes), origin)
         self.progress.gap()
         for number, line in enumerate(table_lines):
             self.progress.line("members" if number == 0 else "", line)
@@ -229,3 +246,8 @@ class SweepProgress:
         spent = duration(self.sweep.record.get("elapsed_s", 0.0))
         self.progress.line("done", f"{counted(len(self.members), 'member')} in {spent}   {self.sweep.run.folder}")
         return result
+
+
+def _curves(outcomes: Sequence[Outcome]) -> list[Curve]:
+    """Return each member's knobs, by their short names, and the rows of its metrics."""
+    return [({short(key): value for key, value in one.member.knobs.items()}, one.rows) for one in outcomes]

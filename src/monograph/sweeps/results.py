@@ -239,6 +239,22 @@ def whole(sweep: Sweep, outcomes: Sequence[Outcome], table: Table) -> dict[str, 
     }
 
 
+def so_far(outcomes: Sequence[Outcome], table: Table, spent_s: float, rate: float) -> dict[str, Any]:
+    """Return what is known of a sweep that has not ended, in the form of `whole`, and how many members have finished.
+
+    Args:
+        outcomes: the members' present outcomes.
+        table: these compared.
+        spent_s: the seconds spent so far.
+        rate: targets per second of the last updates; 0 before the first.
+    """
+    members, best = as_json(outcomes, table)
+    return {
+        "members": members, "best": best, "advice": [], "wall_s": spent_s, "tokens_per_s": rate or None,
+        "finished": sum(outcome.summary is not None for outcome in outcomes),
+    }  # fmt: skip
+
+
 def drawn(table: Table) -> list[dict[str, Any]]:
     """Return the settings in the form that `monograph.report.sweep_report` draws."""
     best = table.best.setting if table.best else None
